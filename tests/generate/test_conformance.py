@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import pkgutil
@@ -17,6 +18,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import tests.generate
@@ -27,8 +29,9 @@ from tunegemm.describe.space import Candidate, SearchSpace
 from tunegemm.errors import ArtifactError, SpaceError
 from tunegemm.generate import families
 from tunegemm.generate.compile import CompilePool
-from tunegemm.generate.feasibility import refusal
+from tunegemm.generate.feasibility import Rule, parameters_read, refusal
 from tunegemm.generate.sources import hash_of_code
+from tunegemm.generate.verdicts import CandidateTable
 
 
 def _examples() -> dict[str, Examples]:
@@ -75,7 +78,7 @@ def examples_of(name: str) -> Examples:
     for problem in (Problem.parse("4096x4096x4096"), Problem.parse("16x4096x4096", dtype="fp16")):
         for kernel in accepted(name, problem, device, 1):
             launch = dict(launches(name, kernel)[0].launch_params)
-            every = frozenset(rule.__name__ for rule in families.get(name).rules)
+            every = frozenset(rule.name for rule in families.get(name).rules)
             return Examples(name, dict(kernel.compile_params), launch, [problem], [], [], [], every)
     pytest.fail(f"{name}: its rules accept no kernel of 4096x4096x4096; give it Examples")
 
@@ -116,9 +119,8 @@ def test_it_is_what_its_entry_point_says(name: str) -> None:
         "compile": tuple(sorted(space.compile_values)),
         "launch": tuple(sorted(space.launch_values)),
     }
-    assert set(family.limited_launch) <= set(space.launch_values)
-    assert family.extent_rules <= {rule.__name__ for rule in family.rules}
-    assert all(rule.__doc__ for rule in family.rules), "each says its cause"
+    assert len({rule.name for rule in family.rules}) == len(family.rules)
+    assert all(rule.cause for rule in family.rules), "each says its cause"
     assert family.unavailable() is None and family.unavailable(launching=True) is None
 
 
@@ -169,7 +171,7 @@ def test_its_sources_import_no_file_of_its_own_that_is_not_hashed(name: str) -> 
 def test_rules_answer_for_every_problem(name: str, h200: Device) -> None:
     """With a verdict of one line, whatever is asked; and what a rule refuses for all, it refuses for each."""
     family, kernels = families.get(name), [*drawn(name, 40)]
-    names = {rule.__name__ for rule in family.rules}
+    names = {rule.name for rule in family.rules}
     problems = [
         Problem.parse(SHAPES[number % len(SHAPES)], dtype=dtype, out_dtype=out_dtype, layout=layout)
         for number, layout in enumerate(LAYOUTS)
@@ -195,30 +197,91 @@ def test_other_gpus_are_refused_with_their_name(name: str, h200: Device) -> None
     assert verdict or verdict.rule in ("architecture", "shared_memory", "smem"), verdict
 
 
+#: Problems that differ in one field after the other from the first.
+_FIELDS = [
+    Problem.parse("512x768x1024"),
+    Problem.parse("60x768x1024"),
+    Problem.parse("512x100x1024"),
+    Problem.parse("512x768x60"),
+    Problem.parse("512x768x1024x3"),
+    Problem.parse("512x768x1024", dtype="fp16"),
+    Problem.parse("512x768x1024", dtype="fp8_e4m3", out_dtype="bf16"),
+    Problem.parse("512x768x1024", dtype="int8"),
+    Problem.parse("512x768x1024", out_dtype="fp32"),
+    Problem.parse("512x768x1024", dtype="fp8_e4m3", out_dtype="bf16", accumulation="two_level"),
+    *(Problem.parse("512x768x1024", layout=layout) for layout in LAYOUTS),
+    Problem(512, 768, 1024, out_major="m"),
+    Problem.parse("512x768x1024", alignment=8),
+    *(Problem.parse("512x768x1024", epilogue=text) for text in ("bias_n+gelu", "swiglu", "beta_c+amax")),
+]
+
+
+def agree(rule: Rule, one: Problem, other: Problem) -> bool:
+    """Whether problems agree in all that a rule declares to read of them."""
+    read = rule.reads & frozenset(Problem.__dataclass_fields__)
+    return all(getattr(one, name) == getattr(other, name) for name in read)
+
+
 @every_generator
-def test_extent_rules_are_those_that_depend_on_extents(name: str, h200: Device) -> None:
-    """A search rejects kernels by the others once for all problems."""
-    family = families.get(name)
-    rules = [rule for rule in family.rules if rule.__name__ not in family.extent_rules]
-    large, small = Problem.parse("4096x4096x4096"), Problem.parse("64x128x256")
-    for kernel in drawn(name, 300):
-        for rule in rules:
-            told = [rule(problem, kernel, h200) is None for problem in (large, small)]
-            assert told[0] == told[1] or rule.__name__ in _ALIGNED, (rule.__name__, kernel)
-
-
-#: Rules on alignment look at what extents make of it, which is the problem's `alignment`.
-_ALIGNED = ("alignment", "vector_fits", "tma_alignment")
+def test_rules_read_no_parameter_that_they_do_not_declare(name: str, h200: Device) -> None:
+    """Candidates that agree in what a rule declares get the same from it; no other shows what it says."""
+    family, space, draw = families.get(name), families.load_space(name), random.Random(0)
+    problems = [problem for problem in _FIELDS if not refusal(family.rules, name, problem)]
+    for problem in draw.sample(problems, 5):
+        table = CandidateTable.kernels(name, space.compile_values)
+        rows = np.array(draw.sample(range(len(table)), min(len(table), 2000)))
+        narrow = {parameter: values[:3] for parameter, values in space.launch_values.items()}
+        launched = table.with_launches(rows[:400], narrow)
+        for candidates, alive in ((table, rows), (launched, np.arange(len(launched))[::7])):
+            for rule in family.rules:
+                firsts, group = candidates.groups(rule, alive)
+                said = [rule(problem, candidates.candidate(int(row)), h200) is None for row in firsts]
+                for place in draw.sample(range(len(alive)), min(len(alive), 60)):
+                    other = candidates.candidate(int(alive[place]))
+                    first = candidates.candidate(int(firsts[group[place]]))
+                    is_allowed = rule(problem, other, h200) is None
+                    assert is_allowed == said[group[place]], (rule.name, problem, first, other)
+                alive = alive[np.array(said, dtype=bool)[group]]  # a rule is asked what others let pass
+                if not len(alive):
+                    break
 
 
 @every_generator
-def test_launch_parameters_that_are_not_limited_are_free(name: str, h200: Device) -> None:
+def test_rules_read_nothing_of_a_problem_that_they_do_not_declare(name: str, h200: Device) -> None:
+    family, draw = families.get(name), random.Random(1)
+    kernels = [
+        launch for kernel in drawn(name, 120) for launch in (kernel, draw.choice(launches(name, kernel)))
+    ]
+    compared = dict.fromkeys((rule.name for rule in family.rules), 0)
+    for rule in family.rules:
+        before = family.rules[: [one.name for one in family.rules].index(rule.name)]
+        for kernel in kernels:
+            asked = [p for p in _FIELDS if all(one(p, kernel, h200) is None for one in before)]
+            said = [rule(problem, kernel, h200) is None for problem in asked]
+            for (one, is_allowed), (other, others) in itertools.pairwise(zip(asked, said, strict=True)):
+                if agree(rule, one, other):
+                    assert is_allowed == others, (rule.name, one, other, kernel)
+                    compared[rule.name] += 1
+    assert sum(map(bool, compared.values())) > len(compared) // 2
+
+
+@every_generator
+def test_a_rule_that_does_not_declare_the_device_is_not_asked_about_it(name: str, h200: Device) -> None:
+    family, problem = families.get(name), usual(name)
+    for kernel in accepted(name, problem, h200, 5):
+        for rule in family.rules:
+            if "device" not in rule.reads:
+                assert rule(problem, kernel, None) is None  # type: ignore[arg-type]
+
+
+@every_generator
+def test_launch_parameters_that_no_rule_reads_are_free(name: str, h200: Device) -> None:
     family, problem = families.get(name), usual(name)
     for kernel in accepted(name, problem, h200, 20):
         first, *others = launches(name, kernel)
         for launch in others:
             changed = {p for p, v in launch.launch_params if first[p] != v}
-            if not changed & set(family.limited_launch):
+            if not changed & parameters_read(family.rules):
                 assert family.check(problem, launch, h200) == family.check(problem, first, h200)
 
 
@@ -338,7 +401,7 @@ def test_every_rule_can_object(name: str) -> None:
         pytest.skip(f'{name} has no Examples; CONTRIBUTING.md, "Adding things", says what they are')
     examples, rules = EXAMPLES[name], families.get(name).rules
     seen = {case.rule for case in examples.rejected} | {rule for rule, *_ in examples.objections}
-    assert {rule.__name__ for rule in rules} - {"epilogue"} == seen | examples.elsewhere
+    assert {rule.name for rule in rules} - {"epilogue"} == seen | examples.elsewhere
     fused = Problem.parse(SHAPES[0], epilogue="relu")
     takes_none = refusal(rules, name, fused) == f"{name} stores products as they are, without relu"
-    assert takes_none == ("epilogue" in {rule.__name__ for rule in rules})
+    assert takes_none == ("epilogue" in {rule.name for rule in rules})

@@ -1,25 +1,56 @@
-"""What a space holds for one problem: kernels that rules reject by a few parameters are never made."""
+"""What rules are, and what they say before there is a candidate."""
 
 from __future__ import annotations
 
-import pytest
-
-from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate, SearchSpace
+from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
-from tunegemm.generate.feasibility import plausible_kernels
+from tunegemm.generate.feasibility import FEASIBLE, Verdict, apply_rules, parameters_read, refusal, rule
+
+PROBLEM = Problem(8, 8, 8)
 
 
-@pytest.mark.parametrize("name", ["triton_tma", "gluon_wgmma"])
-@pytest.mark.parametrize("problem", [Problem(4096, 4096, 4096), Problem(32, 4096, 4096, out_dtype="fp32")])
-def test_plausible_kernels_hold_every_feasible_one(name: str, problem: Problem) -> None:
-    family, space, device = families.get(name), families.load_space(name), find_device("model:h200")
-    rules = [rule for rule in family.rules if rule.__name__ not in family.extent_rules]
-    plausible = list(plausible_kernels(space, rules, problem, device))
-    feasible = [kernel for kernel in space.kernels() if family.check(problem, kernel, device)]
-    assert feasible and len(plausible) < 0.6 * len(list(space.kernels()))
-    assert [kernel for kernel in plausible if family.check(problem, kernel, device)] == feasible
+@rule("in_dtype")
+def dtypes(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Planted."""
+    return f"no {problem.in_dtype}" if problem.in_dtype == "int8" else None
+
+
+@rule("stages", "m", "device")
+def depth(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Two stages are for more than 8 rows."""
+    return f"{problem.m} rows" if candidate["stages"] == 2 and problem.m <= 8 else None
+
+
+@rule("split_k", runs=True)
+def splits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Planted."""
+    return "2 splits" if candidate.params.get("split_k") == 2 else None
+
+
+RULES = (dtypes, depth, splits)
+
+
+def test_a_rule_says_what_it_is() -> None:
+    assert (depth.name, depth.cause) == ("depth", "Two stages are for more than 8 rows.")
+    assert depth.parameters == ("stages",) and depth.reads_extents and not splits.reads_extents
+    assert parameters_read(RULES) == {"stages", "split_k"}
+
+
+def test_the_first_objection_is_the_verdict_and_says_whether_it_runs(h200: Device) -> None:
+    def check(stages: int, split_k: int) -> Verdict:
+        candidate = Candidate.make("planted", {"stages": stages}, {"split_k": split_k})
+        return apply_rules(RULES, PROBLEM, candidate, h200)
+
+    assert check(3, 1) == FEASIBLE and check(3, 1).runs and check(3, 1)
+    assert check(2, 2) == Verdict("depth", "8 rows") and not check(2, 2).runs
+    assert check(3, 2) == Verdict("splits", "2 splits", runs=True) and not check(3, 2)
+
+
+def test_what_depends_on_the_problem_alone_is_refused_without_a_candidate() -> None:
+    assert refusal(RULES, "planted", PROBLEM) == ""
+    assert refusal(RULES, "planted", Problem(8, 8, 8, in_dtype="int8", out_dtype="int32")) == "no int8"
 
 
 def test_what_no_generator_can_ever_have_is_told_with_the_reason() -> None:
@@ -31,15 +62,3 @@ def test_what_no_generator_can_ever_have_is_told_with_the_reason() -> None:
     )
     assert families.refusal_by_all(int8, ["gluon_wgmma"]).startswith("gluon_wgmma has kernels for bf16")
     assert families.refusal_by_all(int8, ["cublaslt"]) == "", "a library says itself what it has"
-
-
-def test_a_rule_that_reads_more_for_some_values_is_asked_about_whole_kernels() -> None:
-    space = SearchSpace("planted", {"a": (1, 2, 3), "b": (1, 2)}, {})
-
-    def crossed(_: Problem, candidate: Candidate, __: Device) -> str | None:
-        if candidate["a"] == 3:
-            return "3"
-        return "2 and 2" if candidate["a"] == 2 and candidate["b"] == 2 else None
-
-    found = plausible_kernels(space, [crossed], Problem(8, 8, 8), find_device("model:h200"))
-    assert [(kernel["a"], kernel["b"]) for kernel in found] == [(1, 1), (1, 2), (2, 1), (2, 2)]

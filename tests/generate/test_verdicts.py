@@ -12,7 +12,7 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
-from tunegemm.generate.feasibility import apply_rules
+from tunegemm.generate.feasibility import apply_rules, rule
 from tunegemm.generate.verdicts import CandidateTable
 
 PROBLEMS = [Problem.parse("512x6144x4096"), Problem.parse("16x520x264x3", dtype="fp16", epilogue="relu")]
@@ -24,7 +24,7 @@ def test_each_candidate_is_rejected_by_the_rule_that_rejects_it_alone(
     h200: Device, name: str, problem: Problem
 ) -> None:
     space, rules = small(name), families.get(name).rules
-    names = [rule.__name__ for rule in rules]
+    names = [rule.name for rule in rules]
     kernels = CandidateTable.kernels(name, space.compile_values)
     assert [kernels.candidate(row) for row in range(3)] == list(space.kernels())[:3]
     found = kernels.rejected(rules, problem, h200)
@@ -38,24 +38,25 @@ def test_each_candidate_is_rejected_by_the_rule_that_rejects_it_alone(
             assert verdict.rule == (None if verdicts[row] == len(rules) else names[verdicts[row]])
 
 
-def test_a_rule_is_asked_once_about_what_it_reads(h200: Device) -> None:
+def test_a_rule_is_asked_once_about_what_it_reads(h200: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
+    @rule("a", "b", "split_k", "m")
     def crossed(_: Problem, candidate: Candidate, __: Device) -> str | None:
-        asked.append(candidate["a"])
-        if candidate["a"] == 3:  # of others it reads more
-            return "3"
+        asked.append((candidate["a"], candidate["b"]))
         return "too many" if candidate["a"] + candidate["b"] > 4 else None
 
-    def untraceable(_: Problem, candidate: Candidate, __: Device) -> str | None:
-        return "odd" if int(candidate.digest, 16) % 2 else None
+    @rule("a")
+    def after(_: Problem, candidate: Candidate, __: Device) -> str | None:
+        assert candidate["a"] + candidate["b"] <= 4, "asked only what those before it let pass"
+        return "2" if candidate["a"] == 2 else None
 
     values = {"a": (1, 2, 3), "b": (1, 2, 3), "c": tuple(range(50))}
-    grid = CandidateTable.kernels("planted", values)
-    found = grid.rejected([crossed], PROBLEMS[0], h200)
-    assert sorted(asked) == [1] * 3 + [2] * 3 + [3]
-    alone = [crossed(PROBLEMS[0], grid.candidate(row), h200) is None for row in range(len(grid))]
-    assert (found == 1).tolist() == alone
-    few = CandidateTable.kernels("planted", {"a": (1, 2, 3), "b": (1, 2)})
-    each = [untraceable(PROBLEMS[0], few.candidate(row), h200) is None for row in range(len(few))]
-    assert (few.rejected([untraceable], PROBLEMS[0], h200) == 1).tolist() == each
+    kernels = CandidateTable.kernels("planted", values)
+    for most in (1 << 22, 1):  # a table of all combinations, and those that occur
+        monkeypatch.setattr("tunegemm.generate.verdicts._MOST_IN_TABLE", most)
+        asked.clear()
+        found = kernels.rejected([crossed, after], PROBLEMS[0], h200)
+        assert len(asked) == len(set(asked)) == 9
+        params = [kernels.candidate(row).params for row in range(len(kernels))]
+        assert found.tolist() == [0 if p["a"] + p["b"] > 4 else 1 if p["a"] == 2 else 2 for p in params]

@@ -8,13 +8,14 @@ from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import SearchSpace
 from tunegemm.generate import families
+from tunegemm.generate.feasibility import parameters_read
 from tunegemm.report.census import take_census
 
 PROBLEMS = [Problem.parse("512x6144x4096"), Problem.parse("16x4096x4096"), Problem.parse("1000x520x264x3")]
 
 
 @pytest.mark.parametrize("name", families.NAMES)
-def test_only_the_limited_launch_parameters_decide(name: str) -> None:
+def test_only_launch_parameters_that_rules_read_decide(name: str) -> None:
     family, space, device = families.get(name), families.load_space(name), find_device("model:h200")
     kernels = list(space.kernels())
     drawn = random.Random(0)
@@ -22,7 +23,7 @@ def test_only_the_limited_launch_parameters_decide(name: str) -> None:
         for kernel in drawn.sample(kernels, min(len(kernels), 300)):
             launch = {name: drawn.choice(values) for name, values in space.launch_values.items()}
             first = {name: values[0] for name, values in space.launch_values.items()}
-            reduced = first | {name: launch[name] for name in family.limited_launch}
+            reduced = first | {n: launch[n] for n in parameters_read(family.rules) & launch.keys()}
             verdicts = [
                 family.check(problem, kernel.with_launch(**values), device) for values in (launch, reduced)
             ]
@@ -54,11 +55,12 @@ def test_counts_equal_those_of_checking_every_candidate() -> None:
 
 
 @pytest.mark.parametrize("name", families.NAMES)
-def test_what_no_extent_rule_rejects_is_rejected_for_all_extents(name: str) -> None:
+def test_what_a_rule_without_extents_rejects_is_rejected_for_all_extents(name: str) -> None:
     family, space, device = families.get(name), families.load_space(name), find_device("model:h200")
     kernels = list(space.kernels())
+    by_extents = {rule.name for rule in family.rules if rule.reads_extents}
     first, *others = [Problem.parse(shape) for shape in ("4096x4096x4096", "16x4096x512", "1000x520x264x3")]
     for kernel in random.Random(1).sample(kernels, min(len(kernels), 600)):
         rule = family.check(first, kernel, device).rule
-        if rule is not None and rule not in family.extent_rules:
-            assert all(not family.check(problem, kernel, device) for problem in others), (kernel, rule)
+        if rule is not None and rule not in by_extents:
+            assert not any(family.check(problem, kernel, device) for problem in others), (kernel, rule)

@@ -68,16 +68,8 @@ class Family(Protocol):
         """Words that its space does not list, and 0 where it is a value: what `expected` allows, too."""
 
     @property
-    def limited_launch(self) -> Sequence[str]:
-        """The launch parameters that `check` reads: of the others each value is as feasible as the first."""
-
-    @property
     def rules(self) -> Sequence[Rule]:
         """What `check` applies to a candidate, cheapest first; a library's algorithms need none."""
-
-    @property
-    def extent_rules(self) -> frozenset[str]:
-        """The rules that read m, n, k or batch: what another one rejects is rejected for all extents."""
 
     @property
     def compiled(self) -> bool:

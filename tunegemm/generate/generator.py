@@ -85,9 +85,6 @@ def config_maker(config: type[AnyConfig]) -> Callable[[Problem, Candidate], AnyC
         nonlocal last
         swapped = bool(candidate.params.get("swap_ab", False))
         gpc_aware = has_orders and candidate.params.get("cluster_order", "index") == "gpc"
-        # Where it is remembered what rules read, a config is read by its fields.
-        if (watched := getattr(candidate, "watched", None)) is not None:
-            return watched(lambda real: config_of(problem, real))
         params = candidate.compile_params
         if (
             (known := last)
@@ -156,7 +153,6 @@ class Generator:
     config_of: Callable[[Problem, Candidate], Config]
     """The compile-time choices of a candidate for a problem: a `config_maker` of `config`."""
     rules: Sequence[Rule]
-    extent_rules: frozenset[str]
     compile: Callable[[Key, Path], Resources]
     launcher: Callable[[Problem, Candidate, Device, Path, Workspace | None], Launcher]
     """Makes a launcher, as `load` does, from an object, and a workspace if one is needed."""
@@ -170,7 +166,6 @@ class Generator:
     space: Path | None = None
     """Its search space; None for the shipped one of its name."""
     unlisted: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
-    limited_launch: Sequence[str] = ()
     reduction_class: Callable[[Problem, Candidate], str] = unknown_class
     """See `tunegemm.generate.families.reduction_class`."""
     tma: bool = False

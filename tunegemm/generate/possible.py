@@ -1,15 +1,14 @@
 """The kernels of a family that can be compiled for problems of one kind: of the same dtypes, majors,
 alignment and epilogue.
 
-Of a million kernels in a search space some 20,000 are left, and to look at all takes seconds. What is left is
-kept in a folder, as places in the space's lists, under a name that changes with the rules and the space.
+Of half a million kernels in a search space some 20,000 are left, and to look at all takes seconds. What is
+left is kept in a folder, as places in the space's lists, under a name that changes with rules and space.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,7 +20,8 @@ from tunegemm.describe.space import Candidate, SearchSpace
 from tunegemm.errors import TunegemmError
 from tunegemm.files import make_folder, replacing
 from tunegemm.generate.families import Family
-from tunegemm.generate.feasibility import Remembered, Rule, plausible_kernels
+from tunegemm.generate.feasibility import Remembered
+from tunegemm.generate.verdicts import CandidateTable
 
 
 def kernel_facts(problem: Problem) -> tuple[str | int, ...]:
@@ -39,30 +39,24 @@ def possible_kernels(
     """
     path = None if folder is None else folder / f"{_name(family, space, problem, device)}.npy"
     if path is not None and (known := _read(path, space)) is not None:
-        return known
-    rules = _kernel_rules(family)
-    found = [
-        kernel
-        for kernel in plausible_kernels(space, rules, problem, device)
-        if all(rule(problem, kernel, device) is None for rule in rules)
-    ]
-    if path is not None:
-        _write(path, space, found)
-    return found
+        return _kernels(space, known)
+    table = CandidateTable.kernels(family.name, space.compile_values)
+    rules = [rule for rule in family.rules if not rule.reads_extents]
+    rows = np.flatnonzero(table.rejected(rules, problem, device) == len(rules))
+    places = np.column_stack([column[rows] for column in table.places.values()])
+    if path is not None and all(len(values) <= 256 for values in space.compile_values.values()):
+        _write(path, places.astype(np.uint8))
+    return _kernels(space, places)
 
 
 def extent_check(family: Family, problem: Problem, device: Device) -> Remembered:
     """Whether a candidate can have the problem's extents."""
-    return Remembered([r for r in family.rules if r.__name__ in family.extent_rules], problem, device)
+    return Remembered([rule for rule in family.rules if rule.reads_extents], problem, device)
 
 
 def kernel_check(family: Family, problem: Problem, device: Device) -> Remembered:
-    """What all other rules say of a candidate: the same for all problems of a kind."""
-    return Remembered(_kernel_rules(family), problem, device)
-
-
-def _kernel_rules(family: Family) -> list[Rule]:
-    return [rule for rule in family.rules if rule.__name__ not in family.extent_rules]
+    """What all other rules say of a candidate: the same for all problems of the same `kernel_facts`."""
+    return Remembered([rule for rule in family.rules if not rule.reads_extents], problem, device)
 
 
 def _name(family: Family, space: SearchSpace, problem: Problem, device: Device) -> str:
@@ -83,33 +77,30 @@ def _sources(family: Family) -> set[Path]:
     return {path for folder in {source.parent for source in family.sources} for path in folder.glob("*.py")}
 
 
-def _read(path: Path, space: SearchSpace) -> list[Candidate] | None:
-    """The kernels of a file; None where there is no such file, or its places are not in the lists."""
-    lists = [list(values) for values in space.compile_values.values()]
+def _read(path: Path, space: SearchSpace) -> np.ndarray | None:
+    """The places of a file; None where there is no such file, or its places are not in the lists."""
     try:
         places = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None
-    sizes = np.array([len(values) for values in lists])
-    if places.dtype != np.uint8 or places.ndim != 2 or places.shape[1] != len(lists):
+    sizes = np.array([len(values) for values in space.compile_values.values()])
+    if places.dtype != np.uint8 or places.ndim != 2 or places.shape[1] != len(sizes):
         return None
-    if not (places < sizes).all():
-        return None
-    names = list(space.compile_values)
-    in_order = sorted(range(len(names)), key=names.__getitem__)
-    pairs = [[(names[i], value) for value in lists[i]] for i in in_order]
-    columns = [places[:, i].tolist() for i in in_order]
-    chosen = [map(pair.__getitem__, column) for pair, column in zip(pairs, columns, strict=True)]
-    return list(map(Candidate, itertools.repeat(space.family), zip(*chosen, strict=True)))
+    return places if (places < sizes).all() else None
 
 
-def _write(path: Path, space: SearchSpace, kernels: Sequence[Candidate]) -> None:
-    if any(len(values) > 256 for values in space.compile_values.values()):
-        return
-    place = {name: {v: i for i, v in enumerate(values)} for name, values in space.compile_values.items()}
-    rows = [[place[name][kernel.params[name]] for name in place] for kernel in kernels]
-    array = np.array(rows, dtype=np.uint8).reshape(len(rows), len(place))
+def _write(path: Path, places: np.ndarray) -> None:
     with suppress(TunegemmError, OSError):
         make_folder(path.parent)
         with replacing(path) as new, new.open("wb") as file:
-            np.save(file, array, allow_pickle=False)
+            np.save(file, places, allow_pickle=False)
+
+
+def _kernels(space: SearchSpace, places: np.ndarray) -> list[Candidate]:
+    """The kernels at places in the space's lists: a row for each, a column for each parameter."""
+    names = list(space.compile_values)
+    in_order = sorted(range(len(names)), key=names.__getitem__)
+    pairs = [[(names[i], value) for value in space.compile_values[names[i]]] for i in in_order]
+    columns = [places[:, i].tolist() for i in in_order]
+    chosen = [map(pair.__getitem__, column) for pair, column in zip(pairs, columns, strict=True)]
+    return list(map(Candidate, itertools.repeat(space.family), zip(*chosen, strict=True)))

@@ -11,6 +11,7 @@ from typing import Any
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem, default_out_dtype, swapped_dtype
 from tunegemm.describe.space import Candidate
+from tunegemm.generate.feasibility import rule
 from tunegemm.generate.workspace import Workspace
 
 _SWAP_MAX_M = 128
@@ -133,6 +134,7 @@ def ordered_bf16_sum(problem: Problem, candidate: Candidate) -> str:
     return ordered_sum(problem, candidate) if is_known else ""
 
 
+@rule("swap_ab", "m", runs=True)
 def swap_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Swapping puts m on WGMMA's narrow side; an m that fills the 64-row side gains nothing there."""
     if candidate.params.get("swap_ab", False) and problem.m > _SWAP_MAX_M:
@@ -140,6 +142,10 @@ def swap_fits(problem: Problem, candidate: Candidate, device: Device) -> str | N
     return None
 
 
+@rule(
+    "split_k", "tile_k", "k", "device", "tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab", "m", "n",
+    "batch", runs=True,
+)  # fmt: skip
 def split_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Splits of k need k tiles of their own and multiprocessors that are idle without them."""
     splits = int(candidate.params.get("split_k", 1))

@@ -1,12 +1,13 @@
 """What rules say of all candidates of a search space, by asking each rule once about what it reads.
 
 Half a million kernels are in the largest space, and to ask each rule about each kernel takes half a minute.
-A rule reads a few parameters: whole columns of candidates that agree in those have one verdict.
+A rule declares the few parameters that it reads: candidates that agree in those have one verdict.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,10 @@ import numpy as np
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
-from tunegemm.generate.feasibility import MISSING, Rule, ask
+from tunegemm.generate.feasibility import Rule
+
+#: Combinations of what a rule reads that are kept in a table; of more only those that occur are sorted out.
+_MOST_IN_TABLE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -59,36 +63,27 @@ class CandidateTable:
         found = np.full(len(self), len(rules), dtype=np.int16)
         alive = np.arange(len(self))
         for number, rule in enumerate(rules):
-            for rows, is_rejected in self._groups(rule, problem, device, alive):
-                if is_rejected:
-                    found[rows] = number
-            alive = alive[found[alive] == len(rules)]
+            firsts, group = self.groups(rule, alive)
+            objections = (rule.objection(problem, self.candidate(int(row)), device) for row in firsts)
+            is_rejected = np.array([reason is not None for reason in objections], dtype=bool)[group]
+            found[alive[is_rejected]] = number
+            alive = alive[~is_rejected]
         return found
 
-    def _groups(
-        self, rule: Rule, problem: Problem, device: Device, rows: np.ndarray
-    ) -> Iterator[tuple[np.ndarray, bool]]:
-        """The rows in groups of one verdict."""
-        waiting = [rows]
-        while waiting:
-            if not len(rows := waiting.pop()):
-                continue
-            reason, read = ask(rule, problem, self.candidate(int(rows[0])), device)
-            if read is None or not self.places.keys() >= {n for n, v in read.items() if v is not MISSING}:
-                yield rows[:1], reason is not None  # what it reads is no column: one by one
-                waiting.append(rows[1:])
-                continue
-            for name in read:
-                if (column := self.places.get(name)) is None:
-                    continue  # all lack it
-                place = column[rows]
-                # What differs in the value read first may be asked for other things next.
-                counts = np.bincount(place)
-                if counts[place[0]] < len(rows):
-                    others = (value for value in counts.nonzero()[0] if value != place[0])
-                    waiting += [rows[place == value] for value in others]
-                    rows = rows[place == place[0]]
-            yield rows, reason is not None
+    def groups(self, rule: Rule, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Candidates that agree in what a rule reads: the first row of each group, and each row's group."""
+        names = [name for name in rule.parameters if name in self.places]
+        sizes = [len(self.compile_values.get(name) or self.launch_values[name]) for name in names]
+        code = np.zeros(len(rows), dtype=np.int64)
+        for name, size in zip(names, sizes, strict=True):
+            code = code * size + self.places[name][rows]
+        if (combinations := math.prod(sizes)) > _MOST_IN_TABLE:
+            _, first, group = np.unique(code, return_index=True, return_inverse=True)
+            return rows[first], group
+        first = np.full(combinations, -1)
+        first[code[::-1]] = rows[::-1]  # the last that is written is the first row
+        occurs = first >= 0
+        return first[occurs], (np.cumsum(occurs) - 1)[code]
 
     def _value(self, name: str, row: int) -> Value:
         values = self.compile_values.get(name) or self.launch_values[name]

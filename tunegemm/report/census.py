@@ -16,7 +16,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import SearchSpace, Value
 from tunegemm.generate import families
 from tunegemm.generate.families import Family
-from tunegemm.generate.feasibility import Verdict
+from tunegemm.generate.feasibility import Verdict, parameters_read
 from tunegemm.generate.verdicts import CandidateTable
 
 _Values = Mapping[str, tuple[Value, ...]]
@@ -59,7 +59,8 @@ def take_census(space: SearchSpace, problem: Problem, device: Device) -> Census:
     """
     family = families.get(space.family)
     # Most launch parameters never decide on feasibility, and their product has millions of candidates.
-    deciding = {name: values for name, values in space.launch_values.items() if name in family.limited_launch}
+    read = parameters_read(family.rules)
+    deciding = {name: values for name, values in space.launch_values.items() if name in read}
     defaults = {name: values[:1] for name, values in space.launch_values.items()}
     count = _by_rules if family.rules else _one_by_one
     counted = count(family, space, defaults | deciding, problem, device)

@@ -17,7 +17,7 @@ from tunegemm.generate import families, model
 from tunegemm.generate.artifacts import digest
 from tunegemm.generate.compile import Ready, Shipped
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.generate.feasibility import Remembered, Verdict
+from tunegemm.generate.feasibility import Remembered, Verdict, parameters_read
 from tunegemm.generate.possible import extent_check, kernel_check, kernel_facts, possible_kernels
 from tunegemm.generate.terms import Columns
 
@@ -160,7 +160,7 @@ class Kernels:
             return Ranking(values, predictions, len(predictions))
         # Depth of the ring and of the epilogue have no say in what a launch may be.
         shapes = {model.grid_shape(kernel): kernel for kernel in kernels}.values()
-        limited = families.get(name).limited_launch
+        limited = parameters_read(families.get(name).rules)
         fits_kind = self._fits_kind(problem, name)
 
         def fits(launch: Candidate) -> bool:  # extents reject most

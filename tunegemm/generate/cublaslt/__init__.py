@@ -14,7 +14,7 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate, SearchSpace, Value
 from tunegemm.errors import CompileError
-from tunegemm.generate.feasibility import FEASIBLE, Rule, Verdict, apply_rules
+from tunegemm.generate.feasibility import FEASIBLE, Rule, Verdict, apply_rules, rule
 from tunegemm.generate.launching import Launcher
 from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.workspace import Workspace, exceeded_workspace
@@ -55,6 +55,7 @@ def reduces_in_16_bits(problem: Problem, candidate: Candidate) -> bool:
     )
 
 
+@rule("algorithm")
 def named_algorithm(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """`heuristic` of the space file stands for many algorithms and is not one itself."""
     if (name := candidate.params.get("algorithm")) != "cublaslt":
@@ -62,6 +63,7 @@ def named_algorithm(problem: Problem, candidate: Candidate, device: Device) -> s
     return None
 
 
+@rule(*ALGORITHM_PARAMETERS)
 def complete_name(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """An algorithm of the library is named by all of its attributes."""
     missing = [name for name in ALGORITHM_PARAMETERS if name not in candidate.params]
@@ -74,6 +76,7 @@ def complete_name(problem: Problem, candidate: Candidate, device: Device) -> str
     return f"parameter {wrong[0]!r} of the algorithm is not a whole number from 0 on" if wrong else None
 
 
+@rule("in_dtype", "out_dtype")
 def library_dtypes(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """cuBLASLt, table of supported types for cublasLtMatmul: 16-bit inputs give their own dtype or fp32. Its
     products of other inputs are asked for through torch only.
@@ -85,11 +88,16 @@ def library_dtypes(problem: Problem, candidate: Candidate, device: Device) -> st
     return None
 
 
+@rule("epilogue")
 def library_epilogue(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """The algorithms are asked for plain products; torch itself composes an epilogue from its operations."""
     return f"algorithms are for plain products, without {problem.epilogue}" if problem.epilogue else None
 
 
+@rule(
+    "m", "n", "k", "batch", "alignment", "in_dtype", "out_dtype", "a_major", "b_major", "out_major",
+    "epilogue",
+)  # fmt: skip
 def library_alignment(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Operands are packed and batch entries keep the alignment that the heuristic was promised: 16 B."""
     if problem.alignment != problem.packed_alignment:
@@ -119,9 +127,7 @@ class CublasLt:
     }
     sources: tuple[Path, ...] = ()
     unlisted: Mapping[str, tuple[Value, ...]] = {}
-    limited_launch = ()
     rules: tuple[Rule, ...] = ()
-    extent_rules: frozenset[str] = frozenset()
     compiled = False
     tma = False
     edges_inside = False

@@ -6,7 +6,14 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cute_sm80.config import MMA_K, MMA_M, MMA_N, KernelConfig
-from tunegemm.generate.feasibility import alignment, exceeded_smem, half_operands, ring_depth, vector_fits
+from tunegemm.generate.feasibility import (
+    alignment,
+    exceeded_smem,
+    half_operands,
+    ring_depth,
+    rule,
+    vector_fits,
+)
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.tiles import split_fits
 
@@ -29,6 +36,7 @@ _HALF_MAX_K = 512
 config_of = config_maker(KernelConfig)
 
 
+@rule("device")
 def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """cp.async and mma.sync.m16n8k16 exist from compute capability 8.0 on (PTX ISA)."""
     if device.architecture.capability < (8, 0):
@@ -36,6 +44,7 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
     return None
 
 
+@rule("tile_m", "tile_n", "tile_k", "warps_m", "warps_n", "atoms_n")
 def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A tile is whole permuted MMA tiles, and two steps of k: one is loaded while one is multiplied."""
     config = config_of(problem, candidate)
@@ -49,6 +58,7 @@ def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | No
     return None
 
 
+@rule("acc_dtype", "in_dtype")
 def accumulation(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """mma.sync accumulates bf16 products in fp32 only (PTX ISA, mma.m16n8k16)."""
     if candidate["acc_dtype"] != "fp32" and problem.in_dtype != candidate["acc_dtype"]:
@@ -56,6 +66,7 @@ def accumulation(problem: Problem, candidate: Candidate, device: Device) -> str 
     return None
 
 
+@rule("acc_dtype", "out_dtype", "k", runs=True)
 def accumulation_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """fp16 accumulators run and lose bits at every step: a long k makes the result wrong."""
     if candidate["acc_dtype"] != "fp16":
@@ -67,6 +78,10 @@ def accumulation_fits(problem: Problem, candidate: Candidate, device: Device) ->
     return None
 
 
+@rule(
+    "tile_m", "tile_n", "tile_k", "warps_m", "warps_n", "smem_swizzle", "vector_bytes", "in_dtype",
+    "a_major", "b_major",
+)  # fmt: skip
 def copies(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Every warp copies whole lines of its own, all lanes busy: see `config.Copy`."""
     config = config_of(problem, candidate)
@@ -76,6 +91,7 @@ def copies(problem: Problem, candidate: Candidate, device: Device) -> str | None
     return None
 
 
+@rule("warps_m", "warps_n", "ctas_per_sm", "device")
 def threads(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Blocks and multiprocessors hold so many threads."""
     config, limits = config_of(problem, candidate), device.architecture
@@ -86,6 +102,7 @@ def threads(problem: Problem, candidate: Candidate, device: Device) -> str | Non
     return None
 
 
+@rule("tile_m", "tile_n", "warps_m", "warps_n", "vector_bytes", "ctas_per_sm", "acc_dtype", "device")
 def registers(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Accumulators, two steps of fragments and bookkeeping must fit a thread's registers, or ptxas spills."""
     config, limits = config_of(problem, candidate), device.architecture
@@ -106,14 +123,17 @@ def registers(problem: Problem, candidate: Candidate, device: Device) -> str | N
     return None
 
 
+@rule(
+    "tile_m", "tile_n", "tile_k", "stages", "vector_bytes", "ctas_per_sm", "in_dtype", "out_dtype",
+    "a_major", "b_major", "out_major", "device",
+)  # fmt: skip
 def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """The ring, or the staged output in its place, must fit a block, and all blocks a multiprocessor."""
     config = config_of(problem, candidate)
     return exceeded_smem(config.smem_bytes, device.architecture, config.ctas_per_sm)
 
 
-#: Cheapest first. Those named `..._fits` look at extents, alignment or accuracy: what they reject compiles
-#: and runs, but repeats another candidate, computes nothing, or is worth less than another.
+#: Cheapest first.
 RULES = (
     architecture,
     half_operands,

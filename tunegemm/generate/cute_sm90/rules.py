@@ -12,7 +12,7 @@ from tunegemm.generate.cute_sm90.config import (
     WARPGROUP_THREADS,
     KernelConfig,
 )
-from tunegemm.generate.feasibility import architecture, ring_depth
+from tunegemm.generate.feasibility import architecture, ring_depth, rule
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.tiles import (
     seen_by_kernel,
@@ -64,6 +64,7 @@ def resident_clusters(candidate: Candidate, device: Device) -> int:
     return device.resident_clusters(candidate["cluster_m"] * candidate["cluster_n"])
 
 
+@rule("epi_n", "swap_ab", "epilogue")
 def fused_store(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """An epilogue works on staged subtiles; columns gate each other only where one thread has both."""
     if not problem.epilogue:
@@ -75,6 +76,7 @@ def fused_store(problem: Problem, candidate: Candidate, device: Device) -> str |
     return None
 
 
+@rule("schedule", "tile_m", "tile_n", "epilogue")
 def fused_registers(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A warpgroup of two 64-row atoms keeps what both need; with a second matrix or amax to track it spills.
 
@@ -97,6 +99,7 @@ def _matrices(config: KernelConfig) -> int:
     return sum(operand.kind == "matrix" for operand in (fused.operands if fused.is_defined else ()))
 
 
+@rule("tile_m", "tile_n")
 def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A tile is whole WGMMA atoms: 64 rows each, and columns as one instruction can have them, to 256, by 16
     as int8 has them and a subtile's stmatrix stores them.
@@ -109,6 +112,7 @@ def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | No
     return None
 
 
+@rule("in_dtype", "a_major", "b_major")
 def operand_majors(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """WGMMA transposes 16-bit operands only (PTX ISA, wgmma.mma_async: imm-trans-a and -b are for them)."""
     if DTYPE_BYTES[problem.in_dtype] != 2 and (problem.a_major, problem.b_major) != ("k", "k"):
@@ -118,6 +122,7 @@ def operand_majors(problem: Problem, candidate: Candidate, device: Device) -> st
     return None
 
 
+@rule("tile_k", "in_dtype")
 def ring_rows(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A stage has one or two rows of the 128-byte smem swizzle along k. Half a row would be half the work for
     a barrier, as any other dtype has it at another tile_k, and more than two only make stages few.
@@ -128,6 +133,7 @@ def ring_rows(problem: Problem, candidate: Candidate, device: Device) -> str | N
     return None
 
 
+@rule("tile_k", "accumulation")
 def promotion(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Two-level accumulation means the same for every kernel: a k tile is what the tensor cores add up."""
     if problem.accumulation == "two_level" and candidate["tile_k"] != _PROMOTED_K:
@@ -135,6 +141,10 @@ def promotion(problem: Problem, candidate: Candidate, device: Device) -> str | N
     return None
 
 
+@rule(
+    "schedule", "tile_scheduler", "tile_m", "tile_n", "cluster_m", "cluster_n", "epi_n", "swap_ab",
+    "in_dtype", "out_dtype", "a_major", "b_major", "accumulation", "epilogue",
+)  # fmt: skip
 def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Accumulators and bookkeeping must fit the consumer's setmaxnreg budget, or ptxas spills."""
     config = config_of(problem, candidate)
@@ -164,6 +174,7 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
     return None
 
 
+@rule("schedule", "tile_m", "tile_n")
 def wgmma_operands(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """ptxas places one WGMMA within the launch allocation, whatever setmaxnreg adds later (error C7602).
 
@@ -178,6 +189,7 @@ def wgmma_operands(problem: Problem, candidate: Candidate, device: Device) -> st
     return None
 
 
+@rule("tile_m", "tile_n", "tile_k", "stages", "in_dtype")
 def ring_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """The ring alone must fit a CTA's shared memory: that of half the kernels does not."""
     rows, limit = candidate["tile_m"] + candidate["tile_n"], SMEM_LIMIT - SMEM_ALIGNMENT
@@ -187,6 +199,10 @@ def ring_memory(problem: Problem, candidate: Candidate, device: Device) -> str |
     return None
 
 
+@rule(
+    "schedule", "tile_m", "tile_n", "tile_k", "stages", "epi_n", "in_dtype", "out_dtype", "epilogue",
+    "device",
+)  # fmt: skip
 def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Ring, staging buffers and barriers must fit one block's shared memory."""
     config, target = config_of(problem, candidate), device.architecture.compile_target
@@ -195,6 +211,7 @@ def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str
     return None
 
 
+@rule("tile_n", "epi_n")
 def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Staged subtiles cover the tile exactly. 16 columns are for tiles that 32 do not divide: elsewhere they
     only double the barriers.
@@ -209,6 +226,7 @@ def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str
     return None
 
 
+@rule("tile_n", "epi_n", "swap_ab", "out_dtype", "out_major", "epilogue")
 def store_box(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """TMA copies boxes whose lines are multiples of 16 bytes, and begin at such (else: illegal instruction).
 
@@ -227,6 +245,7 @@ def store_box(problem: Problem, candidate: Candidate, device: Device) -> str | N
     return None
 
 
+@rule("cluster_m", "cluster_n", "device")
 def cluster(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A cluster must be portable: at most 8 blocks (CUDA programming guide, thread block clusters)."""
     cluster_m, cluster_n = candidate["cluster_m"], candidate["cluster_n"]
@@ -236,6 +255,7 @@ def cluster(problem: Problem, candidate: Candidate, device: Device) -> str | Non
     return None
 
 
+@rule("tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab", "m", "n", runs=True)
 def cluster_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A cluster larger than the problem's tiles only computes some of them twice."""
     seen = seen_by_kernel(problem, candidate)
@@ -249,6 +269,10 @@ def cluster_fits(problem: Problem, candidate: Candidate, device: Device) -> str 
     return None
 
 
+@rule(
+    "reduction", "tile_scheduler", "split_k", "tile_k", "k", "device", "tile_m", "tile_n", "cluster_m",
+    "cluster_n", "swap_ab", "m", "n", "batch", runs=True,
+)  # fmt: skip
 def reduction_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A second kernel has nothing to add where nothing is split.
 
@@ -262,6 +286,7 @@ def reduction_fits(problem: Problem, candidate: Candidate, device: Device) -> st
     return split_fits(problem, candidate.with_launch(split_k=split_k), device)
 
 
+@rule("reduction", "tile_n", "epilogue")
 def second_slices(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A second kernel stores slices of 16 columns; where pairs of columns gate each other, made of 32."""
     second = candidate.params.get("reduction", "pairs") == "second_kernel"
@@ -270,6 +295,7 @@ def second_slices(problem: Problem, candidate: Candidate, device: Device) -> str
     return None
 
 
+@rule("tile_scheduler", "split_k")
 def stream_split(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Stream-K cuts k by itself: the launch says how many tiles it cuts, of others how many k splits."""
     if streams(candidate) and int(candidate.params.get("split_k", 1)) > 1:
@@ -277,6 +303,10 @@ def stream_split(problem: Problem, candidate: Candidate, device: Device) -> str 
     return None
 
 
+@rule(
+    "tile_scheduler", "tile_k", "k", "device", "tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab", "m",
+    "n", "batch", runs=True,
+)  # fmt: skip
 def stream_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Where tiles fill whole waves nothing is cut, and the static scheduler does the same."""
     if not streams(candidate):
@@ -289,8 +319,7 @@ def stream_fits(problem: Problem, candidate: Candidate, device: Device) -> str |
     return None
 
 
-#: Cheapest first. Those named `..._fits` look at extents: what they reject runs, but repeats another
-#: candidate or computes nothing.
+#: Cheapest first.
 RULES = (
     architecture,
     operand_majors,

@@ -16,6 +16,7 @@ from tunegemm.generate.feasibility import (
     half_operands,
     no_power_of_two,
     ring_depth,
+    rule,
     tma_alignment,
 )
 from tunegemm.generate.generator import config_maker
@@ -28,12 +29,14 @@ _OVERHEAD_REGISTERS = 26
 config_of = config_maker(KernelConfig)
 
 
+@rule("tile_m", "tile_n", "tile_k")
 def tile_shape(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Gluon's tensors are powers of two; WGMMA takes 64 x 8 x 16, and a TMA box 256 of each mode."""
     least = {"tile_m": MMA_ATOM_M, "tile_n": 8, "tile_k": 16}
     return next(filter(None, (no_power_of_two(candidate, *each, 256) for each in least.items())), None)
 
 
+@rule("tile_n", "swap_ab", "in_dtype", "a_major", "b_major")
 def narrow_lines(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Lines of 16 bytes have no smem swizzle; WGMMA reads outside a permuted view of such a tile.
 
@@ -46,6 +49,7 @@ def narrow_lines(problem: Problem, candidate: Candidate, device: Device) -> str 
     return None
 
 
+@rule("schedule", "warps", "tile_m", "tile_n")
 def warpgroups(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A WGMMA is issued by four warps. Pingpong is two such groups, cooperative gives each 64 rows or more;
     elsewhere up to four share a tile, first its rows, then its columns.
@@ -65,11 +69,13 @@ def warpgroups(problem: Problem, candidate: Candidate, device: Device) -> str | 
     return None
 
 
+@rule("instr_n")
 def instruction(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """One WGMMA has a multiple of 8 columns, up to 256, of which Gluon's tiles are whole powers of two."""
     return no_power_of_two(candidate, "instr_n", 8, 256)
 
 
+@rule("schedule", "warps", "tile_m", "tile_n", "instr_n", runs=True)
 def instruction_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """The two widest instructions of a tile, as in the tutorial: others read A again and again.
 
@@ -84,6 +90,7 @@ def instruction_fits(problem: Problem, candidate: Candidate, device: Device) -> 
     return None
 
 
+@rule("schedule", "warps", "tile_m", "tile_n", "instr_n", "occupancy")
 def wgmma_operands(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """ptxas places one WGMMA within the launch allocation, whatever setmaxnreg adds later (error C7602).
 
@@ -99,6 +106,7 @@ def wgmma_operands(problem: Problem, candidate: Candidate, device: Device) -> st
     return None
 
 
+@rule("schedule", "stages")
 def ring(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """How many buffers a schedule has: one that is loaded and multiplied in turn, two, or a ring."""
     stages, schedule = candidate["stages"], candidate["schedule"]
@@ -110,6 +118,7 @@ def ring(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     return ring_depth(problem, candidate, device) if exact is None else None
 
 
+@rule("schedule", "warps", "tile_m", "tile_n", "tile_k", "lhs_in_registers", "occupancy")
 def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Accumulators, A's registers and bookkeeping must fit a multiplying thread's, or ptxas spills."""
     config = config_of(problem, candidate)
@@ -123,12 +132,20 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
     return None
 
 
+@rule(
+    "schedule", "warps", "tile_m", "tile_n", "tile_k", "stages", "occupancy", "in_dtype", "out_dtype",
+    "device",
+)  # fmt: skip
 def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Ring, staging buffers and barriers must fit one block, and all blocks a multiprocessor."""
     config = config_of(problem, candidate)
     return exceeded_smem(config.smem_bytes, device.architecture, config.occupancy)
 
 
+@rule(
+    "device", "in_dtype", "instr_n", "lhs_in_registers", "occupancy", "out_dtype", "schedule", "stages",
+    "tile_k", "tile_m", "tile_n", "warps", runs=True,
+)  # fmt: skip
 def occupancy_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Nothing keeps a second block away where it fits: occupancy 1 is for kernels of which only one does.
 
@@ -139,11 +156,12 @@ def occupancy_fits(problem: Problem, candidate: Candidate, device: Device) -> st
         return None
     compile_params = dict(candidate.compile_params) | {"occupancy": 2}
     twice = Candidate.make(candidate.family, compile_params, dict(candidate.launch_params))
-    if all(rule(problem, twice, device) is None for rule in (wgmma_operands, accumulators, shared_memory)):
+    if all(one(problem, twice, device) is None for one in (wgmma_operands, accumulators, shared_memory)):
         return f"occupancy 1: two blocks of {config.smem_bytes} B smem fit a multiprocessor"
     return None
 
 
+@rule("schedule", "ctas", runs=True)
 def grid_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Only persistent kernels choose their grid; the others have a block for each tile."""
     if candidate.params.get("ctas") == "balanced" and not config_of(problem, candidate).specialized:
@@ -151,7 +169,7 @@ def grid_fits(problem: Problem, candidate: Candidate, device: Device) -> str | N
     return None
 
 
-#: Cheapest first. Those named `..._fits` reject what runs, but repeats another candidate or gains nothing.
+#: Cheapest first.
 RULES = (
     architecture,
     half_operands,

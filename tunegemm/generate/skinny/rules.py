@@ -5,7 +5,7 @@ from __future__ import annotations
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.feasibility import alignment, exceeded_smem, ring_depth, vector_fits
+from tunegemm.generate.feasibility import alignment, exceeded_smem, ring_depth, rule, vector_fits
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.skinny.config import MMA_M, KernelConfig
 from tunegemm.generate.tiles import tile_count
@@ -23,6 +23,7 @@ _MIN_BYTES_IN_FLIGHT = 20 * 1024
 config_of = config_maker(KernelConfig)
 
 
+@rule("in_dtype", "device")
 def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """cp.async and mma.sync.m16n8k16 exist from compute capability 8.0 on, conversions of fp8 from 8.9."""
     least = (8, 9) if problem.in_dtype.startswith("fp8") else (8, 0)
@@ -31,6 +32,7 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
     return None
 
 
+@rule("in_dtype", "out_dtype")
 def operands(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Elements are those that mma.sync multiplies, or that become fp16 exactly; results of 2 or 4 bytes."""
     if DTYPE_BYTES[problem.in_dtype] > 2:
@@ -40,6 +42,7 @@ def operands(problem: Problem, candidate: Candidate, device: Device) -> str | No
     return None
 
 
+@rule("a_major", "b_major")
 def majors(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Vectors are along k, which both operands of mma.sync want to be contiguous."""
     if (problem.a_major, problem.b_major) != ("k", "k"):
@@ -47,6 +50,7 @@ def majors(problem: Problem, candidate: Candidate, device: Device) -> str | None
     return None
 
 
+@rule("vector_bytes", "k", "in_dtype")
 def whole_vectors(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A vector is read or left out: where k ends within one, what lies behind would be multiplied, too."""
     in_bytes = DTYPE_BYTES[problem.in_dtype]
@@ -55,11 +59,13 @@ def whole_vectors(problem: Problem, candidate: Candidate, device: Device) -> str
     return None
 
 
+@rule("tile_m", "tile_n", "tile_k", "warps_n", "warps_k", "vector_bytes", "in_dtype")
 def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Every warp has whole instructions along n, and a step of k is whole chunks for every warp."""
     return config_of(problem, candidate).objection
 
 
+@rule("warps_n", "warps_k", "ctas_per_sm", "device")
 def threads(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Blocks and multiprocessors hold so many threads."""
     config, limits = config_of(problem, candidate), device.architecture
@@ -70,6 +76,7 @@ def threads(problem: Problem, candidate: Candidate, device: Device) -> str | Non
     return None
 
 
+@rule("tile_m", "tile_n", "warps_n", "warps_k", "vector_bytes", "ctas_per_sm", "in_dtype", "device")
 def registers(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Accumulators, a chunk's vectors, its lines' addresses and bookkeeping must fit, or ptxas spills."""
     config, limits = config_of(problem, candidate), device.architecture
@@ -87,12 +94,17 @@ def registers(problem: Problem, candidate: Candidate, device: Device) -> str | N
     return None
 
 
+@rule(
+    "tile_m", "tile_n", "tile_k", "warps_n", "warps_k", "stages", "vector_bytes", "ctas_per_sm", "in_dtype",
+    "device",
+)  # fmt: skip
 def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """The ring and a tile of every warp's sums must fit a block, and all blocks a multiprocessor."""
     config = config_of(problem, candidate)
     return exceeded_smem(config.smem_bytes, device.architecture, config.ctas_per_sm)
 
 
+@rule("tile_n", "tile_k", "stages", "ctas_per_sm", "in_dtype", runs=True)
 def flight_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Memory answers after more than half a microsecond: what is on the way meanwhile bounds its speed."""
     config = config_of(problem, candidate)
@@ -103,6 +115,7 @@ def flight_fits(problem: Problem, candidate: Candidate, device: Device) -> str |
     return None
 
 
+@rule("tile_m", "m", runs=True)
 def rows_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A tile of more rows than there are multiplies for nobody; with many rows B is read many times."""
     tile_m = candidate["tile_m"]
@@ -113,6 +126,7 @@ def rows_fits(problem: Problem, candidate: Candidate, device: Device) -> str | N
     return None
 
 
+@rule("m", "n", "out_dtype", "out_major", "epilogue")
 def epilogue_lines(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """C and residuals are taken as all families take them (`words_reader`): lines of whole 16 bytes."""
     matrices = [operand.name for operand in problem.fused.operands if operand.kind == "matrix"]
@@ -123,6 +137,7 @@ def epilogue_lines(problem: Problem, candidate: Candidate, device: Device) -> st
     return None
 
 
+@rule("split_k", "tile_k", "tile_m", "tile_n", "k", "m", "n", "batch", "device", runs=True)
 def split_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Splits of k are for multiprocessors that are idle without them, and need steps to fill their ring with.
 
@@ -141,8 +156,7 @@ def split_fits(problem: Problem, candidate: Candidate, device: Device) -> str | 
     return None
 
 
-#: Cheapest first. Those named `..._fits` look at extents, alignment or speed: what they reject
-#: compiles and runs, but repeats another candidate, computes nothing, or is slower than another.
+#: Cheapest first.
 RULES = (
     architecture,
     operands,

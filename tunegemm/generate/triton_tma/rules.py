@@ -11,6 +11,7 @@ from tunegemm.generate.feasibility import (
     half_operands,
     no_power_of_two,
     ring_depth,
+    rule,
     tma_alignment,
 )
 from tunegemm.generate.generator import config_maker
@@ -25,17 +26,20 @@ _OTHER_REGISTERS = 64
 config_of = config_maker(KernelConfig)
 
 
+@rule("tile_m", "tile_n", "tile_k")
 def block_shape(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Triton's blocks are powers of two. WGMMA takes 64 rows at least; Triton has it from 16 columns on."""
     least = {"tile_m": 64, "tile_n": 16, "tile_k": 16}
     return next(filter(None, (no_power_of_two(candidate, *each) for each in least.items())), None)
 
 
+@rule("warps")
 def warps(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """WGMMA is issued by groups of four warps, and Triton has powers of two of them."""
     return no_power_of_two(candidate, "warps", 4)
 
 
+@rule("schedule", "tile_m", "tile_n", "warps", "epi_n")
 def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """The tile is halved down to subtiles of epi_n columns; under 32 that would only double the barriers.
 
@@ -50,6 +54,7 @@ def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str
     return None
 
 
+@rule("tile_m", "tile_n", "warps", "device")
 def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Accumulators and bookkeeping must fit a thread's registers, or ptxas spills and serializes WGMMA."""
     config, limits = config_of(problem, candidate), device.architecture
@@ -60,6 +65,7 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
     return None
 
 
+@rule("schedule", "split_k", "tile_m", "tile_n", "tile_k", "stages", "warps", "epi_n", "in_dtype")
 def reduction(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Only the `pipelined` kernel has a reduction of split-K; a subtile of its sums passes through the ring.
 
@@ -74,11 +80,19 @@ def reduction(problem: Problem, candidate: Candidate, device: Device) -> str | N
     return None
 
 
+@rule(
+    "tile_m", "tile_n", "tile_k", "stages", "epi_n", "swap_ab", "in_dtype", "out_dtype", "a_major",
+    "b_major", "device",
+)  # fmt: skip
 def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Ring, staging buffer and barriers must fit one block's shared memory."""
     return exceeded_smem(config_of(problem, candidate).smem_bytes, device.architecture)
 
 
+@rule(
+    "ctas", "split_k", "warps", "tile_m", "tile_n", "tile_k", "stages", "epi_n", "swap_ab", "in_dtype",
+    "out_dtype", "a_major", "b_major", "device", "m", "n", "batch", runs=True,
+)  # fmt: skip
 def two_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Two blocks share a multiprocessor only when its registers and shared memory hold both."""
     if candidate.params.get("ctas") != "two_per_sm":
@@ -95,7 +109,7 @@ def two_fits(problem: Problem, candidate: Candidate, device: Device) -> str | No
     return None
 
 
-#: Cheapest first. Those named `..._fits` reject what runs, but repeats another candidate or gains nothing.
+#: Cheapest first.
 RULES = (
     architecture,
     half_operands,

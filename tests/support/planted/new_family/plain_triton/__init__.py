@@ -8,7 +8,7 @@ from plain_triton.config import KernelConfig
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.feasibility import half_operands
+from tunegemm.generate.feasibility import half_operands, rule
 from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Generator, Key, config_maker
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, operand_reader
 from tunegemm.generate.ptxas import Resources
@@ -23,6 +23,7 @@ VECTOR = 8
 config_of = config_maker(KernelConfig)
 
 
+@rule("k", "batch", "in_dtype", "out_dtype", "a_major", "b_major", "out_major", "alignment")
 def operands(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """The kernel loads vectors of 16 bytes along k, of one product."""
     if problem.layout != "tn" or problem.out_major != "n" or problem.batch != 1:
@@ -36,6 +37,7 @@ def operands(problem: Problem, candidate: Candidate, device: Device) -> str | No
     return None
 
 
+@rule("tile_m", "tile_n", "tile_k", "stages", "in_dtype", "device")
 def smem(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A block's shared memory is limited."""
     needed = config_of(problem, candidate).smem_bytes
@@ -44,6 +46,7 @@ def smem(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     return None
 
 
+@rule("tile_m", "tile_n", "warps")
 def registers(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """More than 64 accumulators leave too few of a thread's 255 registers for addresses and masks: with 128
     it spills (Triton 3.7).
@@ -101,7 +104,6 @@ FAMILY = Generator(
     config=KernelConfig,
     config_of=config_of,
     rules=(half_operands, operands, smem, registers),
-    extent_rules=frozenset({"operands"}),
     compile=compile_kernel,
     launcher=launcher,
     toolchain=toolchain,
