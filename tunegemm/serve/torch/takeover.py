@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
 import torch
-from torch.nn import functional as F  # noqa: F401 - torch.jit.script looks for it here, see `TunedLinear`
 
 from tunegemm.choose.operators import OPERATORS
 from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
 from tunegemm.serve import api
-from tunegemm.serve.forms import BELOW_AUTOGRAD, LINEAR, form_of
+from tunegemm.serve.forms import BELOW_AUTOGRAD, form_of
 from tunegemm.serve.guards import tf32_allowed
 from tunegemm.serve.library import addmm_steps, call_of, is_sum
 from tunegemm.serve.torch.aten import Layer, replacements
 from tunegemm.serve.torch.autograd import DTYPES
-from tunegemm.serve.torch.fx import node_of
+from tunegemm.serve.torch.linear import TunedLinear, is_tuned, untuned
 
 #: Makes a function that counts an operator's calls, given its name, what makes the function in the place of
 #: its kernel, and that kernel.
@@ -28,7 +26,6 @@ Counting = Callable[[str, Callable[[Any], Callable[..., Any]], Any], Callable[..
 
 #: Whose products are taken over.
 DEVICE_KEYS = ("CUDA",)
-_is_compiling = torch.compiler.is_compiling
 
 
 class Takeover:
@@ -193,30 +190,6 @@ def _serving(name: str) -> Callable[[Any], Callable[..., Any]]:
 _SERVED = {name: _serving(name) for name, operator in OPERATORS.items() if operator.served}
 
 
-class TunedLinear(torch.nn.Linear):
-    """`torch.nn.Linear` by `tunegemm.linear`: what `patch` makes of one. Has nothing of its own to store."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if _is_compiling():
-            return api.linear(input, self.weight, self.bias)
-        weight: torch.Tensor | None
-        bias: torch.Tensor | None
-        try:  # as attributes of the module the two cost the host a third of the call
-            weight, bias = self._parameters["weight"], self._parameters["bias"]
-        except KeyError:  # they are something else's to give, such as a parametrization's
-            weight, bias = self.weight, self.bias
-        try:
-            if bias is None:
-                return api.product(LINEAR, input, weight)
-            return api.dispatcher.fused(api.WITH_BIAS, input, weight, (bias,))
-        except TypeError:
-            return node_of(api.linear, (input, weight, bias))
-
-
-# Its source is what torch.jit.script compiles.
-TunedLinear.forward.__wrapped__ = torch.nn.Linear.forward  # type: ignore[attr-defined]
-
-
 def patch(model: torch.nn.Module) -> int:
     """Lets a model's linear layers call `tunegemm.linear`; the number of layers that now do and did not.
 
@@ -240,9 +213,9 @@ def unpatch(model: torch.nn.Module) -> int:
     anew, derived from `torch.nn.Linear`.
     """
     _check_model(model)
-    layers = [module for module in model.modules() if _is_tuned(type(module))]
+    layers = [module for module in model.modules() if is_tuned(type(module))]
     for layer in layers:
-        layer.__class__ = _untuned(type(layer))
+        layer.__class__ = untuned(type(layer))
     return len(layers)
 
 
@@ -251,22 +224,3 @@ def _check_model(model: torch.nn.Module) -> None:
         raise ProblemError(
             f"model {model!r:.40} is not a torch.nn.Module; give the model whose layers are meant"
         )
-
-
-def _is_tuned(cls: type) -> bool:
-    """Whether a class is `TunedLinear`, or what was derived of it at run time: a class that its module has by
-    its name is somebody's own."""
-    if cls is TunedLinear:
-        return True
-    derived = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is not cls
-    return derived and any(_is_tuned(base) for base in cls.__bases__)
-
-
-def _untuned(cls: type) -> type:
-    """The same class as it would have been derived of `torch.nn.Linear`. A new one each time: what is taken
-    from the class of one layer, as when its parametrization is removed, is not another's."""
-    if cls is TunedLinear:
-        return torch.nn.Linear
-    bases = tuple(_untuned(base) if _is_tuned(base) else base for base in cls.__bases__)
-    content = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
-    return type(cls.__name__.replace(TunedLinear.__name__, torch.nn.Linear.__name__), bases, content)

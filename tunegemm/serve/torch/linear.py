@@ -1,0 +1,64 @@
+"""The layer that `patch` makes of a `torch.nn.Linear`, and classes that stand for others."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch.nn import functional as F  # noqa: F401 - torch.jit.script looks for it here, see `TunedLinear`
+
+from tunegemm.serve import api
+from tunegemm.serve.forms import LINEAR
+from tunegemm.serve.torch.fx import node_of
+
+_is_compiling = torch.compiler.is_compiling
+
+
+class TunedLinear(torch.nn.Linear):
+    """`torch.nn.Linear` by `tunegemm.linear`: what `patch` makes of one. Has nothing of its own to store."""
+
+    stands_for = torch.nn.Linear
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if _is_compiling():
+            return api.linear(input, self.weight, self.bias)
+        weight: torch.Tensor | None
+        bias: torch.Tensor | None
+        try:  # as attributes of the module the two cost the host a third of the call
+            weight, bias = self._parameters["weight"], self._parameters["bias"]
+        except KeyError:  # they are something else's to give, such as a parametrization's
+            weight, bias = self.weight, self.bias
+        try:
+            if bias is None:
+                return api.product(LINEAR, input, weight)
+            return api.dispatcher.fused(api.WITH_BIAS, input, weight, (bias,))
+        except TypeError:
+            return node_of(api.linear, (input, weight, bias))
+
+
+# Its source is what torch.jit.script compiles.
+TunedLinear.forward.__wrapped__ = torch.nn.Linear.forward  # type: ignore[attr-defined]
+
+
+def is_tuned(cls: type) -> bool:
+    """Whether a class of ours stands for another, or was derived of one that does at run time: a class that
+    its module has by its name is somebody's own."""
+    if "stands_for" in vars(cls):
+        return True
+    derived = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is not cls
+    return derived and any(is_tuned(base) for base in cls.__bases__)
+
+
+def untuned(cls: type) -> type:
+    """The class that one of ours stands for, or the same class as it would have been derived of that.
+
+    A new one each time: what is taken from the class of one layer, as when its parametrization is removed, is
+    not another's.
+    """
+    ours = next(one for one in cls.__mro__ if "stands_for" in vars(one))
+    original: type = vars(ours)["stands_for"]
+    if cls is ours:
+        return original
+    bases = tuple(untuned(base) if is_tuned(base) else base for base in cls.__bases__)
+    content = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls.__name__.replace(ours.__name__, original.__name__), bases, content)
