@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tunegemm.cli import app, options
-from tunegemm.cli.options import UsageError, parse_families, parse_problems, parse_seconds, write_text
+from tunegemm.cli import app, arguments, options
+from tunegemm.cli.arguments import UsageError, parse_families, parse_seconds, write_text
+from tunegemm.cli.options import parse_problems
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import SpaceError, TunegemmError
 
@@ -82,11 +83,35 @@ class TestRunner:
         assert result.stdout == ""
 
     def test_interruption_before_the_tuner_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def interrupt(**_: object) -> None:
+        def interrupt(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(options, "parse_problems", interrupt)
+        monkeypatch.setattr(Problem, "parse", interrupt)
         assert self.runner.invoke(app, ["tune", "--shape", "1x1x1"]).exit_code == 130
+
+
+def test_a_group_of_options_is_one_value_of_the_command() -> None:
+    import inspect
+    from typing import Annotated
+
+    seen: list[object] = []
+
+    def point(x: int = 1, y: str = "no") -> tuple[int, str]:
+        return x, y
+
+    def command(
+        name: str, at: Annotated[tuple[int, str], options.Group(point, required=("y",))], loud: bool = False
+    ) -> None:
+        seen.extend([name, at, loud])
+
+    command.__annotations__["at"] = Annotated[tuple[int, str], options.Group(point, required=("y",))]
+    command.__annotations__ |= {"name": str, "loud": bool}
+    flat = options.flat(command)
+    parameters = inspect.signature(flat).parameters
+    assert list(parameters) == ["name", "x", "y", "loud"]
+    assert parameters["y"].default is inspect.Parameter.empty and parameters["x"].default == 1
+    flat(name="n", x=3, y="z", loud=True)
+    assert seen == ["n", (3, "z"), True]
 
 
 class TestShapes:
@@ -101,7 +126,7 @@ class TestShapes:
     )
     def test_ranges_and_lists(self, text: str, shapes: list[str]) -> None:
         assert [problem.shape for problem in options.parse_problems([text])] == shapes
-        assert options.parse_shapes([text]) == shapes
+        assert arguments.parse_shapes([text]) == shapes
 
     @pytest.mark.parametrize(
         ("text", "named"),

@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 from tests.cli.test_damage import COMMANDS, FORBIDDEN
 from tests.support.commands import process
 from tests.support.recorded import SHAPES, fill
-from tunegemm.cli import app, options
-from tunegemm.cli.tune import say_gpu_command, verdict_line
+from tunegemm.cli import app, options, printing
+from tunegemm.cli.results import verdict_line
+from tunegemm.cli.tune import say_gpu_command
 from tunegemm.describe.command import command_line, tune_command
 from tunegemm.describe.device import Fingerprint, find_device
 from tunegemm.describe.epilogue import ACTIVATIONS, GATED
@@ -198,15 +199,15 @@ def test_prose_ends_between_words_and_a_command_stays_whole(
 ) -> None:
     text = "  change    " + "some words that go on and on, as long as a line of prose may be " * 3
     command = f"tunegemm tune {'--shape 512x6144x4096 ' * 9}".strip()
-    options.say(text, hang=12)
+    printing.say(text, hang=12)
     assert capsys.readouterr().out.count("\n") == 1, "a log gets it as one line"
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(width))
-    options.say(text, hang=12)
+    printing.say(text, hang=12)
     first, *others = capsys.readouterr().out.splitlines()
     assert others and all(len(line) <= width and line.startswith(" " * 12) for line in others)
     assert " ".join([first.strip(), *map(str.strip, others)]).split() == text.split()
-    options.say_command("Go on with:", command)
+    printing.say_command("Go on with:", command)
     assert capsys.readouterr().out == f"Go on with:\n  {command}\n"
 
 

@@ -102,7 +102,7 @@ from pathlib import Path
 from tests.store.test_durability import *
 from tests.generate.test_compile import PLANTED, key
 from tunegemm.generate.artifacts import ArtifactStore
-from tunegemm.cli import options
+from tunegemm.cli import arguments
 from tunegemm.generate.compile import CompilePool
 from tunegemm.store import formats
 from tunegemm.errors import TunegemmError
@@ -112,8 +112,8 @@ folder = Path(sys.argv[1])
 rows = [{"text": "x" * 1000}] * 100
 for write in (
     lambda: formats.write(rows, folder / "old.json", formats.Format.json),
-    lambda: options.write_text(folder / "old.json", json.dumps(rows)),
-    lambda: options.write_text(folder / "new.html", json.dumps(rows)),
+    lambda: arguments.write_text(folder / "old.json", json.dumps(rows)),
+    lambda: arguments.write_text(folder / "new.html", json.dumps(rows)),
 ):
     try:
         write()

@@ -18,8 +18,8 @@ from tunegemm.cli import (
     explain,
     history,
     leaderboard,
-    options,
     pack,
+    printing,
     record,
     report,
     run,
@@ -63,7 +63,7 @@ class OneLineErrors(Group):
         except _UsageProblem as error:
             _fail(_usage(error))
         except (KeyboardInterrupt, typer.Abort):
-            options.say("tunegemm: interrupted", err=True)
+            printing.say("tunegemm: interrupted", err=True)
             sys.exit(INTERRUPTED)
         sys.exit(code if isinstance(code, int) else 0)
 
@@ -83,7 +83,7 @@ def _usage(error: Any) -> str:
 
 
 def _fail(message: str) -> NoReturn:
-    options.say(f"tunegemm: {TunegemmError(' '.join(message.split()))}", err=True)
+    printing.say(f"tunegemm: {TunegemmError(' '.join(message.split()))}", err=True)
     sys.exit(BAD_INPUT)
 
 
@@ -91,7 +91,7 @@ class _Lines(logging.Handler):
     """Warnings of the library, one line each."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        options.say(f"tunegemm: {record.getMessage()}", err=True)
+        printing.say(f"tunegemm: {record.getMessage()}", err=True)
 
 
 def _prepare_output() -> None:
@@ -132,7 +132,7 @@ def root(
         typer.echo(context.get_help())
 
 
-app.command("tune", cls=tune.Command)(options.of_problems(tune.command, required=False))
+app.command("tune", cls=tune.Command)(tune.command)
 # What follows the program's name is the program's.
 app.command("record", cls=Command, context_settings={"allow_interspersed_args": False})(record.command)
 app.command("run", cls=Command, context_settings={"allow_interspersed_args": False})(run.command)
@@ -142,12 +142,12 @@ app.command("verify", cls=Command)(verify.command)
 app.command("pack", cls=Command)(pack.pack_command)
 app.command("load", cls=Command)(pack.load_command)
 app.command("unload", cls=Command)(pack.unload_command)
-app.command("history", cls=Command)(options.of_problems(history.history))
+app.command("history", cls=Command)(history.history)
 app.command("regress", cls=Command)(history.regress)
 app.add_typer(db.app, name="db")
 app.command("report", cls=Command)(report.command)
-app.command("space", cls=Command)(options.of_problems(space.command))
-app.command("explain", cls=Command)(options.of_problems(explain.command))
+app.command("space", cls=Command)(space.command)
+app.command("explain", cls=Command)(explain.command)
 app.command("doctor", cls=Command)(doctor.command)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from tunegemm.cli.options import UsageError
+from tunegemm.cli.arguments import UsageError
+from tunegemm.cli.options import flat
 
 
 class Command(TyperCommand):
@@ -33,9 +34,10 @@ def _takes_one_value(option: Any) -> bool:
 
 
 class App(typer.Typer):
-    """An application whose commands are such."""
+    """An application whose commands are such, and may take groups of options."""
 
     def command(
         self, name: str | None = None, *, cls: type[TyperCommand] | None = None, **how: Any
     ) -> Callable[..., Any]:
-        return super().command(name, cls=cls or Command, **how)
+        register = super().command(name, cls=cls or Command, **how)
+        return lambda command: register(flat(command))

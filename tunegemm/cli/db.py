@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunegemm.cli import commands, options
+from tunegemm.cli import arguments, commands, options, printing
+from tunegemm.cli.arguments import UsageError
 from tunegemm.cli.help import Command, Group
-from tunegemm.cli.options import UsageError
 from tunegemm.files import descriptor
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def export_command(
     if records is not None and (shape or format):
         raise UsageError("--records takes every confirmed record; to choose some, use --out FILE")
     chosen = None if out is None else _format(format, out)
-    shapes = options.parse_shapes(shape)
+    shapes = arguments.parse_shapes(shape)
     from tunegemm.store import Database
     from tunegemm.store.exchange import dump, of_shapes, sound
     from tunegemm.store.formats import write
@@ -82,7 +82,7 @@ def export_command(
             paths = [out]
     _name_skipped(skipped)
     for path in paths:
-        options.say(f"wrote {path}", err=descriptor(path) == 1)  # where the rows go, nothing else goes
+        printing.say(f"wrote {path}", err=descriptor(path) == 1)  # where the rows go, nothing else goes
 
 
 @app.command("import", cls=Command)
@@ -106,9 +106,9 @@ def import_command(
         try:
             readable.append((file, chain(list(islice(rows, 1)), rows)))
         except DatabaseError as error:
-            options.say(f"tunegemm: {error}", err=True)
+            printing.say(f"tunegemm: {error}", err=True)
             if len(files) > 1:
-                options.say(f"{file}: 0 rows added, not read")
+                printing.say(f"{file}: 0 rows added, not read")
     used = 0
     if readable:
         with Database.open(db) as database:
@@ -154,7 +154,7 @@ def upgrade_command(
         if isinstance(place, Path) and not os.path.lexists(place):
             raise DatabaseError(f"{place}: no such file; name a database that is there")
         with Database.open(location) as database:
-            options.say(f"{display(database.location)}: up to date")
+            printing.say(f"{display(database.location)}: up to date")
 
 
 @app.command("layers", cls=Command)
@@ -176,18 +176,18 @@ def layers_command() -> None:
         "project": project_location() or "none: no TUNEGEMM_DB, no tunegemm.sqlite of yours in this folder",
     }
     for layer, place in places.items():
-        options.say(f"{layer:8} {counts[layer]:6} records  {place}")
+        printing.say(f"{layer:8} {counts[layer]:6} records  {place}")
     for warning in warnings:
-        options.say(f"tunegemm: {warning}", err=True)
+        printing.say(f"tunegemm: {warning}", err=True)
 
 
 def _print(name: str, report: Report) -> None:
-    options.say(
+    printing.say(
         f"{name}: {report.added} rows added, {report.known} known already, {len(report.skipped)} left out"
     )
     _name_skipped(report.skipped)
     for conflict in report.conflicts:
-        options.say(
+        printing.say(
             f"conflict {conflict.problem} on {conflict.device_name}: "
             f"{conflict.kept} over {conflict.other}, {conflict.reason}"
         )
@@ -201,9 +201,9 @@ def _name_skipped(lines: list[str]) -> None:
     ordered = sorted(groups.values(), key=len, reverse=True)
     for same in ordered[:_NAMED]:
         more = f" (and {len(same) - 1} more like it)" if len(same) > 1 else ""
-        options.say(f"left out: {same[0]}{more}", err=True)
+        printing.say(f"left out: {same[0]}{more}", err=True)
     if rest := sum(map(len, ordered[_NAMED:])):
-        options.say(f"left out: {rest} more", err=True)
+        printing.say(f"left out: {rest} more", err=True)
 
 
 def _format(name: str | None, path: Path) -> Format:

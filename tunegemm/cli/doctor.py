@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tunegemm.cli import options
+from tunegemm.cli import options, printing
 from tunegemm.report.text import clean, to_json
 
 
@@ -18,7 +18,7 @@ def command(
     """Check that all that tuning needs is here; exit 1 if not."""
     from tunegemm.report.doctor import examine
 
-    with options.working("looking at packages, devices and files"):
+    with printing.working("looking at packages, devices and files"):
         checks = examine(db)
     if as_json:
         typer.echo(to_json([asdict(check) for check in checks]))
@@ -33,6 +33,6 @@ def command(
             table.add_row(
                 Text(check.status, style=colours[check.status]), check.name, Text(clean(detail, 2000))
             )
-        options.stdout_console().print(table)
+        printing.stdout_console().print(table)
     if any(check.status == "fail" for check in checks):
         raise typer.Exit(1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunegemm.cli import options
+from tunegemm.cli import options, printing
 from tunegemm.describe.problem import Problem
 from tunegemm.report.text import to_json
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    problems: list[Problem],
+    problems: options.Problems,
     candidate: Annotated[
         str | None,
         typer.Option(
@@ -30,13 +30,13 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, a list over the shapes.")] = False,
 ) -> None:
     """Show the roofline of a shape, of a tile, and which kernel tunegemm.matmul would use."""
-    with options.working("looking up what dispatch would launch"):
+    with printing.working("looking up what dispatch would launch"):
         found = _explained(problems, device, candidate, db)
     if as_json:
         typer.echo(to_json([explanation.asdict() for explanation in found]))
         return
     for explanation in found:
-        options.say(*str(explanation).splitlines(), hang=12)
+        printing.say(*str(explanation).splitlines(), hang=12)
 
 
 def _explained(

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunegemm.cli import options
-from tunegemm.cli.options import UsageError
+from tunegemm.cli import arguments, options, printing
+from tunegemm.cli.arguments import UsageError
 from tunegemm.describe.command import tune_command
-from tunegemm.describe.problem import Problem
 from tunegemm.report.text import to_json
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document an
 
 
 def history(
-    problems: list[Problem],
+    problems: options.Problems,
     as_json: AsJson = False,
     db: options.DatabaseLocation = None,
 ) -> None:
@@ -52,9 +51,9 @@ def history(
         typer.echo(to_json(documents))
         return
     for problem, choices in found.items():
-        options.say(problem)
+        printing.say(problem)
         for record in choices:
-            options.say(
+            printing.say(
                 f"  {record.chosen_at:%Y-%m-%d %H:%M}  {record.median_us:9.2f} us"
                 f"  {record.ratio:6.3f} of torch.mm  {'final race' if record.confirmed else 'search':10}"
                 f"  {record.label}  [{record.fingerprint.device_name}, {record.fingerprint.digest}]"
@@ -74,7 +73,7 @@ def regress(
 ) -> None:
     """Compare each shape's record with the one before. Exit code 1 when one is slower, beyond the noise."""
     moment = parse_since(since)
-    shapes = options.parse_shapes(shape)
+    shapes = arguments.parse_shapes(shape)
     from tunegemm.store import Database
     from tunegemm.store.history import regressions
 
@@ -82,7 +81,7 @@ def regress(
         problems = [p for p in database.problems() if not shapes or p.shape in shapes]
         if unknown := [shape for shape in shapes if shape not in {p.shape for p in problems}]:
             raise UsageError(f"{database.name}: nothing measured of {unknown[0]}; see `tunegemm leaderboard`")
-        options.require_fingerprint(database, moment if isinstance(moment, str) else None, "--since")
+        arguments.require_fingerprint(database, moment if isinstance(moment, str) else None, "--since")
         found = [one for problem in problems for one in regressions(database, problem, moment)]
     if not found:
         raise UsageError(
@@ -93,7 +92,7 @@ def regress(
         typer.echo(to_json([_document(one) for one in found]))
     else:
         for one in found:
-            options.say(_line(one))
+            printing.say(_line(one))
     if any(one.verdict == "slower" for one in found):
         raise typer.Exit(1)
 

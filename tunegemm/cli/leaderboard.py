@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunegemm.cli import options
+from tunegemm.cli import arguments, options, printing
 from tunegemm.describe.command import tune_command
 from tunegemm.describe.problem import Problem
 from tunegemm.report.text import to_json
@@ -59,11 +59,11 @@ def command(
     top: Annotated[int | None, options.count_option("--top", "Rows per shape. Default: all.")] = None,
 ) -> None:
     """Print a shape's measured candidates, or the best of every shape."""
-    wanted = options.problem_filter(shape, dtype, layout, out_dtype)
-    shapes = options.parse_shapes(shape)
-    names = options.parse_families(families)
+    wanted = arguments.problem_filter(shape, dtype, layout, out_dtype)
+    shapes = arguments.parse_shapes(shape)
+    names = arguments.parse_families(families)
     if sort is not Sort.problem and shapes:
-        raise options.UsageError(f"--sort {sort} with --shape: kernels of a shape stand by evidence")
+        raise arguments.UsageError(f"--sort {sort} with --shape: kernels of a shape stand by evidence")
     from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, problems_of
     from tunegemm.report.stored import of_all_layers
     from tunegemm.store import Database
@@ -78,14 +78,14 @@ def command(
         chosen = [problem for problem in database.problems() if wanted(problem)]
         return database.frame(chosen[0] if len(chosen) == 1 else None)
 
-    with options.working("reading what was measured"):
+    with printing.working("reading what was measured"):
         if db is None:
             frame, warnings = of_all_layers(read)
             place = "the layers of this folder"
         else:
             with Database.open(db, read_only=True) as database:
                 frame, warnings, place = read(database), [], database.name
-    options.say(*(f"tunegemm: {warning}" for warning in warnings), err=True)
+    printing.say(*(f"tunegemm: {warning}" for warning in warnings), err=True)
     if names is not None:
         frame = frame[frame["family"].isin(names)]
     measured = problems_of(frame)
@@ -93,7 +93,7 @@ def command(
     missing = [text for text in shapes if text not in {problem.shape for problem in problems}]
     if missing or not problems:
         words = [*missing[:1], *filter(None, (dtype, out_dtype, layout, families))]
-        raise options.UsageError(
+        raise arguments.UsageError(
             _nothing(place, words, measured, missing, dtype, out_dtype, layout, families)
         )
     frame = _of(problems, frame)
@@ -109,15 +109,15 @@ def command(
     if others:
         boards[-1] = replace(boards[-1], note=f"{boards[-1].note} {others}")
     if format is Format.table and out is None:
-        console = options.stdout_console()
+        console = printing.stdout_console()
         if console.is_terminal:
-            options.page(console, [board.table(top, width=console.width) for board in boards])
+            printing.page(console, [board.table(top, width=console.width) for board in boards])
             return
     text = _render(boards, format, top)
     if out is None:
         typer.echo(text, nl=False)
     else:
-        options.write_text(out, text)
+        arguments.write_text(out, text)
 
 
 def _of_device(frame: pandas.DataFrame, device: str | None) -> tuple[pandas.DataFrame, str]:

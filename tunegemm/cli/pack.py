@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunegemm.cli import options
-from tunegemm.cli.options import UsageError
+from tunegemm.cli import arguments, options, printing
+from tunegemm.cli.arguments import UsageError
 from tunegemm.errors import PackError
 from tunegemm.files import descriptor, replacing
 from tunegemm.untrusted import shown
@@ -41,7 +41,7 @@ def pack_command(
     db: options.OneDatabase = None,
 ) -> None:
     """Write records and their compiled kernels to one file, for `tunegemm load` on a serving host."""
-    shapes, names = options.parse_shapes(shape), options.parse_families(families)
+    shapes, names = arguments.parse_shapes(shape), arguments.parse_families(families)
     from tunegemm.describe import workload
     from tunegemm.store import Database, packing
     from tunegemm.store.layers import read_records
@@ -52,7 +52,7 @@ def pack_command(
     if db is None:
         records, warnings = read_records()
         for warning in warnings:
-            options.say(f"tunegemm: {warning}", err=True)
+            printing.say(f"tunegemm: {warning}", err=True)
     else:
         with Database.open(db, read_only=True) as database:
             records = database.records()
@@ -70,8 +70,8 @@ def pack_command(
     with replacing(out, PackError) as part:  # which is refused before kernels compile for minutes
         packed = packing.pack(chosen, part, compile_missing=not no_compile, workers=workers)
     for reason, count in packed.left_out.items():
-        options.say(f"left out: {count} records, {reason}", err=True)
-    options.say(
+        printing.say(f"left out: {count} records, {reason}", err=True)
+    printing.say(
         f"wrote {out}: {packed.records} records of {', '.join(packed.gpus)}, {packed.objects} kernels "
         f"({packed.compiled} compiled now), {out.stat().st_size / 1e6:.1f} MB",
         f"sha256 {packed.sha256}",
@@ -94,7 +94,7 @@ def load_command(
 
     for file in files:
         pack = packs.install(file, sha256=sha256)
-        options.say(f"loaded {file} as {pack.name}: {_describe(pack)}")
+        printing.say(f"loaded {file} as {pack.name}: {_describe(pack)}")
 
 
 def unload_command(
@@ -109,7 +109,7 @@ def unload_command(
     from tunegemm.store import packs
 
     for name in [folder.name for folder in packs.installed()] if everything else names or []:
-        options.say(f"unloaded {packs.remove(name)}")
+        printing.say(f"unloaded {packs.remove(name)}")
 
 
 def _describe(pack: Pack) -> str:
@@ -118,7 +118,7 @@ def _describe(pack: Pack) -> str:
 
     records = pack.records
     for name, why in cannot_launch(records).items():
-        options.say(f"tunegemm: {name}: {why}", err=True)
+        printing.say(f"tunegemm: {name}: {why}", err=True)
     gpus = ", ".join(sorted({record.fingerprint.device_name for record in records}))
     text = f"{len(records)} records of {gpus}, {pack.objects()} kernels"
     if refused := refused_here(records):

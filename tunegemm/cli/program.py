@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from tunegemm.cli import options
+from tunegemm.cli import arguments
 from tunegemm.cli.signals import Signals
 from tunegemm.errors import WorkloadError
 from tunegemm.files import cause
@@ -41,7 +41,7 @@ def run(program: list[str], variables: Mapping[str, str], command: str, signals:
         try:
             return subprocess.Popen(program, env=os.environ | variables)
         except OSError as error:
-            raise options.UsageError(
+            raise arguments.UsageError(
                 f"{program[0]}: {error.strerror}; a script runs as: tunegemm {command} -- python {program[0]}"
             ) from None
 

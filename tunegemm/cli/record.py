@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunegemm.cli import options, program
+from tunegemm.cli import printing, program
 from tunegemm.cli.signals import Signals
 from tunegemm.describe.command import command_line
 from tunegemm.errors import WorkloadError
@@ -55,9 +55,9 @@ def _write(words: list[str], parts: str, out: Path) -> None:
     for part in sorted(Path(parts).glob("[!.]*.json")):
         workload, refused = Workload.from_document(decoded(read_text(part)), str(part))
         found.append(workload)
-        options.say(*(f"tunegemm: left out: {line}" for line in refused), err=True)
+        printing.say(*(f"tunegemm: left out: {line}" for line in refused), err=True)
     if not found:
-        options.say(
+        printing.say(
             "tunegemm: nothing recorded: no Python process of the command imported torch with tunegemm "
             "installed beside it (python -I, -E and -S turn recording off, too)",
             err=True,
@@ -71,12 +71,12 @@ def _write(words: list[str], parts: str, out: Path) -> None:
         workload.write(kept)
         raise WorkloadError(f"{error}; what was recorded is in {kept}") from None
     with suppress(OSError):  # of a terminal that is gone
-        options.say(f"tunegemm: {_summary(workload, out)}", err=True)
+        printing.say(f"tunegemm: {_summary(workload, out)}", err=True)
         if demands(workload.products)[0]:
             _show_costliest(workload)
             shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
             again = command_line("tune", {"from": shown, "budget": "10m"})
-            options.say_command("Tune them where they lose most:", again, err=True)
+            printing.say_command("Tune them where they lose most:", again, err=True)
 
 
 def _show_costliest(workload: Workload) -> None:
@@ -110,7 +110,7 @@ def _show_costliest(workload: Workload) -> None:
         share = f"{100 * cost_us(demand) / whole:.1f}"
         cells = (str(demand.problem), f"{demand.calls:,}", share, significant(demand.call_us or 0.0), known)
         table.add_row(*(Text(clean(cell)) for cell in cells))
-    options.stderr_console().print(table)
+    printing.stderr_console().print(table)
 
 
 def _summary(workload: Workload, out: Path) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunegemm.cli import options
+from tunegemm.cli import arguments, options, printing
 from tunegemm.describe.command import command_line
 from tunegemm.report.text import counted
 
@@ -40,10 +40,10 @@ def command(
     db: options.DatabaseLocation = None,
 ) -> None:
     """Write one self-contained HTML page: speed-ups, roofline, searches, failures, environment."""
-    shapes = options.parse_shapes(shape)
-    with options.working("reading the records and drawing the page"):
+    shapes = arguments.parse_shapes(shape)
+    with printing.working("reading the records and drawing the page"):
         contents = _write(out, shape, shapes, device, details, db)
-    options.say(f"{out}: {counted(len(contents.winners), 'shape')}. {contents.origin}")
+    printing.say(f"{out}: {counted(len(contents.winners), 'shape')}. {contents.origin}")
 
 
 def _write(
@@ -57,7 +57,7 @@ def _write(
 
         recording = open_replay(device)
         if db is not None:
-            raise options.UsageError(
+            raise arguments.UsageError(
                 f"--device {device} and --db: a recording or a database; give one of them"
             )
         contents = from_recording(recording, shapes=shapes, detailed=details)
@@ -67,7 +67,7 @@ def _write(
         with Database.open(db, read_only=True) as database:
             contents = from_database(database, device=device, shapes=shapes, detailed=details)
     # In the page's footer stands the command without a database's address, which may hold a password.
-    options.write_text(
+    arguments.write_text(
         out, report(contents, command=command_line("report", {"shape": shape, "device": device}))
     )
     return contents

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tunegemm.cli import options, program
+from tunegemm.cli import arguments, printing, program
 from tunegemm.cli.signals import Signals
 
 
@@ -26,7 +26,7 @@ def command(
     Python processes: `-- vllm serve ...`.
     """
     if env == bool(words):
-        raise options.UsageError("give a program, as in: tunegemm run -- python train.py; or --env alone")
+        raise arguments.UsageError("give a program, as in: tunegemm run -- python train.py; or --env alone")
     variables = program.attached(TUNEGEMM_ENABLE="1")
     if env:
         for name, value in variables.items():
@@ -36,17 +36,17 @@ def command(
     from tunegemm.store.layers import read_records
 
     records, warnings = read_records()
-    options.say(*(f"tunegemm: {warning}" for warning in warnings), err=True)
-    options.say(
+    printing.say(*(f"tunegemm: {warning}" for warning in warnings), err=True)
+    printing.say(
         f"tunegemm: {_start_line(words or [], [r.fingerprint.device_name for r in records])}", err=True
     )
     with Signals() as signals, program.folder("tunegemm-run-") as parts:
         code = program.run(words or [], variables | {"TUNEGEMM_ENABLE_PARTS": parts}, "run", signals)
         served = Served.read(Path(parts))
     if served.calls:
-        options.say(f"tunegemm: {served}", err=True)
+        printing.say(f"tunegemm: {served}", err=True)
     else:
-        options.say(
+        printing.say(
             "tunegemm: served nothing: no Python process of the command multiplied on a GPU with tunegemm "
             "installed beside its torch (python -I, -E and -S turn this off, too)",
             err=True,

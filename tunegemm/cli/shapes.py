@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tunegemm.cli import options
+from tunegemm.cli import arguments, options, printing
 from tunegemm.describe.command import command_line
 from tunegemm.errors import WorkloadError
 from tunegemm.files import check_target
@@ -62,11 +62,11 @@ def command(
     words = [word for flag, value in how.items() if value is not None for word in (flag, value)]
     replace(found.workload, program=("tunegemm", "shapes", model, *words)).write(out)
     for name, reason in found.refused.items():
-        options.say(f"tunegemm: left out: {name}: {reason}", err=True)
-    options.say(*(f"{count:5} x {name}" for name, count in found.layers.items()))
+        printing.say(f"tunegemm: left out: {name}: {reason}", err=True)
+    printing.say(*(f"{count:5} x {name}" for name, count in found.layers.items()))
     tune = command_line("tune", {"from": out, "budget": "30m"})
     count = len(found.workload.products)
-    options.say(f"tunegemm: {count} products, in {out}. On the GPU that serves: {tune}", err=True)
+    printing.say(f"tunegemm: {count} products, in {out}. On the GPU that serves: {tune}", err=True)
 
 
 def _rows(text: str | None) -> list[int]:
@@ -75,5 +75,5 @@ def _rows(text: str | None) -> list[int]:
         return []
     found = [digits(word.strip()) for word in text.split(",")]
     if not all(number is not None and 1 <= number < 2**31 for number in found):
-        raise options.UsageError(f"--rows {shown(text)}: not numbers of rows; give such as 1,8,64,8192")
+        raise arguments.UsageError(f"--rows {shown(text)}: not numbers of rows; give such as 1,8,64,8192")
     return [number for number in dict.fromkeys(found) if number is not None]

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunegemm.cli import options
-from tunegemm.describe.problem import Problem
+from tunegemm.cli import arguments, options, printing
 from tunegemm.report.text import to_json
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ class Format(StrEnum):
 
 
 def command(
-    problems: list[Problem],
+    problems: options.Problems,
     families: options.Families = None,
     device: options.DeviceSpec = None,
     format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
@@ -33,12 +32,12 @@ def command(
     from tunegemm.report.census import take_census
     from tunegemm.tuning.tuner import open_device
 
-    names = options.parse_families(families) or known.NAMES
+    names = arguments.parse_families(families) or known.NAMES
     spaces = [known.load_space(name) for name in names]
     opened = open_device(device)
-    options.require_memory(opened, problems)
+    arguments.require_memory(opened, problems)
     counts = []
-    with options.working("counting candidates") as now:
+    with printing.working("counting candidates") as now:
         for problem in problems:
             for space in spaces:
                 now(f"counting {space.size:,} candidates of {space.family} for {problem}")
@@ -46,7 +45,7 @@ def command(
     if format is Format.json:
         typer.echo(to_json([count.asdict() for count in counts]))
         return
-    console = options.stdout_console()
+    console = printing.stdout_console()
     for count in counts:
         console.print(_table(count))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunegemm.cli import options
+from tunegemm.cli import arguments, options, printing
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import read_all
 
@@ -45,21 +45,21 @@ def command(
     With --predicted: race kernels that serve by prediction; the winner, or torch.mm, becomes the record.
     """
     if from_files and not predicted:
-        raise options.UsageError(f"--from {from_files[0]}: is for --predicted; name records by --shape")
+        raise arguments.UsageError(f"--from {from_files[0]}: is for --predicted; name records by --shape")
     if predicted:
         if everything:
-            raise options.UsageError("--predicted and --all: give one of them")
+            raise arguments.UsageError("--predicted and --all: give one of them")
         if bool(shape) == bool(from_files):
-            raise options.UsageError(
+            raise arguments.UsageError(
                 "--predicted: name products by either --shape 8x9216x4608 or --from shapes.json"
             )
         named = [Problem.parse(text) for text in shape or ()]
         demands, refused = read_all(from_files) if from_files else ([], [])
         named += [demand.problem for demand in demands]
-        options.say(*(f"left out: {line}" for line in refused), err=True)
+        printing.say(*(f"left out: {line}" for line in refused), err=True)
         verify_predicted(list(dict.fromkeys(named)), device, db, workers)
         return
-    shapes = options.parse_shapes(shape)
+    shapes = arguments.parse_shapes(shape)
     from tunegemm.store import Database
     from tunegemm.store.layers import read_records
     from tunegemm.tuning.tuner import Tuner, open_gpu
@@ -71,10 +71,10 @@ def command(
         wanted = [record for record in records if not shapes or record.problem.shape in shapes]
         marked = due(wanted, opened.fingerprint, everything=everything)
         if not marked:
-            options.say(f"nothing to verify: {len(wanted)} records, none in doubt on {opened.name}")
+            printing.say(f"nothing to verify: {len(wanted)} records, none in doubt on {opened.name}")
         for judgement, record in marked:
             verification = verify(tuner, record, judgement, top)
-            options.say(*lines(verification))
+            printing.say(*lines(verification))
             if verification.result.interrupted:
                 raise typer.Exit(130)
 
@@ -95,10 +95,10 @@ def verify_predicted(problems: list[Problem], spec: str | None, db: str | None, 
         for problem in problems:
             found, why = predictions(snapshot, problem, opened)
             if not found:
-                options.say(f"{problem}: {why}")
+                printing.say(f"{problem}: {why}")
                 continue
             feedback = measure(tuner, problem, found)
-            options.say(feedback)
+            printing.say(feedback)
             if feedback.result.interrupted:
                 raise typer.Exit(130)
 

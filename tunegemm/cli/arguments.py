@@ -1,0 +1,170 @@
+"""How the text of an argument is read; what cannot be raises UsageError, which names it and the remedy."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tunegemm import files
+from tunegemm.describe.problem import LAYOUTS, OUTPUT_DTYPES, Problem, default_out_dtype, normalize_dtype
+from tunegemm.errors import DeviceError, ProblemError, TunegemmError
+from tunegemm.report.text import clean
+from tunegemm.untrusted import digits, shown
+
+if TYPE_CHECKING:
+    from tunegemm.describe.device import Device
+    from tunegemm.store import Database
+
+#: Shapes of one command line.
+_MOST_SHAPES = 1000
+
+
+class UsageError(TunegemmError):
+    """An argument that cannot be read; the message names it and the remedy."""
+
+
+def require_memory(device: Device, problems: Iterable[Problem]) -> None:
+    """Raises ProblemError for the first problem that the device's memory cannot hold."""
+    for problem in problems:
+        if (lack := device.lacks_memory(problem)) is not None:
+            raise ProblemError(f"{lack}; give a smaller --shape")
+
+
+def problem_filter(
+    shapes: list[str] | None, dtype: str | None, layout: str | None, out_dtype: str | None = None
+) -> Callable[[Problem], bool]:
+    """Whether a problem is one of those asked for; None asks for any. Raises ProblemError."""
+    extents = parse_shapes(shapes)
+    in_dtype = normalize_dtype(dtype, OUTPUT_DTYPES) if dtype is not None else None
+    if in_dtype is not None:
+        default_out_dtype(in_dtype)  # raises for one without kernels
+    out = normalize_dtype(out_dtype) if out_dtype is not None else None
+    if layout is not None and layout.lower() not in LAYOUTS:
+        raise ProblemError(f"layout {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
+    return lambda problem: (
+        (not extents or problem.shape in extents)
+        and in_dtype in (None, problem.in_dtype)
+        and out in (None, problem.out_dtype)
+        and (layout is None or layout.lower() == problem.layout)
+    )
+
+
+def require_fingerprint(database: Database, start: str | None, flag: str) -> None:
+    """Raises UsageError unless None, or the start of the digest of a fingerprint in the database."""
+    if start is None:
+        return
+    from tunegemm.store.queries import fingerprint_digests
+
+    known = fingerprint_digests(database)
+    if not any(digest.startswith(start) for digest in known):
+        listed = ", ".join(f"{digest} ({name})" for digest, name in known.items()) or "none"
+        raise UsageError(
+            f"{database.name}: {flag} {start!r} is not the start of a fingerprint; it has {listed}"
+        )
+
+
+def parse_shapes(shapes: list[str] | None) -> list[str]:
+    """The extents that are asked for, as `Problem.shape` writes them. Raises ProblemError."""
+    return list(dict.fromkeys(Problem.parse(text).shape for text in expanded(shapes)))
+
+
+_RANGE = re.compile(r"(\d{1,9}):(\d{1,9}):(\d{1,9})", re.ASCII)
+
+
+def expanded(shapes: list[str] | None) -> list[str]:
+    """Shapes without braces and ranges: ``{512,1024}x8x8`` is two, ``512:2048:512x8x8`` four.
+
+    Raises UsageError for a range that has no value, and for more than a thousand shapes.
+    """
+    found: list[str] = []
+    for text in shapes or ():
+        lists = [_values(text, part) for part in re.split(r"x(?![^{]*\})", text)]
+        if len(found) + math.prod(map(len, lists)) > _MOST_SHAPES:
+            raise UsageError(
+                f"--shape {shown(text)}: more than {_MOST_SHAPES} shapes; give fewer, or use --from"
+            )
+        found += ["x".join(parts) for parts in itertools.product(*lists)]
+    return found
+
+
+def _values(text: str, part: str) -> list[str]:
+    """The values of one extent."""
+    if part.startswith("{") and part.endswith("}"):
+        return [value for word in part[1:-1].split(",") for value in _values(text, word.strip())]
+    if ":" not in part:
+        return [part]
+    match = _RANGE.fullmatch(part)
+    first, last, step = map(int, match.groups()) if match else (0, 0, 0)
+    if not 0 < first <= last or not step:
+        raise UsageError(f"--shape {shown(text)}: {shown(part)} is not FIRST:LAST:STEP, as 512:4096:512")
+    values = range(first, last + 1, step)
+    if len(values) > _MOST_SHAPES:
+        raise UsageError(f"--shape {shown(text)}: more than {_MOST_SHAPES} shapes; give fewer, or use --from")
+    return list(map(str, values))
+
+
+def parse_pattern(text: str | None) -> str | None:
+    """A regular expression over labels, as it is. Raises UsageError for what is none."""
+    if text is not None:
+        try:
+            re.compile(text)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise UsageError(f"--kernels {shown(text)}: not a regular expression: {error}") from None
+    return text
+
+
+_DURATION = re.compile(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9}(?:\.\d{1,9})?)s?)?", re.ASCII)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of ``90``, ``90s``, ``10m`` or ``1h30m``. Raises UsageError for anything else."""
+    match = _DURATION.fullmatch(text.strip().lower())
+    hours, minutes, seconds = match.groups() if match else (None, None, None)
+    total = 3600 * int(hours or 0) + 60 * int(minutes or 0) + float(seconds or 0)
+    if total <= 0:
+        raise UsageError(
+            f"--budget {clean(repr(text), 60)} is not a duration; for example 90, 90s, 10m or 1h30m"
+        )
+    return total
+
+
+def parse_gpus(text: str) -> tuple[int, ...]:
+    """Numbers of this host's GPUs from ``all`` or ``0,1``. Raises UsageError, DeviceError without a GPU."""
+    from tunegemm.describe.device import cuda_device_count
+
+    found = [] if text == "all" else [digits(word.strip()) for word in text.split(",")]
+    numbers = [number for number in found if number is not None]
+    if len(numbers) < len(found):
+        raise UsageError(f"--devices {shown(text)}: not numbers of GPUs; give all, or such as 0,1")
+    for number in numbers:
+        if numbers.count(number) > 1:
+            raise UsageError(f"--devices {text!r}: names GPU {number} twice; name each once")
+    count = cuda_device_count()
+    if not count:
+        raise DeviceError(f"--devices {text!r}: no CUDA device here, and this measures; run it on a GPU")
+    if numbers and max(numbers) >= count:
+        raise UsageError(f"--devices {text!r}: no GPU {max(numbers)}; here are {count}: 0 to {count - 1}")
+    return tuple(numbers or range(count))
+
+
+def parse_families(text: str | None) -> tuple[str, ...] | None:
+    """Names of kernel families from ``a,b``; None for all. Raises SpaceError for one that is not known."""
+    if text is None:
+        return None
+    from tunegemm.generate import families
+
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise UsageError(f"families {text!r} names none; use some of {','.join(families.NAMES)}")
+    for name in names:
+        families.get(name)
+    return names
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a report. Raises UsageError, which names the path, where that is not possible."""
+    files.write_text(path, text, UsageError)

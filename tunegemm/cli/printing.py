@@ -1,0 +1,97 @@
+"""How commands print: lines, commands to copy, tables, and what takes a while."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
+
+import typer
+
+from tunegemm.report.text import clean
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: Letters of a line that are printed; a message that lists values may be long.
+_LONGEST_LINE = 4000
+
+
+def say(*lines: object, err: bool = False, hang: int = 0) -> None:
+    """Prints each as one line, whatever the names in it hold (`report.text.clean`); on a terminal as several
+    that end between words, all but the first `hang` columns in; but a command whole. err: on stderr.
+    """
+    stream = sys.stderr if err else sys.stdout
+    width = shutil.get_terminal_size().columns if stream.isatty() else 0
+    for line in lines:
+        text = clean(line, _LONGEST_LINE)
+        if len(text) > width > hang + 20 and not text.lstrip().startswith("tunegemm "):
+            text = textwrap.fill(
+                text, width, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False
+            )
+        typer.echo(text, err=err)
+
+
+def say_command(lead: str, command: str, *, err: bool = False) -> None:
+    """A command to copy: whole and alone on its line, under the words that lead to it."""
+    say(lead, f"  {command}", err=err)
+
+
+@contextmanager
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """Says on a terminal what takes a while, until it is done; what it gives changes the words."""
+    console = stderr_console()
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status(f"{what} ...") as status:
+        yield lambda now: status.update(f"{clean(now)} ...")
+
+
+def stdout_console() -> Console:
+    """For tables. A pipe or a log has no width of its own: there nothing is cut to 80 columns."""
+    console = _console(stderr=False)
+    return console if console.is_terminal else _console(file=_Lines(sys.stdout), width=160)
+
+
+def stderr_console() -> Console:
+    """For what is said beside the result: progress, notes, warnings."""
+    console = _console(stderr=True)
+    return console if console.is_terminal else _console(file=_Lines(sys.stderr), width=160)
+
+
+def page(console: Console, parts: Sequence[Any]) -> None:
+    """Prints on a terminal, through the user's pager what is longer than its screen."""
+    lines = sum(len(console.render_lines(part)) for part in parts)
+    if lines < console.height or not (sys.stdin.isatty() and console.is_terminal):
+        console.print(*parts, sep="\n")
+        return
+    os.environ.setdefault("LESS", "FRX")  # colours, and no pager for less than a screen
+    with console.pager(styles="PAGER" not in os.environ):
+        console.print(*parts, sep="\n")
+
+
+class _Lines(io.TextIOBase):
+    """Takes the blanks off the ends of lines, with which a table fills its last column."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(re.sub(r" +(?=\n)", "", text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def _console(**how: Any) -> Console:
+    from rich.console import Console
+
+    return Console(**how, markup=False, emoji=False, highlight=False)

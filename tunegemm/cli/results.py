@@ -1,0 +1,181 @@
+"""How a tuning's result is printed: a table and a verdict, a line, or a JSON document."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from tunegemm.cli import printing
+from tunegemm.report.text import clean, counted, significant
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from tunegemm.describe.device import Device
+    from tunegemm.describe.problem import Problem
+    from tunegemm.describe.space import Candidate
+    from tunegemm.measure.outcome import Outcome
+    from tunegemm.report.leaderboard import Leaderboard
+    from tunegemm.tuning.progress import TuneResult
+
+
+def show(console: Console, result: TuneResult, top: int | None, where: str, budget_s: float | None) -> None:
+    """Prints the leaderboard of one tuning, what failed, and how to use the winner.
+
+    top: rows of the leaderboard; all for None. where: what stores the winner. budget_s: what was asked for.
+    """
+    board = leaderboard(result)
+    if not board.frame.empty:
+        console.print(board.table(top, width=console.width))
+    note = f"Note: {result.note}." if result.note and not result.predictions else ""
+    over_s = result.seconds - (budget_s or result.seconds)
+    if over_s > 1:
+        note += (
+            f" {over_s:.0f} s over the budget: what is being compiled and the final race are not cut short."
+        )
+    closing = [note.strip(), failure_line(result), verdict_line(result, where)]
+    for line in [failure_line(result)] if result.interrupted else closing:
+        if line:
+            printing.say(line)
+
+
+def leaderboard(result: TuneResult) -> Leaderboard:
+    """What was measured or replayed; without that the model's order of the kernels that were compiled."""
+    from tunegemm.report.leaderboard import Leaderboard
+
+    problem, device, labels = result.problem, result.device, result.labels
+    if result.predictions:
+        predictions = [(one.candidate, one.total_us) for one in result.predictions]
+        return Leaderboard.from_predictions(problem, device, predictions, labels)
+    best = result.best.candidate if result.best is not None else None
+    return Leaderboard.from_outcomes(
+        problem, device, result.outcomes, labels, source=result.source, best=best
+    )
+
+
+def each_failure(result: TuneResult) -> list[str]:
+    """A line for each candidate that failed."""
+    from tunegemm.measure.outcome import Failure
+
+    failures = [outcome for outcome in result.outcomes if isinstance(outcome, Failure)]
+    return [f"Failed: {result.label(one.candidate)}: {one.stage}: {one.reason}" for one in failures]
+
+
+def failure_line(result: TuneResult) -> str:
+    """How many candidates failed at which stage, and the first reason of each; empty when none did."""
+    from tunegemm.measure.outcome import Failure
+
+    failures = [outcome for outcome in result.outcomes if isinstance(outcome, Failure)]
+    counts = Counter(failure.stage for failure in failures)
+    reasons = {failure.stage: failure.reason for failure in reversed(failures)}
+    parts = [f"{stage} {count} ({reasons[stage]})" for stage, count in counts.items()]
+    return f"Failed: {'; '.join(parts)}" if parts else ""
+
+
+def verdict_line(result: TuneResult, where: str) -> str:
+    """What won, by how much, and what `matmul` calls from now on; empty without time to try anything."""
+    from tunegemm.generate.cublaslt import is_torch
+
+    problem, best, seconds = result.problem, result.best, f"{result.seconds:.1f} s"
+    if best is None and not result.predictions:
+        if not result.outcomes:
+            return ""
+        return f"No candidate for {problem} could be used, after {seconds}: see `tunegemm doctor`."
+    if best is None:
+        first = result.predictions[0].candidate
+        return (
+            f"{problem}: {result.label(first)} is first (a model's ranking, no measurement; nothing stored). "
+            f"{seconds}, {counted(result.compiled, 'kernel')} compiled."
+        )
+    if is_torch(best.candidate):
+        won = "no kernel is faster than torch.mm beyond the noise"
+    else:
+        times = f"{significant(best.median_us)} us, torch.mm {significant(best.baseline_median_us)} us"
+        won = f"{result.labels.get(best.candidate.digest, best.candidate)} wins, {best.ratio:.3f} x torch.mm"
+        won += f" ({times})" if best.baseline_us else ""
+        won += ", which is within the noise" if best.ratio < 1 + best.noise else ""
+    if result.source == "measured":
+        calls = "calls torch.mm" if is_torch(best.candidate) else "uses this kernel"
+        use = f"tunegemm.matmul(a, b) now {calls} for {problem} (from {where})"
+    else:
+        use = "replayed, not measured here; nothing stored"
+    return f"{problem}: {won}; {use}. {seconds}, {counted(result.compiled, 'kernel')} compiled."
+
+
+def winners_table(results: Sequence[TuneResult]) -> Table:
+    """The winner of each of several products."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="Products tuned", title_justify="left")
+    for heading in ("product", "ratio", "fastest", "us", "torch.mm us"):
+        table.add_column(heading, justify="left" if heading in ("product", "fastest") else "right")
+    for result in results:
+        row = [clean(result.problem)]
+        if (best := result.best) is not None:
+            label = result.labels.get(best.candidate.digest, str(best.candidate))
+            row += [f"{best.ratio:.3f}", clean(label), significant(best.median_us)]
+            row.append(significant(best.baseline_median_us) if best.baseline_us else "")
+        elif result.predictions:
+            first = result.predictions[0].candidate
+            row += ["", clean(f"{result.labels.get(first.digest, first)} (model)"), "", ""]
+        else:
+            row += ["", "none", "", ""]
+        table.add_row(*map(Text, row))
+    return table
+
+
+def interruption(results: Sequence[TuneResult]) -> str:
+    """What interrupted tunings kept."""
+    from tunegemm.measure.outcome import Measurement
+
+    measured = {
+        (result.problem, outcome.candidate)
+        for result in results
+        for outcome in result.outcomes
+        if isinstance(outcome, Measurement) and result.source == "measured"
+    }
+    return f"Interrupted: {counted(len(measured), 'measured candidate')} kept."
+
+
+def document(result: TuneResult) -> dict[str, Any]:
+    """One tuning as JSON: the best, every outcome, and where the times come from."""
+    from tunegemm.measure.outcome import Measurement
+
+    def named(candidate: Candidate) -> dict[str, Any]:
+        label = result.labels.get(candidate.digest, str(candidate))
+        return {"label": label, "candidate": json.loads(candidate.to_json()), "digest": candidate.digest}
+
+    def outcome_document(outcome: Outcome) -> dict[str, Any]:
+        if isinstance(outcome, Measurement):
+            return named(outcome.candidate) | measurement_figures(outcome, result.problem, result.device)
+        return named(outcome.candidate) | {"failed": outcome.stage, "reason": outcome.reason}
+
+    names = ("source", "seconds", "compiled", "interrupted", "note")
+    return {name: getattr(result, name) for name in names} | {
+        "problem": asdict(result.problem),
+        "shape": result.problem.shape,
+        "device": result.device.spec,
+        "device_name": result.device.name,
+        "best": outcome_document(result.best) if result.best is not None else None,
+        "predictions": [
+            named(one.candidate) | {"predicted_us": one.total_us, "bound": one.bound}
+            for one in result.predictions
+        ],
+        "outcomes": [outcome_document(outcome) for outcome in result.outcomes],
+    }
+
+
+def measurement_figures(measurement: Any, problem: Problem, device: Device) -> dict[str, float | None]:
+    """The figures of one measurement; what a replay or a model cannot tell is None or not a number."""
+    floor = device.roofline_us(problem)
+    names = ("median_us", "baseline_median_us", "ratio", "spread", "relative_error", "noise")
+    figures = {name: getattr(measurement, name) for name in names}
+    if not measurement.baseline_us:
+        figures |= {"baseline_median_us": None, "ratio": None}
+    figures["tflops"] = problem.flops / measurement.median_us * 1e-6
+    return figures | {"percent_of_roofline": 100 * floor / measurement.median_us if floor else None}

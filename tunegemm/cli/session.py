@@ -1,0 +1,162 @@
+"""What `tunegemm tune` opens: the GPU or GPUs that measure, and the database that keeps what they find."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from tunegemm.cli import arguments, printing
+from tunegemm.cli.tune_options import Output, Place, Search
+from tunegemm.describe.problem import Problem
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tunegemm.describe.device import Device
+    from tunegemm.measure.worker import Child
+    from tunegemm.store import Database
+    from tunegemm.tuning.cluster import Pool
+    from tunegemm.tuning.tuner import Tuner
+
+
+@dataclass(frozen=True)
+class Session:
+    """An open tuner, and what its user asked for."""
+
+    context: typer.Context
+    tuning: Tuner | Pool
+    database: Database | None
+    search: Search
+    output: Output
+    out: Console
+    """For results."""
+    log: Console
+    """For progress."""
+
+    @property
+    def is_real(self) -> bool:
+        """Whether a GPU of here measures."""
+        return self.tuning.device.is_real
+
+
+def open_session(
+    stack: ExitStack,
+    context: typer.Context,
+    asked_for: Sequence[Problem],
+    demanded: Sequence[Problem],
+    search: Search,
+    place: Place,
+    output: Output,
+) -> Session:
+    """Opens the GPU or GPUs and the database. Raises TunegemmError where that or an option is refused.
+
+    asked_for: problems that are refused where they are too large. demanded: a program's, which are not.
+    """
+    _ = search.budget_s  # a bad one is told of before anything is begun, as are the others
+    problems = [*asked_for, *demanded]
+    is_named = place.is_named
+    gpus = arguments.parse_gpus(place.devices) if place.devices is not None else ()
+    how = search.tuner_options()
+    several = place.ray is not None or len(gpus) > 1
+    if not several and (place.device is None or place.device.startswith("cuda")):
+        how["child"] = begin_to_measure(stack)
+    tuning: Tuner | Pool
+    database: Database | None
+    if several:
+        tuning, database = open_pool(stack, gpus, place.ray, place.db, how)
+        arguments.require_memory(tuning.device, asked_for)
+    else:
+        spec = f"cuda:{gpus[0]}" if gpus else place.device
+        tuning, database = open_tuner(stack, spec, asked_for, place.db, how)
+    if not (is_named or tuning.device.is_real or output.is_bare):
+        printing.say(without_gpu(tuning.device, problems, how["families"]), err=True)
+    if search.study is not None:
+        require_studies(tuning, search.study, database, problems)
+    out, log = printing.stdout_console(), printing.stderr_console()
+    return Session(context, tuning, database, search, output, out, log)
+
+
+def begin_to_measure(stack: ExitStack) -> Child | None:
+    """The measuring process, where there is a GPU: it imports torch while this process imports the rest."""
+    from tunegemm.describe.device import cuda_device_count
+
+    if not cuda_device_count():
+        return None
+    from tunegemm.measure.worker import Child
+
+    return stack.enter_context(Child())
+
+
+def open_tuner(
+    stack: ExitStack, spec: str | None, problems: Iterable[Problem], db: str | None, how: Mapping[str, Any]
+) -> tuple[Tuner, Database | None]:
+    """The tuner of one device, and the database where its measurements go."""
+    from tunegemm.store import Database
+    from tunegemm.tuning.tuner import Tuner, open_device
+
+    device = open_device(spec)
+    arguments.require_memory(device, problems)  # before a database is made
+    # Only what is measured is stored, so only a real device gets a database; a bad --db is told of anyway.
+    wanted = device.is_real or db is not None
+    database = stack.enter_context(Database.open(db)) if wanted else None
+    tuner = Tuner(device, database if device.is_real else None, **how)
+    return stack.enter_context(tuner), database
+
+
+def open_pool(
+    stack: ExitStack, gpus: Sequence[int], ray: str | None, db: str | None, how: Mapping[str, Any]
+) -> tuple[Pool, Database]:
+    """A tuner on each of several GPUs, and the database where their measurements go."""
+    from tunegemm.store import Database
+    from tunegemm.tuning import cluster
+
+    cluster.import_ray()  # where it is not installed, nothing else is begun
+    database = stack.enter_context(Database.open(db))
+    stack.enter_context(cluster.started_here(gpus) if ray is None else cluster.connected(ray))
+    cluster.refuse_file(database.location)
+    if (study := how["study"]) is not None and "://" not in study:
+        cluster.refuse_file(Path(study))
+    place = database.location
+    location = str(place) if isinstance(place, Path) else place.render_as_string(hide_password=False)
+    opening = functools.partial(cluster.worker_tuner, location, **how)
+    return stack.enter_context(cluster.Pool(opening)), database
+
+
+def require_studies(
+    tuning: Tuner | Pool, location: str, database: Database | None, problems: Sequence[Problem]
+) -> None:
+    """Raises StudyError where studies cannot be kept there, or are those of other problems."""
+    from tunegemm.tuning.begin import study_name
+    from tunegemm.tuning.studies import Studies
+
+    with Studies(location, database=database.location if database is not None else None) as studies:
+        studies.require([study_name(problem, tuning.device) for problem in problems])
+
+
+def without_gpu(device: Device, problems: Sequence[Problem], families: Sequence[str] | None = None) -> str:
+    """What a replayed tuning is worth: which times are known, and that nothing is stored."""
+    from tunegemm.measure.replay import ReplayMeasurer, open_replay
+
+    recording = ReplayMeasurer(open_replay(device.spec))
+    unknown = []
+    for problem in problems:
+        known = recording.swept(problem)
+        if not known or (families is not None and not any(c.family in families for c in known)):
+            unknown.append(problem)
+    recorded = set(recording.replay.problems())
+    of = f" of {', '.join(families)}" if families is not None and recorded.issuperset(unknown) else ""
+    times = f"times come from a recorded {device.name} ({device.spec})"
+    if unknown:
+        which = str(unknown[0]) if len(problems) == 1 else f"{len(unknown)} of {len(problems)} products"
+        ranked = f"no time{of} was recorded of {which}: a model ranks the kernels"
+        times = ranked if len(unknown) == len(problems) else f"{times}; {ranked}"
+    return (
+        f"No CUDA GPU here: candidates are really compiled for {device.architecture.compile_target}; "
+        f"{times}. Nothing is stored as measured."
+    )

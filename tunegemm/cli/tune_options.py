@@ -1,0 +1,157 @@
+"""The options of `tunegemm tune`, in groups: what is tried, where, and what is printed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from tunegemm.cli import arguments, options
+from tunegemm.tuning.efforts import Effort
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is tried, and how much of it."""
+
+    effort: Annotated[
+        Effort | None,
+        typer.Option(
+            "--effort",
+            help="How much of the space to try. Default: quick; with --from and --budget full for those that "
+            "may gain most, in the time that is left.",
+        ),
+    ] = None
+    trials: Annotated[
+        int | None, options.count_option("--trials", "Most candidates to measure per shape.")
+    ] = None
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget",
+            metavar="TIME",
+            help="Most time per shape, or with --from in all: 90, 90s, 10m, 1h30m.",
+        ),
+    ] = None
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the search.")] = 0
+    families: options.Families = None
+    kernels: Annotated[
+        str | None,
+        typer.Option(
+            "--kernels", metavar="REGEX", help="Only generated kernels whose label has a match, as ^pp128x."
+        ),
+    ] = None
+    candidate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--candidate",
+            metavar="FAMILY[,NAME=VALUE]",
+            help="Instead of a search: race this one beside torch.mm and the record; may be repeated.",
+        ),
+    ] = None
+    workers: options.Workers = None
+    compiled_only: Annotated[
+        bool,
+        typer.Option(
+            "--compiled-only", help="Compile nothing: try kernels of the cache and those that ship."
+        ),
+    ] = False
+    energy: Annotated[
+        bool, typer.Option("--energy", help="Meter the finalists' energy, a second each, for min_energy.")
+    ] = False
+    sampler: Annotated[
+        str | None,
+        typer.Option(
+            "--sampler",
+            metavar="NAME",
+            help="Optuna sampler of the search: roofline (the default), tpe, gp, random, cmaes or "
+            "package.module:Class.",
+        ),
+    ] = None
+    study: Annotated[
+        str | None,
+        typer.Option(
+            "--study",
+            metavar="FILE|URL",
+            help="Keep the Optuna study of each shape there, for optuna-dashboard: a journal file, or "
+            "sqlite:///FILE.",
+        ),
+    ] = None
+
+    #: Options that say nothing where candidates are named.
+    OF_SEARCHES = ("effort", "trials", "budget", "families", "kernels", "compiled_only")
+
+    @property
+    def budget_s(self) -> float | None:
+        """Raises UsageError for what is no duration."""
+        return arguments.parse_seconds(self.budget) if self.budget is not None else None
+
+    def tuner_options(self) -> dict[str, Any]:
+        """How a `Tuner` is opened. Raises TunegemmError for what cannot be read."""
+        found: dict[str, Any] = {
+            "families": arguments.parse_families(self.families), "workers": self.workers, "seed": self.seed,
+            "compiled_only": self.compiled_only, "energy": self.energy,
+            "matching": arguments.parse_pattern(self.kernels), "sampler": self.sampler, "study": self.study,
+        }  # fmt: skip
+        if self.sampler is not None:
+            from tunegemm.search.samplers import check_sampler
+
+            check_sampler(self.sampler)
+        return found
+
+
+@dataclass(frozen=True)
+class Place:
+    """On which GPUs, and where what they measure goes."""
+
+    device: options.DeviceSpec = None
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "--devices",
+            metavar="all|0,1",
+            help="Several GPUs of this host: all, or their numbers. More than one needs the extra `ray`.",
+        ),
+    ] = None
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="[HOST:PORT]",
+            help="The GPUs of the Ray cluster of that head. Without an address: that of RAY_ADDRESS, or one "
+            "started for this with all GPUs of this host.",
+        ),
+    ] = None
+    db: options.DatabaseLocation = None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether a GPU was asked for by name. Raises UsageError where several options name some."""
+        given = {"--device": self.device, "--devices": self.devices, "--ray": self.ray}
+        named = [flag for flag, value in given.items() if value is not None]
+        if len(named) > 1:
+            raise arguments.UsageError(f"{' and '.join(named)}: give one of them")
+        return bool(named)
+
+
+@dataclass(frozen=True)
+class Output:
+    """How much is printed, and in which form."""
+
+    top: Annotated[int, options.count_option("--top", "Rows to print per shape.")] = 10
+    quiet: Annotated[
+        bool, typer.Option("-q", "--quiet", help="Print a line for each shape and nothing else.")
+    ] = False
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Print all rows, and each candidate that failed.")
+    ] = False
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON document per shape, one per line, and nothing else."),
+    ] = False
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing is said beside the results."""
+        return self.quiet or self.as_json
