@@ -64,7 +64,7 @@ docs: $(READY)
 # sources or the lists changed. They go into the wheel, and serve from the checkout; without them a checkout
 # compiles what a call lacks in the background.
 kernels: db/kernels/manifest.json
-db/kernels/manifest.json: $(TUNING) db/selector.toml db/invariant.toml $(wildcard db/records/*.json tunegemm/generate/*.py tunegemm/generate/*/*.py tunegemm/generate/*/*/*.py)
+db/kernels/manifest.json: $(TUNING) db/selector.toml db/invariant.toml $(wildcard db/records/*.json tunegemm/compile/*.py tunegemm/generate/*.py tunegemm/generate/*/*.py tunegemm/generate/*/*/*.py tunegemm/model/*.py)
 	$(RUN) -m tunegemm.store.packing db/kernels
 
 wheel: $(READY) kernels

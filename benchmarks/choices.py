@@ -39,9 +39,8 @@ from tunegemm.choose.plain import selector_of
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ArtifactError, TunegemmError
-from tunegemm.generate import families, model, shortlist
+from tunegemm.generate import families
 from tunegemm.generate.cublaslt.choice import first_choice
-from tunegemm.generate.features import features
 from tunegemm.measure.backend import Backend, warm_us
 from tunegemm.measure.operands import (
     Operands,
@@ -55,6 +54,9 @@ from tunegemm.measure.operands import (
 from tunegemm.measure.race import Replay, SteadyState, race
 from tunegemm.measure.settings import RaceSettings
 from tunegemm.measure.statistics import aa_noise
+from tunegemm.model import rank as model
+from tunegemm.model import shortlist
+from tunegemm.model.features import features
 
 METHOD = (
     "torch.mm(out=), twice, and launches of db/selector.toml in one CUDA graph each over operand sets that "

@@ -13,9 +13,9 @@ from tunegemm.generate.cublaslt import TORCH_MM
 
 if TYPE_CHECKING:
     from benchmarks.interleave import Run
+    from tunegemm.compile.pool import CompilePool
     from tunegemm.describe.device import Device
     from tunegemm.describe.problem import Problem
-    from tunegemm.generate.compile import CompilePool
     from tunegemm.measure.backend import Backend
 
 

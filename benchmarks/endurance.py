@@ -32,14 +32,14 @@ from typing import Any
 import psutil
 
 from benchmarks.results import command_line
+from tunegemm.compile.artifacts import ArtifactStore
+from tunegemm.compile.pool import CompilePool
+from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import MeasureError, TunegemmError
-from tunegemm.generate.artifacts import ArtifactStore
-from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.cublaslt import is_torch
-from tunegemm.generate.ptxas import Resources
 from tunegemm.measure.outcome import Failure, Measurement, Outcome, Stage
 from tunegemm.measure.replay import ReplayDevice, ReplayMeasurer, open_replay
 from tunegemm.measure.settings import Job, RaceSettings

@@ -29,9 +29,10 @@ from tunegemm.choose.invariance import ranked
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
-from tunegemm.generate import families, shortlist
+from tunegemm.generate import families
 from tunegemm.generate.cublaslt.choice import first_choice
 from tunegemm.generate.cublaslt.eager import torch_mm
+from tunegemm.model import shortlist
 
 #: Launches that are timed of a product, with few rows and with many.
 FEW, MANY, FEW_ROWS = 4, 2, 256

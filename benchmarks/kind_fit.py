@@ -5,7 +5,7 @@
 
 The second one fits to what was measured on another GPU, too, at half the weight, and validates on its own.
 Boosted trees (scikit-learn, needed here only) predict the logarithm of each launch's ratio to torch's own
-operations from `generate.features.OF_GAIN`. Validation leaves out all products of a fold of (N, K), fits to
+operations from `model.features.OF_GAIN`. Validation leaves out all products of a fold of (N, K), fits to
 the others and lets the trees choose among the launches of a product: what the chosen one got against what was
 expected of it gives the margins, by kind and rows.
 """
@@ -28,9 +28,9 @@ from tunegemm.choose.fused import features_of, name_of
 from tunegemm.choose.invariance import Ranked
 from tunegemm.describe.device import PARTS, find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.generate import shortlist
 from tunegemm.generate.cublaslt.choice import LibraryChoice
-from tunegemm.generate.features import OF_GAIN
+from tunegemm.model import shortlist
+from tunegemm.model.features import OF_GAIN
 from tunegemm.resources import data_path
 
 #: Ends of the ranges of rows that have margins of their own, by kind.

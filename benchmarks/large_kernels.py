@@ -19,9 +19,10 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import ArtifactError, MeasureError
-from tunegemm.generate import energy, families, shortlist
+from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.generate.terms import Columns, Floats, Terms, terms
+from tunegemm.model import energy, shortlist
+from tunegemm.model.terms import Columns, Floats, Terms, terms
 from tunegemm.store import packs
 from tunegemm.store.shipped import read_shipped
 

@@ -4,7 +4,7 @@
     python -m benchmarks.order_fit --keep 28        # prints lines for db/invariant.toml, too
 
 Boosted trees (scikit-learn, needed here only) expect of each launch that leaves k whole how far it is behind
-the best such launch of its product, in log, from `generate.features.OF_ORDER`. The products of all measured
+the best such launch of its product, in log, from `model.features.OF_ORDER`. The products of all measured
 GPUs are fitted together. Validation leaves out a fold of all (N, K), fits to the others and lets the trees
 choose: rows `{gpu, m, n, k, chosen, by_model, best}` of times as fast as torch.mm, where the best is
 that of all measured launches of the class.
@@ -26,9 +26,10 @@ from benchmarks.selector_fit import FOLDS, launches_of, measured, run, trees_of
 from tunegemm.choose.forest import MAX_LEAVES, written
 from tunegemm.choose.invariance import ranked
 from tunegemm.describe.problem import Problem
-from tunegemm.generate import families, shortlist
-from tunegemm.generate.features import OF_ORDER, order_features
+from tunegemm.generate import families
 from tunegemm.generate.tiles import ORDERED
+from tunegemm.model import shortlist
+from tunegemm.model.features import OF_ORDER, order_features
 from tunegemm.resources import data_path
 
 GPUS = ("h200", "h100-80gb-hbm3")

@@ -29,10 +29,11 @@ from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import ArtifactError, MeasureError, TunegemmError
-from tunegemm.generate import families, shortlist
+from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.race import Replay, SteadyState, race
 from tunegemm.measure.settings import RaceSettings
+from tunegemm.model import shortlist
 from tunegemm.store.shipped import read_shipped
 
 if TYPE_CHECKING:

@@ -129,7 +129,7 @@ def family_best(name: str) -> Provider:
     """The provider of one of our kernel families alone: its candidate with the best stored evidence."""
 
     def provider(problem: Problem, device: Device, options: Options) -> list[Contender]:
-        from tunegemm.generate.artifacts import ArtifactStore
+        from tunegemm.compile.artifacts import ArtifactStore
         from tunegemm.measure.evidence import leaders
         from tunegemm.store import Database
         from tunegemm.store.validity import judge_stored

@@ -59,7 +59,7 @@ def run(device: Device, numbers: int, results: Results) -> None:
     import torch
 
     import tunegemm
-    from tunegemm.generate.cute_object import kept
+    from tunegemm.generate.cute_launch import kept
 
     weights = drawn(device)
     tensors = [torch.randn(n, k, device=device.spec, dtype=torch.bfloat16) for n, k in weights]

@@ -81,7 +81,8 @@ def _elf_size(content: bytes, at: int) -> int:
 def shipped() -> list[Job]:
     """Every kernel of the shipped records and lists, once."""
     from tunegemm.describe.problem import Problem
-    from tunegemm.generate import families, shortlist
+    from tunegemm.generate import families
+    from tunegemm.model import shortlist
     from tunegemm.store.shipped import read_shipped
 
     pairs = [
@@ -138,12 +139,12 @@ def compiled(tree: Path, jobs: Sequence[Job], workers: int) -> Compiled:
 
 def _compile_here(asked: Path, answered: Path, workers: int) -> None:
     """The other half: by the modules of the tree that is on the path."""
+    from tunegemm.compile.artifacts import ArtifactStore
+    from tunegemm.compile.pool import CompilePool
     from tunegemm.describe.device import find_device
     from tunegemm.describe.problem import Problem
     from tunegemm.describe.space import Candidate
     from tunegemm.generate import families
-    from tunegemm.generate.artifacts import ArtifactStore
-    from tunegemm.generate.compile import CompilePool
 
     device, answers = find_device(_DEVICE), []
     jobs = [Job(**job) for job in json.loads(asked.read_text())]

@@ -34,11 +34,11 @@ from tunegemm.describe.device import Device, package_version
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import TunegemmError
-from tunegemm.generate import model
 from tunegemm.generate.feasibility import Verdict
 from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.replay import open_replay
 from tunegemm.measure.sweeps import Sweep
+from tunegemm.model import rank as model
 from tunegemm.search import Portfolio, Search, first_of_each_kernel
 from tunegemm.search.samplers import NAMES, sampler_of
 from tunegemm.search.space import StudySpace

@@ -5,7 +5,7 @@
 
 The second one fits to what was measured on another GPU, too, at half the weight, and validates on its own.
 Boosted trees (scikit-learn, needed here only) predict the logarithm of each launch's ratio to torch.mm from
-`generate.features`. Every product is fitted once as it is, and once as if torch's kernel were not known.
+`model.features`. Every product is fitted once as it is, and once as if torch's kernel were not known.
 Validation leaves out all products of a folder of (N, K), fits to the others, and lets it choose: what the
 *chosen* launch got, against what was expected of it, gives the margins by rows. Choosing the best expected of
 many is optimistic, and this counts it.
@@ -29,11 +29,11 @@ from tunegemm.choose.plain import digest_of_list
 from tunegemm.describe.device import PARTS, Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
-from tunegemm.generate import shortlist
 from tunegemm.generate.cublaslt.choice import parse_label
-from tunegemm.generate.features import NAMES, features
-from tunegemm.generate.shortlist import Choices
-from tunegemm.generate.terms import Columns, terms
+from tunegemm.model import shortlist
+from tunegemm.model.features import NAMES, features
+from tunegemm.model.shortlist import Choices
+from tunegemm.model.terms import Columns, terms
 from tunegemm.resources import data_path
 
 #: Rows up to which products are fitted to, and up to which they are served: of 129 to 256 rows one in seven

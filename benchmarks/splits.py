@@ -86,8 +86,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run(device: Device, shapes: list[str], options: argparse.Namespace) -> None:
     """Times every shape, writing after each."""
     from benchmarks.interleave import METHOD
-    from tunegemm.generate.artifacts import ArtifactStore
-    from tunegemm.generate.compile import CompilePool
+    from tunegemm.compile.artifacts import ArtifactStore
+    from tunegemm.compile.pool import CompilePool
     from tunegemm.measure.backend import CudaBackend
 
     results = Results(results_path(options.out, device, "splits.json"), meta(device, METHOD))

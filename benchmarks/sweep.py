@@ -23,16 +23,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks import shapes
+from tunegemm.compile.artifacts import ArtifactStore, digest
+from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, TunegemmError
-from tunegemm.generate import families, model
-from tunegemm.generate.artifacts import ArtifactStore, digest
-from tunegemm.generate.compile import CompilePool
+from tunegemm.generate import families
 from tunegemm.measure.outcome import Measurement, Outcome
 from tunegemm.measure.settings import FINAL, Job
 from tunegemm.measure.sweeps import sweep_path
+from tunegemm.model import rank as model
 from tunegemm.store import packs
 from tunegemm.tuning.kernels import Kernels
 from tunegemm.tuning.progress import TuneResult

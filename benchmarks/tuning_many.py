@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Results, geometric_mean, meta, problem_fields, results_path
+from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import read
 from tunegemm.errors import TunegemmError
-from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.measure.evidence import STEADY_METHODS
 from tunegemm.store import Database, packs
 from tunegemm.tuning.tuner import open_device

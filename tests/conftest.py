@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.support.browser import Browser
     from tests.support.kernels import Kernels
     from tests.support.postgres import Cluster
-    from tunegemm.generate.compile import CompilePool
+    from tunegemm.compile.pool import CompilePool
 
 
 ROOT = Path(tunegemm.__file__).parent.parent
@@ -86,18 +86,24 @@ def kernels(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """Compiles and loads kernels for it. A module that needs many overrides this and begins them at once."""
     from tests.support.kernels import Kernels
     from tests.support.processes import compile_workers
-    from tunegemm.generate.artifacts import ArtifactStore
-    from tunegemm.generate.compile import CompilePool
+    from tunegemm.compile.artifacts import ArtifactStore
+    from tunegemm.compile.pool import CompilePool
 
     with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects")), workers=compile_workers()) as pool:
         yield Kernels(pool, device)
 
 
 @pytest.fixture(scope="session")
+def h200() -> Device:
+    """A GPU to choose kernels and compile for; there need be none."""
+    return find_device("model:h200")
+
+
+@pytest.fixture(scope="session")
 def pool(shared_folder: Path) -> Iterator[CompilePool]:
     """Its workers import the compilers once; what any process of the session has compiled is there."""
-    from tunegemm.generate.artifacts import ArtifactStore
-    from tunegemm.generate.compile import CompilePool
+    from tunegemm.compile.artifacts import ArtifactStore
+    from tunegemm.compile.pool import CompilePool
 
     with CompilePool(ArtifactStore(shared_folder / "objects")) as pool:
         yield pool

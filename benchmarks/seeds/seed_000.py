@@ -59,8 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run(device: Device, options: argparse.Namespace) -> None:
     """Times the launches, writes the row and prints it."""
     from benchmarks.interleave import METHOD
-    from tunegemm.generate.artifacts import ArtifactStore
-    from tunegemm.generate.compile import CompilePool
+    from tunegemm.compile.artifacts import ArtifactStore
+    from tunegemm.compile.pool import CompilePool
     from tunegemm.measure.backend import CudaBackend
 
     results = Results(results_path(options.out, device, "seed-000.json"), meta(device, METHOD))

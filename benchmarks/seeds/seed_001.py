@@ -79,9 +79,9 @@ def run(device: Device, options: argparse.Namespace) -> None:
     import torch
 
     from benchmarks.interleave import METHOD, Run, interleave
+    from tunegemm.compile.artifacts import ArtifactStore
+    from tunegemm.compile.pool import CompilePool
     from tunegemm.generate import families
-    from tunegemm.generate.artifacts import ArtifactStore
-    from tunegemm.generate.compile import CompilePool
     from tunegemm.measure.backend import CudaBackend
     from tunegemm.report.explain import explain_problem
 

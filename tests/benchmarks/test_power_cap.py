@@ -17,14 +17,15 @@ from benchmarks.power_cap import SHAPES
 from benchmarks.results import Results
 from benchmarks.tables import power
 from tests.support.processes import compile_workers
+from tunegemm.compile.artifacts import ArtifactStore
+from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
-from tunegemm.generate import energy, families, shortlist
-from tunegemm.generate.artifacts import ArtifactStore
-from tunegemm.generate.compile import CompilePool
+from tunegemm.generate import families
 from tunegemm.measure.race import Replay
+from tunegemm.model import energy, shortlist
 from tunegemm.store import packs
 
 PROBLEMS = [Problem.parse(shape) for shape in SHAPES]

@@ -20,8 +20,9 @@ from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError, TunegemmWarning
-from tunegemm.generate import families, shortlist
+from tunegemm.generate import families
 from tunegemm.generate.cublaslt.choice import LibraryChoice
+from tunegemm.model import shortlist
 from tunegemm.report.explain import explain_problem
 from tunegemm.resources import data_path
 

@@ -26,7 +26,7 @@ from tunegemm.errors import TunegemmError, TunegemmWarning
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.families import completed, kernel_source_hash, reduction_class
-from tunegemm.generate.shortlist import ordered_kernels
+from tunegemm.model.shortlist import ordered_kernels
 from tunegemm.report.explain import explain_problem
 from tunegemm.resources import data_path
 from tunegemm.serve.launchers import find_object

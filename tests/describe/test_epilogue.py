@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tunegemm.describe.device import Device, find_device
+from tunegemm.compile.pool import CompilePool
+from tunegemm.describe.device import Device
 from tunegemm.describe.epilogue import (
     ACTIVATIONS,
     GATED,
@@ -22,7 +23,6 @@ from tunegemm.describe.epilogue import (
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import ProblemError
-from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.cublaslt.eager import torch_mm
 from tunegemm.generate.cute_sm90 import FAMILY
 from tunegemm.generate.cute_sm90.rules import config_of
@@ -275,11 +275,6 @@ def candidate(kernel: dict[str, int | str | bool]) -> Candidate:
     fixed: dict[str, int | str | bool] = {"tile_k": 64, "cluster_m": 1, "cluster_n": 1, "epi_n": 32}
     launch = {"raster_order": "along_m", "swizzle_size": 1, "ctas": "all", "split_k": 1, "l2_hint": "none"}
     return Candidate.make("cute_sm90", fixed | kernel, launch)
-
-
-@pytest.fixture(scope="module")
-def h200() -> Device:
-    return find_device("model:h200")
 
 
 @pytest.mark.slow

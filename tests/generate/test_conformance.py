@@ -23,15 +23,15 @@ import pytest
 
 import tests.generate
 from tests.support.examples import OTHERWISE, TOO_LARGE, Change, Examples, Rejection, compile_all
+from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import LAYOUTS, OUTPUT_DTYPES, Problem
 from tunegemm.describe.space import Candidate, SearchSpace
 from tunegemm.errors import ArtifactError, SpaceError
 from tunegemm.generate import families
-from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.feasibility import Rule, parameters_read, refusal
 from tunegemm.generate.sources import hash_of_code
-from tunegemm.generate.verdicts import CandidateTable
+from tunegemm.model.verdicts import CandidateTable
 
 
 def _examples() -> dict[str, Examples]:

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from tests.support.examples import TOO_LARGE, Examples, Rejection, compile_all
+from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import ARCHITECTURES, Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
-from tunegemm.generate.compile import CompilePool
-from tunegemm.generate.cute_object import load_function
+from tunegemm.generate.cute_launch import load_function
 from tunegemm.generate.cute_sm80 import FAMILY
 from tunegemm.generate.cute_sm80.rules import config_of
 from tunegemm.generate.tiles import persistent_grid

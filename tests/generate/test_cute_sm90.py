@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.examples import TOO_LARGE, Examples, Rejection, compile_all
+from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
-from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.cute_sm90 import FAMILY, Division, l2_hint
 from tunegemm.generate.cute_sm90.rules import config_of
 
@@ -233,7 +233,7 @@ def test_stream_k_gives_every_cluster_as_many_k_tiles(h200: Device) -> None:
 
 
 def test_an_object_holds_the_launch_function(pool: CompilePool, h200: Device) -> None:
-    from tunegemm.generate.cute_object import load_function
+    from tunegemm.generate.cute_launch import load_function
 
     (result,) = compile_all(pool, [(PROBLEMS[0], candidate())], h200)
     assert result.artifact is not None

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.examples import TOO_LARGE, Examples, Rejection, compile_all
+from tunegemm.compile.pool import CompilePool
+from tunegemm.compile.triton_object import read_object
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
-from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.gluon_wgmma import FAMILY, grid
 from tunegemm.generate.gluon_wgmma.config import REGISTERS
 from tunegemm.generate.gluon_wgmma.rules import config_of
-from tunegemm.generate.triton_object import read_object
 
 SHAPE = "4096x4096x4096"
 GOOD = {

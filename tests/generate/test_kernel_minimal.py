@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.minimal import compile_minimal
-from tunegemm.generate.cute_object import load_function
+from tunegemm.generate.cute_launch import load_function
 from tunegemm.generate.cute_sm90 import kernel_minimal
 
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from tests.support.examples import TOO_LARGE, Examples, Rejection, compile_all
+from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.skinny import FAMILY
 from tunegemm.generate.skinny.rules import config_of
 from tunegemm.generate.tiles import persistent_grid

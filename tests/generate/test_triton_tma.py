@@ -3,12 +3,12 @@
 import pytest
 
 from tests.support.examples import OTHERWISE, TOO_LARGE, Examples, Rejection, compile_all
+from tunegemm.compile.pool import CompilePool
+from tunegemm.compile.triton_object import read_object
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.tiles import persistent_grid
-from tunegemm.generate.triton_object import read_object
 from tunegemm.generate.triton_tma import FAMILY
 from tunegemm.generate.triton_tma.rules import config_of
 

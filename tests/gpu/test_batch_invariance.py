@@ -22,15 +22,16 @@ from tests.support.serving import Row
 from tunegemm.choose.policies import Policy
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot
+from tunegemm.compile.artifacts import ArtifactStore
+from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import ArtifactError, TunegemmWarning
-from tunegemm.generate import families, shortlist
-from tunegemm.generate.artifacts import ArtifactStore
-from tunegemm.generate.compile import CompilePool
+from tunegemm.generate import families
 from tunegemm.generate.tiles import ORDERED
 from tunegemm.measure.operands import make_operands
+from tunegemm.model import shortlist
 from tunegemm.serve import api
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import find_object

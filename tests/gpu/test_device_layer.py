@@ -13,11 +13,11 @@ from tests.support.kernels import Kernels
 from tests.support.numerics import TOLERANCE, difference, poisoned, relative_error, untouched
 from tests.support.serving import Row, forbid_torch
 from tunegemm.choose.snapshot import Snapshot
+from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import LAYOUTS, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import OperationError, ProblemError
-from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.generate.cublaslt import FAMILY as CUBLASLT
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure import operands as data

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.minimal import compile_minimal
 from tests.support.numerics import TOLERANCE, poisoned, relative_error
-from tunegemm.generate.cute_object import load_function
+from tunegemm.generate.cute_launch import load_function
 
 pytestmark = pytest.mark.gpu
 

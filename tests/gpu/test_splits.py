@@ -45,8 +45,6 @@ EPILOGUES = [
     ("residual", "bf16", "bf16"), ("amax", "bf16", "bf16"), ("scale_tensor", "fp8_e4m3", "bf16"),
     ("", "int8", "int32"), ("", "tf32", "fp32"), ("", "fp8_e4m3", "fp8_e4m3"),
 ]  # fmt: skip
-#: Rules about speed, or about what repeats another candidate: a kernel must be right all the same.
-FITS = {None, *FAMILY.extent_rules}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +69,8 @@ def load(
     """A launcher, and its workspace, as large as the family says: to be lent, or the launcher has its own."""
     device = device or kernels.device
     verdict = FAMILY.check(problem, chosen, device)
-    assert verdict.rule in FITS, (problem, verdict)
+    # Rules about speed, or about what repeats another candidate, do not matter: it must be right all the same.
+    assert verdict.runs, (problem, verdict)
     path = kernels.compiled(problem, chosen)
     workspace = FAMILY.workspace(problem, chosen, device)
     return FAMILY.load(problem, chosen, device, path, workspace), workspace

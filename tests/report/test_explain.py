@@ -15,10 +15,10 @@ from tests.support.commands import here
 from tests.support.recorded import fill, recorded_device
 from tunegemm.choose.policies import Policy
 from tunegemm.choose.snapshot import read_snapshot
+from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import Device, cuda_device_count
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError
-from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.measure.outcome import Measurement
 from tunegemm.report.explain import candidate_of, explain_problem
 from tunegemm.store import Database

@@ -12,11 +12,11 @@ import pytest
 
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import SpaceError
-from tunegemm.generate import model
 from tunegemm.generate.families import load_space
 from tunegemm.generate.feasibility import FEASIBLE
 from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.replay import open_replay
+from tunegemm.model import rank as model
 from tunegemm.search import Search, first_of_each_kernel
 from tunegemm.search.delegate import Delegate, quiet_optuna
 from tunegemm.tuning.efforts import EFFORTS, Effort, profile

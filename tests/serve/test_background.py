@@ -28,13 +28,13 @@ from tests.support.waiting import until
 from tunegemm.choose.plain import outlook
 from tunegemm.choose.policies import Policy
 from tunegemm.choose.snapshot import Snapshot
+from tunegemm.compile.artifacts import ArtifactStore, Key
+from tunegemm.compile.pool import CompilePool, CompileResult
+from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmWarning
 from tunegemm.generate import families, generator
-from tunegemm.generate.artifacts import ArtifactStore, Key
-from tunegemm.generate.compile import CompilePool, CompileResult
-from tunegemm.generate.ptxas import Resources
 from tunegemm.report.explain import candidate_of
 from tunegemm.serve import background, planning
 from tunegemm.serve.dispatcher import Dispatcher

@@ -15,11 +15,12 @@ import pytest
 from benchmarks import database as synthetic
 from tests.support.processes import environment
 from tests.support.stores import damage
+from tunegemm.compile import cute_object
+from tunegemm.compile.artifacts import Artifact, ArtifactStore
+from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.generate import cute_object, families
-from tunegemm.generate.artifacts import Artifact, ArtifactStore
-from tunegemm.generate.compile import CompilePool
+from tunegemm.generate import cute_launch, families
 from tunegemm.measure.outcome import Measurement
 from tunegemm.report.explain import candidate_of
 from tunegemm.store import Database
@@ -57,11 +58,11 @@ def many_records(folder: Path) -> Path:
 
 @pytest.fixture
 def fresh_loader() -> Iterator[None]:
-    cute_object._open_runtime.cache_clear()
-    cute_object._load.cache_clear()
+    cute_launch._open_runtime.cache_clear()
+    cute_launch._load.cache_clear()
     yield
-    cute_object._open_runtime.cache_clear()
-    cute_object._load.cache_clear()
+    cute_launch._open_runtime.cache_clear()
+    cute_launch._load.cache_clear()
 
 
 #: A first call on the CPU: everything is done but the launch itself.
@@ -147,9 +148,9 @@ def test_a_compiled_kernel_is_linked_and_every_load_is_its_own(
 ) -> None:
     """A second device needs its own: an object keeps what it set up for the first."""
     content = artifact.path.read_bytes()
-    assert content[16:18] == cute_object._SHARED
+    assert content[16:18] == cute_launch._SHARED
     before = _mapped()
-    first, second = (cute_object._load_library(content, artifact.path.parent) for _ in range(2))
+    first, second = (cute_launch._load_library(content, artifact.path.parent) for _ in range(2))
     assert callable(first) and len(_mapped() - before) == 2
     del first, second
     gc.collect()
@@ -162,8 +163,8 @@ def test_without_a_linker_the_compiler_loads_what_it_exported(
     monkeypatch.setattr(cute_object, "find_linker", lambda: None)
     out = folder / "relocatable.o"
     families.get("cute_sm90").compile(KEY, out)
-    assert out.read_bytes()[16:18] != cute_object._SHARED
-    assert callable(cute_object.load_function(out))
+    assert out.read_bytes()[16:18] != cute_launch._SHARED
+    assert callable(cute_launch.load_function(out))
 
 
 def test_a_linker_that_fails_leaves_the_object_as_it_is(
@@ -180,15 +181,15 @@ def test_a_linker_that_fails_leaves_the_object_as_it_is(
 def test_the_dsl_is_asked_where_its_runtime_is_elsewhere(
     artifact: Artifact, monkeypatch: pytest.MonkeyPatch, fresh_loader: None
 ) -> None:
-    monkeypatch.setattr(cute_object, "_find_runtime", lambda: None)
-    assert callable(cute_object.load_function(artifact.path))
+    monkeypatch.setattr(cute_object, "find_runtime", lambda: None)
+    assert callable(cute_launch.load_function(artifact.path))
 
 
 def test_a_library_that_cannot_be_loaded_names_the_remedy(folder: Path, artifact: Artifact) -> None:
     content = artifact.path.read_bytes()
     other = content[:18] + b"\xb7\0" + content[20:]  # of another processor
     with pytest.raises(RuntimeError, match=r"cannot be loaded \(.*TMPDIR"):
-        cute_object._load_library(other, folder)
+        cute_launch._load_library(other, folder)
 
 
 def test_where_no_temporary_file_can_be_loaded_it_lies_beside_the_object(
@@ -196,7 +197,7 @@ def test_where_no_temporary_file_can_be_loaded_it_lies_beside_the_object(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
     before = sorted(artifact.path.parent.iterdir())
-    assert callable(cute_object.load_function(artifact.path))
+    assert callable(cute_launch.load_function(artifact.path))
     assert sorted(artifact.path.parent.iterdir()) == before
 
 
@@ -209,11 +210,11 @@ def test_the_runtime_is_of_the_newest_cuda_that_the_driver_knows(
     root = tmp_path / "nvidia_cutlass_dsl"
     for name in ("cu12", "cu13"):
         (root / name / "lib").mkdir(parents=True)
-        (root / name / "lib" / cute_object._RUNTIME).touch()
+        (root / name / "lib" / cute_object.RUNTIME).touch()
     origin = str(root / "dsl_packages" / "cutlass" / "__init__.py")
     monkeypatch.setattr(cute_object, "find_spec", lambda _: type("Spec", (), {"origin": origin}))
     monkeypatch.setattr(cute_object, "_driver_major", lambda: driver)
-    found = cute_object._find_runtime()
+    found = cute_object.find_runtime()
     assert (found and found.parts[-3]) == chosen
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.generate import test_cute_sm80, test_cute_sm90, test_triton_tma
-from tunegemm.describe.device import Device, find_device
+from tunegemm.compile.artifacts import ArtifactStore
+from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, OperationError, SpaceError
-from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.generate.cublaslt import ALGORITHM_PARAMETERS, FAMILY, TORCH_MM
 from tunegemm.serve.operation import Operation
 from tunegemm.store.shipped import read_shipped
@@ -24,11 +24,6 @@ HOPPER = test_cute_sm90.candidate(tile_n=64).with_launch(
 )
 AMPERE = test_cute_sm80.candidate().with_launch(**test_cute_sm80.LAUNCH)
 TRITON = test_triton_tma.candidate().with_launch(**test_triton_tma.LAUNCH)
-
-
-@pytest.fixture(scope="module")
-def h200() -> Device:
-    return find_device("model:h200")
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,13 @@ import torch
 
 from tests.support.serving import BF16, CANDIDATE, ByAddress, Kernel, Row, operands, quietly
 from tunegemm.choose.snapshot import Snapshot
+from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import ArtifactError, DatabaseError, DeviceError, TunegemmWarning
 from tunegemm.generate import families
-from tunegemm.generate.compile import CompilePool
 from tunegemm.measure.outcome import Measurement
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import MATMUL, form_of

@@ -95,8 +95,8 @@ def test_without_a_home_where_database_and_cache_are_named(tmp_path: Path) -> No
 
 
 def test_what_was_asked_for_without_a_home_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tunegemm.compile.artifacts import ArtifactStore
     from tunegemm.errors import ArtifactError, DatabaseError
-    from tunegemm.generate.artifacts import ArtifactStore
 
     for name in ("TUNEGEMM_DB", "TUNEGEMM_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)

@@ -21,12 +21,12 @@ from sqlalchemy import event, insert
 
 from tests.support.processes import environment
 from tests.support.stores import Location, Store, damage
+from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import PARTS, Device, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DatabaseError
 from tunegemm.generate import families
-from tunegemm.generate.ptxas import Resources
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.store import Database, Record
 from tunegemm.store.schema import OLDEST_SCHEMA, SCHEMA_VERSION, VERSION_TABLE

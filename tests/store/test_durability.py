@@ -100,10 +100,10 @@ _WRITES_ON_A_SMALL_DISK = """
 import json, subprocess, sys
 from pathlib import Path
 from tests.store.test_durability import *
-from tests.generate.test_compile import PLANTED, key
-from tunegemm.generate.artifacts import ArtifactStore
+from tests.compile.test_pool import PLANTED, key
+from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.cli import arguments
-from tunegemm.generate.compile import CompilePool
+from tunegemm.compile.pool import CompilePool
 from tunegemm.store import formats
 from tunegemm.errors import TunegemmError
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", sys.argv[1]], check=True)

@@ -22,14 +22,14 @@ from typer.testing import CliRunner
 from tests.support.processes import environment
 from tunegemm.choose.snapshot import read_snapshot
 from tunegemm.cli import app
+from tunegemm.compile.artifacts import ArtifactStore
+from tunegemm.compile.triton_object import read_object
 from tunegemm.describe.device import Fingerprint, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import ArtifactError, PackError
 from tunegemm.generate import families
-from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.generate.triton_object import read_object
 from tunegemm.report.explain import candidate_of
 from tunegemm.store import Record, packing, packs
 from tunegemm.store.layers import read_records
@@ -112,7 +112,7 @@ def test_other_compilers_here_find_the_packs_objects(
 ) -> None:
     packs.install(made.path)
     family = families.get("triton_tma")
-    monkeypatch.setattr("tunegemm.generate.triton_object.package_version", lambda _: "")
+    monkeypatch.setattr("tunegemm.compile.triton_object.package_version", lambda _: "")
     key = family.kernel_key(TRITON, RECORDS[1].candidate, DEVICE)
     assert key["triton"] == "" and packs.find(key) is not None
     assert packs.find({**key, "source": "another"}) is None
@@ -152,7 +152,7 @@ for shape in ("512x512x512", "768x512x512"):
     assert family.unavailable(launching=True) is None
     assert family.check(problem, record.candidate, device)
     found[family.name] = packs.find(family.kernel_key(problem, record.candidate, device)).path
-from tunegemm.generate.cute_object import load_function
+from tunegemm.generate.cute_launch import load_function
 assert callable(load_function(found["cute_sm90"]))
 assert "cutlass" not in sys.modules
 print(sorted(found))

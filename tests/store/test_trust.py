@@ -15,11 +15,11 @@ import pytest
 import tunegemm
 from tests.store.test_database import DEVICE, KERNEL, PROBLEM, measurement
 from tests.support.processes import environment
+from tunegemm.compile.artifacts import ArtifactStore
+from tunegemm.compile.pool import CompilePool
+from tunegemm.compile.ptxas import Resources
 from tunegemm.errors import ArtifactError
 from tunegemm.generate import families
-from tunegemm.generate.artifacts import ArtifactStore
-from tunegemm.generate.compile import CompilePool
-from tunegemm.generate.ptxas import Resources
 from tunegemm.serve.launchers import prepare
 from tunegemm.store import Database
 from tunegemm.store.exchange import dump, load

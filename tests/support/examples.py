@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tunegemm.compile.pool import CompilePool, CompileResult
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate import families
-from tunegemm.generate.compile import CompilePool, CompileResult
 
 Change = Mapping[str, Value]
 

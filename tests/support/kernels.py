@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.support.processes import compile_workers
+from tunegemm.compile.pool import CompilePool, CompileResult
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
-from tunegemm.generate.compile import CompilePool, CompileResult
 from tunegemm.generate.families import Launcher
 
 

@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tunegemm.generate.ptxas import Resources, output_to, read_report
+from tunegemm.compile.ptxas import Resources, output_to, read_report
 
 
 def compile_minimal(folder: Path) -> tuple[Path, Resources]:
-    """An object in `folder` that `cute_object.load_function` loads, and what ptxas says of it."""
+    """An object in `folder` that `cute_launch.load_function` loads, and what ptxas says of it."""
     hidden = {"CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_ARCH": "sm_90a"}
     paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
     import cutlass.cute as cute
     from cutlass import Int32, Int64
 
-    from tunegemm.generate.cute_object import FUNCTION_NAME, link
+    from tunegemm.compile.cute_object import FUNCTION_NAME, link
     from tunegemm.generate.cute_sm90.kernel_minimal import gemm
 
     with output_to(folder / "ptxas.log"):

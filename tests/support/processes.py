@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from tunegemm.generate.compile import default_workers
+from tunegemm.compile.pool import default_workers
 
 ROOT = Path(__file__).resolve().parents[2]
 

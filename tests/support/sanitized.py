@@ -15,10 +15,10 @@ import torch
 
 from tests.gpu.test_device_layer import HOPPER
 from tests.support.numerics import Case
+from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.artifacts import ArtifactStore
 from tunegemm.serve.operation import Operation
 
 _PINGPONG = {"schedule": "pingpong", "cluster_n": 1}

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.planted.tuning_families import ABORTS, RAISES
+from tunegemm.compile.artifacts import ArtifactStore
+from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, SearchSpace
 from tunegemm.generate import families
-from tunegemm.generate.artifacts import ArtifactStore
-from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import STEADY_MS, Measurement, Outcome
 from tunegemm.measure.settings import Job, RaceSettings

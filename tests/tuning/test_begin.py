@@ -18,11 +18,11 @@ from tests.tuning.planted import (
     planted_tuner,
     trials_of,
 )
+from tunegemm.compile.artifacts import digest
+from tunegemm.compile.pool import Ready
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
-from tunegemm.generate.artifacts import digest
-from tunegemm.generate.compile import Ready
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure import evidence
 from tunegemm.measure.outcome import Failure, Stage

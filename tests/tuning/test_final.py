@@ -29,10 +29,10 @@ from tests.tuning.planted import (
 )
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate import model
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.measure.settings import FINAL, QUICK_FINAL, SCREEN, Job, RaceSettings
+from tunegemm.model import rank as model
 from tunegemm.store import Database
 from tunegemm.tuning.final import race
 from tunegemm.tuning.finalists import finalists

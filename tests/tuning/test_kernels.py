@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.tuning.planted import DEVICE, PROBLEM, small_space
+from tunegemm.compile.artifacts import ArtifactStore
+from tunegemm.compile.pool import Ready
+from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.problem import Problem
 from tunegemm.generate import families
-from tunegemm.generate.artifacts import ArtifactStore
-from tunegemm.generate.compile import Ready
-from tunegemm.generate.ptxas import Resources
 from tunegemm.tuning.kernels import Kernels
 
 

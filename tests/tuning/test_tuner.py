@@ -32,12 +32,12 @@ from tests.tuning.planted import (
     planted_tuner,
     trials_of,
 )
+from tunegemm.compile.artifacts import Key, digest
+from tunegemm.compile.pool import CompileResult, Urgency
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, ProblemError, SpaceError, StudyError
 from tunegemm.generate import families
-from tunegemm.generate.artifacts import Key, digest
-from tunegemm.generate.compile import CompileResult, Urgency
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
 from tunegemm.measure.settings import SCREEN, RaceSettings

@@ -27,7 +27,7 @@ def least_ratio(problem: Problem, device: Device) -> float:
         return 1 + LEAST_GAIN
     # The model, and numpy with it: a first call of eager code does without.
     from tunegemm.choose.neighbours import library_us
-    from tunegemm.generate.terms import elementwise_us
+    from tunegemm.model.terms import elementwise_us
 
     out_dtype = "int32" if problem.in_dtype == "int8" else problem.out_dtype
     plain = replace(problem, epilogue="", accumulation="fast", out_dtype=out_dtype)

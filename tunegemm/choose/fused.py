@@ -26,10 +26,11 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.errors import FileError, TunegemmWarning, one_line
-from tunegemm.generate import families, shortlist
+from tunegemm.generate import families
 from tunegemm.generate.cublaslt.choice import LibraryChoice, first_choice
-from tunegemm.generate.features import OF_GAIN, gain_features
-from tunegemm.generate.terms import Floats, elementwise_us, terms
+from tunegemm.model import shortlist
+from tunegemm.model.features import OF_GAIN, gain_features
+from tunegemm.model.terms import Floats, elementwise_us, terms
 from tunegemm.store.record import Record
 
 #: Launches that the trees are asked about: those that are expected to be nearest to the best.

@@ -31,9 +31,10 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import SpaceError, TunegemmError, TunegemmWarning, one_line
-from tunegemm.generate import families, shortlist
-from tunegemm.generate.features import FAMILIES, OF_ORDER, order_features
-from tunegemm.generate.terms import Columns, Floats, fits_l2, terms
+from tunegemm.generate import families
+from tunegemm.model import shortlist
+from tunegemm.model.features import FAMILIES, OF_ORDER, order_features
+from tunegemm.model.terms import Columns, Floats, fits_l2, terms
 from tunegemm.resources import data_path
 from tunegemm.store.record import Record
 

@@ -41,7 +41,8 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import SpaceError
-from tunegemm.generate import families, model
+from tunegemm.generate import families
+from tunegemm.model import rank as model
 
 if TYPE_CHECKING:
     from tunegemm.choose.snapshot import Snapshot

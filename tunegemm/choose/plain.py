@@ -25,9 +25,10 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import FileError, TunegemmError, TunegemmWarning, one_line
-from tunegemm.generate import families, shortlist
+from tunegemm.generate import families
 from tunegemm.generate.cublaslt.choice import LibraryChoice, first_choice
-from tunegemm.generate.features import NAMES, features
+from tunegemm.model import shortlist
+from tunegemm.model.features import NAMES, features
 from tunegemm.resources import data_path
 from tunegemm.store.record import Record
 

@@ -1,5 +1,5 @@
-"""Generate kernels: which candidates are feasible, how fast the model expects them to be, how to compile.
+"""Generate kernels: which families there are, which candidates are feasible, and how a kernel is launched.
 
-`families` finds a kernel family by name; each has a folder here. `feasibility` and `model` judge candidates,
-`compile` and `artifacts` make and keep objects, `launching` prepares launches. Imports `describe`.
+`families` finds a kernel family by name; each has a folder here. `feasibility` judges candidates, `generator`
+puts a family together, `launching` and `workspace` prepare launches. Imports `describe` and `compile`.
 """

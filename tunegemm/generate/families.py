@@ -18,13 +18,13 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
+from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, SearchSpace, Value
 from tunegemm.errors import SpaceError
 from tunegemm.generate.feasibility import Rule, Verdict, refusal
 from tunegemm.generate.launching import Launcher as Launcher
-from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.sources import hash_of_code, kernel_sources
 from tunegemm.generate.workspace import Workspace
 from tunegemm.untrusted import shown
@@ -340,7 +340,7 @@ def import_compiler() -> None:
         sys.modules["torch"] = None  # type: ignore[assignment]  # the documented way to make it not importable
     try:
         with suppress(ImportError):
-            importlib.import_module("tunegemm.generate.cute_object").import_dsl()
+            importlib.import_module("tunegemm.compile.cute_object").import_dsl()
             importlib.import_module("tvm_ffi")
     finally:
         if absent:

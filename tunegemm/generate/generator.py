@@ -9,13 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
+from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device, package_version
 from tunegemm.describe.problem import Problem, swapped_dtype
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import ArtifactError
 from tunegemm.generate.feasibility import Rule, Verdict, apply_rules, epilogue
 from tunegemm.generate.launching import Launcher
-from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.sources import hash_of_code, kernel_sources
 from tunegemm.generate.tiles import majors
 from tunegemm.generate.workspace import Workspace, exceeded_workspace

@@ -1,4 +1,4 @@
-"""Launches kernels of `tunegemm.generate.triton_object` through the CUDA driver, without Triton.
+"""Launches kernels of `tunegemm.compile.triton_object` through the CUDA driver, without Triton.
 
 What a launch passes is packed once for each set of operands and never changed, so that threads may share it;
 a launch is then one call of the driver.
@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tunegemm.compile.triton_object import Header, TensorMap, read_object
 from tunegemm.describe.device import Device
 from tunegemm.describe.driver import ensure_context, primary_context
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, never_unloaded, tma_reader
 from tunegemm.generate.tiles import seen_by_kernel
-from tunegemm.generate.triton_object import Header, TensorMap, read_object
 from tunegemm.generate.workspace import Workspace
 
 #: (address, extents, strides) of a tensor map: both in elements, outermost first; the last stride is 1.

@@ -17,7 +17,7 @@ from tunegemm.describe.space import SearchSpace, Value
 from tunegemm.generate import families
 from tunegemm.generate.families import Family
 from tunegemm.generate.feasibility import Verdict, parameters_read
-from tunegemm.generate.verdicts import CandidateTable
+from tunegemm.model.verdicts import CandidateTable
 
 _Values = Mapping[str, tuple[Value, ...]]
 

@@ -293,7 +293,7 @@ def _replayed_search(
 
     The search is over one family: the winner's, or the most frequent where the vendor's algorithm won.
     """
-    from tunegemm.generate import model
+    from tunegemm.model import rank as model
     from tunegemm.search import Search, first_of_each_kernel
     from tunegemm.tuning.efforts import EFFORTS
 

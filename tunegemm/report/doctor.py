@@ -153,7 +153,7 @@ def _shipped() -> list[Check]:
 
 
 def _linker() -> Check:
-    from tunegemm.generate.cute_object import find_linker
+    from tunegemm.compile.cute_object import find_linker
 
     if (linker := find_linker()) is None:
         detail = "none: a process's first launch of a CuTe kernel compiled here will import the CuTe DSL"
@@ -162,7 +162,7 @@ def _linker() -> Check:
 
 
 def _packs() -> list[Check]:
-    from tunegemm.generate.artifacts import ArtifactStore
+    from tunegemm.compile.artifacts import ArtifactStore
     from tunegemm.store import packing, packs
 
     warnings: list[str] = []
@@ -219,7 +219,7 @@ def _database(location: str | None) -> Check:
 
 
 def _cache() -> Check:
-    from tunegemm.generate.artifacts import ArtifactStore
+    from tunegemm.compile.artifacts import ArtifactStore
 
     store = ArtifactStore()
     folder = store.root
@@ -289,7 +289,7 @@ def _workers() -> Check:
             import psutil
     except ExtraError as error:
         return Check("workers", "note", f"not counted: {error}", "nothing, where nothing is tuned")
-    from tunegemm.generate.compile import default_workers
+    from tunegemm.compile.pool import default_workers
 
     memory, cores = psutil.virtual_memory().available, len(os.sched_getaffinity(0))
     workers = default_workers()

@@ -19,14 +19,14 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from tunegemm.compile.artifacts import ArtifactStore, Key, digest
 from tunegemm.describe.device import Device
 from tunegemm.errors import ArtifactError, TunegemmError, is_transient, one_line
 from tunegemm.generate import families
-from tunegemm.generate.artifacts import ArtifactStore, Key, digest
 from tunegemm.store.record import Record
 
 if TYPE_CHECKING:  # a program whose kernels are all here imports neither pool nor workers
-    from tunegemm.generate.compile import CompilePool, CompileResult
+    from tunegemm.compile.pool import CompilePool, CompileResult
 
 #: How long one kernel may take: workers of low priority wait for others, and nobody waits for them.
 _TIMEOUT_S = 600.0
@@ -67,7 +67,7 @@ def make_pool() -> CompilePool:
 
     What others compiled is not asked for: it did not run.
     """
-    from tunegemm.generate.compile import CompilePool
+    from tunegemm.compile.pool import CompilePool
 
     workers = max(1, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // 4))
     return CompilePool(ArtifactStore(), workers=workers, timeout_s=_TIMEOUT_S, low_priority=True)
@@ -208,9 +208,9 @@ class BackgroundCompiler:
                 self._failures[job.kernel] = _reason(error)
         if artifact is not None and "cutlass_dsl" in job.key:
             with suppress(Exception):  # the load will say
-                from tunegemm.generate import cute_object
+                from tunegemm.generate import cute_launch
 
-                cute_object.prepare_loading(artifact.path)
+                cute_launch.prepare_loading(artifact.path)
         self._tell(job)
         return artifact is not None
 

@@ -6,16 +6,16 @@ from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from tunegemm.compile.artifacts import Artifact, ArtifactStore
+from tunegemm.compile.pool import CompilePool
+from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, OperationError
 from tunegemm.generate import families
-from tunegemm.generate.artifacts import Artifact, ArtifactStore
-from tunegemm.generate.compile import CompilePool
 from tunegemm.generate.families import Launcher
 from tunegemm.generate.feasibility import Verdict
-from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.workspace import WORKSPACE_ALIGNMENT, Workspace
 from tunegemm.serve.checked import Checked
 

@@ -51,7 +51,7 @@ from tunegemm.store.validity import Grade
 from tunegemm.store.waiting import within
 
 if TYPE_CHECKING:
-    from tunegemm.generate.compile import CompilePool
+    from tunegemm.compile.pool import CompilePool
     from tunegemm.serve.feedback import Feedback
 
 #: Computes a product, given a form, a, b, the epilogue's tensors, an output and torch's way to compute it.

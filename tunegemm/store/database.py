@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from sqlalchemy import URL, Connection, Engine, Executable, exists, select, text
 from sqlalchemy.orm import Session
 
+from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device, Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DatabaseError
-from tunegemm.generate.ptxas import Resources
 from tunegemm.measure.evidence import FINAL, METHODS, SCREEN, STEADY_FINAL
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.store import frames, migrations, publishing, rows

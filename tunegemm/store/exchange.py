@@ -21,11 +21,11 @@ from typing import Any, TypeVar, get_args
 from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
+from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import BadValueError, DatabaseError
 from tunegemm.generate.families import kernel_source_hash
-from tunegemm.generate.ptxas import Resources
 from tunegemm.measure.evidence import SCREEN
 from tunegemm.measure.outcome import Failure, Measurement, Stage
 from tunegemm.store import publishing

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tunegemm.compile.artifacts import Artifact, ArtifactStore, Key
+from tunegemm.compile.cute_object import dsl_version
+from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import (
     Device,
     Fingerprint,
@@ -21,12 +24,10 @@ from tunegemm.describe.device import (
 )
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import PackError, TunegemmError
-from tunegemm.generate import families, shortlist
-from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key
-from tunegemm.generate.compile import CompilePool
+from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
-from tunegemm.generate.cute_object import dsl_version
 from tunegemm.generate.families import kernel_source_hash
+from tunegemm.model import shortlist
 from tunegemm.store import packs
 from tunegemm.store.checks import device_of, record_objection
 from tunegemm.store.layers import NARROWNESS

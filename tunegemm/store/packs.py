@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import tunegemm
+from tunegemm.compile.artifacts import Artifact, ArtifactStore, Key, digest
 from tunegemm.errors import BadValueError, PackError
 from tunegemm.files import cause, kind, replacing
-from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key, digest
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.resources import data_path, user_path
 from tunegemm.store.checks import one_line, record_objection

@@ -19,13 +19,13 @@ from typing import Any, TypeVar, get_args
 
 from sqlalchemy import Select, and_, or_, select
 
+from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DatabaseError
 from tunegemm.generate import families
 from tunegemm.generate.families import kernel_source_hash
-from tunegemm.generate.ptxas import Resources
 from tunegemm.measure.outcome import Failure, Measurement, Stage
 from tunegemm.store.checks import LONGEST_US, SHORTEST_US
 from tunegemm.store.lookup import UNREADABLE, checked_candidate, checked_fingerprint

@@ -10,14 +10,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tunegemm.compile.pool import Ready
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
-from tunegemm.generate import families, model
-from tunegemm.generate.compile import Ready
+from tunegemm.generate import families
 from tunegemm.generate.feasibility import FEASIBLE, Verdict
 from tunegemm.measure.evidence import Evidence
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
+from tunegemm.model import rank as model
 from tunegemm.search import Portfolio, Search, first_of_each_kernel
 from tunegemm.search.budget import budget_for
 from tunegemm.search.space import StudySpace

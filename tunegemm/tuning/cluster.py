@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from tunegemm.compile.pool import default_workers
 from tunegemm.describe.device import Device, cuda_device_count, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ClusterError, DatabaseError, DeviceError, TunegemmError
-from tunegemm.generate.compile import default_workers
 from tunegemm.tuning.progress import Progress, Request, TuneResult
 from tunegemm.tuning.tuner import Tuner
 from tunegemm.untrusted import digits

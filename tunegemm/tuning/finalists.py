@@ -22,7 +22,7 @@ def finalists(
     """Those of which most is expected, those that took the least time, the library's best, and torch.mm.
 
     at_cap: for a GPU at its power cap, what is expected there of each of our own candidates
-    (`tunegemm.generate.model.steady_ratios`). The fastest by an interleaved screen need not be the fastest in
+    (`tunegemm.model.rank.steady_ratios`). The fastest by an interleaved screen need not be the fastest in
     use: all share the clocks that their mixture leaves, so that a candidate which draws less power gives what
     it gains to the others (docs/decisions/0012-steady-state-at-the-power-cap.md).
 

@@ -9,17 +9,18 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from tunegemm.compile.artifacts import digest
+from tunegemm.compile.pool import Ready, Shipped
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, SearchSpace, Value
 from tunegemm.errors import DeviceError
-from tunegemm.generate import families, model
-from tunegemm.generate.artifacts import digest
-from tunegemm.generate.compile import Ready, Shipped
+from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.feasibility import Remembered, Verdict, parameters_read
-from tunegemm.generate.possible import extent_check, kernel_check, kernel_facts, possible_kernels
-from tunegemm.generate.terms import Columns
+from tunegemm.model import rank as model
+from tunegemm.model.feasible import extent_check, kernel_check, kernel_facts, possible_kernels
+from tunegemm.model.terms import Columns
 
 #: The one argument of a launch of which each value is compiled in.
 _ORDER = "cluster_order"

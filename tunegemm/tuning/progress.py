@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate import model
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.measure.outcome import Measurement, Outcome
+from tunegemm.model import rank as model
 from tunegemm.tuning.efforts import Effort
 
 if TYPE_CHECKING:

@@ -11,17 +11,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
+from tunegemm.compile.pool import CompilePool, CompileResult
+from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate import families, model
-from tunegemm.generate.compile import CompilePool, CompileResult
+from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM, is_torch
-from tunegemm.generate.ptxas import Resources
 from tunegemm.measure import evidence
 from tunegemm.measure.evidence import Evidence, choose, evidence_of
 from tunegemm.measure.outcome import PREDICTED_RATIO, Failure, Measurement, Outcome
 from tunegemm.measure.settings import Job, RaceSettings
+from tunegemm.model import rank as model
 from tunegemm.tuning.progress import Progress, Source, TuneResult
 
 if TYPE_CHECKING:

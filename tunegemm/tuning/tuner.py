@@ -18,18 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from tunegemm import extras
+from tunegemm.compile.artifacts import ArtifactStore, Key
+from tunegemm.compile.pool import CompilePool, Ready, Urgency
 from tunegemm.describe.device import Device, cuda_device_count, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, ProblemError, named_arguments
-from tunegemm.generate import families, model
-from tunegemm.generate.artifacts import ArtifactStore, Key
-from tunegemm.generate.compile import CompilePool, Ready, Urgency
+from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure, Outcome
 from tunegemm.measure.replay import ReplayMeasurer, open_replay
 from tunegemm.measure.settings import SCREEN, Job, RaceSettings
 from tunegemm.measure.worker import Child, MeasureWorker
+from tunegemm.model import rank as model
 from tunegemm.search import Portfolio, Search
 from tunegemm.search.budget import checked_seconds, checked_seed, checked_trials
 from tunegemm.search.samplers import sampler_of

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tunegemm.generate.ptxas import Resources
+from tunegemm.compile.ptxas import Resources
 
 
 class _Planted:

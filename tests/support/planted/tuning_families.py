@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tunegemm.generate.ptxas import Resources
+from tunegemm.compile.ptxas import Resources
 
 #: Widths of tiles, by what becomes of them.
 RAISES, ABORTS = 96, 112

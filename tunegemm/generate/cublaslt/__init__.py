@@ -10,13 +10,13 @@ import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
+from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate, SearchSpace, Value
 from tunegemm.errors import CompileError
 from tunegemm.generate.feasibility import FEASIBLE, Rule, Verdict, apply_rules, rule
 from tunegemm.generate.launching import Launcher
-from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.workspace import Workspace, exceeded_workspace
 from tunegemm.resources import data_path
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tunegemm.compile.cute_object import compile_object, toolchain
+from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.clusters import places_of, usual_neighbours
 from tunegemm.describe.device import Device
 from tunegemm.describe.epilogue import MAX_WORDS, define
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.cute_object import compile_object, load_launch, toolchain
+from tunegemm.generate.cute_launch import load_launch
 from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.cute_sm90.rules import RULES, config_of, resident_clusters
 from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Generator, Key
@@ -24,7 +26,6 @@ from tunegemm.generate.launching import (
     tma_takes,
     words_reader,
 )
-from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.tiles import (
     balanced,
     ordered_sum,

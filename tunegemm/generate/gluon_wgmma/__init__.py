@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tunegemm.compile.triton_object import toolchain
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -13,7 +14,6 @@ from tunegemm.generate.gluon_wgmma.config import KernelConfig
 from tunegemm.generate.gluon_wgmma.rules import RULES, config_of
 from tunegemm.generate.launching import Launcher
 from tunegemm.generate.tiles import ordered_bf16_sum, persistent_grid, seen_by_kernel, tile_count
-from tunegemm.generate.triton_object import toolchain
 from tunegemm.generate.workspace import Workspace
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tunegemm.compile.ptxas import Resources
+from tunegemm.compile.triton_object import build
 from tunegemm.describe.problem import DTYPE_BYTES
 from tunegemm.generate.generator import Key
 from tunegemm.generate.gluon_wgmma.config import WARPGROUP_WARPS, KernelConfig
-from tunegemm.generate.ptxas import Resources
-from tunegemm.generate.triton_object import build
 
 
 def compile_kernel(key: Key, out: Path) -> Resources:

@@ -8,11 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tunegemm.compile.cute_object import compile_object, toolchain
+from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device
 from tunegemm.describe.epilogue import MAX_WORDS, define
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.cute_object import compile_object, load_launch, toolchain
+from tunegemm.generate.cute_launch import load_launch
 from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Generator, Key
 from tunegemm.generate.launching import (
     AddressLauncher,
@@ -20,7 +22,6 @@ from tunegemm.generate.launching import (
     operand_reader,
     words_reader,
 )
-from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.skinny.config import KernelConfig
 from tunegemm.generate.skinny.rules import RULES, config_of
 from tunegemm.generate.tiles import persistent_grid, split_workspace

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from tunegemm.compile.triton_object import toolchain
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Generator
 from tunegemm.generate.launching import Launcher
 from tunegemm.generate.tiles import ordered_bf16_sum, persistent_grid, seen_by_kernel, split_workspace
-from tunegemm.generate.triton_object import toolchain
 from tunegemm.generate.triton_tma.build import compile_kernel
 from tunegemm.generate.triton_tma.config import KernelConfig
 from tunegemm.generate.triton_tma.rules import RULES, config_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tunegemm.compile.ptxas import Resources
+from tunegemm.compile.triton_object import build
 from tunegemm.generate.generator import Key
-from tunegemm.generate.ptxas import Resources
-from tunegemm.generate.triton_object import build
 from tunegemm.generate.triton_tma.config import KernelConfig
 
 

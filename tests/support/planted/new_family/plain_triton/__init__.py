@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from plain_triton.config import KernelConfig
+from tunegemm.compile.ptxas import Resources
+from tunegemm.compile.triton_object import toolchain
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.feasibility import half_operands, rule
 from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Generator, Key, config_maker
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, operand_reader
-from tunegemm.generate.ptxas import Resources
 from tunegemm.generate.tiles import tile_count
-from tunegemm.generate.triton_object import toolchain
 from tunegemm.generate.workspace import Workspace
 
 FOLDER = Path(__file__).parent
@@ -57,7 +57,7 @@ def registers(problem: Problem, candidate: Candidate, device: Device) -> str | N
 
 def compile_kernel(key: Key, out: Path) -> Resources:
     from plain_triton import kernel
-    from tunegemm.generate.triton_object import build
+    from tunegemm.compile.triton_object import build
 
     config = KernelConfig.from_mapping(key)
     pointers = {"a": f"*{config.in_dtype}", "b": f"*{config.in_dtype}", "d": f"*{config.out_dtype}"}

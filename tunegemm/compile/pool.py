@@ -1,15 +1,13 @@
 """A pool of compile workers: processes that see no GPU, each of which may die without harm to the others.
 
 The compilers are not thread-safe, abort the process on some tiles, and must not run in a process that
-uses CUDA. A worker is `python -m tunegemm.generate.compile`, sent one job after the other; a thread of the
+uses CUDA. A worker is `python -m tunegemm.compile.worker`, sent one job after the other; a thread of the
 pool owns it, kills it at the deadline and replaces it when it dies. What it cost is one candidate.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import importlib
 import itertools
 import json
 import os
@@ -24,20 +22,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from tunegemm.compile.artifacts import Artifact, ArtifactStore, Key, digest
+from tunegemm.compile.ptxas import Resources
+from tunegemm.compile.worker import Failure, one_line
 from tunegemm.describe.served import UNATTACHED
 from tunegemm.errors import CompileError, is_transient
-from tunegemm.generate.artifacts import Artifact, ArtifactStore, Key, digest
-from tunegemm.generate.ptxas import Resources
 
 #: Errors of the disk that the store is on, which fail every kernel: they are raised.
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-
-_PR_SET_PDEATHSIG = 1
-_NICENESS = 15
 
 WORKER_BYTES = 400 * 1024**2
 """Host memory to reserve for one worker: 250 MB after import, more while it compiles large tiles."""
@@ -258,15 +253,13 @@ class CompilePool:
             worker = self._take_worker()
         except OSError as error:  # no memory, files or processes for one
             scratch.unlink(missing_ok=True)
-            return CompileResult(
-                None, f"a compile worker cannot start: {_one_line(error)}", is_transient=True
-            )
+            return CompileResult(None, f"a compile worker cannot start: {one_line(error)}", is_transient=True)
         if worker is None:
             scratch.unlink(missing_ok=True)
             return CompileResult(None, "the compile pool was closed", is_transient=True)
         try:
             reply = worker.ask(family, key, scratch, self._timeout_s)
-            if isinstance(reply, _Failure) and reply.is_transient and reply.errno not in _DISK:
+            if isinstance(reply, Failure) and reply.is_transient and reply.errno not in _DISK:
                 worker.kill()  # and what it has taken with it
                 raise _WorkerDied(reply.reason, killed=True)
         except _WorkerDied as died:
@@ -280,10 +273,10 @@ class CompilePool:
                 self.store.add_failure(key, str(died))
             return CompileResult(None, str(died), is_transient=died.killed)
         self._idle.put(worker)
-        failure = reply.reason if isinstance(reply, _Failure) else _refusal(reply)
-        if isinstance(reply, _Failure) or failure:
+        failure = reply.reason if isinstance(reply, Failure) else _refusal(reply)
+        if isinstance(reply, Failure) or failure:
             scratch.unlink(missing_ok=True)
-            if isinstance(reply, _Failure) and reply.errno in _DISK:
+            if isinstance(reply, Failure) and reply.errno in _DISK:
                 raise self.store.refuse_write(OSError(reply.errno, os.strerror(reply.errno)))
             self.store.add_failure(key, failure)
             return CompileResult(None, failure)
@@ -343,7 +336,7 @@ class _Worker:
     def __init__(self, families_module: str, *, low_priority: bool = False) -> None:
         # Apart from stdout, which compilers write to.
         self._connection, theirs = Pipe()
-        command = [sys.executable, "-m", "tunegemm.generate.compile", str(theirs.fileno()), families_module]
+        command = [sys.executable, "-m", "tunegemm.compile.worker", str(theirs.fileno()), families_module]
         self._process = subprocess.Popen(
             command + ["low"] * low_priority,
             stdin=subprocess.DEVNULL,
@@ -358,12 +351,12 @@ class _Worker:
         )
         theirs.close()
 
-    def ask(self, family: str, key: Key, out: Path, timeout_s: float) -> Resources | _Failure:
+    def ask(self, family: str, key: Key, out: Path, timeout_s: float) -> Resources | Failure:
         """Send one job, wait for its reply. Raises _WorkerDied when the worker does."""
         try:
             self._connection.send((family, dict(key), out))
             if self._connection.poll(timeout_s):
-                reply: Resources | _Failure = self._connection.recv()
+                reply: Resources | Failure = self._connection.recv()
                 return reply
         except (EOFError, OSError):
             raise self._death() from None
@@ -382,54 +375,7 @@ class _Worker:
         code = self._process.wait()
         if code == 1:
             raise CompileError(
-                f"the compile worker cannot start: {sys.executable} -m tunegemm.generate.compile exits with 1"
+                f"the compile worker cannot start: {sys.executable} -m tunegemm.compile.worker exits with 1"
             )
         how = f"aborted by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return _WorkerDied(f"the compiler {how}", killed=code in (-signal.SIGKILL, -signal.SIGTERM))
-
-
-class _Failure(NamedTuple):
-    """What a worker says of a job that it could not do."""
-
-    reason: str
-    errno: int | None
-    is_transient: bool
-    """See `tunegemm.errors.is_transient`."""
-
-
-def _serve(connection: Connection, families_module: str) -> None:
-    """The worker's loop, until the pool closes the connection."""
-    families = importlib.import_module(families_module)
-    getattr(families, "import_compiler", lambda: None)()
-    with suppress(EOFError):
-        while True:
-            family, key, out = connection.recv()
-            try:
-                reply: Resources | _Failure = families.get(family).compile(key, out)
-            except Exception as error:  # the compiler may raise anything; it becomes this candidate's failure
-                number = error.errno if isinstance(error, OSError) else None
-                reply = _Failure(_one_line(error), number, is_transient(error))
-            connection.send(reply)
-
-
-def _lower_priority() -> None:
-    """Leave the processors to others, and end with the thread that started this process.
-
-    The end of the connection does not tell a worker that compiles, nor where a fork holds the other end, too.
-    """
-    os.nice(_NICENESS)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    fatal = next((line for line in lines if "fatal" in line.lower()), lines[0] if lines else "")
-    return f"{type(error).__name__}: {fatal}"[:300]
-
-
-if __name__ == "__main__":
-    # As the pool knows the module, so that what is sent is of its classes.
-    if sys.argv[3:]:
-        _lower_priority()
-    importlib.import_module("tunegemm.generate.compile")._serve(Connection(int(sys.argv[1])), sys.argv[2])

@@ -23,9 +23,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tunegemm.compile.ptxas import Resources, output_to, read_report
 from tunegemm.describe.device import package_version
 from tunegemm.errors import ArtifactError
-from tunegemm.generate.ptxas import Resources, output_to, read_report
 
 FORMAT = 2
 """Version of the object file and of the compile options here."""

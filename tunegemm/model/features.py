@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.generate.cublaslt.choice import LibraryChoice
-from tunegemm.generate.shortlist import Choices, listed
-from tunegemm.generate.terms import Columns, Floats, Terms
+from tunegemm.model.shortlist import Choices, listed
+from tunegemm.model.terms import Columns, Floats, Terms
 
 #: Stands for what is not known; each feature that may be missing is above it.
 UNKNOWN = -100.0

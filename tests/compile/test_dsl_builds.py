@@ -11,10 +11,11 @@ import pytest
 
 from tests.store.test_packs import CUTE, DEVICE, RECORDS
 from tests.support.processes import compile_workers, environment
+from tunegemm.compile import cute_object
+from tunegemm.compile.artifacts import ArtifactStore, Key
 from tunegemm.describe.device import package_version
 from tunegemm.errors import ArtifactError
-from tunegemm.generate import cute_object, families
-from tunegemm.generate.artifacts import ArtifactStore, Key
+from tunegemm.generate import families
 from tunegemm.serve.launchers import find_object
 from tunegemm.store import packing, packs
 
@@ -49,7 +50,7 @@ def test_the_dsl_looks_up_no_source_lines_while_it_compiles() -> None:
     code = """
 from cutlass._mlir_helpers import op
 from cutlass.base_dsl import dsl
-from tunegemm.generate.cute_object import _without_locations
+from tunegemm.compile.cute_object import _without_locations
 with _without_locations():
     dsl._set_enable_frame_filtering(True)  # as for remarks
     print(op._ENABLE_FRAME_FILTERING)

@@ -19,9 +19,10 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, SearchSpace
 from tunegemm.errors import TunegemmError
 from tunegemm.files import make_folder, replacing
+from tunegemm.generate import families
 from tunegemm.generate.families import Family
 from tunegemm.generate.feasibility import Remembered
-from tunegemm.generate.verdicts import CandidateTable
+from tunegemm.model.verdicts import CandidateTable
 
 
 def kernel_facts(problem: Problem) -> tuple[str | int, ...]:
@@ -66,8 +67,8 @@ def _name(family: Family, space: SearchSpace, problem: Problem, device: Device) 
         device.architecture, device.sm_count, device.fingerprint.sm_budget,
     )  # fmt: skip
     digest = hashlib.sha256(repr(facts).encode())
-    # Rules, and what they compute with: all of this folder and of the family's, in bytes.
-    here = Path(__file__).parent
+    # Rules, and what they compute with: all beside the families and in the family's folder, in bytes.
+    here = Path(families.__file__).parent
     for path in sorted({*here.glob("*.py"), *family.space_file.parent.glob("*.toml"), *_sources(family)}):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:32]

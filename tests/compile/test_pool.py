@@ -14,9 +14,9 @@ import pytest
 
 from tests.support.processes import environment
 from tests.support.waiting import until
+from tunegemm.compile.artifacts import ArtifactStore, digest
+from tunegemm.compile.pool import CompilePool, Urgency, default_workers
 from tunegemm.errors import ArtifactError, CompileError
-from tunegemm.generate.artifacts import ArtifactStore, digest
-from tunegemm.generate.compile import CompilePool, Urgency, default_workers
 from tunegemm.store.packs import Pack
 
 PLANTED = "tests.support.planted.compile_families"
@@ -185,8 +185,8 @@ def test_a_closed_pool_takes_no_job(store: ArtifactStore) -> None:
 _LEAVES = """
 import sys, time
 from tests.support.waiting import until
-from tunegemm.generate.artifacts import ArtifactStore
-from tunegemm.generate.compile import CompilePool
+from tunegemm.compile.artifacts import ArtifactStore
+from tunegemm.compile.pool import CompilePool
 store = ArtifactStore(sys.argv[1])
 planted = "tests.support.planted.compile_families"
 pool = CompilePool(store, workers=1, families_module=planted, low_priority=True)

@@ -20,9 +20,9 @@ from tunegemm.describe.device import PARTS, Device, Fingerprint, device_from_par
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import SpaceError
-from tunegemm.generate import model
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.cute_sm90 import FAMILY
+from tunegemm.model import rank as model
 
 ROOT = Path(__file__).parents[2]
 ANCHORS = Path(__file__).parents[1] / "data" / "anchors_h200.toml"

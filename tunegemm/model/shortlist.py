@@ -21,9 +21,10 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import SpaceError
-from tunegemm.generate import families, model
-from tunegemm.generate.terms import Bools, Columns, Ints, Terms, fits_l2, terms
+from tunegemm.generate import families
 from tunegemm.generate.tiles import ORDERED, stream_clusters, stream_tiles
+from tunegemm.model import rank as model
+from tunegemm.model.terms import Bools, Columns, Ints, Terms, fits_l2, terms
 from tunegemm.resources import data_path
 
 DTYPES = ("bf16", "fp16")

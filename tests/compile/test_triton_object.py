@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.support.planted.triton_kernels import copy_tile, scale_row
+from tunegemm.compile.ptxas import Resources
+from tunegemm.compile.triton_object import FORMAT, Header, build, read_object
 from tunegemm.errors import ArtifactError
 from tunegemm.generate import triton_launch
-from tunegemm.generate.ptxas import Resources
-from tunegemm.generate.triton_object import FORMAT, Header, build, read_object
 
 TILE = {"rows": 64, "columns": 128}
 ARGUMENTS = {

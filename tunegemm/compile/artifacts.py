@@ -18,9 +18,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tunegemm.compile.ptxas import Resources
 from tunegemm.errors import ArtifactError
 from tunegemm.files import cause, foreign
-from tunegemm.generate.ptxas import Resources
 from tunegemm.resources import user_path
 
 Key = Mapping[str, str | int | bool]

@@ -18,7 +18,7 @@ import numpy as np
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
-from tunegemm.generate.terms import Bools, Columns, Floats, Ints, Terms, steady_clock_mhz, time_at
+from tunegemm.model.terms import Bools, Columns, Floats, Ints, Terms, steady_clock_mhz, time_at
 
 #: Clock at which the table holds, MHz.
 _REFERENCE_MHZ = 1500.0

@@ -19,8 +19,8 @@ import numpy as np
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
-from tunegemm.generate.energy import Steady, steady
-from tunegemm.generate.terms import Columns, Floats, Terms, fits_l2, terms
+from tunegemm.model.energy import Steady, steady
+from tunegemm.model.terms import Columns, Floats, Terms, fits_l2, terms
 
 # In steady-state timing at the power cap: what is left of a lead in interleaved timing, in which all kernels
 # share their clocks, and of the clock that is predicted of each. Fitted to our kernels that were timed both

@@ -8,7 +8,8 @@ import pytest
 
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.generate import families, shortlist
+from tunegemm.generate import families
+from tunegemm.model import shortlist
 
 DEVICE = find_device("model:h200")
 

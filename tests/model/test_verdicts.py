@@ -7,13 +7,13 @@ import random
 import numpy as np
 import pytest
 
-from tests.generate.test_possible import GENERATORS, small
+from tests.model.test_feasible import GENERATORS, small
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
 from tunegemm.generate.feasibility import apply_rules, rule
-from tunegemm.generate.verdicts import CandidateTable
+from tunegemm.model.verdicts import CandidateTable
 
 PROBLEMS = [Problem.parse("512x6144x4096"), Problem.parse("16x520x264x3", dtype="fp16", epilogue="relu")]
 
@@ -54,7 +54,7 @@ def test_a_rule_is_asked_once_about_what_it_reads(h200: Device, monkeypatch: pyt
     values = {"a": (1, 2, 3), "b": (1, 2, 3), "c": tuple(range(50))}
     kernels = CandidateTable.kernels("planted", values)
     for most in (1 << 22, 1):  # a table of all combinations, and those that occur
-        monkeypatch.setattr("tunegemm.generate.verdicts._MOST_IN_TABLE", most)
+        monkeypatch.setattr("tunegemm.model.verdicts._MOST_IN_TABLE", most)
         asked.clear()
         found = kernels.rejected([crossed, after], PROBLEMS[0], h200)
         assert len(asked) == len(set(asked)) == 9

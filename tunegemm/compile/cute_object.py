@@ -1,12 +1,12 @@
-"""CuTe DSL kernels as objects: compiled in a worker process that sees no GPU, loaded where they run.
+"""CuTe DSL kernels as objects, compiled in a worker process that sees no GPU.
 
 The families' kernels share one signature (`cute_sm90.kernel.gemm.Arguments`) but for the number of their
 launch parameters. All arguments are run-time integers, so that one object serves every problem of its dtypes
 and majors.
 
-Where there is a linker, an object is a shared library. It then loads in a millisecond with the DSL's runtime
-library and TVM-FFI alone; what the compiler exports wants the whole compiler, a second of imports, to link it
-in memory.
+Where there is a linker, an object is a shared library. `tunegemm.generate.cute_launch` then loads it in a
+millisecond, with the DSL's runtime library and TVM-FFI alone; what the compiler exports wants the whole
+compiler, a second of imports, to link it in memory.
 """
 
 from __future__ import annotations
@@ -20,24 +20,20 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tunegemm.describe.device import Device, package_version
-from tunegemm.describe.space import Candidate
-from tunegemm.generate.launching import AddressLaunch
-from tunegemm.generate.ptxas import Resources, output_to, read_report
-from tunegemm.generate.workspace import Workspace
+from tunegemm.compile.ptxas import Resources, output_to, read_report
+from tunegemm.describe.device import package_version
 
 FUNCTION_NAME = "tunegemm_gemm"
 """Exported symbol of every compiled object."""
 
-_RUNTIME = "libcute_dsl_runtime.so"
-_SHARED = b"\3\0"
-"""Type of an ELF file that is a shared library, at its bytes 16 and 17."""
+RUNTIME = "libcute_dsl_runtime.so"
+"""The DSL's library by which objects call CUDA."""
 
 #: What a process that compiles says its own GPU is. Not the target: the DSL would link and load each kernel
 #: to be run, a seventh of the compile time. And not nothing: the DSL would ask the driver, which shows no
@@ -138,7 +134,7 @@ def dsl_build() -> str | None:
     The runtime library that comes with it says so: the compiler is not imported. Compile workers take the
     same one, which depends on the driver, not on the GPUs that they are kept from seeing.
     """
-    return None if (runtime := _find_runtime()) is None else runtime.parts[-3]
+    return None if (runtime := find_runtime()) is None else runtime.parts[-3]
 
 
 def find_linker() -> str | None:
@@ -170,132 +166,7 @@ def link(compiled: Path) -> None:
         linked.replace(compiled)
 
 
-def load_function(artifact: Path):  # type: ignore[no-untyped-def]
-    """The launch function in a compiled object, for the current device.
-
-    Launchers of one kernel share it: they differ in numbers only, and a program that decodes has hundreds.
-    Raises RuntimeError for what cannot be loaded here.
-    """
-    key = _key(artifact)
-    return kept[key] if key in kept else _load(*key)
-
-
-def _key(artifact: Path) -> tuple[str, int, int]:
-    import torch
-
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
-    return str(artifact), artifact.stat().st_mtime_ns, device
-
-
-#: Functions that live for as long as the process.
-kept: dict[tuple[str, int, int], Any] = {}
-
-
-def prepare_loading(artifact: Path) -> None:
-    """Import what loads an object, so that the call which loads it need not. CUDA is not called."""
-    with artifact.open("rb") as file:
-        is_library = file.read(18)[16:] == _SHARED
-    if is_library:
-        import tvm_ffi  # noqa: F401
-
-        _open_runtime()
-    else:
-        import cutlass.cute  # noqa: F401
-
-
-def load_launch(
-    artifact: Path,
-    candidate: Candidate,
-    device: Device,
-    workspace: Workspace | None,
-    extents: Sequence[int],
-    schedule: Sequence[int],
-    addresses: Sequence[int] = (),
-) -> Callable[..., AddressLaunch]:
-    """A function of the six strides, as in `launching.Places`, that gives the launch for them.
-
-    extents, schedule: arguments before and behind the strides. addresses: those behind the workspace's.
-    """
-    from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
-
-    function, index = load_function(artifact), device.index
-    swap = bool(candidate.params.get("swap_ab", False))
-
-    def make(lda: int, ldb: int, ldd: int, a_step: int, b_step: int, d_step: int) -> AddressLaunch:
-        strides = (ldb, lda, ldd, b_step, a_step, d_step) if swap else (lda, ldb, ldd, a_step, b_step, d_step)
-        fixed = (*extents, *strides, *schedule)
-        if workspace is None:
-            everything = (*fixed, 0, 0, *addresses)
-
-            def launch(a: int, b: int, d: int, *words: int) -> None:
-                if swap:
-                    a, b = b, a
-                function(a, b, d, *everything, *words, current_stream(index))
-
-        else:
-
-            def launch(a: int, b: int, d: int, *words: int) -> None:
-                if swap:
-                    a, b = b, a
-                stream = current_stream(index)
-                partials, counters, memory = workspace.take(stream)
-                function(a, b, d, *fixed, partials, counters, *addresses, *words, stream)
-                del memory  # the launch is queued
-
-        return launch
-
-    make.keep = functools.partial(kept.setdefault, _key(artifact), function)  # type: ignore[attr-defined]
-    return make
-
-
-@functools.lru_cache(maxsize=256)  # a search loads thousands of kernels once, and must not keep them
-def _load(path: str, modified_ns: int, device: int):  # type: ignore[no-untyped-def]
-    content = Path(path).read_bytes()
-    if content[16:18] == _SHARED:
-        return _load_library(content, Path(path).parent)
-    import cutlass.cute as cute
-
-    return cute.runtime.load_module(path, enable_tvm_ffi=True)[FUNCTION_NAME]
-
-
-def _load_library(content: bytes, beside: Path) -> Any:
-    """Loads an object from a temporary file, which is then deleted; from one in `beside` if need be.
-
-    An object keeps what it set up for the device of its first launch, and a file is loaded into a process
-    once, however often it is opened: each device has its own.
-    """
-    import tvm_ffi
-
-    reasons = []
-    for folder in (None, beside):
-        try:
-            _open_runtime()
-            with tempfile.NamedTemporaryFile(prefix="tunegemm-", suffix=".so", dir=folder) as file:
-                file.write(content)
-                file.flush()
-                return tvm_ffi.load_module(file.name, keep_module_alive=False)[FUNCTION_NAME]
-        except (OSError, RuntimeError, AttributeError) as error:
-            reasons.append(" ".join(str(error).split()))
-    raise RuntimeError(
-        f"a compiled kernel cannot be loaded ({reasons[0]}); if temporary files may not be executed, name "
-        "another folder for them in TMPDIR"
-    )
-
-
-@functools.cache
-def _open_runtime() -> ctypes.CDLL:
-    """The DSL's runtime library, by which objects call CUDA; opened without importing the DSL if possible."""
-    if (path := _find_runtime()) is not None:
-        return ctypes.CDLL(str(path))
-    from cutlass.cute.runtime import find_runtime_libraries
-
-    for name in find_runtime_libraries():
-        if name.endswith(_RUNTIME):
-            return ctypes.CDLL(name)
-    raise RuntimeError(f"nvidia-cutlass-dsl has no {_RUNTIME}; install it anew")
-
-
-def _find_runtime() -> Path | None:
+def find_runtime() -> Path | None:
     """Where the DSL's packages have it: in a folder for each CUDA, of which the DSL takes the newest that the
     driver supports. None where it is not where it is known to be.
     """
@@ -305,7 +176,7 @@ def _find_runtime() -> Path | None:
     root = next((parent for parent in Path(spec.origin).parents if parent.name == "nvidia_cutlass_dsl"), None)
     if root is None:
         return None
-    found = {int(path.parts[-3][2:]): path for path in root.glob(f"cu[0-9]*/lib/{_RUNTIME}")}
+    found = {int(path.parts[-3][2:]): path for path in root.glob(f"cu[0-9]*/lib/{RUNTIME}")}
     newest = _driver_major() or max(found, default=0)
     return found.get(max((major for major in found if major <= newest), default=0))
 

@@ -14,8 +14,9 @@ import pytest
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate import energy, model
-from tunegemm.generate.terms import Columns, terms
+from tunegemm.model import energy
+from tunegemm.model import rank as model
+from tunegemm.model.terms import Columns, terms
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 CUBE = Problem.parse("4096x4096x4096")

@@ -16,9 +16,10 @@ from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, SearchSpace
 from tunegemm.errors import TunegemmError
-from tunegemm.generate import families, possible
+from tunegemm.generate import families
 from tunegemm.generate.feasibility import Remembered, Rule, apply_rules, rule
-from tunegemm.generate.possible import extent_check, possible_kernels
+from tunegemm.model import feasible
+from tunegemm.model.feasible import extent_check, possible_kernels
 
 GENERATORS = [name for name in families.NAMES if families.get(name).compiled]
 PROBLEM = Problem.parse("512x512x512")
@@ -139,7 +140,7 @@ def test_problems_of_a_kind_share_a_file_and_others_do_not(
     family, space = families.get("triton_tma"), small("triton_tma")
     found = possible_kernels(family, space, PROBLEM, h200, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(possible, "CandidateTable", None)  # whoever computes anew fails
+        patch.setattr(feasible, "CandidateTable", None)  # whoever computes anew fails
         assert possible_kernels(family, space, replace(PROBLEM, m=8192, k=64), h200, tmp_path) == found
         for other in (
             replace(PROBLEM, in_dtype="fp16", out_dtype="fp16"), replace(PROBLEM, alignment=8),
@@ -151,7 +152,7 @@ def test_problems_of_a_kind_share_a_file_and_others_do_not(
         with pytest.raises(AttributeError):
             possible_kernels(family, narrower, PROBLEM, h200, tmp_path)
         # Of rules that changed.
-        patch.setattr(possible, "_sources", lambda _: {Path(__file__)})
+        patch.setattr(feasible, "_sources", lambda _: {Path(__file__)})
         with pytest.raises(AttributeError):
             possible_kernels(family, space, PROBLEM, h200, tmp_path)
 

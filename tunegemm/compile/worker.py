@@ -1,0 +1,70 @@
+"""The process of a compile worker: it sees no GPU, and compiles one kernel after the other.
+
+`tunegemm.compile.pool` starts it as `python -m tunegemm.compile.worker`, with the descriptor of its
+connection and the name of the module where it finds families.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+from tunegemm.compile.ptxas import Resources
+from tunegemm.errors import is_transient
+
+_PR_SET_PDEATHSIG = 1
+_NICENESS = 15
+
+
+class Failure(NamedTuple):
+    """What a worker says of a job that it could not do."""
+
+    reason: str
+    errno: int | None
+    is_transient: bool
+    """See `tunegemm.errors.is_transient`."""
+
+
+def serve(connection: Connection, families_module: str) -> None:
+    """The worker's loop, until the pool closes the connection."""
+    families = importlib.import_module(families_module)
+    getattr(families, "import_compiler", lambda: None)()
+    with suppress(EOFError):
+        while True:
+            family, key, out = connection.recv()
+            try:
+                reply: Resources | Failure = families.get(family).compile(key, out)
+            except Exception as error:  # the compiler may raise anything; it becomes this candidate's failure
+                number = error.errno if isinstance(error, OSError) else None
+                reply = Failure(one_line(error), number, is_transient(error))
+            connection.send(reply)
+
+
+def _lower_priority() -> None:
+    """Leave the processors to others, and end with the thread that started this process.
+
+    The end of the connection does not tell a worker that compiles, nor where a fork holds the other end, too.
+    """
+    os.nice(_NICENESS)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def one_line(error: BaseException) -> str:
+    """What went wrong, in one line of 300 characters at most."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    fatal = next((line for line in lines if "fatal" in line.lower()), lines[0] if lines else "")
+    return f"{type(error).__name__}: {fatal}"[:300]
+
+
+if __name__ == "__main__":
+    # Imported as the pool knows it, so that what is sent is of the pool's classes.
+    if sys.argv[3:]:
+        _lower_priority()
+    importlib.import_module("tunegemm.compile.worker").serve(Connection(int(sys.argv[1])), sys.argv[2])

@@ -1,0 +1,144 @@
+"""Loads kernels of `tunegemm.compile.cute_object`, and launches them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tunegemm.compile import cute_object
+from tunegemm.describe.device import Device
+from tunegemm.describe.space import Candidate
+from tunegemm.generate.launching import AddressLaunch
+from tunegemm.generate.workspace import Workspace
+
+_SHARED = b"\3\0"
+"""Type of an ELF file that is a shared library, at its bytes 16 and 17."""
+
+
+def load_function(artifact: Path):  # type: ignore[no-untyped-def]
+    """The launch function in a compiled object, for the current device.
+
+    Launchers of one kernel share it: they differ in numbers only, and a program that decodes has hundreds.
+    Raises RuntimeError for what cannot be loaded here.
+    """
+    key = _key(artifact)
+    return kept[key] if key in kept else _load(*key)
+
+
+def _key(artifact: Path) -> tuple[str, int, int]:
+    import torch
+
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+    return str(artifact), artifact.stat().st_mtime_ns, device
+
+
+#: Functions that live for as long as the process.
+kept: dict[tuple[str, int, int], Any] = {}
+
+
+def prepare_loading(artifact: Path) -> None:
+    """Import what loads an object, so that the call which loads it need not. CUDA is not called."""
+    with artifact.open("rb") as file:
+        is_library = file.read(18)[16:] == _SHARED
+    if is_library:
+        import tvm_ffi  # noqa: F401
+
+        _open_runtime()
+    else:
+        import cutlass.cute  # noqa: F401
+
+
+def load_launch(
+    artifact: Path,
+    candidate: Candidate,
+    device: Device,
+    workspace: Workspace | None,
+    extents: Sequence[int],
+    schedule: Sequence[int],
+    addresses: Sequence[int] = (),
+) -> Callable[..., AddressLaunch]:
+    """A function of the six strides, as in `launching.Places`, that gives the launch for them.
+
+    extents, schedule: arguments before and behind the strides. addresses: those behind the workspace's.
+    """
+    from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
+
+    function, index = load_function(artifact), device.index
+    swap = bool(candidate.params.get("swap_ab", False))
+
+    def make(lda: int, ldb: int, ldd: int, a_step: int, b_step: int, d_step: int) -> AddressLaunch:
+        strides = (ldb, lda, ldd, b_step, a_step, d_step) if swap else (lda, ldb, ldd, a_step, b_step, d_step)
+        fixed = (*extents, *strides, *schedule)
+        if workspace is None:
+            everything = (*fixed, 0, 0, *addresses)
+
+            def launch(a: int, b: int, d: int, *words: int) -> None:
+                if swap:
+                    a, b = b, a
+                function(a, b, d, *everything, *words, current_stream(index))
+
+        else:
+
+            def launch(a: int, b: int, d: int, *words: int) -> None:
+                if swap:
+                    a, b = b, a
+                stream = current_stream(index)
+                partials, counters, memory = workspace.take(stream)
+                function(a, b, d, *fixed, partials, counters, *addresses, *words, stream)
+                del memory  # the launch is queued
+
+        return launch
+
+    make.keep = functools.partial(kept.setdefault, _key(artifact), function)  # type: ignore[attr-defined]
+    return make
+
+
+@functools.lru_cache(maxsize=256)  # a search loads thousands of kernels once, and must not keep them
+def _load(path: str, modified_ns: int, device: int):  # type: ignore[no-untyped-def]
+    content = Path(path).read_bytes()
+    if content[16:18] == _SHARED:
+        return _load_library(content, Path(path).parent)
+    import cutlass.cute as cute
+
+    return cute.runtime.load_module(path, enable_tvm_ffi=True)[cute_object.FUNCTION_NAME]
+
+
+def _load_library(content: bytes, beside: Path) -> Any:
+    """Loads an object from a temporary file, which is then deleted; from one in `beside` if need be.
+
+    An object keeps what it set up for the device of its first launch, and a file is loaded into a process
+    once, however often it is opened: each device has its own.
+    """
+    import tvm_ffi
+
+    reasons = []
+    for folder in (None, beside):
+        try:
+            _open_runtime()
+            with tempfile.NamedTemporaryFile(prefix="tunegemm-", suffix=".so", dir=folder) as file:
+                file.write(content)
+                file.flush()
+                return tvm_ffi.load_module(file.name, keep_module_alive=False)[cute_object.FUNCTION_NAME]
+        except (OSError, RuntimeError, AttributeError) as error:
+            reasons.append(" ".join(str(error).split()))
+    raise RuntimeError(
+        f"a compiled kernel cannot be loaded ({reasons[0]}); if temporary files may not be executed, name "
+        "another folder for them in TMPDIR"
+    )
+
+
+@functools.cache
+def _open_runtime() -> ctypes.CDLL:
+    """The DSL's runtime library, by which objects call CUDA; opened without importing the DSL if possible."""
+    if (path := cute_object.find_runtime()) is not None:
+        return ctypes.CDLL(str(path))
+    from cutlass.cute.runtime import find_runtime_libraries
+
+    for name in find_runtime_libraries():
+        if name.endswith(cute_object.RUNTIME):
+            return ctypes.CDLL(name)
+    raise RuntimeError(f"nvidia-cutlass-dsl has no {cute_object.RUNTIME}; install it anew")
