@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(tunegemm.__file__).parent.parent
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # A processor each, set before anything loads torch: threads that wait for each other's turns spend theirs.
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+
 
 #: Files with tests of up to a minute: begun first, so that no process is left with one at the end.
 LONGEST = ("test_documents_run.py", "test_notebooks.py")

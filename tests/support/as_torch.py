@@ -96,7 +96,10 @@ def fresh(value: Any, grad: bool) -> Any:
 def outcome_of(call: Callable[..., Any], arguments: Any, keywords: Any, *, grad: bool = False) -> Outcome:
     """Calls it with arguments of its own, and differentiates what it gives."""
     arguments, keywords = fresh(arguments, grad), fresh(keywords, grad)
-    torch.manual_seed(0)
+    # Not torch.manual_seed, which without a GPU formats a traceback for each kind of GPU that may come yet.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
     try:
         results = list(leaves_of(call(*arguments, **keywords)))
         found = Outcome(results=[result.detach() for result in results])
