@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.epilogues import eager
-from benchmarks.peers import _tune, measure
+from benchmarks.peers import measure, tuned_seconds
 from benchmarks.results import Results, meta, peers_table, ratio, results_path
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
@@ -98,7 +98,7 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
         tuner = stack.enter_context(Tuner(device, database, families=["cute_sm90"]))
         for problem in problems:
             started = time.perf_counter()
-            seconds = _tune(problem, tuner, "quick", options.trials)
+            seconds = tuned_seconds(problem, tuner, "quick", options.trials)
             row = measure(problem, device, backend, [*providers], settings, options.rounds, providers)
             results.put(row | {"accumulation": problem.accumulation, "tune_seconds": seconds})
             speed = ratio(row, "tunegemm_cute") or row["providers"]["tunegemm_cute"].get("skipped")

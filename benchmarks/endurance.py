@@ -218,7 +218,8 @@ def _tune(
             raise KeyboardInterrupt
 
     lost_after = after if end == "lost worker" else 0
-    tuner._measurer = Faulty(replay, chance, rate, lost_after)
+    measurer = Faulty(replay, chance, rate, lost_after)
+    tuner.measurer_for = lambda problem: measurer  # type: ignore[method-assign]
     try:
         result = tuner.tune(problem, budget_seconds=0.2 if end == "budget" else None, on_progress=on_progress)
     except TunegemmError as error:

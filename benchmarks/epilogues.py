@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.peers import _tune, measure
+from benchmarks.peers import measure, tuned_seconds
 from benchmarks.results import Results, geometric_mean, meta, peers_table, ratio, results_path
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
@@ -86,7 +86,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
         for problem in ROWS:
             if re.search(options.rows, str(problem)) is None:
                 continue
-            seconds = _tune(problem, tuner, options.effort, options.trials)
+            seconds = tuned_seconds(problem, tuner, options.effort, options.trials)
             settings = Options(options.tune_cap, options.db)
             row = measure(problem, device, backend, [*providers], settings, options.rounds, providers)
             results.put(row | {"tune_seconds": seconds})
@@ -115,7 +115,7 @@ def compiled(mode: str) -> Provider:
     def provider(problem: Problem, device: Device, options: Options) -> list[Contender]:
         import torch
 
-        from benchmarks.providers import Contender, _tuned
+        from benchmarks.providers import Contender, tuned
         from tunegemm.generate.cublaslt.eager import composed
 
         torch._dynamo.reset()
@@ -125,7 +125,7 @@ def compiled(mode: str) -> Provider:
             result: torch.Tensor = function(a, b, *operands)
             return result
 
-        return [Contender(run, tune_seconds=_tuned(run, problem, device, options))]
+        return [Contender(run, tune_seconds=tuned(run, problem, device, options))]
 
     return provider
 

@@ -94,7 +94,7 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
             tuner = stack.enter_context(Tuner(device, stack.enter_context(Database.open(options.db))))
         for index, problem in enumerate(problems):
             started = time.perf_counter()
-            tune_seconds = _tune(problem, tuner, options.effort) if tuner is not None else None
+            tune_seconds = tuned_seconds(problem, tuner, options.effort) if tuner is not None else None
             row = measure(problem, device, backend, chosen, settings, options.rounds)
             row["tune_seconds"] = tune_seconds
             if tune_seconds is None and (old := results.find(row)) is not None:
@@ -112,7 +112,7 @@ def _brief(row: dict[str, Any]) -> str:
     return "  ".join(timed) + " us"
 
 
-def _tune(problem: Problem, tuner: Tuner, effort: Effort, trials: int | None = None) -> float | None:
+def tuned_seconds(problem: Problem, tuner: Tuner, effort: Effort, trials: int | None = None) -> float | None:
     """Seconds of tuning; None for a problem that has a confirmed record of these kernels already."""
     from benchmarks.providers import is_settled
 

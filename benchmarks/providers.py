@@ -33,7 +33,7 @@ class Skip(Exception):
     """Why a provider has nothing for a problem, in one line."""
 
 
-class _OutOfTime(BaseException):
+class OutOfTime(BaseException):
     """Not an Exception: tuners catch those of their candidates and go on."""
 
 
@@ -94,7 +94,7 @@ def quack(problem: Problem, device: Device, options: Options) -> list[Contender]
     def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         gemm(a, b, out=out, tuned=True, split_k=None)
 
-    return [Contender(run, tune_seconds=_tuned(run, problem, device, options))]
+    return [Contender(run, tune_seconds=tuned(run, problem, device, options))]
 
 
 def inductor(problem: Problem, device: Device, options: Options) -> list[Contender]:
@@ -122,7 +122,7 @@ def _compiled(problem: Problem, device: Device, options: Options, **settings: st
         return product(a, b)
 
     with config.patch(**settings):
-        return [Contender(run, tune_seconds=_tuned(run, problem, device, options))]
+        return [Contender(run, tune_seconds=tuned(run, problem, device, options))]
 
 
 def family_best(name: str) -> Provider:
@@ -208,15 +208,15 @@ PROVIDERS: Mapping[str, Provider] = types.MappingProxyType(
 )
 
 
-def _tuned(run: Run, problem: Problem, device: Device, options: Options) -> float:
+def tuned(run: Run, problem: Problem, device: Device, options: Options) -> float:
     """Seconds of the first call, in which a peer tunes. Raises Skip when it fails or takes too long."""
     operands = make_operands(problem, torch.device("cuda", device.index), 0)
     start = time.perf_counter()
     try:
-        with _deadline(options.tune_cap):
+        with deadline(options.tune_cap):
             run(*operands.arguments)
             torch.cuda.synchronize()
-    except _OutOfTime:
+    except OutOfTime:
         raise Skip(f"still tuning after {options.tune_cap:g} s") from None
     except Exception as error:  # foreign code: whatever it raises is the reason
         raise Skip(one_line(error)) from None
@@ -224,11 +224,11 @@ def _tuned(run: Run, problem: Problem, device: Device, options: Options) -> floa
 
 
 @contextlib.contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    """Raises _OutOfTime in the main thread when the body takes longer."""
+def deadline(seconds: float) -> Iterator[None]:
+    """Raises OutOfTime in the main thread when the body takes longer."""
 
     def expire(number: int, frame: types.FrameType | None) -> None:
-        raise _OutOfTime
+        raise OutOfTime
 
     before = signal.signal(signal.SIGALRM, expire)
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -114,9 +114,9 @@ def timed(problem: Problem, device: Device) -> dict[str, Any]:
     """The row of one product."""
     with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
         begin = time.time()
-        cold = _process(problem, device, "cold", Path(folder))
+        cold = process(problem, device, "cold", Path(folder))
         cold_s = time.time() - begin
-        warm = _process(problem, device, "warm", Path(folder))
+        warm = process(problem, device, "warm", Path(folder))
     return problem_fields(problem) | {
         "at_cap": cold["at_cap"],
         "first_s": warm["first_s"],
@@ -135,7 +135,7 @@ def timed(problem: Problem, device: Device) -> dict[str, Any]:
     }
 
 
-def _process(problem: Problem, device: Device, name: str, root: Path) -> dict[str, Any]:
+def process(problem: Problem, device: Device, name: str, root: Path) -> dict[str, Any]:
     """What it printed. Its databases are its own; the kernels under `root` are the next one's, too."""
     work = root / name
     work.mkdir()

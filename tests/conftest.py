@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ROOT = Path(tunegemm.__file__).parent.parent
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # A processor each, set before anything loads torch: threads that wait for each other's turns spend theirs.
+    # A processor each, before anything loads torch: threads that wait for their turns spend other threads'.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 

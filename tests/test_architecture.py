@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -135,6 +136,71 @@ def test_no_module_imports_from_the_package_root() -> None:
         and {alias.name for alias in node.names} & set(PUBLIC)
     ]  # fmt: skip
     assert found == []
+
+
+#: Private names of the package that tests may touch, with the reason.
+TOUCHED = {
+    "_swizzle": "cute_sm80's kernel, whose text is hashed into records",
+    "_address": "cute_sm80's kernel, whose text is hashed into records",
+    "_engine": "a database's, for tests of its settings and its schema",
+    "_reading": "a database's, for a count of rows",
+    "_memory": "the sanitizer is shown memory that the public door refuses, for it is too little",
+}
+
+
+def private_names(folder: Path) -> set[str]:
+    """Names with one underscore that the files of a folder define or assign to."""
+    found: set[str] = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+                found.add(node.attr)
+    return {name for name in found if name.startswith("_") and not name.endswith("_")}
+
+
+def touches(text: str, private: set[str]) -> Iterator[tuple[int, str]]:
+    """Lines of a program, and of those in its strings, that reach for such a name of another object."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and node.attr in private:
+            base = ast.unparse(node.value)
+            if base not in ("self", "cls") and not base.startswith("torch"):
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "getattr", "patch")):
+            for argument in node.args:
+                if isinstance(argument, ast.Constant) and argument.value in private:
+                    yield node.lineno, argument.value
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for base, name in re.findall(r"([\w.]+)\.(_[a-z]\w*)", node.value):
+                if name in private and base not in ("self", "cls") and not base.startswith("torch"):
+                    yield node.lineno, name
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("tunegemm", "benchmarks")):
+            yield from ((node.lineno, name.name) for name in node.names if name.name.startswith("_"))
+
+
+def test_tests_and_benchmarks_touch_no_private_name() -> None:
+    """What they need has a public door, or shows in what the object does."""
+    root = PACKAGE.parent
+    private = private_names(PACKAGE) | private_names(root / "benchmarks")
+    found = [
+        f"{path.relative_to(root)}:{line} {name}"
+        for folder in ("tests", "benchmarks")
+        for path in sorted((root / folder).rglob("*.py"))
+        for line, name in touches(path.read_text(), private - set(TOUCHED))
+    ]
+    assert found == []
+
+
+def test_that_check_sees_every_way_to_a_name() -> None:
+    text = (
+        "from tunegemm.store import _open\nonline._nobody\nonline.part._nobody = 1\nself._nobody\n"
+        "monkeypatch.setattr(online, '_nobody', 1)\nmonkeypatch.setattr('tunegemm.online._nobody', 1)\n"
+        "torch._nobody\nonline.nobody\nprogram = 'print(online._nobody)'\n"
+    )
+    assert [line for line, _ in sorted(touches(text, {"_nobody"}))] == [1, 2, 3, 5, 6, 9]
 
 
 def loaded_after(statement: str) -> set[str]:

@@ -140,7 +140,7 @@ def measure(device: Device, backend: Backend, pool: CompilePool, *, rounds: int 
             | {
                 "out_dtype": problem.out_dtype,
                 "epilogue": "none",
-                "providers": _providers(problem, timed, known + tried[:FINALISTS]),
+                "providers": described(problem, timed, known + tried[:FINALISTS]),
                 "tried": len(tried),
                 "noise": round(timed.noise, 5),
                 "rounds": timed.rounds,
@@ -165,7 +165,7 @@ def _interleave(
     return interleave(problem, runs, backend, l2_bytes=device.l2_bytes, rounds=rounds, turn_ms=turn_ms)
 
 
-def _providers(
+def described(
     problem: Problem, timed: Interleave, pairs: list[tuple[Contender, Run]]
 ) -> dict[str, dict[str, Any]]:
     label = families.get("gluon_wgmma").label

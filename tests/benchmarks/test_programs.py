@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import dispatch, first_call, peers, results, shapes, sweep, tuning_time
 from benchmarks.interleave import interleave
-from benchmarks.providers import PROVIDERS, Contender, Options, Skip, _deadline, _OutOfTime
+from benchmarks.providers import PROVIDERS, Contender, Options, OutOfTime, Skip, deadline
 from tests.support.planted.cpu_backend import CpuBackend, ThrottledBackend, work
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
@@ -268,13 +268,13 @@ def test_our_kernels_are_skipped_where_nothing_is_recorded(monkeypatch, device, 
 def test_a_peer_that_tunes_too_long_is_stopped_even_if_it_catches_exceptions():
     start = time.perf_counter()
     before = signal.getsignal(signal.SIGALRM)
-    with pytest.raises(_OutOfTime), _deadline(0.1):
+    with pytest.raises(OutOfTime), deadline(0.1):
         for _ in range(100):
             with contextlib.suppress(Exception):
                 time.sleep(0.05)  # a peer at work, which takes the alarm for an error of its own
     assert time.perf_counter() - start < 2
     assert signal.getsignal(signal.SIGALRM) is before
-    with _deadline(0.05):
+    with deadline(0.05):
         pass
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0), "no alarm comes late"
 
@@ -286,7 +286,7 @@ def test_a_peer_that_tunes_too_long_is_stopped_even_if_it_catches_exceptions():
 def test_a_process_of_its_own_times_a_tuning(tmp_path):
     """Nothing may be compiled: the library's algorithms are measured, and what ships where it was made."""
     problem, device = Problem.parse("4096x4096x4096"), open_device("replay:h200")
-    found = tuning_time._process(problem, device, "warm", tmp_path)
+    found = tuning_time.process(problem, device, "warm", tmp_path)
     assert found["imports_s"] > 0 and 0 < found["next_s"] < found["seconds"]
     assert found["compiled"] == 0
     assert found["ratio"] >= 1

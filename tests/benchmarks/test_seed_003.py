@@ -28,7 +28,7 @@ def test_tables_name_what_was_skipped() -> None:
     fast, slow = (family.label(c.candidate) for c, _ in pairs)
     timings = {"torch": Timing((2.0, 2.0, 2.0), 1e-4), fast: Timing((1.0, 1.0, 1.0), 1e-4)}
     timed = Interleave(timings, {slow: "RuntimeError: no"}, 0.001, 1, 1, 3)
-    providers = seed_003._providers(seed_003.SMALL, timed, pairs)
+    providers = seed_003.described(seed_003.SMALL, timed, pairs)
     text = seed_003.tables(
         [{"m": 64, "n": 128, "k": 128, "dtype": "fp16", "providers": providers, "tried": 0}]
     )

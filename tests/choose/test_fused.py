@@ -123,7 +123,7 @@ def test_a_damaged_file_is_refused_and_is_one_warning(
     for name in ("selector.toml", "invariant.toml", "order.json"):
         shutil.copy(data_path("db", name), tmp_path)
     monkeypatch.setattr(plain, "data_path", lambda *parts: tmp_path.joinpath(*parts[1:]))
-    fused._loaded.cache_clear()
+    fused.gains_here.cache_clear()
     try:
         with pytest.warns(TunegemmWarning, match="nothing is predicted until then") as said:
             assert select(Snapshot(), SERVED, device).outcome == "miss"
@@ -132,7 +132,7 @@ def test_a_damaged_file_is_refused_and_is_one_warning(
             warnings.simplefilter("error")
             assert select(Snapshot(), SERVED, device).outcome == "miss"
     finally:
-        fused._loaded.cache_clear()
+        fused.gains_here.cache_clear()
 
 
 def test_files_are_small() -> None:

@@ -220,12 +220,12 @@ def test_a_damaged_order_is_one_warning_and_the_models_order(
         with pytest.raises(TunegemmError, match=r"order\.json is damaged.*install"):
             invariance.order_of(path)
     monkeypatch.setattr(invariance, "data_path", lambda *_: path)
-    invariance._order.cache_clear()
+    invariance.order_here.cache_clear()
     try:
         with pytest.warns(TunegemmWarning, match="the model's order"):
             assert select(Snapshot(), BF16_PROBLEM, device, policy=POLICY).options
     finally:
-        invariance._order.cache_clear()
+        invariance.order_here.cache_clear()
 
 
 def test_where_nothing_is_of_the_class_the_reason_names_the_promise(device: Device) -> None:

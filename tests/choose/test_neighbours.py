@@ -46,7 +46,7 @@ def Row(
 @pytest.fixture(autouse=True)
 def nothing_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the rules say where predictions do not come first."""
-    monkeypatch.setattr("tunegemm.choose.plain._loaded", lambda gpu: "nothing is predicted here")
+    monkeypatch.setattr("tunegemm.choose.plain.selector_here", lambda gpu: "nothing is predicted here")
 
 
 @pytest.fixture(scope="module")
@@ -144,12 +144,12 @@ def test_tiles_are_like_those_of_the_neighbour(device, neighbour, problem, said)
     """Where a kernel gained nothing on an H200 (2026-11-21)."""
     m, one = neighbour
     shapes = Problem(problem, *SQUARE), Problem(m, *SQUARE)
-    assert neighbours._tiles_differ(*shapes, one) == said
+    assert neighbours.tiles_differ(*shapes, one) == said
 
 
 def test_where_a_matrix_may_be_the_output_tiles_hang_over_the_edge():
     there, here = (Problem(m, *SQUARE, epilogue="residual") for m in (128, 65))
-    assert "63 rows" in neighbours._tiles_differ(here, there, kernel())
+    assert "63 rows" in neighbours.tiles_differ(here, there, kernel())
 
 
 def test_where_the_library_won_torch_computes(rows, device):

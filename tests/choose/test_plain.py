@@ -203,7 +203,7 @@ def test_a_damaged_file_is_one_warning_and_torch(
     (tmp_path / "selector-h200.json").write_text("{", encoding="utf-8")
     shutil.copy(data_path("db", "selector.toml"), tmp_path)
     monkeypatch.setattr(plain, "data_path", lambda *parts: tmp_path.joinpath(*parts[1:]))
-    plain._loaded.cache_clear()
+    plain.selector_here.cache_clear()
     try:
         with pytest.warns(TunegemmWarning, match="nothing is predicted until then") as said:
             first = select(Snapshot(), served, device)
@@ -212,7 +212,7 @@ def test_a_damaged_file_is_one_warning_and_torch(
             warnings.simplefilter("error")
             second = select(Snapshot(), served, device)
     finally:
-        plain._loaded.cache_clear()
+        plain.selector_here.cache_clear()
     assert first.outcome == second.outcome == "miss" and "is damaged" in second.why
 
 

@@ -215,8 +215,8 @@ class TestDoctor:
         """The finding of that name, here, without looks at devices and families."""
         from tunegemm.report import doctor
 
-        monkeypatch.setattr(doctor, "_devices", list)
-        monkeypatch.setattr(doctor, "_families", list)
+        monkeypatch.setattr(doctor, "devices", list)
+        monkeypatch.setattr(doctor, "families_here", list)
         return lambda name: next(check for check in doctor.examine() if check.name == name)
 
     def test_a_cache_that_takes_no_file(

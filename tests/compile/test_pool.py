@@ -193,7 +193,7 @@ pool = CompilePool(store, workers=1, families_module=planted, low_priority=True)
 for name in "abc":
     pool.submit("planted", {"name": name, "what": "hang"})
 until(lambda: any(path.stat().st_size for path in store.root.glob("new-*.o")))  # the first one hangs
-print(*(worker._process.pid for worker in pool._all), flush=True)
+print(*(worker.pid for worker in pool.processes()), flush=True)
 if sys.argv[2] == "waits":
     time.sleep(600)  # until the test kills it
 """
@@ -220,7 +220,7 @@ def test_workers_that_ended_leave_no_pipes(store: ArtifactStore, what: str) -> N
     before = set(Path("/proc/self/fd").iterdir())
     with CompilePool(store, workers=1, timeout_s=3.0, families_module=PLANTED) as pool:
         pool.submit("planted", key("a", what)).result()
-        workers = list(pool._all)
+        workers = pool.processes()
     assert set(Path("/proc/self/fd").iterdir()) <= before
     assert len(workers) == (what == "fine"), "kept, so that it was not the garbage collector that closed them"
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 
 from tests.generate.test_cute_sm90 import candidate
-from tunegemm.describe.clusters import _gpcs_of_clusters, groups, places_of, usual_neighbours
+from tunegemm.describe.clusters import gpcs_of_launches, groups, places_of, usual_neighbours
 from tunegemm.describe.device import find_device
 from tunegemm.generate.cute_sm90 import Order, block_of_a_gpc
 
@@ -69,9 +69,9 @@ def test_what_two_launches_disagree_on_is_not_known(
     def multiprocessors(*given: object) -> list[list[int]]:
         return [[sm, sm + 1] for sm in next(launches)] if len(given) == 6 else [[0, 1, 2, 3], [4, 5, 6, 7]]
 
-    monkeypatch.setattr("tunegemm.describe.clusters._loaded", lambda *_: nullcontext((None, None)))
-    monkeypatch.setattr("tunegemm.describe.clusters._multiprocessors", multiprocessors)
-    assert _gpcs_of_clusters.__wrapped__(0, 2, 2, 1024) == known
+    monkeypatch.setattr("tunegemm.describe.clusters.loaded", lambda *_: nullcontext((None, None)))
+    monkeypatch.setattr("tunegemm.describe.clusters.multiprocessors_of", multiprocessors)
+    assert gpcs_of_launches.__wrapped__(0, 2, 2, 1024) == known
 
 
 @pytest.mark.gpu
@@ -86,4 +86,4 @@ def test_clusters_lie_on_gpcs_as_larger_clusters_do(size: int) -> None:
     )
     assert usual_neighbours(found) >= clusters // 12
     smem_bytes = device.architecture.smem_bytes_per_block
-    assert _gpcs_of_clusters.__wrapped__(device.index, size, clusters, smem_bytes) == found
+    assert gpcs_of_launches.__wrapped__(device.index, size, clusters, smem_bytes) == found

@@ -149,10 +149,10 @@ def test_the_driver_counts_clusters_as_its_own_bindings_say(cluster_size: int) -
     import torch
     from cuda.bindings import driver
 
-    from tunegemm.describe.clusters import _PTX, active_clusters
+    from tunegemm.describe.clusters import PTX, active_clusters
 
     torch.ones(1, device="cuda:0")
-    _, module = driver.cuModuleLoadData(_PTX)
+    _, module = driver.cuModuleLoadData(PTX)
     _, function = driver.cuModuleGetFunction(module, b"whereabouts")
     smem_bytes = find_device("cuda:0").architecture.smem_bytes_per_block
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -170,8 +170,7 @@ def test_dispatch_serves_one_matrix_for_a_batch(
     for layout, candidate in itertools.product(LAYOUTS, (HOPPER, PINGPONG, SWAPPED)):
         operation = Operation(problem(layout, BATCH), candidate, device, store=store)
         operation.initialize()
-        assert operation._launch is not None
-        served = Prepared(operation._launch, tma=True)
+        served = Prepared(operation.run, tma=True)
         row = Row(operation.problem, device.fingerprint, candidate)
         dispatcher = Dispatcher(
             Planner(

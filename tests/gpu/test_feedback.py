@@ -78,6 +78,6 @@ def test_online_measures_it_when_the_gpu_is_idle(
     a = torch.randn(problem.m, problem.k, dtype=torch.bfloat16, device="cuda")
     b = torch.randn(problem.n, problem.k, dtype=torch.bfloat16, device="cuda").t()
     torch.testing.assert_close(dispatcher.matmul(a, b), torch.matmul(a, b), rtol=2e-2, atol=1.0)
-    until(lambda: online._thread is None, seconds=120)
+    until(lambda: online.is_idle, seconds=120)
     check_record(path, problem, device)
     torch.testing.assert_close(dispatcher.matmul(a, b), torch.matmul(a, b), rtol=2e-2, atol=1.0)

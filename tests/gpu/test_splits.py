@@ -69,7 +69,7 @@ def load(
     """A launcher, and its workspace, as large as the family says: to be lent, or the launcher has its own."""
     device = device or kernels.device
     verdict = FAMILY.check(problem, chosen, device)
-    # Rules about speed, or about what repeats another candidate, do not matter: it must be right all the same.
+    # Rules about speed, or about what repeats another candidate, do not matter: it must be right.
     assert verdict.runs, (problem, verdict)
     path = kernels.compiled(problem, chosen)
     workspace = FAMILY.workspace(problem, chosen, device)

@@ -152,7 +152,7 @@ def test_problems_of_a_kind_share_a_file_and_others_do_not(
         with pytest.raises(AttributeError):
             possible_kernels(family, narrower, PROBLEM, h200, tmp_path)
         # Of rules that changed.
-        patch.setattr(feasible, "_sources", lambda _: {Path(__file__)})
+        patch.setattr(feasible, "rule_sources", lambda _: {Path(__file__)})
         with pytest.raises(AttributeError):
             possible_kernels(family, space, PROBLEM, h200, tmp_path)
 

@@ -54,7 +54,7 @@ def test_a_rule_is_asked_once_about_what_it_reads(h200: Device, monkeypatch: pyt
     values = {"a": (1, 2, 3), "b": (1, 2, 3), "c": tuple(range(50))}
     kernels = CandidateTable.kernels("planted", values)
     for most in (1 << 22, 1):  # a table of all combinations, and those that occur
-        monkeypatch.setattr("tunegemm.model.verdicts._MOST_IN_TABLE", most)
+        monkeypatch.setattr("tunegemm.model.verdicts.MOST_IN_TABLE", most)
         asked.clear()
         found = kernels.rejected([crossed, after], PROBLEMS[0], h200)
         assert len(asked) == len(set(asked)) == 9

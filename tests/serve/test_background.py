@@ -145,8 +145,8 @@ def test_a_missing_kernel_is_compiled_meanwhile_and_swapped_in(
     dispatcher = serving()
     assert not is_served(dispatcher, kernel)
     assert ArtifactStore().find(key) is None, "the call did not wait for it"
-    until(lambda: pools and pools[0]._all)
-    (worker,) = (psutil.Process(one._process.pid) for one in pools[0]._all)
+    until(lambda: pools and pools[0].processes())
+    (worker,) = (psutil.Process(one.pid) for one in pools[0].processes())
     assert worker.environ()["CUDA_VISIBLE_DEVICES"] == ""
     until(lambda: worker.nice() >= 15, seconds=5)
     assert not is_served(dispatcher, kernel, WIDER), "by the same kernel"
@@ -251,10 +251,10 @@ def test_a_cache_that_cannot_be_written_is_said_once(serving, kernel, host: Path
     host.write_text("a file where the folder would be")
     dispatcher = serving()
     assert right(dispatcher)
-    until(lambda: not dispatcher.planner._compiler._asked)
+    until(lambda: not dispatcher.planner.compiler.waiting)
     said = warnings_of(dispatcher, PROBLEM, WIDER)
     assert len(said) == 1 and str(host) in said[0] and "TUNEGEMM_CACHE_DIR" in said[0]
-    assert not kernel.calls and not pools[0]._all
+    assert not kernel.calls and not pools[0].processes()
 
 
 class Flawed:
@@ -298,7 +298,7 @@ class Flawed:
 def test_a_thread_that_fails_is_followed_by_another(
     where: str, error: BaseException, serving, kernel, monkeypatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "_RETRY_AFTER_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(background, "RETRY_AFTER_S", (0.01, 0.01, 0.01))
     monkeypatch.setattr(planning.Planner.__init__, "__kwdefaults__", {
         **planning.Planner.__init__.__kwdefaults__, "pool": Flawed(2, where, error),
     })  # fmt: skip
@@ -313,13 +313,13 @@ def test_a_thread_that_fails_is_followed_by_another(
 def test_what_always_fails_is_given_up_and_said_once(
     where: str, serving, kernel, monkeypatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "_RETRY_AFTER_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(background, "RETRY_AFTER_S", (0.01, 0.01, 0.01))
     monkeypatch.setattr(planning.Planner.__init__, "__kwdefaults__", {
         **planning.Planner.__init__.__kwdefaults__, "pool": Flawed(99, where, TypeError("no such thing")),
     })  # fmt: skip
     dispatcher = serving()
     assert right(dispatcher)
-    until(lambda: not dispatcher.planner._compiler._asked)
+    until(lambda: not dispatcher.planner.compiler.waiting)
     said = warnings_of(dispatcher, PROBLEM)
     assert len(said) == 1 and "does not compile here (TypeError: no such thing)" in said[0]
     logged = [one for one in caplog.records if "compiling in the background" in one.getMessage()]
@@ -335,7 +335,7 @@ def test_a_planner_that_cannot_be_told_does_not_end_the_thread(device, caplog) -
     compiler = background.BackgroundCompiler(ready)
     for problem in (PROBLEM, replace(PROBLEM, in_dtype="fp16", out_dtype="fp16")):
         assert compiler.ask(Row(problem, device.fingerprint, CANDIDATE), device).kernel
-        until(lambda: not compiler._asked)
+        until(lambda: not compiler.waiting)
     assert len(told) == 2
     assert len([one for one in caplog.records if "compiling in the background" in one.getMessage()]) == 1
 
@@ -345,7 +345,7 @@ def test_a_kernel_that_does_not_compile_is_said_once_and_is_torchs(serving, kern
     ArtifactStore().add_failure(key, "spills 64 B to local memory")
     dispatcher = serving()
     assert right(dispatcher)
-    until(lambda: not dispatcher.planner._compiler._asked)
+    until(lambda: not dispatcher.planner.compiler.waiting)
     said = warnings_of(dispatcher, PROBLEM)
     assert len(said) == 1 and "does not compile here (spills 64 B" in said[0]
     assert not kernel.calls
@@ -444,7 +444,7 @@ for dtype in (torch.bfloat16, torch.float16):
     dispatcher.matmul(*operands(128, 128, 64, dtype))
 until(lambda: psutil.Process().children())
 (worker,) = psutil.Process().children()
-print(len(dispatcher.planner._compiler._asked), worker.pid, time.monotonic(), flush=True)
+print(dispatcher.planner.compiler.waiting, worker.pid, time.monotonic(), flush=True)
 """
 
 

@@ -24,7 +24,7 @@ from tunegemm.serve.torch.enabled import Counts
 PROGRAM = """
 import sys, torch
 from tunegemm.serve.torch import takeover
-print("served" if takeover._active else "torch's", sys.argv[1:], flush=True)
+print("served" if takeover.active else "torch's", sys.argv[1:], flush=True)
 """
 
 
@@ -115,7 +115,7 @@ def test_processes_of_our_own_are_left_alone(tmp_path: Path) -> None:
         "from tunegemm.measure.worker import Child\n"
         "import torch\n"
         "from tunegemm.serve.torch import takeover\n"
-        "assert takeover._active, 'the program itself is served'\n"
+        "assert takeover.active, 'the program itself is served'\n"
         "before = subprocess.Popen\n"
         "def popen(*words, env, **more):\n"
         "    print(env['TUNEGEMM_ENABLE'], repr(env['TUNEGEMM_RECORD_PARTS']), flush=True)\n"

@@ -308,7 +308,7 @@ class Serving:
     def rest(self) -> None:
         """The GPU is idle now; returns when nothing waits to be measured any more."""
         self.idle.release()
-        until(lambda: self.online._thread is None)
+        until(lambda: self.online.is_idle)
 
 
 @pytest.fixture
@@ -342,7 +342,7 @@ def test_online_keeps_what_won(online: Callable[..., Serving], database: Databas
     record = database.best(problem, DEVICE.fingerprint)
     assert record is not None and not record.is_torch and record.confirmed
     after = online(1.07)
-    assert after.multiply(problem) and after.online._thread is None, "a hit: nothing is to be measured"
+    assert after.multiply(problem) and after.online.is_idle, "a hit: nothing is to be measured"
 
 
 def test_several_wait_for_one_idle_moment(online: Callable[..., Serving]) -> None:
@@ -358,7 +358,7 @@ def test_what_is_not_predicted_is_tuned_on_its_first_call(online: Callable[..., 
     serving = online(0.96)
     other = Problem(160, 256, 512)
     assert not serving.multiply(other)
-    assert serving.tuned == [other] and serving.online._thread is None
+    assert serving.tuned == [other] and serving.online.is_idle
 
 
 @pytest.mark.parametrize("mode", ["predict", "exact"])
@@ -371,7 +371,7 @@ def test_other_modes_measure_nothing(
         warnings.simplefilter("ignore", TunegemmWarning)
         a, b = operands(problem_of().m, problem_of().n, problem_of().k)
         serving.dispatcher.matmul(a, b)
-    assert serving.online._thread is None and bool(serving.kernel.calls) == (mode == "predict")
+    assert serving.online.is_idle and bool(serving.kernel.calls) == (mode == "predict")
 
 
 def failing(device: Device) -> Any:
@@ -389,9 +389,9 @@ def test_what_keeps_it_from_measuring_is_one_warning(location: Path, how: dict[s
     told: list[str] = []
     online = OnlineTuning(**how)
     online.later(problem_of(), DEVICE, predicted()[problem_of()], lambda _, warning: told.append(warning))
-    until(lambda: online._thread is None)
+    until(lambda: online.is_idle)
     online.later(problem_of(), DEVICE, predicted()[problem_of()], lambda _, warning: told.append(warning))
-    assert online._thread is None and len(told) == 1 and said in told[0]
+    assert online.is_idle and len(told) == 1 and said in told[0]
 
 
 @pytest.mark.parametrize("where", ["wait", "measure", "tell"])
@@ -424,7 +424,7 @@ def test_what_nobody_foresaw_costs_one_product_and_is_logged_once(
     problems = [problem_of(number) for number in range(3)]
     for problem in problems:
         online.later(problem, DEVICE, predicted()[problem], functools.partial(tell, problem))
-    until(lambda: online._thread is None)
+    until(lambda: online.is_idle)
     assert told == problems[2:]
     assert len([one for one in caplog.records if "online: KeyError" in one.getMessage()]) == 1
 
@@ -456,7 +456,7 @@ def test_a_forked_child_measures_nothing(online: Callable[..., Serving]) -> None
     child = os.fork()
     if child == 0:
         serving.online.later(problem_of(), DEVICE, predicted()[problem_of()], lambda *_: None)
-        os._exit(0 if serving.online._thread is None else 1)
+        os._exit(0 if serving.online.is_idle else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 

@@ -58,11 +58,9 @@ def many_records(folder: Path) -> Path:
 
 @pytest.fixture
 def fresh_loader() -> Iterator[None]:
-    cute_launch._open_runtime.cache_clear()
-    cute_launch._load.cache_clear()
+    cute_launch.forget()
     yield
-    cute_launch._open_runtime.cache_clear()
-    cute_launch._load.cache_clear()
+    cute_launch.forget()
 
 
 #: A first call on the CPU: everything is done but the launch itself.
@@ -148,9 +146,9 @@ def test_a_compiled_kernel_is_linked_and_every_load_is_its_own(
 ) -> None:
     """A second device needs its own: an object keeps what it set up for the first."""
     content = artifact.path.read_bytes()
-    assert content[16:18] == cute_launch._SHARED
+    assert content[16:18] == cute_launch.SHARED_LIBRARY
     before = _mapped()
-    first, second = (cute_launch._load_library(content, artifact.path.parent) for _ in range(2))
+    first, second = (cute_launch.load_library(content, artifact.path.parent) for _ in range(2))
     assert callable(first) and len(_mapped() - before) == 2
     del first, second
     gc.collect()
@@ -163,7 +161,7 @@ def test_without_a_linker_the_compiler_loads_what_it_exported(
     monkeypatch.setattr(cute_object, "find_linker", lambda: None)
     out = folder / "relocatable.o"
     families.get("cute_sm90").compile(KEY, out)
-    assert out.read_bytes()[16:18] != cute_launch._SHARED
+    assert out.read_bytes()[16:18] != cute_launch.SHARED_LIBRARY
     assert callable(cute_launch.load_function(out))
 
 
@@ -189,7 +187,7 @@ def test_a_library_that_cannot_be_loaded_names_the_remedy(folder: Path, artifact
     content = artifact.path.read_bytes()
     other = content[:18] + b"\xb7\0" + content[20:]  # of another processor
     with pytest.raises(RuntimeError, match=r"cannot be loaded \(.*TMPDIR"):
-        cute_launch._load_library(other, folder)
+        cute_launch.load_library(other, folder)
 
 
 def test_where_no_temporary_file_can_be_loaded_it_lies_beside_the_object(
@@ -213,7 +211,7 @@ def test_the_runtime_is_of_the_newest_cuda_that_the_driver_knows(
         (root / name / "lib" / cute_object.RUNTIME).touch()
     origin = str(root / "dsl_packages" / "cutlass" / "__init__.py")
     monkeypatch.setattr(cute_object, "find_spec", lambda _: type("Spec", (), {"origin": origin}))
-    monkeypatch.setattr(cute_object, "_driver_major", lambda: driver)
+    monkeypatch.setattr(cute_object, "driver_major", lambda: driver)
     found = cute_object.find_runtime()
     assert (found and found.parts[-3]) == chosen
 

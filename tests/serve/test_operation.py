@@ -14,6 +14,7 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, OperationError, SpaceError
+from tunegemm.generate import families
 from tunegemm.generate.cublaslt import ALGORITHM_PARAMETERS, FAMILY, TORCH_MM
 from tunegemm.serve.operation import Operation
 from tunegemm.store.shipped import read_shipped
@@ -115,7 +116,7 @@ def test_compile_is_of_the_store(h200: Device, store: ArtifactStore) -> None:
 def test_a_kernel_that_does_not_compile(h200: Device, tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path)
     operation = Operation(PROBLEM, HOPPER, h200, store=store)
-    key = operation._family.kernel_key(PROBLEM, HOPPER, h200)
+    key = families.get(HOPPER.family).kernel_key(PROBLEM, HOPPER, h200)
     store.add_failure(key, "the compiler aborted by SIGABRT")
     with pytest.raises(
         OperationError, match=r"co128x64x64.* does not compile: the compiler aborted by SIGABRT"
@@ -136,8 +137,7 @@ class TestWorkspaceBytes:
 
     @pytest.mark.parametrize("candidate", [AMPERE, TRITON], ids=lambda candidate: candidate.family)
     def test_of_families_whose_blocks_share_a_counter(self, h200: Device, candidate: Candidate) -> None:
-        operation = Operation(PROBLEM, candidate, h200)
-        family = operation._family
+        family = families.get(candidate.family)
         assert family.workspace(PROBLEM, candidate, h200) is None
         memory = family.workspace(PROBLEM, candidate.with_launch(split_k=4), h200)
         assert memory is not None

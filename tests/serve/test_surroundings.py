@@ -313,8 +313,8 @@ def test_a_write_ahead_log_is_looked_for_beside_the_file(tmp_path, monkeypatch):
             error.sqlite_errorname = "SQLITE_CANTOPEN"
             raise error
 
-    monkeypatch.setattr(connection, "_open", lambda *_: sqlite3.connect(":memory:", factory=Blocked))
-    assert connection._read_only_options(link) == "mode=ro"
+    monkeypatch.setattr(connection, "open_file", lambda *_: sqlite3.connect(":memory:", factory=Blocked))
+    assert connection.read_only_options(link) == "mode=ro"
     database.close()
 
 
@@ -377,7 +377,7 @@ def test_nvml_may_be_missing_or_fail(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr("pathlib.Path.read_text", lambda *_: (_ for _ in ()).throw(OSError))
-    assert device._driver_version() == ""
+    assert device.driver_version() == ""
     assert device.TelemetryReader(0).read() == device.Telemetry(None, None, None, ())
 
 

@@ -64,7 +64,7 @@ def serving(prepare: Callable[[Any, Device], Prepared]) -> Dispatcher:
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     yield
-    assert not takeover._active
+    assert not takeover.active
     torch._dynamo.reset()
 
 
@@ -275,10 +275,10 @@ def test_inductor_is_taught_by_every_traced_graph(monkeypatch):
     taught = []
     monkeypatch.setattr(lowering, "lower", taught.append)
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", False)
-    ops._teach_inductor(lambda: api.dispatcher)
+    ops.teach_inductor(lambda: api.dispatcher)
     assert not taught
     with tracing(TracingContext(FakeTensorMode())):
-        ops._teach_inductor(lambda: api.dispatcher)
+        ops.teach_inductor(lambda: api.dispatcher)
     assert taught
 
 

@@ -396,7 +396,7 @@ class TestPacks:
         assert any(record.layer == "pack" for record in read_records()[0])
         (records,) = (pack.folder / "records").glob("*.json")
         records.write_text(records.read_text().replace("2026-", "0001-"))
-        packs._open.cache_clear()  # as in the next process
+        packs.forget()  # as in the next process
         _, warnings = read_records()
         (warning,) = warnings
         assert str(pack.folder) in warning and "the pack is not used" in warning

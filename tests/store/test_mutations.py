@@ -220,7 +220,7 @@ def test_packs(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case
         else:  # of a maker who lies, with hashes that are right
             path.write_text(as_text(changed(data, document)))
             packs.write(folder, file, toolchain={"triton": "3.6"}, fingerprints=[])
-        packs._open.cache_clear()
+        packs.forget()
         try:
             pack = packs.install(file)
         except PackError as error:
@@ -232,7 +232,7 @@ def test_packs(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case
             # What is on the disk now may be damaged, too.
             (records,) = (pack.folder / "records").glob("*.json")
             records.write_bytes(spoiled(data, records.read_bytes()))
-            packs._open.cache_clear()
+            packs.forget()
             assert len(read_records()[1]) <= 1
         finally:  # Hypothesis ends a case that draws too much wherever it is
             packs.remove(pack.name)

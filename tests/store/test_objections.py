@@ -88,7 +88,7 @@ SMALL = Problem.parse("128x256x128")
 def is_served(*rows: Record, prepare: Any = prepare) -> tuple[bool, list[str]]:
     """Whether torch does not compute a product, which is right in any case, and what is warned of."""
     planner = Planner(device_type="cpu", find=lambda _: DEVICE, prepare=prepare, read=lambda: Snapshot(rows))
-    planner._compiler.is_on = False
+    planner.compiler.is_on = False
     served = Dispatcher(planner)
     a, b = operands(SMALL.m, SMALL.n, SMALL.k)
     with warnings.catch_warnings(record=True) as caught:

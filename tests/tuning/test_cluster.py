@@ -75,8 +75,8 @@ def planted(
         Database.open(location) as database,
         planted_tuner(DEVICE, database, cache=folder / "cache", families=only) as tuner,
     ):
-        tuner._measurer = Logged(folder / "log", pause_s, deadly, slow)
-        tuner.measurer_for = lambda _: tuner._measurer  # type: ignore[method-assign]
+        measurer = Logged(folder / "log", pause_s, deadly, slow)
+        tuner.measurer_for = lambda _: measurer  # type: ignore[method-assign]
         tune_all = tuner.tune_all
 
         def told(requests: Iterable[Request], *given: Any) -> Iterator[TuneResult]:
@@ -190,7 +190,7 @@ def test_a_worker_that_is_killed_costs_nothing(address: str, postgres: Postgres,
 def test_ctrl_c_keeps_what_was_measured_and_the_cluster(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setattr(cluster, "_STOP_S", 60.0)  # workers of a busy host take long; none is to be killed
+    monkeypatch.setattr(cluster, "STOP_S", 60.0)  # workers of a busy host take long; none is to be killed
     location = str(tmp_path / "tuning.sqlite")
     Database.open(location).close()
     begun = threading.Event()
@@ -237,7 +237,7 @@ def test_a_worker_knows_what_it_takes_next_and_an_idle_one_takes_it_instead(
 
 
 def test_a_reserved_product_has_what_is_left_of_its_budget() -> None:
-    seat = cluster._Seat(None)
+    seat = cluster.Seat(None)
     seat.reserve(Request(POISON, budget_seconds=60.0))
     seat.since -= 20.0
     taken = seat.take()

@@ -19,7 +19,7 @@ from tunegemm.tuning.studies import Studies
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_studies, "_LOCKED_S", 0.2)
+    monkeypatch.setattr(kept_studies, "LOCKED_S", 0.2)
 
 
 @pytest.fixture

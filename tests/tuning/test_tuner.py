@@ -465,7 +465,7 @@ def test_a_quick_search_measures_32_of_the_first_family_and_two_of_each_other(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are far behind here. The final race measures some of them again, and no more of them."""
-    monkeypatch.setattr(tuning_trials, "_SKIPPED_SHARE", 0)  # nothing is given up for being compiled late
+    monkeypatch.setattr(tuning_trials, "SKIPPED_SHARE", 0)  # nothing is given up for being compiled late
 
     def time_us(candidate: Candidate, _: RaceSettings) -> float:
         return 9.0 + candidate["tile_n"] / 100 if candidate.family == "cute_sm90" else 20.0
@@ -585,7 +585,7 @@ class TestFollowing:
             def requests() -> Iterator[Request]:
                 nonlocal is_next
                 yield Request(PROBLEM, effort, trials=12, following=self.NEXT)
-                tuner._ahead.submit(bool).result()  # what is asked ahead is asked by now
+                tuner.ahead.submit(bool).result()  # what is asked ahead is asked by now
                 is_next = True
                 yield Request(self.NEXT, effort, trials=12)
 

@@ -142,14 +142,14 @@ def outlook(problem: Problem, device: Device, allows: Allows) -> Outlook:
     if not (problem.epilogue and is_plain and shortlist.ordered_kernels(problem)):
         return Outlook(decides=False)
     fingerprint = device.fingerprint
-    gains = _loaded(device.name)
+    gains = gains_here(device.name)
     if gains is None or fingerprint.mig or fingerprint.sm_budget < fingerprint.sm_count:
         return Outlook(decides=False)
     return gains.outlook(problem, device, allows)
 
 
 @cache
-def _loaded(gpu: str) -> Gains | None:
+def gains_here(gpu: str) -> Gains | None:
     """The gains of a kind of GPU; None where it was not measured, or after one warning."""
     try:
         return gains_of(gpu)

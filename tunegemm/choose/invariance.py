@@ -146,7 +146,7 @@ def ranked(
     expects: in place of the trees that ship.
     """
     kernels = [kernel for kernel in kernels if kernel.family in FAMILIES and "tile_m" in kernel.params]
-    expects = expects or _order()
+    expects = expects or order_here()
     if not kernels:
         return []
     seen = in_16_bit(problem)
@@ -189,7 +189,7 @@ def _launched(problem: Problem, kernel: Candidate, raster: str, swizzle: int) ->
 
 
 @cache
-def _order() -> Expects:
+def order_here() -> Expects:
     """The trees that ship, or the model alone after one warning."""
     try:
         return order_of(data_path("db", "order.json"))

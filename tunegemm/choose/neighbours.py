@@ -189,7 +189,7 @@ def _doublings(one: int, other: int) -> float:
     return abs(math.log2(one / other))
 
 
-def _tiles_differ(problem: Problem, neighbour: Problem, candidate: Candidate) -> str:
+def tiles_differ(problem: Problem, neighbour: Problem, candidate: Candidate) -> str:
     """Why tiles along m are not like those at the neighbour; empty when they are."""
     swapped = candidate.params.get("swap_ab", False)
     tile = int(candidate["tile_n" if swapped else "tile_m"])
@@ -212,7 +212,7 @@ def _offer(neighbour: Record, problem: Problem, device: Device, least: float, ma
             candidate = candidate.with_launch(l2_hint=model.l2_hint(problem, candidate))
         if not (verdict := families.get(candidate.family).check(problem, candidate, device)):
             return f"kernel of {neighbour.problem.shape}: {verdict}"
-        if differ := _tiles_differ(problem, neighbour.problem, candidate):
+        if differ := tiles_differ(problem, neighbour.problem, candidate):
             return f"kernel of {neighbour.problem.shape}: {differ}"
         there = model.predict(neighbour.problem, neighbour.candidate, device)
         here = model.predict(problem, candidate, device)

@@ -156,7 +156,7 @@ def outlook(problem: Problem, device: Device, allows: Allows = _anything) -> Out
     """What the device's selector says of a problem. A file that is of no use is one warning."""
     if not shortlist.covers(problem):
         return Outlook(decides=False)
-    selector = _loaded(device.name)
+    selector = selector_here(device.name)
     if isinstance(selector, str):
         return Outlook(refusal=selector, decides=False)
     fingerprint = device.fingerprint
@@ -166,7 +166,7 @@ def outlook(problem: Problem, device: Device, allows: Allows = _anything) -> Out
 
 
 @cache
-def _loaded(gpu: str) -> Selector | str:
+def selector_here(gpu: str) -> Selector | str:
     """The selector of a kind of GPU, or why there is none."""
     try:
         selector = selector_of(gpu)

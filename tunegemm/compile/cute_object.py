@@ -177,11 +177,11 @@ def find_runtime() -> Path | None:
     if root is None:
         return None
     found = {int(path.parts[-3][2:]): path for path in root.glob(f"cu[0-9]*/lib/{RUNTIME}")}
-    newest = _driver_major() or max(found, default=0)
+    newest = driver_major() or max(found, default=0)
     return found.get(max((major for major in found if major <= newest), default=0))
 
 
-def _driver_major() -> int | None:
+def driver_major() -> int | None:
     """The CUDA of the driver; None where there is no driver."""
     version = ctypes.c_int(0)
     try:

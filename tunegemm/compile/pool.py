@@ -150,6 +150,11 @@ class CompilePool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        """Those of the workers that live."""
+        with self._lock:
+            return [worker.process for worker in self._all]
+
     def start(self) -> None:
         """Begin to start all workers, so that the first jobs need not wait for that."""
         with self._lock:
@@ -337,7 +342,7 @@ class _Worker:
         # Apart from stdout, which compilers write to.
         self._connection, theirs = Pipe()
         command = [sys.executable, "-m", "tunegemm.compile.worker", str(theirs.fileno()), families_module]
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             command + ["low"] * low_priority,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -364,15 +369,15 @@ class _Worker:
         raise _WorkerDied(f"compile took longer than {timeout_s:g} s", killed=True)
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
     def disconnect(self) -> None:
         """Close the connection, once the process has ended and no other thread waits for its reply."""
         self._connection.close()
 
     def _death(self) -> _WorkerDied:
-        code = self._process.wait()
+        code = self.process.wait()
         if code == 1:
             raise CompileError(
                 f"the compile worker cannot start: {sys.executable} -m tunegemm.compile.worker exits with 1"

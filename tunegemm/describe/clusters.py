@@ -19,7 +19,7 @@ from typing import Any
 from tunegemm.describe.driver import primary_context
 
 #: Writes the multiprocessor of every block, and stays 20 us, so that no block follows another on one.
-_PTX = b"""
+PTX = b"""
 .version 8.0
 .target sm_90
 .address_size 64
@@ -80,7 +80,7 @@ class _LaunchConfig(ctypes.Structure):
 def active_clusters(index: int, cluster_size: int, smem_bytes: int) -> int | None:
     """The driver's count for blocks with so much shared memory; None when it cannot be asked."""
     try:
-        with _loaded(index, smem_bytes) as (driver, function):
+        with loaded(index, smem_bytes) as (driver, function):
             return _most_active(driver, function, cluster_size, smem_bytes) or None
     except (OSError, RuntimeError):  # no context: the GPU's memory is full, or another process has it alone
         return None
@@ -96,7 +96,7 @@ def gpcs_of_clusters(index: int, cluster_size: int, clusters: int, smem_bytes: i
 
     if torch.cuda.is_current_stream_capturing():
         return None
-    return _gpcs_of_clusters(index, cluster_size, clusters, smem_bytes)
+    return gpcs_of_launches(index, cluster_size, clusters, smem_bytes)
 
 
 def places_of(gpcs: Sequence[int]) -> tuple[int, ...]:
@@ -120,14 +120,12 @@ def usual_neighbours(gpcs: Sequence[int]) -> int:
 
 
 @functools.cache
-def _gpcs_of_clusters(
-    index: int, cluster_size: int, clusters: int, smem_bytes: int
-) -> tuple[int, ...] | None:
+def gpcs_of_launches(index: int, cluster_size: int, clusters: int, smem_bytes: int) -> tuple[int, ...] | None:
     try:
-        with _loaded(index, smem_bytes) as (driver, function):
-            found = [_multiprocessors(driver, function, index, size, smem_bytes) for size in _SIZES]
+        with loaded(index, smem_bytes) as (driver, function):
+            found = [multiprocessors_of(driver, function, index, size, smem_bytes) for size in _SIZES]
             first, again = (
-                _multiprocessors(driver, function, index, cluster_size, smem_bytes, clusters)
+                multiprocessors_of(driver, function, index, cluster_size, smem_bytes, clusters)
                 for _ in range(2)
             )
     except (OSError, RuntimeError):
@@ -150,7 +148,7 @@ def groups(clusters: Sequence[Sequence[int]]) -> dict[int, int]:
     return least
 
 
-def _multiprocessors(
+def multiprocessors_of(
     driver: Any, function: ctypes.c_void_p, index: int, size: int, smem_bytes: int, clusters: int = 0
 ) -> list[list[int]]:
     """Where each cluster's blocks ran; by default as many as run at once. Empty where none does."""
@@ -189,11 +187,11 @@ def _launch_config(size: int, clusters: int, smem_bytes: int, stream: int = 0) -
 
 
 @contextmanager
-def _loaded(index: int, smem_bytes: int) -> Iterator[tuple[Any, ctypes.c_void_p]]:
+def loaded(index: int, smem_bytes: int) -> Iterator[tuple[Any, ctypes.c_void_p]]:
     """The driver and the kernel, in the device's primary context. Raises RuntimeError or OSError."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     with primary_context(index) as driver:
-        if driver.cuModuleLoadData(ctypes.byref(module), _PTX):
+        if driver.cuModuleLoadData(ctypes.byref(module), PTX):
             raise RuntimeError("the driver refuses the probe")
         try:
             if driver.cuModuleGetFunction(ctypes.byref(function), module, b"whereabouts"):

@@ -288,7 +288,7 @@ def current_fingerprint(
         capability=".".join(map(str, capability)),
         mig=mig.group(1) if mig else "",
         sm_budget=sm_count,
-        driver=_driver_version() if real else "",
+        driver=driver_version() if real else "",
         cuda=cuda,
         torch=torch,
         cutlass_dsl=package_version("nvidia-cutlass-dsl"),
@@ -332,7 +332,7 @@ def even_cut(sm_count: int, cluster_size: int) -> int:
     return max(1, sum(size // cluster_size for size in sizes))
 
 
-def _driver_version() -> str:
+def driver_version() -> str:
     """Ask the kernel module where it answers: starting NVML looks at every GPU of the host."""
     with suppress(OSError):
         return Path("/sys/module/nvidia/version").read_text().strip()

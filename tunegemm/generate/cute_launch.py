@@ -15,7 +15,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate.launching import AddressLaunch
 from tunegemm.generate.workspace import Workspace
 
-_SHARED = b"\3\0"
+SHARED_LIBRARY = b"\3\0"
 """Type of an ELF file that is a shared library, at its bytes 16 and 17."""
 
 
@@ -43,7 +43,7 @@ kept: dict[tuple[str, int, int], Any] = {}
 def prepare_loading(artifact: Path) -> None:
     """Import what loads an object, so that the call which loads it need not. CUDA is not called."""
     with artifact.open("rb") as file:
-        is_library = file.read(18)[16:] == _SHARED
+        is_library = file.read(18)[16:] == SHARED_LIBRARY
     if is_library:
         import tvm_ffi  # noqa: F401
 
@@ -97,17 +97,23 @@ def load_launch(
     return make
 
 
+def forget() -> None:
+    """What was loaded is loaded anew, as in the next process."""
+    _open_runtime.cache_clear()
+    _load.cache_clear()
+
+
 @functools.lru_cache(maxsize=256)  # a search loads thousands of kernels once, and must not keep them
 def _load(path: str, modified_ns: int, device: int):  # type: ignore[no-untyped-def]
     content = Path(path).read_bytes()
-    if content[16:18] == _SHARED:
-        return _load_library(content, Path(path).parent)
+    if content[16:18] == SHARED_LIBRARY:
+        return load_library(content, Path(path).parent)
     import cutlass.cute as cute
 
     return cute.runtime.load_module(path, enable_tvm_ffi=True)[cute_object.FUNCTION_NAME]
 
 
-def _load_library(content: bytes, beside: Path) -> Any:
+def load_library(content: bytes, beside: Path) -> Any:
     """Loads an object from a temporary file, which is then deleted; from one in `beside` if need be.
 
     An object keeps what it set up for the device of its first launch, and a file is loaded into a process

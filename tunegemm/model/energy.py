@@ -21,7 +21,7 @@ from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.model.terms import Bools, Columns, Floats, Ints, Terms, steady_clock_mhz, time_at
 
 #: Clock at which the table holds, MHz.
-_REFERENCE_MHZ = 1500.0
+REFERENCE_MHZ = 1500.0
 _STEP_MHZ = 20.0
 #: The one term on which the chip's voltage has no influence.
 _MEMORY = "dram"
@@ -51,7 +51,7 @@ class Table:
 
     def voltage(self, clocks_mhz: Floats) -> Floats:
         """How many times as much the chip's own terms cost at a clock."""
-        x = clocks_mhz / _REFERENCE_MHZ - 1
+        x = clocks_mhz / REFERENCE_MHZ - 1
         return 1 + self.slope * x + self.bend * x * x
 
 

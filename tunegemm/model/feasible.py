@@ -69,12 +69,12 @@ def _name(family: Family, space: SearchSpace, problem: Problem, device: Device) 
     digest = hashlib.sha256(repr(facts).encode())
     # Rules, and what they compute with: all beside the families and in the family's folder, in bytes.
     here = Path(families.__file__).parent
-    for path in sorted({*here.glob("*.py"), *family.space_file.parent.glob("*.toml"), *_sources(family)}):
+    for path in sorted({*here.glob("*.py"), *family.space_file.parent.glob("*.toml"), *rule_sources(family)}):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:32]
 
 
-def _sources(family: Family) -> set[Path]:
+def rule_sources(family: Family) -> set[Path]:
     return {path for folder in {source.parent for source in family.sources} for path in folder.glob("*.py")}
 
 

@@ -18,7 +18,7 @@ from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate.feasibility import Rule
 
 #: Combinations of what a rule reads that are kept in a table; of more only those that occur are sorted out.
-_MOST_IN_TABLE = 1 << 22
+MOST_IN_TABLE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class CandidateTable:
         code = np.zeros(len(rows), dtype=np.int64)
         for name, size in zip(names, sizes, strict=True):
             code = code * size + self.places[name][rows]
-        if (combinations := math.prod(sizes)) > _MOST_IN_TABLE:
+        if (combinations := math.prod(sizes)) > MOST_IN_TABLE:
             _, first, group = np.unique(code, return_index=True, return_inverse=True)
             return rows[first], group
         first = np.full(combinations, -1)

@@ -48,8 +48,8 @@ def examine(database: str | None = None) -> list[Check]:
     return [
         Check("tunegemm", "ok", f"{tunegemm.__version__} on Python {platform.python_version()}"),
         _packages(),
-        *_devices(),
-        *_families(),
+        *devices(),
+        *families_here(),
         _linker(),
         _database(database),
         *_shipped(),
@@ -73,7 +73,7 @@ def _packages() -> Check:
     return Check("packages", "ok", found)
 
 
-def _devices() -> list[Check]:
+def devices() -> list[Check]:
     count = cuda_device_count()
     if not count:
         import torch
@@ -96,7 +96,7 @@ def _devices() -> list[Check]:
     return checks
 
 
-def _families() -> list[Check]:
+def families_here() -> list[Check]:
     from tunegemm.generate import families
 
     known = {name: families.get(name) for name in families.NAMES}

@@ -33,7 +33,7 @@ _TIMEOUT_S = 600.0
 _MOST_WORKERS = 4
 #: Seconds until a kernel is compiled again that the machine did not let compile, as for want of memory: after
 #: the last one it is given up in this process.
-_RETRY_AFTER_S = (1.0, 15.0, 120.0)
+RETRY_AFTER_S = (1.0, 15.0, 120.0)
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +93,11 @@ class BackgroundCompiler:
         self._logged: set[str] = set()
         self.is_on = True
         """By ``TUNEGEMM_COMPILE``."""
+
+    @property
+    def waiting(self) -> int:
+        """How many kernels wait or are compiled."""
+        return len(self._asked)
 
     def ask(self, record: Record, device: Device) -> Answer:
         """For the kernel of a record that could not be loaded or launched. Returns at once."""
@@ -228,7 +233,7 @@ class BackgroundCompiler:
         """A job that the machine did not let be done is done later, or given up."""
         try:
             timer = threading.Timer(
-                _RETRY_AFTER_S[job.tries], self._put_retry, [job._replace(tries=job.tries + 1)]
+                RETRY_AFTER_S[job.tries], self._put_retry, [job._replace(tries=job.tries + 1)]
             )
             timer.daemon = True
             timer.start()

@@ -131,6 +131,11 @@ class OnlineTuning:
                     thread.start()
                     self._thread = thread
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits to be measured."""
+        return self._thread is None
+
     def _measure_all(self) -> None:
         """Until nothing waits any more. What nobody foresaw is logged, and costs one product."""
         while True:

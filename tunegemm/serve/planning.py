@@ -96,7 +96,7 @@ class Planner:
         self.lock = threading.RLock()
         self._rivals = rivals
         self._online = online or OnlineTuning()
-        self._compiler = BackgroundCompiler(self._serve_compiled, pool)
+        self.compiler = BackgroundCompiler(self._serve_compiled, pool)
         self.state = State()
         """What is known under the policy of now. Replaced as a whole, so that it is read without a lock."""
         self.notices = Notices()
@@ -564,7 +564,7 @@ class Planner:
             return answer
         for record in options:
             try:
-                answer = self._compiler.ask(record, device)
+                answer = self.compiler.ask(record, device)
             except Exception as error:  # likewise
                 answer = Answer(failure=_named(error))
             if answer.kernel:
@@ -642,7 +642,7 @@ class Planner:
 
         with self.lock:
             if self._mode is None:
-                self._compiler.is_on = read_compile(warn)
+                self.compiler.is_on = read_compile(warn)
                 if read_summary(warn):
                     self.notices.sum_up()
                 self._mode = read_mode(warn)

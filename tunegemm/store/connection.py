@@ -124,12 +124,12 @@ def connect(location: Path | URL, *, read_only: bool) -> Engine:
     with translated(location):
         if read_only:
             _check_readable(location)
-            options = _read_only_options(location)
+            options = read_only_options(location)
         else:
             _make_writable(location)
             _choose_journal(location)
             options = "mode=rwc"
-    engine = create_engine("sqlite://", creator=lambda: _open(location, options), poolclass=QueuePool)
+    engine = create_engine("sqlite://", creator=lambda: open_file(location, options), poolclass=QueuePool)
     event.listen(engine, "connect", _prepare)
     event.listen(engine, "begin", _begin)
     return engine
@@ -153,7 +153,7 @@ def check_writable(path: Path) -> None:
 
     Permissions tell less: of read-only mounts, of the side files of WAL, of what root may do.
     """
-    with translated(path), closing(_open(path, "mode=rw")) as connection:
+    with translated(path), closing(open_file(path, "mode=rw")) as connection:
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("ROLLBACK")
 
@@ -220,7 +220,7 @@ def display(location: Path | URL) -> str:
 _TEXT = functools.partial(str, encoding="utf-8", errors="replace")
 
 
-def _open(path: Path, options: str) -> sqlite3.Connection:
+def open_file(path: Path, options: str) -> sqlite3.Connection:
     # isolation_level=None: BEGIN is ours to send (see `_begin`), and DDL joins the transaction.
     # A pooled connection may serve another thread than the one that opened it, one at a time.
     connection = sqlite3.connect(
@@ -257,13 +257,13 @@ def _begin(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
 
 
-def _read_only_options(path: Path) -> str:
+def read_only_options(path: Path) -> str:
     """`mode=ro`, and `immutable=1` where SQLite cannot make the two side files that reading WAL needs.
 
     That is so in a folder one may not write to, such as a system-wide layer. Without a `-wal` file
     nothing is left out by not looking at it.
     """
-    with closing(_open(path, "mode=ro")) as connection:
+    with closing(open_file(path, "mode=ro")) as connection:
         try:
             connection.execute("SELECT count(*) FROM sqlite_master")
         except sqlite3.OperationalError as error:
@@ -284,7 +284,7 @@ def _choose_journal(path: Path) -> None:
     a file made elsewhere was brought to, the file gets a rollback journal.
     """
     network = on_network(path)
-    with closing(_open(path, "mode=rwc")) as connection:
+    with closing(open_file(path, "mode=rwc")) as connection:
         try:
             if network:
                 connection.execute("PRAGMA journal_mode = DELETE")
@@ -299,7 +299,7 @@ def _choose_journal(path: Path) -> None:
                 return
             if not name.startswith(("SQLITE_READONLY", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_PROTOCOL")):
                 raise
-    with closing(_open(path, "mode=rwc")) as connection:
+    with closing(open_file(path, "mode=rwc")) as connection:
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # WAL without shared memory, to get out of it
         connection.execute("PRAGMA journal_mode = DELETE")
 

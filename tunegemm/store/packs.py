@@ -202,8 +202,13 @@ def remove(name: str) -> str:
             chosen[0].rename(Path(scratch, "pack"))  # gone for others at once, then deleted
     except OSError as error:
         raise PackError(f"{chosen[0]}: {error.strerror}; nothing was unloaded") from None
-    _open.cache_clear()
+    forget()
     return chosen[0].name
+
+
+def forget() -> None:
+    """Loaded packs are read anew, as in the next process."""
+    _open.cache_clear()
 
 
 def write_manifest(folder: Path, *, toolchain: Mapping[str, str]) -> None:

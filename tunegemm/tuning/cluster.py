@@ -43,7 +43,7 @@ _CONNECT_S = 30.0
 #: How often a worker that has no news says so.
 _NEWS_S = 0.5
 #: How long workers may take to end after Ctrl-C. A compile takes 3 s, an interleave less.
-_STOP_S = 10.0
+STOP_S = 10.0
 #: A problem that so many workers died of is given up: it would end the others, too. Counted here: Ray's
 #: `max_task_retries` are spent within milliseconds on a host that has gone, before Ray knows that it has
 #: (2.60), so that they do not tell a problem that ends its workers from a host that was lost.
@@ -96,7 +96,7 @@ class Worker:
 
 
 @dataclass(eq=False)
-class _Seat:
+class Seat:
     """A worker, and what it is to take next."""
 
     worker: Any
@@ -129,8 +129,8 @@ class Pool:
         self._open_tuner = open_tuner
         self._device: Device | None = None
         self._joining: dict[Any, Any] = {}  # of each pending call `device` the worker
-        self._idle: list[_Seat] = []
-        self._tunings: dict[Any, tuple[_Seat, Request]] = {}
+        self._idle: list[Seat] = []
+        self._tunings: dict[Any, tuple[Seat, Request]] = {}
         self._news: dict[Any, Any] = {}  # of each pending call `progress` the pending call `tune`
         self._returned: list[Request] = []
         self._deaths: Counter[Problem] = Counter()
@@ -149,7 +149,7 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         list(self._stop())  # nobody asks for what they have
         if closing := [seat.worker.close.remote() for seat in self._idle]:
-            self._ray.wait(closing, num_returns=len(closing), timeout=_STOP_S)
+            self._ray.wait(closing, num_returns=len(closing), timeout=STOP_S)
         seats = (*self._idle, *(busy for busy, _ in self._tunings.values()))
         for worker in (*self._joining.values(), *(seat.worker for seat in seats)):
             self._ray.kill(worker)
@@ -184,7 +184,7 @@ class Pool:
 
     def _hand_out(self, waiting: Iterator[Request]) -> bool:
         """Gives idle workers a problem each, then one to follow; False when there is nothing left to do."""
-        begun: list[tuple[_Seat, Request]] = []
+        begun: list[tuple[Seat, Request]] = []
         while self._idle and (request := self._request_for(self._idle[0], waiting)) is not None:
             begun.append((self._idle.pop(0), request))
         for seat, request in begun:
@@ -200,7 +200,7 @@ class Pool:
             raise self._lost
         return True
 
-    def _request_for(self, seat: _Seat, waiting: Iterator[Request]) -> Request | None:
+    def _request_for(self, seat: Seat, waiting: Iterator[Request]) -> Request | None:
         """What a worker takes: first what others gave back, at the end what another one was to take."""
         if self._returned:
             return self._returned.pop()
@@ -240,7 +240,7 @@ class Pool:
         else:
             self._device = self._device or device
             if device.fingerprint == self.device.fingerprint:
-                self._idle.append(_Seat(worker))
+                self._idle.append(Seat(worker))
             else:
                 here, first = device.fingerprint, self.device.fingerprint
                 differing = [
@@ -292,7 +292,7 @@ class Pool:
         self._idle.append(seat)
         return result
 
-    def _give_back(self, seat: _Seat, *begun: Request) -> None:
+    def _give_back(self, seat: Seat, *begun: Request) -> None:
         """What a worker that is gone was to take, and what it had begun: that goes on first."""
         self._returned += [one for one in (seat.take(), *begun) if one is not None]
 
@@ -302,7 +302,7 @@ class Pool:
             return
         for seat, _ in self._tunings.values():
             seat.worker.stop.remote()
-        ended, late = self._ray.wait([*self._tunings], num_returns=len(self._tunings), timeout=_STOP_S)
+        ended, late = self._ray.wait([*self._tunings], num_returns=len(self._tunings), timeout=STOP_S)
         for ref in late:
             seat, _ = self._tunings.pop(ref)
             self._ray.kill(seat.worker)

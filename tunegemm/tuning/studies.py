@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sqlalchemy import URL
 
 #: How long another process may hold a file before it is called locked.
-_LOCKED_S = 3.0
+LOCKED_S = 3.0
 #: Tables that no other program's database has together.
 _OURS = {"fingerprints", "problems", "candidates", "measurements"}
 #: What a study must have been made for, and how a message names it.
@@ -173,7 +173,7 @@ def _of_url(location: str, database: Path | URL | None) -> Any:
         theirs, ours = ((one.host, one.port, one.database) for one in (url, database))
         if theirs == ours:
             raise StudyError(_refusal(location))
-    arguments = {"connect_args": {"timeout": _LOCKED_S}} if is_sqlite else {}
+    arguments = {"connect_args": {"timeout": LOCKED_S}} if is_sqlite else {}
     if not is_sqlite or Path(str(url.database)).exists():
         engine = sqlalchemy.create_engine(url, **arguments)
         try:
@@ -211,7 +211,7 @@ def _check_file(path: Path, database: Path | URL | None) -> None:
 
 def _check_lock(path: Path) -> None:
     lock = path.with_name(path.name + ".lock")
-    deadline = time.monotonic() + _LOCKED_S
+    deadline = time.monotonic() + LOCKED_S
     while True:
         held = lock.is_symlink() or lock.exists()
         if not held:

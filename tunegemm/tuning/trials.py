@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 #: Part of a batch that is not waited for where slow compiles are skipped. Of 365 s that an H200 took for 84
 #: products it waited 49 s for one to four of 6 to 32 kernels (2026-11-23).
-_SKIPPED_SHARE = 0.25
+SKIPPED_SHARE = 0.25
 
 
 class Measurer(Protocol):
@@ -206,7 +206,7 @@ class Trials:
         yield from self._evaluate(ready, settings)
         missing = [candidate for candidate in batch if candidate not in set(ready)]
         if skip_slow:
-            self._skipped = self._slowest(missing, round(len(batch) * _SKIPPED_SHARE))
+            self._skipped = self._slowest(missing, round(len(batch) * SKIPPED_SHARE))
             missing = [candidate for candidate in missing if candidate not in self._skipped]
         yield from self._evaluate(missing, settings)
 

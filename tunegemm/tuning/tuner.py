@@ -123,7 +123,7 @@ class Tuner:
         self._measurer: Measurer | None = None
         self._child = child
         self._resources = ExitStack()
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="ahead")
+        self.ahead = ThreadPoolExecutor(1, thread_name_prefix="ahead")
         self._library = ThreadPoolExecutor(1, thread_name_prefix="library")
 
     def __enter__(self) -> Self:
@@ -135,7 +135,7 @@ class Tuner:
 
     def close(self) -> None:
         """End the workers; what was measured is stored already."""
-        self._ahead.shutdown(cancel_futures=True)
+        self.ahead.shutdown(cancel_futures=True)
         self._resources.close()  # the measuring worker, too, which another thread may be waiting for
         self._library.shutdown()
         self._measurer = None
@@ -205,7 +205,7 @@ class Tuner:
             _tell(search, state, measured)
             if following is not None and self.device.is_real and not self.compiled_only:
                 # Now, while the GPU measures: before, its thread would take turns with this one.
-                ahead = self._ahead.submit(self._plan, following, effort, trials, Urgency.NEXT)
+                ahead = self.ahead.submit(self._plan, following, effort, trials, Urgency.NEXT)
                 self._planned[following] = ahead
 
             # The search asks for a batch. It is compiled, measured beside torch.mm and published, and the

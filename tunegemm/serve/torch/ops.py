@@ -60,7 +60,7 @@ def define(serving: Callable[[], Dispatcher]) -> None:
     torch.library.register_fake("tunegemm::matmul_out", lambda a, b, out: None, lib=_library)
 
 
-def _teach_inductor(serving: Callable[[], Dispatcher]) -> None:
+def teach_inductor(serving: Callable[[], Dispatcher]) -> None:
     """If a graph is being traced: torch 2.11 says `is_compiling` to the traced code and to exports only."""
     if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
         from tunegemm.serve.torch.lowering import lower
@@ -98,7 +98,7 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
             torch._check(x == y, lambda: f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply")
 
     def fake(a: torch.Tensor, b: torch.Tensor, *, records: str = "") -> torch.Tensor:
-        _teach_inductor(serving)
+        teach_inductor(serving)
         check(a, b)
         return a.new_empty((*a.shape[:-1], b.shape[-1]))
 
@@ -162,7 +162,7 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
     def fake(
         a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Numbers, *form: Any, records: str = ""
     ) -> torch.Tensor:
-        _teach_inductor(serving)
+        teach_inductor(serving)
         return unfused(form_of(MATMUL, *form), a, b, operands, numbers)
 
     def autograd(

@@ -36,7 +36,7 @@ class Takeover:
 
     def __repr__(self) -> str:
         """What it does now, and how it ends."""
-        if self not in _active:
+        if self not in active:
             return "<tunegemm.enable(): ended; torch computes its products>"
         return (
             "<tunegemm.enable(): torch's products of CUDA tensors run tuned kernels until tunegemm.disable()>"
@@ -44,13 +44,13 @@ class Takeover:
 
     def __exit__(self, *_: object) -> None:
         with _lock:
-            if self in _active:
-                _active.remove(self)
-                if not _active:
+            if self in active:
+                active.remove(self)
+                if not active:
                     replacements.remove("takeover")
 
 
-_active: list[Takeover] = []
+active: list[Takeover] = []
 _lock = threading.RLock()
 
 
@@ -79,16 +79,16 @@ def begin(counting: Counting | None = None) -> Takeover:
 
     takeover = Takeover()
     with _lock:
-        if not _active:
+        if not active:
             replacements.put("takeover", Layer(tuple(_SERVED), DEVICE_KEYS, wrap))
-        _active.append(takeover)
+        active.append(takeover)
     return takeover
 
 
 def disable() -> None:
     """Torch has its products back, however often `enable` was called. Nothing happens when it was not."""
     with _lock:
-        _active.clear()
+        active.clear()
         replacements.remove("takeover")
 
 
