@@ -33,7 +33,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 Given = ParamSpec("Given")
@@ -138,14 +138,19 @@ def named_arguments(function: Callable[Given, Result]) -> Callable[Given, Result
     def called(*arguments: Given.args, **keywords: Given.kwargs) -> Result:
         for name in keywords:
             if name not in known:
-                # A part of a name, such as `budget`, is nearer than what is spelt alike.
-                near = [word for word in known if name in word or word in name]
-                near = near or difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
-                raise ArgumentError(f"{function.__name__}() has no argument {name!r}; {hint}")
+                raise unknown_argument(function.__name__, name, known)
         return function(*arguments, **keywords)
 
     return called
+
+
+def unknown_argument(function: str, name: str, known: Sequence[str]) -> ArgumentError:
+    """The error of a keyword that a function does not have; it names the nearest."""
+    # A part of a name, such as `budget`, is nearer than what is spelt alike.
+    near = [word for word in known if name in word or word in name]
+    near = near or difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+    return ArgumentError(f"{function}() has no argument {name!r}; {hint}")
 
 
 #: An operating system's errors that are the machine's at some moment.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pydoc
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,9 +22,10 @@ from tests.support.fusing import Recorded
 from tests.support.serving import BF16, Kernel, operands, serve_with
 from tunegemm.choose.policies import Policy, parse_policy
 from tunegemm.describe.device import find_device
-from tunegemm.errors import ProblemError, TunegemmError
+from tunegemm.errors import ArgumentError, ProblemError, TunegemmError
 from tunegemm.generate.families import completed
 from tunegemm.measure.outcome import Failure, Measurement
+from tunegemm.serve.api import Extras
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.planning import Planner
@@ -292,3 +295,29 @@ def test_a_fused_gradient_minds_the_bias():
     for bias in (tensor(8, dtype=torch.float64), tensor(8, 8, dtype=torch.int8)):
         given = x, weight, bias
         agree(f"{bias.dtype}", partial(tunegemm.linear, *given), partial(functional.linear, *given))
+
+
+def test_matmul_shows_its_keywords() -> None:
+    """To `help()` and to editors, though the function itself takes them as a dictionary."""
+    parameters = inspect.signature(tunegemm.matmul).parameters
+    assert list(parameters) == [
+        "a", "b", "out", "bias", "activation", "residual", "epilogue", "operands", "out_dtype",
+    ]  # fmt: skip
+    names = list(parameters)[2:]
+    assert {parameters[name].kind for name in names} == {inspect.Parameter.KEYWORD_ONLY}
+    assert names[1:] == list(Extras.__annotations__), "as type checkers see them"
+    assert [parameters[name].default for name in names] == [None] * 5 + [(), None]
+    assert parameters["activation"].annotation == "Activation | None"
+    assert "activation: 'Activation | None' = None" in pydoc.plain(pydoc.render_doc(tunegemm.matmul))
+
+
+@pytest.mark.parametrize(("name", "near"), [("activaton", "activation"), ("biass", "bias"), ("outs", "out")])
+def test_a_misspelt_keyword_names_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"matmul\(\) has no argument '{name}'; did you mean {near}\?"):
+        tunegemm.matmul(*operands(), **{name: None})
+
+
+def test_an_error_of_a_traced_call_is_the_calls_own() -> None:
+    with pytest.raises(TypeError, match="must be Tensor") as raised:
+        tunegemm.linear(tensor(8, 8), "x")  # type: ignore[arg-type]
+    assert raised.value.__context__ is None

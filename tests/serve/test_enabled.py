@@ -19,7 +19,7 @@ from tunegemm.describe.served import Served
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.torch import takeover
-from tunegemm.serve.torch.enabled import Counts
+from tunegemm.serve.torch.enabled import MOST_PRODUCTS, Counts
 
 PROGRAM = """
 import sys, torch
@@ -49,6 +49,22 @@ def test_what_was_served_is_counted(
     assert (found.products, found.served, found.calls, found.served_calls) == (3, 1, 7, 3)
     counts.clear()
     assert counts.served().calls == 0
+
+
+def test_a_program_of_ragged_rows_is_counted_in_bounded_memory(
+    monkeypatch: pytest.MonkeyPatch, serve
+) -> None:
+    monkeypatch.setenv("TUNEGEMM_MODE", "off")
+    serve_with(monkeypatch, serve())
+    counts = Counts()
+    a, b = torch.ones(5000, 8, dtype=BF16), torch.ones(8, 8, dtype=BF16)
+    with takeover.begin(counts.counting):
+        for _ in range(2):
+            for m in range(1, 5001):
+                torch.mm(a[:m], b)
+    found = counts.served()
+    assert found.calls == 10_000 and found.served == 0, "every call is counted"
+    assert found.products == MOST_PRODUCTS + 1, "and further products as one"
 
 
 def test_the_line_says_how_many_and_what_they_save() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -9,7 +10,7 @@ import torch
 
 from tunegemm.choose.policies import Policy, Preference
 from tunegemm.describe.epilogue import ACTIVATIONS, GATED, Epilogue
-from tunegemm.errors import ProblemError
+from tunegemm.errors import ProblemError, unknown_argument
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import ADDMM, BMM, LINEAR, MATMUL, SCALED_MM, form_of
 from tunegemm.serve.library import addmm_steps, is_sum, scale_steps
@@ -49,7 +50,7 @@ Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 
 
 class Extras(TypedDict, total=False):
-    """What `matmul` may do with the product in the same kernel."""
+    """The keywords of `matmul`: what it may do with the product in the same kernel."""
 
     bias: torch.Tensor | None
     """A value for each column."""
@@ -71,9 +72,11 @@ def matmul(
 ) -> torch.Tensor:
     """The product ``a @ b``, with the meaning of ``torch.matmul``, by the tuned kernel where one is recorded.
 
-    extras: what the same kernel does with the product, see `Extras`; `bias`, `activation` and `residual`, or
-    any `epilogue` with its `operands`, and `out_dtype`. Where no kernel is recorded for the whole, torch's
-    functions do it one by one.
+    The same kernel adds `bias`, a value for each column, applies `activation` (relu, gelu, gelu_tanh or silu)
+    and adds `residual`, of the result's shape; or it does the steps of an `epilogue`, any that
+    `tunegemm.Epilogue` has or a user's own function, with its `operands`, tensors and numbers, in its order.
+    `out_dtype` is the result's, where it is not the operands': fp32 for 16-bit ones, int32 for int8. Where no
+    kernel is recorded for the whole, torch's functions do it one by one.
 
     Tuned kernels serve bf16 and fp16 on CUDA, and fp32 where
     ``torch.backends.cuda.matmul.fp32_precision`` is ``tf32``: (m, k) x (k, n), and what views make such a
@@ -96,8 +99,11 @@ def matmul(
         if torch.compiler.is_compiling():
             return ops.traced_matmul(a, b, out)
         return product(MATMUL, a, b, out)
-    except TypeError:
-        return node_of(matmul, (a, b), extras if out is None else {"out": out, **extras})
+    except TypeError as error:
+        for name in extras:
+            if name not in Extras.__annotations__:
+                raise unknown_argument("matmul", name, ["out", *Extras.__annotations__]) from None
+        return node_of(error, matmul, (a, b), extras if out is None else {"out": out, **extras})
 
 
 def linear(
@@ -121,8 +127,8 @@ def linear(
             return dispatcher.fused(WITH_BIAS, x, weight, (bias,))
         text = _text(activation, bias is None, residual is None)
         return _fused(LINEAR, text, x, weight, _given(bias, residual))
-    except TypeError:
-        return node_of(linear, (x, weight, bias, activation, residual))
+    except TypeError as error:
+        return node_of(error, linear, (x, weight, bias, activation, residual))
 
 
 def gated_linear(
@@ -138,8 +144,8 @@ def gated_linear(
     text = _GATE_OF[activation] if bias is None else "bias_n+" + _GATE_OF[activation]
     try:
         return _fused(LINEAR, text, x, weight, () if bias is None else (bias,))
-    except TypeError:
-        return node_of(gated_linear, (x, weight, bias, activation))
+    except TypeError as error:
+        return node_of(error, gated_linear, (x, weight, bias, activation))
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -158,8 +164,8 @@ def mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> 
     """The product of two matrices, (m, k) x (k, n): ``torch.mm``, served as `matmul` is."""
     try:
         fits = rank(a) == 2 and rank(b) == 2
-    except TypeError:
-        return node_of(mm, (a, b), {} if out is None else {"out": out}, torch.mm)
+    except TypeError as error:
+        return node_of(error, mm, (a, b), {} if out is None else {"out": out}, torch.mm)
     if not fits:
         return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
     if torch.compiler.is_compiling():
@@ -171,8 +177,8 @@ def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) ->
     """One product per entry of a batch, (l, m, k) x (l, k, n): ``torch.bmm``, served as `matmul` is."""
     try:
         fits = rank(a) == 3 and rank(b) == 3 and a.shape[0] == b.shape[0]
-    except TypeError:
-        return node_of(bmm, (a, b), {} if out is None else {"out": out}, torch.bmm)
+    except TypeError as error:
+        return node_of(error, bmm, (a, b), {} if out is None else {"out": out}, torch.bmm)
     if not fits:
         return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
     if torch.compiler.is_compiling():
@@ -191,8 +197,8 @@ def addmm(
     try:
         fits = is_sum(c, a, b, beta, 2)
         text, tensors, numbers = addmm_steps(c, a, b, beta, alpha) if fits else ("", (), ())
-    except (TypeError, RuntimeError):
-        return node_of(addmm, (c, a, b), {"beta": beta, "alpha": alpha}, torch.addmm)
+    except (TypeError, RuntimeError) as error:
+        return node_of(error, addmm, (c, a, b), {"beta": beta, "alpha": alpha}, torch.addmm)
     result = _fused(ADDMM, text, a, b, tensors, numbers) if fits else None
     return torch.addmm(c, a, b, beta=beta, alpha=alpha) if result is None else result
 
@@ -204,8 +210,8 @@ def baddbmm(
     try:
         fits = is_sum(c, a, b, beta, 3)
         text, tensors, numbers = addmm_steps(c, a, b, beta, alpha) if fits else ("", (), ())
-    except (TypeError, RuntimeError):
-        return node_of(baddbmm, (c, a, b), {"beta": beta, "alpha": alpha}, torch.baddbmm)
+    except (TypeError, RuntimeError) as error:
+        return node_of(error, baddbmm, (c, a, b), {"beta": beta, "alpha": alpha}, torch.baddbmm)
     result = _fused(ADDMM, text, a, b, tensors, numbers) if fits else None
     return torch.baddbmm(c, a, b, beta=beta, alpha=alpha) if result is None else result
 
@@ -230,9 +236,9 @@ def scaled_mm(
     """
     try:
         text = scale_steps(a, b, scale_a, scale_b, bias is not None)
-    except TypeError:
+    except TypeError as error:
         words = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-        return node_of(scaled_mm, (a, b, scale_a, scale_b), words, torch._scaled_mm)
+        return node_of(error, scaled_mm, (a, b, scale_a, scale_b), words, torch._scaled_mm)
     if a.dtype == torch.int8:
         out_dtype, use_fast_accum = out_dtype or torch.bfloat16, True
     if not text:
@@ -250,7 +256,7 @@ def _matmul_and_more(
     out: torch.Tensor | None,
     *,
     bias: torch.Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: torch.Tensor | None = None,
     epilogue: Epilogue | str | None = None,
     operands: Sequence[Any] = (),
@@ -279,6 +285,19 @@ def _matmul_and_more(
     tensors = tuple(each for each in operands if isinstance(each, torch.Tensor))
     numbers = tuple(float(each) for each in operands if not isinstance(each, torch.Tensor))
     return _fused(MATMUL, str(epilogue), a, b, tensors, numbers, out, out_dtype)
+
+
+def _signature() -> inspect.Signature:
+    """The signature of `matmul`, each keyword by its name.
+
+    As parameters of the function they would cost each call 50 ns: Python gives each of them its default.
+    """
+    a, b, out, *extras = inspect.signature(_matmul_and_more).parameters.values()
+    out = out.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=None)
+    return inspect.Signature([a, b, out, *extras], return_annotation="torch.Tensor")
+
+
+matmul.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _is_cast(a: torch.Tensor) -> bool:

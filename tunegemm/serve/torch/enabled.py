@@ -30,6 +30,11 @@ PARTS = "TUNEGEMM_ENABLE_PARTS"
 
 _Key = tuple[Any, ...]
 
+#: Products that are told apart, some 500 B each. Further ones are counted together, as one: a program of
+#: ragged rows has a new one in every step.
+MOST_PRODUCTS = 4096
+_FURTHER: _Key = ()
+
 
 class Counts:
     """The calls of each kind of product, and those that fell back to torch."""
@@ -40,19 +45,20 @@ class Counts:
         self._inside = threading.local()  # of a kernel of torch's, which may call others
 
     def clear(self) -> None:
-        self._calls, self._fell_back = Counter(), Counter()
+        self._calls.clear()
+        self._fell_back.clear()
 
     def counting(
         self, name: str, make: Callable[[Any], Callable[..., Any]], kernel: Any
     ) -> Callable[..., Any]:
         """`make` of an operator's kernel; its calls are counted, and those of the kernel it falls back to."""
-        first, counts, inside = OPERATORS[name].first, self, self._inside
+        first, calls, fell_back, inside = OPERATORS[name].first, self._calls, self._fell_back, self._inside
 
         class Kernel:
             def call_boxed(self, keyset: Any, *arguments: Any, **keywords: Any) -> Any:
                 if getattr(inside, "on", False):
                     return kernel.call_boxed(keyset, *arguments, **keywords)
-                counts._fell_back[key_of(arguments)] += 1
+                fell_back[key_of(arguments)] += 1
                 inside.on = True
                 try:
                     return kernel.call_boxed(keyset, *arguments, **keywords)
@@ -61,13 +67,14 @@ class Counts:
 
         def key_of(arguments: tuple[Any, ...]) -> _Key:
             a, b = arguments[first : first + 2]
-            return a.shape, b.shape, a.dtype
+            key = a.shape, b.shape, a.dtype
+            return key if key in calls or len(calls) < MOST_PRODUCTS else _FURTHER
 
         serve = make(Kernel())
 
         def counted(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
             if not getattr(inside, "on", False):
-                counts._calls[key_of(arguments)] += 1
+                calls[key_of(arguments)] += 1
             return serve(keyset, *arguments, **keywords)
 
         return counted
@@ -81,7 +88,8 @@ class Counts:
             by_kernel = count - self._fell_back[key]
             products, calls, served_calls = products + 1, calls + count, served_calls + by_kernel
             served += by_kernel > 0
-            saved_us += by_kernel * gains.get(_place(*key), 0.0)
+            if key:
+                saved_us += by_kernel * gains.get(_place(*key), 0.0)
         return Served(products, served, calls, served_calls, saved_us * 1e-6)
 
 

@@ -25,6 +25,7 @@ def refuse_proxies(values: Iterable[Any]) -> None:
 
 
 def node_of(
+    error: Exception,
     function: Callable[..., Any],
     arguments: Sequence[Any],
     keywords: Mapping[str, Any] | None = None,
@@ -32,8 +33,8 @@ def node_of(
 ) -> Any:
     """The call as a node of the graph that is being traced.
 
-    For a function that handles a TypeError. Where no argument is a proxy, torch's function, if one is given,
-    takes the arguments or says what is wrong with them; else that error is raised again.
+    error: what the call raised. Where no argument is a proxy, torch's function, if one is given, takes the
+    arguments or says what is wrong with them; else that error is raised again.
     """
     keywords = dict(keywords or {})
     values = (*arguments, *keywords.values(), *(keywords.get("operands") or ()))
@@ -41,5 +42,5 @@ def node_of(
     if proxy is None and torchs is not None:
         return torchs(*arguments, **keywords)
     if proxy is None:
-        raise
+        raise error
     return proxy.tracer.create_proxy("call_function", function, tuple(arguments), keywords)

@@ -32,8 +32,8 @@ class TunedLinear(torch.nn.Linear):
             if bias is None:
                 return api.product(LINEAR, input, weight)
             return api.dispatcher.fused(api.WITH_BIAS, input, weight, (bias,))
-        except TypeError:
-            return node_of(api.linear, (input, weight, bias))
+        except TypeError as error:
+            return node_of(error, api.linear, (input, weight, bias))
 
 
 # Its source is what torch.jit.script compiles.
