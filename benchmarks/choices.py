@@ -35,7 +35,7 @@ import numpy as np
 
 from benchmarks.first_use import DIMENSIONS
 from benchmarks.results import meta
-from tunegemm.choose.plain import selector_of
+from tunegemm.choose.plain import Selector
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ArtifactError, TunegemmError
@@ -306,7 +306,7 @@ def worth_trying(problem: Problem, device: Device) -> shortlist.Choices:
 
 def most_promising(problem: Problem, device: Device, top: int) -> shortlist.Choices:
     """The launches that the device's selector takes for the fastest. Raises TunegemmError without one."""
-    if (selector := selector_of(device.name)) is None:
+    if (selector := Selector.of(device.name)) is None:
         raise TunegemmError(f"{device.name} has no selector yet; leave out --top")
     modelled = replace(device, spec="model")
     found = shortlist.choices(problem, modelled)

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from benchmarks.kind_choices import drawn
-from tunegemm.choose import fused, plain
-from tunegemm.choose.fused import ASKED, best_ranked, features_of, gains_of
+from tunegemm.choose import fitted
+from tunegemm.choose.fused import ASKED, Gains, best_ranked, features_of
+from tunegemm.choose.predictions import load, outlook
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
@@ -81,24 +82,24 @@ def test_few_rows_of_fp8_are_served(device: Device) -> None:
     ],
 )
 def test_other_products_are_not_predicted(device: Device, change: dict[str, Any]) -> None:
-    found = fused.outlook(replace(SERVED, **change), device, lambda *_: "")
+    found = outlook(replace(SERVED, **change), device, lambda *_: "")
     assert not found.decides and not found.options
 
 
 def test_parts_of_a_gpu_and_other_gpus_are_not_predicted(device: Device) -> None:
     part = replace(device, fingerprint=replace(device.fingerprint, mig="1g.18gb"))
     for other in (part, find_device("model:a100-sxm-80gb"), device.with_sm_budget(60)):
-        assert not fused.outlook(SERVED, other, lambda *_: "").options
+        assert not outlook(SERVED, other, lambda *_: "").options
 
 
 def test_a_policy_may_refuse_all(device: Device) -> None:
-    found = fused.outlook(SERVED, device, lambda *_: "not that one")
+    found = outlook(SERVED, device, lambda *_: "not that one")
     assert not found.options and found.refusal.count("not that one") >= 1
 
 
 def test_what_torch_launches_counts(device: Device) -> None:
     """Of a product whose library was measured as a feature: the answer for another one is another."""
-    gains = gains_of(H200)
+    gains = Gains.of(H200)
     assert gains is not None
     problem = Problem.parse("8x9216x4608", epilogue="bias_n+gelu_tanh")
     found, real = best_ranked(problem, device), replace(device, spec="cuda:0")
@@ -113,17 +114,17 @@ def test_a_damaged_file_is_refused_and_is_one_warning(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "kinds-h200.json"
-    assert gains_of(H200, tmp_path) is None
+    assert Gains.of(H200, tmp_path) is None
     text = data_path("db", path.name).read_text(encoding="utf-8")
     at = random.Random(3).randrange(len(text) // 2, len(text) - 100)
     for damaged in (text[:-200], text[:at] + "9" + text[at + 1 :], "[]", ""):
         path.write_text(damaged, encoding="utf-8")
         with pytest.raises(TunegemmError, match=r"is damaged.*install tunegemm again"):
-            gains_of(H200, tmp_path)
+            Gains.of(H200, tmp_path)
     for name in ("selector.toml", "invariant.toml", "order.json"):
         shutil.copy(data_path("db", name), tmp_path)
-    monkeypatch.setattr(plain, "data_path", lambda *parts: tmp_path.joinpath(*parts[1:]))
-    fused.gains_here.cache_clear()
+    monkeypatch.setattr(fitted, "data_path", lambda *parts: tmp_path.joinpath(*parts[1:]))
+    load.cache_clear()
     try:
         with pytest.warns(TunegemmWarning, match="nothing is predicted until then") as said:
             assert select(Snapshot(), SERVED, device).outcome == "miss"
@@ -132,7 +133,7 @@ def test_a_damaged_file_is_refused_and_is_one_warning(
             warnings.simplefilter("error")
             assert select(Snapshot(), SERVED, device).outcome == "miss"
     finally:
-        fused.gains_here.cache_clear()
+        load.cache_clear()
 
 
 def test_files_are_small() -> None:

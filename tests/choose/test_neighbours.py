@@ -46,7 +46,7 @@ def Row(
 @pytest.fixture(autouse=True)
 def nothing_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the rules say where predictions do not come first."""
-    monkeypatch.setattr("tunegemm.choose.plain.selector_here", lambda gpu: "nothing is predicted here")
+    monkeypatch.setattr("tunegemm.choose.predictions.load", lambda model, gpu: "nothing is predicted here")
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.first_use import DIMENSIONS
-from tunegemm.choose import forest, plain
-from tunegemm.choose.plain import Selector, outlook, selector_of
+from tunegemm.choose import fitted, forest
+from tunegemm.choose.plain import Selector
 from tunegemm.choose.policies import Policy
+from tunegemm.choose.predictions import load, outlook
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
@@ -39,7 +40,7 @@ def device() -> Device:
 
 @pytest.fixture(scope="module", params=PARTS)
 def selector(request: pytest.FixtureRequest) -> Selector:
-    found = selector_of(find_device(f"model:{request.param}").name)
+    found = Selector.of(find_device(f"model:{request.param}").name)
     assert found is not None
     return found
 
@@ -181,20 +182,20 @@ def written(folder: Path, **changes: object) -> Path:
 
 
 def test_a_file_that_is_altered_truncated_or_of_another_list_is_refused(tmp_path: Path) -> None:
-    assert selector_of(H200, tmp_path) is None
+    assert Selector.of(H200, tmp_path) is None
     path = written(tmp_path)
-    assert selector_of(H200, tmp_path) is not None
+    assert Selector.of(H200, tmp_path) is not None
     text = path.read_text(encoding="utf-8")
     for damaged in (text[: len(text) // 2], text.replace('"base": ', '"base": 1', 1), "[]", "", "null"):
         path.write_text(damaged, encoding="utf-8")
         with pytest.raises(TunegemmError, match=r"is damaged.*install tunegemm again"):
-            selector_of(H200, tmp_path)
+            Selector.of(H200, tmp_path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(TunegemmError, match="is damaged"):
-        selector_of(H200, tmp_path)
+        Selector.of(H200, tmp_path)
     written(tmp_path, list="other")
     with pytest.raises(TunegemmError, match=r"another db/selector\.toml"):
-        selector_of(H200, tmp_path)
+        Selector.of(H200, tmp_path)
 
 
 def test_a_damaged_file_is_one_warning_and_torch(
@@ -202,8 +203,8 @@ def test_a_damaged_file_is_one_warning_and_torch(
 ) -> None:
     (tmp_path / "selector-h200.json").write_text("{", encoding="utf-8")
     shutil.copy(data_path("db", "selector.toml"), tmp_path)
-    monkeypatch.setattr(plain, "data_path", lambda *parts: tmp_path.joinpath(*parts[1:]))
-    plain.selector_here.cache_clear()
+    monkeypatch.setattr(fitted, "data_path", lambda *parts: tmp_path.joinpath(*parts[1:]))
+    load.cache_clear()
     try:
         with pytest.warns(TunegemmWarning, match="nothing is predicted until then") as said:
             first = select(Snapshot(), served, device)
@@ -212,7 +213,7 @@ def test_a_damaged_file_is_one_warning_and_torch(
             warnings.simplefilter("error")
             second = select(Snapshot(), served, device)
     finally:
-        plain.selector_here.cache_clear()
+        load.cache_clear()
     assert first.outcome == second.outcome == "miss" and "is damaged" in second.why
 
 

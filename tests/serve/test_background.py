@@ -25,8 +25,8 @@ import tunegemm
 from tests.support.processes import environment
 from tests.support.serving import BF16, Kernel, Row, operands, quietly, serve_with
 from tests.support.waiting import until
-from tunegemm.choose.plain import outlook
 from tunegemm.choose.policies import Policy
+from tunegemm.choose.predictions import outlook
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.compile.artifacts import ArtifactStore, Key
 from tunegemm.compile.pool import CompilePool, CompileResult

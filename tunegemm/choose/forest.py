@@ -78,9 +78,12 @@ class Forest:
         return found
 
 
-def read(path: Path, features: Sequence[str]) -> dict[str, Any]:
-    """A file of `written`. Raises TunegemmError for one that is damaged, of another version or features, and
-    FileError for one that cannot be read."""
+def read(path: Path, features: Sequence[str]) -> tuple[Forest, dict[str, Any]]:
+    """The trees of a file of `written`, and all that it holds.
+
+    Raises TunegemmError for a file that is damaged, of another version or features, and FileError for one
+    that cannot be read.
+    """
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         intact = data.pop("checksum") == checksum(data) and data["format"] == FORMAT
@@ -90,7 +93,7 @@ def read(path: Path, features: Sequence[str]) -> dict[str, Any]:
         raise TunegemmError(f"{path} is damaged ({type(error).__name__}); install tunegemm again") from None
     if not intact or data["features"] != list(features):
         raise TunegemmError(f"{path} is damaged or of another version; install tunegemm again")
-    return data
+    return Forest.of(data, len(features)), data
 
 
 def written(data: Mapping[str, Any], features: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tunegemm.choose.forest import Forest, read
+from tunegemm.choose.forest import read
 from tunegemm.choose.policies import Policy
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device
@@ -202,4 +202,4 @@ def order_here() -> Expects:
 
 def order_of(path: Path) -> Expects:
     """The trees of a file. Raises TunegemmError for one that is damaged or of another version."""
-    return Forest.of(read(path, OF_ORDER), len(OF_ORDER))
+    return read(path, OF_ORDER)[0]

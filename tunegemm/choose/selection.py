@@ -15,9 +15,9 @@ from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade, judge_stored
 
 if TYPE_CHECKING:
+    from tunegemm.choose.fitted import Predicted
     from tunegemm.choose.invariance import InvariantOption
     from tunegemm.choose.neighbours import Near
-    from tunegemm.choose.plain import Predicted
 
 Outcome = Literal["hit", "predicted", "near", "miss"]
 
@@ -73,9 +73,9 @@ def select(
     if not near:
         return Selection("miss", (), why)
     # And the model: a hit does without.
-    from tunegemm.choose import fused, plain
+    from tunegemm.choose.predictions import outlook
 
-    ahead = (fused if problem.epilogue else plain).outlook(problem, device, policy.refusal)
+    ahead = outlook(problem, device, policy.refusal)
     if ahead.options:
         found = tuple(option.record for option in ahead.options)
         return Selection("predicted", found, str(ahead.options[0]), predictions=ahead.options)

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from math import ceil, isnan
 from typing import TYPE_CHECKING, Any, Literal
 
+from tunegemm.choose.fitted import Predicted
 from tunegemm.choose.invariance import InvariantOption
 from tunegemm.choose.neighbours import Near
-from tunegemm.choose.plain import Predicted
 from tunegemm.choose.policies import Policy
 from tunegemm.choose.selection import Outcome, Selection, read_rivals, select
 from tunegemm.choose.snapshot import Snapshot

@@ -26,7 +26,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
 
 if TYPE_CHECKING:
-    from tunegemm.choose.plain import Predicted
+    from tunegemm.choose.fitted import Predicted
     from tunegemm.serve.feedback import Feedback, Measure
 
 _log = logging.getLogger(__name__)

@@ -1,0 +1,189 @@
+"""Predictions of what a product that nobody tuned may take, by what was measured of others.
+
+Boosted trees expect of each launch how many times as fast as torch it is. The best expected is taken where it
+passes a margin, else torch. `plain` and `fused` say which launches are asked about, and by which features.
+Trees and margins are in a file of db/ for each kind of GPU; one without such a file serves nothing by
+prediction.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from tunegemm.choose.forest import Forest, read
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate import families
+from tunegemm.generate.cublaslt.choice import LibraryChoice, first_choice
+from tunegemm.model.terms import Floats
+from tunegemm.resources import data_path
+from tunegemm.store.record import Record
+
+#: Launches that are offered of a product, for where the best one cannot be loaded.
+MOST_OPTIONS = 3
+
+Allows = Callable[[Problem, Candidate], str]
+"""Why a candidate must not be used for a problem; empty when it may be."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A shipped kernel for a problem that was not measured."""
+
+    record: Record
+    """The kernel as it would be launched; `ratio` is the lower bound."""
+    label: str
+    expected: float
+    """Times as fast as torch."""
+    bound: float
+    """The same, less the margin of such products."""
+    basis: str
+    """What it goes by, and how often that was wrong."""
+
+    def __str__(self) -> str:
+        return f"{self.expected:.3f} x torch expected, at least {self.bound:.3f}; {self.basis}"
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is to be expected of the shipped kernels for a problem."""
+
+    options: tuple[Predicted, ...] = ()
+    """That may be launched, the best first."""
+    refusal: str = ""
+    """Why there are none, in one clause."""
+    decides: bool = True
+    """Whether predictions are for such problems on such devices."""
+
+
+def anything(problem: Problem, candidate: Candidate) -> str:
+    """Allows every candidate."""
+    return ""
+
+
+@dataclass(frozen=True)
+class Fitted(ABC):
+    """A model that was fitted to one kind of GPU, and its margins."""
+
+    file: ClassVar[str]
+    """What the names of its files begin with."""
+    features: ClassVar[Sequence[str]]
+    """The columns that its trees compare."""
+
+    forest: Forest
+    rows: tuple[int, ...]
+    """Ends of the ranges of rows; beyond the last nothing is served."""
+    extents: tuple[int, int]
+    """Least and greatest N and K that were measured."""
+    margins: Mapping[str, tuple[float | None, ...]]
+    """How much of what is expected may be missing, in log, by `case` and range; None: nothing is served."""
+    served: Mapping[str, Mapping[str, float]]
+    """What the validation found, by case."""
+
+    @classmethod
+    def of(cls, gpu: str, folder: Path | None = None) -> Self | None:
+        """The model of a kind of GPU, such as ``NVIDIA H200``; None where there is none.
+
+        folder: where the files are; by default that of the package. Raises TunegemmError for a file that is
+        damaged, of another version, or fitted to other kernels.
+        """
+        name = "-".join(gpu.removeprefix("NVIDIA").lower().split())
+        path = (folder or data_path("db")) / f"{cls.file}-{name}.json"
+        if not path.exists():
+            return None
+        forest, data = read(path, cls.features)
+        common = {
+            "forest": forest,
+            "rows": tuple(data["rows"]),
+            "extents": tuple(data["extents"]),
+            "margins": {case: tuple(values) for case, values in data["margins"].items()},
+            "served": data["served"],
+        }
+        return cls(**common, **cls._further(data, path))
+
+    @classmethod
+    def _further(cls, data: Mapping[str, Any], path: Path) -> dict[str, Any]:
+        """The fields that a class adds. Raises TunegemmError for a file that does not fit."""
+        return {}
+
+    @staticmethod
+    @abstractmethod
+    def covers(problem: Problem) -> bool:
+        """Whether predictions are for such products at all."""
+
+    @abstractmethod
+    def case(self, problem: Problem, library: LibraryChoice | None) -> str:
+        """Which margins hold. library: what torch's library chooses for the product alone; None: unknown."""
+
+    @abstractmethod
+    def expected(
+        self, problem: Problem, device: Device, library: LibraryChoice | None
+    ) -> tuple[Callable[[int], Candidate], Floats]:
+        """The launches that are asked about, by their number, and the log of what is expected of each."""
+
+    @abstractmethod
+    def basis(self, case: str) -> str:
+        """What a prediction goes by, for people."""
+
+    def loss(self, number: int) -> float:
+        """What sustained work takes from a lead in a range of rows, in log."""
+        return 0.0
+
+    def outlook(
+        self,
+        problem: Problem,
+        device: Device,
+        allows: Allows = anything,
+        ask: Callable[[Problem, int], LibraryChoice | None] = first_choice,
+    ) -> Outlook:
+        """The launches that may be expected to be faster than torch.
+
+        ask: for what torch's library chooses on a device; not asked where the device is not real.
+        """
+        if problem.m > self.rows[-1]:
+            return Outlook(refusal=f"predictions are for up to {self.rows[-1]} rows", decides=False)
+        least, most = self.extents
+        if not (least <= problem.n <= most and least <= problem.k <= most):
+            return Outlook(refusal=f"predictions are for N and K from {least} to {most}", decides=False)
+        number = next(number for number, high in enumerate(self.rows) if problem.m <= high)
+        if self._margin(self.case(problem, None), number) is None:
+            return Outlook(refusal=f"nothing is predicted of them at {problem.m} rows", decides=False)
+        library = ask(replace(problem, epilogue=""), device.index) if device.is_real else None
+        case, loss = self.case(problem, library), self.loss(number)
+        margin = (self._margin(case, number) or 0.0) + loss
+        candidate_of, logs = self.expected(problem, device, library)
+        order = np.argsort(-logs, kind="stable").tolist()
+        best = logs[order[0]] if order else -math.inf
+        if best <= margin:
+            return Outlook(
+                refusal=f"{math.exp(best - loss):.3f} x torch is predicted of the best shipped kernel, "
+                f"{math.exp(margin - loss):.3f} asked for"
+            )
+        options: list[Predicted] = []
+        refusals: list[str] = []
+        for row in order:
+            if logs[row] <= margin or len(options) == MOST_OPTIONS:
+                break
+            candidate = candidate_of(row)
+            family = families.get(candidate.family)
+            label = family.label(candidate)
+            if reason := allows(problem, candidate):
+                refusals.append(f"{label}: {reason}")
+            elif not (verdict := family.check(problem, candidate, device)).runs:
+                refusals.append(f"{label}: {verdict}")
+            else:
+                bound, expected = math.exp(logs[row] - margin), math.exp(logs[row] - loss)
+                record = Record(problem, candidate, device.fingerprint, label, ratio=bound)
+                options.append(Predicted(record, label, expected, bound, self.basis(case)))
+        return Outlook(tuple(options), "" if options else "; ".join(refusals))
+
+    def _margin(self, case: str, number: int) -> float | None:
+        return self.margins[case][number] if case in self.margins else None
