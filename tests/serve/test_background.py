@@ -36,7 +36,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmWarning
 from tunegemm.generate import families, generator
 from tunegemm.report.explain import candidate_of
-from tunegemm.serve import background, planning
+from tunegemm.serve import background, finding, planning
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import MATMUL, form_of
 from tunegemm.serve.launchers import Prepared, prepare
@@ -236,12 +236,14 @@ def test_nothing_is_compiled_in_a_forked_child(serving, pools) -> None:
 def test_nothing_is_begun_while_a_graph_is_captured(serving, kernel, pools, monkeypatch) -> None:
     """Neither by a call, nor where compiled code asks what is served."""
     dispatcher, (a, b) = serving(), matrices()
-    monkeypatch.setattr(planning, "capturing", lambda device: True)
+    for place in (planning, finding):
+        monkeypatch.setattr(place, "capturing", lambda device: True)
     assert right(dispatcher)
     with pytest.warns(TunegemmWarning, match="not in the object store"):
         assert not dispatcher.planner.serves(form_of(MATMUL, ""), a, b, 0)
     assert not pools
-    monkeypatch.setattr(planning, "capturing", lambda device: False)
+    for place in (planning, finding):
+        monkeypatch.setattr(place, "capturing", lambda device: False)
     dispatcher.planner.refresh()
     until(lambda: is_served(dispatcher, kernel))
 

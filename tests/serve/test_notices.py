@@ -52,11 +52,11 @@ def test_another_kind_of_product_is_another_warning(
 def test_after_so_many_warnings_there_are_no_more(said: list[warnings.WarningMessage]) -> None:
     notices, made = Notices(), []
     for number in range(3 * MOST_WARNINGS):
-        notices.warn(number, lambda: made.append(1) or "a product falls back")
+        notices.warn(lambda: made.append(1) or "a product falls back", number)
     assert len(said) == len(made) == MOST_WARNINGS + 1
     assert "no more are given" in str(said[-1].message)
     notices.forget()
-    notices.warn(0, "again")
+    notices.warn("again", 0)
     assert str(said[-1].message) == "again"
 
 

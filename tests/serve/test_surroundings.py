@@ -331,7 +331,7 @@ def test_whatever_is_raised_is_torchs_product_and_one_warning(device, monkeypatc
     rows = [Row(Problem(m, 48, 64), device.fingerprint) for m in (32, 16, 8)]
     parts: dict[str, Callable] = {"read": lambda: Snapshot(rows), "find": lambda _: device}
     if place == "select":
-        monkeypatch.setattr("tunegemm.serve.planning.select", fail)
+        monkeypatch.setattr("tunegemm.serve.finding.select", fail)
     else:
         parts[place] = fail
     planner = Planner(device_type="cpu", **parts)

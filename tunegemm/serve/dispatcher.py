@@ -43,7 +43,15 @@ _PLAIN_FORMS = {call: form_of(call, "") for call in (MATMUL, LINEAR, BELOW_AUTOG
 
 
 class Dispatcher:
-    """The calls. The module `api` holds the one that `tunegemm.matmul` uses."""
+    """The calls. The module `api` holds the one that `tunegemm.matmul` uses.
+
+    It and its `SlowPath` call each other: a call that is not known goes there, and the products that such a
+    call consists of, as of cast operands or of a backward pass, come back as calls of their own.
+
+    `product`, `fused` and `compiled` each spell out what forbids a launch now (modes, deterministic
+    algorithms, another current device) and what a launch is. That is said three times on purpose: as a
+    function it would cost every call a Python call more. What is changed in one is changed in all.
+    """
 
     def __init__(self, planner: Planner | None = None) -> None:
         self.planner = planner or Planner()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from tunegemm.describe.epilogue import operand_dtype
+from tunegemm.describe.problem import Problem, normalize_dtype
+from tunegemm.errors import ProblemError
 from tunegemm.generate.launching import words_reader
 from tunegemm.serve.forms import Form
 from tunegemm.serve.operands import Operands, Refusal, describe
-from tunegemm.serve.plans import views_of_operands
 
 
 class Named(NamedTuple):
@@ -36,7 +39,7 @@ def named(
         return operands
     problem = operands.problem
     folded = a.ndim > len(operands.views[0])
-    shapes = views_of_operands(problem, form, tensors, operands.out_shape, folded)
+    shapes = _views_of_operands(problem, form, tensors, operands.out_shape, folded)
     if shapes is None:
         return Refusal("")
     return Named(operands, shapes, _words_refusal(operands, form, tensors, shapes))
@@ -64,3 +67,45 @@ def described(form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | 
     return describe(
         a, b, out, out_dtype=form.out_dtype_of(a), epilogue=form.text, accumulation=form.accumulation
     )
+
+
+def _views_of_operands(
+    problem: Problem,
+    form: Form,
+    tensors: Sequence[torch.Tensor],
+    out_shape: tuple[int, ...],
+    folded: bool,
+) -> tuple[tuple[int, ...], ...] | None:
+    """Shapes in which a kernel sees an epilogue's tensors; None where they are not what it takes.
+
+    out_shape: of the result, which matrices have. folded: whether leading dimensions are rows of the kernel's
+    product: what is one for each row of torch's is then no vector.
+    """
+    if not form.epilogue.is_defined:
+        return None
+    shapes = []
+    takes = [operand for operand in form.epilogue.operands if operand.kind != "number"]
+    if len(takes) != len(tensors):
+        return None
+    for operand, tensor in zip(takes, tensors, strict=True):
+        shape = problem.operand_shape(operand)
+        if operand.kind == "scalar":
+            fits = tensor.numel() == 1
+        elif operand.kind == "matrix":
+            fits = tensor.ndim > 1 and tuple(tensor.shape) == out_shape and 0 not in tensor.stride()
+        elif operand.name in ("scale_a", "scale_b"):  # (m, 1) and (1, n), as torch has them
+            fits = tensor.ndim == 2
+        else:
+            fits = tensor.ndim == 1 and not (operand.kind == "m" and folded)
+        if not fits or tensor.numel() != math.prod(shape):
+            return None
+        try:
+            if normalize_dtype(str(tensor.dtype)) != operand_dtype(operand, problem.out_dtype):
+                return None
+            if len(shape) == 1 and shape[0] > 1 and tensor.view(shape).stride(0) != 1:
+                return None
+            tensor.view(shape)
+        except (ProblemError, RuntimeError):  # a dtype without a name here, or strides without such a view
+            return None
+        shapes.append(shape)
+    return tuple(shapes)

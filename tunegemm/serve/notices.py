@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from tunegemm.describe.command import tune_command
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import TunegemmWarning
+from tunegemm.errors import TunegemmError, TunegemmWarning, one_line
+from tunegemm.generate import families
 
 #: Warnings of a process, of which each is of another weight or another kind: attention's products have a
 #: weight for each length.
@@ -30,8 +31,13 @@ class Notices:
         self._given: set[Hashable] = set()
         self._untuned: dict[Hashable, _Rows] | None = None
 
-    def warn(self, about: Hashable, message: str | Callable[[], str]) -> None:
-        """Gives a warning, unless one about the same was given. message: made only where it is given."""
+    def warn(self, message: str | Callable[[], str], about: Hashable = None) -> None:
+        """Gives a warning, unless one about the same was given.
+
+        message: made only where it is given, if it is a function. about: of what there is one warning; None:
+        of this message.
+        """
+        about = message if about is None else about
         if about in self._given or len(self._given) > MOST_WARNINGS:
             return
         self._given.add(about)
@@ -93,6 +99,25 @@ class _Rows:
     def __str__(self) -> str:
         more = f" and others of {self.least} rows and more" if self.numbers > 1 else ""
         return f"torch computed {self.most}{more}, without a record: {tune_command(self.most)}"
+
+
+def who(name: str) -> str:
+    """The function that was called, as warnings name it."""
+    return f"tunegemm.{name}" if name else "tunegemm"
+
+
+def advice(problem: Problem, words: str) -> str:
+    """How to have a kernel for the problem, or why there can be none, whatever is tuned."""
+    if reason := families.refusal_by_all(problem):
+        return f"It can have no tuned kernel: {reason}"
+    return f"{words}: {tune_command(problem)}"
+
+
+def named_error(error: Exception) -> str:
+    """One line of an error; of one that is not ours its name, too, as the text of a KeyError says little."""
+    line = one_line(error)
+    is_known = isinstance(error, TunegemmError | ValueError | RuntimeError) or line == type(error).__name__
+    return line if is_known else f"{type(error).__name__}: {line}"
 
 
 def weight_of(problem: Problem) -> tuple[Hashable, ...]:

@@ -83,6 +83,11 @@ class OnlineTuning:
         self.warning = ""
         """Why the last attempt did nothing, in one line; empty when it went well, or when none was due."""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits to be measured."""
+        return self._thread is None
+
     def attempt(self, problem: Problem, device: Device) -> bool:
         """Tune the problem if that may be done now: whether there is something new to read."""
         self.warning = ""
@@ -130,11 +135,6 @@ class OnlineTuning:
                 with suppress(RuntimeError):  # none can be had now: the next product asks for one again
                     thread.start()
                     self._thread = thread
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing waits to be measured."""
-        return self._thread is None
 
     def _measure_all(self) -> None:
         """Until nothing waits any more. What nobody foresaw is logged, and costs one product."""

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,28 +24,25 @@ import torch
 from tunegemm.choose.compiled_code import least_ratio
 from tunegemm.choose.operators import absorbed
 from tunegemm.choose.policies import Policy
-from tunegemm.choose.selection import Selection, read_rivals, select
+from tunegemm.choose.selection import read_rivals, select
 from tunegemm.choose.snapshot import Snapshot, read_snapshot
-from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import TunegemmError, TunegemmWarning, one_line, raised
-from tunegemm.generate import families
-from tunegemm.generate.cublaslt import is_torch, reduces_in_16_bits, splits_k
-from tunegemm.generate.launching import AddressLauncher, words_binder
+from tunegemm.errors import one_line
+from tunegemm.generate.cublaslt import is_torch
 from tunegemm.serve.background import Answer, BackgroundCompiler, make_pool
+from tunegemm.serve.finding import Finder, Wanted
 from tunegemm.serve.forms import BELOW_AUTOGRAD, LINEAR, Form
-from tunegemm.serve.guards import REDUCTIONS, allocation, capturing, deterministic, reductions_allowed
+from tunegemm.serve.guards import allocation, capturing, deterministic
 from tunegemm.serve.launchers import Prepared, prepare
 from tunegemm.serve.modes import Mode, read_compile, read_mode, read_policy, read_summary
 from tunegemm.serve.naming import described, named
-from tunegemm.serve.notices import Notices, weight_of
+from tunegemm.serve.notices import Notices, advice, named_error, weight_of, who
 from tunegemm.serve.online import OnlineTuning
-from tunegemm.serve.operands import ALIGNMENT, Refusal, describe, seen_as
-from tunegemm.serve.plans import Compiling, Plan, State, expanding
+from tunegemm.serve.operands import Refusal, describe
+from tunegemm.serve.plans import Compiling, Plan, State, make_plan, refusal_of
 from tunegemm.store.layers import modified
 from tunegemm.store.record import Record
-from tunegemm.store.validity import Grade
 from tunegemm.store.waiting import within
 
 if TYPE_CHECKING:
@@ -89,17 +84,16 @@ class Planner:
         who tunes online and compiles missing kernels.
         """
         self.device_type = device_type
-        self._read = read
-        self._find = find
-        self._prepare = prepare
-        self._modified = modified
+        self._read, self._modified = read, modified
         self.lock = threading.RLock()
-        self._rivals = rivals
         self._online = online or OnlineTuning()
+        self.notices = Notices()
         self.compiler = BackgroundCompiler(self._serve_compiled, pool)
+        self._finder = Finder(
+            device_type, self.notices, self.compiler, find=find, prepare=prepare, rivals=rivals
+        )
         self.state = State()
         """What is known under the policy of now. Replaced as a whole, so that it is read without a lock."""
-        self.notices = Notices()
         self._others: dict[Policy, State] = {}
         """The states of policies that were left, for when one comes back."""
         self._mode: Mode | None = None
@@ -195,7 +189,7 @@ class Planner:
             return state, None
         if torch.cuda._is_in_bad_fork() or capturing(a.device):
             if state.policy.is_batch_invariant:
-                self._warn(
+                self.notices.warn(
                     f"a product of {tuple(a.shape)} and {tuple(b.shape)} is captured before it was computed "
                     f"once, and is torch's in this CUDA graph: {state.policy} does not hold. Call it first",
                     about=("captured", tuple(b.shape), b.dtype),
@@ -206,7 +200,7 @@ class Planner:
             if key in state.plans:
                 return state, state.plans[key]
             plan = None
-            with torch.inference_mode(False), torch.no_grad(), self._guarded(state):
+            with torch.inference_mode(False), torch.no_grad(), self._finder.guarded(state):
                 plan = self._make_plan(state, key, form, a, b, tensors, numbers, out)
                 composed = plan is None and not form.is_plain and form.call != BELOW_AUTOGRAD
                 if composed and self._has_tuned_product(state, form, a, b):
@@ -222,7 +216,7 @@ class Planner:
         """Whether the key's plan is to be made anew. Other threads go on meanwhile, with this key, too."""
         tuned = self._online.attempt(problem, device)
         if self._online.warning:
-            self._warn(self._online.warning)
+            self.notices.warn(self._online.warning)
         if tuned:
             with self.lock:
                 state.snapshot = self._snapshot(state, "matmul")
@@ -237,7 +231,7 @@ class Planner:
         """What became of a prediction that was measured meanwhile: plans that it made are made anew, unless
         it won."""
         if warning:
-            self._warn(warning)
+            self.notices.warn(warning)
         best = feedback.result.best if feedback is not None else None
         if best is None or best.candidate == record.candidate:
             return
@@ -297,16 +291,15 @@ class Planner:
         if isinstance(asked, Refusal):
             if asked.reason and name:
                 about = "refused", tuple(b.shape), b.stride(), b.dtype, form.text
-                self._warn(f"{asked.reason}; {_who(name)} falls back to torch", about)
+                self.notices.warn(f"{asked.reason}; {who(name)} falls back to torch", about)
             return None
-        operands, shapes = asked.operands, asked.shapes
-        problem = operands.problem
+        problem = asked.operands.problem
         weight = weight_of(problem)
         if a.device.type != self.device_type:
-            self._warn(
+            self.notices.warn(
                 lambda: (
-                    f"{problem} on {a.device.type}: {_who(name)} falls back to torch. "
-                    + _advice(problem, "On a CUDA device, tune it with")
+                    f"{problem} on {a.device.type}: {who(name)} falls back to torch. "
+                    + advice(problem, "On a CUDA device, tune it with")
                 ),
                 about=("device", a.device.type, *weight),
             )
@@ -316,48 +309,17 @@ class Planner:
             if (place := (problem, a.device.index or 0)) in state.compiling:
                 state.waiting.setdefault(place, set()).add(key)
             return None
-        if prepared.tma and operands.tma_refusal:
-            if name:
-                text = f"{problem}: {operands.tma_refusal}; {_who(name)} falls back to torch"
-                self._warn(text, ("unaligned", *weight))
+        if (refused := refusal_of(prepared, asked, a, b)) is not None:
+            if refused.reason and name:
+                text = f"{problem}: {refused.reason}; {who(name)} falls back to torch"
+                self.notices.warn(text, ("unaligned", *weight))
             return None
-        if prepared.packed and not operands.packed:
+        try:
+            return make_plan(prepared, asked, form, a, b, tensors, numbers, out)
+        except Exception as error:  # what another package's launcher raises is not known here
+            text = f"{problem}: {named_error(error)}; {who(name)} falls back to torch"
+            self.notices.warn(text, ("strides", *weight))
             return None
-        if (a.data_ptr() | b.data_ptr()) % prepared.address_bytes:
-            return None
-        reduces = prepared.record is not None and splits_k(prepared.record.candidate)
-        if reduces and not _may_reduce(problem, prepared, a.dtype):
-            return None
-        at, words, launch, views = None, None, prepared.launch, operands.views
-        example = a.new_empty(operands.out_shape, dtype=form.out_dtype_of(a)) if out is None else out
-        if isinstance(prepared.launch, AddressLauncher) and not example.data_ptr() % ALIGNMENT:
-            a_shape, b_shape, out_shape = views
-            try:
-                at = prepared.launch.of(seen_as(a, a_shape), seen_as(b, b_shape), example.view(out_shape))
-                if problem.fused.words:
-                    seen = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
-                    words = words_binder(problem, form.join(seen, numbers))
-            except Exception as error:  # what another package's launcher raises is not known here
-                text = f"{problem}: {_named(error)}; {_who(name)} falls back to torch"
-                self._warn(text, ("strides", *weight))
-                return None
-        if (a.numel(), b.numel()) != (math.prod(views[0]), math.prod(views[1])):  # one matrix for a batch
-            launch, views = expanding(launch, views), (tuple(a.shape), tuple(b.shape), views[2])
-        return Plan(
-            launch,
-            at,
-            (operands.out_shape, tuple(example.stride()), example.dtype),
-            views,
-            operands.spans,
-            prepared.address_bytes,
-            a.device,
-            self.device_type == "cuda" and torch.cuda.device_count() > 1,
-            words,
-            shapes,
-            reduces and a.dtype in REDUCTIONS,
-            problem,
-            prepared.record,
-        )
 
     def _has_tuned_product(self, state: State, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Whether a kernel of ours computes the product alone, where nothing is recorded of all together, and
@@ -439,164 +401,36 @@ class Planner:
         index = device.index or 0
         if (problem, index) not in state.prepared:
             found = None
-            with within(READ_SECONDS), self._guarded(state):
+            with within(READ_SECONDS), self._finder.guarded(state):
                 found = self._search(state, problem, index, name)
             state.prepared[problem, index] = found
         return state.prepared[problem, index]
 
-    @contextmanager
-    def _guarded(self, state: State) -> Iterator[None]:
-        """Whatever is raised inside, by our own mistake, too, costs a product its kernel and draws one
-        warning: then torch computes it, or raises its own error."""
-        try:
-            yield
-        except TunegemmWarning:  # which the user has made an error
-            raise
-        except Exception as error:
-            _log.debug("planning failed", exc_info=error)
-            state.untuned = None
-            known = state.snapshot is not None and state.snapshot.warnings
-            if known and isinstance(error, OSError):
-                return  # what could not be read was said
-            what = raised(error)
-            self._warn(
-                f"planning failed ({what}: {one_line(error)}); tunegemm falls back to torch for such "
-                "products. Logging of `tunegemm` at level DEBUG has the traceback",
-                about=("planning", what),
-            )
-
     def _search(self, state: State, problem: Problem, index: int, name: str) -> Prepared | None:
-        known = self._device(state, index, name)
+        known = self._finder.device(state, index, name)
         if known is None:
             return None
         if state.snapshot is None:
             state.snapshot = self._snapshot(state, name)
-        selection = select(
-            state.snapshot,
-            problem,
-            known,
-            near=self._mode != "exact",
-            policy=state.policy,
-            # Databases that cannot be read are not waited for again.
-            rivals=self._rivals if not state.snapshot.warnings else lambda problem: (),
-        )
-        why = selection.why
-        for record in selection.options:
-            try:
-                with torch.cuda.device(index) if self.device_type == "cuda" else nullcontext():
-                    found = self._prepare(record, state.policy.device(known))
-            except Exception as error:  # what a foreign record's family raises is not known here
-                why = _named(error)
-                continue
-            found = replace(found, ratio=record.ratio, record=record)
-            if selection.outcome == "near":
+        assert self._mode is not None
+        wanted = Wanted(problem, known, index, name)
+        found, selection = self._finder.launcher(state, state.snapshot, wanted, self._mode)
+        if found is None:
+            if selection.outcome != "hit":
                 state.untuned = problem, known
-            elif selection.outcome == "predicted" and self._mode == "online":
-                notify = partial(self._apply_feedback, found, record)
-                self._online.later(problem, known, selection.predictions, notify)
-            return found
-        if selection.outcome != "hit":
+        elif selection.outcome == "near":
             state.untuned = problem, known
-        self._without_kernel(state, problem, known, index, selection, why, name)
-        return None
-
-    def _without_kernel(
-        self,
-        state: State,
-        problem: Problem,
-        known: Device,
-        index: int,
-        selection: Selection,
-        why: str,
-        name: str,
-    ) -> None:
-        """Has the kernel of a product that none can be launched for compiled, or warns of what is missing.
-
-        why: what the last of the selection's options lacks, or why there are none.
-        """
-        answer = self._compiled(state, problem, selection.options, known, index)
-        weight = known.name, *weight_of(problem)
-        if answer.kernel:
-            if state.policy.replaces_torch:
-                self._warn(
-                    f"{problem} on {known.name}: its kernel is compiled in the background, and torch "
-                    f"computes it meanwhile: {state.policy} does not hold until then",
-                    about=("compiled", *weight),
-                )
-            return
-        if not selection.options and state.snapshot is not None:
-            answer = Answer(refusal=self._missing_package(state.snapshot, problem, known))
-        if answer.refusal:
-            self._warn(
-                f"recorded kernels cannot run on {known.name} and none is compiled: {answer.refusal}; "
-                "tunegemm falls back to torch for their products",
-            )
-            return
-        if answer.failure:
-            why = f"its kernel does not compile here ({answer.failure})"
-        # In mode online the product is tuned next, or a warning says why it could not be.
-        if selection.outcome == "predicted":
-            self._warn(
-                f"a kernel that is predicted to be faster than torch cannot run on {known.name}: {why}; "
-                "products like that fall back to torch",
-                about=("predicted", why),
-            )
-        elif selection.options or (
-            selection.advises_tuning
-            and self._mode != "online"
-            and not (state.snapshot is not None and state.snapshot.warnings)  # which may have its record
-        ):
-            self.notices.untuned(problem)
-            self._warn(
-                lambda: (
-                    f"{problem} on {known.name}: {why}; {_who(name)} falls back to torch. "
-                    + _advice(problem, "Tune it with")
-                ),
-                about=("untuned", *weight),
-            )
-
-    def _compiled(
-        self, state: State, problem: Problem, options: Sequence[Record], device: Device, index: int
-    ) -> Answer:
-        """What is done about the first of these records whose kernel can be compiled, in the background."""
-        answer = Answer()
-        if capturing(torch.device(self.device_type, index)):
-            return answer
-        for record in options:
-            try:
-                answer = self.compiler.ask(record, device)
-            except Exception as error:  # likewise
-                answer = Answer(failure=_named(error))
-            if answer.kernel:
-                state.compiling[problem, index] = Compiling(answer.kernel, record.ratio)
-            if answer.kernel or answer.refusal:
-                break
-        return answer
+        elif selection.outcome == "predicted" and self._mode == "online":
+            assert found.record is not None
+            notify = partial(self._apply_feedback, found, found.record)
+            self._online.later(problem, known, selection.predictions, notify)
+        return found
 
     def _serve_compiled(self, kernel: str) -> None:
         """A kernel is there now, or will never be: calls that wait for it are planned anew."""
         with self.lock:
             for state in (self.state, *self._others.values()):
                 state.forget_missing(kernel)
-
-    def _missing_package(self, snapshot: Snapshot, problem: Problem, device: Device) -> str:
-        """What has to be installed for the problem's record; empty where that is not what it lacks."""
-        judged = snapshot.judged(problem, device.fingerprint)
-        if not judged or judged[0][0].grade is not Grade.SEED:
-            return ""
-        try:
-            return families.get(judged[0][1].candidate.family).unavailable(launching=True) or ""
-        except TunegemmError:  # another package's family, which is not installed
-            return ""
-
-    def _device(self, state: State, index: int, name: str) -> Device | None:
-        if index not in state.devices:
-            try:
-                state.devices[index] = self._find(f"{self.device_type}:{index}")
-            except Exception as error:  # of the driver or NVML, too
-                state.devices[index] = None
-                self._warn(f"{one_line(error)}; {_who(name)} falls back to torch there")
-        return state.devices[index]
 
     def _snapshot(self, state: State, name: str) -> Snapshot:
         self.next_look = time.monotonic() + LOOK_SECONDS
@@ -606,10 +440,10 @@ class Planner:
                 snapshot = self._read()
         except Exception as error:
             _log.debug("records cannot be read", exc_info=error)
-            self._warn(f"{one_line(error)}; {_who(name)} falls back to torch for every product")
+            self.notices.warn(f"{one_line(error)}; {who(name)} falls back to torch for every product")
             return Snapshot(warnings=[one_line(error)])
         if snapshot.warnings:
-            self._warn(f"{'; '.join(snapshot.warnings)}; {_who(name)} goes on without its records")
+            self.notices.warn(f"{'; '.join(snapshot.warnings)}; {who(name)} goes on without its records")
         return snapshot
 
     def drop(self, state: State, key: tuple[Any, ...], plan: Plan, a: Any, b: Any, error: Exception) -> None:
@@ -621,13 +455,14 @@ class Planner:
             known = state.devices.get(index)
             if plan.problem is not None and plan.record is not None and known is not None:
                 # A driver that is older than a shipped kernel says so at its launch.
-                with self._guarded(state):
-                    answer = self._compiled(state, plan.problem, (plan.record,), known, index)
+                with self._finder.guarded(state):
+                    wanted = Wanted(plan.problem, known, index, "")
+                    answer = self._finder.compile(state, wanted, (plan.record,))
             if answer.kernel:
                 state.wait_for(answer.kernel, plan)
             state.plans[key] = None
             state.forget_checks()
-        self._warn(
+        self.notices.warn(
             f"the tuned kernel for {tuple(a.shape)} x {tuple(b.shape)} failed to launch "
             f"({one_line(error)}); tunegemm falls back to torch"
             + (" until it is compiled here" if answer.kernel else ""),
@@ -637,9 +472,7 @@ class Planner:
     def _begin(self) -> None:
         """Read mode and policy: on the first product, or when a policy is chosen before it."""
 
-        def warn(message: str) -> None:
-            self._warn(message)
-
+        warn = self.notices.warn
         with self.lock:
             if self._mode is None:
                 self.compiler.is_on = read_compile(warn)
@@ -647,35 +480,6 @@ class Planner:
                     self.notices.sum_up()
                 self._mode = read_mode(warn)
                 self.use(read_policy(warn))
-
-    def _warn(self, message: str | Callable[[], str], about: Hashable = None) -> None:
-        """about: of what there is one warning; None: of this message."""
-        self.notices.warn(message if about is None else about, message)
-
-
-def _may_reduce(problem: Problem, prepared: Prepared, dtype: torch.dtype) -> bool:
-    """Whether torch's settings let its library add up what its splits of k give, as this algorithm does."""
-    in_16_bits, splits = reductions_allowed(dtype)
-    assert prepared.record is not None
-    return splits and (in_16_bits or not reduces_in_16_bits(problem, prepared.record.candidate))
-
-
-def _advice(problem: Problem, words: str) -> str:
-    """How to have a kernel for the problem, or why there can be none, whatever is tuned."""
-    if reason := families.refusal_by_all(problem):
-        return f"It can have no tuned kernel: {reason}"
-    return f"{words}: {tune_command(problem)}"
-
-
-def _named(error: Exception) -> str:
-    """One line of an error; of one that is not ours its name, too, as the text of a KeyError says little."""
-    line = one_line(error)
-    is_known = isinstance(error, TunegemmError | ValueError | RuntimeError) or line == type(error).__name__
-    return line if is_known else f"{type(error).__name__}: {line}"
-
-
-def _who(name: str) -> str:
-    return f"tunegemm.{name}" if name else "tunegemm"
 
 
 _planners: weakref.WeakSet[Planner] = weakref.WeakSet()

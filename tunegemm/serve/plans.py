@@ -1,4 +1,4 @@
-"""Plans, how they are launched, and where they are kept."""
+"""Plans: how they are made of a launcher, launched, and kept."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 from tunegemm.choose.policies import FASTEST, Policy
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device
-from tunegemm.describe.epilogue import operand_dtype
-from tunegemm.describe.problem import Problem, normalize_dtype
-from tunegemm.errors import ProblemError
+from tunegemm.describe.problem import Problem
+from tunegemm.generate.cublaslt import reduces_in_16_bits, splits_k
 from tunegemm.generate.families import Launcher
-from tunegemm.generate.launching import AddressLaunch, WordsOf
+from tunegemm.generate.launching import AddressLaunch, AddressLauncher, WordsOf, words_binder
 from tunegemm.serve.forms import Form
-from tunegemm.serve.guards import grad_enabled
+from tunegemm.serve.guards import REDUCTIONS, grad_enabled, reductions_allowed
 from tunegemm.serve.launchers import Prepared
-from tunegemm.serve.operands import seen_as
+from tunegemm.serve.naming import Named
+from tunegemm.serve.operands import ALIGNMENT, Refusal, seen_as
 from tunegemm.store.record import Record
 
 
@@ -152,6 +152,76 @@ class State:
             kept.clear()
 
 
+def refusal_of(prepared: Prepared, asked: Named, a: torch.Tensor, b: torch.Tensor) -> Refusal | None:
+    """Why a launcher does not take these operands, if so."""
+    operands = asked.operands
+    if prepared.tma and operands.tma_refusal:
+        return Refusal(operands.tma_refusal)
+    if prepared.packed and not operands.packed:
+        return Refusal("")
+    if (a.data_ptr() | b.data_ptr()) % prepared.address_bytes:
+        return Refusal("")
+    if reduces(prepared) and not _may_reduce(operands.problem, prepared, a.dtype):
+        return Refusal("")
+    return None
+
+
+def reduces(prepared: Prepared) -> bool:
+    """Whether it is an algorithm of the library that splits k."""
+    return prepared.record is not None and splits_k(prepared.record.candidate)
+
+
+def _may_reduce(problem: Problem, prepared: Prepared, dtype: torch.dtype) -> bool:
+    """Whether torch's settings let its library add up what its splits of k give, as this algorithm does."""
+    in_16_bits, splits = reductions_allowed(dtype)
+    assert prepared.record is not None
+    return splits and (in_16_bits or not reduces_in_16_bits(problem, prepared.record.candidate))
+
+
+def make_plan(
+    prepared: Prepared,
+    asked: Named,
+    form: Form,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    numbers: Sequence[float],
+    out: torch.Tensor | None,
+) -> Plan:
+    """The plan of a launcher that takes these operands (`refusal_of`); b is (k, n).
+
+    Raises what the launcher raises of strides.
+    """
+    operands, shapes = asked.operands, asked.shapes
+    problem, launch, views = operands.problem, prepared.launch, operands.views
+    assert launch is not None
+    launch_at, words = None, None
+    example = a.new_empty(operands.out_shape, dtype=form.out_dtype_of(a)) if out is None else out
+    if isinstance(launch, AddressLauncher) and not example.data_ptr() % ALIGNMENT:
+        a_shape, b_shape, out_shape = views
+        launch_at = launch.of(seen_as(a, a_shape), seen_as(b, b_shape), example.view(out_shape))
+        if problem.fused.words:
+            seen = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+            words = words_binder(problem, form.join(seen, numbers))
+    if (a.numel(), b.numel()) != (math.prod(views[0]), math.prod(views[1])):  # one matrix for a batch
+        launch, views = expanding(launch, views), (tuple(a.shape), tuple(b.shape), views[2])
+    return Plan(
+        launch,
+        launch_at,
+        (operands.out_shape, tuple(example.stride()), example.dtype),
+        views,
+        operands.spans,
+        prepared.address_bytes,
+        a.device,
+        a.device.type == "cuda" and torch.cuda.device_count() > 1,
+        words,
+        shapes,
+        reduces(prepared) and a.dtype in REDUCTIONS,
+        problem,
+        prepared.record,
+    )
+
+
 def _share_a_kernel(plan: Plan, other: Plan) -> bool:
     """Or differ in dtypes and majors alone."""
     if plan.record is None or other.record is None:
@@ -228,45 +298,3 @@ def is_apart_from(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
         if address < end and start < address + other.nbytes():
             return False
     return True
-
-
-def views_of_operands(
-    problem: Problem,
-    form: Form,
-    tensors: Sequence[torch.Tensor],
-    out_shape: tuple[int, ...],
-    folded: bool,
-) -> tuple[tuple[int, ...], ...] | None:
-    """Shapes in which a kernel sees an epilogue's tensors; None where they are not what it takes.
-
-    out_shape: of the result, which matrices have. folded: whether leading dimensions are rows of the kernel's
-    product: what is one for each row of torch's is then no vector.
-    """
-    if not form.epilogue.is_defined:
-        return None
-    shapes = []
-    takes = [operand for operand in form.epilogue.operands if operand.kind != "number"]
-    if len(takes) != len(tensors):
-        return None
-    for operand, tensor in zip(takes, tensors, strict=True):
-        shape = problem.operand_shape(operand)
-        if operand.kind == "scalar":
-            fits = tensor.numel() == 1
-        elif operand.kind == "matrix":
-            fits = tensor.ndim > 1 and tuple(tensor.shape) == out_shape and 0 not in tensor.stride()
-        elif operand.name in ("scale_a", "scale_b"):  # (m, 1) and (1, n), as torch has them
-            fits = tensor.ndim == 2
-        else:
-            fits = tensor.ndim == 1 and not (operand.kind == "m" and folded)
-        if not fits or tensor.numel() != math.prod(shape):
-            return None
-        try:
-            if normalize_dtype(str(tensor.dtype)) != operand_dtype(operand, problem.out_dtype):
-                return None
-            if len(shape) == 1 and shape[0] > 1 and tensor.view(shape).stride(0) != 1:
-                return None
-            tensor.view(shape)
-        except (ProblemError, RuntimeError):  # a dtype without a name here, or strides without such a view
-            return None
-        shapes.append(shape)
-    return tuple(shapes)

@@ -39,7 +39,8 @@ class SlowPath:
     """Computes what a form makes of a product, by a planner's plans or by torch."""
 
     def __init__(self, planner: Planner, product: Callable[..., Any], fused: Callable[..., Any]) -> None:
-        """product, fused: the entries of `Dispatcher`, for the products that a call consists of."""
+        """product, fused: those of the `Dispatcher` that calls this, for the products that a call consists
+        of, which may be known to it."""
         self._planner = planner
         self._product = product
         self._below_autograd = partial(product, BELOW_AUTOGRAD)
