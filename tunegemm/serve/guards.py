@@ -65,6 +65,11 @@ def is_ordinary(a: torch.Tensor, b: torch.Tensor, tensors: Sequence[torch.Tensor
     )
 
 
+def is_transformed() -> bool:
+    """Whether torch.func or forward-mode AD looks on: their products are torch's."""
+    return functorch_level() is not None or forward_ad._current_level >= 0
+
+
 def is_lazy(tensor: torch.Tensor) -> bool:
     """Whether memory does not hold the values: negated or conjugated views, and zeros without memory."""
     return tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()

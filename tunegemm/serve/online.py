@@ -23,7 +23,7 @@ from torch._guards import CompileContext
 from tunegemm import extras
 from tunegemm.describe.device import Device, TelemetryReader
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import TunegemmError
+from tunegemm.errors import TunegemmError, one_line
 
 if TYPE_CHECKING:
     from tunegemm.choose.fitted import Predicted
@@ -104,7 +104,7 @@ class OnlineTuning:
             try:
                 self._tune(problem, device, min(self._remaining_s, PER_PROBLEM_S))
             except Exception as error:  # a product is torch's then, whatever went wrong
-                self.warning = f"tuning {problem} online failed ({_one_line(error)})"
+                self.warning = f"tuning {problem} online failed ({one_line(error)})"
                 return False
             finally:
                 if self._spend(start):
@@ -150,7 +150,7 @@ class OnlineTuning:
                     "measured; `tunegemm verify --predicted` does it"
                 )  # fmt: skip
             except (TunegemmError, OSError, RuntimeError, ImportError) as error:
-                ends = f"measuring predictions online failed ({_one_line(error)})"
+                ends = f"measuring predictions online failed ({one_line(error)})"
             except BaseException as error:
                 self._log(error)
                 with self._changing_queue:
@@ -167,7 +167,7 @@ class OnlineTuning:
 
     def _log(self, error: BaseException) -> None:
         """Logs each kind of error once."""
-        if (reason := f"{type(error).__name__}: {_one_line(error)}") not in self._logged:
+        if (reason := f"{type(error).__name__}: {one_line(error)}") not in self._logged:
             self._logged.add(reason)
             _log.warning("measuring predictions online: %s; it goes on", reason, exc_info=error)
 
@@ -231,11 +231,6 @@ def wait_until_idle(
             return False
         quiet = quiet + 1 if percent == 0 else 0
     return True
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _measuring(device: Device) -> AbstractContextManager[Measure]:

@@ -26,7 +26,6 @@ from tunegemm.serve.torch.autograd import (
     PLAIN,
     add_differentiably,
     is_simple,
-    is_transformed,
     multiply_differentiably,
 )
 from tunegemm.serve.torch.fx import refuse_proxies
@@ -220,7 +219,7 @@ class SlowPath:
             and a.dtype in DTYPES
             and a.device.type == b.device.type == self._planner.device_type
             and is_simple(a, b)
-            and not is_transformed()
+            and not guards.is_transformed()
             and (form.call != ADDMM or form.text in ("", "bias_n"))  # of others torch has one derivative
             and (form.call != LINEAR or b.ndim == 2)
             and all(each.dtype is a.dtype for name, each in zip(names, tensors, strict=True) if name in taken)

@@ -13,7 +13,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
 from tunegemm.choose.operators import absorbed
@@ -210,7 +209,7 @@ def _is_wide(form: Form, a: Any, b: Any, rest: Sequence[str], named: dict[str, A
     tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
     if guards.grad_enabled() and any(tensor.requires_grad for tensor in (a, b, *tensors)):
         return False
-    if guards.dispatch_modes() or guards.tracing() or _is_transformed():
+    if guards.dispatch_modes() or guards.tracing() or guards.is_transformed():
         return False
     if not _is_own(form, a) or form.writes or _is_fp8(a):
         return True
@@ -322,7 +321,7 @@ def _in_fp32(a: Any, b: Any) -> Any:
     if a.dtype != b.dtype:
         return torch.matmul(a, b)  # which refuses them
     differentiates = guards.grad_enabled() and (a.requires_grad or b.requires_grad)
-    if a.is_cuda and not differentiates and not _is_transformed():
+    if a.is_cuda and not differentiates and not guards.is_transformed():
         if a.ndim == b.ndim == 3:
             return torch.bmm(a, b, out_dtype=torch.float32)
         if b.ndim == 2 and a.ndim > 1:
@@ -331,10 +330,6 @@ def _in_fp32(a: Any, b: Any) -> Any:
         return torch.matmul(a.float(), b.float())
     with torch.autocast(a.device.type, enabled=False):
         return torch.matmul(a.float(), b.float())
-
-
-def _is_transformed() -> bool:
-    return guards.functorch_level() is not None or forward_ad._current_level >= 0
 
 
 def _into(out: Any, value: Any) -> Any:

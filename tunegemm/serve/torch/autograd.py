@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
+
+from tunegemm.serve.guards import is_transformed
 
 #: Element types that have kernels and gradients.
 DTYPES = frozenset((torch.bfloat16, torch.float16))
@@ -95,11 +96,6 @@ class Sum(torch.autograd.Function):
 def _multiply(product: Maybe, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     result = product(a, b)
     return torch.matmul(a, b) if result is None else result
-
-
-def is_transformed() -> bool:
-    """Whether torch.func or forward-mode AD looks on: their products are torch's."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def multiply_differentiably(product: Maybe, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
