@@ -113,7 +113,7 @@ class Snapshot:
         return judged[0][1] if judged and judged[0][0].usable else None
 
     def find_kernel(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
-        """The record to launch, or where there is none, one of another GPU whose kernel runs here just so.
+        """The record to launch; where there is none, one of another GPU whose kernel runs here as it is.
 
         Its times are of no use, as those of an H200 are not on an H100.
         """

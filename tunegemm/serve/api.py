@@ -136,7 +136,7 @@ def gated_linear(
 ) -> torch.Tensor:
     """``activation(x @ gate.T) * (x @ up.T)``, such as SwiGLU: half as many columns as `weight` has rows.
 
-    `weight`, and `bias` if any, have the rows of gate and up in turns, as `interleave` makes them.
+    `weight`, and `bias` if any, have the rows of gate and up interleaved, as `interleave` makes them.
     activation: silu, gelu, gelu_tanh or relu.
     """
     if not isinstance(activation, str) or activation not in _GATE_OF:
@@ -149,7 +149,7 @@ def gated_linear(
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The rows of two weights (or biases) in turns, as `gated_linear` wants them: gate[0], up[0], ..."""
+    """The rows of two weights (or biases) interleaved, as `gated_linear` wants them: gate[0], up[0], ..."""
     shown = []
     for name, tensor in (("gate", gate), ("up", up)):
         if not isinstance(tensor, torch.Tensor) or not tensor.ndim:

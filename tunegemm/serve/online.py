@@ -137,7 +137,7 @@ class OnlineTuning:
                     self._thread = thread
 
     def _measure_all(self) -> None:
-        """Until nothing waits any more. What nobody foresaw is logged, and costs one product."""
+        """Measures until nothing waits any more. An unexpected error is logged, and costs one product."""
         while True:
             with self._changing_queue:
                 if not self._queue:
@@ -172,7 +172,7 @@ class OnlineTuning:
             _log.warning("measuring predictions online: %s; it goes on", reason, exc_info=error)
 
     def _measure_for_a_while(self, first: _Waiting) -> str:
-        """Measure what waits on a device, for some seconds; why there is to be no further turn, if so."""
+        """Measure what waits on a device, for some seconds; the reason to stop for good, if there is one."""
         with self._running:
             self._is_measuring = True
             try:

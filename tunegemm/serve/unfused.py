@@ -197,10 +197,10 @@ def _one_call(
 def _is_wide(form: Form, a: Any, b: Any, rest: Sequence[str], named: dict[str, Any]) -> bool:
     """Whether the sums are kept in fp32 up to the last step.
 
-    Not where a gradient, a transform or a graph is made of torch's functions, nor where the result's dtype
-    is theirs to say; nor for a relu alone, with which rounding changes places. bf16 has the range of fp32:
-    torch's functions in turn lose no more than they do in the program of who calls them by himself, and
-    move a third of the bytes.
+    They are not where a gradient, a transform or a graph is made of torch's functions, nor where the result's
+    dtype is theirs to say; nor for a relu alone, which gives the same before rounding as after. bf16 has the
+    range of fp32: torch's functions one after the other lose no more than in any other program, and move a
+    third of the bytes.
     """
     if a.dtype.itemsize > 2 or b.dtype.itemsize > 2 or form.out_dtype is torch.int32:
         return False
@@ -299,7 +299,7 @@ def _check_pairs(form: Form, a: Any, b: Any, value: Any) -> None:
     if form.epilogue.gated and value.shape[-1] % 2:
         raise ProblemError(
             f"operands {tuple(a.shape)} and {tuple(b.shape)}: gates take pairs of columns, "
-            f"not {value.shape[-1]}; give gate and up in turns, as tunegemm.interleave makes them"
+            f"not {value.shape[-1]}; interleave gate and up, as tunegemm.interleave does"
         )
 
 
