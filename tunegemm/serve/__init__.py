@@ -1,9 +1,10 @@
 """Run time: `matmul` and its kin launch the recorded kernel of a problem, or fall back to torch.
 
 `api` is what users call and `dispatcher` the hot path; `slow_path` and `planning` make the plans (`plans`)
-of calls that are new. Which kernel serves is for `tunegemm.choose` to say. `background` compiles and `online`
-tunes meanwhile, `torch` fits it all into torch and `integrations` into engines; `operation` is a kernel that
-the caller chose. Imports every room but `report` and `cli`.
+of calls that are new, with the launchers that `finding` has of records. Which kernel serves is for
+`tunegemm.choose` to say. `background` compiles and `online` tunes meanwhile, `torch` fits it all into torch
+and `integrations` into engines; `operation` is a kernel that the caller chose. Imports every room but
+`report` and `cli`.
 """
 
 from tunegemm.serve.api import (

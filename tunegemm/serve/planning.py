@@ -66,7 +66,7 @@ _log = logging.getLogger(__name__)
 
 
 class Planner:
-    """What is known of products, from records that are read once, and how it becomes plans."""
+    """Keeps the plans of each policy, and makes those that are missing from records, which are read once."""
 
     def __init__(
         self,
@@ -219,21 +219,18 @@ class Planner:
             self.notices.warn(self._online.warning)
         if tuned:
             with self.lock:
-                state.snapshot = self._snapshot(state, "matmul")
+                state.snapshot = self._read_records(state, "matmul")
                 state.prepared = {place: one for place, one in state.prepared.items() if place[0] != problem}
                 state.plans.pop(key, None)
                 state.forget_checks()
         return tuned
 
-    def _apply_feedback(
-        self, served: Prepared, record: Record, feedback: Feedback | None, warning: str
-    ) -> None:
-        """What became of a prediction that was measured meanwhile: plans that it made are made anew, unless
-        it won."""
+    def _apply_feedback(self, served: Prepared, feedback: Feedback | None, warning: str) -> None:
+        """Takes what became of a prediction that was measured: plans of it are made anew, unless it won."""
         if warning:
             self.notices.warn(warning)
         best = feedback.result.best if feedback is not None else None
-        if best is None or best.candidate == record.candidate:
+        if best is None or (served.record is not None and best.candidate == served.record.candidate):
             return
         with self.lock:
             for state in (self.state, *self._others.values()):
@@ -257,7 +254,7 @@ class Planner:
         self.next_look = time.monotonic() + LOOK_SECONDS
         old = self.state
         changed = False
-        with suppress(Exception):  # `_snapshot` has said so
+        with suppress(Exception):  # `_read_records` has said so
             changed = old.snapshot is not None and self._modified() != old.modified
         if changed:
             new = State(old.policy)
@@ -365,9 +362,8 @@ class Planner:
             if isinstance(operands, Refusal):
                 return False
             state, name = self.state, form.name(a)
-            if state.snapshot is None:
-                state.snapshot = self._snapshot(state, name)
-            if any_m and self._mode != "exact" and state.snapshot.extents(operands.problem):
+            snapshot = self._records(state, name)
+            if any_m and self._mode != "exact" and snapshot.extents(operands.problem):
                 return True
             device = torch.device(self.device_type, index)
             prepared = self._prepared(state, operands.problem, device, name)
@@ -390,9 +386,8 @@ class Planner:
             self._begin()
         with self.lock:
             state = self.state
-            if state.snapshot is None:
-                state.snapshot = self._snapshot(state, "")
-            of_records = None if anywhere else state.modified, state.snapshot.digest
+            snapshot = self._records(state, "")
+            of_records = None if anywhere else state.modified, snapshot.digest
             facts = package_version("tunegemm"), self._mode, state.policy, *of_records
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
@@ -410,20 +405,15 @@ class Planner:
         known = self._finder.device(state, index, name)
         if known is None:
             return None
-        if state.snapshot is None:
-            state.snapshot = self._snapshot(state, name)
         assert self._mode is not None
-        wanted = Wanted(problem, known, index, name)
-        found, selection = self._finder.launcher(state, state.snapshot, wanted, self._mode)
-        if found is None:
-            if selection.outcome != "hit":
-                state.untuned = problem, known
-        elif selection.outcome == "near":
+        wanted, snapshot = Wanted(problem, known, index, name), self._records(state, name)
+        found, selection = self._finder.launcher(state, snapshot, wanted, self._mode)
+        if found is not None and selection.outcome == "predicted":
+            if self._mode == "online":
+                notify = partial(self._apply_feedback, found)
+                self._online.later(problem, known, selection.predictions, notify)
+        elif selection.outcome == "near" or (found is None and selection.outcome != "hit"):
             state.untuned = problem, known
-        elif selection.outcome == "predicted" and self._mode == "online":
-            assert found.record is not None
-            notify = partial(self._apply_feedback, found, found.record)
-            self._online.later(problem, known, selection.predictions, notify)
         return found
 
     def _serve_compiled(self, kernel: str) -> None:
@@ -432,7 +422,13 @@ class Planner:
             for state in (self.state, *self._others.values()):
                 state.forget_missing(kernel)
 
-    def _snapshot(self, state: State, name: str) -> Snapshot:
+    def _records(self, state: State, name: str) -> Snapshot:
+        """The records, which are read where they were not. name: the function that was called."""
+        if state.snapshot is None:
+            state.snapshot = self._read_records(state, name)
+        return state.snapshot
+
+    def _read_records(self, state: State, name: str) -> Snapshot:
         self.next_look = time.monotonic() + LOOK_SECONDS
         try:
             state.modified = self._modified()
@@ -471,7 +467,6 @@ class Planner:
 
     def _begin(self) -> None:
         """Read mode and policy: on the first product, or when a policy is chosen before it."""
-
         warn = self.notices.warn
         with self.lock:
             if self._mode is None:
