@@ -24,9 +24,10 @@ ORDER = (
 )  # fmt: skip
 
 PUBLIC = [
-    "Candidate", "Database", "Device", "Epilogue", "Operation", "Problem", "TunegemmError", "TunegemmWarning",
-    "addmm", "baddbmm", "bmm", "disable", "enable", "explain", "gated_linear", "interleave", "linear",
-    "matmul", "mm", "patch", "policy", "record", "scaled_mm", "tune", "unpatch",
+    "Candidate", "Database", "Device", "Epilogue", "Failure", "Measurement", "Operation", "Problem",
+    "Progress", "Record", "Space", "TuneResult", "TunegemmError", "TunegemmWarning", "addmm", "baddbmm",
+    "bmm", "disable", "enable", "explain", "gated_linear", "interleave", "linear", "matmul", "mm", "patch",
+    "policy", "record", "refresh", "scaled_mm", "tune", "unpatch",
 ]  # fmt: skip
 
 

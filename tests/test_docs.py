@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import re
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import tunegemm
 from tests.support.processes import environment
 from tunegemm.report.doctor import VARIABLES
 
@@ -335,3 +337,24 @@ def test_the_environments_variables_are_those_that_the_code_reads() -> None:
     listed = re.findall(r"^\| `(TUNEGEMM_\w+)` \|", table, re.MULTILINE)
     assert set(listed) == {name for name in read if not name.endswith("_PARTS")}, "of child processes alone"
     assert len(listed) == len(set(listed))
+
+
+def test_the_reference_has_each_public_name_and_each_of_its_methods_with_an_example() -> None:
+    """What the page lists is public, whatever else a class has; its examples run in test_documents_run.py."""
+    page = (ROOT / "docs" / "reference" / "python.md").read_text()
+    listed = dict(re.findall(r"\.\. auto\w+:: (\w+)\n(?:   :members:(.*)\n)?", page))
+    assert sorted(listed) == sorted(tunegemm.__all__)
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE))
+    lacking = [name for name in listed if not re.search(rf"\btunegemm\.{name}\b", code)]
+    for name, members in listed.items():
+        owner = getattr(tunegemm, name)
+        own = [each for each in vars(owner) if not each.startswith("_")] if isinstance(owner, type) else []
+        shown = [word.strip() for word in members.split(",") if word.strip()]
+        if f"autoclass:: {name}\n   :members:\n" in page:
+            shown = own
+        assert set(shown) <= {*own, *getattr(owner, "__dataclass_fields__", ())}, name
+        for member in shown:
+            if member in own and callable(found := getattr(owner, member)):
+                assert inspect.getdoc(found), f"{name}.{member}"
+                lacking += [] if re.search(rf"\.{member}\b", code) else [f"{name}.{member}"]
+    assert not lacking, lacking

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from tunegemm.describe.problem import Problem
     from tunegemm.describe.space import Candidate
     from tunegemm.errors import TunegemmError, TunegemmWarning
+    from tunegemm.measure.outcome import Failure, Measurement
     from tunegemm.report.explain import explain
+    from tunegemm.report.space import Space
     from tunegemm.serve import (
         addmm,
         baddbmm,
@@ -25,12 +27,15 @@ if TYPE_CHECKING:
         matmul,
         mm,
         policy,
+        refresh,
         scaled_mm,
     )
     from tunegemm.serve.operation import Operation
     from tunegemm.serve.torch.recording import record
     from tunegemm.serve.torch.takeover import disable, enable, patch, unpatch
     from tunegemm.store import Database
+    from tunegemm.store.record import Record
+    from tunegemm.tuning.progress import Progress, TuneResult
     from tunegemm.tuning.tuner import tune
 
 __version__ = "0.1.0"
@@ -40,8 +45,14 @@ __all__ = [
     "Database",
     "Device",
     "Epilogue",
+    "Failure",
+    "Measurement",
     "Operation",
     "Problem",
+    "Progress",
+    "Record",
+    "Space",
+    "TuneResult",
     "TunegemmError",
     "TunegemmWarning",
     "addmm",
@@ -58,6 +69,7 @@ __all__ = [
     "patch",
     "policy",
     "record",
+    "refresh",
     "scaled_mm",
     "tune",
     "unpatch",
@@ -68,8 +80,14 @@ _HOMES = {
     "Database": "store",
     "Device": "describe.device",
     "Epilogue": "describe.epilogue",
+    "Failure": "measure.outcome",
+    "Measurement": "measure.outcome",
     "Operation": "serve.operation",
     "Problem": "describe.problem",
+    "Progress": "tuning.progress",
+    "Record": "store.record",
+    "Space": "report.space",
+    "TuneResult": "tuning.progress",
     "TunegemmError": "errors",
     "TunegemmWarning": "errors",
     "addmm": "serve",
@@ -86,6 +104,7 @@ _HOMES = {
     "patch": "serve.torch.takeover",
     "policy": "serve",
     "record": "serve.torch.recording",
+    "refresh": "serve",
     "scaled_mm": "serve",
     "tune": "tuning.tuner",
     "unpatch": "serve.torch.takeover",

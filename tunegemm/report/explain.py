@@ -28,6 +28,7 @@ from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.tiles import tile_count
 from tunegemm.measure.evidence import Evidence, leaders
 from tunegemm.measure.outcome import PREDICTED_RATIO
+from tunegemm.report.space import candidate as chosen_candidate
 from tunegemm.report.text import significant
 from tunegemm.serve.launchers import find_object
 from tunegemm.serve.modes import read_compile, read_mode, read_policy
@@ -341,19 +342,7 @@ def candidate_of(text: str) -> Candidate:
     values = dict(pair.split("=", 1) for pair in pairs)
     if len(values) < len(pairs):
         raise SpaceError(f"candidate {text!r} gives a parameter twice; give each once")
-    space = families.load_space(family)
-    known = {**space.compile_values, **space.launch_values}
-    for name in values:
-        if name not in known:
-            raise SpaceError(f"{family} has no parameter {name!r}; it has {', '.join(known)}")
-        if (allowed := families.expected(family, name, _value(values[name]))) is not None:
-            raise SpaceError(f"{family}: {name}={values[name]}; {allowed}")
-    chosen = {name: _value(values[name]) if name in values else listed[0] for name, listed in known.items()}
-    return Candidate.make(
-        family,
-        {name: chosen[name] for name in space.compile_values},
-        {name: chosen[name] for name in space.launch_values},
-    )
+    return chosen_candidate(family, {name: _value(value) for name, value in values.items()})
 
 
 def _value(text: str) -> int | str | bool:

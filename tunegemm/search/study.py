@@ -210,7 +210,7 @@ def of_family(study: optuna.Study, family: str) -> optuna.Study:
     """
     import optuna
 
-    done = [t for t in study.get_trials(states=(_states().COMPLETE,)) if t.params.get(FAMILY) == family]
+    done = [t for t in study.get_trials(False, (_states().COMPLETE,)) if t.params.get(FAMILY) == family]
     values: dict[str, set[Any]] = {}
     for trial in done:
         for name, value in trial.params.items():
