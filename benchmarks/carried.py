@@ -48,7 +48,7 @@ def compile_into(
     with CompilePool(ArtifactStore(folder), workers=workers, timeout_s=120) as pool:
         futures = {}
         for name, (problem, candidate) in missing.items():
-            key = families.get(candidate.family).kernel_key(problem, candidate, device)
+            key = families.generator(candidate.family).kernel_key(problem, candidate, device)
             futures[name] = pool.submit(candidate.family, key)
         for number, (name, future) in enumerate(futures.items(), start=1):
             result = future.result()

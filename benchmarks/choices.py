@@ -375,7 +375,7 @@ def _object(number: int, dtype: str, device: Device) -> Path:
 
     kernel = shortlist.listed()[number]
     problem = Problem.parse("64x4096x4096", dtype=dtype)
-    family = families.get(kernel.family)
+    family = families.generator(kernel.family)
     found = packs.find(family.kernel_key(problem, shortlist.launched(problem, kernel), device))
     if found is None:
         raise ArtifactError(f"{family.label(kernel)} is not compiled; run `make kernels`")

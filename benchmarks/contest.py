@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.results import problem_fields
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate import families
+from tunegemm.generate.cublaslt import FAMILY as LIBRARY
 from tunegemm.generate.cublaslt import TORCH_MM
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def contest(
     group_of, labels, skipped = {"torch": "torch"}, {"torch": ""}, {}
     futures = {
         (group, name): pool.submit(
-            candidate.family, families.get(candidate.family).kernel_key(problem, candidate, device)
+            candidate.family, families.generator(candidate.family).kernel_key(problem, candidate, device)
         )
         for group, members in groups.items()
         for name, candidate in members.items()
@@ -71,8 +72,8 @@ def contest(
         family = families.get(candidate.family)
         runs[name] = family.load(problem, candidate, device, compiled.artifact.path)
         group_of[name], labels[name] = group, family.label(candidate)
-    library = families.get("cublaslt")
-    for candidate in library.discover(problem, device) if library.unavailable() is None else []:  # type: ignore[attr-defined]
+    library = LIBRARY
+    for candidate in library.discover(problem, device) if library.unavailable() is None else []:
         if candidate != TORCH_MM:
             with contextlib.suppress(ValueError):  # the library names algorithms that it then refuses
                 name = library.label(candidate)

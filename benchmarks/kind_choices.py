@@ -117,7 +117,7 @@ def measure(problem: Problem, device: Device, backend: Any) -> dict[str, Any]:
     runs: dict[str, Any] = {"torch": torch_mm(problem)}
     launches: dict[str, list[Any]] = {}
     for one in found:
-        family = families.get(one.candidate.family)
+        family = families.generator(one.candidate.family)
         if len(launches) == (FEW if problem.m <= FEW_ROWS else MANY):
             break
         if not family.check(problem, one.candidate, device).runs:

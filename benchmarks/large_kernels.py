@@ -73,7 +73,7 @@ def roof_tflops(device: Device) -> float | None:
 
 def object_of(problem: Problem, candidate: Candidate, device: Device) -> Path:
     """Its compiled kernel. Raises ArtifactError without one."""
-    family = families.get(candidate.family)
+    family = families.generator(candidate.family)
     if (found := packs.find(family.kernel_key(problem, candidate, device))) is None:
         raise ArtifactError(f"{family.label(candidate)}: no compiled kernel ships; run `make kernels`")
     return found.path
@@ -92,7 +92,7 @@ def launches(problem: Problem, device: Device) -> Launches:
     recorded = {c.kernel for c in large if families.get(c.family).compiled}
     found: list[Candidate] = []
     for kernel in sorted(recorded | set(shortlist.listed()), key=Candidate.to_json):
-        family = families.get(kernel.family)
+        family = families.generator(kernel.family)
         for order in ("gpc", "index"):
             launch = _with(shortlist.launched(problem, kernel), cluster_order=order)
             if packs.find(family.kernel_key(problem, launch, device)) is None:

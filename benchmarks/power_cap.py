@@ -30,6 +30,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import ArtifactError, MeasureError, TunegemmError
 from tunegemm.generate import families
+from tunegemm.generate.cublaslt import FAMILY as LIBRARY
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.race import Replay, SteadyState, race
 from tunegemm.measure.settings import RaceSettings
@@ -268,9 +269,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _algorithms(problem: Problem, device: Device) -> list[Candidate]:
-    library: Any = families.get("cublaslt")
-    found: list[Candidate] = library.discover(problem, device) if library.unavailable() is None else []
-    return found
+    return LIBRARY.discover(problem, device) if LIBRARY.unavailable() is None else []
 
 
 def _label(candidate: Candidate) -> str:

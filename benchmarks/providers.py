@@ -23,6 +23,7 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError, TunegemmWarning
 from tunegemm.generate import families
+from tunegemm.generate.cublaslt import FAMILY as LIBRARY
 from tunegemm.measure.operands import make_operands
 
 if TYPE_CHECKING:
@@ -69,11 +70,11 @@ def torch_mm(problem: Problem, device: Device, options: Options) -> list[Contend
 
 def cublaslt(problem: Problem, device: Device, options: Options) -> list[Contender]:
     """Every algorithm that cuBLASLt's heuristic names, each on its own."""
-    family = families.get("cublaslt")
+    family = LIBRARY
     if (missing := family.unavailable()) is not None:
         raise Skip(missing)
     found = []
-    for candidate in family.discover(problem, device):  # type: ignore[attr-defined]
+    for candidate in family.discover(problem, device):
         if candidate["algorithm"] != "torch.mm":
             with contextlib.suppress(ValueError):  # the library names algorithms that it then refuses
                 found.append(
@@ -147,7 +148,7 @@ def family_best(name: str) -> Provider:
             raise Skip(f"no {name} candidate is in the database for this device; run with --tune")
         best = leaders(entries)[0]
         candidate = best.candidate
-        family = families.get(name)
+        family = families.generator(name)
         try:
             artifact = ArtifactStore().find(family.kernel_key(problem, candidate, device))
             if artifact is None:

@@ -111,7 +111,7 @@ def _key(problem: Problem, candidate: Candidate) -> str:
     from tunegemm.describe.device import find_device
     from tunegemm.generate import families
 
-    key = families.get(candidate.family).kernel_key(problem, candidate, find_device(_DEVICE))
+    key = families.generator(candidate.family).kernel_key(problem, candidate, find_device(_DEVICE))
     return json.dumps(dict(key), sort_keys=True)
 
 
@@ -155,7 +155,7 @@ def _compile_here(asked: Path, answered: Path, workers: int) -> None:
         futures = []
         for job in jobs:
             candidate = Candidate.make(job.family, job.compile, job.launch)
-            key = families.get(job.family).kernel_key(Problem(**job.problem), candidate, device)
+            key = families.generator(job.family).kernel_key(Problem(**job.problem), candidate, device)
             futures.append(pool.submit(job.family, key))
         for future in futures:
             result = future.result()

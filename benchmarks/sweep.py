@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
 def compile_some(count: int) -> None:
     """Into the store: kernels of `cute_sm90`, by chance of those that two products can have."""
     device = find_device("model:h200")
-    kernels, family = Kernels(device, ["cute_sm90"]), families.get("cute_sm90")
+    kernels, family = Kernels(device, ["cute_sm90"]), families.generator("cute_sm90")
     keys = {}
     for shape in _DRAWN_FOR:
         problem = Problem.parse(shape)
@@ -164,7 +164,7 @@ def in_steady_state(tuner: Tuner, result: TuneResult) -> list[Outcome]:
 
 
 def _object_of(tuner: Tuner, problem: Problem, candidate: Candidate) -> Path | None:
-    key = families.get(candidate.family).kernel_key(problem, candidate, tuner.device)
+    key = families.generator(candidate.family).kernel_key(problem, candidate, tuner.device)
     artifact = tuner.pool.submit(candidate.family, key).result().artifact
     return None if artifact is None else artifact.path
 

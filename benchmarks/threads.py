@@ -101,12 +101,10 @@ def cases(device: Device) -> list[Case]:
 
 def _of_library(problem: Problem, device: Device) -> list[Case]:
     """cuBLASLt's first algorithm without k splits, and the first of each way that it has to add them."""
-    from tunegemm.generate import families
-    from tunegemm.generate.cublaslt import is_torch
+    from tunegemm.generate.cublaslt import FAMILY, is_torch
 
     found: dict[str, Candidate] = {}
-    library: Any = families.get("cublaslt")
-    for candidate in library.discover(problem, device):
+    for candidate in FAMILY.discover(problem, device):
         if is_torch(candidate):
             continue
         splits = candidate["split_k"] != 1

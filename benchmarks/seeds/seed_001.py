@@ -86,7 +86,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
     from tunegemm.report.explain import explain_problem
 
     results = Results(results_path(options.out, device, "seed-001.json"), meta(device, METHOD))
-    family = families.get("cute_sm80")
+    family = families.generator("cute_sm80")
     backend = CudaBackend(device)
     backend.open()
     runs: dict[str, Run] = {"torch": lambda a, b, out: torch.mm(a, b, out=out)}

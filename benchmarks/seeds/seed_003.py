@@ -112,7 +112,7 @@ def measure(device: Device, backend: Backend, pool: CompilePool, *, rounds: int 
 
     Of the exercise's kernels the fastest few are timed again, with torch.mm, and only that is their figure.
     """
-    family = families.get("gluon_wgmma")
+    family = families.generator("gluon_wgmma")
     everything = list(contenders())
     objects = [
         pool.submit("gluon_wgmma", family.kernel_key(problem, c.candidate, device))

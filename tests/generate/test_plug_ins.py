@@ -11,6 +11,7 @@ import pytest
 from tests.support.examples import Examples, Rejection
 from tests.support.plug_ins import PLAIN, answer, install, run, write_package
 from tunegemm.describe.problem import Problem
+from tunegemm.errors import SpaceError
 from tunegemm.generate import families
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +92,14 @@ print(json.dumps(found))
     assert answer(code) == [*families.SHIPPED, True, ""]
 
 
+def test_a_library_is_no_generator() -> None:
+    assert families.generator("skinny") is families.get("skinny")
+    with pytest.raises(SpaceError, match="'cublaslt' is a library"):
+        families.generator("cublaslt")
+    with pytest.raises(SpaceError, match="'nothing' is not known"):
+        families.generator("nothing")
+
+
 def test_its_space_is_counted_by_its_rules(plain: Path, tmp_path: Path) -> None:
     table = tunegemm(plain, tmp_path, "space", "--shape", "512x512x512", "--family", "plain_triton")
     assert "registers" in table and "smem" in table
@@ -146,7 +155,7 @@ def test_an_entry_point_may_name_the_object_itself(tmp_path: Path) -> None:
             "FAMILY.__class__.space_file = Path('nothing.toml')",
             "nothing.toml: No such file",
         ),
-        ("lazy", "lazy", "FAMILY.compiled = True", "names no sources"),
+        ("lazy", "lazy", "FAMILY.compiled = True", "it has no sources, unlisted, rules, kernel_key"),
     ],
 )
 def test_a_broken_one_is_one_line_and_harms_no_other(

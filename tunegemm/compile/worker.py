@@ -11,15 +11,34 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from tunegemm.compile.ptxas import Resources
 from tunegemm.errors import is_transient
 
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 15
+
+
+class Compiler(Protocol):
+    """What a worker needs of a kernel family."""
+
+    def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
+        """Compile the kernel of a key into the object file `out`."""
+
+
+class Families(Protocol):
+    """What a worker needs of the module where it finds families."""
+
+    def get(self, name: str) -> Compiler:
+        """The family of that name."""
+
+    def import_compiler(self) -> None:
+        """Import what compiling takes, while the first jobs are chosen."""
 
 
 class Failure(NamedTuple):
@@ -33,8 +52,8 @@ class Failure(NamedTuple):
 
 def serve(connection: Connection, families_module: str) -> None:
     """The worker's loop, until the pool closes the connection."""
-    families = importlib.import_module(families_module)
-    getattr(families, "import_compiler", lambda: None)()
+    families: Families = importlib.import_module(families_module)
+    families.import_compiler()
     with suppress(EOFError):
         while True:
             family, key, out = connection.recv()

@@ -1,4 +1,4 @@
-"""Kernel families: each is a generator with its own space, rules, compile and launch.
+"""Kernel families: generators, whose kernels are compiled, and libraries, which name their own.
 
 A family is an entry point of the group `tunegemm.families`: its name, and the module whose `FAMILY` it is, or
 the object itself. The shipped ones are declared as any package's are, and known without a look at what is
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device
@@ -45,7 +45,7 @@ _LARGEST = 2**31 - 1  # launches and descriptors take 32-bit numbers
 
 
 class Family(Protocol):
-    """What tuning and dispatch need of a kernel family. `tunegemm.generate.generator.Generator` makes one."""
+    """What tuning and dispatch need of every kernel family: of a `Generator` and of a `Library`."""
 
     @property
     def name(self) -> str:
@@ -58,22 +58,6 @@ class Family(Protocol):
     @property
     def space_file(self) -> Path:
         """The TOML file of its search space."""
-
-    @property
-    def sources(self) -> tuple[Path, ...]:
-        """The Python files that end up in kernels: a change of their code makes records stale."""
-
-    @property
-    def unlisted(self) -> Mapping[str, tuple[Value, ...]]:
-        """Words that its space does not list, and 0 where it is a value: what `expected` allows, too."""
-
-    @property
-    def rules(self) -> Sequence[Rule]:
-        """What `check` applies to a candidate, cheapest first; a library's algorithms need none."""
-
-    @property
-    def compiled(self) -> bool:
-        """Whether candidates need `compile`; a library's algorithms do not."""
 
     @property
     def tma(self) -> bool:
@@ -92,19 +76,13 @@ class Family(Protocol):
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
         """Whether the candidate can be compiled and launched for this problem on this device."""
 
-    def kernel_key(
-        self, problem: Problem, candidate: Candidate, device: Device
-    ) -> Mapping[str, str | int | bool]:
-        """Everything the compiled object depends on: never m, n, k. Hashed by the artifact store."""
-
-    def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:
-        """Shared memory of one block, computed."""
-
     def label(self, candidate: Candidate) -> str:
         """A short name for tables, such as ``pp128x192x64 s4 c2x1``."""
 
-    def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
-        """Compile the kernel of a `kernel_key` into the object file `out`. Runs in a worker without a GPU."""
+    def reduction_class(self, problem: Problem, candidate: Candidate) -> str:
+        """A word for the order in which a kernel adds up an element, whatever m is: kernels of the same one,
+        of any family, give the same bits (docs/decisions/0018). Empty where it is not known, or depends on m.
+        """
 
     def workspace(self, problem: Problem, candidate: Candidate, device: Device) -> Workspace | None:
         """The device memory that a launch needs beside its operands, not allocated yet; None for none."""
@@ -119,10 +97,53 @@ class Family(Protocol):
     ) -> Launcher:
         """A prepared launcher for operands of exactly this problem's extents and majors.
 
-        workspace: what `workspace` gave, for a caller that lends memory; else the launcher has its own.
+        artifact: the object file of a generator's kernel. workspace: what `workspace` gave, for a caller that
+        lends memory; else the launcher has its own.
 
         Raises TunegemmError subclasses, ValueError or RuntimeError when the candidate cannot run here.
         """
+
+
+class Generator(Family, Protocol):
+    """A family whose kernels are compiled. `tunegemm.generate.generator.TileGenerator` makes one."""
+
+    @property
+    def compiled(self) -> Literal[True]:
+        """What tells it from a library."""
+
+    @property
+    def sources(self) -> tuple[Path, ...]:
+        """The Python files that end up in kernels: a change of their code makes records stale."""
+
+    @property
+    def unlisted(self) -> Mapping[str, tuple[Value, ...]]:
+        """Words that its space does not list, and 0 where it is a value: what `expected` allows, too."""
+
+    @property
+    def rules(self) -> Sequence[Rule]:
+        """What `check` applies to a candidate, cheapest first."""
+
+    def kernel_key(
+        self, problem: Problem, candidate: Candidate, device: Device
+    ) -> Mapping[str, str | int | bool]:
+        """Everything the compiled object depends on: never m, n, k. Hashed by the artifact store."""
+
+    def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:
+        """Shared memory of one block, computed."""
+
+    def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
+        """Compile the kernel of a `kernel_key` into the object file `out`. Runs in a worker without a GPU."""
+
+
+class Library(Family, Protocol):
+    """A family whose kernels ship with another library, which names them itself."""
+
+    @property
+    def compiled(self) -> Literal[False]:
+        """What tells it from a generator."""
+
+    def discover(self, problem: Problem, device: Device) -> list[Candidate]:
+        """What the library names for a problem; on a real device only."""
 
 
 def __getattr__(name: str) -> Any:
@@ -146,10 +167,18 @@ def require(name: str) -> None:
 
 
 @cache
-def get(name: str) -> Family:
+def get(name: str) -> Generator | Library:
     """The family of that name. Raises SpaceError, which lists the known ones."""
     require(name)
     return _load(EntryPoint(name, SHIPPED[name], GROUP)) if name in SHIPPED else _plug_ins().families[name]
+
+
+def generator(name: str) -> Generator:
+    """The family of that name, whose kernels are compiled. Raises SpaceError for a library, and as `get`."""
+    family = get(name)
+    if not family.compiled:
+        raise SpaceError(f"kernel family {name!r} is a library: its kernels are not compiled")
+    return family
 
 
 def unusable() -> Sequence[str]:
@@ -159,7 +188,7 @@ def unusable() -> Sequence[str]:
 
 @dataclass(frozen=True)
 class _PlugIns:
-    families: Mapping[str, Family]
+    families: Mapping[str, Generator | Library]
     unusable: Sequence[tuple[str, str]]
     """Names of families, and for each a line with the reason."""
 
@@ -167,7 +196,7 @@ class _PlugIns:
 @cache
 def _plug_ins() -> _PlugIns:
     """The families that other packages bring. What is wrong with one is logged, once."""
-    found: dict[str, Family] = {}
+    found: dict[str, Generator | Library] = {}
     unusable: list[tuple[str, str]] = []
     owners = dict.fromkeys(SHIPPED, "tunegemm")
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: (_package(entry), entry.name)):
@@ -194,15 +223,19 @@ def _package(entry: EntryPoint) -> str:
     return str(entry.dist.name) if entry.dist is not None else "without a name"
 
 
-def _load(entry: EntryPoint) -> Family:
+def _load(entry: EntryPoint) -> Generator | Library:
     loaded = entry.load()
     return getattr(loaded, "FAMILY", loaded)
 
 
-def _checked(name: str, family: Family) -> Family:
+def _checked(name: str, family: Generator | Library) -> Generator | Library:
     """The family, if it is one. Raises SpaceError; and whatever its code raises."""
-    if missing := [member for member in vars(Family) if member[0] != "_" and not hasattr(family, member)]:
-        raise SpaceError(f"it has no {', '.join(missing)} (see tunegemm.generate.families.Family)")
+    protocol = Generator if getattr(family, "compiled", False) else Library
+    members = [name for base in (Family, protocol) for name in vars(base) if name[0] != "_"]
+    if missing := [member for member in members if not hasattr(family, member)]:
+        raise SpaceError(
+            f"it has no {', '.join(missing)} (see tunegemm.generate.families.{protocol.__name__})"
+        )
     if family.name != name or not name.isidentifier():
         raise SpaceError(f"its name is {family.name!r}, and has to be the entry point's, an identifier")
     space = _space_of(family)
@@ -221,7 +254,7 @@ def kernel_source_hash(name: str) -> str:
     if name in SHIPPED:  # not imported for that: a first dispatch asks for those of all records
         return hash_of_code(kernel_sources(Path(__file__).with_name(name)))
     family = _plug_ins().families.get(name)
-    return hash_of_code(family.sources) if family is not None else ""
+    return hash_of_code(family.sources) if family is not None and family.compiled else ""
 
 
 def refusal_by_all(problem: Problem, names: Iterable[str] | None = None) -> str:
@@ -238,13 +271,8 @@ def refusal_by_all(problem: Problem, names: Iterable[str] | None = None) -> str:
 
 
 def reduction_class(problem: Problem, candidate: Candidate) -> str:
-    """A word for the order in which a kernel adds up an element, whatever m is: kernels of the same one give
-    the same bits (docs/decisions/0018). Empty where it is not known, or depends on m.
-
-    A family says it by a function of that name, with these arguments; one that has none is not known.
-    """
-    said = getattr(get(candidate.family), "reduction_class", None)
-    return str(said(problem, candidate)) if said is not None else ""
+    """What the candidate's family says (`Family.reduction_class`)."""
+    return get(candidate.family).reduction_class(problem, candidate)
 
 
 def load_space(name: str) -> SearchSpace:
@@ -265,9 +293,9 @@ def expected(family: str, parameter: str, value: Value) -> str | None:
     Of numbers the shipped space lists what a search looks at, and rules know which others are feasible. They
     compute with them, and take words for known, so that both are asked for here first.
     """
-    space = _shipped_space(family)
+    space, known = _shipped_space(family), get(family)
     values = {**space.compile_values, **space.launch_values}[parameter]
-    listed = (*values, *get(family).unlisted.get(parameter, ()))
+    listed = (*values, *(known.unlisted.get(parameter, ()) if known.compiled else ()))
     value_type = type(listed[0])
     if value_type is int:
         least = 0 if 0 in listed else 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device, package_version
@@ -142,8 +142,10 @@ def unknown_class(problem: Problem, candidate: Candidate) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generator:
-    """A `tunegemm.generate.families.Family`, which has the docstrings, put together from what is its own."""
+class TileGenerator:
+    """A `tunegemm.generate.families.Generator`, which has the docstrings: made of a config of tiles, rules on
+    it, and functions.
+    """
 
     name: str
     parameters: Mapping[str, tuple[str, ...]]
@@ -167,12 +169,11 @@ class Generator:
     """Its search space; None for the shipped one of its name."""
     unlisted: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
     reduction_class: Callable[[Problem, Candidate], str] = unknown_class
-    """See `tunegemm.generate.families.reduction_class`."""
     tma: bool = False
     edges_inside: bool = False
     fuses: bool = False
     """Whether kernels take an epilogue."""
-    compiled: ClassVar[bool] = True
+    compiled: ClassVar[Literal[True]] = True
 
     def __post_init__(self) -> None:
         if not self.fuses:

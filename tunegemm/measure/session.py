@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.epilogue import define
@@ -47,13 +47,6 @@ _WARM_S = 0.3
 
 #: Slower than that many times the baseline's time, a candidate gets shorter replays.
 _SLOW = 2
-
-
-@runtime_checkable
-class Discovers(Protocol):
-    """A family whose candidates only its library knows."""
-
-    def discover(self, problem: Problem, device: Device) -> list[Candidate]: ...
 
 
 @dataclass
@@ -121,7 +114,7 @@ class Session:
         found: list[Candidate] = []
         for name in families.NAMES:
             family = families.get(name)
-            if isinstance(family, Discovers):
+            if not family.compiled:
                 found += family.discover(problem, self._device)
         return found
 

@@ -181,7 +181,8 @@ def winner(problem: Problem, measurements: Sequence[Measurement]) -> Measurement
 
 def _cost(problem: Problem, measurement: Measurement) -> tuple[int, float, str]:
     candidate = measurement.candidate
-    smem_bytes = families.get(candidate.family).smem_bytes(problem, candidate)
+    family = families.get(candidate.family)
+    smem_bytes = family.smem_bytes(problem, candidate) if family.compiled else 0  # a library does not say
     return int(candidate.params.get("workspace_bytes", 0)), smem_bytes or math.inf, candidate.digest
 
 

@@ -20,7 +20,7 @@ from tunegemm.describe.space import Candidate, SearchSpace
 from tunegemm.errors import TunegemmError
 from tunegemm.files import make_folder, replacing
 from tunegemm.generate import families
-from tunegemm.generate.families import Family
+from tunegemm.generate.families import Generator
 from tunegemm.generate.feasibility import Remembered
 from tunegemm.model.verdicts import CandidateTable
 
@@ -32,7 +32,7 @@ def kernel_facts(problem: Problem) -> tuple[str | int, ...]:
 
 
 def possible_kernels(
-    family: Family, space: SearchSpace, problem: Problem, device: Device, folder: Path | None
+    family: Generator, space: SearchSpace, problem: Problem, device: Device, folder: Path | None
 ) -> list[Candidate]:
     """All that no rule rejects for every extent, in the space's order.
 
@@ -50,17 +50,17 @@ def possible_kernels(
     return _kernels(space, places)
 
 
-def extent_check(family: Family, problem: Problem, device: Device) -> Remembered:
+def extent_check(family: Generator, problem: Problem, device: Device) -> Remembered:
     """Whether a candidate can have the problem's extents."""
     return Remembered([rule for rule in family.rules if rule.reads_extents], problem, device)
 
 
-def kernel_check(family: Family, problem: Problem, device: Device) -> Remembered:
+def kernel_check(family: Generator, problem: Problem, device: Device) -> Remembered:
     """What all other rules say of a candidate: the same for all problems of the same `kernel_facts`."""
     return Remembered([rule for rule in family.rules if not rule.reads_extents], problem, device)
 
 
-def _name(family: Family, space: SearchSpace, problem: Problem, device: Device) -> str:
+def _name(family: Generator, space: SearchSpace, problem: Problem, device: Device) -> str:
     function = problem.fused.function
     facts = (
         family.name, space.compile_values, kernel_facts(problem), function.source if function else "",
@@ -74,7 +74,7 @@ def _name(family: Family, space: SearchSpace, problem: Problem, device: Device) 
     return digest.hexdigest()[:32]
 
 
-def rule_sources(family: Family) -> set[Path]:
+def rule_sources(family: Generator) -> set[Path]:
     return {path for folder in {source.parent for source in family.sources} for path in folder.glob("*.py")}
 
 

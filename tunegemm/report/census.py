@@ -15,7 +15,7 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import SearchSpace, Value
 from tunegemm.generate import families
-from tunegemm.generate.families import Family
+from tunegemm.generate.families import Family, Generator
 from tunegemm.generate.feasibility import Verdict, parameters_read
 from tunegemm.model.verdicts import CandidateTable
 
@@ -59,11 +59,13 @@ def take_census(space: SearchSpace, problem: Problem, device: Device) -> Census:
     """
     family = families.get(space.family)
     # Most launch parameters never decide on feasibility, and their product has millions of candidates.
-    read = parameters_read(family.rules)
+    read = parameters_read(family.rules if family.compiled else ())
     deciding = {name: values for name, values in space.launch_values.items() if name in read}
-    defaults = {name: values[:1] for name, values in space.launch_values.items()}
-    count = _by_rules if family.rules else _one_by_one
-    counted = count(family, space, defaults | deciding, problem, device)
+    values = {name: values[:1] for name, values in space.launch_values.items()} | deciding
+    if family.compiled:
+        counted = _by_rules(family, space, values, problem, device)
+    else:
+        counted = _one_by_one(family, space, values, problem, device)
     launches = math.prod(map(len, deciding.values()))
     multiplicity = space.launch_size // launches
     rejected: Counter[str] = Counter()
@@ -87,7 +89,7 @@ class _Counted:
 
 
 def _by_rules(
-    family: Family, space: SearchSpace, launch_values: _Values, problem: Problem, device: Device
+    family: Generator, space: SearchSpace, launch_values: _Values, problem: Problem, device: Device
 ) -> _Counted:
     rules = family.rules
     kernels = CandidateTable.kernels(space.family, space.compile_values)

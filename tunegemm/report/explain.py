@@ -355,7 +355,7 @@ def _value(text: str) -> int | str | bool:
 
 
 def _tile(problem: Problem, candidate: Candidate, device: Device) -> TileFacts:
-    family = families.get(candidate.family)
+    family = families.generator(candidate.family)
     tile_m, tile_n, tile_k = (candidate[name] for name in ("tile_m", "tile_n", "tile_k"))
     loaded = (tile_m + tile_n) * tile_k * DTYPE_BYTES[problem.in_dtype]
     intensity = 2 * tile_m * tile_n * tile_k / loaded

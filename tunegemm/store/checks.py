@@ -139,7 +139,8 @@ def objection(
         family = families.get(candidate.family)
         if not (verdict := family.check(problem, candidate, device)).runs:
             return str(verdict)
-        family.kernel_key(problem, candidate, device)
+        if family.compiled:
+            family.kernel_key(problem, candidate, device)
         family.workspace(problem, candidate, device)
     except TunegemmError as error:
         return one_line(error)

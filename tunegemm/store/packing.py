@@ -151,7 +151,7 @@ def _shortlisted() -> dict[str, tuple[str, Key]]:
         (problem, kernel) for problem, kernels in shortlist.ordered_lists().items() for kernel in kernels
     )
     for problem, kernel in itertools.chain(itertools.product(plain, shortlist.listed()), kinds):
-        family = families.get(kernel.family)
+        family = families.generator(kernel.family)
         key = family.kernel_key(problem, shortlist.launched(problem, kernel), device)
         found[f"{family.label(kernel)} {problem}"] = kernel.family, key
     return found

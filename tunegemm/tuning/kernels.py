@@ -153,7 +153,7 @@ class Kernels:
         compiled: Ready | None,
         most: int | None,
     ) -> Ranking:
-        fits_extents = extent_check(families.get(name), problem, self.device)
+        fits_extents = extent_check(families.generator(name), problem, self.device)
         kernels, columns = self._feasible(problem, name, fits_extents, compiled)
         values = self.space(name).launch_values
         if swept is not None:
@@ -161,7 +161,7 @@ class Kernels:
             return Ranking(values, predictions, len(predictions))
         # Depth of the ring and of the epilogue have no say in what a launch may be.
         shapes = {model.grid_shape(kernel): kernel for kernel in kernels}.values()
-        limited = parameters_read(families.get(name).rules)
+        limited = parameters_read(families.generator(name).rules)
         fits_kind = self._fits_kind(problem, name)
 
         def fits(launch: Candidate) -> bool:  # extents reject most
@@ -193,7 +193,7 @@ class Kernels:
         kernel = launch.family, launch.compile_params, launch.params.get(_ORDER)
         found = known.get(kernel)
         if found is None or found[1] is not compiled.shipped:
-            key = families.get(launch.family).kernel_key(problem, launch, self.device)
+            key = families.generator(launch.family).kernel_key(problem, launch, self.device)
             shipped = compiled.shipped
             found = known[kernel] = digest(key), shipped, shipped is not None and key in shipped
         return found[0] in compiled.own or found[2]
@@ -237,13 +237,13 @@ class Kernels:
         """What does not depend on extents, remembered over problems."""
         place = name, *_kind(problem)
         if place not in self._fitting:
-            self._fitting[place] = kernel_check(families.get(name), problem, self.device)
+            self._fitting[place] = kernel_check(families.generator(name), problem, self.device)
         return self._fitting[place]
 
     def _possible_of(self, problem: Problem, name: str) -> tuple[list[Candidate], Columns]:
         kind = (name, *kernel_facts(problem))
         if kind not in self._possible:
-            family, space = families.get(name), self.space(name)
+            family, space = families.generator(name), self.space(name)
             kernels = possible_kernels(family, space, problem, self.device, self._folder)
             self._possible[kind] = kernels, Columns.of(kernels)
         return self._possible[kind]

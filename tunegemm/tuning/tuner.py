@@ -369,7 +369,8 @@ class Tuner:
 
         def keys(candidates: Iterable[Candidate]) -> list[tuple[str, Key]]:
             return [
-                (c.family, families.get(c.family).kernel_key(problem, c, self.device)) for c in candidates
+                (c.family, families.generator(c.family).kernel_key(problem, c, self.device))
+                for c in candidates
             ]
 
         later = keys(new)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar, Literal
 
-from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
-from tunegemm.describe.space import Candidate, SearchSpace, Value
-from tunegemm.errors import CompileError
-from tunegemm.generate.feasibility import FEASIBLE, Rule, Verdict, apply_rules, rule
+from tunegemm.describe.space import Candidate, SearchSpace
+from tunegemm.generate.feasibility import FEASIBLE, Verdict, apply_rules, rule
 from tunegemm.generate.launching import Launcher
 from tunegemm.generate.workspace import Workspace, exceeded_workspace
 from tunegemm.resources import data_path
@@ -118,17 +117,14 @@ RULES = (named_algorithm, complete_name, library_dtypes, library_epilogue, libra
 
 
 class CublasLt:
-    """The vendor's library as a family. See `tunegemm.generate.families.Family`."""
+    """The vendor's library. See `tunegemm.generate.families.Library`."""
 
     name = "cublaslt"
     parameters: Mapping[str, tuple[str, ...]] = {
         "compile": ("algorithm",),
         "launch": ("requested", "workspace_mib"),
     }
-    sources: tuple[Path, ...] = ()
-    unlisted: Mapping[str, tuple[Value, ...]] = {}
-    rules: tuple[Rule, ...] = ()
-    compiled = False
+    compiled: ClassVar[Literal[False]] = False
     tma = False
     edges_inside = False
 
@@ -168,15 +164,9 @@ class CublasLt:
                 found += library.algorithms(problem, device.index, int(requested), int(mib) << 20)
         return list(dict.fromkeys(found))
 
-    def kernel_key(
-        self, problem: Problem, candidate: Candidate, device: Device
-    ) -> Mapping[str, str | int | bool]:
-        """Nothing is compiled: the key is empty."""
-        return {}
-
-    def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:
-        """0: the library does not report it."""
-        return 0
+    def reduction_class(self, problem: Problem, candidate: Candidate) -> str:
+        """Not known: which algorithm torch.mm launches depends on m."""
+        return ""
 
     def label(self, candidate: Candidate) -> str:
         """``torch.mm``, or such as ``cublaslt a66 t128x256 s64xAUTO c2x1x1``."""
@@ -185,10 +175,6 @@ class CublasLt:
         from tunegemm.generate.cublaslt import library
 
         return library.label(candidate)
-
-    def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
-        """Never called: `compiled` is False."""
-        raise CompileError("family 'cublaslt' has nothing to compile: its kernels ship with the library")
 
     def workspace(self, problem: Problem, candidate: Candidate, device: Device) -> Workspace | None:
         """What the algorithm was chosen with; torch.mm has torch's own."""

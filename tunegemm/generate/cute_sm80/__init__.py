@@ -16,7 +16,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate.cute_launch import load_launch
 from tunegemm.generate.cute_sm80.config import KernelConfig
 from tunegemm.generate.cute_sm80.rules import RULES, config_of
-from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Generator, Key
+from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Key, TileGenerator
 from tunegemm.generate.launching import AddressLauncher, Launcher, operand_reader
 from tunegemm.generate.tiles import ordered_bf16_sum, persistent_grid, split_workspace
 from tunegemm.generate.workspace import Workspace
@@ -46,7 +46,7 @@ def launcher(
     return AddressLauncher(read, make)
 
 
-FAMILY = Generator(
+FAMILY = TileGenerator(
     name="cute_sm80",
     parameters={
         "compile": (

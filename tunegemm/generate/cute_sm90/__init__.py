@@ -17,7 +17,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate.cute_launch import load_launch
 from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.cute_sm90.rules import RULES, config_of, resident_clusters
-from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Generator, Key
+from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Key, TileGenerator
 from tunegemm.generate.launching import (
     AddressLauncher,
     Launcher,
@@ -114,9 +114,9 @@ class Order:
     address: int
     """Where the table lies in device memory; 0 where a cluster's place is its own index."""
     across: int
-    """Tiles of a block across the swizzle; of a block of one line the swizzle size."""
+    """TileGenerator of a block across the swizzle; of a block of one line the swizzle size."""
     along: int
-    """Tiles of a block along them."""
+    """TileGenerator of a block along them."""
 
     @classmethod
     def of(cls, candidate: Candidate, device: Device, clusters: int) -> Order:
@@ -193,7 +193,7 @@ def launcher(
     return launch if tma_takes(problem) else through_aligned_copies(problem, launch)
 
 
-FAMILY = Generator(
+FAMILY = TileGenerator(
     name="cute_sm90",
     parameters={
         "compile": (

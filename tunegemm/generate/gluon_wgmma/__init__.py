@@ -8,7 +8,7 @@ from tunegemm.compile.triton_object import toolchain
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Generator
+from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, TileGenerator
 from tunegemm.generate.gluon_wgmma.build import compile_kernel
 from tunegemm.generate.gluon_wgmma.config import KernelConfig
 from tunegemm.generate.gluon_wgmma.rules import RULES, config_of
@@ -41,7 +41,7 @@ def launcher(
     return load_launcher(problem, candidate, device, artifact, ctas, scalars, workspace)
 
 
-FAMILY = Generator(
+FAMILY = TileGenerator(
     name="gluon_wgmma",
     parameters={
         "compile": (

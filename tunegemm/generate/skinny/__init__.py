@@ -15,7 +15,7 @@ from tunegemm.describe.epilogue import MAX_WORDS, define
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cute_launch import load_launch
-from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Generator, Key
+from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Key, TileGenerator
 from tunegemm.generate.launching import (
     AddressLauncher,
     Launcher,
@@ -52,7 +52,7 @@ def launcher(
     return AddressLauncher(read, make, words_reader(problem) if problem.fused.words else None)
 
 
-FAMILY = Generator(
+FAMILY = TileGenerator(
     name="skinny",
     parameters={
         "compile": (

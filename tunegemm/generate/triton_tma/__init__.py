@@ -9,7 +9,7 @@ from tunegemm.compile.triton_object import toolchain
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Generator
+from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, TileGenerator
 from tunegemm.generate.launching import Launcher
 from tunegemm.generate.tiles import ordered_bf16_sum, persistent_grid, seen_by_kernel, split_workspace
 from tunegemm.generate.triton_tma.build import compile_kernel
@@ -38,7 +38,7 @@ def launcher(
     return load_launcher(problem, candidate, device, artifact, ctas, scalars, workspace)
 
 
-FAMILY = Generator(
+FAMILY = TileGenerator(
     name="triton_tma",
     parameters={
         "compile": ("schedule", "tile_m", "tile_n", "tile_k", "stages", "warps", "epi_n", "swap_ab"),

@@ -11,7 +11,7 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.feasibility import half_operands, rule
-from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Generator, Key, config_maker
+from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Key, TileGenerator, config_maker
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, operand_reader
 from tunegemm.generate.tiles import tile_count
 from tunegemm.generate.workspace import Workspace
@@ -93,7 +93,7 @@ def launcher(
     return AddressLauncher(operand_reader(problem, 16, DTYPE_BYTES[problem.out_dtype]), make)
 
 
-FAMILY = Generator(
+FAMILY = TileGenerator(
     name="plain_triton",
     parameters={
         "compile": ("tile_m", "tile_n", "tile_k", "stages", "warps"),
