@@ -1,8 +1,11 @@
 """The kernel that readers begin with compiles as written; tests/gpu/test_kernel_minimal.py runs it."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.minimal import compile_minimal
 from tunegemm.generate.cute_launch import load_function
@@ -19,3 +22,15 @@ def test_it_compiles_without_spills_or_warnings(tmp_path: Path) -> None:
 
 def test_it_fits_shared_memory() -> None:
     assert kernel_minimal.Storage.size_in_bytes() <= 232448
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a GPU: tests/gpu/test_kernel_minimal.py runs it"
+)
+def test_without_a_gpu_it_says_so_in_one_line() -> None:
+    words = [sys.executable, "-m", "tunegemm.generate.cute_sm90.kernel_minimal"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.splitlines() == [
+        "kernel_minimal wants a Hopper GPU (compute capability 9.0), and there is none here"
+    ]

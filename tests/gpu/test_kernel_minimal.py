@@ -1,5 +1,7 @@
 """The kernel that readers begin with is right: against fp32, on random data, into a poisoned output."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,3 +32,11 @@ def test_right(compiled: Path, m: int, n: int, k: int, blocks: int) -> None:
     torch.cuda.synchronize()
     assert relative_error(out, a, b.t()) < TOLERANCE["bf16"]
     assert whole[m:].isnan().all(), "wrote behind its output"
+
+
+def test_it_runs_by_itself() -> None:
+    words = [sys.executable, "-m", "tunegemm.generate.cute_sm90.kernel_minimal"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    checked, timed = done.stdout.splitlines()
+    assert checked.endswith("right") and "torch.mm" in timed and "us" in timed

@@ -24,20 +24,10 @@ def compile_minimal(folder: Path) -> tuple[Path, Resources]:
 
 
 def main(folder: Path) -> None:
-    import cutlass.cute as cute
-    from cutlass import Int32, Int64
-
-    from tunegemm.compile.cute_object import FUNCTION_NAME, link
-    from tunegemm.generate.cute_sm90.kernel_minimal import gemm
+    from tunegemm.generate.cute_sm90.kernel_minimal import compile_into
 
     with output_to(folder / "ptxas.log"):
-        compiled = cute.compile(
-            gemm, *[Int64(0)] * 3, *[Int32(1)] * 4, cute.runtime.make_fake_stream(),
-            options=f"--enable-tvm-ffi --gpu-arch=sm_90a --dump-dir={folder} --remarks{{ptx}}",
-        )  # fmt: skip
-        out = folder / "minimal.o"
-        compiled.export_to_c(object_file_path=str(out), function_name=FUNCTION_NAME)
-        link(out)
+        compile_into(folder, "--remarks{ptx}")
 
 
 if __name__ == "__main__":

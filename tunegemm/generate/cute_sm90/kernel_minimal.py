@@ -13,20 +13,28 @@ operands from shared memory. Two barriers of each stage hand it over:
 
 The schedule is static: block b computes tiles b, b + grid, b + 2 grid, ... While the consumers store a tile,
 the producer already loads the next one.
+
+`python -m tunegemm.generate.cute_sm90.kernel_minimal` compiles it, checks it against fp32 and times it beside
+torch.mm, on a Hopper GPU.
 """
+
+import sys
+import tempfile
+from pathlib import Path
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.utils import LayoutEnum, SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import SmemAllocator
 
 TILE_M, TILE_N, TILE_K = 128, 128, 64
 STAGES = 4
 STAGE_BYTES = (TILE_M + TILE_N) * TILE_K * 2
 CONSUMERS = 2
-K_MAJOR = warpgroup.OperandMajorMode.K
+K_MAJOR = cute.nvgpu.OperandMajorMode.K
 
 
 def matrix(address, rows, columns):
@@ -173,3 +181,66 @@ def tma_views(tma, ring, tiles):
     return cpasync.tma_partition(
         tma, 0, cute.make_layout(1), cute.group_modes(ring, 0, 2), cute.group_modes(tiles, 0, 2)
     )
+
+
+def compile_into(folder, *options):
+    """An object in a folder that `cute_launch.load_function` loads. options: further ones of the compiler."""
+    from tunegemm.compile.cute_object import FUNCTION_NAME, link
+
+    out = Path(folder, "minimal.o")
+    numbers = [Int64(0)] * 3 + [Int32(1)] * 4  # stand for addresses, extents and blocks of every launch
+    compiled = cute.compile(
+        gemm, *numbers, cute.runtime.make_fake_stream(),
+        options=" ".join(["--enable-tvm-ffi", "--gpu-arch=sm_90a", f"--dump-dir={folder}", *options]),
+    )  # fmt: skip
+    compiled.export_to_c(object_file_path=str(out), function_name=FUNCTION_NAME)
+    link(out)
+    return out
+
+
+def main():
+    """One product, against fp32, and its time beside torch.mm's."""
+    import torch
+
+    from tunegemm.generate.cute_launch import load_function
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        sys.exit("kernel_minimal wants a Hopper GPU (compute capability 9.0), and there is none here")
+    m, n, k = 4096, 4096, 4096
+    a = torch.randn(m, k, device="cuda").bfloat16()
+    b = torch.randn(n, k, device="cuda").bfloat16()
+    d = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+    blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    with tempfile.TemporaryDirectory() as folder:
+        launch = load_function(compile_into(folder))
+
+    def ours():
+        stream = torch.cuda.current_stream().cuda_stream
+        launch(a.data_ptr(), b.data_ptr(), d.data_ptr(), m, n, k, blocks, stream)
+
+    ours()
+    expected = a.float() @ b.float().t()
+    error = ((d.float() - expected).norm() / expected.norm()).item()
+    is_right = error < 4e-3  # bf16 rounds by 1e-3; not a number is not less
+    print(f"{m}x{n}x{k}: relative error {error:.1e}, {'right' if is_right else 'wrong'}")
+    ours_us, torch_us = microseconds(ours), microseconds(lambda: torch.mm(a, b.t()))
+    print(f"{ours_us:.0f} us, {2 * m * n * k / ours_us / 1e6:.0f} TFLOP/s; torch.mm {torch_us:.0f} us")
+    sys.exit(not is_right)
+
+
+def microseconds(launch, count=50):
+    """The mean time of launches that follow each other, after as many that warm up."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for number in range(2 * count):
+        if number == count:
+            begin.record()
+        launch()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / count * 1e3
+
+
+if __name__ == "__main__":
+    main()
