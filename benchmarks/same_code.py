@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -139,13 +141,15 @@ def compiled(tree: Path, jobs: Sequence[Job], workers: int) -> Compiled:
 
 def _compile_here(asked: Path, answered: Path, workers: int) -> None:
     """The other half: by the modules of the tree that is on the path."""
-    from tunegemm.compile.artifacts import ArtifactStore
-    from tunegemm.compile.pool import CompilePool
     from tunegemm.describe.device import find_device
     from tunegemm.describe.problem import Problem
     from tunegemm.describe.space import Candidate
     from tunegemm.generate import families
 
+    # In trees of before 2026-11-26 they were elsewhere.
+    ArtifactStore = _from("ArtifactStore", "tunegemm.compile.artifacts", "tunegemm.generate.artifacts")
+    CompilePool = _from("CompilePool", "tunegemm.compile.pool", "tunegemm.generate.compile")
+    family: Any  # and there was one protocol of families
     device, answers = find_device(_DEVICE), []
     jobs = [Job(**job) for job in json.loads(asked.read_text())]
     with (
@@ -155,7 +159,8 @@ def _compile_here(asked: Path, answered: Path, workers: int) -> None:
         futures = []
         for job in jobs:
             candidate = Candidate.make(job.family, job.compile, job.launch)
-            key = families.generator(job.family).kernel_key(Problem(**job.problem), candidate, device)
+            family = families.get(job.family)
+            key = family.kernel_key(Problem(**job.problem), candidate, device)
             futures.append(pool.submit(job.family, key))
         for future in futures:
             result = future.result()
@@ -166,6 +171,14 @@ def _compile_here(asked: Path, answered: Path, workers: int) -> None:
     names = sorted({job.family for job in jobs})
     sources = {name: families.kernel_source_hash(name) for name in names}
     answered.write_text(json.dumps({"codes": answers, "sources": sources}))
+
+
+def _from(name: str, *modules: str) -> Any:
+    """What the first of the modules that there is has by that name. Raises ImportError where there is none."""
+    for module in modules:
+        with suppress(ModuleNotFoundError):
+            return getattr(importlib.import_module(module), name)
+    raise ImportError(f"{name} is in none of {', '.join(modules)}")
 
 
 def rekey(same: Mapping[str, bool], sources: Mapping[str, str], folder: Path) -> tuple[int, int]:

@@ -47,6 +47,55 @@ class Schedule(NamedTuple):
     swizzle_size: Int32
 
 
+class Arguments(NamedTuple):
+    """What a launch is given, in this order, before the stream."""
+
+    a_address: Int64
+    b_address: Int64
+    d_address: Int64
+    m: Int32
+    n: Int32
+    k: Int32
+    batch: Int32
+    lda: Int64
+    """Strides count elements."""
+    ldb: Int64
+    ldd: Int64
+    a_batch_stride: Int64
+    b_batch_stride: Int64
+    d_batch_stride: Int64
+    raster_along_m: Int32
+    swizzle_size: Int32
+    ctas: Int32
+    """The grid."""
+    split_k: Int32
+    partials_address: Int64
+    """With k splits: room for their fp32 sums."""
+    counters_address: Int64
+    """With k splits: zeros, which the kernel leaves as zeros."""
+
+
+class Operands(NamedTuple):
+    """Where A, B and D are, in this order, and how large."""
+
+    addresses: tuple[Int64, Int64, Int64]
+    extents: tuple[Int32, Int32, Int32]
+    """M, N and K."""
+    leading: tuple[Int64, Int64, Int64]
+    """Leading dimensions, in elements."""
+    batch_strides: tuple[Int64, Int64, Int64]
+
+
+class Origin(NamedTuple):
+    """Where a work unit begins."""
+
+    row: Int32
+    column: Int32
+    first_k: Int32
+    entry: Int32
+    """Which one of the batch."""
+
+
 class Gemm:
     """D[m, n] = A[m, k] B[n, k]^T for one `KernelConfig`."""
 
@@ -66,33 +115,13 @@ class Gemm:
     # ---- host side: runs on the CPU at every launch -------------------------------------------------
 
     @cute.jit
-    def __call__(
-        self,
-        a_address: Int64,
-        b_address: Int64,
-        d_address: Int64,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        batch: Int32,
-        lda: Int64,
-        ldb: Int64,
-        ldd: Int64,
-        a_batch_stride: Int64,
-        b_batch_stride: Int64,
-        d_batch_stride: Int64,
-        raster_along_m: Int32,
-        swizzle_size: Int32,
-        ctas: Int32,
-        split_k: Int32,
-        partials_address: Int64,
-        counters_address: Int64,
-        stream,
-    ):
-        """Launch. Strides count elements; `ctas` is the grid.
+    def __call__(self, *arguments):
+        """Launch. arguments: those of `Arguments`, then the stream."""
+        self.launch(Arguments(*arguments[:-1]), arguments[-1])
 
-        With split_k > 1, `partials` holds fp32 sums and `counters` zeros, which the kernel leaves as zeros.
-        """
+    @cute.jit
+    def launch(self, given, stream):
+        """See `__call__`."""
         config = self.config
         tiled_mma = cute.make_tiled_mma(
             warp.MmaF16BF16Op(self.in_dtype, self.acc_dtype, (MMA_M, MMA_N, MMA_K)),
@@ -101,18 +130,28 @@ class Gemm:
             # the tile of all warps is two atoms wide along n for each of them.
             permutation_mnk=(MMA_M * config.warps_m, MMA_N * config.atoms_n * config.warps_n, MMA_K),
         )
-        tiles_m = cute.ceil_div(m, config.tile_m)
-        tiles_n = cute.ceil_div(n, config.tile_n)
-        k_tiles = cute.ceil_div(cute.ceil_div(k, config.tile_k), split_k)
-        partials = cute.make_ptr(cutlass.Float32, partials_address, cute.AddressSpace.gmem, assumed_align=16)
-        counters = cute.make_ptr(Int32, counters_address, cute.AddressSpace.gmem, assumed_align=4)
+        tiles_m = cute.ceil_div(given.m, config.tile_m)
+        tiles_n = cute.ceil_div(given.n, config.tile_n)
+        k_tiles = cute.ceil_div(cute.ceil_div(given.k, config.tile_k), given.split_k)
+        partials = cute.make_ptr(
+            cutlass.Float32, given.partials_address, cute.AddressSpace.gmem, assumed_align=16
+        )
+        counters = cute.make_ptr(Int32, given.counters_address, cute.AddressSpace.gmem, assumed_align=4)
+        operands = Operands(
+            (given.a_address, given.b_address, given.d_address),
+            (given.m, given.n, given.k),
+            (given.lda, given.ldb, given.ldd),
+            (given.a_batch_stride, given.b_batch_stride, given.d_batch_stride),
+        )
+        schedule = Schedule(
+            tiles_m, tiles_n, given.batch, given.split_k, given.raster_along_m, given.swizzle_size
+        )
         self.smem_bytes = config.smem_bytes
         self.kernel(
-            tiled_mma, self.ring_layout("a"), self.ring_layout("b"), (a_address, b_address, d_address),
-            (m, n, k), (lda, ldb, ldd), (a_batch_stride, b_batch_stride, d_batch_stride), k_tiles,
-            Schedule(tiles_m, tiles_n, batch, split_k, raster_along_m, swizzle_size), partials, counters,
+            tiled_mma, self.ring_layout("a"), self.ring_layout("b"), operands, k_tiles, schedule, partials,
+            counters,
         ).launch(
-            grid=(ctas, 1, 1),
+            grid=(given.ctas, 1, 1),
             block=(config.threads, 1, 1),
             smem=self.smem_bytes,
             stream=stream,
@@ -146,10 +185,7 @@ class Gemm:
         tiled_mma: cute.TiledMma,
         sA_layout: cute.ComposedLayout,
         sB_layout: cute.ComposedLayout,
-        addresses: tuple[Int64, Int64, Int64],
-        extents: tuple[Int32, Int32, Int32],
-        leading: tuple[Int64, Int64, Int64],
-        batch_strides: tuple[Int64, Int64, Int64],
+        operands: Operands,
         k_tiles: Int32,
         schedule: Schedule,
         partials: cute.Pointer,
@@ -170,14 +206,12 @@ class Gemm:
         while work < total_work:
             tile_m, tile_n, entry, split = self.tile_of(work, schedule)
             first_k = split * k_tiles * config.tile_k
+            origin = Origin(tile_m * config.tile_m, tile_n * config.tile_n, first_k, entry)
             accumulators = cute.make_rmem_tensor(
                 tiled_mma.partition_shape_C((config.tile_m, config.tile_n)), self.acc_dtype
             )
             accumulators.fill(0.0)
-            self.multiply(
-                tiled_mma, accumulators, sA, sB, ring, thread, addresses, extents, leading, batch_strides,
-                tile_m * config.tile_m, tile_n * config.tile_n, first_k, k_tiles, entry,
-            )  # fmt: skip
+            self.multiply(tiled_mma, accumulators, sA, sB, ring, thread, operands, origin, k_tiles)
             # The ring is drained and free: its memory stages sums and output.
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
@@ -188,11 +222,7 @@ class Gemm:
                 tile = (entry * schedule.tiles_n + tile_n) * schedule.tiles_m + tile_m
                 holds_sum = self.reduce(sums, partials, counters, ring, tile, split, split_k, thread)
             if holds_sum:
-                self.store(
-                    tiled_mma, sums, ring, thread, addresses[2] + Int64(entry) * batch_strides[2]
-                    * (self.out_dtype.width // 8), extents, leading[2],
-                    tile_m * config.tile_m, tile_n * config.tile_n,
-                )  # fmt: skip
+                self.store(tiled_mma, sums, ring, thread, operands, origin)
             cute.arch.sync_threads()
             work += blocks
 
@@ -213,16 +243,14 @@ class Gemm:
         return tile_m, tile_n, entry, split
 
     @cute.jit
-    def multiply(
-        self, tiled_mma, accumulators, sA, sB, ring, thread, addresses, extents, leading, batch_strides,
-        row, column, first_k, k_tiles, entry,
-    ):  # fmt: skip
+    def multiply(self, tiled_mma, accumulators, sA, sB, ring, thread, operands, origin, k_tiles):
         """The main loop of one tile: the ring runs `stages - 1` tiles of k ahead."""
         config = self.config
         stages = config.stages
         blocks = config.tile_k // MMA_K
         base = ring.toint()
-        extent_m, extent_n, extent_k = extents
+        addresses, (extent_m, extent_n, extent_k), leading, batch_strides = operands
+        row, column, first_k, entry = origin
         a = Feed(config, "a", self.element_bytes, base, base + self.a_spare, thread)
         b = Feed(config, "b", self.element_bytes, base + self.b_ring, base + self.b_spare, thread)
         a_place = a.start(addresses[0], batch_strides[0], entry, leading[0], row, first_k)
@@ -259,7 +287,7 @@ class Gemm:
 
         read = Int32(0)
         write = Int32(stages - 1)
-        self.publish(a, b, addresses, leading, a_place, b_place, read)
+        self.publish(a, b, leading, a_place, b_place, read)
         cute.copy(copy_a, tSsA[None, None, 0, read], tSrA[None, None, 0])
         cute.copy(copy_b, tSsB[None, None, 0, read], tSrB[None, None, 0])
         for k_tile in cutlass.range(k_tiles, unroll=1):
@@ -269,7 +297,7 @@ class Gemm:
                     read += 1
                     if read == stages:
                         read = Int32(0)
-                    self.publish(a, b, addresses, leading, a_place, b_place, read)
+                    self.publish(a, b, leading, a_place, b_place, read)
                 following = (index + 1) % blocks
                 cute.copy(copy_a, tSsA[None, None, following, read], tSrA[None, None, following])
                 cute.copy(copy_b, tSsB[None, None, following, read], tSrB[None, None, following])
@@ -289,7 +317,7 @@ class Gemm:
                 )
 
     @cute.jit
-    def publish(self, a, b, addresses, leading, a_place, b_place, slot):
+    def publish(self, a, b, leading, a_place, b_place, slot):
         """Await the oldest tile in flight, shift its odd lines, and hand it to all warps."""
         cute.arch.cp_async_wait_group(self.config.stages - 2)
         if const_expr(self.config.shifts):
@@ -343,9 +371,12 @@ class Gemm:
         return last
 
     @cute.jit
-    def store(self, tiled_mma, sums, ring, thread, address, extents, leading, row, column):
+    def store(self, tiled_mma, sums, ring, thread, operands, origin):
         """Convert, stage in shared memory, and store along the output's lines."""
         config = self.config
+        row, column, extents, leading = origin.row, origin.column, operands.extents, operands.leading[2]
+        bytes_each = self.out_dtype.width // 8
+        address = operands.addresses[2] + Int64(origin.entry) * operands.batch_strides[2] * bytes_each
         n_major = const_expr(config.out_major == "n")
         pitch = config.staging_pitch
         staged = cute.make_tensor(
@@ -361,7 +392,6 @@ class Gemm:
         first_line, first_element = (row, column) if n_major else (column, row)
         lines_left = (extents[0] if n_major else extents[1]) - first_line
         elements_left = (extents[1] if n_major else extents[0]) - first_element
-        bytes_each = self.out_dtype.width // 8
         corner = address + (Int64(first_line) * leading + first_element) * bytes_each
         # Vectors where every line starts at a multiple of 16 bytes; else elements, which lanes side by side
         # still write as one piece.
