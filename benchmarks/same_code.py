@@ -174,7 +174,7 @@ def _compile_here(asked: Path, answered: Path, workers: int) -> None:
 
 
 def _from(name: str, *modules: str) -> Any:
-    """What the first of the modules that there is has by that name. Raises ImportError where there is none."""
+    """That name of the first of the modules that there is. Raises ImportError where there is none."""
     for module in modules:
         with suppress(ModuleNotFoundError):
             return getattr(importlib.import_module(module), name)

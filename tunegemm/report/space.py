@@ -69,8 +69,11 @@ class Space:
         return model.predict(self.problem, candidate, self.device)
 
     def ranked(self, count: int | None = None) -> Sequence[model.Prediction]:
-        """The feasible kernels at their first launch, in the model's order; the first `count`, or all."""
-        family, space = families.get(self.family), families.load_space(self.family)
+        """The feasible kernels at their first launch, in the model's order; the first `count`, or all.
+
+        Raises SpaceError for a library, which names its kernels itself.
+        """
+        family, space = families.generator(self.family), families.load_space(self.family)
         fits = extent_check(family, self.problem, self.device)
         launch = {name: values[0] for name, values in space.launch_values.items()}
         kernels = (
