@@ -32,28 +32,26 @@ def read_mode(warn: Callable[[str], None]) -> Mode:
 
 
 def read_compile(warn: Callable[[str], None]) -> bool:
-    """``TUNEGEMM_COMPILE``: whether missing kernels are compiled meanwhile; a mistake is a warning."""
-    text = os.environ.get("TUNEGEMM_COMPILE", "")
-    if text not in ("", "0", "1"):
-        warn(f"TUNEGEMM_COMPILE={text!r} is not known and has no effect; use 0 or 1 or unset it")
-    return text != "0"
+    """``TUNEGEMM_COMPILE``: whether missing kernels are compiled meanwhile."""
+    return _switch("TUNEGEMM_COMPILE", True, warn)
 
 
 def read_summary(warn: Callable[[str], None]) -> bool:
     """``TUNEGEMM_SUMMARY``: whether products without a record are listed when the process ends."""
-    text = os.environ.get("TUNEGEMM_SUMMARY", "")
-    if text not in ("", "0", "1"):
-        warn(f"TUNEGEMM_SUMMARY={text!r} is not known and has no effect; use 0 or 1 or unset it")
-    return text == "1"
+    return _switch("TUNEGEMM_SUMMARY", False, warn)
 
 
 def read_engine(engine: str, warn: Callable[[str], None]) -> bool:
-    """``TUNEGEMM_VLLM`` and its kin: whether an engine is served; a mistake is a warning."""
-    name = f"TUNEGEMM_{engine.upper()}"
+    """``TUNEGEMM_VLLM`` and its kin: whether an engine is served."""
+    return _switch(f"TUNEGEMM_{engine.upper()}", True, warn)
+
+
+def _switch(name: str, default: bool, warn: Callable[[str], None]) -> bool:
+    """A variable that is 0 or 1; what is neither is a warning, and the default."""
     text = os.environ.get(name, "")
     if text not in ("", "0", "1"):
         warn(f"{name}={text!r} is not known and has no effect; use 0 or 1 or unset it")
-    return text != "0"
+    return text == "1" if text in ("0", "1") else default
 
 
 def read_policy(warn: Callable[[str], None]) -> Policy:
