@@ -44,7 +44,7 @@ class Predicted:
     expected: float
     """Times as fast as torch."""
     bound: float
-    """The same, less the margin of such products."""
+    """What is expected, less the margin of such products."""
     basis: str
     """What it goes by, and how often that was wrong."""
 
@@ -57,7 +57,7 @@ class Outlook:
     """What is to be expected of the shipped kernels for a problem."""
 
     options: tuple[Predicted, ...] = ()
-    """That may be launched, the best first."""
+    """What may be launched, the best first."""
     refusal: str = ""
     """Why there are none, in one clause."""
     decides: bool = True

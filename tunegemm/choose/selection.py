@@ -32,11 +32,11 @@ class Selection:
     why: str
     """One clause: what speaks for the first option, or why there is none."""
     nears: tuple[Near | InvariantOption, ...] = ()
-    """Those of the options that were measured for other problems, with what is expected of them here."""
+    """The options that were measured for other problems, with what is expected of them here."""
     neighbours: tuple[Record, ...] = ()
     """The records of its neighbourhood that were asked, where the problem has none."""
     predictions: tuple[Predicted, ...] = ()
-    """Those of the options that were predicted from measurements of other products."""
+    """The options that were predicted from measurements of other products."""
 
     @property
     def advises_tuning(self) -> bool:

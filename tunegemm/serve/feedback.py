@@ -61,7 +61,8 @@ class Feedback:
 def predictions(snapshot: Snapshot, problem: Problem, device: Device) -> tuple[Sequence[Predicted], str]:
     """What dispatch would launch by prediction; where that is nothing, why, in one clause.
 
-    Or did launch, until a race that ended early, or beside other work, left a record that is not confirmed.
+    Also what it did launch, until a race that ended early or ran beside other work left a record that is not
+    confirmed.
     """
     selection = select(snapshot, problem, device)
     if selection.predictions:

@@ -61,7 +61,7 @@ def _words_refusal(
 
 
 def described(form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Operands | Refusal:
-    """The same, whatever the tensors of the epilogue are."""
+    """What a form asks for of ``a @ b``, whatever the tensors of its epilogue are."""
     if not form.text and form.out_dtype is None:
         return describe(a, b, out)
     return describe(

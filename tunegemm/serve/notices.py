@@ -86,7 +86,7 @@ class _Rows:
     """The numbers of rows that a weight was multiplied with."""
 
     most: Problem
-    """That of the most rows."""
+    """The product with the most rows."""
     least: int
     numbers: int = 1
 

@@ -48,7 +48,7 @@ class SlowPath:
     def compute(
         self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any
     ) -> Any:
-        """As `Dispatcher.fused`."""
+        """What `Dispatcher.fused` returns, whatever the operands are."""
         planner, call = self._planner, form.call
         if planner.is_off and planner.observe is None:
             return by_torch(form, a, b, tensors, numbers, out)
@@ -241,7 +241,7 @@ def _check_tensors(form: Form, operands: tuple[Any, ...]) -> None:
 
 
 def by_torch(form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> Any:
-    """The same by torch's functions; None for BELOW_AUTOGRAD and ADDMM, whose callers have them."""
+    """What torch's functions make of it; None for BELOW_AUTOGRAD and ADDMM, whose callers have them."""
     return torchs(form)(a, b, tensors, numbers, out)
 
 

@@ -50,7 +50,7 @@ class _Place(NamedTuple):
     """Where a call goes that has certain dispatch keys."""
 
     below: Any
-    """Those keys that are below ours."""
+    """The keys that are below ours."""
     is_ours: bool
     """Whether its kernel is at one of the layer's keys."""
 

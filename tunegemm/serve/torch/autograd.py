@@ -36,7 +36,7 @@ def is_simple(a: torch.Tensor, b: torch.Tensor) -> bool:
 def gradients(
     multiply: Multiply, grad: torch.Tensor, operands: Sequence[torch.Tensor], wanted: Sequence[bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Those of a and b that are wanted: grad x B^T and A^T x grad, each laid out as its operand is.
+    """The gradients of a and b that are wanted: grad x B^T and A^T x grad, each laid out as its operand is.
 
     A weight that was multiplied transposed so gets the gradient that an optimizer can add without a copy;
     `Problem.backward` names these products.

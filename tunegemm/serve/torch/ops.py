@@ -198,7 +198,7 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
 def _is_served(dispatcher: Dispatcher, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether a kernel is recorded for operands that are being traced.
 
-    Of symbolic extents what they were traced with is asked about, and any other m that is recorded.
+    Symbolic extents are taken for those that they were traced with, and any other m that is recorded will do.
     """
     if a.ndim < 2 or b.ndim < 2 or a.device.type != DEVICE_TYPE or b.device != a.device:
         return False

@@ -70,8 +70,8 @@ def enable() -> Takeover:
 
 
 def begin(counting: Counting | None = None) -> Takeover:
-    """As `enable`. counting: makes of an operator's function, where this is the first of nested blocks, one
-    that counts its calls.
+    """What `enable` does. counting: makes functions that count the calls of an operator, where this is the
+    first of nested blocks.
     """
 
     def wrap(name: str, kernel: Any) -> Callable[..., Any]:
@@ -209,8 +209,8 @@ def patch(model: torch.nn.Module) -> int:
 def unpatch(model: torch.nn.Module) -> int:
     """Undoes `patch`; the number of layers that are torch's again.
 
-    Of those, too, whose class a tool has derived meanwhile, as FSDP2 and parametrizations do: it is made
-    anew, derived from `torch.nn.Linear`.
+    A class that a tool has derived meanwhile, as FSDP2 and parametrizations do, is made anew, derived from
+    `torch.nn.Linear`.
     """
     _check_model(model)
     layers = [module for module in model.modules() if is_tuned(type(module))]
