@@ -82,6 +82,11 @@ class TestRunner:
         assert result.stderr == f"tunegemm: m=0 in 0x4x4: every extent must be from 1 to {2**31 - 1}\n"
         assert result.stdout == ""
 
+    def test_extents_are_in_the_shape(self) -> None:
+        result = self.runner.invoke(app, ["tune", "--m", "512:4096:512"])
+        assert result.exit_code == 2 and "No such option: --m" in result.stderr
+        assert "--shape 512:4096:512x6144x4096" in result.stderr
+
     def test_interruption_before_the_tuner_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def interrupt(*_: object, **__: object) -> None:
             raise KeyboardInterrupt

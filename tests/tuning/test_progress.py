@@ -40,6 +40,14 @@ def test_a_result_prints_as_a_short_table_and_its_winner_can_be_pasted() -> None
     assert "nothing found" in repr(result(best=None, outcomes=()))
 
 
+def test_the_winner_has_the_figures_that_it_is_reported_with() -> None:
+    """Those of the rounds that did not choose it, in the table as in the verdict."""
+    chosen = Measurement(OURS, (10.0,) * 8, (13.0,) * 8, 0.0, 0.002)
+    (label, first), *_ = result(outcomes=(chosen,)).rows()
+    assert label == "pp64 <w4>" and first.ratio == pytest.approx(1.2)
+    assert "1.200" in str(result(outcomes=(chosen,))) and "1.300" not in str(result(outcomes=(chosen,)))
+
+
 def test_in_a_notebook_it_is_a_table_in_which_nothing_is_markup() -> None:
     page = result(note="a <b>")._repr_html_()
     assert page.startswith("<table>") and "<td>1.200</td>" in page

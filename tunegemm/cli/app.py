@@ -76,6 +76,8 @@ def _usage(error: Any) -> str:
         given = details()[0]["input"]
         if repr(given) not in message:
             message = message.replace(": ", f": {shown(given)}: ", 1)
+    if message.startswith(("No such option: --m ", "No such option: --n ", "No such option: --k ")):
+        message = f"{message.partition(' (')[0]}; --shape has the extents, as --shape 512:4096:512x6144x4096"
     if not message.endswith((".", "?")):
         message += "."
     command = error.ctx.command_path.split()[1:] if getattr(error, "ctx", None) is not None else ()

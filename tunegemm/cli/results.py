@@ -53,7 +53,7 @@ def leaderboard(result: TuneResult) -> Leaderboard:
         return Leaderboard.from_predictions(problem, device, predictions, labels)
     best = result.best.candidate if result.best is not None else None
     return Leaderboard.from_outcomes(
-        problem, device, result.outcomes, labels, source=result.source, best=best
+        problem, device, result.reported, labels, source=result.source, best=best
     )
 
 

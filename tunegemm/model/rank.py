@@ -25,7 +25,7 @@ from tunegemm.model.terms import Columns, Floats, Terms, fits_l2, terms
 # In steady-state timing at the power cap: what is left of a lead in interleaved timing, in which all kernels
 # share their clocks, and of the clock that is predicted of each. Fitted to our kernels that were timed both
 # ways: 22 products of an H200 (benchmarks/results/h200/turns-2026-11-22.json), where 2.3 % are left of 6 %,
-# twelve more of an H200 (no file) and nine of an H100 (benchmarks/sweeps).
+# twelve more of an H200 and nine of an H100 (benchmarks/sweeps).
 _STEADY_LEAD = 0.8
 _STEADY_CLOCK = 0.45
 #: Up to so many rows or columns the order of the ratios is as good a one as the formula's: for 16 products of

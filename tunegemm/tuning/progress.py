@@ -127,12 +127,20 @@ class TuneResult:
     def rows(self) -> list[tuple[str, Measurement]]:
         """Each candidate that was measured, by its label: the winner first, then the fastest beside torch.mm.
 
-        The last measurement of each counts.
+        The last measurement of each counts, and of the winner what is told of it.
         """
-        latest = {one.candidate: one for one in self.outcomes if isinstance(one, Measurement)}
+        latest = {one.candidate: one for one in self.reported if isinstance(one, Measurement)}
         best = self.best.candidate if self.best is not None else None
         ordered = sorted(latest.values(), key=lambda one: (one.candidate != best, -one.ratio))
         return [(self.label(one.candidate), one) for one in ordered]
+
+    @property
+    def reported(self) -> tuple[Outcome, ...]:
+        """The outcomes, and last the winner as it is reported: by rounds that did not choose it."""
+        best = self.best
+        if best is None or not (best.samples_us and best.baseline_us):
+            return self.outcomes
+        return (*self.outcomes, best)
 
     def label(self, candidate: Candidate) -> str:
         """Its short name."""
