@@ -8,7 +8,6 @@ left is kept in a folder, as places in the space's lists, under a name that chan
 from __future__ import annotations
 
 import hashlib
-import itertools
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,14 +39,15 @@ def possible_kernels(
     """
     path = None if folder is None else folder / f"{_name(family, space, problem, device)}.npy"
     if path is not None and (known := _read(path, space)) is not None:
-        return _kernels(space, known)
+        places = dict(zip(space.compile_values, known.T, strict=True))
+        table = CandidateTable(space.family, space.compile_values, {}, places)
+        return table.candidates(np.arange(len(known)))
     table = CandidateTable.kernels(family.name, space.compile_values)
     rules = [rule for rule in family.rules if not rule.reads_extents]
     rows = np.flatnonzero(table.rejected(rules, problem, device) == len(rules))
-    places = np.column_stack([column[rows] for column in table.places.values()])
     if path is not None and all(len(values) <= 256 for values in space.compile_values.values()):
-        _write(path, places.astype(np.uint8))
-    return _kernels(space, places)
+        _write(path, np.column_stack([column[rows] for column in table.places.values()]).astype(np.uint8))
+    return table.candidates(rows)
 
 
 def extent_check(family: Generator, problem: Problem, device: Device) -> Remembered:
@@ -95,13 +95,3 @@ def _write(path: Path, places: np.ndarray) -> None:
         make_folder(path.parent)
         with replacing(path) as new, new.open("wb") as file:
             np.save(file, places, allow_pickle=False)
-
-
-def _kernels(space: SearchSpace, places: np.ndarray) -> list[Candidate]:
-    """The kernels at places in the space's lists: a row for each, a column for each parameter."""
-    names = list(space.compile_values)
-    in_order = sorted(range(len(names)), key=names.__getitem__)
-    pairs = [[(names[i], value) for value in space.compile_values[names[i]]] for i in in_order]
-    columns = [places[:, i].tolist() for i in in_order]
-    chosen = [map(pair.__getitem__, column) for pair, column in zip(pairs, columns, strict=True)]
-    return list(map(Candidate, itertools.repeat(space.family), zip(*chosen, strict=True)))

@@ -6,8 +6,9 @@ A rule declares the few parameters that it reads: candidates that agree in those
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,10 +51,22 @@ class CandidateTable:
 
     def candidate(self, row: int) -> Candidate:
         """The candidate of a row."""
-        compiled = {name: self._value(name, row) for name in self.compile_values}
-        return Candidate.make(
-            self.family, compiled, {name: self._value(name, row) for name in self.launch_values}
+        return self.candidates(np.array([row]))[0]
+
+    def candidates(self, rows: np.ndarray) -> list[Candidate]:
+        """The candidates of rows."""
+        compiled, launched = (
+            zip(*[self._pairs(name, values[name], rows) for name in sorted(values)], strict=True)
+            if values
+            else itertools.repeat((), len(rows))
+            for values in (self.compile_values, self.launch_values)
         )
+        return list(map(Candidate, itertools.repeat(self.family), compiled, launched))
+
+    def _pairs(self, name: str, values: Sequence[Value], rows: np.ndarray) -> Iterator[tuple[str, Value]]:
+        """A parameter with its value, of each row."""
+        pairs = [(name, value) for value in values]
+        return map(pairs.__getitem__, self.places[name][rows].tolist())
 
     def rejected(self, rules: Sequence[Rule], problem: Problem, device: Device) -> np.ndarray:
         """The place of the first rule that rejects each candidate; the number of rules where none does.
@@ -64,7 +77,7 @@ class CandidateTable:
         alive = np.arange(len(self))
         for number, rule in enumerate(rules):
             firsts, group = self.groups(rule, alive)
-            objections = (rule.objection(problem, self.candidate(int(row)), device) for row in firsts)
+            objections = (rule.objection(problem, one, device) for one in self.candidates(firsts))
             is_rejected = np.array([reason is not None for reason in objections], dtype=bool)[group]
             found[alive[is_rejected]] = number
             alive = alive[~is_rejected]
@@ -84,10 +97,6 @@ class CandidateTable:
         first[code[::-1]] = rows[::-1]  # the last that is written is the first row
         occurs = first >= 0
         return first[occurs], (np.cumsum(occurs) - 1)[code]
-
-    def _value(self, name: str, row: int) -> Value:
-        values = self.compile_values.get(name) or self.launch_values[name]
-        return values[int(self.places[name][row])]
 
 
 def _combinations(values: Mapping[str, Sequence[Value]]) -> dict[str, np.ndarray]:
