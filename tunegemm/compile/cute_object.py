@@ -26,8 +26,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tunegemm.compile.artifacts import Key
 from tunegemm.compile.ptxas import Resources, output_to, read_report
 from tunegemm.describe.device import package_version
+from tunegemm.describe.epilogue import MAX_WORDS, define
 
 FUNCTION_NAME = "tunegemm_gemm"
 """Exported symbol of every compiled object."""
@@ -48,6 +50,30 @@ def import_dsl() -> None:
     """Import the CuTe DSL for compiling alone. Raises ImportError where it is not installed."""
     os.environ["CUTE_DSL_ARCH"] = _OWN_ARCHITECTURE  # read once, at the import
     importlib.import_module("cutlass.cute")
+
+
+def compiler(
+    config: Any, module: str, launch_parameters: int, *, addresses: int = 2
+) -> Callable[[Key, Path], Resources]:
+    """The `compile` of a family whose kernel is the class `Gemm` of a module, made of a config.
+
+    launch_parameters, addresses: see `compile_object`.
+    """
+
+    def compile_kernel(key: Key, out: Path) -> Resources:
+        if source := key.get("epilogue_source"):
+            define(str(source))
+        chosen = config.from_mapping(key)
+        return compile_object(
+            lambda: importlib.import_module(module).Gemm(chosen),
+            launch_parameters,
+            str(key["target"]),
+            out,
+            addresses=addresses,
+            words=MAX_WORDS if key.get("epilogue") and chosen.fused.words else 0,
+        )
+
+    return compile_kernel
 
 
 def compile_object(

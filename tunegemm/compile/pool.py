@@ -151,7 +151,7 @@ class CompilePool:
         self.close()
 
     def processes(self) -> list[subprocess.Popen[bytes]]:
-        """Those of the workers that live."""
+        """The processes of the workers that live."""
         with self._lock:
             return [worker.process for worker in self._all]
 

@@ -201,6 +201,20 @@ def vector_fits(problem: Problem, candidate: Candidate, device: Device) -> str |
     return None
 
 
+def exceeded_threads(threads: int, limits: Architecture, blocks: int) -> str | None:
+    """Why a block cannot have so many threads, or a multiprocessor so many blocks; None where they can."""
+    if threads > limits.threads_per_block:
+        return f"{threads} threads > {limits.threads_per_block} of a block"
+    if threads * blocks > limits.threads_per_sm:
+        return f"{blocks} x {threads} threads > {limits.threads_per_sm}"
+    return None
+
+
+def register_budget(threads: int, limits: Architecture, blocks: int) -> int:
+    """Registers of a thread where so many blocks share a multiprocessor."""
+    return min(limits.registers_per_thread, limits.registers_per_sm // (threads * blocks) // 8 * 8)
+
+
 def exceeded_smem(smem_bytes: int, limits: Architecture, blocks: int = 1) -> str | None:
     """Why a block cannot have so much shared memory, or a multiprocessor so many; None where they can."""
     if smem_bytes > limits.smem_bytes_per_block:

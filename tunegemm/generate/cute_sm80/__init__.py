@@ -6,29 +6,18 @@ It serves operands of any alignment, which TMA does not: ragged k, odd leading d
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from tunegemm.compile.cute_object import compile_object, toolchain
-from tunegemm.compile.ptxas import Resources
+from tunegemm.compile.cute_object import compiler, toolchain
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cute_launch import load_launch
 from tunegemm.generate.cute_sm80.config import KernelConfig
 from tunegemm.generate.cute_sm80.rules import RULES, config_of
-from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Key, TileGenerator
+from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, TileGenerator
 from tunegemm.generate.launching import AddressLauncher, Launcher, operand_reader
 from tunegemm.generate.tiles import ordered_bf16_sum, persistent_grid, split_workspace
 from tunegemm.generate.workspace import Workspace
-
-
-def compile_kernel(key: Key, out: Path) -> Resources:
-    def make() -> Any:
-        from tunegemm.generate.cute_sm80.kernel import Gemm
-
-        return Gemm(KernelConfig.from_mapping(key))
-
-    return compile_object(make, 4, str(key["target"]), out)
 
 
 def launcher(
@@ -60,7 +49,7 @@ FAMILY = TileGenerator(
     config_of=config_of,
     rules=RULES,
     reduction_class=ordered_bf16_sum,
-    compile=compile_kernel,
+    compile=compiler(KernelConfig, "tunegemm.generate.cute_sm80.kernel", 4),
     workspace=split_workspace,
     launcher=launcher,
     toolchain=toolchain,

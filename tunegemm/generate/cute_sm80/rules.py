@@ -9,7 +9,9 @@ from tunegemm.generate.cute_sm80.config import MMA_K, MMA_M, MMA_N, KernelConfig
 from tunegemm.generate.feasibility import (
     alignment,
     exceeded_smem,
+    exceeded_threads,
     half_operands,
+    register_budget,
     ring_depth,
     rule,
     vector_fits,
@@ -94,20 +96,15 @@ def copies(problem: Problem, candidate: Candidate, device: Device) -> str | None
 @rule("warps_m", "warps_n", "ctas_per_sm", "device")
 def threads(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Blocks and multiprocessors hold so many threads."""
-    config, limits = config_of(problem, candidate), device.architecture
-    if config.threads > limits.threads_per_block:
-        return f"{config.threads} threads > {limits.threads_per_block} of a block"
-    if config.threads * config.ctas_per_sm > limits.threads_per_sm:
-        return f"{config.ctas_per_sm} x {config.threads} threads > {limits.threads_per_sm}"
-    return None
+    config = config_of(problem, candidate)
+    return exceeded_threads(config.threads, device.architecture, config.ctas_per_sm)
 
 
 @rule("tile_m", "tile_n", "warps_m", "warps_n", "vector_bytes", "ctas_per_sm", "acc_dtype", "device")
 def registers(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Accumulators, two steps of fragments and bookkeeping must fit a thread's registers, or ptxas spills."""
-    config, limits = config_of(problem, candidate), device.architecture
-    resident = config.threads * config.ctas_per_sm
-    budget = min(limits.registers_per_thread, limits.registers_per_sm // resident // 8 * 8)
+    config = config_of(problem, candidate)
+    budget = register_budget(config.threads, device.architecture, config.ctas_per_sm)
     overhead = _OVERHEAD_REGISTERS
     uneven = config.accumulators & (config.accumulators - 1)
     if config.shifts:

@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunegemm.compile.cute_object import compile_object, toolchain
-from tunegemm.compile.ptxas import Resources
+from tunegemm.compile.cute_object import compiler, toolchain
 from tunegemm.describe.clusters import places_of, usual_neighbours
 from tunegemm.describe.device import Device
-from tunegemm.describe.epilogue import MAX_WORDS, define
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cute_launch import load_launch
 from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.cute_sm90.rules import RULES, config_of, resident_clusters
-from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Key, TileGenerator
+from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, TileGenerator
 from tunegemm.generate.launching import (
     AddressLauncher,
     Launcher,
@@ -36,21 +34,6 @@ from tunegemm.generate.tiles import (
     tile_count,
 )
 from tunegemm.generate.workspace import Workspace
-
-
-def compile_kernel(key: Key, out: Path) -> Resources:
-    if source := key.get("epilogue_source"):
-        define(str(source))
-    config = KernelConfig.from_mapping(key)
-    takes_words = config.fused.words > 0
-
-    def make() -> Any:
-        from tunegemm.generate.cute_sm90.kernel.gemm import Gemm
-
-        return Gemm(config)
-
-    words = MAX_WORDS if takes_words else 0
-    return compile_object(make, 8, str(key["target"]), out, addresses=3, words=words)
 
 
 def workspace(problem: Problem, candidate: Candidate, device: Device) -> Workspace | None:
@@ -213,7 +196,7 @@ FAMILY = TileGenerator(
     tma=True,
     edges_inside=True,
     fuses=True,
-    compile=compile_kernel,
+    compile=compiler(KernelConfig, "tunegemm.generate.cute_sm90.kernel.gemm", 8, addresses=3),
     workspace=workspace,
     launcher=launcher,
     toolchain=toolchain,

@@ -12,7 +12,7 @@ from tunegemm.generate.cute_sm90.config import (
     WARPGROUP_THREADS,
     KernelConfig,
 )
-from tunegemm.generate.feasibility import architecture, ring_depth, rule
+from tunegemm.generate.feasibility import architecture, exceeded_smem, ring_depth, rule
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.tiles import (
     seen_by_kernel,
@@ -205,10 +205,7 @@ def ring_memory(problem: Problem, candidate: Candidate, device: Device) -> str |
 )  # fmt: skip
 def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Ring, staging buffers and barriers must fit one block's shared memory."""
-    config, target = config_of(problem, candidate), device.architecture.compile_target
-    if config.smem_bytes > SMEM_LIMIT:
-        return f"smem {config.smem_bytes} B > {SMEM_LIMIT} B on {target}"
-    return None
+    return exceeded_smem(config_of(problem, candidate).smem_bytes, device.architecture)
 
 
 @rule("tile_n", "epi_n")

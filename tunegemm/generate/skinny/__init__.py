@@ -6,16 +6,13 @@ B is read once, in vectors that go straight to the threads that multiply them; s
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from tunegemm.compile.cute_object import compile_object, toolchain
-from tunegemm.compile.ptxas import Resources
+from tunegemm.compile.cute_object import compiler, toolchain
 from tunegemm.describe.device import Device
-from tunegemm.describe.epilogue import MAX_WORDS, define
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cute_launch import load_launch
-from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Key, TileGenerator
+from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, TileGenerator
 from tunegemm.generate.launching import (
     AddressLauncher,
     Launcher,
@@ -26,20 +23,6 @@ from tunegemm.generate.skinny.config import KernelConfig
 from tunegemm.generate.skinny.rules import RULES, config_of
 from tunegemm.generate.tiles import persistent_grid, split_workspace
 from tunegemm.generate.workspace import Workspace
-
-
-def compile_kernel(key: Key, out: Path) -> Resources:
-    if source := key.get("epilogue_source"):
-        define(str(source))
-    config = KernelConfig.from_mapping(key)
-
-    def make() -> Any:
-        from tunegemm.generate.skinny.kernel import Gemm
-
-        return Gemm(config)
-
-    words = MAX_WORDS if config.fused.words else 0
-    return compile_object(make, 2, str(key["target"]), out, words=words)
 
 
 def launcher(
@@ -66,7 +49,7 @@ FAMILY = TileGenerator(
     rules=RULES,
     unlisted={"ctas": ("balanced",)},
     fuses=True,
-    compile=compile_kernel,
+    compile=compiler(KernelConfig, "tunegemm.generate.skinny.kernel", 2),
     workspace=split_workspace,
     launcher=launcher,
     toolchain=toolchain,

@@ -5,7 +5,15 @@ from __future__ import annotations
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.feasibility import alignment, exceeded_smem, ring_depth, rule, vector_fits
+from tunegemm.generate.feasibility import (
+    alignment,
+    exceeded_smem,
+    exceeded_threads,
+    register_budget,
+    ring_depth,
+    rule,
+    vector_fits,
+)
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.skinny.config import MMA_M, KernelConfig
 from tunegemm.generate.tiles import tile_count
@@ -68,20 +76,15 @@ def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | No
 @rule("warps_n", "warps_k", "ctas_per_sm", "device")
 def threads(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Blocks and multiprocessors hold so many threads."""
-    config, limits = config_of(problem, candidate), device.architecture
-    if config.threads > limits.threads_per_block:
-        return f"{config.threads} threads > {limits.threads_per_block} of a block"
-    if config.threads * config.ctas_per_sm > limits.threads_per_sm:
-        return f"{config.ctas_per_sm} x {config.threads} threads > {limits.threads_per_sm}"
-    return None
+    config = config_of(problem, candidate)
+    return exceeded_threads(config.threads, device.architecture, config.ctas_per_sm)
 
 
 @rule("tile_m", "tile_n", "warps_n", "warps_k", "vector_bytes", "ctas_per_sm", "in_dtype", "device")
 def registers(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Accumulators, a chunk's vectors, its lines' addresses and bookkeeping must fit, or ptxas spills."""
-    config, limits = config_of(problem, candidate), device.architecture
-    resident = config.threads * config.ctas_per_sm
-    budget = min(limits.registers_per_thread, limits.registers_per_sm // resident // 8 * 8)
+    config = config_of(problem, candidate)
+    budget = register_budget(config.threads, device.architecture, config.ctas_per_sm)
     addresses, vectors = 2 * config.lines, config.lines * config.vector_bytes // 4
     if config.in_dtype.startswith("fp8"):
         vectors *= 2
