@@ -32,6 +32,11 @@ FAMILY = Borrowed()
 SPACE = (
     'family = "{name}"\n[compile]\nalgorithm = ["torch.mm"]\n[launch]\nrequested = [1]\nworkspace_mib = [1]\n'
 )
+#: Makes of it a generator whose rule is a function.
+GENERATING = (
+    "FAMILY.__dict__.update(compiled=True, sources=(Path(__file__),), unlisted={}, rules=(print,),"
+    " kernel_key=print, smem_bytes=print, compile=print)"
+)
 #: Of `plain_triton`, for the process that has it installed.
 EXAMPLES = Examples(
     "plain_triton",
@@ -155,6 +160,7 @@ def test_an_entry_point_may_name_the_object_itself(tmp_path: Path) -> None:
             "FAMILY.__class__.space_file = Path('nothing.toml')",
             "nothing.toml: No such file",
         ),
+        ("plain", "plain", GENERATING, "is no rule; tunegemm.generate.feasibility.rule makes one"),
         ("lazy", "lazy", "FAMILY.compiled = True", "it has no sources, unlisted, rules, kernel_key"),
     ],
 )

@@ -241,8 +241,11 @@ def _checked(name: str, family: Generator | Library) -> Generator | Library:
     space = _space_of(family)
     if space.family != name:
         raise SpaceError(f"{space.source} is of family {space.family!r}")
-    if family.compiled and not hash_of_code(family.sources):
-        raise SpaceError("it names no sources of its kernels")
+    if family.compiled:
+        if not hash_of_code(family.sources):
+            raise SpaceError("it names no sources of its kernels")
+        if plain := [rule for rule in family.rules if not isinstance(rule, Rule)]:
+            raise SpaceError(f"{plain[0]} is no rule; tunegemm.generate.feasibility.rule makes one")
     return family
 
 
