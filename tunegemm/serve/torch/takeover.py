@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
 import torch
 
@@ -18,6 +18,8 @@ from tunegemm.serve.guards import tf32_allowed
 from tunegemm.serve.library import addmm_steps, call_of, is_sum
 from tunegemm.serve.torch.aten import Layer, replacements
 from tunegemm.serve.torch.autograd import DTYPES
+from tunegemm.serve.torch.layers.fuse import lines_of, unfuse
+from tunegemm.serve.torch.layers.report import Report
 from tunegemm.serve.torch.linear import TunedLinear, is_tuned, untuned
 
 #: Makes a function that counts an operator's calls, given its name, what makes the function in the place of
@@ -190,33 +192,44 @@ def _serving(name: str) -> Callable[[Any], Callable[..., Any]]:
 _SERVED = {name: _serving(name) for name, operator in OPERATORS.items() if operator.served}
 
 
-def patch(model: torch.nn.Module) -> int:
+@overload
+def patch(model: torch.nn.Module, *, fuse: bool = ..., report: Literal[False] = ...) -> int: ...
+@overload
+def patch(model: torch.nn.Module, *, fuse: bool = ..., report: Literal[True]) -> Report: ...
+def patch(model: torch.nn.Module, *, fuse: bool = False, report: bool = False) -> int | Report:
     """Lets a model's linear layers call `tunegemm.linear`; the number of layers that now do and did not.
 
-    Layers of `torch.nn.Linear` itself are meant; subclasses keep their own ways. Only the class of a layer
-    changes, to a subclass of `torch.nn.Linear`: parameters, their sharing, hooks, `state_dict`, copying and
-    pickling stay as they are, and torch.jit.script compiles what it does of `torch.nn.Linear`. Patch before
-    torch.compile: torch 2.11 does not notice that the class changed, and what it compiled before stays
-    torch's.
+    Of `torch.nn.Linear` itself; subclasses keep their own ways. Only the class of a layer changes, to a
+    subclass of `torch.nn.Linear`: parameters, their sharing, hooks, `state_dict`, copying and pickling stay
+    as they are, and torch.jit.script compiles what it does of `torch.nn.Linear`. Patch before torch.compile:
+    torch 2.11 does not notice that the class changed, and what it compiled before stays torch's.
+
+    fuse: also computes as one what modules are seen to do with their layers: gate and up with the gate,
+    several layers of one input, a layer and its activation, a layer and what is added to it. It does so where
+    a kernel is recorded or predicted for all of it; elsewhere each layer is computed as without. Weights of
+    layers that become one product are put into one storage, of which the parameters become views.
+    report: returns a `Report` in place of the number, whose text says what became of each layer and why.
     """
     _check_model(model)
     layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
     for layer in layers:
         layer.__class__ = TunedLinear
-    return len(layers)
+    lines = lines_of(model, fuse=fuse) if fuse or report else []
+    return Report(len(layers), tuple(lines)) if report else len(layers)
 
 
 def unpatch(model: torch.nn.Module) -> int:
     """Undoes `patch`; the number of layers that are torch's again.
 
     A class that a tool has derived meanwhile, as FSDP2 and parametrizations do, is made anew, derived from
-    `torch.nn.Linear`.
+    `torch.nn.Linear`. Parameters that were views of one storage get storages of their own.
     """
     _check_model(model)
-    layers = [module for module in model.modules() if is_tuned(type(module))]
-    for layer in layers:
-        layer.__class__ = untuned(type(layer))
-    return len(layers)
+    unfuse(model)
+    modules = [module for module in model.modules() if is_tuned(type(module))]
+    for module in modules:
+        module.__class__ = untuned(type(module))
+    return sum(isinstance(module, torch.nn.Linear) for module in modules)
 
 
 def _check_model(model: torch.nn.Module) -> None:

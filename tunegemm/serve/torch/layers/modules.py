@@ -1,0 +1,176 @@
+"""The classes of layers and modules that are computed otherwise. Their objects stay what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from tunegemm.serve.torch.layers.recognise import Match, compiled, matches, replace, traced
+from tunegemm.serve.torch.layers.shared import Shared
+from tunegemm.serve.torch.layers.steps import Activated, Added, Gated, Step, has_hooks
+from tunegemm.serve.torch.linear import TunedLinear
+
+_is_compiling = torch.compiler.is_compiling
+_by_itself = TunedLinear.forward
+#: Methods that are looked at: in `_ff_block` torch.nn.TransformerEncoderLayer has its MLP.
+_METHODS = ("forward", "_ff_block")
+#: How what is kept in the dictionary of a module's object begins.
+_PREFIX = "_fused_"
+
+
+class SharedLinear(TunedLinear):
+    """A layer that is computed with others, or with what follows it; its weight lies with theirs."""
+
+    stands_for = torch.nn.Linear
+    _fused_with: Shared
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        shared = self._fused_with
+        if shared.is_taken_apart and not _is_compiling():
+            part = shared.part(self, input)
+            if part is not None:
+                return part
+        return _by_itself(self, input)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        self._fused_with.pack()  # which does nothing before all layers have been moved
+        return result
+
+    def _load_from_state_dict(self, *arguments: Any, **keywords: Any) -> None:
+        super()._load_from_state_dict(*arguments, **keywords)
+        if not self._fused_with.is_in_place():  # they were assigned, not copied
+            self._fused_with.pack()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars and self._fused_with.is_in_place():
+            for name in self._parameters:
+                if (saved := destination.get(prefix + name)) is not None:
+                    destination[prefix + name] = _by_storage(saved)
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        self._fused_with.pack()
+
+
+# As of `TunedLinear`: what torch.jit.script compiles.
+SharedLinear.forward.__wrapped__ = torch.nn.Linear.forward  # type: ignore[attr-defined]
+
+
+def _by_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a storage of its own, as safetensors wants it; a copy of rows that lie apart."""
+    return torch.utils.dlpack.from_dlpack(tensor) if tensor.is_contiguous() else tensor.contiguous()
+
+
+def share(layers: Sequence[torch.nn.Linear], *, in_turns: bool = False) -> Shared | str:
+    """Puts the weights of layers, which are `TunedLinear`, into one storage; or why they cannot be."""
+    shared = layers[0].__dict__.get("_fused_with")
+    if shared is not None and list(map(id, shared.layers)) == list(map(id, layers)):
+        return shared  # of a copy
+    for layer in layers:
+        if type(layer) is not TunedLinear:
+            return f"a layer is a {type(layer).__name__}"
+        if has_hooks(layer):
+            return "a layer has hooks"
+    shared = Shared(layers, in_turns=in_turns)
+    if reason := shared.pack():
+        return reason
+    for layer in layers:
+        layer.__class__ = SharedLinear
+        layer.__dict__["_fused_with"] = shared
+    return shared
+
+
+def fuse_methods(module: torch.nn.Module) -> list[tuple[Match, Step | str]]:
+    """Replaces what one kernel may do of a module's methods; the findings, each with its step or a reason."""
+    cls: Any = type(module)
+    methods: list[str] = []
+    found: list[tuple[Match, Step | str]] = []
+    for method in _METHODS:
+        graph = traced(module, method) if hasattr(cls, method) else None
+        if graph is None:
+            continue
+        steps: list[Step] = []
+        for match in matches(module, graph):
+            step = _step(module, match)
+            found.append((match, step))
+            if not isinstance(step, str):
+                place = f"{_PREFIX}{method}_{len(steps)}"
+                replace(graph, match, place)
+                module.__dict__[place] = step
+                steps.append(step)
+        if steps:
+            module.__dict__[_PREFIX + method] = compiled(graph, method)
+            methods.append(method)
+    if methods:
+        module.__class__ = class_of(cls, tuple(methods))
+    return found
+
+
+def _step(module: torch.nn.Module, match: Match) -> Step | str:
+    """What computes it, or why nothing does."""
+    layers: Any = [module.get_submodule(name) for name in match.names]
+    activation: Any = match.function()
+    if match.activation is not None and activation is None:
+        activation = module.get_submodule(str(match.activation.target))
+        if has_hooks(activation):
+            return "the activation has hooks"
+    # Gradients want the two results, which gated kernels do not write; a bias with gaps is slow for torch.
+    trains = module.training and any(p.requires_grad for layer in layers for p in layer.parameters())
+    in_turns = match.kind == "gated" and not trains and all(layer.bias is None for layer in layers)
+    shared = share(layers, in_turns=in_turns)
+    if isinstance(shared, str):
+        return shared
+    if match.kind == "gated":
+        return Gated(shared, activation, match.name)
+    return Added(shared) if match.kind == "added" else Activated(shared, activation, match.name)
+
+
+def forget(module: torch.nn.Module) -> None:
+    """What is kept in a module's object for all this goes; its class is the caller's to change."""
+    shared = module.__dict__.pop("_fused_with", None)
+    if shared is not None:
+        shared.unpack()
+    for name in [name for name in module.__dict__ if name.startswith(_PREFIX)]:
+        del module.__dict__[name]
+
+
+@cache
+def class_of(cls: Any, methods: tuple[str, ...]) -> Any:
+    """The class that stands for a module's own, with these methods by functions of its object."""
+    content: dict[str, Any] = {method: _calling(getattr(cls, method), method) for method in methods}
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        # Functions and steps are not of a copy, which makes its own.
+        state = {name: value for name, value in self.__getstate__().items() if not name.startswith(_PREFIX)}
+        return _blank, (cls, methods), state
+
+    def set_state(self: Any, state: Any) -> None:
+        self.__class__ = cls
+        self.__setstate__(state)
+        fuse_methods(self)
+
+    content |= {"__reduce_ex__": reduce, "__setstate__": set_state, "stands_for": cls}
+    content |= {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    return type(f"Fused{cls.__name__}", (cls,), content)
+
+
+def _blank(cls: Any, methods: tuple[str, ...]) -> Any:
+    kind = class_of(cls, methods)
+    return kind.__new__(kind)
+
+
+def _calling(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    place = _PREFIX + name
+
+    def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if _is_compiling():
+            return original(self, *arguments, **keywords)
+        return self.__dict__[place](self, *arguments, **keywords)
+
+    method.__wrapped__ = original  # type: ignore[attr-defined] # which says what it takes
+    return method

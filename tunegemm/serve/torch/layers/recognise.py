@@ -1,0 +1,318 @@
+"""What a module's forward does with its linear layers: by tracing it, or by watching it.
+
+Where a part of forward is to be replaced, `torch.fx` traces it, with all children as they are, so that only
+what does the same for every input is replaced. Forwards that it cannot trace, as those of most attention
+modules, are watched: run once on a tensor without memory, with children that note what they are given. That
+is no proof, and needs none: layers that share an input are given it at each call (`shared.Shared.part`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+from tunegemm.serve.torch.linear import TunedLinear
+
+#: By the names that epilogues have for them.
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+}
+_TIMES = (operator.mul, torch.mul, "mul")
+_PLUS = (operator.add, torch.add, "add")
+
+
+@dataclass(frozen=True)
+class Match:
+    """Calls of a traced forward that one kernel may do."""
+
+    kind: str
+    """gated, activated or added."""
+    node: fx.Node
+    """Whose value that is."""
+    layers: tuple[fx.Node, ...]
+    activation: fx.Node | None = None
+    name: str = ""
+    """The activation's."""
+    stream: fx.Node | None = None
+    """What is added."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the layers, within the module."""
+        return tuple(str(layer.target) for layer in self.layers)
+
+    def function(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """The activation where it is no module."""
+        node = self.activation
+        if node is None or node.op == "call_module":
+            return None
+        if node.op == "call_method":
+            return operator.methodcaller(str(node.target), *node.args[1:], **node.kwargs)
+        assert callable(node.target)
+        return partial(node.target, *node.args[1:], **node.kwargs) if _extras(node) else node.target
+
+
+class _Tracer(fx.Tracer):
+    """Raises where forward changes what holds for a part of it: the graph would not say so."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.traced_func_name = method
+        self._modes = _modes()
+
+    def is_leaf_module(self, module: torch.nn.Module, name: str) -> bool:
+        return True
+
+    def create_node(self, *arguments: Any, **keywords: Any) -> fx.Node:
+        if _modes() != self._modes:
+            raise fx.proxy.TraceError("forward switches gradients or autocast")
+        return super().create_node(*arguments, **keywords)
+
+
+def _modes() -> tuple[bool, ...]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._is_any_autocast_enabled()
+
+
+def traced(module: torch.nn.Module, method: str) -> fx.Graph | None:
+    """The method's graph; None where it depends on more than its arguments and children, or changes any."""
+    graphs = []
+    training = module.training
+    for mode in (training, not training):
+        with _unchanged(module) as before:
+            module.training = before["training"] = mode
+            try:
+                with torch.set_grad_enabled(mode):
+                    graphs.append(_Tracer(method).trace(module))
+            except Exception:  # whatever somebody's code does with what is no tensor
+                return None
+            if module.__dict__ != before and _changed(module, before):
+                return None
+    return graphs[0] if str(graphs[0]) == str(graphs[1]) else None
+
+
+@contextmanager
+def _unchanged(module: torch.nn.Module) -> Iterator[dict[str, Any]]:
+    before, buffers = dict(module.__dict__), dict(module._buffers)
+    now = dict(before)
+    try:
+        yield now
+    finally:
+        module.__dict__.clear()
+        module.__dict__.update(before)
+        module._buffers.clear()
+        module._buffers.update(buffers)
+
+
+def _changed(module: torch.nn.Module, before: dict[str, Any]) -> bool:
+    return module.__dict__.keys() != before.keys() or any(
+        module.__dict__[name] is not value for name, value in before.items()
+    )
+
+
+def matches(module: torch.nn.Module, graph: fx.Graph) -> list[Match]:
+    """What one kernel may do of it; no call twice."""
+    found: list[Match] = []
+    taken: set[fx.Node] = set()
+
+    def take(match: Match) -> None:
+        found.append(match)
+        taken.update((match.node, *match.layers))
+        if match.activation is not None:
+            taken.add(match.activation)
+
+    for node in graph.nodes:
+        if node.target in _TIMES and not _extras(node, 2):
+            for act, up in (node.args, node.args[::-1]):
+                gate = _activated(module, act)
+                if gate is not None and _is_layer(module, up) and up.args == gate.args and up is not gate:
+                    if name := activation_name(module, act):
+                        take(Match("gated", node, (gate, up), act, name))
+                    break
+    for node in graph.nodes:
+        layer = _activated(module, node)
+        if layer is not None and not {node, layer} & taken and (name := activation_name(module, node)):
+            take(Match("activated", node, (layer,), node, name))
+    for node in graph.nodes:
+        if node.target in _PLUS and not _extras(node, 2):
+            for layer, stream in (node.args, node.args[::-1]):
+                is_new = isinstance(stream, fx.Node) and stream is not layer and layer not in taken
+                if is_new and _is_layer(module, layer):
+                    take(Match("added", node, (layer,), stream=stream))
+                    break
+    return found
+
+
+def _extras(node: fx.Node, most: int = 1) -> bool:
+    return len(node.args) != most or bool(node.kwargs)
+
+
+def _is_layer(module: torch.nn.Module, node: Any) -> bool:
+    """Whether this is the result of a patched layer, used once."""
+    return (
+        isinstance(node, fx.Node)
+        and node.op == "call_module"
+        and isinstance(module.get_submodule(str(node.target)), TunedLinear)
+        and not _extras(node)
+        and isinstance(node.args[0], fx.Node)
+        and len(node.users) == 1
+    )
+
+
+def _activated(module: torch.nn.Module, node: Any) -> fx.Node | None:
+    """The layer whose result alone this is made of, used once."""
+    if (
+        not isinstance(node, fx.Node)
+        or not node.args
+        or node.op not in ("call_module", "call_function", "call_method")
+    ):
+        return None
+    if len(node.users) != 1 or len(node.all_input_nodes) != 1 or not _is_layer(module, node.args[0]):
+        return None
+    return node.all_input_nodes[0]
+
+
+def activation_name(module: torch.nn.Module, node: fx.Node) -> str:
+    """Which of the epilogues' activations this computes, by what it gives; empty where none."""
+    if node.op == "call_module":
+        child = module.get_submodule(str(node.target))
+        if any(True for _ in child.parameters()) or any(True for _ in child.buffers()) or _extras(node):
+            return ""
+        function: Callable[[torch.Tensor], Any] = child.forward
+    else:
+        made = Match("", node, (), node).function()
+        assert made is not None
+        function = made
+    x = torch.linspace(-9, 9, 181, dtype=torch.float64, device="cpu")
+    try:
+        with torch.no_grad():
+            given = [function(x.clone()) for _ in range(2)]
+        for name, known in _ACTIVATIONS.items():
+            if all(torch.allclose(value, known(x), rtol=1e-6, atol=1e-7) for value in given):
+                return name
+    except Exception:  # whatever somebody's code does with it
+        pass
+    return ""
+
+
+def replace(graph: fx.Graph, match: Match, place: str) -> None:
+    """Lets the graph call what the module has at a place instead: with the modules, the input, the stream."""
+    old = [
+        match.node,
+        *([match.activation] if match.activation not in (None, match.node) else []),
+        *match.layers,
+    ]
+    with graph.inserting_before(match.node):
+        # As attributes, so that what a tool has put into a module's place is seen.
+        layers = [graph.create_node("get_attr", layer.target) for layer in match.layers]
+        arguments: list[fx.Node] = [*layers, match.layers[0].args[0]]  # type: ignore[list-item]
+        if match.activation is not None and match.activation.op == "call_module":
+            arguments.append(graph.create_node("get_attr", match.activation.target))
+        if match.stream is not None:
+            arguments.append(match.stream)
+        made = graph.create_node("call_module", place, tuple(arguments))
+    match.node.replace_all_uses_with(made)
+    for node in sorted(old, key=list(graph.nodes).index, reverse=True):
+        graph.erase_node(node)
+
+
+def compiled(graph: fx.Graph, name: str) -> Callable[..., Any]:
+    """The graph as a function of the module and the method's arguments."""
+    code = graph.python_code("self")
+    scope = dict(code.globals)
+    exec(code.src, scope)
+    function: Callable[..., Any] = scope["forward"]
+    function.__name__ = name
+    return function
+
+
+class _Watched(torch.nn.Module):
+    """Stands for a child while a forward is watched; its attributes are the child's."""
+
+    def __init__(self, child: torch.nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.__dict__["_child"], self.__dict__["_call"] = child, call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_child"], name)
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.__dict__["_call"](*arguments, **keywords)
+
+
+def of_one_input(module: torch.nn.Module, names: Sequence[str]) -> list[list[str]]:
+    """Children, linear layers, that forward calls on one tensor, as far as it can be watched; in its order.
+
+    Those whose results must lie by themselves, for a view that a part of a larger result has not, are none.
+    """
+    best: list[list[str]] = []
+    for inputs in (1, 2, 9):  # of torchtune's attention the second is the source of keys and values
+        apart, joined = (_watch(module, names, inputs, are_parts) for are_parts in (False, True))
+        groups = [group for group in apart if group in joined]
+        if sum(map(len, groups)) > sum(map(len, best)):
+            best = groups
+    return best
+
+
+def _watch(module: torch.nn.Module, names: Sequence[str], inputs: int, are_parts: bool) -> list[list[str]]:
+    """inputs: how many arguments are the input; are_parts: whether results are parts of larger ones."""
+    calls: list[tuple[str, torch.Tensor, int]] = []
+    first = module._modules[names[0]]
+    assert isinstance(first, torch.nn.Linear)
+    x = torch.empty(2, 3, first.in_features, dtype=torch.bfloat16, device="meta")
+
+    def layer(name: str, given: torch.Tensor) -> torch.Tensor:
+        calls.append((name, given, given._version))
+        width: Any = getattr(originals[name], "out_features", 0)
+        return given.new_empty(*given.shape[:-1], 3 * width if are_parts else width)[..., :width]
+
+    def other(given: Any = None, *_: Any, **__: Any) -> Any:
+        return given
+
+    originals = dict(module._modules)
+    arguments: list[Any] = []
+    keywords: dict[str, Any] = {}
+    for parameter in inspect.signature(module.forward).parameters.values():
+        is_needed = parameter.default is parameter.empty
+        if parameter.kind is parameter.KEYWORD_ONLY and is_needed:
+            keywords[parameter.name] = None
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            is_input = not arguments or (len(arguments) < inputs and (is_needed or parameter.default is None))
+            if not (is_input or is_needed):
+                break
+            arguments.append(x if is_input else None)
+    with _unchanged(module):
+        try:
+            for name, child in originals.items():
+                if child is not None:
+                    call = partial(layer, name) if name in names else other
+                    module._modules[name] = _Watched(child, call)
+            with torch.no_grad():
+                module.forward(*arguments, **keywords)
+        except Exception:  # mostly of what it was not given
+            pass
+        finally:
+            module._modules.clear()
+            module._modules.update(originals)
+    groups: list[list[str]] = []
+    for name, given, version in calls:
+        if sum(name == other for other, _, _ in calls) == 1:
+            for group in groups:
+                _, shared, seen = next(call for call in calls if call[0] == group[0])
+                if shared is given and seen == version:
+                    group.append(name)
+                    break
+            else:
+                groups.append([name])
+    return [group for group in groups if len(group) > 1]

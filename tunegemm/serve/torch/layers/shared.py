@@ -1,0 +1,266 @@
+"""Weights of linear layers that are computed as one product, in one storage: no memory is doubled.
+
+The parameters stay the layers' own, as views of that storage: rows after one another, or, as gated kernels
+read them, in turns. What moves a parameter elsewhere, as `Module.to` and loading with ``assign=True`` do, is
+noticed by its address at the next call. The memory of the storage cannot be another's meanwhile, since this
+module holds it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tunegemm.serve import api
+from tunegemm.serve.forms import BELOW_AUTOGRAD, Form, form_of
+from tunegemm.serve.guards import any_autocast, dispatch_modes, grad_enabled, is_transformed
+from tunegemm.serve.torch.autograd import DTYPES, PLAIN
+from tunegemm.serve.torch.layers.joined import Joined
+
+#: Row counts that are known to have no kernel, kept for each form.
+_MAX_MISSES = 256
+#: A first layer that was called so often in a row without the others computes for itself from then on.
+_MAX_WASTED = 3
+#: On which stream of a device work is put now; absent from CPU builds.
+_stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+class _Held(NamedTuple):
+    """Results of layers that are still to be called."""
+
+    x: torch.Tensor
+    now: tuple[Any, ...]
+    """In what circumstances they were computed."""
+    versions: tuple[int, ...]
+    """Of the weights."""
+    parts: dict[int, torch.Tensor]
+
+
+class Shared:
+    """Linear layers that read one input. One layer by itself is a case of it."""
+
+    layers: tuple[Any, ...] = ()
+    """Empty in a copy that is being made."""
+    is_taken_apart = False
+
+    def __init__(self, layers: Sequence[torch.nn.Linear], *, in_turns: bool = False) -> None:
+        """in_turns: whether the rows of two weights alternate, as `tunegemm.interleave` puts them."""
+        self.layers = tuple(layers)
+        self.in_turns = in_turns
+        self.rows = [layer.out_features for layer in self.layers]
+        self.is_taken_apart = len(self.layers) > 1 and not in_turns
+        """Whether layers may take their parts of one product."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._right: torch.Tensor | None = None  # (k, n), all weights
+        self._bias: tuple[torch.Tensor, ...] = ()
+        self._places: tuple[tuple[Any, str, int, Any, Any], ...] = ()
+        self._held: _Held | None = None
+        self._wasted = 0
+        self._state: Any = None
+        self._misses: set[tuple[Form, int]] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The layers: their copies are put together anew, by `pack`."""
+        names = "layers", "in_turns", "rows", "is_taken_apart"
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the weights were last seen in one storage."""
+        return self._right is not None
+
+    def parameters(self, name: str) -> list[torch.nn.Parameter]:
+        """The weights, or the biases, which may be none."""
+        found = [layer._parameters[name] for layer in self.layers]
+        return [parameter for parameter in found if parameter is not None]
+
+    def pack(self) -> str:
+        """Puts the parameters into one storage, unless they are there; why not, empty where it is done."""
+        self._forget()
+        if not self.layers or (reason := refusal(self.layers, in_turns=self.in_turns)):
+            return reason if self.layers else "it is being made"
+        with torch.inference_mode(False), torch.no_grad():
+            weight = self._joined(self.parameters("weight"))
+            biases = self.parameters("bias")
+            self._bias = (self._joined(biases),) if biases else ()
+        self._right = weight.t()
+        self._places = tuple(
+            (layer._parameters, name, parameter.data_ptr(), parameter.dtype, parameter.stride())
+            for layer in self.layers
+            for name in (("weight", "bias") if biases else ("weight",))
+            for parameter in [layer._parameters[name]]
+            if parameter is not None
+        )
+        return ""
+
+    def unpack(self) -> None:
+        """Gives each parameter a storage of its own."""
+        is_packed = self.is_packed
+        self._forget()
+        if is_packed and len(self.layers) > 1:
+            for parameter in (*self.parameters("weight"), *self.parameters("bias")):
+                parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
+
+    def _views(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
+        if self.in_turns:
+            return whole.unflatten(0, (-1, len(self.layers))).unbind(1)
+        return whole.split(self.rows)
+
+    def _joined(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+        first, shape = parameters[0], (sum(self.rows), *parameters[0].shape[1:])
+        if len(parameters) == 1:
+            return first.detach()
+        storage = first.untyped_storage()
+        last = first.storage_offset() + shape[0] * first[0].numel()
+        if last * first.itemsize <= storage.nbytes():  # they may be there already
+            strides = (first[0].numel(), 1)[2 - first.ndim :] if first.ndim == 2 else (1,)
+            whole = first.detach().as_strided(shape, strides)
+            if all(
+                view.data_ptr() == each.data_ptr()
+                and view.stride() == each.stride()
+                and each.untyped_storage().data_ptr() == storage.data_ptr()
+                for view, each in zip(self._views(whole), parameters, strict=True)
+            ):
+                return whole
+        whole = first.detach().new_empty(shape)
+        for view, each in zip(self._views(whole), parameters, strict=True):
+            view.copy_(each)
+            each.data = view
+        return whole
+
+    def is_in_place(self) -> bool:
+        """Whether the parameters are still views of the storage."""
+        if self._right is None:
+            return False
+        for parameters, name, address, dtype, stride in self._places:
+            parameter = parameters.get(name)
+            if (
+                parameter is None
+                or type(parameter) not in PLAIN
+                or parameter.data_ptr() != address
+                or parameter.dtype is not dtype
+                or parameter.stride() != stride
+            ):
+                self._forget()  # which frees what is not shared any more
+                return False
+        return True
+
+    def trains(self, x: torch.Tensor, *others: torch.Tensor) -> bool:
+        """Whether autograd wants to know of a call."""
+        return grad_enabled() and (
+            x.requires_grad
+            or any(parameters[name].requires_grad for parameters, name, *_ in self._places)
+            or any(other.requires_grad for other in others)
+        )
+
+    def product(self, form: Form, x: Any, *others: torch.Tensor) -> torch.Tensor | None:
+        """What the form makes of x and all weights, by one kernel, below autograd; None where there is none.
+
+        form: of BELOW_AUTOGRAD; others: what its epilogue takes after the bias.
+        """
+        if self._right is None or type(x) not in PLAIN:
+            return None
+        planner = api.dispatcher.planner
+        asked = form, x.numel()
+        if asked in self._misses:
+            if self._state is planner.state and time.monotonic() < planner.next_look:
+                return None
+            self._misses.clear()
+        if not self.is_in_place() or any_autocast() or dispatch_modes() or is_transformed() or x.ndim < 2:
+            return None
+        result: torch.Tensor | None = api.dispatcher.fused(form, x, self._right, (*self._bias, *others))
+        if result is None and planner.next_look:
+            if self._state is not planner.state or len(self._misses) >= _MAX_MISSES:
+                self._misses.clear()
+            self._state = planner.state
+            self._misses.add(asked)
+        return result
+
+    def parts(self, x: Any) -> Sequence[torch.Tensor] | None:
+        """The result of each layer, as views of one product; None where no kernel computes that."""
+        whole = self.product(PLAIN_FORMS[len(self._bias)], x)
+        if whole is None:
+            return None
+        if self.trains(x):
+            right = self._right
+            return Joined.apply(whole, x, right, *self.parameters("weight"), *self.parameters("bias"))
+        return torch.unsafe_split_with_sizes(whole, self.rows, -1)
+
+    def part(self, layer: Any, x: Any) -> torch.Tensor | None:
+        """The result of one layer. The first computes all, for the others to take where they get the same x.
+
+        None where the layer is to compute for itself.
+        """
+        held = self._held
+        if held is not None and held.x is x and layer is not self.layers[0]:
+            index = next((place for place, one in enumerate(self.layers) if one is layer), None)
+            if index is None:  # a copy that shares what the layer has, such as a replica
+                return None
+            if held.now != _circumstances(x) or held.versions[index] != layer.weight._version:
+                return None
+            part = held.parts.pop(index, None)  # each is taken once: what is written into it is its own
+            if not held.parts:
+                self._held = None
+            return part
+        if layer is not self.layers[0] or self._wasted >= _MAX_WASTED:
+            return None
+        self._wasted = 0 if held is None else self._wasted + 1
+        self._held = None
+        parts = self.parts(x)
+        if parts is None:
+            return None
+        versions = tuple(parameter._version for parameter in self.parameters("weight"))
+        self._held = _Held(x, _circumstances(x), versions, dict(enumerate(parts[1:], 1)))
+        return parts[0]
+
+
+#: Of all weights, without a bias and with one.
+PLAIN_FORMS = (form_of(BELOW_AUTOGRAD, ""), form_of(BELOW_AUTOGRAD, "bias_n"))
+
+
+def _circumstances(x: torch.Tensor) -> tuple[Any, ...]:
+    """In which a result holds that was computed before it was asked for."""
+    stream = _stream_of(x.device.index) if _stream_of is not None and x.is_cuda else 0
+    return None if x.is_inference() else x._version, grad_enabled(), torch.is_inference_mode_enabled(), stream
+
+
+def refusal(layers: Sequence[Any], *, in_turns: bool = False) -> str:
+    """Why the weights of layers cannot be in one storage; empty where they can."""
+    for name in ("weight", "bias"):
+        given = [layer.__dict__.get("_parameters", {}).get(name) for layer in layers]
+        if name == "bias" and all(bias is None for bias in given):
+            continue
+        first = given[0]
+        for parameter in given:
+            if parameter is None:
+                return f"some have no {name}, or one that something else makes"
+            if type(parameter) is not torch.nn.Parameter:
+                return f"a {name} is a {type(parameter).__name__}, sharded or quantized"
+            if parameter.is_meta:
+                return f"a {name} is on meta; patch the model once it has memory"
+            if parameter.dtype not in DTYPES:
+                return (
+                    f"a {name} is {str(parameter.dtype).removeprefix('torch.')}; fused kernels are of 16 bits"
+                )
+            if parameter.is_inference():
+                return f"a {name} was made in inference mode, and cannot be moved"
+            if len(layers) == 1 and not parameter.is_contiguous():
+                return f"the {name} is not contiguous"
+        for what in ("dtype", "device", "requires_grad"):
+            unlike = {str(getattr(parameter, what)).removeprefix("torch.") for parameter in given}
+            if len(unlike) > 1:
+                return f"{name}s differ in {what}: {', '.join(sorted(unlike))}"
+        if len({parameter.shape[1:] for parameter in given}) > 1:
+            return f"{name}s differ in columns"
+        if in_turns and any(parameter.shape != first.shape for parameter in given):
+            return f"{name}s differ in rows"
+    return ""

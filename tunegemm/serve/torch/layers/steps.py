@@ -1,0 +1,126 @@
+"""What takes the place of a few calls in a module's forward: one kernel, or those calls as they were.
+
+Each step is given the modules that forward names, as they are at that call: what a tool has put in their
+place, or hooks on them, make it the calls as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules.module import _has_any_global_hook
+
+from tunegemm.describe.epilogue import GATED
+from tunegemm.serve.forms import BELOW_AUTOGRAD, form_of
+from tunegemm.serve.torch.layers.shared import Shared
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+_is_compiling = torch.compiler.is_compiling
+_GATE_OF = {activation: gate for gate, activation in GATED.items()}
+
+
+class Step:
+    """One of them."""
+
+    says = ""
+    """What it does, for a report."""
+
+    def __init__(self, shared: Shared, steps: str, activation: Activation | None = None) -> None:
+        """steps: of the epilogue, after the bias; activation: as forward has it."""
+        self.shared, self.activation = shared, activation
+        has_bias = bool(shared.parameters("bias"))
+        self.form = form_of(BELOW_AUTOGRAD, "+".join(["bias_n"] * has_bias + [steps]))
+
+    def _is_as_it_was(self, *modules: Any) -> bool:
+        """Whether forward still calls the modules that it did, and nobody listens to them."""
+        known: tuple[Any, ...] = self.shared.layers
+        if isinstance(self.activation, torch.nn.Module):
+            known = (*known, self.activation)
+        return (
+            not _is_compiling()
+            and not _has_any_global_hook()
+            and all(
+                module is one and not has_hooks(module) for module, one in zip(modules, known, strict=True)
+            )
+        )
+
+
+class Gated(Step):
+    """``activation(gate(x)) * up(x)``."""
+
+    def __init__(self, shared: Shared, activation: Activation, name: str) -> None:
+        super().__init__(shared, _GATE_OF[name], activation)
+        self.says = f"one product with its gate, {name}"
+        if not shared.in_turns:
+            self.says = f"one product, the results as views; {name} and the product with it are torch's"
+
+    def __call__(self, gate: Any, up: Any, x: Any, *given: Activation) -> torch.Tensor:
+        """given: the activation, where it is a module of forward's."""
+        shared = self.shared
+        activation = given[0] if given else self.activation
+        assert activation is not None
+        if self._is_as_it_was(gate, up, *given):
+            if not shared.in_turns:  # as for training: the activation's own gradient is torch's
+                parts = shared.parts(x)
+                if parts is not None:
+                    return activation(parts[0]) * parts[1]
+            elif not shared.trains(x):
+                result = shared.product(self.form, x)
+                if result is not None:
+                    return result
+        return activation(gate(x)) * up(x)
+
+
+class Activated(Step):
+    """``activation(layer(x))``."""
+
+    def __init__(self, shared: Shared, activation: Activation, name: str) -> None:
+        super().__init__(shared, name, activation)
+        self.says = f"{name} in the product's kernel"
+
+    def __call__(self, layer: Any, x: Any, *given: Activation) -> torch.Tensor:
+        activation = given[0] if given else self.activation
+        assert activation is not None
+        if self._is_as_it_was(layer, *given) and not self.shared.trains(x):
+            result = _anew(self.shared).product(self.form, x)
+            if result is not None:
+                return result
+        return activation(layer(x))
+
+
+class Added(Step):
+    """``layer(x) + stream``."""
+
+    says = "what is added to it in the product's kernel"
+
+    def __init__(self, shared: Shared) -> None:
+        super().__init__(shared, "residual")
+
+    def __call__(self, layer: Any, x: Any, stream: Any) -> torch.Tensor:
+        if self._is_as_it_was(layer) and isinstance(stream, torch.Tensor):
+            shared = self.shared
+            if not shared.trains(x, stream):
+                result = _anew(shared).product(self.form, x, stream)
+                if result is not None:
+                    return result
+        return layer(x) + stream
+
+
+def _anew(shared: Shared) -> Shared:
+    """Of one layer: its weight may have moved, which costs nothing to follow."""
+    if not shared.is_in_place():
+        shared.pack()
+    return shared
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether somebody is called with what the module is called with, or gives."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
