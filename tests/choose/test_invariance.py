@@ -254,7 +254,7 @@ def test_a_kernel_that_only_computes_too_much_is_launched_all_the_same(device: D
     wide = kernel(128, 128, cluster_m=2)
     record = Row(replace(BF16_PROBLEM, m=3), device.fingerprint, wide)
     verdict = families.get("cute_sm90").check(record.problem, wide, device)
-    assert verdict.rule == "cluster_fits" and verdict.runs and not verdict
+    assert verdict.rule == "cluster_extent" and verdict.runs and not verdict
     with pytest.raises(Exception, match="not in the object store"):
         find_object(record, device)
 

@@ -62,9 +62,8 @@ def kernels(kernels: Kernels) -> Kernels:
 
 
 def runs(kernels: Kernels, problem: Problem, candidate: Candidate) -> bool:
-    """Whether it can be launched; rules named `..._fits` look at speed: kernels are right all the same."""
-    verdict = families.get(candidate.family).check(problem, candidate, kernels.device)
-    return bool(verdict) or (verdict.rule or "").endswith("_fits")
+    """Whether it can be launched: where a rule objects to its worth alone, it is right all the same."""
+    return families.get(candidate.family).check(problem, candidate, kernels.device).runs
 
 
 def chosen(

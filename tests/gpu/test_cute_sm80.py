@@ -142,7 +142,7 @@ def test_right_at_every_alignment(
                 m, n, k, batch, in_dtype, out_dtype, packed.a_major, packed.b_major, alignment=vector_bytes
             )
             verdict = FAMILY.check(problem, chosen, kernels.device)
-            if verdict.rule == "split_fits":
+            if verdict.rule == "split_work":
                 verdict = FEASIBLE  # it looks at speed: the kernel must be right all the same
             if verdict.rule in ("copies", "registers", "shared_memory"):
                 continue
@@ -168,7 +168,7 @@ def test_back_to_back_runs_agree_bitwise(kernels: Kernels, vector_bytes: int, sp
     for kernel in KERNELS:
         chosen = candidate(kernel, vector_bytes, ("along_m", 4, "tiles", split_k))
         verdict = FAMILY.check(problem, chosen, kernels.device)
-        if not verdict and verdict.rule != "split_fits":
+        if not verdict and verdict.rule != "split_work":
             continue
         check_bits(kernels.load(problem, chosen), a, b, FAMILY.label(chosen))
 

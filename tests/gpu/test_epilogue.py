@@ -50,7 +50,7 @@ def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
 
 
 #: Rules that look at speed: the kernel must be right all the same.
-_ALLOWED = (None, "cluster_fits", "swap_fits", "split_fits")
+_ALLOWED = (None, "cluster_extent", "swapped_rows", "split_work")
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: FAMILY.label(candidate(kernel).kernel))

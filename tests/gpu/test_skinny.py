@@ -9,7 +9,6 @@ from tests.support.kernels import Kernels
 from tests.support.numerics import Case, Examples, check_bits, check_product, operand, poisoned
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.feasibility import Verdict
 from tunegemm.generate.skinny import FAMILY
 
 pytestmark = pytest.mark.gpu
@@ -75,11 +74,6 @@ def of_dtype(number: int, problem: Problem, launch: int = 0) -> Candidate:
     return EXAMPLES.launch(number, launch, tile_k=KERNELS[number][2] * wider // 2)
 
 
-def runs(verdict: Verdict) -> bool:
-    """Whether it can be launched; rules named `..._fits` look at speed: kernels are right all the same."""
-    return bool(verdict) or (verdict.rule or "").endswith("_fits")
-
-
 @pytest.mark.parametrize("number", range(len(KERNELS)), ids=lambda n: FAMILY.label(EXAMPLES.kernel(n)))
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_right_for_every_number_of_rows(kernels: Kernels, number: int, dtype: str) -> None:
@@ -88,7 +82,7 @@ def test_right_for_every_number_of_rows(kernels: Kernels, number: int, dtype: st
             problem = Problem.parse(f"{m}x{n}x{k}", dtype=dtype)
             for launch in (place, place + 2):
                 candidate = EXAMPLES.launch(number, launch)
-                assert runs(verdict := FAMILY.check(problem, candidate, kernels.device)), verdict
+                assert (verdict := FAMILY.check(problem, candidate, kernels.device)).runs, verdict
                 check_product(
                     kernels.load(problem, candidate), problem, FAMILY.label(candidate), pad=pad, runs=2
                 )
@@ -104,7 +98,7 @@ def test_right_with_every_epilogue_and_dtype(
         ):
             problem = Problem.parse(shape, dtype=in_dtype, out_dtype=out_dtype, epilogue=epilogue)
             candidate = of_dtype(number, problem, launch)
-            assert runs(verdict := FAMILY.check(problem, candidate, kernels.device)), verdict
+            assert (verdict := FAMILY.check(problem, candidate, kernels.device)).runs, verdict
             Case.of(problem).check(kernels.load(problem, candidate), FAMILY.label(candidate), runs=2)
 
 
@@ -112,7 +106,7 @@ def test_right_where_vectors_are_of_8_bytes(kernels: Kernels) -> None:
     for m, n, k, pad in ((3, 1000, 1100, 0), (16, 264, 4100, 4), (9, 33, 12, 8)):
         problem = Problem.parse(f"{m}x{n}x{k}", alignment=8)
         candidate = EXAMPLES.launch(0, 1, vector_bytes=8)
-        assert runs(verdict := FAMILY.check(problem, candidate, kernels.device)), verdict
+        assert (verdict := FAMILY.check(problem, candidate, kernels.device)).runs, verdict
         check_product(kernels.load(problem, candidate), problem, FAMILY.label(candidate), pad=pad, runs=2)
 
 

@@ -194,7 +194,7 @@ def alignment(problem: Problem, candidate: Candidate, device: Device) -> str | N
 
 
 @rule("vector_bytes", "alignment", runs=True)
-def vector_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+def vector_width(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Narrower vectors than the operands allow copy the same bytes with more instructions."""
     if candidate["vector_bytes"] < problem.alignment:
         return f"vectors of {candidate['vector_bytes']} B < alignment {problem.alignment} B"

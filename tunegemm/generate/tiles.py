@@ -135,7 +135,7 @@ def ordered_bf16_sum(problem: Problem, candidate: Candidate) -> str:
 
 
 @rule("swap_ab", "m", runs=True)
-def swap_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+def swapped_rows(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Swapping puts m on WGMMA's narrow side; an m that fills the 64-row side gains nothing there."""
     if candidate.params.get("swap_ab", False) and problem.m > _SWAP_MAX_M:
         return f"swap_ab with m={problem.m} > {_SWAP_MAX_M}: the transposed tile does the same unswapped"
@@ -146,7 +146,7 @@ def swap_fits(problem: Problem, candidate: Candidate, device: Device) -> str | N
     "split_k", "tile_k", "k", "device", "tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab", "m", "n",
     "batch", runs=True,
 )  # fmt: skip
-def split_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+def split_work(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Splits of k need k tiles of their own and multiprocessors that are idle without them."""
     splits = int(candidate.params.get("split_k", 1))
     if splits == 1:

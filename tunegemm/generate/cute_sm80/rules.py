@@ -14,10 +14,10 @@ from tunegemm.generate.feasibility import (
     register_budget,
     ring_depth,
     rule,
-    vector_fits,
+    vector_width,
 )
 from tunegemm.generate.generator import config_maker
-from tunegemm.generate.tiles import split_fits
+from tunegemm.generate.tiles import split_work
 
 #: Registers a thread needs beside accumulators and two steps of fragments: addresses of copies and of
 #: ldmatrix, extents, the ring's state. With 47 left nothing spilled, with 16 left most kernels did (ptxas for
@@ -69,7 +69,7 @@ def accumulation(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 
 @rule("acc_dtype", "out_dtype", "k", runs=True)
-def accumulation_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+def accumulation_error(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """fp16 accumulators run and lose bits at every step: a long k makes the result wrong."""
     if candidate["acc_dtype"] != "fp16":
         return None
@@ -135,14 +135,14 @@ RULES = (
     architecture,
     half_operands,
     alignment,
-    vector_fits,
+    vector_width,
     accumulation,
-    accumulation_fits,
+    accumulation_error,
     mma_tile,
     copies,
     ring_depth,
     threads,
     registers,
     shared_memory,
-    split_fits,
+    split_work,
 )

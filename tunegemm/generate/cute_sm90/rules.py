@@ -16,11 +16,11 @@ from tunegemm.generate.feasibility import architecture, exceeded_smem, ring_dept
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.tiles import (
     seen_by_kernel,
-    split_fits,
+    split_work,
     stream_clusters,
     stream_tiles,
     streams,
-    swap_fits,
+    swapped_rows,
     tile_count,
 )
 
@@ -253,7 +253,7 @@ def cluster(problem: Problem, candidate: Candidate, device: Device) -> str | Non
 
 
 @rule("tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab", "m", "n", runs=True)
-def cluster_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+def cluster_extent(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A cluster larger than the problem's tiles only computes some of them twice."""
     seen = seen_by_kernel(problem, candidate)
     for extent, tile, ways, name in (
@@ -270,7 +270,7 @@ def cluster_fits(problem: Problem, candidate: Candidate, device: Device) -> str 
     "reduction", "tile_scheduler", "split_k", "tile_k", "k", "device", "tile_m", "tile_n", "cluster_m",
     "cluster_n", "swap_ab", "m", "n", "batch", runs=True,
 )  # fmt: skip
-def reduction_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+def reduction_splits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A second kernel has nothing to add where nothing is split.
 
     Of a kernel without a launch it says whether some split would do: the fewest.
@@ -280,7 +280,7 @@ def reduction_fits(problem: Problem, candidate: Candidate, device: Device) -> st
     split_k = int(candidate.params.get("split_k", 2))
     if split_k == 1:
         return "reduction second_kernel with split_k 1: there are no k splits to add"
-    return split_fits(problem, candidate.with_launch(split_k=split_k), device)
+    return split_work(problem, candidate.with_launch(split_k=split_k), device)
 
 
 @rule("reduction", "tile_n", "epilogue")
@@ -304,7 +304,7 @@ def stream_split(problem: Problem, candidate: Candidate, device: Device) -> str 
     "tile_scheduler", "tile_k", "k", "device", "tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab", "m",
     "n", "batch", runs=True,
 )  # fmt: skip
-def stream_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+def stream_waves(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Where tiles fill whole waves nothing is cut, and the static scheduler does the same."""
     if not streams(candidate):
         return None
@@ -335,9 +335,9 @@ RULES = (
     ring_depth,
     ring_memory,
     shared_memory,
-    cluster_fits,
-    swap_fits,
-    split_fits,
-    reduction_fits,
-    stream_fits,
+    cluster_extent,
+    swapped_rows,
+    split_work,
+    reduction_splits,
+    stream_waves,
 )

@@ -2,7 +2,7 @@
 
 The tests of the tutorial's `find_configs` are here `accumulators` (registers of one thread), that and
 `wgmma_operands` (registers of all blocks of a multiprocessor) and `shared_memory`. Where it assumes 16
-registers and 1 KiB beside the tiles, these are exact; `instruction_fits` is its taste for wide instructions.
+registers and 1 KiB beside the tiles, these are exact; `instruction_width` is its taste for wide instructions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tunegemm.generate.feasibility import (
 )
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.gluon_wgmma.config import MMA_ATOM_M, SCHEDULES, WARPGROUP_WARPS, KernelConfig
-from tunegemm.generate.tiles import swap_fits
+from tunegemm.generate.tiles import swapped_rows
 
 _OVERHEAD_REGISTERS = 26
 
@@ -76,7 +76,7 @@ def instruction(problem: Problem, candidate: Candidate, device: Device) -> str |
 
 
 @rule("schedule", "warps", "tile_m", "tile_n", "instr_n", runs=True)
-def instruction_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+def instruction_width(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """The two widest instructions of a tile, as in the tutorial: others read A again and again.
 
     256 stands for all of a narrower tile's columns; other values from there on would repeat it.
@@ -146,7 +146,7 @@ def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str
     "device", "in_dtype", "instr_n", "lhs_in_registers", "occupancy", "out_dtype", "schedule", "stages",
     "tile_k", "tile_m", "tile_n", "warps", runs=True,
 )  # fmt: skip
-def occupancy_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+def resident_blocks(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Nothing keeps a second block away where it fits: occupancy 1 is for kernels of which only one does.
 
     A persistent kernel is launched with as many blocks as it says.
@@ -162,7 +162,7 @@ def occupancy_fits(problem: Problem, candidate: Candidate, device: Device) -> st
 
 
 @rule("schedule", "ctas", runs=True)
-def grid_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+def grid_choice(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Only persistent kernels choose their grid; the others have a block for each tile."""
     if candidate.params.get("ctas") == "balanced" and not config_of(problem, candidate).specialized:
         return f"ctas balanced: {candidate['schedule']} has one block per tile of {candidate['tile_m']} rows"
@@ -176,14 +176,14 @@ RULES = (
     tma_alignment,
     narrow_lines,
     ring,
-    swap_fits,
+    swapped_rows,
     tile_shape,
     warpgroups,
     instruction,
     wgmma_operands,
     accumulators,
     shared_memory,
-    instruction_fits,
-    occupancy_fits,
-    grid_fits,
+    instruction_width,
+    resident_blocks,
+    grid_choice,
 )

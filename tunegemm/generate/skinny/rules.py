@@ -12,7 +12,7 @@ from tunegemm.generate.feasibility import (
     register_budget,
     ring_depth,
     rule,
-    vector_fits,
+    vector_width,
 )
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.skinny.config import MMA_M, KernelConfig
@@ -108,7 +108,7 @@ def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str
 
 
 @rule("tile_n", "tile_k", "stages", "ctas_per_sm", "in_dtype", runs=True)
-def flight_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+def bytes_in_flight(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Memory answers after more than half a microsecond: what is on the way meanwhile bounds its speed."""
     config = config_of(problem, candidate)
     step_bytes = config.tile_n * config.tile_k * config.element_bytes
@@ -119,7 +119,7 @@ def flight_fits(problem: Problem, candidate: Candidate, device: Device) -> str |
 
 
 @rule("tile_m", "m", runs=True)
-def rows_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+def rows_of_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A tile of more rows than there are multiplies for nobody; with many rows B is read many times."""
     tile_m = candidate["tile_m"]
     if tile_m - MMA_M >= problem.m:
@@ -141,7 +141,7 @@ def epilogue_lines(problem: Problem, candidate: Candidate, device: Device) -> st
 
 
 @rule("split_k", "tile_k", "tile_m", "tile_n", "k", "m", "n", "batch", "device", runs=True)
-def split_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+def split_work(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Splits of k are for multiprocessors that are idle without them, and need steps to fill their ring with.
 
     Where there was a tile for half of the multiprocessors or more, none came within 4 % of the fastest kernel
@@ -165,7 +165,7 @@ RULES = (
     operands,
     majors,
     alignment,
-    vector_fits,
+    vector_width,
     whole_vectors,
     epilogue_lines,
     mma_tile,
@@ -173,7 +173,7 @@ RULES = (
     threads,
     registers,
     shared_memory,
-    flight_fits,
-    rows_fits,
-    split_fits,
+    bytes_in_flight,
+    rows_of_tile,
+    split_work,
 )

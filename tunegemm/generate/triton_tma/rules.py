@@ -15,7 +15,7 @@ from tunegemm.generate.feasibility import (
     tma_alignment,
 )
 from tunegemm.generate.generator import config_maker
-from tunegemm.generate.tiles import split_fits, swap_fits, tile_count
+from tunegemm.generate.tiles import split_work, swapped_rows, tile_count
 from tunegemm.generate.triton_tma.config import KernelConfig
 
 #: Registers of a thread beside its accumulators: 27 to 62 in compiled kernels (Triton 3.6 and 3.7), split-K's
@@ -93,7 +93,7 @@ def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str
     "ctas", "split_k", "warps", "tile_m", "tile_n", "tile_k", "stages", "epi_n", "swap_ab", "in_dtype",
     "out_dtype", "a_major", "b_major", "device", "m", "n", "batch", runs=True,
 )  # fmt: skip
-def two_fits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+def two_blocks(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Two blocks share a multiprocessor only when its registers and shared memory hold both."""
     if candidate.params.get("ctas") != "two_per_sm":
         return None
@@ -121,7 +121,7 @@ RULES = (
     ring_depth,
     reduction,
     shared_memory,
-    two_fits,
-    swap_fits,
-    split_fits,
+    two_blocks,
+    swapped_rows,
+    split_work,
 )
