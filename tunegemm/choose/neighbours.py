@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 #: Least gain over torch by neighbours of the same n and k, and what each doubling between them adds. Two
 #: sessions of one H200 disagree in the ratio of one kernel by 0.2 to 0.3 % (medians of 9 and 39 kernels), at
 #: one of 9 and seven of 39 by over 2 % (2026-11-21, db/records of that evening and of that noon, and
-#: benchmarks/results/h200/peers.json; tests/serve/test_neighbours.py).
+#: benchmarks/results/h200/peers.json; tests/choose/test_neighbours.py).
 MARGIN, MARGIN_PER_DOUBLING = 0.02, 0.01
 #: Doublings of m between two neighbours, and from a single one, that are still a neighbourhood.
 MAX_GAP, MAX_REACH = 3.0, 1.0
