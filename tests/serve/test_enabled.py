@@ -57,7 +57,7 @@ def test_a_program_of_ragged_rows_is_counted_in_bounded_memory(
     monkeypatch.setenv("TUNEGEMM_MODE", "off")
     serve_with(monkeypatch, serve())
     counts = Counts()
-    a, b = torch.ones(5000, 8, dtype=BF16), torch.ones(8, 8, dtype=BF16)
+    a, b = torch.ones(5000, 1), torch.ones(1, 1)  # bf16 has a kernel compiled for each shape
     with takeover.begin(counts.counting):
         for _ in range(2):
             for m in range(1, 5001):
