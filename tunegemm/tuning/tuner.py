@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -470,6 +471,8 @@ def tune(
         named = device is not None and type(device).__name__ == "device"  # torch's
         device = open_device(str(device) if named else device)  # type: ignore[arg-type]
     with ExitStack() as stack:
+        if "ipykernel" in sys.modules:  # Optuna's import warns where a notebook has no ipywidgets
+            warnings.filterwarnings("ignore", "IProgress not found")
         if progress or (progress is None and "ipykernel" in sys.modules):
             callback = stack.enter_context(bar(callback))
         if database is None and device.is_real:
