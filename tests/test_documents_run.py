@@ -1,7 +1,8 @@
 """Code blocks of the README and the guide run as printed, from the built wheel, in an empty folder.
 
 Python blocks of one document run in one process, in their order. Commands run one by one, a tuning with few
-trials; on a host without a GPU those that measure end with one line that says what they need, which is what their reader would see there.
+trials; on a host without a GPU those that measure end with one line that says what they need, which is what
+their reader would see there.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _NOT_HERE = (
     "git ", "make ", "pip ", "createdb ", "ray ", "export ", "tunegemm tune --from llama.json ",
     "tunegemm pack --from llama.json ",
 )  # fmt: skip
-#: Of every tuning: with all of them the documents compile hundreds of kernels, five minutes of a processor, to
-#: show no more of their commands. A notebook runs one tuning to its end.
+#: Of every tuning: with all of them the documents compile hundreds of kernels, for five minutes, to show no
+#: more of their commands. A notebook runs one tuning to its end.
 _FEW_TRIALS = " --trials 2"
 #: What a host without a GPU says of a command that measures, or that shows what was measured.
 _WITHOUT_GPU = re.compile(r"\Atunegemm: .*(on a GPU|no CUDA device here).*\n\Z")
