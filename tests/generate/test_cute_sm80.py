@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.examples import TOO_LARGE, Examples, Rejection, compile_all
 from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import ARCHITECTURES, Device
 from tunegemm.describe.problem import Problem
@@ -14,6 +13,7 @@ from tunegemm.generate.cute_launch import load_function
 from tunegemm.generate.cute_sm80 import FAMILY
 from tunegemm.generate.cute_sm80.rules import config_of
 from tunegemm.generate.tiles import persistent_grid
+from tunegemm.testing import TOO_LARGE, Examples, Rejection, compile_all
 
 SHAPE = "4096x4096x4096"
 #: The seed's kernel: 128x128x32 in 3 stages, 2x2 warps, permuted tile of two atoms along n.

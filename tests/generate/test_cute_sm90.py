@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.examples import TOO_LARGE, Examples, Rejection, compile_all
 from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
@@ -15,6 +14,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
 from tunegemm.generate.cute_sm90 import FAMILY, Division, l2_hint
 from tunegemm.generate.cute_sm90.rules import config_of
+from tunegemm.testing import TOO_LARGE, Examples, Rejection, compile_all
 
 SHAPE = "4096x4096x4096"
 GOOD = {

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.examples import TOO_LARGE, Examples, Rejection, compile_all
 from tunegemm.compile.pool import CompilePool
 from tunegemm.compile.triton_object import read_object
 from tunegemm.describe.device import Device
@@ -14,6 +13,7 @@ from tunegemm.generate import families
 from tunegemm.generate.gluon_wgmma import FAMILY, grid
 from tunegemm.generate.gluon_wgmma.config import REGISTERS
 from tunegemm.generate.gluon_wgmma.rules import config_of
+from tunegemm.testing import TOO_LARGE, Examples, Rejection, compile_all
 
 SHAPE = "4096x4096x4096"
 GOOD = {

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.examples import Examples, Rejection
 from tests.support.plug_ins import PLAIN, answer, install, run, write_package
-from tunegemm.describe.problem import Problem
 from tunegemm.errors import SpaceError
 from tunegemm.generate import families
 
@@ -36,25 +34,6 @@ SPACE = (
 GENERATING = (
     "FAMILY.__dict__.update(compiled=True, sources=(Path(__file__),), unlisted={}, rules=(print,),"
     " kernel_key=print, smem_bytes=print, compile=print)"
-)
-#: Of `plain_triton`, for the process that has it installed.
-EXAMPLES = Examples(
-    "plain_triton",
-    {"tile_m": 64, "tile_n": 64, "tile_k": 32, "stages": 2, "warps": 4},
-    {"swizzle_size": 1},
-    [Problem.parse("4096x4096x4096"), Problem.parse("4096x4096x4096", dtype="fp16")],
-    corners=[
-        (
-            Problem.parse("4096x4096x4096"),
-            {"tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 4, "warps": 8},
-        )
-    ],
-    rejected=[Rejection("registers", {"tile_m": 128, "tile_n": 256}, "spills")],
-    objections=[
-        ("half_operands", Problem.parse("64x64x64", dtype="int8"), {}),
-        ("operands", Problem.parse("64x64x63"), {}),
-        ("smem", Problem.parse("4096x4096x4096"), {"tile_n": 512, "tile_k": 64, "stages": 4}),
-    ],
 )
 
 
@@ -121,10 +100,9 @@ def test_its_kernels_are_compiled_and_ranked(plain: Path, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_it_conforms(plain: Path) -> None:
-    """The suite that every shipped family passes, in a process that has it installed."""
-    suite = str(Path(__file__).with_name("test_conformance.py"))
-    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib")
-    done = run(*words, suite, "-k", "plain_triton", folders=(plain,))
+    """Its author's tests, which are those that every shipped family passes; it is installed for them."""
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "-rf")
+    done = run(*words, str(PLAIN / "family_tests.py"), folders=(plain,))
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout and "failed" not in done.stdout
 

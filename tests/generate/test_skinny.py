@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.examples import TOO_LARGE, Examples, Rejection, compile_all
 from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
@@ -12,6 +11,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate.skinny import FAMILY
 from tunegemm.generate.skinny.rules import config_of
 from tunegemm.generate.tiles import persistent_grid
+from tunegemm.testing import TOO_LARGE, Examples, Rejection, compile_all
 
 SHAPE = "8x4096x4096"
 GOOD = {

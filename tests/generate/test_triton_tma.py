@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.support.examples import OTHERWISE, TOO_LARGE, Examples, Rejection, compile_all
 from tunegemm.compile.pool import CompilePool
 from tunegemm.compile.triton_object import read_object
 from tunegemm.describe.device import Device
@@ -11,6 +10,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate.tiles import persistent_grid
 from tunegemm.generate.triton_tma import FAMILY
 from tunegemm.generate.triton_tma.rules import config_of
+from tunegemm.testing import OTHERWISE, TOO_LARGE, Examples, Rejection, compile_all
 
 SHAPE = "4096x4096x4096"
 GOOD = {

@@ -1,4 +1,4 @@
-"""A family's kernels at the borders of its rules: what `tests/generate/test_conformance.py` tries of each."""
+"""A family's kernels at the borders of its rules, which the suite tries."""
 
 from __future__ import annotations
 
@@ -67,8 +67,9 @@ def compile_all(
     pool: CompilePool, pairs: Sequence[tuple[Problem, Candidate]], device: Device
 ) -> list[CompileResult]:
     """Each candidate compiled for its problem, as many at once as the pool has workers."""
-    futures = [
-        pool.submit(one.family, families.get(one.family).kernel_key(problem, one, device))
-        for problem, one in pairs
-    ]
+    futures = []
+    for problem, one in pairs:
+        family = families.get(one.family)
+        assert family.compiled
+        futures.append(pool.submit(one.family, family.kernel_key(problem, one, device)))
     return [future.result() for future in futures]

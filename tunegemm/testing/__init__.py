@@ -1,0 +1,38 @@
+"""Tests that every kernel family is to pass, for pytest: a plug-in's author subclasses them.
+
+    from tunegemm.testing import CompileTests, Examples, GeneratorTests
+
+    EXAMPLES = Examples("my_family", good={"tile_m": 64, ...}, ...)
+
+    class TestFamily(GeneratorTests):
+        examples = EXAMPLES
+
+    class TestKernels(CompileTests):
+        examples = EXAMPLES
+
+The package with the family is installed, so that its entry point is found. `FamilyTests` are for a library's
+family, which compiles nothing. The families that ship pass the same. No GPU is needed; pytest is.
+"""
+
+from __future__ import annotations
+
+try:
+    import pytest
+except ModuleNotFoundError as error:
+    raise ImportError("tunegemm.testing needs pytest: pip install pytest") from error
+
+pytest.register_assert_rewrite("tunegemm.testing.suite")
+
+from tunegemm.testing.examples import (  # noqa: E402
+    OTHERWISE,
+    TOO_LARGE,
+    Examples,
+    Rejection,
+    compile_all,
+)
+from tunegemm.testing.suite import CompileTests, FamilyTests, GeneratorTests  # noqa: E402
+
+__all__ = [
+    "OTHERWISE", "TOO_LARGE", "CompileTests", "Examples", "FamilyTests", "GeneratorTests", "Rejection",
+    "compile_all",
+]  # fmt: skip

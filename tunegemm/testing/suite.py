@@ -1,0 +1,394 @@
+"""Tests of a kernel family: of its space, rules, keys, labels and hash, and of what compiles; without a GPU.
+
+`TUNEGEMM_TEST_SAMPLE=N` compiles N accepted candidates of each, and at least one for each of its problems.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import os
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from tunegemm.compile.artifacts import ArtifactStore
+from tunegemm.compile.pool import CompilePool
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import LAYOUTS, OUTPUT_DTYPES, Problem
+from tunegemm.describe.space import Candidate, SearchSpace
+from tunegemm.errors import ArtifactError, SpaceError
+from tunegemm.generate import families
+from tunegemm.generate.families import Generator
+from tunegemm.generate.feasibility import Rule, parameters_read, refusal
+from tunegemm.generate.sources import hash_of_code
+from tunegemm.model.verdicts import CandidateTable
+from tunegemm.testing.examples import OTHERWISE, TOO_LARGE, Examples, Rejection, compile_all
+
+SAMPLE = int(os.environ.get("TUNEGEMM_TEST_SAMPLE", "1"))
+SHAPES = ("4096x4096x4096", "8x16x24", "128x128x128x7")
+
+#: Problems that differ in one field after the other from the first.
+_FIELDS = [
+    Problem.parse("512x768x1024"),
+    Problem.parse("60x768x1024"),
+    Problem.parse("512x100x1024"),
+    Problem.parse("512x768x60"),
+    Problem.parse("512x768x1024x3"),
+    Problem.parse("512x768x1024", dtype="fp16"),
+    Problem.parse("512x768x1024", dtype="fp8_e4m3", out_dtype="bf16"),
+    Problem.parse("512x768x1024", dtype="int8"),
+    Problem.parse("512x768x1024", out_dtype="fp32"),
+    Problem.parse("512x768x1024", dtype="fp8_e4m3", out_dtype="bf16", accumulation="two_level"),
+    *(Problem.parse("512x768x1024", layout=layout) for layout in LAYOUTS),
+    Problem(512, 768, 1024, out_major="m"),
+    Problem.parse("512x768x1024", alignment=8),
+    *(Problem.parse("512x768x1024", epilogue=text) for text in ("bias_n+gelu", "swiglu", "beta_c+amax")),
+]
+
+
+def agree(rule: Rule, one: Problem, other: Problem) -> bool:
+    """Whether problems agree in all that a rule declares to read of them."""
+    read = rule.reads & frozenset(Problem.__dataclass_fields__)
+    return all(getattr(one, name) == getattr(other, name) for name in read)
+
+
+def drawn(name: str, count: int) -> Iterator[Candidate]:
+    """Kernels of the space, feasible or not, without listing it; each is made when it is asked for."""
+    values, generator = families.load_space(name).compile_values, random.Random(0)
+    for _ in range(count):
+        yield Candidate.make(
+            name, {parameter: generator.choice(list_) for parameter, list_ in values.items()}
+        )
+
+
+def accepted(name: str, problem: Problem, device: Device, count: int) -> list[Candidate]:
+    """Kernels that the rules accept, all of them different."""
+    found: dict[Candidate, None] = {}
+    for kernel in drawn(name, 100_000):
+        if families.get(name).check(problem, kernel, device):
+            found[kernel] = None
+            if len(found) == count:
+                break
+    return list(found)
+
+
+def launches(name: str, kernel: Candidate) -> list[Candidate]:
+    """The kernel with the first launch, and with each other value of each parameter."""
+    values = families.load_space(name).launch_values
+    first = kernel.with_launch(**{parameter: list_[0] for parameter, list_ in values.items()})
+    others = [first.with_launch(**{p: value}) for p, list_ in values.items() for value in list_[1:]]
+    return [first, *others]
+
+
+def module_of(name: str) -> str:
+    """Where the entry point of a family says that it is."""
+    points = importlib.metadata.entry_points(group=families.GROUP)
+    return families.SHIPPED.get(name) or next(point.module for point in points if point.name == name)
+
+
+@functools.cache
+def made_up(name: str) -> Examples:
+    """Examples of a family that gives none: a kernel that its rules accept."""
+    device = find_device("model:h200")
+    for problem in (Problem.parse("4096x4096x4096"), Problem.parse("16x4096x4096", dtype="fp16")):
+        for kernel in accepted(name, problem, device, 1):
+            launch = dict(launches(name, kernel)[0].launch_params)
+            return Examples(name, dict(kernel.compile_params), launch, [problem], [], [], [])
+    pytest.fail(f"{name}: its rules accept no kernel of 4096x4096x4096; give it Examples")
+
+
+def compiles_clean(
+    family: Generator, pool: CompilePool, pairs: Sequence[tuple[Problem, Candidate]], device: Device
+) -> None:
+    """Kernels compile without spills, and into just as much shared memory as was computed."""
+    for (problem, kernel), result in zip(pairs, compile_all(pool, pairs, device), strict=True):
+        assert (verdict := family.check(problem, kernel, device)), (problem, kernel, verdict)
+        assert result.failure == "", (problem, kernel)
+        assert result.artifact is not None
+        resources = result.artifact.resources
+        assert resources.spill_bytes == 0 and resources.warnings == ()
+        assert resources.smem_bytes == family.smem_bytes(problem, kernel), (problem, kernel)
+
+
+class Suite:
+    """What the classes of tests share. A subclass names its family, by `examples` if it has them."""
+
+    family: ClassVar[str] = ""
+    """The name, where there are no examples."""
+    examples: ClassVar[Examples | None] = None
+
+    @property
+    def _name(self) -> str:
+        return self.examples.family if self.examples else self.family
+
+    @pytest.fixture
+    def name(self) -> str:
+        """The family's."""
+        return self._name
+
+    @pytest.fixture
+    def h200(self) -> Device:
+        """A GPU to compile for."""
+        return find_device("model:h200")
+
+    @pytest.fixture(scope="class")
+    def compile_pool(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilePool]:
+        """What compiles; may be overridden by one that keeps what it compiled."""
+        with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects"))) as pool:
+            yield pool
+
+    @property
+    def generator(self) -> Generator:
+        found = families.get(self._name)
+        assert found.compiled, "a library's family has FamilyTests alone"
+        return found
+
+    @property
+    def known(self) -> Examples:
+        """The examples; of a family that has none a kernel that its rules accept."""
+        return self.examples or made_up(self._name)
+
+    @property
+    def usual(self) -> Problem:
+        """The problem of which every good kernel of the family is feasible: of 4096 rows, or of few."""
+        return self.known.problems[0]
+
+
+class FamilyTests(Suite):
+    """For every family, a library's, too."""
+
+    def test_it_is_what_its_entry_point_says(self, name: str) -> None:
+        family, space = families.get(name), families.load_space(name)
+        assert family.name == space.family == name
+        assert {table: tuple(sorted(names)) for table, names in family.parameters.items()} == {
+            "compile": tuple(sorted(space.compile_values)),
+            "launch": tuple(sorted(space.launch_values)),
+        }
+        rules = family.rules if family.compiled else ()
+        assert len({rule.name for rule in rules}) == len(rules)
+        assert all(rule.cause for rule in rules), "each says its cause"
+        assert family.unavailable() is None and family.unavailable(launching=True) is None
+
+    def test_its_listed_values_are_expected_and_others_are_not(self, name: str) -> None:
+        space = families.load_space(name)
+        for parameter, values in {**space.compile_values, **space.launch_values}.items():
+            assert all(families.expected(name, parameter, value) is None for value in values)
+            assert families.expected(name, parameter, "no such word"), parameter
+            assert families.expected(name, parameter, 2**31), parameter
+
+    def test_a_space_with_another_parameter_is_refused(self, name: str, tmp_path: Path) -> None:
+        text = families.get(name).space_file.read_text()
+        parameter = families.get(name).parameters["compile"][0]
+        bad = tmp_path / "space.toml"
+        bad.write_text(text.replace(f"\n{parameter} = ", f"\n{parameter}x = ", 1))
+        with pytest.raises(SpaceError, match=f"did you mean '{parameter}'"):
+            SearchSpace.load(bad, parameters=families.get(name).parameters)
+
+    def test_its_hash_is_of_the_sources_that_it_names(self, name: str) -> None:
+        family = families.get(name)
+        assert families.kernel_source_hash(name) == (hash_of_code(family.sources) if family.compiled else "")
+        assert bool(families.kernel_source_hash(name)) == family.compiled
+        compiled = [one for one in families.NAMES if families.get(one).compiled]
+        others = {families.kernel_source_hash(other) for other in compiled if other != name}
+        assert not family.compiled or families.kernel_source_hash(name) not in others
+
+    def test_rules_answer_for_every_problem(self, name: str, h200: Device) -> None:
+        """A verdict is one line, whatever is asked; and what a rule refuses for all, it refuses for each."""
+        family, kernels = families.get(name), [*drawn(name, 40)]
+        rules = family.rules if family.compiled else ()
+        names = {rule.name for rule in rules}
+        problems = [
+            Problem.parse(SHAPES[number % len(SHAPES)], dtype=dtype, out_dtype=out_dtype, layout=layout)
+            for number, layout in enumerate(LAYOUTS)
+            for dtype, out_dtypes in OUTPUT_DTYPES.items()
+            for out_dtype in out_dtypes[:2]
+        ]
+        problems.append(Problem.parse(SHAPES[0], epilogue="bias_n+gelu"))
+        for problem in problems:
+            never = refusal(rules, name, problem)
+            for kernel in kernels:
+                verdict = family.check(problem, kernel, h200)
+                assert "\n" not in str(verdict)
+                if not verdict and rules:
+                    assert verdict.rule in names
+                assert not (never and verdict), (problem, never)
+
+
+class GeneratorTests(FamilyTests):
+    """For a family whose kernels are compiled: what its rules, keys and labels have to keep, too.
+
+    One good kernel is compiled. `CompileTests` compile many.
+    """
+
+    def test_its_sources_import_no_file_of_its_own_that_is_not_hashed(self, name: str) -> None:
+        """But for itself as a package, whose names are of the host's side."""
+        sources = self.generator.sources
+        package = module_of(name)
+        spec = importlib.util.find_spec(package)
+        assert spec is not None and spec.origin is not None
+        folder = Path(spec.origin).parent
+        own = [path for path in sources if path.is_relative_to(folder)]
+        hashed = {".".join([package, *path.relative_to(folder).with_suffix("").parts]) for path in own}
+        hashed |= {module.removesuffix(".__init__") for module in hashed}
+        for path in sources:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
+                    assert node.module in hashed, path
+
+    def test_other_gpus_are_refused_with_their_name(self, name: str, h200: Device) -> None:
+        a100 = find_device("model:a100-sxm-80gb")
+        (kernel,) = accepted(name, self.usual, h200, 1)
+        verdict = self.generator.check(self.usual, kernel, a100)
+        assert verdict or verdict.rule in ("architecture", "shared_memory", "smem"), verdict
+
+    def test_rules_read_no_parameter_that_they_do_not_declare(self, name: str, h200: Device) -> None:
+        """Candidates that agree in what a rule declares get the same from it; no other shows what it says."""
+        family, space, draw = self.generator, families.load_space(name), random.Random(0)
+        problems = [problem for problem in _FIELDS if not refusal(family.rules, name, problem)]
+        for problem in draw.sample(problems, 5):
+            table = CandidateTable.kernels(name, space.compile_values)
+            rows = np.array(draw.sample(range(len(table)), min(len(table), 2000)))
+            narrow = {parameter: values[:3] for parameter, values in space.launch_values.items()}
+            launched = table.with_launches(rows[:400], narrow)
+            for candidates, alive in ((table, rows), (launched, np.arange(len(launched))[::7])):
+                for rule in family.rules:
+                    firsts, group = candidates.groups(rule, alive)
+                    said = [rule(problem, candidates.candidate(int(row)), h200) is None for row in firsts]
+                    for place in draw.sample(range(len(alive)), min(len(alive), 60)):
+                        other = candidates.candidate(int(alive[place]))
+                        first = candidates.candidate(int(firsts[group[place]]))
+                        is_allowed = rule(problem, other, h200) is None
+                        assert is_allowed == said[group[place]], (rule.name, problem, first, other)
+                    alive = alive[np.array(said, dtype=bool)[group]]  # a rule is asked what others let pass
+                    if not len(alive):
+                        break
+
+    def test_rules_read_nothing_of_a_problem_that_they_do_not_declare(self, name: str, h200: Device) -> None:
+        family, draw = self.generator, random.Random(1)
+        kernels = [
+            launch for kernel in drawn(name, 120) for launch in (kernel, draw.choice(launches(name, kernel)))
+        ]
+        compared = dict.fromkeys((rule.name for rule in family.rules), 0)
+        for rule in family.rules:
+            before = family.rules[: [one.name for one in family.rules].index(rule.name)]
+            for kernel in kernels:
+                asked = [p for p in _FIELDS if all(one(p, kernel, h200) is None for one in before)]
+                said = [rule(problem, kernel, h200) is None for problem in asked]
+                for (one, is_allowed), (other, others) in itertools.pairwise(zip(asked, said, strict=True)):
+                    if agree(rule, one, other):
+                        assert is_allowed == others, (rule.name, one, other, kernel)
+                        compared[rule.name] += 1
+        assert sum(map(bool, compared.values())) > len(compared) // 2
+
+    def test_a_rule_that_does_not_declare_the_device_is_not_asked_about_it(
+        self, name: str, h200: Device
+    ) -> None:
+        family, problem = self.generator, self.usual
+        for kernel in accepted(name, problem, h200, 5):
+            for rule in family.rules:
+                if "device" not in rule.reads:
+                    assert rule(problem, kernel, None) is None  # type: ignore[arg-type]
+
+    def test_launch_parameters_that_no_rule_reads_are_free(self, name: str, h200: Device) -> None:
+        family, problem = self.generator, self.usual
+        for kernel in accepted(name, problem, h200, 20):
+            first, *others = launches(name, kernel)
+            for launch in others:
+                changed = {p for p, v in launch.launch_params if first[p] != v}
+                if not changed & parameters_read(family.rules):
+                    assert family.check(problem, launch, h200) == family.check(problem, first, h200)
+
+    def test_one_object_serves_every_shape(self, name: str, h200: Device) -> None:
+        family = self.generator
+        for kernel in accepted(name, self.usual, h200, 5):
+            keys = [family.kernel_key(Problem.parse(shape), kernel, h200) for shape in SHAPES]
+            assert keys[0] == keys[1] == keys[2]
+            assert json.loads(json.dumps(keys[0])) == keys[0]
+            assert keys[0]["family"] == name and keys[0]["source"] == families.kernel_source_hash(name)
+            assert not {"m", "n", "k", "batch"} & set(keys[0])
+
+    def test_labels_are_short_and_distinct(self, name: str, h200: Device) -> None:
+        family = self.generator
+        kernels = accepted(name, self.usual, h200, 1000)
+        labels = {family.label(kernel) for kernel in kernels}
+        assert len(labels) == len(kernels) and max(map(len, labels)) < 40
+        named = [family.label(launch) for launch in launches(name, kernels[0])]
+        assert len(set(named)) == len(named), "launches are told apart, too"
+
+    def test_load_without_an_object_names_the_remedy(self, name: str, h200: Device) -> None:
+        (kernel,) = accepted(name, self.usual, h200, 1)
+        with pytest.raises(ArtifactError, match="run tunegemm tune"):
+            self.generator.load(self.usual, launches(name, kernel)[0], h200, None)
+
+    def test_a_good_kernel_compiles(self, compile_pool: CompilePool, h200: Device) -> None:
+        compiles_clean(self.generator, compile_pool, [(self.usual, self.known.candidate())], h200)
+
+    def test_each_rule_names_its_numbers(self, h200: Device) -> None:
+        for rule, problem, change in self.known.objections:
+            verdict = self.generator.check(problem, self.known.candidate(change), h200)
+            assert verdict.rule == rule, (problem, change, verdict)
+            assert any(character.isdigit() for character in verdict.reason), verdict
+
+    def test_every_rule_can_object(self, name: str) -> None:
+        """No rule is dead: each has an example, or a test elsewhere. That of epilogues comes by itself."""
+        if self.examples is None:
+            pytest.skip(f'{name} has no Examples; CONTRIBUTING.md, "Adding things", says what they are')
+        examples, rules = self.examples, self.generator.rules
+        seen = {case.rule for case in examples.rejected} | {rule for rule, *_ in examples.objections}
+        assert {rule.name for rule in rules} - {"epilogue"} == seen | examples.elsewhere
+        fused = Problem.parse(SHAPES[0], epilogue="relu")
+        takes_none = refusal(rules, name, fused) == f"{name} stores products as they are, without relu"
+        assert takes_none == ("epilogue" in {rule.name for rule in rules})
+
+
+class CompileTests(Suite):
+    """For a family whose kernels are compiled: what its rules accept and reject, compiled: some minutes."""
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Each rejected example is a test."""
+        if "rejected" in metafunc.fixturenames:
+            cases = metafunc.cls.examples.rejected if metafunc.cls.examples else ()
+            names = [f"{case.rule}-{number}" for number, case in enumerate(cases)]
+            metafunc.parametrize("rejected", cases, ids=names)
+
+    @pytest.mark.timeout(600)
+    def test_what_is_accepted_compiles_clean_and_to_the_byte(
+        self, compile_pool: CompilePool, h200: Device, name: str
+    ) -> None:
+        examples = self.known
+        each = -(-SAMPLE // len(examples.problems))
+        pairs = [(p, kernel) for p in examples.problems for kernel in accepted(name, p, h200, each)]
+        assert len(pairs) == each * len(examples.problems)
+        pairs += [(p, examples.candidate(corner)) for p, corner in examples.corners]
+        compiles_clean(self.generator, compile_pool, pairs, h200)
+
+    def test_what_is_rejected_fails(
+        self, compile_pool: CompilePool, h200: Device, rejected: Rejection
+    ) -> None:
+        examples, family = self.known, self.generator
+        problem, kernel = rejected.problem or examples.problems[0], examples.candidate(rejected.change)
+        assert family.check(problem, kernel, h200).rule == rejected.rule
+        (result,) = compile_all(compile_pool, [(problem, kernel)], h200)
+        if rejected.outcome not in (TOO_LARGE, OTHERWISE):
+            assert rejected.outcome in result.failure
+        elif rejected.outcome == OTHERWISE and result.artifact is None:
+            assert "spills" in result.failure
+        else:
+            assert result.artifact is not None, result.failure
+            smem_bytes, limits = result.artifact.resources.smem_bytes, h200.architecture
+            blocks = kernel.params.get("occupancy", kernel.params.get("ctas_per_sm", 1))
+            if rejected.outcome == OTHERWISE:
+                assert smem_bytes != family.smem_bytes(problem, kernel)
+            else:
+                assert smem_bytes > limits.smem_bytes_per_block or (
+                    int(blocks) * (smem_bytes + 1024) > limits.smem_bytes_per_sm
+                )
