@@ -27,8 +27,8 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import SmemAllocator
 
 TILE_M, TILE_N, TILE_K = 128, 128, 64
 STAGES = 4
