@@ -72,7 +72,7 @@ def test_rows_say_what_the_database_has(tmp_path: Path) -> None:
         best = Measurement(kernels[1], (2.0,) * 3, (2.5,) * 3, 1e-3, 0.002, {})
         database.confirm(FIRST, device, best, label="best")
         turn = Measurement(kernels[2], (2.0,) * 3, (2.2,) * 3, 1e-3, 0.002, steady)
-        database.publish(SECOND, device, turn, policy="steady_final")
+        database.publish(SECOND, device, turn, method="steady_final")
     first, second = tuning_many.found(path, started, is_one_gpu=True)
     assert (first["m"], first["done"], first["ratio"], first["best"]) == (64, True, 1.25, "best")
     assert first["measured"] == 3 and not first["at_cap"]
