@@ -171,11 +171,40 @@ class TestRecords(Store):
     def test_confirming_what_the_race_published_adds_no_second_row(self, database: Database) -> None:
         raced = measurement(1.05)
         database.publish(PROBLEM, DEVICE, measurement(1.06), method="race")
-        database.publish(PROBLEM, DEVICE, raced, method="race")
-        database.confirm(PROBLEM, DEVICE, raced)
+        row_id = database.publish(PROBLEM, DEVICE, raced, method="race")
+        assert database.confirm(PROBLEM, DEVICE, raced, stored_as=row_id) == row_id
         assert len(database.measurements(PROBLEM, FINGERPRINT)) == 2
         record = database.best(PROBLEM, FINGERPRINT)
         assert record is not None and record.confirmed and record.ratio == pytest.approx(1.05)
+
+    def test_of_two_measurements_with_equal_samples_the_one_that_is_named_is_confirmed(
+        self, database: Database
+    ) -> None:
+        first, second = (measurement(1.05, telemetry={"turn": number}) for number in (1, 2))
+        assert first == second, "they differ in what is not compared"
+        named, other = (database.publish(PROBLEM, DEVICE, one, method="race") for one in (first, second))
+        assert named != other
+        database.confirm(PROBLEM, DEVICE, first, stored_as=named)
+        record = database.best(PROBLEM, FINGERPRINT, samples=True)
+        assert record is not None and record.confirmed and record.telemetry["turn"] == 1
+        # One more race with the same samples is a measurement of its own.
+        assert database.confirm(PROBLEM, DEVICE, second) not in (named, other)
+        assert len(database.measurements(PROBLEM)) == 3
+
+    def test_what_is_confirmed_is_of_that_problem_device_and_candidate(self, database: Database) -> None:
+        row_id = database.publish(PROBLEM, DEVICE, measurement())
+        failed = database.publish(PROBLEM, DEVICE, Failure(KERNEL.kernel, "crash", "x"))
+        smaller = dataclasses.replace(PROBLEM, m=64)
+        for problem, one, stored_as in (
+            (smaller, measurement(), row_id),
+            (PROBLEM, measurement(1.05, KERNEL.kernel), row_id),
+            (PROBLEM, measurement(), row_id + 1),
+            (PROBLEM, measurement(1.05, KERNEL.kernel), failed),
+        ):
+            with pytest.raises(DatabaseError, match="is none of this candidate, problem and device"):
+                database.confirm(problem, DEVICE, one, stored_as=stored_as)
+        record = database.best(PROBLEM, FINGERPRINT)
+        assert record is not None and not record.confirmed
 
     def test_confirming_needs_no_earlier_record(self, database: Database) -> None:
         database.confirm(PROBLEM, DEVICE, measurement(), label="winner")

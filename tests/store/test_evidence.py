@@ -45,6 +45,8 @@ class Event:
     ratio: float
     method: str
     old_sources: bool = False
+    is_stored: bool = False
+    """Whether the newest measurement of the candidate is confirmed, by its id, where there is one."""
 
     @property
     def kernel_source(self) -> str:
@@ -59,16 +61,23 @@ EVENTS = st.builds(
     RATIOS,
     st.sampled_from([*METHODS, "confirm"]),
     st.sampled_from([False, False, False, True]),
+    st.booleans(),
 )
+
+
+#: The id of each candidate's newest measurement, by database and problem.
+_NEWEST: dict[tuple[str, Problem, Candidate], int] = {}
 
 
 def publish(database: Database, event: Event, problem: Problem = PROBLEM) -> None:
     found = measurement(event.ratio, event.candidate)
     with mock.patch("tunegemm.store.rows.kernel_source_hash", lambda _: event.kernel_source):
+        place = database.name, problem, event.candidate
         if event.method == "confirm":
-            database.confirm(problem, DEVICE, found)
+            stored_as = _NEWEST.get(place) if event.is_stored else None
+            _NEWEST[place] = database.confirm(problem, DEVICE, found, stored_as=stored_as)
         else:
-            database.publish(problem, DEVICE, found, method=event.method)
+            _NEWEST[place] = database.publish(problem, DEVICE, found, method=event.method)
 
 
 Found = tuple[Candidate, float, bool]
@@ -99,11 +108,12 @@ def expected(events: Sequence[Event]) -> set[Found | None]:
     tied: list[int] = []
     for event in events:
         newest = [i for i, row in enumerate(rows) if row.candidate == event.candidate]
-        again = event.method == "confirm" and newest and rows[newest[-1]].ratio == event.ratio
+        again = event.method == "confirm" and event.is_stored and newest
         if not again:
             rows.append(event)
         if event.method == "confirm":
             index = newest[-1] if again else len(rows) - 1
+            event = rows[index]
             confirmed = index if event.ratio >= 1 or event.candidate == TORCH_MM else None
         if confirmed is not None and not eligible(rows[confirmed].candidate):
             confirmed = None

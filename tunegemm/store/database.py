@@ -98,8 +98,8 @@ class Database:
         resources: Resources | None = None,
         label: str = "",
         method: str = SCREEN,
-    ) -> None:
-        """Add one outcome to the history; on return it is committed.
+    ) -> int:
+        """Add one outcome to the history; on return it is committed. Returns the id of its row.
 
         The record is then chosen by the evidence (`tunegemm.measure.evidence`): a confirmed one stays, unless
         its own candidate turns out slower than torch.mm. method: how a measurement was taken, one of
@@ -111,9 +111,10 @@ class Database:
             raise DatabaseError(f"method {shown(method)} is not known; use one of {', '.join(METHODS)}")
         values = rows.outcome_values(outcome, resources, method)
         with self._publication(problem, device, outcome.candidate, label) as (connection, keys):
-            publishing.add(connection, keys, values)
+            row_id = publishing.add(connection, keys, values)
             if isinstance(outcome, Measurement):
                 publishing.choose_if_better(connection, keys)
+        return row_id
 
     def confirm(
         self,
@@ -123,25 +124,30 @@ class Database:
         *,
         resources: Resources | None = None,
         label: str = "",
-    ) -> None:
-        """Make the final race's measurement of its winner the record, confirmed. Raises as `publish`.
+        stored_as: int | None = None,
+    ) -> int:
+        """Make the final race's measurement of its winner the record, confirmed. Returns the id of its row.
 
-        It is published as of a final race, unless the candidate's newest measurement has the very same
-        samples. Where it is slower than torch.mm it is kept, and the record is chosen by the evidence.
+        stored_as: the id that `publish` gave it, where it is stored already; else it is published as of a
+        final race. Where it is slower than torch.mm it is kept, and the record is chosen by the evidence.
+        Raises as `publish`, and DatabaseError for an id that is none of the candidate's here.
         """
         rows.require(measurement, Measurement, "measurement")
         rows.require(measurement.telemetry, Mapping, "telemetry")
         method = STEADY_FINAL if measurement.is_steady else FINAL
         values = rows.outcome_values(measurement, resources, method)
         with self._publication(problem, device, measurement.candidate, label) as (connection, keys):
-            row_id = publishing.find_measurement(connection, keys, values)
-            if row_id is None:
+            if stored_as is None:
                 row_id = publishing.add(connection, keys, values)
+            else:
+                row_id = publishing.require_measurement(connection, keys, stored_as)
             publishing.confirm(connection, keys, row_id)
+        return row_id
 
-    def best(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
-        """The record of one problem under one fingerprint."""
-        return next(iter(self._records(problem=problem, fingerprint=fingerprint)), None)
+    def best(self, problem: Problem, fingerprint: Fingerprint, *, samples: bool = False) -> Record | None:
+        """The record of one problem under one fingerprint. samples: with its samples."""
+        found = self._records(problem=problem, fingerprint=fingerprint, samples=samples)
+        return next(iter(found), None)
 
     def records(self, fingerprint: Fingerprint | None = None) -> list[Record]:
         """All records, or those under one fingerprint, in one query. Unreadable rows are left out."""

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Select, Table, bindparam, delete, insert, sel
 from sqlalchemy.dialects import postgresql, sqlite
 
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import TunegemmError
+from tunegemm.errors import DatabaseError, TunegemmError
 from tunegemm.generate.cublaslt import TORCH_MM, is_torch
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.measure.evidence import Evidence, best_of_each, choose, evidence_of, may_be_record, rank
@@ -31,6 +31,7 @@ from tunegemm.store.models import (
     RecordRow,
 )
 from tunegemm.store.schema import FASTEST
+from tunegemm.untrusted import shown
 
 Values = Mapping[str, Any]
 
@@ -62,12 +63,7 @@ _LOCK = (
 _FIND_RECORD = _find(_RECORDS, "problem_id", "fingerprint_id", "policy")
 _PAIR = [_MEASUREMENTS.c[name] == bindparam(name) for name in ("problem_id", "fingerprint_id")]
 _OWN = [*_PAIR, _MEASUREMENTS.c.candidate_id == bindparam("candidate_id")]
-_FIND_NEWEST = (
-    select(_MEASUREMENTS.c.id, _MEASUREMENTS.c.samples_us, _MEASUREMENTS.c.baseline_us)
-    .where(*_OWN)
-    .order_by(_MEASUREMENTS.c.id.desc())
-    .limit(1)
-)
+_FIND_OWN = select(_MEASUREMENTS.c.id).where(*_OWN, _MEASUREMENTS.c.id == bindparam("key"))
 #: What is compared of results, oldest first: of all under a fingerprint, of one candidate, of one row.
 _RESULTS = (
     select(
@@ -115,11 +111,14 @@ def add(connection: Connection, keys: Values, values: Values, *, at: datetime | 
     return int(added[0])
 
 
-def find_measurement(connection: Connection, keys: Values, values: Values) -> int | None:
-    """The candidate's newest measurement, if it is of the very same samples."""
-    row = connection.execute(_FIND_NEWEST, keys).one_or_none()
-    same = row is not None and row[1:] == (list(values["samples_us"]), list(values["baseline_us"]))
-    return int(row.id) if row is not None and same else None
+def require_measurement(connection: Connection, keys: Values, measurement_id: int) -> int:
+    """The id, which is a measurement's with these keys. Raises DatabaseError for any other."""
+    if connection.execute(_FIND_OWN, {**keys, "key": measurement_id}).one_or_none() is None:
+        raise DatabaseError(
+            f"measurement {shown(measurement_id)} is none of this candidate, problem and device; give what "
+            "`publish` returned for it"
+        )
+    return measurement_id
 
 
 @dataclass(frozen=True)

@@ -312,12 +312,8 @@ class Trials:
         """The measurement that dispatch goes by from now on. The database decides, where there is one."""
         if self.database is None:
             return self.leader
-        record = self.database.best(self.problem, self.device.fingerprint)
-        if record is None:
-            return None
-        stored = self.database.measurements(self.problem, self.device.fingerprint)
-        own = [m for m in stored if m.candidate == record.candidate and m.ratio == record.ratio]
-        return own[-1].measurement if own else None
+        record = self.database.best(self.problem, self.device.fingerprint, samples=True)
+        return record.measurement if record is not None else None
 
     def _future(self, candidate: Candidate) -> Future[CompileResult] | None:
         family = families.get(candidate.family)
