@@ -238,7 +238,7 @@ class TestRecords(Store):
         from tunegemm.store.models import MeasurementRow, ProblemRow, RecordRow
 
         database.publish(PROBLEM, DEVICE, measurement())
-        with database._engine.connect() as connection, connection.begin():
+        with database.engine.connect() as connection, connection.begin():
             first = dict(connection.execute(MeasurementRow.__table__.select()).mappings().one())
             keys = range(2, 20_001)
             problem = dataclasses.asdict(PROBLEM)
@@ -502,7 +502,7 @@ class TestOpening:
     def test_foreign_keys_hold(self, database: Database) -> None:
         from tunegemm.store.models import FailureRow
 
-        with pytest.raises(Exception, match="FOREIGN KEY"), database._engine.begin() as connection:
+        with pytest.raises(Exception, match="FOREIGN KEY"), database.engine.begin() as connection:
             row = {"stage": "crash", "reason": "", "created_at": None, "problem_id": 7, "candidate_id": 7}
             from datetime import UTC, datetime
 
@@ -516,7 +516,7 @@ class TestOpening:
         with Database.open(path) as database:
             pages = path.stat().st_size // 4096 + 5
             event.listen(
-                database._engine, "begin", lambda c: c.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
+                database.engine, "begin", lambda c: c.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
             )
             kept = 1
             with pytest.raises(DatabaseError, match=f"{path}: the disk is full; free some space"):

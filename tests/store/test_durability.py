@@ -175,7 +175,7 @@ def test_the_journal_is_chosen_by_the_kind_of_file_system(
     assert on_network(path) is expected
     with Database.open(path) as database:
         database.publish(PROBLEM, DEVICE, measurement())
-        with database._engine.connect() as connection:
+        with database.engine.connect() as connection:
             mode = connection.exec_driver_sql("PRAGMA journal_mode").scalar()
             careful = connection.exec_driver_sql("PRAGMA synchronous").scalar()
     assert (mode, careful) == (("delete", 2) if expected else ("wal", 1))
@@ -189,7 +189,7 @@ def test_a_file_brought_to_a_network_file_system_leaves_write_ahead_logging(
     monkeypatch.setattr("psutil.disk_partitions", lambda all: [Mount("/", "nfs4")])
     with Database.open(path) as database:
         assert [one.measurement for one in database.measurements(PROBLEM, FINGERPRINT)] == [measurement()]
-        with database._engine.connect() as connection:
+        with database.engine.connect() as connection:
             assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "delete"
 
 

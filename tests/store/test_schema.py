@@ -87,7 +87,7 @@ class TestMigrations(Store):
             assert compare_metadata(context, Base.metadata) == []
 
     def test_a_new_database_is_what_they_build(self, built: Engine, database: Database) -> None:
-        assert described(database._engine) == described(built)
+        assert described(database.engine) == described(built)
 
 
 class TestTheNextRevision:

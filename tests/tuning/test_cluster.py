@@ -151,7 +151,7 @@ def requests(problems: Sequence[Problem] = PROBLEMS, trials: int = 6) -> list[Re
 
 def measured(location: str | Path) -> Counter[tuple[int, int, str]]:
     """How often each candidate of a problem was measured, by what the measurement proves."""
-    with Database.open(location) as database, database._reading() as session:
+    with Database.open(location) as database, database.reading() as session:
         rows = session.query(MeasurementRow.problem_id, MeasurementRow.candidate_id, MeasurementRow.method)
         return Counter(tuple(row) for row in rows)
 

@@ -35,7 +35,7 @@ def damaged_rows(database: Database) -> list[str]:
 
     def examine(model: type[Base], check: Callable[[Any], object]) -> None:
         table = cast(Table, model.__table__)
-        with database._reading() as session:
+        with database.reading() as session:
             for row in session.execute(select(table)):
                 try:
                     check(row)

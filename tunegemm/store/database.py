@@ -45,7 +45,8 @@ class Database:
         """Whether `publish` and `confirm` are refused."""
         self.layer = layer
         """What its records name as their layer."""
-        self._engine = engine
+        self.engine = engine
+        """SQLAlchemy's, over the tables of `tunegemm.store.models`."""
 
     @classmethod
     def open(cls, location: str | Path | None = None, *, read_only: bool = False, layer: str = "") -> Self:
@@ -62,10 +63,10 @@ class Database:
             with translated(place):
                 try:
                     if read_only:
-                        with database._engine.begin() as connection:
+                        with database.engine.begin() as connection:
                             migrations.require_current(connection)
                     else:
-                        with migrating(database._engine) as connection:
+                        with migrating(database.engine) as connection:
                             migrations.upgrade(connection)
                 except DatabaseError as error:
                     raise DatabaseError(f"{display(place)}: {error}") from None
@@ -81,7 +82,7 @@ class Database:
 
     def close(self) -> None:
         """Close the connections. Nothing is pending: every publication was already committed."""
-        self._engine.dispose()
+        self.engine.dispose()
 
     def __enter__(self) -> Self:
         return self
@@ -155,7 +156,7 @@ class Database:
 
     def lookup(self) -> Lookup:
         """All records for dispatch, which wants them soon, and few of them."""
-        with self._raw_reading() as read:
+        with self.reading_raw() as read:
             return read_lookup(lambda query: read(text(query)), self.layer)
 
     def measurements(
@@ -180,12 +181,12 @@ class Database:
         columns = select(*rows.CANDIDATE_COLUMNS, row.stage, row.reason).select_from(row)
         query = rows.where_fingerprint(rows.with_keys(columns, row), fingerprint).order_by(row.id)
         query = rows.where_problem(rows.where_current(query) if current else query, problem)
-        return rows.readable(self._read(query), rows.failure, "failure")
+        return rows.readable(self.read(query), rows.failure, "failure")
 
     def problems(self) -> list[Problem]:
         """Every problem that has a measurement, smallest first."""
         measured = exists().where(MeasurementRow.problem_id == ProblemRow.id)
-        found = self._read(select(*rows.PROBLEM_COLUMNS).where(measured))
+        found = self.read(select(*rows.PROBLEM_COLUMNS).where(measured))
         return sorted(rows.readable(found, lambda row: Problem(*row), "problem"))
 
     def frame(self, problem: Problem | None = None, *, family: str | None = None) -> pandas.DataFrame:
@@ -202,7 +203,40 @@ class Database:
 
         query = frames.candidates_query(problem, family)
         names = [column["name"] for column in query.column_descriptions]
-        return frames.best_of_each(pandas.DataFrame(self._read(query), columns=names))
+        return frames.best_of_each(pandas.DataFrame(self.read(query), columns=names))
+
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """One transaction that writes: committed at its end, or rolled back where it raises.
+
+        Raises DatabaseError for a database that was opened read-only, and for a driver's error.
+        """
+        if self.read_only:
+            raise DatabaseError(f"{display(self.location)}: opened read-only; open it for writing to publish")
+        with translated(self.location), writer(self.engine).begin() as connection:
+            yield connection
+
+    @contextmanager
+    def reading(self) -> Iterator[Session]:
+        """A session for queries over `tunegemm.store.models`. Raises DatabaseError for a driver's error."""
+        with translated(self.location), Session(self.engine) as session:
+            yield session
+
+    @contextmanager
+    def reading_raw(self) -> Iterator[Callable[[Executable], list[tuple[Any, ...]]]]:
+        """What runs a query and gives its rows as the driver does, for reading many: SQLAlchemy's own take
+        three times as long, and pandas twice as long to convert. All queries see one state of the database.
+        Cells are as they are stored: JSON and times are text. Raises as `reading`.
+        """
+        with translated(self.location), self.engine.begin() as connection:
+            if connection.dialect.name == "postgresql":
+                connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
+            yield lambda query: cast(Any, connection.execute(query)).cursor.fetchall()
+
+    def read(self, query: Executable) -> Sequence[Any]:
+        """All rows of one query. Raises as `reading`."""
+        with self.reading() as session:
+            return session.execute(query).all()
 
     @contextmanager
     def _publication(
@@ -216,34 +250,8 @@ class Database:
                 f"device {device.spec!r}: its times are not measured here, so never stored; tune on cuda:N"
             )
         values = rows.key_values(problem, device.fingerprint, candidate, label)
-        with self._writing() as connection:
+        with self.writing() as connection:
             yield connection, publishing.row_keys(connection, *values)
-
-    @contextmanager
-    def _writing(self) -> Iterator[Connection]:
-        if self.read_only:
-            raise DatabaseError(f"{display(self.location)}: opened read-only; open it for writing to publish")
-        with translated(self.location), writer(self._engine).begin() as connection:
-            yield connection
-
-    @contextmanager
-    def _reading(self) -> Iterator[Session]:
-        with translated(self.location), Session(self._engine) as session:
-            yield session
-
-    @contextmanager
-    def _raw_reading(self) -> Iterator[Callable[[Executable], list[tuple[Any, ...]]]]:
-        """What runs a query and gives its rows as the driver does, for reading many: SQLAlchemy's own take
-        three times as long, and pandas twice as long to convert. All queries see one state of the database.
-        """
-        with translated(self.location), self._engine.begin() as connection:
-            if connection.dialect.name == "postgresql":
-                connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
-            yield lambda query: cast(Any, connection.execute(query)).cursor.fetchall()
-
-    def _read(self, query: Executable) -> Sequence[Any]:
-        with self._reading() as session:
-            return session.execute(query).all()
 
     def _records(
         self,
@@ -260,4 +268,4 @@ class Database:
         if fingerprint is not None:
             query = rows.where_fingerprint(query, fingerprint)
         kind = "measurement" if chosen is None else "record"
-        return rows.readable(self._read(query), rows.record_builder(self.layer, samples=samples), kind)
+        return rows.readable(self.read(query), rows.record_builder(self.layer, samples=samples), kind)

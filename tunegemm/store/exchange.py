@@ -97,7 +97,7 @@ def dump(database: Database, problem: Problem | None = None) -> Iterator[Row | B
     not the one that was stored there is an error: taken as it is, it would be sound elsewhere.
     """
     kernel, device = functools.cache(checked_candidate), functools.cache(checked_fingerprint)
-    with database._reading() as session:
+    with database.reading() as session:
         for table, result in (
             (MeasurementRow, MeasurementRow),
             (FailureRow, FailureRow),
@@ -166,7 +166,7 @@ def load(database: Database, rows: Iterable[Row | BadValueError], *, origin: str
     measurement_ids: dict[str, int] = {}
     choices: list[tuple[int, Row]] = []
     for batch in _batches(enumerate(rows, 1)):
-        with database._writing() as connection, Session(connection) as session, session.begin():
+        with database.writing() as connection, Session(connection) as session, session.begin():
             for position, row in batch:
                 if isinstance(row, dict) and row.get("kind") == "choice":
                     choices.append((position, row))
@@ -197,7 +197,7 @@ def _load_choices(
             report.skipped.append(f"row {position} (choice): {one_line(error)}")
     last: dict[tuple[int, int, str], Row] = {}
     for batch in _batches(sorted(choices, key=lambda choice: choice["chosen_at"])):
-        with database._writing() as connection, Session(connection) as session, session.begin():
+        with database.writing() as connection, Session(connection) as session, session.begin():
             for choice in batch:
                 measured = session.get_one(MeasurementRow, choice["measurement_id"])
                 pair = {"problem_id": measured.problem_id, "fingerprint_id": measured.fingerprint_id}
@@ -209,7 +209,7 @@ def _load_choices(
                     _remember(session, last[key])
                 last[key] = choice
     for batch in _batches(last.values()):
-        with database._writing() as connection, Session(connection) as session, session.begin():
+        with database.writing() as connection, Session(connection) as session, session.begin():
             conflicts = [_choose(session, choice) for choice in batch]
         report.conflicts += [conflict for conflict in conflicts if conflict is not None]
 

@@ -67,7 +67,7 @@ def latest_records(database: Database, vendor: str) -> pandas.DataFrame:
         .join(CandidateRow, CandidateRow.id == row.candidate_id)
         .where(ranked.c.place == 1)
     )
-    with database._raw_reading() as read:
+    with database.reading_raw() as read:
         frame = pandas.DataFrame(read(best), columns=[column["name"] for column in best.column_descriptions])
         vendors = select(CandidateRow.id, CandidateRow.label)
         labels: dict[int, str] = dict(read(vendors.where(CandidateRow.family == vendor)))

@@ -32,14 +32,14 @@ def latest_device(database: Database) -> str | None:
         .order_by(MeasurementRow.id.desc())
         .limit(1)
     )
-    with database._reading() as session:
+    with database.reading() as session:
         return session.scalar(query)
 
 
 def device_names(database: Database) -> list[str]:
     """Every device that has a fingerprint here, sorted."""
     query = select(FingerprintRow.device_name).distinct().order_by(FingerprintRow.device_name)
-    with database._reading() as session:
+    with database.reading() as session:
         return list(session.scalars(query))
 
 
@@ -58,7 +58,7 @@ def records(database: Database, device_name: str) -> list[Record]:
             return record
         return replace(record, measured_at=datetime.fromisoformat(str(record.telemetry.get("recorded_at"))))
 
-    latest = {record.problem: record for record in readable(database._read(query), build, "record")}
+    latest = {record.problem: record for record in readable(database.read(query), build, "record")}
     return [latest[problem] for problem in sorted(latest)]
 
 
@@ -66,7 +66,7 @@ def trials(database: Database, record: Record, limit: int) -> list[Record]:
     """The last `limit` measurements of a record's problem under its fingerprint, oldest first."""
     query = where_problem(where_fingerprint(records_query(None), record.fingerprint), record.problem)
     query = query.order_by(None).order_by(MeasurementRow.id.desc()).limit(limit)
-    return readable(reversed(database._read(query)), record_builder(database.layer), "measurement")
+    return readable(reversed(database.read(query)), record_builder(database.layer), "measurement")
 
 
 def measurement_count(database: Database, device_name: str, shapes: Collection[str] = ()) -> int:
@@ -78,7 +78,7 @@ def measurement_count(database: Database, device_name: str, shapes: Collection[s
         .subquery()
     )
     query = select(*PROBLEM_COLUMNS, counts.c.count).join(counts, counts.c.problem_id == ProblemRow.id)
-    found = readable(database._read(query), lambda row: (Problem(*row[:-1]), int(row[-1])), "problem")
+    found = readable(database.read(query), lambda row: (Problem(*row[:-1]), int(row[-1])), "problem")
     return sum(count for problem, count in found if not shapes or problem.shape in shapes)
 
 
@@ -97,12 +97,12 @@ def failure_counts(database: Database, device_name: str) -> list[tuple[str, str,
         .order_by(count.desc(), FailureRow.stage, FailureRow.reason)
     )
     return readable(
-        database._read(query), lambda row: (text(row[0]), text(row[1]), text(row[2]), int(row[3])), "failure"
+        database.read(query), lambda row: (text(row[0]), text(row[1]), text(row[2]), int(row[3])), "failure"
     )
 
 
 def fingerprint_digests(database: Database) -> dict[str, str]:
     """The digest of every fingerprint, and its device's name."""
     query = select(FingerprintRow.digest, FingerprintRow.device_name).order_by(FingerprintRow.id)
-    rows = database._read(query)
+    rows = database.read(query)
     return dict(readable(rows, lambda row: (text(row[0]), text(row[1])), "fingerprint"))
