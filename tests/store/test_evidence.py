@@ -71,7 +71,7 @@ _NEWEST: dict[tuple[str, Problem, Candidate], int] = {}
 
 def publish(database: Database, event: Event, problem: Problem = PROBLEM) -> None:
     found = measurement(event.ratio, event.candidate)
-    with mock.patch("tunegemm.store.rows.kernel_source_hash", lambda _: event.kernel_source):
+    with mock.patch("tunegemm.store.codec.kernel_source_hash", lambda _: event.kernel_source):
         place = database.name, problem, event.candidate
         if event.method == "confirm":
             stored_as = _NEWEST.get(place) if event.is_stored else None

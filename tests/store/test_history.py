@@ -62,19 +62,20 @@ class TestRecordsOverTime:
         assert database.records()[0].ratio == found[-1].ratio
 
     def test_confirming_the_same_again_adds_nothing(self, database: Database) -> None:
-        for _ in range(3):
-            database.confirm(PROBLEM, DEVICE, measurement(1.05))
+        row_id = database.confirm(PROBLEM, DEVICE, measurement(1.05))
+        for _ in range(2):
+            database.confirm(PROBLEM, DEVICE, measurement(1.05), stored_as=row_id)
         assert len(database.history(PROBLEM)) == 1
 
     def test_a_record_of_older_sources_yields_to_a_search_but_a_confirmed_one_does_not(
         self, database: Database, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("tunegemm.store.rows.kernel_source_hash", lambda family: "older")
+        monkeypatch.setattr("tunegemm.store.codec.kernel_source_hash", lambda family: "older")
         database.publish(PROBLEM, DEVICE, measurement(1.3))
         monkeypatch.undo()
         database.publish(PROBLEM, DEVICE, measurement(1.1))
         assert database.records()[0].ratio == pytest.approx(1.1)
-        monkeypatch.setattr("tunegemm.store.rows.kernel_source_hash", lambda family: "older")
+        monkeypatch.setattr("tunegemm.store.codec.kernel_source_hash", lambda family: "older")
         database.confirm(PROBLEM, DEVICE, measurement(1.2))
         monkeypatch.undo()
         database.publish(PROBLEM, DEVICE, measurement(1.15))

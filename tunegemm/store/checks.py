@@ -1,17 +1,13 @@
-"""Rows and records from outside as values: what `tunegemm.untrusted` reads, put together and compared.
+"""Whether what a record from elsewhere says can be: its figures, and that its family can make its kernel.
 
 Exchange files, merged databases, packs and the shipped records all come through here. No SQLAlchemy is
-loaded: dispatch reads the shipped records with these.
+loaded: dispatch asks, too.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import re
-from collections.abc import Mapping
 from math import nan
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from tunegemm.describe.device import ARCHITECTURES, PARTS, Device, Fingerprint, Part, device_from_part
 from tunegemm.describe.problem import Problem
@@ -20,16 +16,10 @@ from tunegemm.errors import BadValueError, TunegemmError
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.measure.operands import tolerance
-from tunegemm.untrusted import line, listed, members, number, printable, shown, whole
+from tunegemm.untrusted import printable, shown
 
 if TYPE_CHECKING:
     from tunegemm.store.record import Record
-
-Value = TypeVar("Value", Problem, Fingerprint)
-Row = Mapping[str, Any]
-
-#: What a value that is not as it should be raises.
-BAD = (TunegemmError, ValueError)
 
 #: Times of one product, us: under a nanosecond or over an hour nothing was measured.
 SHORTEST_US, LONGEST_US = 1e-3, 3.6e9
@@ -37,54 +27,6 @@ SHORTEST_US, LONGEST_US = 1e-3, 3.6e9
 #: How far above the datasheet's peaks a chip can be: its highest clock (H200: 1980 MHz) over that of the
 #: datasheet (1830 MHz). Of 103 shipped records the fastest is at 0.94 of its roofline.
 _ABOVE_DATASHEET = 1.1
-
-#: Fields that documents of an earlier version lack; they then have their defaults.
-_ADDED = {"epilogue", "accumulation"}
-
-#: Letters of each text; others have 64, as their columns do.
-_WIDTHS = {"device_name": 128, "epilogue": 128, "capability": 8, "mig": 32}
-
-#: Names of devices and versions of software: nothing that a terminal, a plot or a page takes for markup.
-_FACT = re.compile(r"[A-Za-z0-9 ._+()/:,@#~-]*")
-
-
-def typed(kind: type[Value], data: Any) -> Value:
-    """A problem or fingerprint from a JSON object that has exactly its fields."""
-    name = kind.__name__.lower()
-    names = {field.name: str(field.type) for field in dataclasses.fields(kind)}
-    data = members(
-        data, f"its {name}", [field for field in names if field not in _ADDED], _ADDED & names.keys()
-    )
-    values: dict[str, Any] = {}
-    for field, value in data.items():
-        if names[field] == "int":
-            values[field] = whole(value, field)
-        else:
-            values[field] = line(value, field, _WIDTHS.get(field, 64))
-            if kind is Fingerprint and not _FACT.fullmatch(value):
-                raise BadValueError(f"{field} {shown(value)} has characters that no device or version has")
-    return kind(**values)
-
-
-def candidate_of(data: Any) -> Candidate:
-    """A candidate of a family that is known here, from its JSON object."""
-    data = members(data, "its candidate", ("family", "compile", "launch"))
-    families.require(line(data["family"], "family", 64))
-    for table in ("compile", "launch"):
-        if not isinstance(data[table], dict) or len(data[table]) > 64:
-            raise BadValueError(f"{table} {shown(data[table])} is not an object of at most 64 parameters")
-        for name, value in data[table].items():
-            line(name, "name of a parameter", 64)
-            if isinstance(value, str):
-                line(value, f"parameter {name}", 64)
-            elif not isinstance(value, bool):
-                whole(value, f"parameter {name}", -(2**31))
-    return Candidate.from_json(json.dumps(data))
-
-
-def times_of(row: Row, name: str) -> tuple[float, ...]:
-    """Samples of one product, in us."""
-    return tuple(number(time, name, SHORTEST_US, LONGEST_US) for time in listed(row.get(name), name))
 
 
 def check_roofline(problem: Problem, fingerprint: Fingerprint, *medians_us: float) -> None:

@@ -12,9 +12,9 @@ from sqlalchemy import Table, select
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.measure.evidence import METHODS
-from tunegemm.store.checks import BAD, one_line, typed
+from tunegemm.store import codec
+from tunegemm.store.checks import one_line
 from tunegemm.store.database import Database
-from tunegemm.store.lookup import checked_candidate
 from tunegemm.store.models import (
     Base,
     CandidateRow,
@@ -25,7 +25,6 @@ from tunegemm.store.models import (
     ProblemRow,
     RecordRow,
 )
-from tunegemm.store.rows import FINGERPRINT_FIELDS, PROBLEM_FIELDS, known, number, positive, text
 
 
 def damaged_rows(database: Database) -> list[str]:
@@ -39,15 +38,16 @@ def damaged_rows(database: Database) -> list[str]:
             for row in session.execute(select(table)):
                 try:
                     check(row)
-                except (*BAD, OverflowError) as error:
+                except (*codec.BAD, OverflowError) as error:
                     found.append(f"{table.name} {row.id}: {one_line(error)}")
 
     def measurement(row: Any) -> None:
         owners[row.id] = row.problem_id, row.fingerprint_id
-        _check(row, _times, "samples_us", "baseline_us")
-        _check(row, positive, "median_us", "baseline_median_us", "ratio")
-        _check(row, number, "noise", "relative_error")
-        _check(row, known, "created_at")
+        _check(row, codec.times, "samples_us", "baseline_us")
+        _check(row, codec.positive, "median_us", "baseline_median_us", "ratio")
+        _check(row, codec.finite, "noise")
+        _check(row, codec.not_negative, "relative_error")
+        _check(row, codec.known, "created_at")
         if len(row.samples_us) != len(row.baseline_us):
             raise ValueError("samples_us and baseline_us are not of the same rounds")
         if not math.isclose(row.median_us, median(row.samples_us), rel_tol=1e-6):
@@ -58,17 +58,17 @@ def damaged_rows(database: Database) -> list[str]:
             raise ValueError(f"policy {row.policy!r} is not known")
 
     def failed(row: Any) -> None:
-        _check(row, text, "stage", "reason")
-        _check(row, known, "created_at")
+        _check(row, codec.text, "stage", "reason")
+        _check(row, codec.known, "created_at")
 
     def choice(row: Any) -> None:
         if owners.get(row.measurement_id) != (row.problem_id, row.fingerprint_id):
             raise ValueError(f"measurement {row.measurement_id!r} is not of its problem and fingerprint")
-        _check(row, known, "chosen_at")
+        _check(row, codec.known, "chosen_at")
 
-    examine(ProblemRow, lambda row: Problem(*(getattr(row, name) for name in PROBLEM_FIELDS)))
+    examine(ProblemRow, lambda row: Problem(*(getattr(row, name) for name in codec.PROBLEM_FIELDS)))
     examine(FingerprintRow, _fingerprint)
-    examine(CandidateRow, lambda row: checked_candidate(row.json, row.digest))
+    examine(CandidateRow, lambda row: codec.decode_candidate(row.json, row.digest))
     examine(MeasurementRow, measurement)
     examine(FailureRow, failed)
     examine(RecordRow, choice)
@@ -85,14 +85,7 @@ def _check(row: Any, check: Callable[[Any], object], *names: str) -> None:
             raise ValueError(f"{name} {error}") from None
 
 
-def _times(cell: Any) -> None:
-    if not isinstance(cell, list) or not cell:
-        raise ValueError("are not times")
-    for time in cell:
-        positive(time)
-
-
 def _fingerprint(row: Any) -> None:
-    facts = {name: getattr(row, name) for name in FINGERPRINT_FIELDS}
-    if typed(Fingerprint, facts).digest != row.digest:
+    facts = {name: getattr(row, name) for name in codec.FINGERPRINT_FIELDS}
+    if codec.decode_fields(Fingerprint, facts).digest != row.digest:
         raise ValueError(f"its digest is not {row.digest!r}")

@@ -21,7 +21,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import DatabaseError
 from tunegemm.measure.evidence import FINAL, METHODS, SCREEN, STEADY_FINAL
 from tunegemm.measure.outcome import Failure, Measurement
-from tunegemm.store import frames, migrations, publishing, rows
+from tunegemm.store import codec, frames, migrations, publishing, rows
 from tunegemm.store.connection import connect, display, migrating, resolve, translated, writer
 from tunegemm.store.lookup import Lookup, read_lookup
 from tunegemm.store.models import ChoiceRow, FailureRow, MeasurementRow, ProblemRow, RecordRow
@@ -107,10 +107,10 @@ class Database:
         `tunegemm.measure.evidence.METHODS`. Raises DatabaseError when it cannot be written, for a device
         that is not real, and for samples that are not times.
         """
-        rows.require(outcome, Measurement | Failure, "outcome")
+        codec.require(outcome, Measurement | Failure, "outcome")
         if not isinstance(method, str) or method not in METHODS:
             raise DatabaseError(f"method {shown(method)} is not known; use one of {', '.join(METHODS)}")
-        values = rows.outcome_values(outcome, resources, method)
+        values = codec.encode_outcome(outcome, resources, method)
         with self._publication(problem, device, outcome.candidate, label) as (connection, keys):
             row_id = publishing.add(connection, keys, values)
             if isinstance(outcome, Measurement):
@@ -133,10 +133,10 @@ class Database:
         final race. Where it is slower than torch.mm it is kept, and the record is chosen by the evidence.
         Raises as `publish`, and DatabaseError for an id that is none of the candidate's here.
         """
-        rows.require(measurement, Measurement, "measurement")
-        rows.require(measurement.telemetry, Mapping, "telemetry")
+        codec.require(measurement, Measurement, "measurement")
+        codec.require(measurement.telemetry, Mapping, "telemetry")
         method = STEADY_FINAL if measurement.is_steady else FINAL
-        values = rows.outcome_values(measurement, resources, method)
+        values = codec.encode_outcome(measurement, resources, method)
         with self._publication(problem, device, measurement.candidate, label) as (connection, keys):
             if stored_as is None:
                 row_id = publishing.add(connection, keys, values)
@@ -181,7 +181,7 @@ class Database:
         columns = select(*rows.CANDIDATE_COLUMNS, row.stage, row.reason).select_from(row)
         query = rows.where_fingerprint(rows.with_keys(columns, row), fingerprint).order_by(row.id)
         query = rows.where_problem(rows.where_current(query) if current else query, problem)
-        return rows.readable(self.read(query), rows.failure, "failure")
+        return rows.readable(self.read(query), codec.decode_failure, "failure")
 
     def problems(self) -> list[Problem]:
         """Every problem that has a measurement, smallest first."""
@@ -243,13 +243,13 @@ class Database:
         self, problem: Problem, device: Device, candidate: Candidate, label: str
     ) -> Iterator[tuple[Connection, publishing.Values]]:
         """A transaction that writes, and the keys of the problem, fingerprint and candidate."""
-        rows.require(problem, Problem, "problem")
-        rows.require(device, Device, "device")
+        codec.require(problem, Problem, "problem")
+        codec.require(device, Device, "device")
         if not device.is_real:
             raise DatabaseError(
                 f"device {device.spec!r}: its times are not measured here, so never stored; tune on cuda:N"
             )
-        values = rows.key_values(problem, device.fingerprint, candidate, label)
+        values = codec.encode_keys(problem, device.fingerprint, candidate, label)
         with self.writing() as connection:
             yield connection, publishing.row_keys(connection, *values)
 
@@ -268,4 +268,4 @@ class Database:
         if fingerprint is not None:
             query = rows.where_fingerprint(query, fingerprint)
         kind = "measurement" if chosen is None else "record"
-        return rows.readable(self.read(query), rows.record_builder(self.layer, samples=samples), kind)
+        return rows.readable(self.read(query), rows.record_decoder(self.layer, samples=samples), kind)

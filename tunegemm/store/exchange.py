@@ -8,31 +8,23 @@ out, and nothing that is stored already is changed but, by the evidence, which m
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import hashlib
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from itertools import islice
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
-from tunegemm.compile.ptxas import Resources
-from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import BadValueError, DatabaseError
-from tunegemm.generate.families import kernel_source_hash
-from tunegemm.measure.evidence import SCREEN
-from tunegemm.measure.outcome import Failure, Measurement, Stage
-from tunegemm.store import publishing
-from tunegemm.store.checks import BAD, candidate_of, check_roofline, objection, one_line, times_of, typed
+from tunegemm.measure.outcome import Failure, Measurement
+from tunegemm.store import codec, publishing
+from tunegemm.store.checks import one_line
+from tunegemm.store.codec import BAD, Exported, Json
 from tunegemm.store.connection import display, is_same, resolve
 from tunegemm.store.database import Database
-from tunegemm.store.lookup import UNREADABLE, checked_candidate, checked_fingerprint
 from tunegemm.store.models import (
     CandidateRow,
     ChoiceRow,
@@ -42,25 +34,15 @@ from tunegemm.store.models import (
     ProblemRow,
     RecordRow,
 )
-from tunegemm.store.rows import (
-    FINGERPRINT_FIELDS,
-    PROBLEM_FIELDS,
-    TELEMETRY_NUMBERS,
-    THROTTLE,
-    key_values,
-    outcome_values,
-    where_problem,
-    with_keys,
-)
+from tunegemm.store.rows import where_problem, with_keys
 from tunegemm.store.schema import FASTEST
-from tunegemm.untrusted import decoded, line, listed, members, moment, number, printable, shown, tree, whole
+from tunegemm.untrusted import printable, shown
 
-Row = dict[str, Any]
+Row = Json
 T = TypeVar("T")
 
 #: Rows per transaction while loading.
 _BATCH = 500
-_RESOURCES = tuple(field.name for field in dataclasses.fields(Resources))
 
 
 @dataclass(frozen=True)
@@ -96,7 +78,7 @@ def dump(database: Database, problem: Problem | None = None) -> Iterator[Row | B
     A cell with an impossible value is there as it is stored. For a row whose candidate or fingerprint is
     not the one that was stored there is an error: taken as it is, it would be sound elsewhere.
     """
-    kernel, device = functools.cache(checked_candidate), functools.cache(checked_fingerprint)
+    kernel, device = functools.cache(codec.decode_candidate), functools.cache(codec.decode_fingerprint)
     with database.reading() as session:
         for table, result in (
             (MeasurementRow, MeasurementRow),
@@ -115,11 +97,13 @@ def dump(database: Database, problem: Problem | None = None) -> Iterator[Row | B
                 _, _, fingerprint, candidate, *_ = row
                 try:
                     kernel(candidate.json, candidate.digest)
-                    device(fingerprint.digest, *(getattr(fingerprint, name) for name in FINGERPRINT_FIELDS))
-                except UNREADABLE as error:
+                    facts = (getattr(fingerprint, name) for name in codec.FINGERPRINT_FIELDS)
+                    device(fingerprint.digest, *facts)
+                except codec.UNREADABLE as error:
                     yield BadValueError(one_line(error))
                 else:
-                    yield _as_json(*row)
+                    choice = table is ChoiceRow
+                    yield codec.encode_choice(row[4], *row[:4]) if choice else codec.encode_row(*row)
 
 
 def sound(rows: Iterable[Row | BadValueError], skipped: list[str]) -> Iterator[Row]:
@@ -130,9 +114,9 @@ def sound(rows: Iterable[Row | BadValueError], skipped: list[str]) -> Iterator[R
             if isinstance(row, BadValueError):
                 raise row
             if row["kind"] == "choice":
-                _parse_choice(row, kept)
+                codec.decode_choice(row, kept)
             else:
-                parse(row)
+                codec.decode_exported(row)
                 kept[row.get("id", "")] = number_
         except BAD as error:
             skipped.append(f"row {number_}{_name(row)}: {one_line(error)}")
@@ -172,7 +156,7 @@ def load(database: Database, rows: Iterable[Row | BadValueError], *, origin: str
                     choices.append((position, row))
                     continue
                 try:
-                    parsed = parse(row)
+                    parsed = codec.decode_exported(row)
                 except BAD as error:
                     report.skipped.append(f"row {position}{_name(row)}: {one_line(error)}")
                     continue
@@ -192,7 +176,7 @@ def _load_choices(
     choices = []
     for position, row in rows:
         try:
-            choices.append(_parse_choice(row, measurement_ids))
+            choices.append(codec.decode_choice(row, measurement_ids))
         except BAD as error:
             report.skipped.append(f"row {position} (choice): {one_line(error)}")
     last: dict[tuple[int, int, str], Row] = {}
@@ -245,103 +229,13 @@ def merge(sources: Sequence[str], into: str) -> Report:
             database.close()
 
 
-@dataclass(frozen=True)
-class Parsed:
-    """A row that was checked."""
-
-    id: str
-    """What the choices of the same file call it; empty when they cannot."""
-    label: str
-    kernel_source: str
-    origin: str
-    method: str
-    problem: Problem
-    fingerprint: Fingerprint
-    outcome: Measurement | Failure
-    resources: Resources | None
-    measured_at: datetime
-
-
-def parse(row: Any) -> Parsed:
-    """A measurement or failure from its JSON object. Raises BadValueError or another one of `BAD`."""
-    if isinstance(row, BadValueError):
-        raise row
-    if not isinstance(row, dict) or row.get("kind") not in ("measurement", "failure"):
-        raise BadValueError("its kind is not one of measurement, failure, choice")
-    widths = {"id": 64, "label": 200, "kernel_source": 16, "origin": 4096, "policy": 16}
-    id_, label, source, origin, method = (
-        line(_given(row, name, ""), name, longest) for name, longest in widths.items()
-    )
-    problem, fingerprint = typed(Problem, row.get("problem")), typed(Fingerprint, row.get("fingerprint"))
-    outcome = _outcome(row, problem, fingerprint, source)
-    resources = None if row.get("resources") is None else _resources(row["resources"])
-    at = moment(row.get("measured_at"), "measured_at")
-    return Parsed(id_, label, source, origin, method or SCREEN, problem, fingerprint, outcome, resources, at)
-
-
-def _given(row: Row, name: str, default: Any) -> Any:
-    """A cell, or what stands for one that is missing or null; empty bytes of a damaged one are neither."""
-    value = row.get(name)
-    return default if value is None else value
-
-
-def _outcome(row: Row, problem: Problem, fingerprint: Fingerprint, source: str) -> Measurement | Failure:
-    candidate = candidate_of(row.get("candidate"))
-    if row["kind"] == "failure":
-        if row.get("stage") not in list(get_args(Stage)):
-            raise BadValueError(f"stage {shown(row.get('stage'))} is not one of {', '.join(get_args(Stage))}")
-        return Failure(candidate, row["stage"], line(_given(row, "reason", ""), "reason"))
-    telemetry = tree(_given(row, "evidence", {}), "evidence")
-    if not isinstance(telemetry, dict):
-        raise BadValueError("its evidence is not an object")
-    if telemetry.get("source") == "replayed":
-        raise BadValueError("its times are replayed, so never stored as measured")
-    samples_us, baseline_us = times_of(row, "samples_us"), times_of(row, "baseline_us")
-    if not samples_us or len(samples_us) != len(baseline_us):
-        raise BadValueError(
-            f"{len(samples_us)} samples and {len(baseline_us)} of the baseline; as many of both are needed"
-        )
-    error, noise = (number(row.get(name), name, 0, 1e6) for name in ("relative_error", "noise"))
-    measurement = Measurement(candidate, samples_us, baseline_us, error, noise, telemetry)
-    if source == kernel_source_hash(candidate.family):  # others are history: nothing launches them
-        figures = {"ratio": measurement.ratio, "relative_error": error}
-        if wrong := objection(problem, candidate, fingerprint, **figures):
-            raise BadValueError(printable(wrong, 200))
-    check_roofline(problem, fingerprint, measurement.median_us, measurement.baseline_median_us)
-    return measurement
-
-
-def _resources(data: Any) -> Resources:
-    data = members(data, "its resources", _RESOURCES)
-    registers, spill_bytes, smem_bytes = (whole(data[name], name) for name in _RESOURCES[:3])
-    warnings = tuple(line(entry, "a warning", 200) for entry in listed(data["warnings"], "warnings", 1000))
-    seconds = number(data["compile_seconds"], "compile_seconds", 0, 1e7)
-    return Resources(registers, spill_bytes, smem_bytes, warnings, seconds)
-
-
-def _parse_choice(row: Row, measurement_ids: Mapping[str, int]) -> Row:
-    """The columns of a choice but for those that its measurement has, too."""
-    reference = line(row.get("measurement"), "measurement", 64)
-    if reference not in measurement_ids:
-        raise BadValueError(f"measurement {shown(reference)} is not among the rows that were taken")
-    confirmed = row.get("confirmed")
-    if type(confirmed) is not bool:
-        raise BadValueError(f"confirmed {shown(confirmed)} is neither true nor false")
-    return {
-        "measurement_id": measurement_ids[reference],
-        "goal": line(_given(row, "policy", ""), "policy", 32) or FASTEST,
-        "confirmed": confirmed,
-        "chosen_at": moment(row.get("chosen_at"), "chosen_at"),
-    }
-
-
-def _insert(session: Session, parsed: Parsed, origin: str) -> tuple[int, bool]:
+def _insert(session: Session, parsed: Exported, origin: str) -> tuple[int, bool]:
     """The key of the row and whether it is new."""
     connection, outcome = session.connection(), parsed.outcome
-    values = outcome_values(outcome, parsed.resources, parsed.method)
+    values = codec.encode_outcome(outcome, parsed.resources, parsed.method)
     values |= {"kernel_source": parsed.kernel_source, "origin": parsed.origin or origin}
     keys = publishing.row_keys(
-        connection, *key_values(parsed.problem, parsed.fingerprint, outcome.candidate, "")
+        connection, *codec.encode_keys(parsed.problem, parsed.fingerprint, outcome.candidate, "")
     )
     is_failure = isinstance(outcome, Failure)
     table, alike = (FailureRow, "stage") if is_failure else (MeasurementRow, "samples_us")
@@ -391,7 +285,7 @@ def _choose(session: Session, choice: Row) -> Conflict | None:
     problem = session.get_one(ProblemRow, new.problem_id)
     try:
         return Conflict(
-            Problem(*(getattr(problem, name) for name in PROBLEM_FIELDS)),
+            Problem(*(getattr(problem, name) for name in codec.PROBLEM_FIELDS)),
             session.get_one(FingerprintRow, new.fingerprint_id).device_name,
             kept.label or kept.digest,
             lost.label or lost.digest,
@@ -410,58 +304,6 @@ def _why(kept: MeasurementRow, other: MeasurementRow, kept_confirmed: bool, othe
     if kept.ratio == other.ratio:
         return "as good, and the record before"
     return "its ratio is the higher" if kept.ratio > other.ratio else "its evidence is the better"
-
-
-def _as_json(
-    row: Any, problem: ProblemRow, fingerprint: FingerprintRow, candidate: CandidateRow,
-    choice: ChoiceRow | None = None,
-) -> Row:  # fmt: skip
-    """A measurement, a failure, or the choice of a measurement, as its JSON object."""
-    shared = {
-        "problem": {name: getattr(problem, name) for name in PROBLEM_FIELDS},
-        "fingerprint": {name: getattr(fingerprint, name) for name in FINGERPRINT_FIELDS},
-        "candidate": decoded(candidate.json),
-        "kernel_source": row.kernel_source,
-        "measured_at": _iso(row.created_at),
-    }
-    if choice is not None:
-        return {
-            "kind": "choice",
-            "measurement": _identity(shared | {"samples_us": row.samples_us}),
-            "policy": choice.goal,
-            "confirmed": bool(choice.confirmed),
-            "chosen_at": _iso(choice.chosen_at),
-        }
-    shared |= {"label": candidate.label, "origin": row.origin}
-    if isinstance(row, FailureRow):
-        reason = printable(row.reason) if isinstance(row.reason, str) else row.reason
-        return {"kind": "failure", **shared, "stage": row.stage, "reason": reason}
-    telemetry = row.telemetry if row.telemetry is not None else {}
-    if isinstance(telemetry, dict):
-        columns = {name: getattr(row, name) for name in (*TELEMETRY_NUMBERS, THROTTLE)}
-        telemetry = telemetry | {name: value for name, value in columns.items() if value is not None}
-    resources = {name: getattr(row, name) for name in _RESOURCES}
-    figures = ("samples_us", "baseline_us", "relative_error", "noise")
-    full = {
-        "kind": "measurement",
-        **shared,
-        "policy": row.method,
-        **{name: getattr(row, name) for name in figures},
-        "evidence": telemetry,
-        "resources": None if resources["registers"] is None else resources,
-    }
-    return full | {"id": _identity(full)}
-
-
-def _iso(moment: datetime | None) -> str | None:
-    return None if moment is None else moment.isoformat(timespec="microseconds")
-
-
-def _identity(row: Row) -> str:
-    """A measurement's name within an export: a hash of what tells it from every other."""
-    names = ("problem", "fingerprint", "candidate", "kernel_source", "measured_at", "samples_us")
-    text = json.dumps([row[name] for name in names], sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _name(row: Any) -> str:

@@ -11,12 +11,11 @@ from sqlalchemy import Select, select
 
 from tunegemm.describe.problem import Problem
 from tunegemm.measure.evidence import evidence_of
-from tunegemm.store.lookup import UNREADABLE, checked_candidate
+from tunegemm.store.codec import PROBLEM_FIELDS, decode_candidate, is_readable
 from tunegemm.store.models import CandidateRow, MeasurementRow, ProblemRow, RecordRow
 from tunegemm.store.rows import (
     FINGERPRINT_COLUMNS,
     PROBLEM_COLUMNS,
-    PROBLEM_FIELDS,
     where_problem,
     with_keys,
 )
@@ -118,11 +117,11 @@ def sound(frame: pandas.DataFrame) -> pandas.DataFrame:
             keep &= frame[name].map(lambda cell: isinstance(cell, str)).astype(bool)
     if "measured_at" in frame:
         keep &= frame["measured_at"].notna()
-    possible = functools.cache(_is_problem)
+    possible = functools.cache(functools.partial(is_readable, Problem))
     problems = frame[list(PROBLEM_FIELDS)].itertuples(index=False, name=None)
     keep &= pandas.Series([possible(*cells) for cells in problems], index=frame.index, dtype=bool)
     if "json" in frame:  # of few candidates are many rows
-        whole = functools.cache(_is_candidate)
+        whole = functools.cache(functools.partial(is_readable, decode_candidate))
         pairs = zip(frame["json"], frame["candidate"], strict=True)
         keep &= pandas.Series([whole(*pair) for pair in pairs], index=frame.index, dtype=bool)
         frame = frame.drop(columns="json")
@@ -136,19 +135,3 @@ def _number(cell: Any) -> float:
     if not isinstance(cell, int | float) or not -1e300 < cell < 1e300:
         return math.nan
     return float(cell)
-
-
-def _is_candidate(text: Any, digest: Any) -> bool:
-    try:
-        checked_candidate(text, digest)
-    except UNREADABLE:
-        return False
-    return True
-
-
-def _is_problem(*cells: Any) -> bool:
-    try:
-        Problem(*cells)
-    except UNREADABLE:
-        return False
-    return True

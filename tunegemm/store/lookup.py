@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -15,23 +14,19 @@ from urllib.parse import quote
 
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate
-from tunegemm.errors import SpaceError, TunegemmError
+from tunegemm.store.codec import UNREADABLE, decode_candidate, decode_fingerprint, decode_record
 from tunegemm.store.record import Record
 from tunegemm.store.schema import FASTEST, SCHEMA_VERSION, VERSION_TABLE
 from tunegemm.store.waiting import left_s
-from tunegemm.untrusted import shown
 
 #: A problem as the tuple of its fields, as rows have it.
 problem_fields: Callable[[Problem], tuple[Any, ...]] = attrgetter(*(field.name for field in fields(Problem)))
 
-#: What a cell that cannot be understood raises while values are made of its row.
-UNREADABLE = (
-    TunegemmError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
-)  # fmt: skip
-
 #: How long a lock is waited for.
 _BUSY_S = 5.0
+
+#: What is kept of each record, beside its keys.
+_CELLS = ("ratio", "kernel_source", "method", "confirmed", "relative_error")
 
 _log = logging.getLogger(__name__)
 
@@ -76,23 +71,15 @@ class Lookup:
         """The problem's records under all fingerprints. One that cannot be read is left out and logged."""
         found = []
         key = self._keys.get(problem_fields(problem), 0)
-        for fingerprint, candidate, ratio, source, method, confirmed, error in self._records.get(key, ()):
+        for fingerprint, candidate, *cells in self._records.get(key, ()):
             try:
-                if not 0 < ratio < math.inf:
-                    raise ValueError(f"its ratio is {ratio!r:.40}")
-                if not 0 <= error < math.inf:
-                    raise ValueError(f"its relative error is {error!r:.40}")
                 found.append(
-                    Record(
+                    decode_record(
+                        dict(zip(_CELLS, cells, strict=True)),
                         problem,
-                        checked_candidate(*self._candidates[candidate]),
-                        checked_fingerprint(*self._fingerprints[fingerprint]),
-                        ratio=float(ratio),
-                        relative_error=float(error),
-                        confirmed=confirmed in (True, 1),
-                        kernel_source=str(source),
-                        layer=self._layer,
-                        method=str(method),
+                        decode_candidate(*self._candidates[candidate]),
+                        decode_fingerprint(*self._fingerprints[fingerprint]),
+                        self._layer,
                     )
                 )
             except UNREADABLE as error:
@@ -147,22 +134,3 @@ def read_file(location: str | Path, layer: str) -> Lookup | None:
 
 def _columns(kind: type) -> str:
     return ", ".join(field.name for field in fields(kind))
-
-
-def checked_fingerprint(digest: str, *facts: Any) -> Fingerprint:
-    """A stored fingerprint. Raises ValueError for one that is damaged."""
-    fingerprint = Fingerprint(*facts)
-    for field, value in zip(fields(Fingerprint), facts, strict=True):
-        if type(value).__name__ != field.type:
-            raise ValueError(f"{field.name} {shown(value)} of a fingerprint is not of the type {field.type}")
-    if fingerprint.digest != digest:
-        raise ValueError(f"fingerprint {digest} holds the facts of {fingerprint.digest}")
-    return fingerprint
-
-
-def checked_candidate(text: str, digest: str) -> Candidate:
-    """A stored candidate. Raises SpaceError for one that is damaged."""
-    candidate = Candidate.from_json(text)
-    if candidate.digest != digest:
-        raise SpaceError(f"candidate {digest} holds the parameters of {candidate.digest}")
-    return candidate

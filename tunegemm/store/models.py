@@ -8,7 +8,6 @@ db/migrations/versions and a new `tunegemm.store.schema.SCHEMA_VERSION`; tests c
 from __future__ import annotations
 
 import json
-import math
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
@@ -26,8 +25,8 @@ from sqlalchemy import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
+from tunegemm.store.codec import plain
 from tunegemm.store.schema import FASTEST
-from tunegemm.untrusted import printable
 
 
 class JsonText(TypeDecorator[Any]):
@@ -64,22 +63,6 @@ class UtcTime(TypeDecorator[datetime]):
             return moment.astimezone(UTC) if moment is not None and moment.tzinfo else None
         except (ValueError, TypeError, OverflowError):
             return None
-
-
-def plain(value: Any) -> Any:
-    """`value` with nothing but JSON's types in it: telemetry may hold tuples, numpy scalars or NaN.
-
-    NaN and infinities become None (JSON has neither); what else JSON lacks becomes its `str`, in one line.
-    """
-    if hasattr(value, "item") and not isinstance(value, str | bytes):  # numpy and torch scalars
-        value = value.item()
-    if isinstance(value, dict):
-        return {str(key): plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if value is None or isinstance(value, int | float) else printable(str(value))
 
 
 class Base(DeclarativeBase):

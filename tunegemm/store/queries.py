@@ -10,15 +10,15 @@ from typing import Any
 from sqlalchemy import Select, func, select
 
 from tunegemm.describe.problem import Problem
+from tunegemm.store.codec import text
 from tunegemm.store.database import Database
 from tunegemm.store.models import CandidateRow, FailureRow, FingerprintRow, MeasurementRow, ProblemRow
 from tunegemm.store.record import Record
 from tunegemm.store.rows import (
     PROBLEM_COLUMNS,
     readable,
-    record_builder,
+    record_decoder,
     records_query,
-    text,
     where_fingerprint,
     where_problem,
 )
@@ -50,7 +50,7 @@ def records(database: Database, device_name: str) -> list[Record]:
     """
     query = records_query(samples=True).where(FingerprintRow.device_name == device_name)
     query = query.order_by(None).order_by(MeasurementRow.created_at, MeasurementRow.id)
-    record_of = record_builder(database.layer, samples=True)
+    record_of = record_decoder(database.layer, samples=True)
 
     def build(row: Sequence[Any]) -> Record:
         record = record_of(row)
@@ -66,7 +66,7 @@ def trials(database: Database, record: Record, limit: int) -> list[Record]:
     """The last `limit` measurements of a record's problem under its fingerprint, oldest first."""
     query = where_problem(where_fingerprint(records_query(None), record.fingerprint), record.problem)
     query = query.order_by(None).order_by(MeasurementRow.id.desc()).limit(limit)
-    return readable(reversed(database.read(query)), record_builder(database.layer), "measurement")
+    return readable(reversed(database.read(query)), record_decoder(database.layer), "measurement")
 
 
 def measurement_count(database: Database, device_name: str, shapes: Collection[str] = ()) -> int:

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,35 +21,15 @@ from tunegemm.describe.problem import Problem
 from tunegemm.errors import BadValueError
 from tunegemm.files import make_folder, read_text, write_text
 from tunegemm.resources import data_path
-from tunegemm.store.checks import (
-    BAD,
-    LONGEST_US,
-    SHORTEST_US,
-    candidate_of,
-    check_roofline,
-    one_line,
-    typed,
-)
+from tunegemm.store.checks import one_line
+from tunegemm.store.codec import BAD, decode_fields, decode_shipped, encode_shipped
 from tunegemm.store.lookup import problem_fields
 from tunegemm.store.record import Record
-from tunegemm.untrusted import decoded, line, listed, members, moment, number, shown
+from tunegemm.untrusted import decoded, listed, members, shown
 
 FORMAT = "tunegemm-records/1"
 
 _log = logging.getLogger(__name__)
-
-#: The least and most that each may be.
-_NUMBERS = {
-    "median_us": (SHORTEST_US, LONGEST_US),
-    "baseline_median_us": (SHORTEST_US, LONGEST_US),
-    "ratio": (1e-12, 1e12),
-    "noise": (0, 1e6),
-    "relative_error": (0, 1e6),
-}
-
-_FIELDS = (
-    "problem", "label", "candidate", *_NUMBERS, "confirmed", "fingerprint", "kernel_source", "measured_at",
-)  # fmt: skip
 
 
 def read_shipped(folder: Path | None = None, *, layer: str = "system") -> tuple[list[Record], list[str]]:
@@ -109,7 +89,7 @@ class ShippedLookup:
         found = []
         for fingerprints, row in self._rows.get(_problem_text(problem_fields(problem)), ()):
             try:
-                found.append(_record(decoded(row), fingerprints, "system"))
+                found.append(decode_shipped(decoded(row), fingerprints, "system"))
             except BAD as error:
                 _log.warning("skipped a shipped record of %s: %s", problem, one_line(error))
         return found
@@ -167,7 +147,7 @@ def _read_file(path: Path, layer: str, mtime_ns: int, size: int) -> tuple[list[R
         return [], [_bad_file(path, error)]
     for position, row in enumerate(rows, 1):
         try:
-            records.append(_record(row, fingerprints, layer))
+            records.append(decode_shipped(row, fingerprints, layer))
         except BAD as error:
             problems.append(f"{path}: record {position} is left out: {one_line(error)}")
     return records, problems
@@ -186,7 +166,7 @@ def _parts(text: str) -> tuple[dict[str, Fingerprint], list[Any]]:
     if data["format"] != FORMAT:
         raise BadValueError(f"format {shown(data['format'])}, not {FORMAT}")
     facts = members(data["fingerprints"], "fingerprints", (), None)
-    fingerprints = {name: typed(Fingerprint, one) for name, one in facts.items()}
+    fingerprints = {name: decode_fields(Fingerprint, one) for name, one in facts.items()}
     return fingerprints, listed(data["records"], "records")
 
 
@@ -225,9 +205,8 @@ def write_records(records: Iterable[Record], folder: Path) -> list[Path]:
             {record.fingerprint for record in group}, key=lambda one: sorted(one.asdict().items())
         )
         names = {fingerprint: f"toolchain-{number}" for number, fingerprint in enumerate(distinct, 1)}
-        lines = sorted(
-            ((record.problem, names[record.fingerprint]), _line(record, names)) for record in group
-        )
+        named = [(record, names[record.fingerprint]) for record in group]
+        lines = sorted(((one.problem, name), encode_shipped(one, name)) for one, name in named)
         text = (
             "{\n"
             f' "format": {json.dumps(FORMAT)},\n'
@@ -256,33 +235,3 @@ def _is_text(record: Record) -> bool:
 def _file_name(device: str) -> str:
     """A device's name as that of a file, which begins with a letter or digit, as a pack's entries do."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", device[:100]).strip("-.") or "unnamed"
-
-
-def _line(record: Record, names: Mapping[Fingerprint, str]) -> str:
-    row: dict[str, Any] = {
-        "problem": asdict(record.problem),
-        "label": record.label,
-        "candidate": json.loads(record.candidate.to_json()),
-        **{name: float(f"{getattr(record, name):.6g}") for name in _NUMBERS},
-        "confirmed": record.confirmed,
-        "fingerprint": names[record.fingerprint],
-        "kernel_source": record.kernel_source,
-        "measured_at": record.measured_at.isoformat(timespec="seconds"),
-    }
-    return json.dumps(row)
-
-
-def _record(row: Any, fingerprints: Mapping[str, Fingerprint], layer: str) -> Record:
-    row = members(row, "it", _FIELDS)
-    figures: dict[str, Any] = {name: number(row[name], name, *bounds) for name, bounds in _NUMBERS.items()}
-    problem = typed(Problem, row["problem"])
-    toolchain = line(row["fingerprint"], "fingerprint", 64)
-    if toolchain not in fingerprints:
-        raise BadValueError(f"fingerprint {shown(toolchain)} is not one of the file's")
-    check_roofline(problem, fingerprints[toolchain], figures["median_us"], figures["baseline_median_us"])
-    return Record(
-        problem, candidate_of(row["candidate"]), fingerprints[toolchain], line(row["label"], "label", 200),
-        **figures, confirmed=row["confirmed"] is True, layer=layer,
-        measured_at=moment(row["measured_at"], "measured_at"),
-        kernel_source=line(row["kernel_source"], "kernel_source", 16),
-    )  # fmt: skip

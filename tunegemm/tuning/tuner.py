@@ -460,7 +460,7 @@ def tune(
     """
     extras.require("tune")
     from tunegemm.store import Database
-    from tunegemm.store.rows import require
+    from tunegemm.store.codec import require
 
     checked_seconds(budget_seconds)  # before anything is opened
     if database is not None:
