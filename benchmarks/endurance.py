@@ -45,7 +45,7 @@ from tunegemm.measure.replay import ReplayDevice, ReplayMeasurer, open_replay
 from tunegemm.measure.settings import Job, RaceSettings
 from tunegemm.store import Database
 from tunegemm.tuning.progress import Progress, TuneResult
-from tunegemm.tuning.trials import speed
+from tunegemm.tuning.run import speed
 from tunegemm.tuning.tuner import Tuner
 
 #: Of kernels, by their keys: what the planted compiler does to them.
@@ -202,6 +202,7 @@ def _planted_tuner(device: Device, cache: Path) -> Iterator[Tuner]:
         tuner.pool.close()
         store = ArtifactStore(cache)
         with CompilePool(store, workers=1, families_module="benchmarks.endurance") as tuner.pool:
+            tuner.ahead.pool = tuner.pool
             yield tuner
 
 

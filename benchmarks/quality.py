@@ -26,7 +26,7 @@ from tunegemm.errors import TunegemmError
 from tunegemm.generate import families
 from tunegemm.measure.outcome import Measurement
 from tunegemm.tuning import begin
-from tunegemm.tuning.trials import label
+from tunegemm.tuning.run import label
 from tunegemm.tuning.tuner import Tuner, open_gpu
 
 WINNERS = Path(__file__).with_name("winners-2026-11-22.json")

@@ -143,8 +143,6 @@ def test_no_module_imports_from_the_package_root() -> None:
 TOUCHED = {
     "_swizzle": "cute_sm80's kernel, whose text is hashed into records",
     "_address": "cute_sm80's kernel, whose text is hashed into records",
-    "_engine": "a database's, for tests of its settings and its schema",
-    "_reading": "a database's, for a count of rows",
     "_memory": "the sanitizer is shown memory that the public door refuses, for it is too little",
 }
 

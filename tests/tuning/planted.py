@@ -20,7 +20,7 @@ from tunegemm.measure.outcome import STEADY_MS, Measurement, Outcome
 from tunegemm.measure.settings import Job, RaceSettings
 from tunegemm.store import Database
 from tunegemm.tuning.progress import Progress
-from tunegemm.tuning.trials import Measurer, Trials
+from tunegemm.tuning.run import Measurer, Run
 from tunegemm.tuning.tuner import Tuner
 
 PROBLEM = Problem.parse("512x512x512")
@@ -119,22 +119,20 @@ def planted_tuner(
     tuner = Tuner(device, database, cache=cache, workers=workers, **options)
     tuner.kernels.space = small_space
     tuner.pool.close()
-    tuner.pool = CompilePool(
+    tuner.pool = tuner.ahead.pool = CompilePool(
         ArtifactStore(cache), workers=workers, families_module="tests.support.planted.tuning_families"
     )
     return tuner
 
 
-def trials_of(
+def run_of(
     tuner: Tuner,
     measurer: Measurer,
     problem: Problem = PROBLEM,
     on_progress: Callable[[Progress], None] | None = None,
-) -> Trials:
+) -> Run:
     """The state with which `Tuner.tune` begins."""
-    return Trials(
-        problem, tuner.device, tuner.pool, measurer, database=tuner.database, on_progress=on_progress
-    )
+    return Run(problem, tuner.device, tuner.pool, measurer, database=tuner.database, on_progress=on_progress)
 
 
 def interrupt_when(condition: Callable[[Progress], bool]) -> Callable[[Progress], None]:

@@ -16,7 +16,7 @@ from tests.tuning.planted import (
     launches,
     measurement,
     planted_tuner,
-    trials_of,
+    run_of,
 )
 from tunegemm.compile.artifacts import digest
 from tunegemm.compile.pool import Ready
@@ -54,7 +54,7 @@ def test_a_search_begins_with_what_is_known_of_the_product(database: Database, t
     database.confirm(replace(PROBLEM, epilogue="relu"), DEVICE, measurement(TORCH_MM, 9.0))
     fused = replace(PROBLEM, epilogue="silu")
     assert seeds_of(database, fused, DEVICE, tuner.kernels) == [PLAIN], "the library's are tried anyway"
-    search = start_search(trials_of(tuner, capped(), fused), tuner.kernels, [TORCH_MM])
+    search = start_search(run_of(tuner, capped(), fused), tuner.kernels, [TORCH_MM])
     assert search.planned_screen()[0].kernel == PLAIN.kernel
     large = [r for r in read_shipped()[0] if str(r.problem) == "4096x14336x4096 bf16 tn"]
     (shipped,) = (r for r in large if r.fingerprint.device_name == DEVICE.name)
@@ -75,7 +75,7 @@ def test_only_what_was_screened_here_is_known(database: Database, tuner: Tuner) 
     database.publish(PROBLEM, DEVICE, Failure(PLAIN, "wrong", "relative error 0.7 > 0.01"))
     (known,) = known_results(database, PROBLEM, DEVICE, tuner.kernels, [])
     assert known.candidate == screened and known.ratio == pytest.approx(10 / 9.0)
-    assert known_failures(trials_of(tuner, capped()), tuner.kernels, []) == [PLAIN]
+    assert known_failures(run_of(tuner, capped()), tuner.kernels, []) == [PLAIN]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_what_failed_for_want_of_memory_or_by_a_kill_is_tried_again(
     database: Database, tuner: Tuner, stage: Stage, reason: str, is_banned: bool
 ) -> None:
     database.publish(PROBLEM, DEVICE, Failure(PLAIN, stage, reason))
-    assert (known_failures(trials_of(tuner, capped()), tuner.kernels, []) == [PLAIN]) == is_banned
+    assert (known_failures(run_of(tuner, capped()), tuner.kernels, []) == [PLAIN]) == is_banned
 
 
 def test_nothing_is_compiled_for_a_kernel_whose_like_is_there(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_damaged_candidate_costs_itself_only(database: Database, tuner: Tuner,
     related = replace(PROBLEM, epilogue="silu")
     for problem, device in ((PROBLEM, DEVICE), (PROBLEM, ELSEWHERE), (related, DEVICE)):
         database.publish(problem, device, measurement(DAMAGED[what], 5.0))
-    trials = trials_of(tuner, capped())
+    trials = run_of(tuner, capped())
     search = start_search(trials, tuner.kernels, [TORCH_MM], limit=4)
     asked = search.ask(8)
     assert asked and DAMAGED[what] not in asked

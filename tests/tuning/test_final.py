@@ -25,7 +25,7 @@ from tests.tuning.planted import (
     launches,
     measurement,
     planted_tuner,
-    trials_of,
+    run_of,
 )
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -37,7 +37,7 @@ from tunegemm.store import Database
 from tunegemm.tuning.final import race
 from tunegemm.tuning.finalists import finalists
 from tunegemm.tuning.progress import Progress
-from tunegemm.tuning.trials import Trials
+from tunegemm.tuning.run import Run
 from tunegemm.tuning.tuner import Tuner
 
 FASTEST = launches(kernels(16)[0])[0]
@@ -68,7 +68,7 @@ def test_a_race_on_a_busy_gpu_confirms_nothing(tmp_path: Path, noise: float) -> 
         Database.open(tmp_path / "tuning.sqlite") as database,
         planted_tuner(DEVICE, database, cache=tmp_path) as tuner,
     ):
-        trials = trials_of(tuner, Planted(raced))
+        trials = run_of(tuner, Planted(raced))
         result = race(trials, [FASTEST, TORCH_MM], FINAL)
         known = database.best(PROBLEM, DEVICE.fingerprint)
     assert result.best is not None and result.best.candidate == FASTEST
@@ -111,7 +111,7 @@ def test_a_baseline_that_is_slow_throughout_confirms_nothing(
     ):
         screens = [measured(FASTEST, baseline, 1.0) for baseline in screen]
         raced = [measured(FASTEST, race_of, 1.1), measured(TORCH_MM, race_of, 1.0)]
-        trials = trials_of(tuner, Planted([*screens, *raced]))
+        trials = run_of(tuner, Planted([*screens, *raced]))
         for _ in screens:
             [*trials.evaluate([FASTEST], SCREEN, stage="screen")]
         result = race(trials, [FASTEST, TORCH_MM], FINAL)
@@ -128,7 +128,7 @@ def test_nothing_slower_than_torch_wins(tmp_path: Path) -> None:
             Database.open(tmp_path / f"{len(raced)}.sqlite") as database,
             planted_tuner(DEVICE, database, cache=tmp_path) as tuner,
         ):
-            result = race(trials_of(tuner, Planted(raced)), [one.candidate for one in raced], FINAL)
+            result = race(run_of(tuner, Planted(raced)), [one.candidate for one in raced], FINAL)
             record = database.best(PROBLEM, DEVICE.fingerprint)
         assert (result.best.candidate if result.best else None) == best
         assert (record.candidate if record else None) == best
@@ -138,9 +138,7 @@ def test_nothing_slower_than_torch_wins(tmp_path: Path) -> None:
 def test_samples_of_impossible_sizes_end_in_a_result(tmp_path: Path, us: float) -> None:
     with planted_tuner(DEVICE, cache=tmp_path) as tuner:
         odd = replace(measurement(FASTEST, 9.0), samples_us=(us,) * 3)
-        result = race(
-            trials_of(tuner, Planted([odd, measurement(TORCH_MM, 10.0)])), [FASTEST, TORCH_MM], FINAL
-        )
+        result = race(run_of(tuner, Planted([odd, measurement(TORCH_MM, 10.0)])), [FASTEST, TORCH_MM], FINAL)
     assert result.best is not None
 
 
@@ -156,7 +154,7 @@ def tuner(tmp_path: Path) -> Iterator[Tuner]:
         yield tuner
 
 
-def screen(trials: Trials, *candidates: Candidate) -> None:
+def screen(trials: Run, *candidates: Candidate) -> None:
     for _ in trials.evaluate([*candidates, TORCH_MM], SCREEN, stage="screen"):
         pass
 
@@ -168,7 +166,7 @@ def words(tuner: Tuner) -> set[str]:
 
 def test_at_the_power_cap_the_fastest_in_steady_state_wins(tuner: Tuner) -> None:
     measurer = capped()
-    trials = trials_of(tuner, measurer)
+    trials = run_of(tuner, measurer)
     screen(trials, *OWN)
     assert trials.is_throttled
     assert trials.leader is not None and trials.leader.candidate["tile_n"] == 16
@@ -192,7 +190,7 @@ def test_a_race_of_a_gpu_that_holds_its_clocks_is_no_steady_state(
     measurer = Timed(
         lambda c, _: c["tile_n"], is_throttled=lambda settings: screened_at_the_cap and settings == screening
     )
-    trials, screening = trials_of(tuner, measurer), replace(SCREEN, seed=0)
+    trials, screening = run_of(tuner, measurer), replace(SCREEN, seed=0)
     screen(trials, *OWN)
     assert trials.is_throttled == screened_at_the_cap
     race(trials, finalists(trials.screened, "quick", trials.at_cap), QUICK_FINAL)
@@ -202,7 +200,7 @@ def test_a_race_of_a_gpu_that_holds_its_clocks_is_no_steady_state(
 
 @pytest.mark.parametrize("at_the_cap", [True, False])
 def test_a_search_goes_by_what_is_expected_to_last(tuner: Tuner, at_the_cap: bool) -> None:
-    trials = trials_of(tuner, Timed(lambda c, _: 8.5 + c["tile_n"] / 64, is_throttled=lambda _: at_the_cap))
+    trials = run_of(tuner, Timed(lambda c, _: 8.5 + c["tile_n"] / 64, is_throttled=lambda _: at_the_cap))
     screen(trials, *OWN)
     ratios = {c: m.ratio for c, m in trials.screened.items()}
     failure = Failure(OWN[0], "wrong", "relative error 0.7 > 0.01")
@@ -216,7 +214,7 @@ def test_a_search_goes_by_what_is_expected_to_last(tuner: Tuner, at_the_cap: boo
 
 def test_a_short_screen_that_saw_no_cap_does_not_hide_it(tuner: Tuner) -> None:
     throttled = [True]
-    trials = trials_of(tuner, Timed(lambda *_: 9.0, is_throttled=lambda _: throttled[-1]))
+    trials = run_of(tuner, Timed(lambda *_: 9.0, is_throttled=lambda _: throttled[-1]))
     screen(trials, *OWN)
     throttled.append(False)
     screen(trials, OWN[0])
@@ -226,7 +224,7 @@ def test_a_short_screen_that_saw_no_cap_does_not_hide_it(tuner: Tuner) -> None:
 
 def test_the_clocks_that_another_problem_left_are_no_cap_of_this_one(tuner: Tuner) -> None:
     throttled = [True]
-    trials = trials_of(tuner, Timed(lambda *_: 9.0, is_throttled=lambda _: throttled[-1]))
+    trials = run_of(tuner, Timed(lambda *_: 9.0, is_throttled=lambda _: throttled[-1]))
     screen(trials)
     assert trials.is_throttled, "for all that is known"
     throttled.append(False)
@@ -250,7 +248,7 @@ class TestEndedAmidIt:
     ) -> None:
         """After so many of the four outcomes, whatever comes first."""
         monkeypatch.setattr(Tuner, "measurer_for", lambda *_: Timed(by_ratio))
-        screen(trials_of(tuner, Timed(by_ratio)), A, B)
+        screen(run_of(tuner, Timed(by_ratio)), A, B)
         assert tuner.database is not None
         database = tuner.database
 
@@ -276,7 +274,7 @@ class TestEndedAmidIt:
             Database.open(tmp_path / "tuning.sqlite") as database,
             planted_tuner(DEVICE, database if stored else None, cache=tmp_path) as tuner,
         ):
-            trials = trials_of(tuner, Timed(by_ratio))
+            trials = run_of(tuner, Timed(by_ratio))
             screen(trials, A)
             assert trials.leader is not None and trials.leader.candidate == A
             for candidate in (A, B):
@@ -291,7 +289,7 @@ class TestEndedAmidIt:
         self, tuner: Tuner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(Tuner, "measurer_for", lambda *_: Timed(by_ratio))
-        screen(trials_of(tuner, Timed(by_ratio)), A, B)
+        screen(run_of(tuner, Timed(by_ratio)), A, B)
         result = tuner.tune(PROBLEM, trials=1, budget_seconds=0.0)
         assert tuner.database is not None
         record = tuner.database.best(PROBLEM, DEVICE.fingerprint)
@@ -308,7 +306,7 @@ class TestEndedAmidIt:
             "folder = Path(sys.argv[1])\n"
             "database = Database.open(folder / 'tuning.sqlite')\n"
             "with planted_tuner(DEVICE, database, cache=folder) as tuner:\n"
-            "    trials = trials_of(tuner, Timed(by_ratio), on_progress=die)\n"
+            "    trials = run_of(tuner, Timed(by_ratio), on_progress=die)\n"
             "    screen(trials, A, B)\n"
             "    [*trials.evaluate([TORCH_MM, A, B], FINAL, stage='final')]\n"
         )
@@ -331,7 +329,7 @@ def test_a_record_that_is_older_than_the_tuning_is_what_ctrl_c_reports(tuner: Tu
     """A confirmed record stays, whatever a screen says of another candidate."""
     assert tuner.database is not None
     tuner.database.confirm(PROBLEM, DEVICE, measurement(B, 9.0))
-    trials = trials_of(tuner, Timed(by_ratio))
+    trials = run_of(tuner, Timed(by_ratio))
     screen(trials, A)
     result = trials.interrupted()
     assert result.best is not None and result.best.candidate == B

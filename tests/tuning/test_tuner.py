@@ -30,7 +30,7 @@ from tests.tuning.planted import (
     launches,
     measurement,
     planted_tuner,
-    trials_of,
+    run_of,
 )
 from tunegemm.compile.artifacts import Key, digest
 from tunegemm.compile.pool import CompileResult, Urgency
@@ -44,7 +44,7 @@ from tunegemm.measure.settings import SCREEN, RaceSettings
 from tunegemm.measure.statistics import tie
 from tunegemm.search import Portfolio
 from tunegemm.store import Database
-from tunegemm.tuning import trials as tuning_trials
+from tunegemm.tuning import run as tuning_run
 from tunegemm.tuning import tuner as tuning
 from tunegemm.tuning.begin import start_search
 from tunegemm.tuning.efforts import Effort
@@ -465,7 +465,7 @@ def test_a_quick_search_measures_32_of_the_first_family_and_two_of_each_other(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are far behind here. The final race measures some of them again, and no more of them."""
-    monkeypatch.setattr(tuning_trials, "SKIPPED_SHARE", 0)  # nothing is given up for being compiled late
+    monkeypatch.setattr(tuning_run, "SKIPPED_SHARE", 0)  # nothing is given up for being compiled late
 
     def time_us(candidate: Candidate, _: RaceSettings) -> float:
         return 9.0 + candidate["tile_n"] / 100 if candidate.family == "cute_sm90" else 20.0
@@ -525,7 +525,7 @@ def test_what_is_compiled_is_measured_while_the_rest_compiles(
     with planted_tuner(DEVICE, cache=tmp_path / "cache") as tuner:
         family = families.get(ready.family)
         tuner.pool.submit(ready.family, family.kernel_key(PROBLEM, ready, DEVICE)).result()
-        trials = trials_of(tuner, measurer := Timed(time_us))
+        trials = run_of(tuner, measurer := Timed(time_us))
         outcomes = list(trials.evaluate([slow, ready, TORCH_MM], SCREEN, stage="screen"))
     assert [asked for _, asked in measurer.asked] == [[ready, TORCH_MM], [slow]]
     assert [outcome.candidate for outcome in outcomes] == [ready, TORCH_MM, slow]
@@ -540,7 +540,7 @@ def test_in_a_hurry_the_last_few_of_a_batch_are_measured_with_the_next_one(
     monkeypatch.setenv("PLANTED_WAITS", f"64:{compiles}")
     slow, *others = (launches(kernel)[0] for kernel in kernels(64, 32, 128, 160, 192))
     with planted_tuner(DEVICE, cache=tmp_path / "cache", workers=2) as tuner:
-        trials = trials_of(tuner, measurer := Timed(lambda *_: 9.0))
+        trials = run_of(tuner, measurer := Timed(lambda *_: 9.0))
 
         def measured(*batch: Candidate) -> set[Candidate]:
             return {one.candidate for one in trials.evaluate(batch, SCREEN, stage="screen", skip_slow=True)}
@@ -585,7 +585,7 @@ class TestFollowing:
             def requests() -> Iterator[Request]:
                 nonlocal is_next
                 yield Request(PROBLEM, effort, trials=12, following=self.NEXT)
-                tuner.ahead.submit(bool).result()  # what is asked ahead is asked by now
+                tuner.ahead.wait()  # what is asked ahead is asked by now
                 is_next = True
                 yield Request(self.NEXT, effort, trials=12)
 

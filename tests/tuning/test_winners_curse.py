@@ -13,7 +13,7 @@ from statistics import fmean
 
 import pytest
 
-from tests.tuning.planted import DEVICE, Timed, kernels, launches, planted_tuner, trials_of
+from tests.tuning.planted import DEVICE, Timed, kernels, launches, planted_tuner, run_of
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import TORCH_MM, is_torch
 from tunegemm.measure.outcome import STEADY_MS, Measurement
@@ -21,7 +21,7 @@ from tunegemm.measure.race import race, steady_race
 from tunegemm.measure.settings import FINAL, QUICK_FINAL, RaceSettings
 from tunegemm.measure.statistics import aa_noise
 from tunegemm.tuning.final import confirm
-from tunegemm.tuning.trials import Trials
+from tunegemm.tuning.run import Run
 
 RACES = 150
 #: As many as a quick race has at the power cap beside torch.mm.
@@ -72,9 +72,9 @@ def raced(
 
 
 @pytest.fixture(scope="module")
-def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Run:
     with planted_tuner(DEVICE, None, cache=tmp_path_factory.mktemp("cache")) as tuner:
-        return trials_of(tuner, Timed(lambda candidate, settings: 1.0))
+        return run_of(tuner, Timed(lambda candidate, settings: 1.0))
 
 
 #: Of captures and of samples, relative.
@@ -87,7 +87,7 @@ NOISE = [
 @pytest.mark.parametrize(("steady", "noise"), NOISE)
 @pytest.mark.parametrize("settings", [QUICK_FINAL, FINAL], ids=["quick", "full"])
 def test_torch_keeps_what_is_not_faster_and_what_is_faster_is_found(
-    trials: Trials, settings: RaceSettings, steady: bool, noise: tuple[float, float]
+    trials: Run, settings: RaceSettings, steady: bool, noise: tuple[float, float]
 ) -> None:
     # The seed is that of the first runs, when the class had another name: the bounds are near what is found.
     named = repr(settings).replace("RaceSettings", "Policy")
@@ -111,7 +111,7 @@ def test_torch_keeps_what_is_not_faster_and_what_is_faster_is_found(
     assert len(reports) >= 0.95 * RACES and fmean(reports) == pytest.approx(1.02, abs=0.0025)
 
 
-def test_the_record_holds_the_rounds_that_did_not_choose(trials: Trials) -> None:
+def test_the_record_holds_the_rounds_that_did_not_choose(trials: Run) -> None:
     def measured(candidate: Candidate, samples: Sequence[float]) -> Measurement:
         return Measurement(
             candidate, tuple(samples), (100.0,) * len(samples), 1e-3, 0.001,

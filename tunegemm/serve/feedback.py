@@ -23,7 +23,7 @@ from tunegemm.generate.cublaslt import is_torch
 from tunegemm.measure.outcome import Measurement
 from tunegemm.store import Database
 from tunegemm.tuning.progress import TuneResult
-from tunegemm.tuning.trials import label
+from tunegemm.tuning.run import label
 from tunegemm.tuning.tuner import Tuner
 
 

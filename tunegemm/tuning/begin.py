@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from tunegemm.store.layers import read_texts
 from tunegemm.tuning.efforts import Effort, profile
 from tunegemm.tuning.kernels import Kernels, Ranking
 from tunegemm.tuning.progress import TuneResult
-from tunegemm.tuning.trials import Trial, Trials, label, speed
+from tunegemm.tuning.run import Run, Trial, label, speed
 
 if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
@@ -44,7 +44,7 @@ _MODELLED = 16
 
 
 def start_search(
-    trials: Trials,
+    run: Run,
     kernels: Kernels,
     library: Sequence[Candidate],
     *,
@@ -62,18 +62,18 @@ def start_search(
     swept, compiled: see `Kernels.ranked`. ready: see `limit_uncompiled`. effort, limit: how many candidates;
     see `tunegemm.tuning.efforts`. sampler: one of Optuna's in place of the project's.
     """
-    problem, device, numbers = trials.problem, trials.device, profile(effort)
+    problem, device, numbers = run.problem, run.device, profile(effort)
     if swept is not None and compiled is not None:
         # A kernel that is compiled in one order of clusters may have been recorded in another.
         generated = set(kernels.generators)
         swept = {c for c in swept if c.family not in generated or kernels.is_compiled(problem, c, compiled)}
-    measured = trials.screened  # the library's, which the database may have by now
-    known = known_results(trials.database, problem, device, kernels, library)
-    trials.results += (known := [one for one in known if one.candidate not in measured])
-    values = list(trials.search_values(one.measurement for one in known))
-    failed = known_failures(trials, kernels, library)
+    measured = run.screened  # the library's, which the database may have by now
+    known = known_results(run.database, problem, device, kernels, library)
+    run.results += (known := [one for one in known if one.candidate not in measured])
+    values = list(run.search_values(one.measurement for one in known))
+    failed = known_failures(run, kernels, library)
     values += [(c, None) for c in failed]
-    first_tries = seeds_of(trials.database, problem, device, kernels)
+    first_tries = seeds_of(run.database, problem, device, kernels)
 
     def allowed(launch: Candidate) -> bool:
         if swept is not None:
@@ -83,14 +83,12 @@ def start_search(
         return kernels.is_worth_a_trial(problem, launch)
 
     searches: list[Search] = []
-    for name in kernels.generators:
-        ranking = kernels.ranked(problem, name, swept=swept, compiled=compiled, most=numbers.ranked)
-        trials.feasible += ranking.feasible
-        if not ranking.predictions:
-            continue
+    for name, ranking, ranked in ranked_families(
+        kernels, problem, effort, swept=swept, compiled=compiled, ready=ready
+    ):
+        run.feasible += ranking.feasible
         is_first = not searches
         begin = [seed for seed in first_tries if seed.family == name]
-        ranked = limit_uncompiled(kernels, problem, ranking, ready, effort, is_first=is_first)
         # What is known to be good is tried whatever the model says of it.
         kernels_ranked = {candidate.kernel for candidate in ranked}
         ranked += [c for c in begin if c.kernel not in kernels_ranked and allowed(c)]
@@ -108,10 +106,10 @@ def start_search(
         )
     if not searches:
         if kernels.generators:
-            trials.note = without_kernels(problem, kernels, only_compiled=compiled is not None)
+            run.note = without_kernels(problem, kernels, only_compiled=compiled is not None)
             generators = set(kernels.generators)
             if swept is not None and generators.isdisjoint(c.family for c in swept):
-                trials.note = _without_times(problem, kernels, device)
+                run.note = _without_times(problem, kernels, device)
         searches.append(Search([], {}, numbers.plan, library=library, known=values, trials=limit))
 
     def verdict(point: Candidate) -> Verdict:
@@ -151,7 +149,7 @@ def start_search(
         study.add(one.candidate, told_from(one.measurement, one.evidence.name.lower()), "known")
     for candidate in failed:
         study.add(candidate, Told(None, failure="failed before"), "known")
-    trials.planned = study.trials
+    run.planned = study.trials
     return study
 
 
@@ -179,6 +177,26 @@ def opinions(problem: Problem, candidates: Sequence[Candidate], device: Device) 
         best = min(times)
         columns.append([max(math.log(best / time), -1.0) for time in times])
     return list(zip(*columns, strict=True))
+
+
+def ranked_families(
+    kernels: Kernels,
+    problem: Problem,
+    effort: Effort,
+    *,
+    swept: Collection[Candidate] | None = None,
+    compiled: Ready | None = None,
+    ready: Ready | None = None,
+) -> Iterator[tuple[str, Ranking, list[Candidate]]]:
+    """Each generator that has kernels for a problem, the one expected to win first: its name, its ranking,
+    and the kernels that the effort has time for, in the model's order. Arguments as of `start_search`.
+    """
+    is_first = True
+    for name in kernels.generators:
+        ranking = kernels.ranked(problem, name, swept=swept, compiled=compiled, most=profile(effort).ranked)
+        if ranking.predictions:
+            yield name, ranking, limit_uncompiled(kernels, problem, ranking, ready, effort, is_first=is_first)
+            is_first = False
 
 
 def limit_uncompiled(
@@ -256,12 +274,12 @@ def screened_before(
     return {one.candidate: one.measurement for one in screened if speed(one.measurement) is not None}
 
 
-def known_failures(trials: Trials, kernels: Kernels, library: Collection[Candidate]) -> list[Candidate]:
+def known_failures(run: Run, kernels: Kernels, library: Collection[Candidate]) -> list[Candidate]:
     """What failed here before and would again, but for what may have been the machine."""
-    if trials.database is None:
+    if run.database is None:
         return []
-    failures = trials.database.failures(trials.problem, trials.device.fingerprint, current=True)
-    measured = trials.screened
+    failures = run.database.failures(run.problem, run.device.fingerprint, current=True)
+    measured = run.screened
     found = (_usable(f.candidate, kernels, library) for f in failures if not f.is_transient)
     return [c for c in found if c is not None and c not in measured]
 
@@ -282,7 +300,7 @@ def seeds_of(
 
 
 def rank_by_model(
-    trials: Trials,
+    run: Run,
     kernels: Kernels,
     effort: Effort,
     limit: int | None,
@@ -290,22 +308,22 @@ def rank_by_model(
     compiled: Ready | None = None,
 ) -> TuneResult:
     """Where nothing can be timed: compile the model's best for real, and give its ranking as such."""
-    problem = trials.problem
-    trials.report(stage="compile")
+    problem = run.problem
+    run.report(stage="compile")
     # Predictions of two families do not compare: the first that has kernels for the problem it is.
     rankings = (kernels.ranked(problem, name, compiled=compiled) for name in kernels.generators)
     ranked = next(filter(None, (ranking.predictions for ranking in rankings)), [])
-    trials.feasible = len(ranked)
+    run.feasible = len(ranked)
     budget = budget_for(profile(effort).plan, kernels=len(ranked), launches=1, trials=limit)
     if not ranked:
-        return trials.result(None, note=without_kernels(problem, kernels, only_compiled=compiled is not None))
+        return run.result(None, note=without_kernels(problem, kernels, only_compiled=compiled is not None))
     ranked = ranked[: min(_MODELLED, budget.trials)]
-    trials.planned = len(ranked)
-    jobs = trials.compile([prediction.candidate for prediction in ranked])
+    run.planned = len(ranked)
+    jobs = run.compile([prediction.candidate for prediction in ranked])
     kept = tuple(one for one, (_, job) in zip(ranked, jobs, strict=True) if job is not None)
-    trials.report(stage="done")
-    note = f"{_without_times(problem, kernels, trials.device)}: ranked by the model, which only ranks"
-    return trials.result(None, note=note, predictions=kept)
+    run.report(stage="done")
+    note = f"{_without_times(problem, kernels, run.device)}: ranked by the model, which only ranks"
+    return run.result(None, note=note, predictions=kept)
 
 
 def without_kernels(problem: Problem, kernels: Kernels, *, only_compiled: bool) -> str:

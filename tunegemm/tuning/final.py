@@ -10,7 +10,7 @@ from tunegemm.measure.outcome import Measurement, Outcome
 from tunegemm.measure.settings import RaceSettings
 from tunegemm.measure.statistics import final_choice, slowdown
 from tunegemm.tuning.progress import TuneResult
-from tunegemm.tuning.trials import Trials, label, speed
+from tunegemm.tuning.run import Run, label, speed
 
 #: Noise of a final race above which another process used the GPU. Of 60 races on H200s without one
 #: (2026-11-21) the noisiest had 0.4 %; beside one 70 and 144 % were seen, with a winner at 1.5 of torch.mm.
@@ -25,15 +25,15 @@ _DISTURBED_IN_STEADY_STATE = 0.1
 _SLOWED = 1.3
 
 
-def race(trials: Trials, runners: Sequence[Candidate], settings: RaceSettings) -> TuneResult:
+def race(run: Run, runners: Sequence[Candidate], settings: RaceSettings) -> TuneResult:
     """The finalists once more, in one interleave with more rounds; the winner becomes the record."""
-    raced = trials.evaluate(runners, settings, stage="final")
-    trials.chosen = confirm(trials, [outcome for outcome in raced if isinstance(outcome, Measurement)])
-    trials.report(stage="done")
-    return trials.result(trials.chosen, note=trials.note)
+    raced = run.evaluate(runners, settings, stage="final")
+    run.chosen = confirm(run, [outcome for outcome in raced if isinstance(outcome, Measurement)])
+    run.report(stage="done")
+    return run.result(run.chosen, note=run.note)
 
 
-def confirm(trials: Trials, raced: Sequence[Measurement]) -> Measurement | None:
+def confirm(run: Run, raced: Sequence[Measurement]) -> Measurement | None:
     """The winner of a final race, which becomes the confirmed record, by the rounds that did not choose it.
 
     Where the GPU did other work, what was measured is kept, and the note says why nothing is confirmed.
@@ -44,20 +44,20 @@ def confirm(trials: Trials, raced: Sequence[Measurement]) -> Measurement | None:
     # Nothing that the race shows to be slower than torch.mm, by however little, takes its place.
     stayed = [one for one in stayed if (speed(one) or 0.0) >= 1 or is_torch(one.candidate)]
     if not stayed:
-        trials.note = trials.note or "nothing could be measured; see the failures"
+        run.note = run.note or "nothing could be measured; see the failures"
         return None
-    best = final_choice(trials.problem, stayed)
-    if sign := disturbance(best, trials.outcomes):
-        trials.note = (
-            f"{sign}: {trials.device.spec} does other work, too, so no record is confirmed; run the same "
+    best = final_choice(run.problem, stayed)
+    if sign := disturbance(best, run.outcomes):
+        run.note = (
+            f"{sign}: {run.device.spec} does other work, too, so no record is confirmed; run the same "
             "command again when it is free (nvidia-smi lists who uses it)"
         )
-    elif trials.database is not None:
-        trials.database.confirm(
-            trials.problem,
-            trials.device,
+    elif run.database is not None:
+        run.database.confirm(
+            run.problem,
+            run.device,
             best,
-            resources=trials.resources.get(best.candidate),
+            resources=run.resources.get(best.candidate),
             label=label(best.candidate),
         )
     return best

@@ -1,8 +1,9 @@
 """Tuning one problem: `Tuner.tune` is the whole story, from a search's first candidate to the record.
 
 What it calls, in the order of its steps: `begin` (known results, seeds, kernels in the model's order),
-`search` (what to try next), `trials` (compile, measure, publish), `finalists` and `final` (the race that
-chooses the record). What is passed between them is plain data.
+`ahead` (what is compiled before it is asked for), `search` (what to try next), `run` (compile, measure,
+publish), `finalists` and `final` (the race that chooses the record). What is passed between them is plain
+data.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from tunegemm import extras
-from tunegemm.compile.artifacts import ArtifactStore, Key
-from tunegemm.compile.pool import CompilePool, Ready, Urgency
+from tunegemm.compile.artifacts import ArtifactStore
+from tunegemm.compile.pool import CompilePool, Urgency
 from tunegemm.describe.device import Device, cuda_device_count, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -32,15 +33,14 @@ from tunegemm.measure.replay import ReplayMeasurer, open_replay
 from tunegemm.measure.settings import SCREEN, Job, RaceSettings
 from tunegemm.measure.worker import Child, MeasureWorker
 from tunegemm.model import rank as model
-from tunegemm.search import Portfolio, Search
 from tunegemm.search.budget import checked_seconds, checked_seed, checked_trials
 from tunegemm.search.samplers import sampler_of
 from tunegemm.search.study import ProblemStudy
 from tunegemm.store import packs
 from tunegemm.store.layers import read_texts
 from tunegemm.tuning import final
+from tunegemm.tuning.ahead import Ahead
 from tunegemm.tuning.begin import (
-    limit_uncompiled,
     rank_by_model,
     screened_before,
     start_search,
@@ -51,8 +51,8 @@ from tunegemm.tuning.efforts import Effort, profile
 from tunegemm.tuning.finalists import finalists
 from tunegemm.tuning.kernels import Kernels
 from tunegemm.tuning.progress import Progress, Request, TuneResult, bar
+from tunegemm.tuning.run import Measurer, Run, evidence_word
 from tunegemm.tuning.studies import Studies
-from tunegemm.tuning.trials import Measurer, Trials, evidence_word
 from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
@@ -115,16 +115,14 @@ class Tuner:
         self.pool = CompilePool(store, workers=workers, shipped=packs.shipped())
         self.compiled_only, self._seed = compiled_only, checked_seed(seed)
         self._sampler = sampler
-        sampler_of(sampler, seed=self._seed)  # refused now, made anew for each problem
+        is_own = sampler_of(sampler, seed=self._seed) is None  # refused now, made anew for each problem
+        self.ahead = Ahead(self.kernels, self.pool, compiled_only=compiled_only, is_known=is_own)
         place = database.location if database is not None else None
         self._studies = Studies(study, database=place) if study is not None else None
         self._energy_ms = _ENERGY_MS if energy else 0.0
-        self._ready_for: dict[Problem, Ready] = {}
-        self._planned: dict[Problem, Future[list[tuple[str, Key]]]] = {}
         self._measurer: Measurer | None = None
         self._child = child
         self._resources = ExitStack()
-        self.ahead = ThreadPoolExecutor(1, thread_name_prefix="ahead")
         self._library = ThreadPoolExecutor(1, thread_name_prefix="library")
 
     def __enter__(self) -> Self:
@@ -136,7 +134,7 @@ class Tuner:
 
     def close(self) -> None:
         """End the workers; what was measured is stored already."""
-        self.ahead.shutdown(cancel_futures=True)
+        self.ahead.close()
         self._resources.close()  # the measuring worker, too, which another thread may be waiting for
         self._library.shutdown()
         self._measurer = None
@@ -168,88 +166,87 @@ class Tuner:
         number of trials or a budget that is not one.
         """
         numbers = profile(effort)  # what makes no sense is refused first
-        trials = checked_trials(trials) if trials is not None else None
+        limit = checked_trials(trials) if trials is not None else None
         budget_s = checked_seconds(budget_seconds)
         deadline = time.monotonic() + budget_s
-        state = self._begin(problem, on_progress)
+        run = self._begin(problem, on_progress)
         # A GPU's time is dear; a recording has none, and finds the same each time.
-        measurer, skip_slow = state.measurer, numbers.skips_slow_compiles and self.device.is_real
-        first: Future[tuple[list[Candidate], list[Outcome]]] | None = None
+        measurer, skip_slow = run.measurer, numbers.skips_slow_compiles and self.device.is_real
+        library: Future[tuple[list[Candidate], list[Outcome]]] | None = None
         search: ProblemStudy | None = None
         try:
             if measurer is None:
-                return rank_by_model(state, self.kernels, effort, trials, compiled=self._compiled())
+                return rank_by_model(run, self.kernels, effort, limit, compiled=self.ahead.compiled())
 
             # Where to begin: what is known of the problem and of related ones, the library's algorithms, and
             # every generator's feasible kernels in the model's order. All cores begin to compile.
             # While the worker starts CUDA, and measures the library's, they are ranked here.
-            state.report()
-            at_once = self.device.is_real and problem not in self._planned
-            first = self._library.submit(self._begin_with_library, state, measurer, at_once)
+            run.report()
+            at_once = self.device.is_real and not self.ahead.is_planned(problem)
+            library = self._library.submit(self._begin_with_library, run, measurer, at_once)
             if self.device.is_real:
                 if not self.compiled_only:
                     self.pool.start()
-                self._begin_to_compile(problem, effort, trials)
+                self.ahead.start(problem, effort, limit)
                 # While the worker is busy: Optuna's import, 0.25 s, and what the search remembers.
                 importlib.import_module("tunegemm.search.roofline")
                 read_texts()
-            library, measured = first.result()
+            algorithms, measured = library.result()
             search = start_search(
-                state, self.kernels, library,
-                swept=measurer.swept(problem), compiled=self._compiled(),
-                ready=self._ready(problem, effort), effort=effort, limit=trials, seed=self._seed,
+                run, self.kernels, algorithms,
+                swept=measurer.swept(problem), compiled=self.ahead.compiled(),
+                ready=self.ahead.ready(problem, effort), effort=effort, limit=limit, seed=self._seed,
                 sampler=sampler_of(self._sampler, seed=self._seed),
             )  # fmt: skip
             if self._studies is not None:
                 self._studies.begin(search.study)
-            state.compile_ahead(search.planned_screen())
-            _tell(search, state, measured)
+            run.compile_ahead(search.planned_screen())
+            _tell(search, run, measured)
             if following is not None and self.device.is_real and not self.compiled_only:
                 # Now, while the GPU measures: before, its thread would take turns with this one.
-                ahead = self.ahead.submit(self._plan, following, effort, trials, Urgency.NEXT)
-                self._planned[following] = ahead
+                self.ahead.plan(following, effort, limit)
 
             # The search asks for a batch. It is compiled, measured beside torch.mm and published, and the
             # search learns how fast each candidate was.
             while batch := search.ask(_BATCH):
-                reserved_s = min(numbers.steady_s, budget_s / 2) if state.at_cap is not None else 0.0
+                reserved_s = min(numbers.steady_s, budget_s / 2) if run.at_cap is not None else 0.0
                 if time.monotonic() >= deadline - reserved_s:
                     self.pool.drop_waiting()
-                    state.note = (
-                        f"the budget of {budget_seconds:g} s ended the search after {state.measured} "
+                    run.note = (
+                        f"the budget of {budget_seconds:g} s ended the search after {run.measured} "
                         "measurements; a larger one goes on"
                     )
                     break
                 later = search.planned_launches() if skip_slow else []
-                state.compile_ahead([*batch, *later])
-                was_throttled = state.is_throttled
-                found = list(state.evaluate(batch, SCREEN, stage=search.stage, skip_slow=skip_slow))
+                run.compile_ahead([*batch, *later])
+                was_throttled = run.is_throttled
+                found = list(run.evaluate(batch, SCREEN, stage=search.stage, skip_slow=skip_slow))
                 # What was told before the clocks fell is told anew.
-                if state.is_throttled > was_throttled:
+                if run.is_throttled > was_throttled:
                     failed = [outcome for outcome in found if isinstance(outcome, Failure)]
-                    found = [*state.screened.values(), *failed]
-                _tell(search, state, found)
+                    found = [*run.screened.values(), *failed]
+                _tell(search, run, found)
                 self._keep(search)
             else:
-                _tell(search, state, state.evaluate(state.skipped(), SCREEN, stage=state.stage))
-                state.note = state.note or search.note
+                _tell(search, run, run.evaluate(run.skipped(), SCREEN, stage=run.stage))
+                run.note = run.note or search.note
 
             # The best once more, in many rounds: at the power cap in steady state, as there a GPU slows each
             # kernel by what it draws. The winner becomes the record.
-            runners, before = finalists(state.screened, effort, state.at_cap), len(state.outcomes)
-            result = final.race(state, runners, self._final(problem, effort))
-            for outcome in state.outcomes[before:]:
+            runners, before = finalists(run.screened, effort, run.at_cap), len(run.outcomes)
+            result = final.race(run, runners, self._final(problem, effort))
+            for outcome in run.outcomes[before:]:
                 told = told_from(outcome, evidence_word(outcome, "final"))
                 search.add(outcome.candidate, told, "final")
             return self._with_study(result, search)
         except KeyboardInterrupt:
             self.pool.drop_waiting()
-            return self._with_study(state.interrupted(), search)
+            return self._with_study(run.interrupted(), search)
         finally:
-            if first is not None:
-                wait([first])  # the worker is in the middle of it
+            if library is not None:
+                wait([library])  # the worker is in the middle of it
             self.pool.drop_waiting(least=Urgency.IDLE)
-            self._ready_for.pop(problem, None)
+            self.ahead.forget(problem)
 
     def tune_all(
         self, requests: Iterable[Request], on_progress: Callable[[Progress], None] | None = None
@@ -284,16 +281,16 @@ class Tuner:
         out. expected: what was predicted of them, times as fast as torch.mm, to be stored beside what is
         measured. Raises DeviceError where nothing can be timed, ProblemError as `tune`.
         """
-        state = self._begin(problem, expected=expected)
-        if state.measurer is None:
+        run = self._begin(problem, expected=expected)
+        if run.measurer is None:
             raise DeviceError(f"{problem} cannot be timed on {self.device.spec}; use cuda:N")
         try:
             feasible = [c for c in candidates if self.kernels.is_feasible(problem, c)]
             # All in one interleave: torch.mm, timed while they compile, would be the record if that ended.
-            state.compile_ahead(feasible, wait=True)
-            return final.race(state, list(dict.fromkeys([*feasible, TORCH_MM])), self._final(problem, "full"))
+            run.compile_ahead(feasible, wait=True)
+            return final.race(run, list(dict.fromkeys([*feasible, TORCH_MM])), self._final(problem, "full"))
         except KeyboardInterrupt:
-            return state.interrupted()
+            return run.interrupted()
         finally:
             self.pool.drop_waiting()
 
@@ -325,71 +322,28 @@ class Tuner:
         return self._measurer if any(c.family in self.kernels.families for c in swept) else None
 
     def _begin_with_library(
-        self, state: Trials, measurer: Measurer, at_once: bool
+        self, run: Run, measurer: Measurer, at_once: bool
     ) -> tuple[list[Candidate], list[Outcome]]:
         """What the vendor's library has for a problem, and what came of it if it is measured at once: not
         where the kernels are ranked already, as one interleave with them costs less.
         """
-        library = [c for c in measurer.discover(state.problem) if c.family in self.kernels.families]
+        library = [c for c in measurer.discover(run.problem) if c.family in self.kernels.families]
         if not at_once:
             return library, []
-        known = screened_before(state.database, state.problem, self.device)
+        known = screened_before(run.database, run.problem, self.device)
         jobs = [Job(c) for c in library if c not in known and not families.get(c.family).compiled]
-        measured = measurer.measure(state.problem, jobs, replace(SCREEN, seed=self._seed))
-        return library, list(state.publish_each(measured, "library"))
-
-    def _begin_to_compile(self, problem: Problem, effort: Effort, trials: int | None) -> None:
-        """As planned while the problem before was measured, or as it is planned now."""
-        ahead = self._planned.pop(problem, None)
-        if ahead is None or ahead.exception() is not None:
-            self._plan(problem, effort, trials, Urgency.NOW)
-        else:
-            for family, key in ahead.result():
-                self.pool.submit(family, key, urgency=Urgency.IDLE)
-
-    def _plan(
-        self, problem: Problem, effort: Effort, trials: int | None, urgency: Urgency
-    ) -> list[tuple[str, Key]]:
-        """Begins to compile what searches ask for first, as far as that does not depend on the database; and,
-        where cores have nothing else to do, the kernels that it returns: what a quick one may ask for later.
-        """
-        if self.device.lacks_memory(problem) is not None or sampler_of(self._sampler, seed=0) is not None:
-            return []
-        searches: list[Search] = []
-        new: list[Candidate] = []
-        compiled, ready = self._compiled(), self._ready(problem, effort)
-        for name in self.kernels.generators:
-            ranking = self.kernels.ranked(problem, name, compiled=compiled, most=profile(effort).ranked)
-            if ranking.predictions:
-                ranked = limit_uncompiled(
-                    self.kernels, problem, ranking, ready, effort, is_first=not searches
-                )
-                if ready is not None and not searches:
-                    new = [c for c in ranked if not self.kernels.is_compiled(problem, c, ready)]
-                searches.append(Search(ranked, {}, profile(effort).plan, trials=trials))
-
-        def keys(candidates: Iterable[Candidate]) -> list[tuple[str, Key]]:
-            return [
-                (c.family, families.generator(c.family).kernel_key(problem, c, self.device))
-                for c in candidates
-            ]
-
-        later = keys(new)
-        for family, key in keys(Portfolio(searches, profile(effort).plan).planned_screen()):
-            self.pool.submit(family, key, urgency=urgency)
-        for family, key in later:
-            self.pool.submit(family, key, urgency=Urgency.IDLE)
-        return later
+        measured = measurer.measure(run.problem, jobs, replace(SCREEN, seed=self._seed))
+        return library, list(run.publish_each(measured, "library"))
 
     def _begin(
         self,
         problem: Problem,
         on_progress: Callable[[Progress], None] | None = None,
         expected: Mapping[Candidate, float] | None = None,
-    ) -> Trials:
+    ) -> Run:
         if (lack := self.device.lacks_memory(problem)) is not None:
             raise ProblemError(f"{lack}; tune a smaller one")
-        return Trials(
+        return Run(
             problem,
             self.device,
             self.pool,
@@ -405,20 +359,10 @@ class Tuner:
         steady_ms = 0.0 if model.is_memory_bound(problem) else settings.steady_ms
         return replace(settings, steady_ms=steady_ms, energy_ms=self._energy_ms)
 
-    def _ready(self, problem: Problem, effort: Effort) -> Ready | None:
-        """What a quick search prefers: the same before and after it began to compile. None for anything."""
-        if profile(effort).compiling is None or not self.device.is_real:
-            return None
-        return self._ready_for.setdefault(problem, self.pool.ready())
 
-    def _compiled(self) -> Ready | None:
-        """What alone may be tried; None for everything."""
-        return self.pool.ready() if self.compiled_only else None
-
-
-def _tell(search: ProblemStudy, state: Trials, found: Iterable[Outcome]) -> None:
+def _tell(search: ProblemStudy, run: Run, found: Iterable[Outcome]) -> None:
     found = list(found)
-    for outcome, (candidate, worth) in zip(found, state.search_values(found), strict=True):
+    for outcome, (candidate, worth) in zip(found, run.search_values(found), strict=True):
         search.tell(candidate, worth, told_from(outcome, evidence_word(outcome, "screen")))
 
 

@@ -1,4 +1,4 @@
-"""One problem's trials: candidates are compiled, measured and published, and the outcomes kept."""
+"""One tuning of a problem: candidates are compiled, measured and published, and the outcomes kept."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Trial:
         return is_torch(self.candidate)
 
 
-class Trials:
-    """The state of one tuning."""
+class Run:
+    """What one tuning of a problem has done so far."""
 
     def __init__(
         self,
