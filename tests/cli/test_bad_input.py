@@ -204,7 +204,9 @@ def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_formats_of_exports(tmp_path: Path) -> None:
     arguments = ("db", "export", "--out", tmp_path / "all.foo", "--format", "foo")
     for name in ("foo", "t4", "vllm", "inductor"):
-        assert "use one of json, csv, parquet" in refused(*arguments[:-1], name)
+        assert "use one of json, parquet" in refused(*arguments[:-1], name)
+    for command in (("export", "--out"), ("import",)):
+        assert "leaderboard --format csv" in refused("db", *command, tmp_path / "all.csv")
 
 
 @pytest.mark.parametrize("out", ["", "nowhere/x.pack"])

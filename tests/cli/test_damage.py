@@ -37,7 +37,7 @@ COMMANDS = [
     f"history --db DB --shape {SHAPES[0]}",
     f"history --db DB --shape {SHAPES[0]} --json",
     "db export --db DB --out OUT.json",
-    "db export --db DB --out OUT.csv",
+    "db export --db DB --out OUT.parquet",
     "db export --db DB --records OUT",
     "db layers",
     "doctor --db DB",

@@ -28,7 +28,7 @@ from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure
 from tunegemm.store import Database, packing, packs
 from tunegemm.store.exchange import dump, load
-from tunegemm.store.formats import COLUMNS, Format, read, write
+from tunegemm.store.formats import Format, read, write
 from tunegemm.store.layers import read_records
 from tunegemm.store.shipped import read_shipped, write_records
 
@@ -191,34 +191,7 @@ def test_of_720_rows_one_is_left_out_and_the_next_file_is_read(
 
 
 class TestTables:
-    """The same for CSV and Parquet."""
-
-    def test_csv_with_a_byte_order_mark(self, rows: list[Any], into: Path, tmp_path: Path) -> None:
-        write(rows, file := tmp_path / "rows.csv", Format.csv)
-        file.write_bytes("\ufeff".encode() + file.read_bytes())
-        assert "4 rows added" in run("db", "import", file, "--db", into)[0]
-
-    @pytest.mark.parametrize(
-        ("spoil", "named"),
-        [
-            (lambda line: line.replace(b"first", b"x" * (17 << 20)), "not a line of at most 200"),
-            (lambda line: line.replace(b"first", b"\xff\xfe"), "label '\\udcff\\udcfe' is not a line"),
-            (lambda line: line.replace(b"first", b'"unclosed'), "cells for"),
-            (lambda line: line + b",more", f"{len(COLUMNS) + 1} cells for {len(COLUMNS)} columns"),
-            (lambda line: line.replace(b"4096", b"9" * 5000, 1), "m '9999"),
-            (lambda line: line.replace(b"first", b"a\0b"), "label 'a\\x00b' is not a line"),
-        ],
-        ids=["17 MiB", "not UTF-8", "a quote", "a cell more", "5000 digits", "NUL"],
-    )
-    def test_csv_line_by_line(
-        self, rows: list[Any], into: Path, tmp_path: Path, spoil: Callable[[bytes], bytes], named: str
-    ) -> None:
-        write(rows, file := tmp_path / "rows.csv", Format.csv)
-        lines = file.read_bytes().split(b"\r\n")
-        lines[1] = spoil(lines[1])
-        file.write_bytes(b"\r\n".join(lines))
-        stdout, stderr = run("db", "import", file, "--db", into)
-        assert "3 rows added" in stdout and named in stderr.splitlines()[0]
+    """The same for Parquet."""
 
     def test_unsigned_numbers_in_parquet(self, rows: list[Any], into: Path, tmp_path: Path) -> None:
         import pyarrow
@@ -463,7 +436,7 @@ class TestOut:
     def test_utf8_whatever_the_locale(self, source: Path, tmp_path: Path) -> None:
         with sqlite3.connect(source) as connection:
             connection.execute("UPDATE candidates SET label = 'größer'")
-        out = tmp_path / "rows.csv"
+        out = tmp_path / "rows.json"
         latin = environment(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
         process("db", "export", "--db", source, "--out", out, env=latin)
         assert "größer" in out.read_text(encoding="utf-8")
@@ -484,7 +457,7 @@ class TestOut:
         assert named in stderr and stderr.count("\n") == 1
 
     @pytest.mark.parametrize(
-        "command", ["report", "leaderboard", "db export --format csv", "pack --no-compile"]
+        "command", ["report", "leaderboard", "db export --format json", "pack --no-compile"]
     )
     def test_no_command_writes_over_the_database_that_it_reads(self, source: Path, command: str) -> None:
         stderr = run(*command.split(), "--db", source, "--out", source, code=2)[1]

@@ -234,7 +234,7 @@ class TestCommands:
         self, database: Database, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         database.confirm(PROBLEM, DEVICE, raced(1.05))
-        export, other = str(tmp_path / "export.csv"), str(tmp_path / "other.sqlite")
+        export, other = str(tmp_path / "export.parquet"), str(tmp_path / "other.sqlite")
         assert self.run(capsys, "db", "export", "--out", export, "--db", str(path))[0] == 0
         code, out, _ = self.run(capsys, "db", "import", export, "--db", other)
         assert code == 0 and "1 rows added, 0 known already, 0 left out" in out

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 app = commands.App(cls=Group, help="Exchange and merge tuning databases.", rich_markup_mode=None)
 
-FORMATS = ("json", "csv", "parquet")
+FORMATS = ("json", "parquet")
 FormatName = Annotated[
     str | None,
     typer.Option(
@@ -212,6 +212,11 @@ def _format(name: str | None, path: Path) -> Format:
 
     if name is None:
         suffix = path.suffix.removeprefix(".").lower()
+        if suffix == "csv":
+            raise UsageError(
+                f"{path}: no format of exports; use one of {', '.join(FORMATS)}. A table of the records is "
+                "printed by `tunegemm leaderboard --format csv`"
+            )
         return Format(suffix) if suffix in FORMATS else Format.json
     if name not in FORMATS:
         raise UsageError(f"--format {name!r} is not known; use one of {', '.join(FORMATS)}")

@@ -1,12 +1,11 @@
-"""Rows of `exchange` as files: JSON, CSV and Parquet. Each holds every row, and each can be imported.
+"""Rows of `exchange` as files: JSON and Parquet. Each holds every row, and each can be imported.
 
 A file is read row by row, so that a damaged row costs no other: in its place comes the error that says
-what is wrong with it. A line of CSV is a row, whatever quotes are in it: no cell of ours has a line break.
+what is wrong with it.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import statistics
@@ -39,20 +38,18 @@ COLUMNS = (
     "kind", "id", *_PROBLEM, *_FINGERPRINT, *_TEXTS, *_DERIVED, *_NUMBERS, *_LISTS, *_OBJECTS, *_CHOICE,
 )  # fmt: skip
 _KNOWN = frozenset(COLUMNS)
-_NOT_TEXT = (*_INTEGERS, *_LISTS, *_NUMBERS, "confirmed", *_OBJECTS)
 
 
 class Format(StrEnum):
     """Names of file formats, as on the command line."""
 
     json = "json"
-    csv = "csv"
     parquet = "parquet"
 
 
 def write(rows: Iterable[Row], path: Path, format: Format) -> None:
     """Write rows to a file. Raises DatabaseError when it cannot be written; then it is as it was."""
-    writers = {Format.json: _write_json, Format.csv: _write_csv, Format.parquet: _write_parquet}
+    writers = {Format.json: _write_json, Format.parquet: _write_parquet}
     with replacing(path, DatabaseError) as part:
         writers[format](rows, part)
 
@@ -62,7 +59,7 @@ def read(path: Path, format: Format) -> Iterator[Row | BadValueError]:
 
     Raises DatabaseError for a file that is not of that format, before the first row.
     """
-    readers = {Format.json: _read_json, Format.csv: _read_csv, Format.parquet: _read_parquet}
+    readers = {Format.json: _read_json, Format.parquet: _read_parquet}
     content = read_bytes(path, DatabaseError)
     try:
         yield from readers[format](content)
@@ -122,45 +119,6 @@ def _end(text: str, start: int) -> int:
     return stop
 
 
-def _write_csv(rows: Iterable[Row], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        for row in rows:
-            flat = _flat(row)
-            for name in (*_LISTS, *_DERIVED, *_NUMBERS, "confirmed"):
-                if flat.get(name) is not None:
-                    flat[name] = json.dumps(flat[name])
-            writer.writerow(flat)
-
-
-def _read_csv(content: bytes) -> Iterator[Row | BadValueError]:
-    # A cell of 131,072 letters would end the reading. The limit is the whole process's: it is only raised.
-    csv.field_size_limit(max(csv.field_size_limit(), len(content) + 1))
-    lines = (line.rstrip("\r") for line in _text(content).rstrip("\r\n").split("\n"))
-    names = _cells(next(lines))
-    if "kind" not in names:
-        raise BadValueError("it has no column `kind`")
-    for line in lines:
-        try:
-            cells = _cells(line)
-        except BadValueError as error:
-            yield error
-            continue
-        if len(cells) != len(names):
-            yield BadValueError(f"{len(cells)} cells for {len(names)} columns")
-            continue
-        flat = {name: cell for name, cell in zip(names, cells, strict=True) if name in _KNOWN and cell != ""}
-        yield _nested(flat, json_in=_NOT_TEXT)
-
-
-def _cells(line: str) -> list[str]:
-    try:
-        return next(csv.reader([line]), [])
-    except csv.Error as error:
-        raise BadValueError(str(error)) from None
-
-
 def _write_parquet(rows: Iterable[Row], path: Path) -> None:
     pyarrow, parquet = _pyarrow()
     types = dict.fromkeys(COLUMNS, pyarrow.string())
@@ -197,7 +155,7 @@ def _read_parquet(content: bytes) -> Iterator[Row | BadValueError]:
                 yield BadValueError(_first_line(error))
                 continue
             given = {name: cell for name, cell in flat.items() if name in _KNOWN and cell is not None}
-            yield _nested(given, json_in=_OBJECTS)
+            yield _nested(given)
 
 
 def _pyarrow() -> tuple[Any, Any]:
@@ -233,8 +191,8 @@ def _flat(row: Row) -> Row:
     return flat
 
 
-def _nested(flat: Row, json_in: Iterable[str]) -> Row | BadValueError:
-    for name in json_in:
+def _nested(flat: Row) -> Row | BadValueError:
+    for name in _OBJECTS:
         if name in flat:
             try:
                 flat[name] = decoded(flat[name]) if isinstance(flat[name], str) else flat[name]
