@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tunegemm.describe.problem import Problem
-from tunegemm.generate.families import Launcher
+from tunegemm.generate.launching import Launcher
 from tunegemm.measure.backend import Backend, warm_us
 from tunegemm.measure.operands import (
     Operands,

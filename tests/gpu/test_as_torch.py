@@ -34,8 +34,7 @@ from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ArtifactError
 from tunegemm.generate import families
-from tunegemm.generate.families import Launcher
-from tunegemm.generate.launching import tma_takes
+from tunegemm.generate.launching import Launcher, tma_takes
 from tunegemm.report.explain import candidate_of
 from tunegemm.serve import api
 from tunegemm.serve.dispatcher import Dispatcher

@@ -11,7 +11,7 @@ from tests.support.numerics import TOLERANCE, difference, poisoned, untouched
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cute_sm90 import FAMILY
-from tunegemm.generate.families import Launcher
+from tunegemm.generate.launching import Launcher
 
 pytestmark = pytest.mark.gpu
 

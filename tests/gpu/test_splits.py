@@ -11,7 +11,7 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cute_sm90 import FAMILY, Division
-from tunegemm.generate.families import Launcher
+from tunegemm.generate.launching import Launcher
 from tunegemm.generate.workspace import Workspace
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
-from tunegemm.generate.families import Launcher
+from tunegemm.generate.launching import Launcher
 
 
 @dataclass(frozen=True)

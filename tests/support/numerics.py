@@ -10,7 +10,7 @@ import torch
 
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.families import Launcher
+from tunegemm.generate.launching import Launcher
 from tunegemm.measure import operands as data
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -16,8 +16,8 @@ import torch
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.families import Launcher, kernel_source_hash
-from tunegemm.generate.launching import AddressLaunch, AddressLauncher, operand_reader
+from tunegemm.generate.families import kernel_source_hash
+from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, operand_reader
 from tunegemm.serve import api, dispatcher, slow_path
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import BELOW_AUTOGRAD, Form

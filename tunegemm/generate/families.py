@@ -1,4 +1,4 @@
-"""Kernel families: generators, whose kernels are compiled, and libraries, which name their own.
+"""Which kernel families there are, found by name, and their search spaces.
 
 A family is an entry point of the group `tunegemm.families`: its name, and the module whose `FAMILY` it is, or
 the object itself. The shipped ones are declared as any package's are, and known without a look at what is
@@ -16,17 +16,14 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
-from tunegemm.compile.ptxas import Resources
-from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, SearchSpace, Value
 from tunegemm.errors import SpaceError
-from tunegemm.generate.feasibility import Rule, Verdict, refusal
-from tunegemm.generate.launching import Launcher as Launcher
+from tunegemm.generate.family import Family, Generator, Library
+from tunegemm.generate.feasibility import Rule, refusal
 from tunegemm.generate.sources import hash_of_code, kernel_sources
-from tunegemm.generate.workspace import Workspace
 from tunegemm.untrusted import shown
 
 GROUP = "tunegemm.families"
@@ -42,108 +39,6 @@ NAMES: tuple[str, ...]
 
 _log = logging.getLogger(__name__)
 _LARGEST = 2**31 - 1  # launches and descriptors take 32-bit numbers
-
-
-class Family(Protocol):
-    """What tuning and dispatch need of every kernel family: of a `Generator` and of a `Library`."""
-
-    @property
-    def name(self) -> str:
-        """Its name, an identifier: that of its entry point."""
-
-    @property
-    def parameters(self) -> Mapping[str, tuple[str, ...]]:
-        """Names of the parameters, per table ``compile`` and ``launch`` of the search space."""
-
-    @property
-    def space_file(self) -> Path:
-        """The TOML file of its search space."""
-
-    @property
-    def tma(self) -> bool:
-        """Whether kernels read and write through TMA, which wants 16-byte addresses and strides."""
-
-    @property
-    def edges_inside(self) -> bool:
-        """Whether tiles at the edge begin inside, so that none hangs over it where a tile fits at all."""
-
-    def unavailable(self, *, launching: bool = False) -> str | None:
-        """None when the family's packages are installed; else one line that names the missing one.
-
-        launching: ask only for what loads and launches a compiled object, as on a host that compiles nothing.
-        """
-
-    def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
-        """Whether the candidate can be compiled and launched for this problem on this device."""
-
-    def label(self, candidate: Candidate) -> str:
-        """A short name for tables, such as ``pp128x192x64 s4 c2x1``."""
-
-    def reduction_class(self, problem: Problem, candidate: Candidate) -> str:
-        """A word for the order in which a kernel adds up an element, whatever m is: kernels of the same one,
-        of any family, give the same bits (docs/decisions/0018). Empty where it is not known, or depends on m.
-        """
-
-    def workspace(self, problem: Problem, candidate: Candidate, device: Device) -> Workspace | None:
-        """The device memory that a launch needs beside its operands, not allocated yet; None for none."""
-
-    def load(
-        self,
-        problem: Problem,
-        candidate: Candidate,
-        device: Device,
-        artifact: Path | None,
-        workspace: Workspace | None = None,
-    ) -> Launcher:
-        """A prepared launcher for operands of exactly this problem's extents and majors.
-
-        artifact: the object file of a generator's kernel. workspace: what `workspace` gave, for a caller that
-        lends memory; else the launcher has its own.
-
-        Raises TunegemmError subclasses, ValueError or RuntimeError when the candidate cannot run here.
-        """
-
-
-class Generator(Family, Protocol):
-    """A family whose kernels are compiled. `tunegemm.generate.generator.TileGenerator` makes one."""
-
-    @property
-    def compiled(self) -> Literal[True]:
-        """What tells it from a library."""
-
-    @property
-    def sources(self) -> tuple[Path, ...]:
-        """The Python files that end up in kernels: a change of their code makes records stale."""
-
-    @property
-    def unlisted(self) -> Mapping[str, tuple[Value, ...]]:
-        """Words that its space does not list, and 0 where it is a value: what `expected` allows, too."""
-
-    @property
-    def rules(self) -> Sequence[Rule]:
-        """What `check` applies to a candidate, cheapest first."""
-
-    def kernel_key(
-        self, problem: Problem, candidate: Candidate, device: Device
-    ) -> Mapping[str, str | int | bool]:
-        """Everything the compiled object depends on: never m, n, k. Hashed by the artifact store."""
-
-    def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:
-        """Shared memory of one block, computed."""
-
-    def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
-        """Compile the kernel of a `kernel_key` into the object file `out`. Runs in a worker without a GPU."""
-
-
-class Library(Family, Protocol):
-    """A family whose kernels ship with another library, which names them itself."""
-
-    @property
-    def compiled(self) -> Literal[False]:
-        """What tells it from a generator."""
-
-    def discover(self, problem: Problem, device: Device) -> list[Candidate]:
-        """What the library names for a problem; on a real device only."""
 
 
 def __getattr__(name: str) -> Any:
@@ -233,9 +128,7 @@ def _checked(name: str, family: Generator | Library) -> Generator | Library:
     protocol = Generator if getattr(family, "compiled", False) else Library
     members = [name for base in (Family, protocol) for name in vars(base) if name[0] != "_"]
     if missing := [member for member in members if not hasattr(family, member)]:
-        raise SpaceError(
-            f"it has no {', '.join(missing)} (see tunegemm.generate.families.{protocol.__name__})"
-        )
+        raise SpaceError(f"it has no {', '.join(missing)} (see tunegemm.generate.family.{protocol.__name__})")
     if family.name != name or not name.isidentifier():
         raise SpaceError(f"its name is {family.name!r}, and has to be the entry point's, an identifier")
     space = _space_of(family)

@@ -143,7 +143,7 @@ def unknown_class(problem: Problem, candidate: Candidate) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TileGenerator:
-    """A `tunegemm.generate.families.Generator`, which has the docstrings: made of a config of tiles, rules on
+    """A `tunegemm.generate.family.Generator`, which has the docstrings: made of a config of tiles, rules on
     it, and functions.
     """
 

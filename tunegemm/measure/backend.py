@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tunegemm.describe import driver
 from tunegemm.describe.device import Device, TelemetryReader
 from tunegemm.generate import families
-from tunegemm.generate.families import Family, Launcher
+from tunegemm.generate.family import Family
+from tunegemm.generate.launching import Launcher
 from tunegemm.measure.operands import Operands
 from tunegemm.measure.race import Replay
 

@@ -18,7 +18,7 @@ from tunegemm.describe.epilogue import define
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError, one_line
-from tunegemm.generate.families import Launcher
+from tunegemm.generate.launching import Launcher
 from tunegemm.measure import exact
 from tunegemm.measure import operands as data
 from tunegemm.measure.backend import LONGEST_METERING, Backend, metered_mj, warm_us

@@ -19,7 +19,7 @@ from tunegemm.describe.space import Candidate, SearchSpace
 from tunegemm.errors import TunegemmError
 from tunegemm.files import make_folder, replacing
 from tunegemm.generate import families
-from tunegemm.generate.families import Generator
+from tunegemm.generate.family import Generator
 from tunegemm.generate.feasibility import Remembered
 from tunegemm.model.verdicts import CandidateTable
 

@@ -15,7 +15,7 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import SearchSpace, Value
 from tunegemm.generate import families
-from tunegemm.generate.families import Family, Generator
+from tunegemm.generate.family import Family, Generator
 from tunegemm.generate.feasibility import Verdict, parameters_read
 from tunegemm.model.verdicts import CandidateTable
 

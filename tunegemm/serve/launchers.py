@@ -13,8 +13,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import ArtifactError
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
-from tunegemm.generate.families import Launcher
-from tunegemm.generate.launching import tma_takes
+from tunegemm.generate.launching import Launcher, tma_takes
 from tunegemm.serve.operands import ALIGNMENT
 from tunegemm.store.checks import record_objection
 

@@ -14,8 +14,8 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, OperationError
 from tunegemm.generate import families
-from tunegemm.generate.families import Launcher
 from tunegemm.generate.feasibility import Verdict
+from tunegemm.generate.launching import Launcher
 from tunegemm.generate.workspace import WORKSPACE_ALIGNMENT, Workspace
 from tunegemm.serve.checked import Checked
 

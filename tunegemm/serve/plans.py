@@ -15,8 +15,7 @@ from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.generate.cublaslt import reduces_in_16_bits, splits_k
-from tunegemm.generate.families import Launcher
-from tunegemm.generate.launching import AddressLaunch, AddressLauncher, WordsOf, words_binder
+from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, WordsOf, words_binder
 from tunegemm.serve.forms import Form
 from tunegemm.serve.guards import REDUCTIONS, grad_enabled, reductions_allowed
 from tunegemm.serve.launchers import Prepared

@@ -27,7 +27,7 @@ from tunegemm.describe.problem import LAYOUTS, OUTPUT_DTYPES, Problem
 from tunegemm.describe.space import Candidate, SearchSpace
 from tunegemm.errors import ArtifactError, SpaceError
 from tunegemm.generate import families
-from tunegemm.generate.families import Generator
+from tunegemm.generate.family import Generator
 from tunegemm.generate.feasibility import Rule, parameters_read, refusal
 from tunegemm.generate.sources import hash_of_code
 from tunegemm.model.verdicts import CandidateTable

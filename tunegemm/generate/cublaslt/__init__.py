@@ -117,7 +117,7 @@ RULES = (named_algorithm, complete_name, library_dtypes, library_epilogue, libra
 
 
 class CublasLt:
-    """The vendor's library. See `tunegemm.generate.families.Library`."""
+    """The vendor's library. See `tunegemm.generate.family.Library`."""
 
     name = "cublaslt"
     parameters: Mapping[str, tuple[str, ...]] = {
