@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -68,6 +69,20 @@ def test_the_time_of_a_small_product_is_no_zero() -> None:
     table = savings_table(by_headroom([Demand(Problem(16, 16, 16), 5)], H200))
     (torch_us,) = next(column.cells for column in table.columns if column.header == "torch us")
     assert torch_us == "~0.0004571"
+
+
+@pytest.mark.parametrize("width", [72, 80, 140])
+def test_a_narrow_table_of_savings_cuts_no_shape_and_no_figure(width: int) -> None:
+    from rich.console import Console
+
+    many = Demand(Problem.parse("4096x28672x4096", dtype="fp8_e4m3", epilogue="scale_rowwise"), 51_000)
+    table = savings_table(by_headroom([many, Demand(Problem(16, 16, 16), 5)], H200), width)
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(table)
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= width
+    for whole in ("4096x28672x4096", "51000", "100.0", "~0.0004571"):
+        assert whole in text
 
 
 def test_quick_for_all_then_full_where_most_is_left(clock: list[float]) -> None:

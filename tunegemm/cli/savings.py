@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 #: Entries of a file that are named when they cannot be tuned; the others are counted.
 _NAMED = 5
 
+_HEADINGS = ("product", "calls", "% of time", "torch us", "tuned us", "ratio", "saves", "effort")
+#: What a narrow terminal goes without, in this order.
+_DISPENSABLE = ("effort", "tuned us")
+
 
 def progress_line(tuned: TunedDemand, done: int, of: int) -> str:
     """``[3/12] 512x6144x4096 bf16 tn x 640 · quick · 35.50 -> 33.90 us, 1.047 x torch.mm · ...``."""
@@ -32,17 +36,18 @@ def progress_line(tuned: TunedDemand, done: int, of: int) -> str:
     return " · ".join([*parts, f"{result.seconds:.0f} s"])
 
 
-def savings_table(demands: Sequence[TunedDemand]) -> Table:
-    """Each product by what it saves, then by what it costs; those that the budget did not reach, too."""
+def savings_table(demands: Sequence[TunedDemand], width: int = 160) -> Table:
+    """Each product by what it saves, then by what it costs; those that the budget did not reach, too.
+
+    width: of the terminal, in characters.
+    """
     whole = sum(tuned.total_s for tuned in demands)
-    table = Table(title="Products of the program", title_justify="left")
-    for heading in ("product", "calls", "% of time", "torch us", "tuned us", "ratio", "saves", "effort"):
-        table.add_column(heading, justify="left" if heading in ("product", "effort") else "right")
+    columns: dict[str, list[str]] = {heading: [] for heading in _HEADINGS}
     for tuned in sorted(demands, key=lambda s: (-s.saving_s, -s.total_s, str(s.demand.problem))):
         after = tuned.after_us
         origin = "" if after is not None or tuned.demand.call_us is not None else "~"
-        table.add_row(
-            Text(clean(tuned.demand.problem)),
+        row = (
+            clean(tuned.demand.problem),
             str(tuned.demand.calls),
             f"{100 * tuned.total_s / whole:.1f}" if whole else "",
             f"{origin}{significant(tuned.before_us)}" if tuned.before_us else "",
@@ -51,6 +56,26 @@ def savings_table(demands: Sequence[TunedDemand]) -> Table:
             seconds(tuned.saving_s) if after is not None else "",
             tuned.effort or "not reached",
         )
+        for cells, cell in zip(columns.values(), row, strict=True):
+            cells.append(cell)
+    # Words may fold on a narrow terminal; a figure or a shape that is cut short is another.
+    least = {
+        heading: max(
+            map(len, (*heading.split(), *(" ".join(cells).split() if heading == "product" else cells)))
+        )
+        for heading, cells in columns.items()
+    }
+    for heading in _DISPENSABLE:
+        if sum(least.values()) + 3 * len(least) + 1 > width:
+            del least[heading]
+    table = Table(title="Products of the program", title_justify="left")
+    for heading, fewest in least.items():
+        if heading in ("product", "effort"):
+            table.add_column(heading, min_width=fewest)
+        else:
+            table.add_column(heading, justify="right", width=fewest)
+    for row in zip(*(columns[heading] for heading in least), strict=True):
+        table.add_row(Text(row[0]), *row[1:])
     return table
 
 

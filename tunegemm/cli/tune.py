@@ -197,7 +197,7 @@ def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[
     plan = by_headroom([demand for demand in demands if lacking[demand.problem] is None], device)
     current, interrupted = spend_budget(session, plan)
     if not output.as_json:
-        session.out.print(savings_table(current))
+        session.out.print(savings_table(current, session.out.width))
         printing.say(*closing_lines(current, [*filter(None, lacking.values()), *refused]))
     if interrupted:
         session.log.print("Interrupted: what was measured is kept; the same command goes on.")
