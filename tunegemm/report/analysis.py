@@ -11,8 +11,8 @@ from tunegemm.measure.evidence import SCREEN
 from tunegemm.measure.statistics import NOISE_FLOOR
 from tunegemm.report.contents import Details, Winner
 from tunegemm.report.leaderboard import VENDOR_FAMILY
+from tunegemm.search.study import finished_trials
 from tunegemm.search.study import importances as importances_of
-from tunegemm.search.study import study_of
 from tunegemm.store.record import Record
 
 #: Trials of a family whose parameters are weighed, at most.
@@ -95,7 +95,7 @@ def importances(trials: Iterable[Record]) -> dict[str, dict[str, float]]:
     for found in ratios.values():
         ranked = sorted(found.items(), key=lambda one: -one[1])
         weighed += ranked[:: -(-len(ranked) // MOST_WEIGHED)]
-    return importances_of(study_of(weighed)) if weighed else {}
+    return importances_of(finished_trials(weighed)) if weighed else {}
 
 
 def ratio_limits(winners: Sequence[Winner]) -> tuple[float, float]:

@@ -8,7 +8,7 @@ to compile or to run is FAIL; what a rule forbids is PRUNED, and was neither com
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -208,9 +208,17 @@ def of_family(study: optuna.Study, family: str) -> optuna.Study:
     """The trials of one family that have a value, as a study in memory: all have the same parameters, as
     Optuna's importances and some of its charts want it. Parameters with one value are left out.
     """
+    return _alike([one for one in _complete(study) if one.params.get(FAMILY) == family])
+
+
+def _complete(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
+    return study.get_trials(deepcopy=False, states=(_states().COMPLETE,))
+
+
+def _alike(done: Sequence[optuna.trial.FrozenTrial]) -> optuna.Study:
+    """A study of finished trials, with the parameters that they share and that vary."""
     import optuna
 
-    done = [t for t in study.get_trials(False, (_states().COMPLETE,)) if t.params.get(FAMILY) == family]
     values: dict[str, set[Any]] = {}
     for trial in done:
         for name, value in trial.params.items():
@@ -232,36 +240,35 @@ def of_family(study: optuna.Study, family: str) -> optuna.Study:
     return found
 
 
-def study_of(results: Iterable[tuple[Candidate, float]]) -> optuna.Study:
-    """Measured candidates and their speeds relative to torch.mm as a finished study."""
+def finished_trials(results: Iterable[tuple[Candidate, float]]) -> list[optuna.trial.FrozenTrial]:
+    """Measured candidates and their speeds relative to torch.mm, as trials of no study yet."""
     import optuna
 
     listed = list(results)
     space = StudySpace([], candidates=[candidate for candidate, _ in listed])
-    with quiet_optuna():
-        study = optuna.create_study(direction="maximize")
-    study.add_trials(
-        [
-            optuna.trial.create_trial(
-                params=space.params(candidate), distributions=space.distributions(candidate), value=ratio
-            )
-            for candidate, ratio in listed
-        ]
-    )
-    return study
+    return [
+        optuna.trial.create_trial(
+            params=space.params(candidate), distributions=space.distributions(candidate), value=ratio
+        )
+        for candidate, ratio in listed
+    ]
 
 
-def importances(study: optuna.Study) -> dict[str, dict[str, float]]:
+def importances(trials: optuna.Study | Sequence[optuna.trial.FrozenTrial]) -> dict[str, dict[str, float]]:
     """Which of each family's parameters decide about speed, the most first: by Optuna's PED-ANOVA, which asks
     how the best tenth of the trials differs from all. Families with too few trials to tell are left out.
+
+    trials: a study, or finished trials.
     """
     import optuna
 
-    done = study.get_trials(deepcopy=False, states=(_states().COMPLETE,))
+    families: dict[str, list[optuna.trial.FrozenTrial]] = {}
+    for trial in _complete(trials) if isinstance(trials, optuna.Study) else trials:
+        families.setdefault(trial.params[FAMILY], []).append(trial)
     found = {}
-    for family in dict.fromkeys(trial.params[FAMILY] for trial in done):
-        own = of_family(study, family)
-        if len(own.get_trials(deepcopy=False)) >= FEWEST_TRIALS and own.get_trials(deepcopy=False)[0].params:
+    for family, done in families.items():
+        own = _alike(done)
+        if len(done) >= FEWEST_TRIALS and own.get_trials(deepcopy=False)[0].params:
             evaluator = optuna.importance.PedAnovaImportanceEvaluator()
             with quiet_optuna():
                 found[family] = optuna.importance.get_param_importances(own, evaluator=evaluator)
