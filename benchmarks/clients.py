@@ -2,6 +2,7 @@
 
     python -m benchmarks.clients --tune 60                        # tunes the model's products first, for 60 s
     python -m benchmarks.clients --workloads decode-16 --modes graph,max-autotune
+    python -m benchmarks.clients --fuse                           # with patch(fuse=True): clients_fused.json
     python -m benchmarks.clients --device cpu --tiny              # without a GPU: the results alone, no times
 
 The layers are those of an 8B model with random weights; nothing is downloaded. Prefill is one prompt of 4096
@@ -93,6 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--layers", type=int, default=2, help="decoder layers (default: 2; the model has 32)")
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand weights")
+    parser.add_argument("--fuse", action="store_true", help="layers are fused, see tunegemm.patch")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: all of %(default)s")
     parser.add_argument(
         "--modes",
@@ -132,7 +134,8 @@ def run(options: argparse.Namespace) -> int:
         torch.cuda.set_device(place)
         facts = meta(device, METHOD)
         facts["packages"] |= {"transformers": package_version("transformers")}
-        results = Results(results_path(options.out, device, "clients.json"), facts)
+        name = "clients_fused.json" if options.fuse else "clients.json"
+        results = Results(results_path(options.out, device, name), facts)
     model = build(size, place)
     # The same weights under tuned layers: nothing has to be switched on and off between steps.
     tuned = copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
@@ -142,6 +145,8 @@ def run(options: argparse.Namespace) -> int:
         tune([WORKLOADS[name](model, size, place) for name in options.workloads], device, options.tune)
     wrong = 0
     for name in options.workloads:
+        if options.fuse:
+            tuned = fused(model, name == "train")
         rows = measure(name, model, tuned, size, place, options.modes, options.rounds)
         if results is not None:
             results.put(*rows)
@@ -171,6 +176,13 @@ def build(size: Size, place: torch.device) -> LlamaForCausalLM:
     torch.manual_seed(0)
     with place:
         return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def fused(model: LlamaForCausalLM, trains: bool) -> LlamaForCausalLM:
+    """A copy with fused layers and weights of its own, since fused ones lie elsewhere."""
+    tuned = copy.deepcopy(model).train(trains)
+    tunegemm.patch(tuned, fuse=True)
+    return tuned.eval()
 
 
 def tune(steps: Sequence[Step], device: Device, seconds: float) -> None:

@@ -1,0 +1,300 @@
+"""Times layers of known models, as users have them and with merged weights, beside `patch(fuse=True)`.
+
+    python -m benchmarks.layers                                    # all models, rows and modes, nothing tuned
+    python -m benchmarks.layers --models llama-3-8b --rows d16,4096 --modes graph
+    python -m benchmarks.layers --device cpu --tiny --modes eager  # without a GPU: results, no times
+
+Two layers in plain torch with random weights. Rows are the tokens of one prompt, or, as in d16, one token for
+each of so many sequences that attend to 512 tokens. *Merged* is torch alone with q, k and v, and gate and up,
+as one product each and a compiled gate, as serving engines have it.
+Writes results/GPU/layers.json after each model and number of rows, so that it can run in slices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tunegemm
+from benchmarks.clients import AGAIN, CONTEXT, Step, chosen, interleave, prepare
+from benchmarks.results import Results, meta, results_path
+from tunegemm.describe.device import find_device
+from tunegemm.errors import TunegemmError
+from tunegemm.measure.statistics import aa_noise
+
+METHOD = (
+    "wall time of two layers with the device idle before and after, as many steps a sample as take 100 ms, "
+    "after as many that are not timed; torch, torch again, merged and tunegemm in shuffled order in each "
+    "round; ratio and ratio_to_merged are medians over rounds; noise of timing torch twice a round; errors "
+    "are relative to the same layers in fp32"
+)
+MODES = ("eager", "graph", "compile")
+LAYERS = 2
+#: A result may be this much further from fp32 than torch's own.
+_TOLERANCE = 1.25
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a layer; without an MLP where `intermediate` is 0."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head: int = 128
+    activation: str = "silu"
+
+
+SIZES = {
+    "llama-3-8b": Size(4096, 14336, 32, 8),
+    "llama-3-70b-tp8": Size(8192, 3584, 8, 1),
+    "qwen3-32b": Size(5120, 25600, 64, 8),
+    "gemma-2-9b": Size(3584, 14336, 16, 8, 256, "gelu_tanh"),
+    "mixtral-attention": Size(4096, 0, 32, 8),
+}
+#: Tokens of a prompt, and sequences that are decoded.
+ROWS = ("256", "1024", "4096", "16384", "d1", "d4", "d16", "d64", "d256")
+
+
+class Attention(nn.Module):
+    """Of a prompt, or of the next token of sequences behind a context."""
+
+    past: torch.Tensor
+
+    def __init__(self, size: Size, sequences: int) -> None:
+        """sequences: that are decoded; 0 for a prompt."""
+        super().__init__()
+        self.size = size
+        self.register_buffer("past", torch.randn(2, sequences, size.kv_heads, CONTEXT, size.head))
+        wide, narrow = size.heads * size.head, size.kv_heads * size.head
+        self.q_proj = nn.Linear(size.hidden, wide, bias=False)
+        self.k_proj, self.v_proj = (nn.Linear(size.hidden, narrow, bias=False) for _ in range(2))
+        self.o_proj = nn.Linear(wide, size.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o_proj(self.attend(self.q_proj(x), self.k_proj(x), self.v_proj(x)))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (-1, self.size.head)).transpose(1, 2) for each in (q, k, v))
+        decodes = self.past.shape[1] > 0
+        if decodes:
+            k, v = self.past
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=not decodes, enable_gqa=True)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+class MergedAttention(Attention):
+    """With one weight for q, k and v."""
+
+    def __init__(self, other: Attention) -> None:
+        nn.Module.__init__(self)
+        self.size, self.past, self.o_proj = other.size, other.past, other.o_proj
+        parts = (other.q_proj.weight, other.k_proj.weight, other.v_proj.weight)
+        self.rows, self.weight = [part.shape[0] for part in parts], nn.Parameter(torch.cat(parts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o_proj(self.attend(*F.linear(x, self.weight).split(self.rows, -1)))
+
+
+class MLP(nn.Module):
+    """As transformers writes it."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (
+            nn.Linear(size.hidden, size.intermediate, bias=False) for _ in range(2)
+        )
+        self.down_proj = nn.Linear(size.intermediate, size.hidden, bias=False)
+        self.act = nn.SiLU() if size.activation == "silu" else nn.GELU("tanh")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MergedMLP(nn.Module):
+    """With one weight for gate and up, and a compiled gate."""
+
+    def __init__(self, other: MLP, *, compiles: bool) -> None:
+        super().__init__()
+        self.down_proj, self.act = other.down_proj, other.act
+        self.weight = nn.Parameter(torch.cat((other.gate_proj.weight, other.up_proj.weight)))
+        self.gated: Callable[[torch.Tensor], torch.Tensor] = (
+            torch.compile(self._gated, dynamic=False) if compiles else self._gated
+        )
+
+    def _gated(self, both: torch.Tensor) -> torch.Tensor:
+        gate, up = both.chunk(2, -1)
+        return self.act(gate) * up
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.gated(F.linear(x, self.weight)))
+
+
+class Block(nn.Module):
+    """A layer with its norms and residuals."""
+
+    def __init__(self, size: Size, attention: nn.Module, mlp: nn.Module | None) -> None:
+        super().__init__()
+        self.before, self.between = nn.RMSNorm(size.hidden), nn.RMSNorm(size.hidden)
+        self.attention, self.mlp = attention, mlp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.before(x))
+        return x if self.mlp is None else x + self.mlp(self.between(x))
+
+
+def build(size: Size, place: torch.device, sequences: int) -> nn.Sequential:
+    """As users have them, in bf16."""
+    torch.manual_seed(0)
+    with place:
+        blocks = [
+            Block(size, Attention(size, sequences), MLP(size) if size.intermediate else None)
+            for _ in range(LAYERS)
+        ]
+    return nn.Sequential(*blocks).to(torch.bfloat16).eval()
+
+
+def merged(model: nn.Sequential, *, compiles: bool) -> nn.Sequential:
+    """The same layers with merged weights; compiles: their gates, where nothing else does."""
+    blocks = []
+    for block in model:
+        assert isinstance(block, Block) and isinstance(block.attention, Attention)
+        made = copy.copy(block)
+        made._modules = dict(block._modules)
+        made.attention = MergedAttention(block.attention)
+        if isinstance(block.mlp, MLP):
+            made.mlp = MergedMLP(block.mlp, compiles=compiles)
+        blocks.append(made)
+    return nn.Sequential(*blocks)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; 2 for bad input, 1 where a result is further from fp32 than torch's allows."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.layers", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--models", default=",".join(SIZES), help="default: all of %(default)s")
+    parser.add_argument(
+        "--rows", default=",".join(ROWS), help="tokens of a prompt, or dN: default %(default)s"
+    )
+    parser.add_argument("--modes", default=",".join(MODES), help="default: all of %(default)s")
+    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds")
+    parser.add_argument("--tiny", action="store_true", help="layers of a few thousand weights")
+    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
+    parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu, which is not timed")
+    options = parser.parse_args(arguments)
+    try:
+        for name, known in (("models", tuple(SIZES)), ("rows", ROWS), ("modes", MODES)):
+            setattr(options, name, chosen(getattr(options, name), known, name))
+        return run(options)
+    except TunegemmError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def run(options: argparse.Namespace) -> int:
+    """A row for each model, number of rows and mode; prints and writes them."""
+    place = torch.device(options.device)
+    results = None
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+        device = find_device(options.device)
+        results = Results(results_path(options.out, device, "layers.json"), meta(device, METHOD))
+    wrong = 0
+    for model in options.models:
+        size = SIZES[model]
+        if options.tiny:
+            size = Size(64, 96 if size.intermediate else 0, 4, 2, 16, size.activation)
+        for rows in options.rows:
+            found = measure(model, size, rows, place, options.modes, options.rounds)
+            if results is not None:
+                results.put(*found)
+            wrong += sum(not row["right"] for row in found)
+            print(*map(_brief, found), sep="\n", flush=True)
+    return 1 if wrong else 0
+
+
+def measure(
+    name: str, size: Size, rows: str, place: torch.device, modes: Sequence[str], rounds: int
+) -> list[dict[str, Any]]:
+    """A row for each mode; without times on a CPU."""
+    decodes = rows.startswith("d")
+    tokens, sequences = (1, int(rows[1:])) if decodes else (int(rows), 1)
+    model = build(size, place, sequences if decodes else 0)
+    with torch.no_grad():
+        x = torch.randn(sequences, tokens, size.hidden, device=place, dtype=torch.bfloat16)
+        expected = copy.deepcopy(model).float()(x.float())
+    fused = copy.deepcopy(model)
+    tunegemm.patch(fused, fuse=True)
+    steps: dict[tuple[str, str], Step] = {}
+    errors: dict[tuple[str, str], float] = {}
+    for mode in modes:
+        of_merged = merged(model, compiles=mode != "compile" and place.type == "cuda")
+        for library, which in (("torch", model), ("merged", of_merged), ("tunegemm", fused)):
+            make: Any = partial(_step, x)
+            step = prepare(mode, make, which, size, place, ours=library == "tunegemm")  # type: ignore[arg-type]
+            errors[mode, library] = ((step().float() - expected).norm() / expected.norm()).item()
+            steps[mode, library] = step
+    samples = interleave(steps, rounds) if place.type == "cuda" else {}
+    found = []
+    for mode in modes:
+        error, bound = errors[mode, "tunegemm"], max(_TOLERANCE * errors[mode, "torch"], 1e-6)
+        row: dict[str, Any] = {"model": name, "rows": rows, "mode": mode, "layers": LAYERS, "dtype": "bf16"}
+        row |= {"torch_error": errors[mode, "torch"], "tunegemm_error": error, "right": error <= bound}
+        found.append(row | times(samples, mode) if samples else row)
+    steps.clear()
+    torch.compiler.reset()
+    gc.collect()
+    if place.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _step(x: torch.Tensor, model: Any, size: Any, place: Any) -> Step:
+    def step() -> torch.Tensor:
+        with torch.no_grad():
+            return model(x)
+
+    return step
+
+
+def times(samples: dict[tuple[str, str], list[float]], mode: str) -> dict[str, Any]:
+    """Of samples in us, by mode and library, one a round."""
+    torchs, ours = samples[mode, "torch"], samples[mode, "tunegemm"]
+
+    def ratio(others: Sequence[float]) -> float:
+        return round(statistics.median(other / our for other, our in zip(others, ours, strict=True)), 4)
+
+    return {
+        "torch_ms": round(statistics.median(torchs) / 1e3, 4),
+        "ratio": ratio(torchs),
+        "ratio_to_merged": ratio(samples[mode, "merged"]),
+        "noise": round(aa_noise(samples[mode, AGAIN], torchs), 5),
+        "rounds": len(torchs),
+    }
+
+
+def _brief(row: dict[str, Any]) -> str:
+    words = [f"{row['model']} {row['rows']} {row['mode']}:"]
+    if "torch_ms" in row:
+        words.append(f"torch {row['torch_ms']:.3f} ms, {row['ratio']:.3f} x torch,")
+        words.append(f"{row['ratio_to_merged']:.3f} x merged (noise {100 * row['noise']:.1f} %)")
+    words.append(f"error {row['torch_error']:.2e}, tunegemm {row['tunegemm_error']:.2e}")
+    return " ".join([*words, *([] if row["right"] else ["WRONG"])])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
