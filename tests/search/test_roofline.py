@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Callable
 
 import optuna
 import pytest
+from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.testing import pytest_samplers as suite
 
 from tests.search.test_study import landscape, study_of_landscape
 from tunegemm.search import RooflineSampler
+
+#: One of each kind, and the first once more.
+NUMERICAL = (
+    FloatDistribution(-1.0, 1.0), IntDistribution(3, 9, step=2), FloatDistribution(1e-7, 1.0, log=True),
+    IntDistribution(3, 10), FloatDistribution(-10, 10, step=0.5), IntDistribution(1, 100, log=True),
+    FloatDistribution(-1.0, 1.0),
+)  # fmt: skip
 
 
 class Ours:
@@ -39,6 +48,16 @@ class TestWithTheGaussianProcess(suite.RelativeSamplerTestCase):
     def sampler(self) -> Callable[[], BaseSampler]:
         pytest.importorskip("scipy", reason="Optuna's Gaussian process needs SciPy: pip install scipy")
         return lambda: RooflineSampler(seed=0)
+
+    @pytest.mark.parametrize(("x_distribution", "y_distribution"), [*itertools.pairwise(NUMERICAL)])
+    def test_sample_relative_numerical(
+        self,
+        sampler: Callable[[], BaseSampler],
+        x_distribution: BaseDistribution,
+        y_distribution: BaseDistribution,
+    ) -> None:
+        """Each kind is both once: of all 36 pairs, which TestRelative tries, one takes some ten seconds."""
+        super().test_sample_relative_numerical(sampler, x_distribution, y_distribution)
 
 
 def test_in_a_plain_loop_it_asks_for_the_same_as_in_a_tuning() -> None:
