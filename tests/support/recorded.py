@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.measure.replay import open_replay
@@ -39,13 +40,13 @@ def fill(path: Path, shapes: Sequence[str] = SHAPES, *, each: int = 60) -> Path:
             chosen = [o for o in outcomes if o.candidate.family == "cublaslt"] + own[:: len(own) // each][
                 :each
             ]
+            stored: dict[Candidate, int] = {}
             for outcome in chosen:
                 label = families.get(outcome.candidate.family).label(outcome.candidate)
-                database.publish(problem, device, outcome, label=label)
+                stored[outcome.candidate] = database.publish(problem, device, outcome, label=label)
             best = winner(problem, [o for o in chosen if isinstance(o, Measurement)])
-            database.confirm(
-                problem, device, best, label=families.get(best.candidate.family).label(best.candidate)
-            )
+            label = families.get(best.candidate.family).label(best.candidate)
+            database.confirm(problem, device, best, label=label, stored_as=stored[best.candidate])
             for number, outcome in enumerate(own[1:4]):
                 reason = f"relative error {0.1 + number:.1f} > 0.01"
                 database.publish(problem, device, Failure(outcome.candidate, "wrong", reason))
