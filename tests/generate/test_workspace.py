@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.hopper import hopper
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
 from tunegemm.generate.workspace import MAX_WORKSPACE_BYTES, Workspace, exceeded_workspace
 from tunegemm.store.shipped import read_shipped
 
 H200 = find_device("model:h200")
-KERNEL = {
-    "schedule": "cooperative", "tile_m": 256, "tile_n": 128, "tile_k": 64, "stages": 4, "cluster_m": 1,
-    "cluster_n": 1, "epi_n": 32, "swap_ab": False, "tile_scheduler": "static",
-}  # fmt: skip
-LAUNCH = {
-    "raster_order": "along_m", "swizzle_size": 1, "ctas": "all", "split_k": 1, "reduction": "pairs",
-    "l2_hint": "none", "cluster_order": "index",
-}  # fmt: skip
 
 
 def test_lent_memory_serves_every_stream() -> None:
@@ -43,7 +35,7 @@ def test_a_candidate_that_asks_for_gigabytes_does_not_run(scheduler: str) -> Non
     """Also where the rule on splits, which is of speed, is all that objects to it."""
     problem, family = Problem.parse("65536x8192x4096"), families.get("cute_sm90")
     split = {"split_k": 8} if scheduler == "static" else {}
-    candidate = Candidate.make("cute_sm90", KERNEL | {"tile_scheduler": scheduler}, LAUNCH | split)
+    candidate = hopper({"tile_m": 256, "tile_scheduler": scheduler}, split)
     verdict = family.check(problem, candidate, H200)
     assert (verdict.rule == "workspace") == (not verdict.runs) == (scheduler == "static"), verdict
     if scheduler == "static":

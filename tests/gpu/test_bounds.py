@@ -14,6 +14,7 @@ import torch
 
 import tunegemm
 from tests.gpu.test_conformance import EXAMPLES, chosen
+from tests.support.hopper import hopper
 from tests.support.kernels import Kernels
 from tests.support.numerics import TOLERANCE, difference, kept, relative_error, room_of
 from tests.support.serving import Row, serve_with
@@ -29,14 +30,6 @@ from tunegemm.serve.planning import Planner
 
 pytestmark = pytest.mark.gpu
 
-HOPPER: dict[str, Any] = {
-    "schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 4, "cluster_m": 1,
-    "cluster_n": 1, "epi_n": 32, "swap_ab": False, "tile_scheduler": "static",
-}  # fmt: skip
-LAUNCH = {
-    "raster_order": "along_m", "swizzle_size": 2, "ctas": "all", "split_k": 1, "reduction": "pairs",
-    "l2_hint": "none", "cluster_order": "index",
-}  # fmt: skip
 SECOND = {"split_k": 4, "reduction": "second_kernel"}
 SKINNY: dict[str, Any] = {
     "tile_m": 8, "tile_n": 32, "tile_k": 256, "warps_n": 1, "warps_k": 8, "stages": 4, "vector_bytes": 16,
@@ -47,10 +40,6 @@ SKINNY: dict[str, Any] = {
 @Epilogue.custom
 def clipped(acc, bias: PerColumn, skip: Matrix):  # type: ignore[no-untyped-def]
     return minimum(maximum(acc + bias, -1.0), 1.0) + maximum(skip, acc)
-
-
-def hopper(kernel: dict[str, Any] | None = None, launch: dict[str, Any] | None = None) -> Candidate:
-    return Candidate.make("cute_sm90", HOPPER | (kernel or {}), LAUNCH | (launch or {}))
 
 
 def skinny(split_k: int = 1) -> Candidate:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.generate import test_cute_sm80, test_gluon_wgmma, test_triton_tma
+from tests.support.hopper import hopper
 from tests.support.kernels import Kernels
 from tests.support.numerics import TOLERANCE, difference, poisoned, relative_error, untouched
 from tests.support.serving import Row, forbid_torch
@@ -28,19 +29,9 @@ from tunegemm.serve.planning import Planner
 
 pytestmark = pytest.mark.gpu
 
-_HOPPER = {
-    "schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 4, "cluster_m": 1,
-    "cluster_n": 2, "epi_n": 32, "swap_ab": False, "tile_scheduler": "static",
-}  # fmt: skip
-_HOPPER_LAUNCH = {
-    "raster_order": "along_m", "swizzle_size": 2, "ctas": "all", "split_k": 1, "reduction": "pairs",
-    "l2_hint": "none", "cluster_order": "index",
-}  # fmt: skip
-HOPPER = Candidate.make("cute_sm90", _HOPPER, _HOPPER_LAUNCH)
-PINGPONG = Candidate.make("cute_sm90", _HOPPER | {"schedule": "pingpong", "cluster_n": 1}, _HOPPER_LAUNCH)
-SWAPPED = Candidate.make(
-    "cute_sm90", _HOPPER | {"tile_n": 32, "cluster_n": 1, "swap_ab": True}, _HOPPER_LAUNCH
-)
+HOPPER = hopper({"cluster_n": 2})
+PINGPONG = hopper({"schedule": "pingpong"})
+SWAPPED = hopper({"tile_n": 32, "swap_ab": True})
 AMPERE = test_cute_sm80.candidate().with_launch(**test_cute_sm80.LAUNCH)
 TRITON = test_triton_tma.candidate().with_launch(**test_triton_tma.LAUNCH)
 GLUON = test_gluon_wgmma.candidate().with_launch(**test_gluon_wgmma.LAUNCH)

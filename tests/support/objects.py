@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.support import hopper
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -42,10 +43,6 @@ class Case(NamedTuple):
 
 
 SHAPE = "4096x4096x4096"
-HOPPER: dict[str, Value] = {
-    "schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 4, "cluster_m": 1,
-    "cluster_n": 1, "epi_n": 32, "swap_ab": False, "tile_scheduler": "static",
-}  # fmt: skip
 AMPERE: dict[str, Value] = {
     "tile_m": 128, "tile_n": 128, "tile_k": 32, "stages": 3, "warps_m": 2, "warps_n": 2, "atoms_n": 2,
     "smem_swizzle": 2, "vector_bytes": 16, "ctas_per_sm": 1, "acc_dtype": "fp32",
@@ -161,7 +158,8 @@ OF_SKINNY: list[tuple[dict[str, Value], dict[str, Value]]] = [
 
 def cases() -> Iterator[Case]:
     lists = (
-        ("cute_sm90", HOPPER, OF_HOPPER), ("cute_sm80", AMPERE, OF_AMPERE), ("gluon_wgmma", GLUON, OF_GLUON),
+        ("cute_sm90", hopper.KERNEL, OF_HOPPER), ("cute_sm80", AMPERE, OF_AMPERE),
+        ("gluon_wgmma", GLUON, OF_GLUON),
         ("triton_tma", TRITON, OF_TRITON), ("skinny", SKINNY, OF_SKINNY),
     )  # fmt: skip
     for family, kernel, changes in lists:

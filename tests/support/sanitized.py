@@ -13,18 +13,17 @@ from pathlib import Path
 
 import torch
 
-from tests.gpu.test_device_layer import HOPPER
+from tests.support.hopper import hopper
 from tests.support.numerics import Case
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate
 from tunegemm.serve.operation import Operation
 
 _PINGPONG = {"schedule": "pingpong", "cluster_n": 1}
 _NARROW = {"tile_m": 64, "tile_n": 16, "epi_n": 16, "cluster_n": 1, "swap_ab": True}
 _STREAM, _SECOND = {"tile_scheduler": "stream_k"}, {"reduction": "second_kernel"}
-#: Shape, what else the problem is, what of the kernel and of its launch differs from `HOPPER`.
+#: Shape, what else the problem is, what of the kernel (`hopper`, clusters of 1x2) and of its launch differs.
 CASES = [
     ("328x520x392", {}, {}, {}),
     ("328x520x392", {"layout": "nt"}, {"cluster_m": 2, "cluster_n": 1, "tile_m": 256}, {}),
@@ -59,8 +58,7 @@ def operations(store: ArtifactStore | None = None) -> Iterator[Operation]:
     """The cases on this machine's GPU."""
     device = find_device("cuda:0")
     for shape, others, kernel, launch in CASES:
-        compiled = dict(HOPPER.compile_params) | kernel
-        candidate = Candidate.make("cute_sm90", compiled, dict(HOPPER.launch_params) | launch)
+        candidate = hopper({"cluster_n": 2} | kernel, launch)
         yield Operation(Problem.parse(shape, **others), candidate, device, store=store)  # type: ignore[arg-type]
 
 
