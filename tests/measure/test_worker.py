@@ -142,13 +142,8 @@ KILLERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "whats", [("abort", "hang-in-rounds"), pytest.param(tuple(KILLERS), marks=pytest.mark.slow)]
-)
-def test_each_killer_fails_alone_and_the_rest_is_measured(
-    worker: MeasureWorker, whats: tuple[str, ...]
-) -> None:
-    killers = {what: KILLERS[what] for what in whats}
+def test_each_killer_fails_alone_and_the_rest_is_measured(worker: MeasureWorker, thorough: bool) -> None:
+    killers = {what: KILLERS[what] for what in (KILLERS if thorough else ("abort", "hang-in-rounds"))}
     jobs = [planted("good"), *map(planted, killers), Job(TORCH_MM)]
     outcomes = [*worker.measure(PROBLEM, jobs, QUICK)]
     assert len(outcomes) == len(jobs)
