@@ -50,7 +50,7 @@ class OrderedSampler(BaseSampler):
         self._waiting: deque[Candidate] = deque()
         self._given: dict[int, Candidate] = {}
         #: What a search goes by in place of the value that the study is told.
-        self._worth: dict[Candidate, float | None] = {}
+        self._search_values: dict[Candidate, float | None] = {}
 
     def prepare(self, count: int) -> list[Candidate]:
         """The candidates of the next trials, at most `count`, as far as no value is needed before."""
@@ -58,9 +58,9 @@ class OrderedSampler(BaseSampler):
             self._waiting.extend(self._order.ask(count))
         return list(self._waiting)[:count]
 
-    def expect(self, candidate: Candidate, worth: float | None) -> None:
+    def expect(self, candidate: Candidate, search_value: float | None) -> None:
         """What the search is to go by when the candidate's trial is told."""
-        self._worth[candidate] = worth
+        self._search_values[candidate] = search_value
 
     @functools.cached_property
     def _beyond(self) -> BaseSampler:
@@ -100,11 +100,11 @@ class OrderedSampler(BaseSampler):
             self._beyond.after_trial(study, trial, state, values)
             return
         told = values[0] if values and state == TrialState.COMPLETE else None
-        self._order.tell(candidate, self._worth.pop(candidate, told))
+        self._order.tell(candidate, self._search_values.pop(candidate, told))
 
     def __getstate__(self) -> Mapping[str, Any]:
         """Without the order, which knows kernels of this process: a study that is kept needs it no more."""
-        lost: dict[str, Any] = {"_order": None, "_waiting": deque(), "_given": {}, "_worth": {}}
+        lost: dict[str, Any] = {"_order": None, "_waiting": deque(), "_given": {}, "_search_values": {}}
         return self.__dict__ | lost | {"_make_beyond": functools.partial(explorer, None)}
 
 

@@ -120,24 +120,24 @@ class ProblemStudy:
             self._running[candidate] = trial, self._order.stage_of(candidate)
         return batch
 
-    def tell(self, candidate: Candidate, worth: float | None, told: Told | None = None) -> None:
+    def tell(self, candidate: Candidate, search_value: float | None, told: Told | None = None) -> None:
         """What came of a candidate, also of one that nobody asked for.
 
-        worth: what the search goes by. told: what was measured; by default the same. A candidate may be told
-        anew: then the search learns it, and its trial stays as it was measured.
+        search_value: what the search goes by. told: what was measured; by default the same. A candidate may
+        be told anew: then the search learns it, and its trial stays as it was measured.
         """
-        told = told or Told(worth)
+        told = told or Told(search_value)
         if candidate in self._running:
             trial, stage = self._running.pop(candidate)
             self._done.add(candidate)
             for name, value in self._attributes(candidate, stage, told).items():
                 trial.set_user_attr(name, value)
-            self._sampler.expect(candidate, worth)
+            self._sampler.expect(candidate, search_value)
             self.study.tell(trial, told.ratio, state=None if told.ratio is not None else _states().FAIL)
             return
         if candidate not in self._done:
             self.add(candidate, told, self._order.stage_of(candidate))
-        self._order.tell(candidate, worth)
+        self._order.tell(candidate, search_value)
 
     def add(self, candidate: Candidate, told: Told, stage: str) -> None:
         """A finished trial that nobody asked for: a known result, or one of the final race."""

@@ -49,8 +49,7 @@ class Lookup:
         """
         problems: key and fields of each. records: keys of problem, fingerprint and candidate, ratio, hash of
         the kernel sources, the method of the measurement, whether it is confirmed, the relative error of the
-        measurement. fingerprints: digest and
-        fields by key. candidates: JSON and digest by key.
+        measurement. fingerprints: digest and fields by key. candidates: JSON and digest by key.
         """
         self._keys = {tuple(row[1:]): row[0] for row in problems}
         self._records: dict[int, list[tuple[Any, ...]]] = {}

@@ -362,8 +362,8 @@ class Tuner:
 
 def _tell(search: ProblemStudy, run: Run, found: Iterable[Outcome]) -> None:
     found = list(found)
-    for outcome, (candidate, worth) in zip(found, run.search_values(found), strict=True):
-        search.tell(candidate, worth, told_from(outcome, evidence_word(outcome, "screen")))
+    for outcome, (candidate, value) in zip(found, run.search_values(found), strict=True):
+        search.tell(candidate, value, told_from(outcome, evidence_word(outcome, "screen")))
 
 
 @named_arguments
