@@ -162,36 +162,42 @@ class Shared:
             or any(other.requires_grad for other in others)
         )
 
+    def is_missed(self, form: Form, x: Any) -> bool:
+        """Whether there is no kernel, as far as is known: all that a fall-back to torch costs more."""
+        if self._right is None or type(x) not in PLAIN:
+            return True
+        if (form, x.numel()) in self._misses:
+            planner = api.dispatcher.planner
+            if self._state is planner.state and time.monotonic() < planner.next_look:
+                return True
+            self._misses.clear()
+        return False
+
     def product(self, form: Form, x: Any, *others: torch.Tensor) -> torch.Tensor | None:
         """What the form makes of x and all weights, by one kernel, below autograd; None where there is none.
 
         form: of BELOW_AUTOGRAD; others: what its epilogue takes after the bias.
         """
-        if self._right is None or type(x) not in PLAIN:
+        if self.is_missed(form, x):
             return None
-        planner = api.dispatcher.planner
-        asked = form, x.numel()
-        if asked in self._misses:
-            if self._state is planner.state and time.monotonic() < planner.next_look:
-                return None
-            self._misses.clear()
         if not self.is_in_place() or any_autocast() or dispatch_modes() or is_transformed() or x.ndim < 2:
             return None
         result: torch.Tensor | None = api.dispatcher.fused(form, x, self._right, (*self._bias, *others))
+        planner = api.dispatcher.planner
         if result is None and planner.next_look:
             if self._state is not planner.state or len(self._misses) >= _MAX_MISSES:
                 self._misses.clear()
             self._state = planner.state
-            self._misses.add(asked)
+            self._misses.add((form, x.numel()))
         return result
 
     def parts(self, x: Any) -> Sequence[torch.Tensor] | None:
         """The result of each layer, as views of one product; None where no kernel computes that."""
+        right = self._right
         whole = self.product(PLAIN_FORMS[len(self._bias)], x)
         if whole is None:
             return None
         if self.trains(x):
-            right = self._right
             return Joined.apply(whole, x, right, *self.parameters("weight"), *self.parameters("bias"))
         return torch.unsafe_split_with_sizes(whole, self.rows, -1)
 

@@ -14,11 +14,10 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from tunegemm.describe.epilogue import GATED
 from tunegemm.serve.forms import BELOW_AUTOGRAD, form_of
-from tunegemm.serve.torch.layers.shared import Shared
+from tunegemm.serve.torch.layers.shared import PLAIN_FORMS, Shared
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
-_is_compiling = torch.compiler.is_compiling
 _GATE_OF = {activation: gate for gate, activation in GATED.items()}
 
 
@@ -33,19 +32,18 @@ class Step:
         self.shared, self.activation = shared, activation
         has_bias = bool(shared.parameters("bias"))
         self.form = form_of(BELOW_AUTOGRAD, "+".join(["bias_n"] * has_bias + [steps]))
+        self._known: tuple[Any, ...] = shared.layers
+        if isinstance(activation, torch.nn.Module):
+            self._known = (*self._known, activation)
 
-    def _is_as_it_was(self, *modules: Any) -> bool:
-        """Whether forward still calls the modules that it did, and nobody listens to them."""
-        known: tuple[Any, ...] = self.shared.layers
-        if isinstance(self.activation, torch.nn.Module):
-            known = (*known, self.activation)
-        return (
-            not _is_compiling()
-            and not _has_any_global_hook()
-            and all(
-                module is one and not has_hooks(module) for module, one in zip(modules, known, strict=True)
-            )
-        )
+    def may_run(self, x: Any, *modules: Any) -> bool:
+        """Whether a kernel may be known, and forward calls the modules that it did, without hooks on them."""
+        if self.shared.is_missed(self.form, x) or modules != self._known or _has_any_global_hook():
+            return False
+        for module in modules:  # noqa: SIM110 - a generator would cost as much as all else here
+            if has_hooks(module):
+                return False
+        return True
 
 
 class Gated(Step):
@@ -53,6 +51,8 @@ class Gated(Step):
 
     def __init__(self, shared: Shared, activation: Activation, name: str) -> None:
         super().__init__(shared, _GATE_OF[name], activation)
+        if not shared.in_turns:
+            self.form = PLAIN_FORMS[bool(shared.parameters("bias"))]
         self.says = f"one product with its gate, {name}"
         if not shared.in_turns:
             self.says = f"one product, the results as views; {name} and the product with it are torch's"
@@ -62,7 +62,7 @@ class Gated(Step):
         shared = self.shared
         activation = given[0] if given else self.activation
         assert activation is not None
-        if self._is_as_it_was(gate, up, *given):
+        if self.may_run(x, gate, up, *given):
             if not shared.in_turns:  # as for training: the activation's own gradient is torch's
                 parts = shared.parts(x)
                 if parts is not None:
@@ -84,7 +84,7 @@ class Activated(Step):
     def __call__(self, layer: Any, x: Any, *given: Activation) -> torch.Tensor:
         activation = given[0] if given else self.activation
         assert activation is not None
-        if self._is_as_it_was(layer, *given) and not self.shared.trains(x):
+        if self.may_run(x, layer, *given) and not self.shared.trains(x):
             result = _anew(self.shared).product(self.form, x)
             if result is not None:
                 return result
@@ -100,7 +100,7 @@ class Added(Step):
         super().__init__(shared, "residual")
 
     def __call__(self, layer: Any, x: Any, stream: Any) -> torch.Tensor:
-        if self._is_as_it_was(layer) and isinstance(stream, torch.Tensor):
+        if self.may_run(x, layer) and isinstance(stream, torch.Tensor):
             shared = self.shared
             if not shared.trains(x, stream):
                 result = _anew(shared).product(self.form, x, stream)
