@@ -95,7 +95,8 @@ def candidate(family: str, chosen: Mapping[str, Value]) -> Candidate:
         if name not in known:
             raise SpaceError(f"{family} has no parameter {name!r}; it has {', '.join(known)}")
         if (allowed := families.expected(family, name, value)) is not None:
-            raise SpaceError(f"{family}: {name}={value}; {allowed}")
+            written = str(value).lower() if isinstance(value, bool) else value  # as on a command line
+            raise SpaceError(f"{family}: {name}={written}; {allowed}")
     whole = {name: chosen.get(name, values[0]) for name, values in known.items()}
     return Candidate.make(
         family,
