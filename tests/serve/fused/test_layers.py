@@ -404,6 +404,20 @@ def test_hooks_that_come_later_fire(serve, kernel):
     assert fired == ["attention.k", "mlp.w1", "mlp.activation", "plain.up"]
 
 
+def test_a_forward_that_somebody_put_into_a_layer_is_called(serve):
+    model, plain = made(), made()
+    fuse(model)
+    for each in (model, plain):
+        for layer in (each.mlp.w3, each.plain.up):
+            layer.forward = lambda x, forward=layer.forward: forward(x) + 1
+    serve()
+    with torch.no_grad():
+        close(model(given()), plain(given()), TOLERANCE)
+    again = made()
+    again.mlp.w1.forward = again.mlp.w1.forward
+    assert "mlp.{w1,w3}" not in fused(fuse(again))
+
+
 def test_what_takes_a_layers_place_is_called(serve):
     class Adapter(nn.Module):
         def __init__(self, base: nn.Module) -> None:

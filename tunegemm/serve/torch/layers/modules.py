@@ -91,7 +91,8 @@ def fuse_methods(module: torch.nn.Module) -> list[tuple[Match, Step | str]]:
     methods: list[str] = []
     found: list[tuple[Match, Step | str]] = []
     for method in _METHODS:
-        graph = traced(module, method) if hasattr(cls, method) else None
+        is_own = hasattr(cls, method) and method not in module.__dict__  # where somebody has put another
+        graph = traced(module, method) if is_own else None
         if graph is None:
             continue
         steps: list[Step] = []

@@ -117,10 +117,11 @@ def _anew(shared: Shared) -> Shared:
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether somebody is called with what the module is called with, or gives."""
+    """Whether somebody is called with what the module is called with, or gives, or instead of it."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
+        or "forward" in module.__dict__  # as accelerate has its hooks
     )
