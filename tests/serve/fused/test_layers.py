@@ -540,12 +540,17 @@ def test_what_forward_does_otherwise_is_not_replaced():
             with torch.no_grad():
                 return super().forward(x)
 
+    class Casting(Gates):
+        def forward(self, x):  # type: ignore[no-untyped-def]
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x)
+
     class Trains(Gates):
         def forward(self, x):  # type: ignore[no-untyped-def]
             x = super().forward(x)
             return x * 2 if self.training else x
 
-    for cls in (Branches, Twice, Counting, Switching, Trains):
+    for cls in (Branches, Twice, Counting, Switching, Casting, Trains):
         model = made(cls)
         before = dict(vars(model))
         assert not any("gate" in line.why for line in fuse(model)), cls.__name__

@@ -29,6 +29,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
 }
+_DEVICES = ("cpu", "cuda")
 _TIMES = (operator.mul, torch.mul, "mul")
 _PLUS = (operator.add, torch.add, "add")
 
@@ -82,7 +83,21 @@ class _Tracer(fx.Tracer):
 
 
 def _modes() -> tuple[bool, ...]:
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._is_any_autocast_enabled()
+    casts = (torch.is_autocast_enabled(device) for device in _DEVICES)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *casts
+
+
+@contextmanager
+def _casting(enabled: bool) -> Iterator[None]:
+    """Autocast, where what switches it off can be seen."""
+    before = [torch.is_autocast_enabled(device) for device in _DEVICES]
+    for device in _DEVICES:
+        torch.set_autocast_enabled(device, enabled)
+    try:
+        yield
+    finally:
+        for device, was in zip(_DEVICES, before, strict=True):
+            torch.set_autocast_enabled(device, was)
 
 
 def traced(module: torch.nn.Module, method: str) -> fx.Graph | None:
@@ -93,11 +108,11 @@ def traced(module: torch.nn.Module, method: str) -> fx.Graph | None:
         with _unchanged(module) as before:
             module.training = before["training"] = mode
             try:
-                with torch.set_grad_enabled(mode):
+                with torch.set_grad_enabled(mode), _casting(mode):
                     graphs.append(_Tracer(method).trace(module))
             except Exception:  # whatever somebody's code does with what is no tensor
                 return None
-            if module.__dict__ != before and _changed(module, before):
+            if _changed(module, before):
                 return None
     return graphs[0] if str(graphs[0]) == str(graphs[1]) else None
 
