@@ -6,7 +6,8 @@ Multiplies 20 weights that have shipped records with random numbers of rows, und
 process, and writes results/GPU/ragged.json: a row for each policy. `device_mib` and `host_mib` are what the
 process holds more at the end than after each weight was multiplied once, with the kernels that it has loaded
 meanwhile (`kernels`); `grown_mib` is what it holds more after as many other numbers of rows. `plan_us` is the
-host's time of a first product (median), `again_us` and `torch_us` that of products met before, and of torch.
+host's time of a first product (median); `fall_backs` is how many of the last 200 products have no kernel, and
+`fall_back_us` and `torch_us` the host's time of those when met again, and of torch's own call, in turns.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tunegemm.describe.device import Device, find_device
 from tunegemm.errors import TunegemmError, TunegemmWarning
 
 WEIGHTS, NUMBERS, MOST_ROWS = 20, 5000, 4096
+TURNS = 20
 METHOD = (
     f"{WEIGHTS} weights of shipped bf16 records drawn by chance, rows from 1 to {MOST_ROWS} log-uniform, all "
     "policies in one process; memory of torch's allocator and resident memory after garbage collection"
@@ -75,8 +77,7 @@ def run(device: Device, numbers: int, results: Results) -> None:
             first = memory()
             others = [(index, round(2 ** rng.uniform(0, 12))) for index, _ in calls]
             multiply(tensors, others)
-            again = multiply(tensors, calls[-200:])
-            plain = multiply(tensors, calls[-200:], torch.nn.functional.linear)
+            ours, torchs = fall_backs(tensors, calls[-200:])
             plans = tunegemm.serve.api.dispatcher.planner.state.plans
             served = sum(plan is not None for plan in plans.values())
         said = Counter(str(one.message).split(" x ")[0] for one in caught)
@@ -89,8 +90,12 @@ def run(device: Device, numbers: int, results: Results) -> None:
             "grown_mib": round((held[1] - first[1]) / 2**20, 1),
             "kernels": len(kept),
             "plan_us": round(statistics.median(times), 1),
-            "again_us": round(statistics.median(again), 2), "torch_us": round(statistics.median(plain), 2),
+            "fall_backs": len(ours),
         }  # fmt: skip
+        if ours:
+            row["fall_back_us"], row["torch_us"] = (
+                round(statistics.median(ours), 2), round(statistics.median(torchs), 2)
+            )  # fmt: skip
         print(row, flush=True)
         results.put(row)
 
@@ -134,6 +139,26 @@ def multiply(tensors: list[Any], calls: list[tuple[int, int]], by: Any = None) -
             if number % 16 == 0:
                 torch.cuda.synchronize()
     return times
+
+
+def fall_backs(tensors: list[Any], calls: list[tuple[int, int]]) -> tuple[list[float], list[float]]:
+    """The host's microseconds of products without a kernel, and of torch's own call, for each its median."""
+    import torch
+
+    import tunegemm
+
+    dispatcher = tunegemm.serve.api.dispatcher
+    found: tuple[list[float], list[float]] = ([], [])
+    for index, m in dict.fromkeys(calls):
+        call, weight = [(index, m)] * TURNS, tensors[index]
+        x = torch.zeros(m, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        with torch.inference_mode():
+            if dispatcher.below_autograd(x, weight.t()) is not None:
+                continue
+        multiply(tensors, call)  # its plan is there
+        for times, by in zip(found, (tunegemm.linear, torch.nn.functional.linear), strict=True):
+            times.append(statistics.median(multiply(tensors, call, by)))
+    return found
 
 
 def memory() -> tuple[int, int]:
