@@ -223,12 +223,12 @@ def test_the_file_is_small() -> None:
 
 
 def test_planning_a_new_shape_is_quick(device: Device) -> None:
-    """Under a millisecond on a core of its own (0.8 ms on the two-core machine of the checks); here five."""
+    """Of processor time, as other tests run beside: some 1.7 ms on a machine of two cores; here five."""
     problems = odd_problems(60, seed=9)
     outlook(problems[0], device)
     taken = []
     for problem in problems:
-        start = time.perf_counter()
+        start = time.thread_time()
         outlook(problem, device)
-        taken.append(time.perf_counter() - start)
+        taken.append(time.thread_time() - start)
     assert sorted(taken)[len(taken) // 4] < 5e-3
