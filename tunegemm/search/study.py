@@ -267,8 +267,7 @@ def importances(trials: optuna.Study | Sequence[optuna.trial.FrozenTrial]) -> di
         families.setdefault(trial.params[FAMILY], []).append(trial)
     found = {}
     for family, done in families.items():
-        own = _alike(done)
-        if len(done) >= FEWEST_TRIALS and own.get_trials(deepcopy=False)[0].params:
+        if len(done) >= FEWEST_TRIALS and (own := _alike(done)).get_trials(deepcopy=False)[0].params:
             evaluator = optuna.importance.PedAnovaImportanceEvaluator()
             with quiet_optuna():
                 found[family] = optuna.importance.get_param_importances(own, evaluator=evaluator)
