@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,20 +123,36 @@ a @ a
 SENT = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGRTMIN]
 
 
-def recorded_group(folder: Path, text: str) -> subprocess.Popen[bytes]:
-    """`tunegemm record` in a process group of its own, once its program is ready."""
-    run = subprocess.Popen(
-        [*TUNEGEMM, "record", "--", sys.executable, script(folder, text)],
-        cwd=folder, stderr=subprocess.PIPE, start_new_session=True, env=os.environ | {"TMPDIR": str(folder)},
-    )  # fmt: skip
-    until((folder / "ready").exists)
-    return run
+Recorded = Callable[[str], subprocess.Popen[bytes]]
 
 
-def test_a_program_gets_each_signal_once_and_its_recording_is_kept(tmp_path: Path) -> None:
+@pytest.fixture
+def recorded_group(tmp_path: Path) -> Iterator[Recorded]:
+    """`tunegemm record` in a process group of its own, its program ready; no process outlives a test."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(text: str) -> subprocess.Popen[bytes]:
+        run = subprocess.Popen(
+            [*TUNEGEMM, "record", "--", sys.executable, script(tmp_path, text)], cwd=tmp_path,
+            stderr=subprocess.PIPE, start_new_session=True, env=os.environ | {"TMPDIR": str(tmp_path)},
+        )  # fmt: skip
+        started.append(run)
+        until((tmp_path / "ready").exists)
+        return run
+
+    yield start
+    for run in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+        run.communicate()
+
+
+def test_a_program_gets_each_signal_once_and_its_recording_is_kept(
+    tmp_path: Path, recorded_group: Recorded
+) -> None:
     """Those sent to the group, and those sent to `tunegemm record` alone."""
     (tmp_path / "numbers").write_text(" ".join(str(int(number)) for number in SENT))
-    run, sent = recorded_group(tmp_path, COUNTING), []
+    run, sent = recorded_group(COUNTING), []
 
     def heard() -> list[int]:
         return [int(line) for line in (tmp_path / "heard").read_text().split()]
@@ -145,7 +162,7 @@ def test_a_program_gets_each_signal_once_and_its_recording_is_kept(tmp_path: Pat
             send(run.pid, number)
             sent.append(int(number))
             until(lambda: len(heard()) >= len(sent), seconds=20)
-            time.sleep(0.2)
+            time.sleep(0.2)  # a second delivery, which must not come, would come now
     time.sleep(1.5)  # longer than it waits to hand a signal on
     assert heard() == sent
     (tmp_path / "end").touch()
@@ -154,9 +171,9 @@ def test_a_program_gets_each_signal_once_and_its_recording_is_kept(tmp_path: Pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
-def test_a_group_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_group_that_is_ended(tmp_path: Path, recorded_group: Recorded, number: signal.Signals) -> None:
     """By a signal that the program does not handle, and once more while its recording is written."""
-    run = recorded_group(tmp_path, PROGRAM.replace("sys.argv[1]", "2") + WAITING)
+    run = recorded_group(PROGRAM.replace("sys.argv[1]", "2") + WAITING)
     until(lambda: any(calls(part) for part in tmp_path.glob("tunegemm-record-*/[!.]*.json")))
     os.killpg(run.pid, number)
     for _ in range(20):
@@ -164,7 +181,7 @@ def test_a_group_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
             break
         with contextlib.suppress(ProcessLookupError):
             os.killpg(run.pid, number)
-        time.sleep(0.05)
+        time.sleep(0.05)  # signals that come too close are one
     run.communicate(timeout=60)
     # The program's code (Python's own after SIGINT is 130), unless all was written when the last signal came.
     assert run.returncode in (128 + number, -number)

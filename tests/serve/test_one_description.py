@@ -127,11 +127,10 @@ def scaled() -> Iterator[Case]:
             call = partial(function, a, b, recipe[0], recipe[2], out_dtype=BF16, **words)
             is_ours = function is tunegemm.scaled_mm
             yield Case(f"scaled_mm {is_ours} {how}", call, text if is_ours else torchs)
-        if hasattr(functional, "scaled_mm"):
-            public = partial(functional.scaled_mm, a, b, *recipe, output_dtype=BF16, **words)
-            yield Case(f"functional.scaled_mm {how}", public, torchs)
-            own = partial(functional.scaled_mm, a, b, *recipe, output_dtype=None, **words)
-            yield Case(f"functional.scaled_mm into fp8 {how}", own, torchs)
+        public = partial(functional.scaled_mm, a, b, *recipe, output_dtype=BF16, **words)
+        yield Case(f"functional.scaled_mm {how}", public, torchs)
+        own = partial(functional.scaled_mm, a, b, *recipe, output_dtype=None, **words)
+        yield Case(f"functional.scaled_mm into fp8 {how}", own, torchs)
     a, b = matrix(M, K, dtype=FP8[0]), matrix(K, N, dtype=FP8[0], transposed=True)
     into = partial(torch._scaled_mm, a, b, tensor, tensor, out_dtype=torch.float32)
     yield Case("into fp32", into, "scale_tensor")
@@ -222,7 +221,6 @@ def test_it_is_recorded_as_what_it_asks_for(group, serve, monkeypatch, tmp_path:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.skipif(not hasattr(functional, "scaled_mm"), reason="public since torch 2.10")
 class TestPublicScaledMm:
     """`torch.nn.functional.scaled_mm`, beyond what is recorded of it above."""
 

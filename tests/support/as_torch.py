@@ -211,8 +211,7 @@ def compare(
     most: how many, about, by default all. cast: under autocast to bf16.
 
     Values of samples reach 9, and attention takes the exponential of its first product: there the rounding of
-    operands to tf32 alone changes results by 0.9 %, and that to bf16 by 6.5 %. So its queries are divided by
-    9, which leaves 0.2 and 1.2 %.
+    operands to tf32 or bf16 alone changes results by more than `BOUNDS`. So its queries are divided by 9.
     """
     found = Comparison(kernel)
     samples = list(op.sample_inputs(device, dtype, requires_grad=False))

@@ -28,7 +28,8 @@ class Operator:
     absorbs: tuple[tuple[str, ...], ...] = ()
     """The steps that it may compute along with the product."""
     refusal: str = ""
-    """Why `tunegemm.enable` leaves it to torch; empty where it serves it. All of them are recorded."""
+    """Why `tunegemm.enable` does not serve it, so that torch computes it; empty where it is served.
+    `tunegemm.record` records it either way."""
 
     @property
     def served(self) -> bool:

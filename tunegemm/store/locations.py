@@ -44,7 +44,7 @@ def user_location() -> Path:
 
 
 def _found() -> Path | None:
-    """The database in the working directory, whoever's it is."""
+    """The database in the working directory, also where another user owns it; None without one."""
     try:
         here = Path.cwd() / _FILE_NAME
         return here if here.is_file() else None

@@ -398,9 +398,9 @@ def tune(
     `note` what was not done, `study` the search as an Optuna study. Ctrl-C ends it early: `interrupted` says
     so.
 
-    Raises ProblemError for what is no product or does not fit the device, SpaceError for a family, effort,
-    trials, budget, seed or sampler that is not one, DeviceError for a device that is not there, StudyError
-    for a study that cannot be kept there.
+    Raises ProblemError for an invalid problem, and for operands that the device's memory cannot hold;
+    SpaceError for an unknown family, effort or sampler, and for trials, a budget or a seed out of range;
+    DeviceError for a missing device; StudyError for a study that cannot be stored in that place.
     """
     extras.require("tune")
     from tunegemm.store import Database
