@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.epilogues import eager
 from benchmarks.peers import measure, tuned_seconds
 from benchmarks.results import Results, meta, peers_table, ratio, results_path
 from tunegemm.describe.device import find_device
@@ -83,10 +82,14 @@ def _problem(kind: str, shape: str) -> Problem:
 def run(problems: list[Problem], device: Device, options: argparse.Namespace) -> None:
     """Tunes and times every product, writes the file and prints the table and the means."""
     from benchmarks.interleave import METHOD
-    from benchmarks.providers import Options, family_best
+    from benchmarks.providers import Contender, Options, family_best
+    from tunegemm.generate.cublaslt.eager import torch_mm
     from tunegemm.measure.backend import CudaBackend
     from tunegemm.store import Database
     from tunegemm.tuning.tuner import Tuner
+
+    def eager(problem: Problem, _: Device, __: Options) -> list[Contender]:
+        return [Contender(torch_mm(problem))]
 
     providers: dict[str, Provider] = {"torch": eager, "tunegemm_cute": family_best("cute_sm90")}
     results = Results(results_path(options.out, device, "dtypes.json"), meta(device, METHOD))

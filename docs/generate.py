@@ -19,30 +19,23 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.tables.batches import batch_invariance, class_order, class_splits, decode_bits
-from benchmarks.tables.families import families, family_figures
+from benchmarks.tables.batches import batch_invariance, class_order, class_splits
 from benchmarks.tables.peers import even_rows, peers, peers_odd, summary
-from benchmarks.tables.power import power_cap, power_cap_kinds
 from benchmarks.tables.programs import (
     campaign,
     clients,
-    decode,
     dispatch,
     dtypes,
-    epilogues,
     first_use,
     first_use_kinds,
     kinds,
-    other_dsl,
     quality,
     search,
     selector,
-    skinny,
     tuning_many,
     tuning_time,
 )
@@ -187,7 +180,6 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "first-use": first_use,
     "first-use-kinds": first_use_kinds,
     "kinds": kinds,
-    "other-dsl": other_dsl,
     "tuning-time": tuning_time,
     "tuning-many": tuning_many,
     "quality": quality,
@@ -195,26 +187,15 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "campaign": campaign,
     "clients": clients,
     "dtypes": dtypes,
-    "epilogues": epilogues,
     "dispatch": dispatch,
-    "decode": decode,
     "selector": selector,
-    "skinny": skinny,
     "batch-invariance": batch_invariance,
-    "decode-bits": decode_bits,
     "class-order": class_order,
     "class-splits": class_splits,
-    "power-cap": power_cap,
-    "power-cap-kinds": power_cap_kinds,
     "cli": cli,
     "labels": labels,
     "sample": sample,
     "shipped": shipped,
-    "families": families,
-    **{
-        f"family-{name}": partial(family_figures, name)
-        for name in ("cute_sm90", "gluon_wgmma", "triton_tma", "cute_sm80")
-    },
     "seed-000": seed_000,
     "seed-001": seed_001,
     "seed-003": seed_003,
@@ -226,18 +207,17 @@ def figures(results: Path = RESULTS) -> dict[Path, bytes]:
     """Content of each figure that is drawn of a result file, by its path."""
     found = {}
     for out, name in (
-        ("products.svg", "peers.json"), ("families.svg", "families.json"), ("seed-004.svg", "seed-004.json"),
+        ("products.svg", "peers.json"), ("seed-004.svg", "seed-004.json"),
         ("selector.svg", "selector.json"), (f"selector{OF_H100}.svg", "selector.json"),
         ("first-use.svg", "first_use.json"), (f"first-use{OF_H100}.svg", "first_use.json"),
     ):  # fmt: skip
         kind = out.removesuffix(".svg")
         if (data := load(results_of(kind, results), name)) is not None:
             from benchmarks import figures
-            from benchmarks.families import draw
 
             rows = even_rows(data["rows"]) if out == "products.svg" else data["rows"]
             kinds = {
-                "products": figures.products, "families": draw, "selector": figures.predicted,
+                "products": figures.products, "selector": figures.predicted,
                 "first-use": figures.first_uses,
             }  # fmt: skip
             drawn = kinds.get(kind.removesuffix(OF_H100), figures.sweep_over_k)

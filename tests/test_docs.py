@@ -50,7 +50,7 @@ def test_every_block_is_in_one_document(generate: ModuleType) -> None:
 
 def test_the_figures_are_current(generate: ModuleType) -> None:
     figures = generate.figures()
-    names = {"products", "families", "seed-004", "selector", "selector-h100", "first-use", "first-use-h100"}
+    names = {"products", "seed-004", "selector", "selector-h100", "first-use", "first-use-h100"}
     assert {path.name for path in figures} == {f"{name}.svg" for name in names}
     for path, content in figures.items():
         assert path.read_bytes() == content, f"{path.name} is out of date; run `make docs`"
@@ -80,8 +80,7 @@ def timed(**medians: float | None) -> dict[str, Any]:
 def write_peers(folder: Path, *rows: dict[str, Any]) -> None:
     packages = {"torch": "2.11.0", "cuda": "13.0"}
     meta = {"gpu": "Some GPU", "driver": "580.1", "date": "2026-11-20T12:00:00+00:00", "packages": packages}
-    for name in ("peers.json", "families.json"):
-        (folder / name).write_text(json.dumps({"rows": rows, "meta": meta}))
+    (folder / "peers.json").write_text(json.dumps({"rows": rows, "meta": meta}))
 
 
 def row(m: int, n: int, k: int, providers: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -138,14 +137,6 @@ class TestBlocks:
         )
         assert "| M = 16 | 1 | 3 | 0.500 | 0.500 (16x64x32) | 2.000 | 2.000 (16x64x32) |  |  |" in table
         assert "Of the Triton kernel's 1 products 0 have rows with other bits." in table
-        decoded = {"mode": "eager", "sequences": 4, "steps_per_s": 812.4, "ratio": 1.1, "noise": 0.01}
-        decoded |= {"differing_logits": 0, "fastest_differing_logits": 7, "torch_differing_logits": 9}
-        decoded |= {"ratio_to_fastest": 0.98, "ratio_to_usual": None, "first_difference": ""}
-        decoded |= {"torch_first_difference": "model.layers.0.self_attn.q_proj (5 of 8)"}
-        (tmp_path / "decode_bits.json").write_text(json.dumps({"rows": [decoded], "meta": {}}))
-        table = generate.decode_bits(tmp_path)
-        assert "| eager | 4 | 0 | 7 | 9 | 812 | 1.100 | 0.980 |  | 1.0 % |" in table
-        assert table.endswith("Under torch the first to differ is `model.layers.0.self_attn.q_proj`.")
 
     def test_no_loss_is_said_only_where_tunegemm_ran(self, generate: ModuleType, tmp_path: Path) -> None:
         write_peers(tmp_path, row(8, 8, 8, timed(torch=2.0, tunegemm=1.0)))
@@ -160,9 +151,7 @@ class TestBlocks:
         assert "Where tunegemm loses: 16x8x8 (torch: 11.1 % faster)." in text
         assert "Behind a peer by less than the noise: 8x8x8 (torch: 0.5 % faster)." in text
         assert "than the record, by more than the noise: 16x8x8 (triton_tma: 11.1 %)." in text
-        assert "triton_tma" not in text.split("Slower than")[0], (
-            "a column of its own is in results/families.md"
-        )
+        assert "triton_tma" not in text.split("Slower than")[0], "it has no column of its own"
 
     def test_odd_shapes_have_their_own_table(self, generate: ModuleType, tmp_path: Path) -> None:
         write_peers(
@@ -224,7 +213,7 @@ class TestBlocks:
         assert "| compiled before | steady state | 1 | 5.5 | 5.5 |" in table
         assert "meanwhile" not in table
 
-    def test_clients_and_decode(self, generate: ModuleType, tmp_path: Path) -> None:
+    def test_clients(self, generate: ModuleType, tmp_path: Path) -> None:
         shared = {
             "layers": 2,
             "torch_us": 2000.0,
@@ -243,12 +232,6 @@ class TestBlocks:
         assert "| prefill, eager | 2 | 2.000 | 1.900 | 1.050 | 0.4 % | 1.00e-02 | 9.00e-03 |" in text
         assert "| prefill, max-autotune | 2 | 2.000 |  |  | 0.4 % | 1.00e-02 |  |" in text
         assert text.endswith("more than the noise: prefill graph (0.990).")
-        rows = [
-            {"n": 8, "k": 4, "outcome": outcome, "ratio": ratio}
-            for outcome, ratio in (("hit", 1.0), ("near", 1.21), ("near", 1.0), ("miss", 0.98))
-        ]
-        (tmp_path / "decode.json").write_text(json.dumps({"meta": {}, "rows": rows}))
-        assert "| 8x4 | 1 | 2 | 1 | 1.044 | 1.100 | 1 | 0.980 |" in generate.decode(tmp_path)
 
     def test_every_command_is_listed(self, generate: ModuleType, tmp_path: Path) -> None:
         text = generate.cli(tmp_path)

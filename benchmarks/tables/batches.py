@@ -64,33 +64,6 @@ def _by(rows: Sequence[dict[str, Any]], name: Any) -> dict[str, list[dict[str, A
     return groups
 
 
-def decode_bits(results: Path) -> str:
-    """A decode at several numbers of sequences: logits that differ, and steps a second."""
-    data = load(results, "decode_bits.json")
-    if data is None:
-        return not_measured(results, "decode_bits.json")
-    header = [
-        "mode", "sequences", "logits with other bits", "by `fastest`", "by torch", "steps/s", "times torch",
-        "times `fastest`", "times transformers' own", "noise",
-    ]  # fmt: skip
-    lines = []
-    for row in data["rows"]:
-        counts = [row[f"{who}differing_logits"] for who in ("", "fastest_", "torch_")]
-        ratios = [row[name] for name in ("ratio", "ratio_to_fastest", "ratio_to_usual")]
-        cells = [row["mode"], str(row["sequences"]), *map(str, counts), f"{row['steps_per_s']:.0f}"]
-        cells += ["" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
-        lines.append([*cells, f"{100 * row['noise']:.1f} %"])
-    said = []
-    for who, name in (("first_difference", "batch_invariant"), ("torch_first_difference", "torch")):
-        firsts = dict.fromkeys(str(row[who]).partition(" (")[0] for row in data["rows"] if row.get(who))
-        said += [f"Under {name} the first to differ is {', '.join(f'`{one}`' for one in firsts)}."] * bool(
-            firsts
-        )
-    return "\n\n".join(
-        filter(None, [machine_line(data["meta"]), markdown_table(header, lines), " ".join(said)])
-    )
-
-
 def class_order(results: Path) -> str:
     """How far the kernel that is chosen is behind the best of the class, on products held out."""
     from benchmarks.order_fit import RANGES

@@ -20,7 +20,7 @@ from benchmarks.tables.reading import (
 )
 
 SHAPES = ROOT / "benchmarks" / "shapes.toml"
-#: Columns of the tables of providers, beside torch.mm; docs/results/families.md has what else was timed.
+#: Columns of the tables of providers, beside torch.mm.
 MAIN = ("cublaslt", "quack", "inductor", "tunegemm_cute", "tunegemm")
 ODD = ("cublaslt", "inductor", "cute_sm80", "tunegemm")
 #: The products of the README's table.

@@ -1,8 +1,7 @@
-"""Tables of what users wait for: tuning, calls, other dtypes, epilogues, whole models."""
+"""Tables of what users wait for: tuning, calls, other dtypes, whole models."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
@@ -10,17 +9,14 @@ from typing import Any
 
 from benchmarks.results import geometric_mean
 from benchmarks.tables.reading import (
-    BASELINE,
     clocks_of,
     extents_of,
     load,
     machine_line,
     markdown_table,
     not_measured,
-    ratios,
     shape_of,
 )
-from tunegemm.store.shipped import read_shipped
 
 #: `at_cap` of rows; peers do not say.
 _POWER = {"at the cap": True, "below it": False, "": None}
@@ -216,28 +212,6 @@ def kinds(results: Path) -> str:
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
 
 
-def other_dsl(results: Path) -> str:
-    """What a program sees whose kernels another DSL runs, or compiles in the background; each version."""
-    names = sorted(path.name for path in results.glob("other_dsl_*.json"))
-    if not names:
-        return not_measured(results, "other_dsl_VERSION.json")
-    header = ["kernels", "products", "served", "all after, s", "longest call, ms", "the call that swaps, ms"]
-    parts = []
-    for name in names:
-        data = load(results, name)
-        assert data is not None, name
-        lines = []
-        for mode in dict.fromkeys(row["mode"] for row in data["rows"]):
-            rows = [row for row in data["rows"] if row["mode"] == mode]
-            served = [row["served_s"] for row in rows if row["served_s"] is not None]
-            swaps = [row["swap_ms"] for row in rows if row["swap_ms"] is not None]
-            worst = f"{max(row['worst_ms'] for row in rows):.1f}"
-            times = [f"{max(served):.1f}", worst, f"{max(swaps):.1f}"] if served else ["", worst, ""]
-            lines.append([mode, str(len(rows)), str(len(served)), *times])
-        parts += [machine_line(data["meta"]), markdown_table(header, lines)]
-    return "\n\n".join(parts)
-
-
 def dtypes(results: Path) -> str:
     """torch's own call and our best kernel for each dtype, with the geometric mean of each."""
     data = load(results, "dtypes.json")
@@ -260,26 +234,6 @@ def dtypes(results: Path) -> str:
         mean = f"**{geometric_mean(found):.3f}**"
         lines.append([f"*{name}*", f"*geometric mean of {len(found)}*", "", "", "", mean])
     header = ["dtype", "M x N x K", "clocks", "torch, TFLOP/s", "tunegemm, TFLOP/s", "times torch"]
-    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
-
-
-def epilogues(results: Path) -> str:
-    """Fused products beside eager torch and torch.compile."""
-    data = load(results, "epilogues.json")
-    if data is None:
-        return not_measured(results, "epilogues.json")
-    names = {"compile": "torch.compile", "max_autotune": "max-autotune", "tunegemm_cute": "tunegemm"}
-    lines: list[list[str]] = []
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for row in sorted(data["rows"], key=lambda row: (row["epilogue"], row["n"], row["k"], row["m"])):
-        times = ratios(row)
-        for name in names:
-            found[name].append(times[name])
-        eager = f"{row['providers'][BASELINE]['median_us']:.1f} us"
-        lines.append([extents_of(row), row["epilogue"], eager, *(f"{times[name]:.3f}" for name in names)])
-    means = (f"{geometric_mean(found[name]):.3f}" for name in names)
-    lines.append(["*geometric mean*", "", "", *means])
-    header = ["M x N x K", "epilogue", "eager torch", *names.values()]
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
 
 
@@ -337,38 +291,6 @@ def clients(results: Path) -> str:
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), said])
 
 
-def decode(results: Path) -> str:
-    """Every M of a decode loop: per projection how it was served and how fast."""
-    header = [
-        "N x K", "hits", "near hits", "torch's", "geometric mean", "of near hits", "slower by over 1 %",
-        "worst",
-    ]  # fmt: skip
-    data = load(results, "decode.json")
-    if data is None:
-        return not_measured(results, "decode.json")
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in data["rows"]:
-        groups.setdefault(f"{row['n']}x{row['k']}", []).append(row)
-    lines = []
-    for name, rows in [*groups.items(), ("all", data["rows"])]:
-        found = [row["ratio"] for row in rows]
-        near = [row["ratio"] for row in rows if row["outcome"] in ("predicted", "near")]
-        lines.append(
-            [
-                name,
-                *(
-                    str(sum(row["outcome"] in outcomes for row in rows))
-                    for outcomes in (("hit",), ("predicted", "near"), ("miss",))
-                ),
-                f"{geometric_mean(found):.3f}",
-                f"{geometric_mean(near):.3f}" if near else "",
-                str(sum(ratio < 0.99 for ratio in found)),
-                f"{min(found):.3f}",
-            ]
-        )
-    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
-
-
 def selector(results: Path) -> str:
     """What the selector makes of products that it was not fitted to, by rows."""
     header = [
@@ -400,48 +322,3 @@ def selector(results: Path) -> str:
                 ]
             )
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
-
-
-def skinny(results: Path) -> str:
-    """Products of few rows: for each weight the ratio to torch and to a copy, by M."""
-    data = load(results, "skinny.json")
-    if data is None:
-        return not_measured(results, "skinny.json")
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for row in data["rows"]:
-        rows.setdefault(f"{row['n']}x{row['k']}", []).append(row)
-    extents = sorted({row["m"] for row in data["rows"]})
-    header = ["N x K", "weight, MB", *(f"M = {m}" for m in extents)]
-    lines = []
-    for name, group in rows.items():
-        cells = {row["m"]: f"{row['ratio']:.3f} ({row['bandwidth_share']:.2f})" for row in group}
-        lines.append([name, f"{group[0]['weight_mb']:.0f}", *(cells.get(m, "") for m in extents)])
-    mean = geometric_mean([row["ratio"] for row in data["rows"]])
-    said = (
-        "The family's best kernel relative to `torch.mm`, and in brackets its share of what a copy in "
-        f"device memory moves. Geometric mean {mean:.3f} of `torch.mm`."
-    )
-    parts = [machine_line(data["meta"]), said, markdown_table(header, lines)]
-    return "\n\n".join([*parts, _records_of(data)])
-
-
-def _records_of(data: dict[str, Any]) -> str:
-    """What the shipped records of the file's GPU say of its products, by whichever family."""
-    timed = {(row["m"], row["n"], row["k"]) for row in data["rows"]}
-    found = {
-        (p.m, p.n, p.k): record
-        for record in read_shipped()[0]
-        if record.fingerprint.device_name == data["meta"]["gpu"] and (p := record.problem).layout == "tn"
-        if (p.in_dtype, p.epilogue, p.accumulation) == ("bf16", "", "fast") and (p.m, p.n, p.k) in timed
-    }
-    if not found:
-        return "None of these products has a shipped record."
-    ratios = {key: record.ratio for key, record in found.items()}
-    families = Counter(record.candidate.family for record in found.values())
-    slowest = min(ratios, key=lambda key: ratios[key])
-    return (
-        f"{len(found)} of these {len(timed)} products have a shipped record, of whichever family is fastest "
-        f"({', '.join(f'{name} {count}' for name, count in families.most_common())}): by their tunings "
-        f"{geometric_mean(ratios.values()):.3f} of `torch.mm`, the least {ratios[slowest]:.3f} "
-        f"({'x'.join(map(str, slowest))})."
-    )

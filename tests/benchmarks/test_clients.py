@@ -10,15 +10,12 @@ import pytest
 import torch
 
 import tunegemm
-from benchmarks import clients, decode
+from benchmarks import clients
 from benchmarks.providers import is_settled
 from benchmarks.results import Results
 from tests.store.test_database import DEVICE, measurement
-from tests.support.planted.cpu_backend import CpuBackend
 from tunegemm import serve as dispatch
-from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import ProblemError
 from tunegemm.store import Database
 
 CPU = ("--device", "cpu", "--tiny")
@@ -72,31 +69,6 @@ def test_rows_of_modes_and_layers_stand_beside_each_other(tmp_path: Path) -> Non
     results.put(first, first | {"mode": "graph"}, first | {"layers": 8}, first | {"right": True})
     assert len(results.rows) == 3 and results.rows[0]["right"]
     assert len(json.loads(results.path.read_text())["rows"]) == 3
-
-
-def test_a_decode_loop_says_how_each_m_was_served() -> None:
-    device = find_device("model:h200")
-    backend = CpuBackend(device)
-    backend.open()
-    rows = decode.measure([Problem(m, 48, 64) for m in (3, 5)], device, backend, 5)
-    assert [(row["m"], row["outcome"], row["of"]) for row in rows] == [(3, "miss", None), (5, "miss", None)]
-    assert all(row["ratio"] > 0 and row["rounds"] in (5, 31) for row in rows)
-    rows = [
-        {"outcome": "near", "ratio": 1.21},
-        {"outcome": "near", "ratio": 1.0},
-        {"outcome": "miss", "ratio": 0.9},
-    ]
-    assert decode.summary(rows) == (
-        "3 products (2 near, 1 miss), geometric mean 1.029 of torch's speed, 1 slower by more than 1 %, "
-        "worst 0.900; near hits alone 1.100"
-    )
-
-
-def test_values_of_m() -> None:
-    assert [p.m for p in decode.problems("64x32", 1)] == list(range(1, 257))
-    assert [p.shape for p in decode.problems("64x32", 100)] == ["100x64x32", "200x64x32"]
-    with pytest.raises(ProblemError, match="--step 0: between 1 and 256"):
-        decode.problems("64x32", 0)
 
 
 def test_a_record_of_older_kernels_is_tuned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
