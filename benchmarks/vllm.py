@@ -1,0 +1,253 @@
+"""Times vLLM with and without tunegemm's plug-in: tokens per second of a Llama model with random weights.
+
+    python -m benchmarks.vllm                                # bf16 and fp8, then VLLM_BATCH_INVARIANT=1
+    python -m benchmarks.vllm --only bf16,invariant --sequences 16 --rounds 3
+    python -m benchmarks.vllm --trial                        # does an engine start, and what serves what
+
+The model is Llama-3-8B with 8 layers; nothing is downloaded. Engines of one kind are started together and
+work in turns. Prefill is of prompts of 512 tokens in steps of 8192; decode are 128 tokens of each sequence
+behind prompts of 16, in CUDA graphs. Writes results/GPU/vllm.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tunegemm
+from benchmarks.results import Results, geometric_mean, meta, results_path
+from benchmarks.vllm_engine import SEQUENCES, Engine, EngineError, Setting, model_config, variables
+from tunegemm.describe.device import find_device, package_version
+from tunegemm.errors import TunegemmError
+from tunegemm.measure.statistics import aa_noise
+
+METHOD = (
+    "tokens per second of vLLM's LLM.generate, with and without the plug-in in shuffled order in each round "
+    "(two engines that wait for each other), a sample of runs that take 0.15 s, medians; decode is the time "
+    "of 129 tokens less that of 1; ratio the median over rounds of one engine's sample to the other's; noise "
+    "of asking vLLM's twice a round; logits of one prompt and three tokens behind it, as long as the tokens "
+    "are the same, the largest difference over their standard deviation"
+)
+KINDS = ("bf16", "fp8", "invariant")
+PHASES = ("decode", "prefill")
+#: Prompts that are computed beside one whose logits are compared, where bits are to be the same.
+_OTHERS = (15, 63, 255)
+
+
+class VllmError(TunegemmError):
+    """What cannot be run here."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; 2 for bad input or an engine that does not start."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.vllm", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--only", default=",".join(KINDS), help="some of %(default)s")
+    parser.add_argument("--sequences", default=",".join(map(str, SEQUENCES)), help="some of %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=8, help="of the model (default: %(default)s)")
+    parser.add_argument(
+        "--trial", action="store_true", help="starts one engine with the plug-in, of the first kind"
+    )
+    parser.add_argument(
+        "--scratch", type=Path, help="folder of the model, caches and output (default: temporary)"
+    )
+    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
+    options = parser.parse_args(arguments)
+    scratch = options.scratch or Path(tempfile.gettempdir()) / "tunegemm-vllm"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines are to end with their owner
+    try:
+        kinds = _chosen(options.only, KINDS, "only")
+        sequences = [int(n) for n in _chosen(options.sequences, [*map(str, SEQUENCES)], "sequences")]
+        _doors(scratch)
+        if options.trial:
+            trial(_setting(kinds[0], True, options.layers), scratch)
+        else:
+            run(kinds, sequences, options.rounds, options.layers, scratch, options.out)
+    except (TunegemmError, EngineError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _chosen(text: str, known: Sequence[str], what: str) -> list[str]:
+    names = [name for name in text.split(",") if name] or [""]
+    if unknown := [name for name in names if name not in known]:
+        raise VllmError(f"--{what} {unknown[0]!r} is not known; use some of {','.join(known)}")
+    return names
+
+
+def _setting(kind: str, served: bool, layers: int) -> Setting:
+    is_invariant = kind == "invariant"
+    return Setting("bf16" if is_invariant else kind, served, is_invariant, layers)
+
+
+def _doors(scratch: Path) -> None:
+    """Puts entry points on the path, as of installed packages: this benchmark's, and tunegemm's where it is a
+    checkout."""
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]
+    group = "vllm.general_plugins"
+    found = {"tunegemm-benchmarks": f"[{group}]\ntunegemm_benchmarks = benchmarks.vllm_engine:settle\n"}
+    if not entry_points(group=group, name="tunegemm"):
+        found["tunegemm"] = "".join(
+            f"[{name}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items())
+            for name, entries in project.items()
+        )
+    for name, text in found.items():
+        version = tunegemm.__version__
+        folder = scratch / "doors" / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (folder / "entry_points.txt").write_text(text)
+    sys.path.append(str(scratch / "doors"))  # processes that are spawned have the same path
+
+
+@contextmanager
+def engines(settings: Sequence[Setting], scratch: Path) -> Iterator[dict[Setting, Engine]]:
+    """Starts engines together, and ends them."""
+    started: dict[Setting, Engine] = {}
+    began = time.monotonic()
+    try:
+        for setting in settings:
+            folder = scratch / setting.name
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.json").write_text(json.dumps(model_config(setting)))
+            started[setting] = Engine(setting, folder, variables(setting, scratch))
+        for engine in started.values():
+            engine.wait()
+            print(f"{engine.setting.name} started after {engine.seconds:.0f} s", flush=True)
+        yield started
+    finally:
+        for engine in started.values():
+            engine.stop()
+        print(f"{len(started)} engines for {time.monotonic() - began:.0f} s", flush=True)
+
+
+def trial(setting: Setting, scratch: Path) -> None:
+    """Starts one engine, and prints what it does with 16 sequences and what is served by what."""
+    with engines([setting], scratch) as started:
+        engine = started[setting]
+        for phase in PHASES:
+            engine.ask("sample", phase, 16)
+            rates = [engine.ask("sample", phase, 16) for _ in range(3)]
+            print(f"{phase}: {statistics.median(rates):.0f} tokens/s, 16 sequences", flush=True)
+        tokens = [token for token, _ in engine.ask("logits", 2)]
+        print(f"tokens {tokens}")
+        print("\n".join(engine.said()))
+        print("\n".join(engine.ask("plans")))
+
+
+def run(
+    kinds: Sequence[str], sequences: Sequence[int], rounds: int, layers: int, scratch: Path, out: Path | None
+) -> None:
+    """Times what was asked for; prints and writes a row for each kind, phase and number of sequences."""
+    device = find_device("cuda:0")
+    facts = meta(device, METHOD)
+    facts["packages"] |= {"vllm": package_version("vllm")}
+    results = Results(results_path(out, device, "vllm.json"), facts)
+    results.summary = dict(results.earlier_summary)
+    # Engines with and without batch invariance do not fit into one GPU's memory at once.
+    for group in (
+        [kind for kind in kinds if kind != "invariant"],
+        [kind for kind in kinds if kind == "invariant"],
+    ):
+        settings = [_setting(kind, served, layers) for kind in group for served in (False, True)]
+        if not settings:
+            continue
+        with engines(settings, scratch) as started:
+            for kind in group:
+                theirs, ours = (started[_setting(kind, served, layers)] for served in (False, True))
+                begin = time.monotonic()
+                results.summary[f"logits_{kind}"] = compared(theirs, ours, kind == "invariant")
+                results.summary[f"served_{kind}"] = ours.said()
+                print(f"{kind}: {results.summary[f'logits_{kind}']}; {'; '.join(ours.said())}", flush=True)
+                for phase in PHASES:
+                    for count in sequences:
+                        row = measure(theirs, ours, phase, count, rounds)
+                        results.put(row)
+                        print(
+                            f"{kind} {phase} {count}: {row['engine_tokens_per_s']:.0f} -> "
+                            f"{row['tokens_per_s']:.0f} tokens/s, {row['ratio']:.3f} "
+                            f"(noise {100 * row['noise']:.1f} %)",
+                            flush=True,
+                        )
+                print(f"{kind}: {time.monotonic() - begin:.0f} s", flush=True)
+                (scratch / ours.setting.name / "plans").write_text("\n".join(ours.ask("plans")) + "\n")
+    _summarize(results)
+
+
+def measure(theirs: Engine, ours: Engine, phase: str, sequences: int, rounds: int) -> dict[str, Any]:
+    """The row of one phase and number of sequences."""
+    samples: dict[str, list[float]] = {"vllm": [], "again": [], "tunegemm": []}
+    order = [("vllm", theirs), ("again", theirs), ("tunegemm", ours)]
+    for engine in (theirs, ours):
+        engine.ask("sample", phase, sequences)
+    source = random.Random(0)
+    for _ in range(rounds):
+        source.shuffle(order)
+        for name, engine in order:
+            samples[name].append(engine.ask("sample", phase, sequences))
+    setting = ours.setting
+    pairs = zip(samples["tunegemm"], samples["vllm"], samples["again"], strict=True)
+    return {
+        "dtype": setting.dtype,
+        "mode": "batch_invariant" if setting.is_invariant else "fastest",
+        "phase": phase,
+        "sequences": sequences,
+        "layers": setting.layers,
+        "tokens_per_s": round(statistics.median(samples["tunegemm"]), 1),
+        "engine_tokens_per_s": round(statistics.median(samples["vllm"] + samples["again"]), 1),
+        "ratio": round(statistics.median(mine / ((one + two) / 2) for mine, one, two in pairs), 5),
+        "noise": round(aa_noise(samples["again"], samples["vllm"]), 5),
+        "rounds": rounds,
+    }
+
+
+def compared(theirs: Engine, ours: Engine, is_invariant: bool) -> dict[str, Any]:
+    """How far logits are apart, and, of a batch-invariant engine, whether bits change with what is beside."""
+    first, second = theirs.ask("logits", 4), ours.ask("logits", 4)
+    differences = []
+    for (their_token, their_bytes), (our_token, our_bytes) in zip(first, second, strict=True):
+        one, two = (np.frombuffer(each, np.float32) for each in (their_bytes, our_bytes))
+        differences.append(float(np.abs(one - two).max() / one.std()))
+        if their_token != our_token:
+            break
+    found: dict[str, Any] = {
+        "positions": len(differences),
+        "largest_difference": round(max(differences), 5),
+        "finite": all(np.isfinite(np.frombuffer(each, np.float32)).all() for _, each in second),
+    }
+    if is_invariant:
+        for name, engine, alone in (("vllm", theirs, first), ("tunegemm", ours, second)):
+            runs = [alone, *(engine.ask("logits", 4, others) for others in _OTHERS)]
+            found[f"bits_same_{name}"] = all(one == two for one, two in pairwise(runs))
+    return found
+
+
+def _summarize(results: Results) -> None:
+    for mode in ("fastest", "batch_invariant"):
+        for phase in PHASES:
+            ratios = [row["ratio"] for row in results.rows if (row["mode"], row["phase"]) == (mode, phase)]
+            if ratios:
+                print(f"{mode} {phase}: geometric mean {geometric_mean(ratios):.3f}, least {min(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,312 @@
+"""One vLLM engine in processes of its own, which does what its owner sends it: what `benchmarks.vllm` times.
+
+Whoever starts several has them in turns: an engine without work takes nothing of the GPU but memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import multiprocessing
+import os
+import re
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+#: Numbers of sequences that are timed, and have CUDA graphs.
+SEQUENCES = (1, 16, 64, 256)
+#: Tokens of a prompt, where prompts are timed and where the tokens behind them are.
+PROMPT, SHORT = 512, 16
+#: Tokens that each sequence generates where that is timed.
+GENERATED = 128
+#: Tokens of a step, as of vLLM's server.
+STEP = 8192
+#: Of an engine's cache of keys and values: more than 256 prompts fit.
+CACHE_BYTES = 5 << 30
+#: What makes a sample, so that the clock's resolution and a single delay do not.
+SAMPLE_SECONDS = 0.15
+#: Where a process waits for the engine, which compiles as it starts.
+START_SECONDS = 240.0
+WORK_SECONDS = 120.0
+
+#: vLLM's scale of weights per channel and of activations per token, as checkpoints have them.
+FP8 = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False,
+            },
+            "input_activations": {
+                "num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True,
+            },
+        }
+    },
+    "ignore": ["lm_head"],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An engine that is to be started."""
+
+    dtype: str
+    served: bool
+    """Whether by tunegemm's plug-in."""
+    is_invariant: bool = False
+    layers: int = 8
+
+    @property
+    def name(self) -> str:
+        return "-".join(
+            (self.dtype, *(["invariant"] if self.is_invariant else []), "tunegemm" if self.served else "vllm")
+        )
+
+
+def model_config(setting: Setting) -> dict[str, Any]:
+    """Of a model like Llama-3-8B with fewer layers, as `transformers` reads it."""
+    facts: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
+        "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "num_hidden_layers": setting.layers, "vocab_size": 128256, "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    return facts | ({"quantization_config": FP8} if setting.dtype == "fp8" else {})
+
+
+class EngineError(RuntimeError):
+    """An engine that did not start, or ended; says where its output is."""
+
+
+class Engine:
+    """Owner's side: starts the processes and asks them, one question at a time."""
+
+    def __init__(self, setting: Setting, folder: Path, variables: dict[str, str]) -> None:
+        """folder: has the model's `config.json`; gets the output. variables: of the environment."""
+        self.setting = setting
+        self.log = folder / "log"
+        self.seconds = 0.0
+        """That it took to start."""
+        self._began = time.monotonic()
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_live, args=(theirs, setting, folder, variables))
+        self._process.start()
+        theirs.close()
+
+    def wait(self) -> None:
+        """Until it has started. Raises EngineError."""
+        self._receive(START_SECONDS - (time.monotonic() - self._began))
+        self.seconds = time.monotonic() - self._began
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        """Calls a function below by its name. Raises EngineError for what it raises."""
+        self._pipe.send((what, arguments))
+        return self._receive(WORK_SECONDS)
+
+    def _receive(self, seconds: float) -> Any:
+        try:
+            if not self._pipe.poll(max(seconds, 0.0)):
+                raise EngineError(f"{self.setting.name}: no answer in time; its output is in {self.log}")
+            worked, answer = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            raise EngineError(f"{self.setting.name}: it ended; its output is in {self.log}") from None
+        if not worked:
+            raise EngineError(f"{self.setting.name}: {answer}; its output is in {self.log}")
+        return answer
+
+    def stop(self) -> None:
+        """Ends it and what it started. It has nothing to save."""
+        if (pid := self._process.pid) is not None:
+            with contextlib.suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join(10)
+
+    def said(self) -> list[str]:
+        """The plug-in's lines in the output, each once, without what vLLM puts before them."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        lines = [
+            re.sub(r"^.*?(?=tunegemm[ :])", "", line) for line in text.splitlines() if "tunegemm" in line
+        ]
+        return list(
+            dict.fromkeys(
+                line for line in lines if re.match(r"tunegemm( [\d.]+ in vLLM|:| leaves| serves)", line)
+            )
+        )
+
+
+def settle() -> None:
+    """A plug-in of vLLM's, for a shorter start: kernels of routers, which this model has none of, stay
+    uncompiled."""
+    with contextlib.suppress(ImportError):
+        routers: Any = importlib.import_module("vllm.model_executor.kernels.linear.cute_dsl.ll_bf16")
+        routers._cutedsl_available = False
+
+
+def _live(pipe: Connection, setting: Setting, folder: Path, variables: dict[str, str]) -> None:
+    os.setsid()
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(variables)
+    try:
+        llm = _start(setting, folder)
+        gc.collect()
+        gc.freeze()
+        pipe.send((True, None))
+        while True:
+            what, arguments = pipe.recv()
+            pipe.send((True, WORK[what](llm, *arguments)))
+    except EOFError:
+        pass
+    except BaseException as error:
+        import traceback
+
+        traceback.print_exc()
+        pipe.send((False, f"{type(error).__name__}: {error}".splitlines()[0][:300]))
+
+
+def _start(setting: Setting, folder: Path) -> Any:
+    vllm: Any = importlib.import_module("vllm")
+    llm = vllm.LLM(
+        model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
+        max_model_len=2048, max_num_seqs=max(SEQUENCES), max_num_batched_tokens=STEP,
+        gpu_memory_utilization=0.1, kv_cache_memory_bytes=CACHE_BYTES, enable_prefix_caching=False,
+        compilation_config={"cudagraph_capture_sizes": list(SEQUENCES)}, max_logprobs=-1,
+        logprobs_mode="raw_logits", kernel_config={"enable_cutedsl_warmup": False},
+    )  # fmt: skip
+    llm.apply_model(_fill)
+    return llm
+
+
+def _fill(model: Any) -> None:
+    """Gives a model weights as of a trained one's size, in place: vLLM's own are near nothing. Sent to the
+    processes that compute, so it imports what it needs."""
+    import torch
+
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
+    with torch.inference_mode():
+        for name, parameter in sorted(model.named_parameters()):
+            data = parameter.data
+            if name.endswith("weight_scale"):
+                data.fill_(0.02 / 32)
+            elif "norm" in name:
+                data.fill_(1.0)
+            elif data.is_floating_point() and data.dim() == 2:
+                size = 32.0 if data.dtype.itemsize == 1 else 0.02
+                # In memory's order, as fp8 ones are transposed; by parts, for the sake of memory.
+                for part in (data if data.is_contiguous() else data.t()).split(8192):
+                    values = torch.randn(part.shape, generator=generator, device=data.device)
+                    part.copy_((values * size).to(data.dtype))
+
+
+def _prompts(count: int, length: int, seed: int) -> list[dict[str, list[int]]]:
+    import random
+
+    source = random.Random(seed)
+    return [{"prompt_token_ids": source.choices(range(10, 128000), k=length)} for _ in range(count)]
+
+
+def _parameters(tokens: int, **more: Any) -> Any:
+    vllm: Any = importlib.import_module("vllm")
+    return vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more)
+
+
+def _timed(llm: Any, prompts: list[dict[str, list[int]]], tokens: int) -> float:
+    parameters = _parameters(tokens)
+    begin = time.perf_counter()
+    outputs = llm.generate(prompts, parameters, use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    assert all(len(output.outputs[0].token_ids) == tokens for output in outputs)
+    return seconds
+
+
+def sample(llm: Any, phase: str, sequences: int) -> float:
+    """Tokens per second: of prompts in prefill, of what is generated behind the first token in decode."""
+    spent = 0.0
+    rates: list[float] = []
+    while spent < SAMPLE_SECONDS:
+        if phase == "prefill":
+            seconds = _timed(llm, _prompts(sequences, PROMPT, len(rates)), 1)
+            rates.append(sequences * PROMPT / seconds)
+            spent += seconds
+        else:
+            prompts = _prompts(sequences, SHORT, len(rates))
+            first = _timed(llm, prompts, 1)
+            seconds = _timed(llm, prompts, GENERATED + 1) - first
+            rates.append(sequences * GENERATED / seconds)
+            spent += seconds + first
+    return statistics.median(rates)
+
+
+def logits(llm: Any, tokens: int, others: int = 0) -> list[tuple[int, bytes]]:
+    """For each of some tokens that follow one prompt, the token and all logits, as float32.
+
+    others: prompts of different lengths that are computed beside it.
+    """
+    import numpy
+
+    prompts = _prompts(1, 64, 1234) + [_prompts(1, 16 + 3 * i, i)[0] for i in range(others)]
+    parameters = [_parameters(tokens, logprobs=-1)] + [_parameters(tokens) for _ in range(others)]
+    output = llm.generate(prompts, parameters, use_tqdm=False)[0].outputs[0]
+    found = []
+    for token, position in zip(output.token_ids, output.logprobs, strict=True):
+        values = numpy.empty(len(position), numpy.float32)
+        values[list(position)] = [each.logprob for each in position.values()]
+        found.append((int(token), values.tobytes()))
+    return found
+
+
+def plans(llm: Any) -> list[str]:
+    """The products that the plug-in was asked for in the first worker, with what serves each."""
+    return llm.apply_model(_plans)[0]
+
+
+def _plans(model: Any) -> list[str]:
+    from tunegemm.serve import api
+
+    state = api.dispatcher.planner.state
+    lines = []
+    for (problem, index), prepared in sorted(state.prepared.items(), key=lambda item: str(item[0][0])):
+        record = None if prepared is None else prepared.record
+        if (problem, index) in state.compiling:
+            by = "vLLM, while its kernel is compiled"
+        elif prepared is None or record is None:
+            by = "vLLM"
+        else:
+            near = "" if record.problem == problem else ", near"
+            by = f"{record.candidate.family} {record.label} (expected {prepared.ratio:.3f}{near})"
+        lines.append(f"{problem}: {by}")
+    return lines
+
+
+WORK: dict[str, Callable[..., Any]] = {"sample": sample, "logits": logits, "plans": plans}
+
+
+def variables(setting: Setting, scratch: Path) -> dict[str, str]:
+    """What an engine's processes have in their environment: caches of their own, nothing from a network."""
+    cache = scratch / "caches" / setting.name
+    return {
+        "TUNEGEMM_VLLM": "1" if setting.served else "0",
+        "VLLM_BATCH_INVARIANT": "1" if setting.is_invariant else "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions are sent to the processes that compute
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(cache / "vllm"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
