@@ -128,12 +128,14 @@ def test_online_tuning_says_what_it_lacks(tmp_path: Path) -> None:
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.serve.online import OnlineTuning
-online = OnlineTuning()
-print(online.attempt(Problem(64, 64, 64), find_device("model:h200")), online.warning)
+online = OnlineTuning(wait=lambda device: True)
+online.later(Problem(64, 64, 64), find_device("model:h200"), (), lambda _, warning: print(warning))
+while not online.is_idle:
+    pass
 """,
         tmp_path,
     )
-    assert done.stdout.startswith("False tuning 64x64x64") and "'tunegemm[tune]'" in done.stdout, done
+    assert done.stdout.startswith("tuning online failed") and "'tunegemm[tune]'" in done.stdout, done
 
 
 @pytest.mark.slow  # starts the command three times

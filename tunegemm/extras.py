@@ -18,7 +18,6 @@ EXTRAS = {
     "cli": ("rich", "typer"),
     "tune": ("alembic", "optuna", "pandas", "psutil", "sqlalchemy"),
     "report": ("jinja2", "matplotlib"),
-    "parquet": ("pyarrow",),
     "postgres": ("psycopg",),
     "ray": ("ray",),
 }

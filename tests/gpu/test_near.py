@@ -11,7 +11,6 @@ from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.problem import Problem
 from tunegemm.measure.outcome import Measurement
 from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.online import OnlineTuning
 from tunegemm.serve.planning import Planner
 from tunegemm.store import Database
 from tunegemm.tuning.tuner import Tuner, open_device
@@ -75,15 +74,3 @@ def test_energy_of_the_finalists_is_stored(tmp_path) -> None:
         ]
     metered = [energy for energy in found if energy is not None]  # of those that stayed to the last round
     assert metered and all(0.3 < energy < 50 for energy in metered)  # 5 to 50 us at 100 to 700 W
-
-
-def test_online_tunes_on_the_first_call(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("TUNEGEMM_MODE", "online")
-    monkeypatch.setenv("TUNEGEMM_DB", str(tmp_path / "tuning.sqlite"))
-    Database.open(tmp_path / "tuning.sqlite").close()
-    dispatcher = Dispatcher(Planner(online=OnlineTuning()))
-    a, b = operands(96)
-    for _ in range(2):
-        torch.testing.assert_close(dispatcher.matmul(a, b), torch.matmul(a, b), rtol=2e-2, atol=1.0)
-    with Database.open(tmp_path / "tuning.sqlite") as database:
-        assert [record.problem for record in database.records()] == [Problem(96, N, K)]

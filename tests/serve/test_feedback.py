@@ -19,6 +19,7 @@ import pytest
 
 from tests.choose.test_plain import odd_problems
 from tests.support.commands import here, process
+from tests.support.hopper import hopper
 from tests.support.processes import environment
 from tests.support.serving import Kernel, operands, quietly
 from tests.support.waiting import until
@@ -41,6 +42,7 @@ from tunegemm.serve.online import OnlineTuning, wait_until_idle
 from tunegemm.serve.planning import Planner
 from tunegemm.store import Database
 from tunegemm.store.record import Record
+from tunegemm.tuning.progress import TuneResult
 from tunegemm.tuning.tuner import Tuner
 
 
@@ -201,7 +203,7 @@ def test_what_has_a_record_meanwhile_is_left_alone(
     race(timed(1.07))
     monkeypatch.setattr(Tuner, "race", lambda *_, **__: pytest.fail("measured"))
     with measuring(DEVICE) as measure_unless_known:
-        assert measure_unless_known(problem_of(), predicted()[problem_of()]) is None
+        assert measure_unless_known(problem_of(), predicted()[problem_of()], 15.0) is None
 
 
 @pytest.mark.slow
@@ -275,8 +277,7 @@ class Serving:
     def __init__(self, cache: Path, ratio: float, **how: Any) -> None:
         self.kernel, self.cache, self.measurer = Kernel(), cache, lambda: timed(ratio)
         self.idle, self.measured, self.tuned = threading.Semaphore(0), list[Problem](), list[Problem]()
-        known = {"tune": lambda problem, *_: self.tuned.append(problem), "wait": self.wait}
-        self.online = OnlineTuning(**{**known, "measuring": self.measuring, **how})
+        self.online = OnlineTuning(**{"wait": self.wait, "measuring": self.measuring, **how})
         self.dispatcher = Dispatcher(
             Planner(device_type="cpu", find=lambda spec: DEVICE, prepare=self.prepare, online=self.online)
         )
@@ -292,9 +293,11 @@ class Serving:
         with Database.open() as database, planted_tuner(DEVICE, database, cache=self.cache) as tuner:
             tuner.measurer_for = lambda problem: self.measurer()  # type: ignore[method-assign,assignment]
 
-            def run(problem: Problem, options: Sequence[Predicted]) -> Feedback:
-                self.measured.append(problem)
-                return measure(tuner, problem, options)
+            def run(problem: Problem, options: Sequence[Predicted], seconds: float) -> TuneResult:
+                (self.measured if options else self.tuned).append(problem)
+                if options:
+                    return measure(tuner, problem, options).result
+                return tuner.race(problem, [hopper()])
 
             yield run
 
@@ -354,11 +357,15 @@ def test_several_wait_for_one_idle_moment(online: Callable[..., Serving]) -> Non
     assert not serving.multiply(problem_of(0)) and not serving.multiply(problem_of(1))
 
 
-def test_what_is_not_predicted_is_tuned_on_its_first_call(online: Callable[..., Serving]) -> None:
-    serving = online(0.96)
+def test_what_is_not_predicted_is_tuned_when_the_gpu_is_idle_and_served_from_then_on(
+    online: Callable[..., Serving],
+) -> None:
+    serving = online(1.07)
     other = Problem(160, 256, 512)
-    assert not serving.multiply(other)
-    assert serving.tuned == [other] and serving.online.is_idle
+    assert not serving.multiply(other) and not serving.multiply(other), "no call waits for it"
+    assert serving.tuned == []
+    serving.rest()
+    assert serving.tuned == [other] and serving.multiply(other)
 
 
 @pytest.mark.parametrize("mode", ["predict", "exact"])
@@ -411,12 +418,12 @@ def test_what_nobody_foresaw_costs_one_product_and_is_logged_once(
 
     @contextmanager
     def measuring(device: Device) -> Iterator[Measure]:
-        def run(problem: Problem, options: Sequence[Predicted]) -> None:
+        def run(problem: Problem, options: Sequence[Predicted], seconds: float) -> None:
             fail("measure")
 
         yield run
 
-    def tell(problem: Problem, _: Feedback | None, warning: str) -> None:
+    def tell(problem: Problem, _: TuneResult | None, warning: str) -> None:
         fail("tell")
         told.append(problem)
 
@@ -427,15 +434,6 @@ def test_what_nobody_foresaw_costs_one_product_and_is_logged_once(
     until(lambda: online.is_idle)
     assert told == problems[2:]
     assert len([one for one in caplog.records if "online: KeyError" in one.getMessage()]) == 1
-
-
-def test_a_tuning_that_raises_whatever_is_torchs_product_and_a_warning(location: Path) -> None:
-    def tune(*_: object) -> None:
-        raise KeyError("epi_n")
-
-    online = OnlineTuning(tune)
-    assert not online.attempt(problem_of(), DEVICE)
-    assert "tuning" in online.warning and "epi_n" in online.warning
 
 
 def test_the_budget_is_that_of_tuning(

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import threading
+import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from tests.choose.test_neighbours import kernel as candidate
 from tests.support.serving import Kernel, Row, operands, quietly
+from tests.support.waiting import until
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import ArtifactError, MeasureError, TunegemmWarning
+from tunegemm.errors import ArtifactError
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.modes import read_compile, read_mode
@@ -116,103 +116,30 @@ def test_what_neighbours_refuse_is_silently_torchs(device, kernel):
 # online
 
 
-def test_online_tunes_once_and_serves_from_then_on(monkeypatch, device, kernel):
-    monkeypatch.setenv("TUNEGEMM_MODE", "online")
-    store = Store(device)
-    tuned = []
-
-    def tune(problem: Problem, device: Device, seconds: float) -> None:
-        assert 0 < seconds <= 15
-        tuned.append(problem)
-        store.rows.append(store.row(problem.m))
-
-    dispatcher = store.dispatcher(kernel, online=OnlineTuning(tune))
-    for _ in range(2):
-        quietly(product, dispatcher, 96)
-    assert tuned == [Problem(96, N, K)] and len(kernel.calls) == 2  # the first call, too
-
-
-def test_a_failed_tuning_is_a_warning_and_is_not_tried_again(monkeypatch, device, kernel):
-    monkeypatch.setenv("TUNEGEMM_MODE", "online")
-    attempts = []
-
-    def tune(problem: Problem, device: Device, seconds: float) -> None:
-        attempts.append(problem)
-        raise MeasureError("the GPU went away")
-
-    dispatcher = Store(device).dispatcher(kernel, online=OnlineTuning(tune))
-    with pytest.warns(TunegemmWarning, match="online failed .the GPU went away"):
-        product(dispatcher, 96)
-    dispatcher.planner.refresh()
-    quietly(product, dispatcher, 96)
-    assert len(attempts) == 1
-
-
-def test_ctrl_c_is_the_programs(monkeypatch, device, kernel):
-    """A tuning that it interrupts ends with a result; a call in the user's program does not."""
-    from tunegemm.tuning import tuner
-
-    monkeypatch.setenv("TUNEGEMM_MODE", "online")
-    monkeypatch.setattr(tuner, "rank_by_model", lambda *_, **__: signal.raise_signal(signal.SIGINT))
-    dispatcher = Store(device).dispatcher(kernel, online=OnlineTuning())
-    with pytest.raises(KeyboardInterrupt):
-        product(dispatcher, 96)
-    quietly(product, dispatcher, 96)  # the next call is served as before, and tunes nothing
-    assert not kernel.calls
-
-
 def test_the_budget_is_the_processs(monkeypatch, device):
     seconds: list[float] = []
+    said: list[str] = []
+
+    @contextmanager
+    def measuring(device: Device):
+        def measure(problem: Problem, options: object, most: float) -> None:
+            seconds.append(most)
+            time.sleep(0.06)
+
+        yield measure
+
+    def tuned(*problems: Problem) -> None:
+        online = OnlineTuning(measuring=measuring, wait=lambda device: True)
+        for problem in problems:
+            online.later(problem, device, (), lambda _, warning: said.append(warning))
+            until(lambda: online.is_idle)
+
     monkeypatch.setenv("TUNEGEMM_ONLINE_BUDGET", "0.05")
-
-    def tune(problem: Problem, device: Device, budget: float) -> None:
-        seconds.append(budget)
-        threading.Event().wait(0.06)
-
-    online = OnlineTuning(tune)
-    assert online.attempt(Problem(8, N, K), device) and "is spent" in online.warning
-    assert not online.attempt(Problem(16, N, K), device)
-    assert seconds == [0.05]
+    tuned(Problem(8, N, K), Problem(16, N, K))
+    assert seconds == [pytest.approx(0.05, abs=0.02)] and "is spent" in said[-1]
     monkeypatch.setenv("TUNEGEMM_ONLINE_BUDGET", "much")
-    other = OnlineTuning(lambda problem, device, budget: seconds.append(budget))
-    assert other.attempt(Problem(8, N, K), device) and seconds[-1] == 15
-    assert "'much' is not a number of seconds" in other.warning
-
-
-def test_one_at_a_time_and_others_go_on_meanwhile(monkeypatch, device, kernel):
-    """While a thread tunes, another one's products are served without waiting for it."""
-    monkeypatch.setenv("TUNEGEMM_MODE", "online")
-    store = Store(device, 32)
-    began, end = threading.Event(), threading.Event()
-
-    def tune(problem: Problem, device: Device, budget: float) -> None:
-        began.set()
-        assert end.wait(20)
-        store.rows.append(store.row(problem.m))
-
-    dispatcher = store.dispatcher(kernel, online=OnlineTuning(tune))
-    thread = threading.Thread(target=product, args=(dispatcher, 256))
-    thread.start()
-    assert began.wait(20)
-    for m in (32, 256, 1024):  # a hit, the problem that is being tuned, and one that is not
-        product(dispatcher, m)
-    assert thread.is_alive() and len(kernel.calls) == 1
-    end.set()
-    thread.join(20)
-    product(dispatcher, 256)
-    assert len(kernel.calls) == 3
-
-
-def test_forked_children_and_compilers_do_not_tune(device):
-    from torch._guards import CompileContext, compile_context
-
-    online = OnlineTuning(lambda *_: pytest.fail("tuned"))
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if online.attempt(Problem(8, N, K), device) is False else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    with compile_context(CompileContext(None)):
-        assert not online.attempt(Problem(8, N, K), device)
+    tuned(Problem(8, N, K))
+    assert seconds[1:] == [15] and any("'much' is not a number of seconds" in words for words in said)
 
 
 def test_online_loads_the_search_when_it_is_needed_only():

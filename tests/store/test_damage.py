@@ -20,7 +20,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.measure.evidence import QUALIFYING, RACE, leaders
 from tunegemm.measure.outcome import Failure
 from tunegemm.store import Database, queries
-from tunegemm.store.history import regressions, related, seeds
+from tunegemm.store.history import changes, related, seeds
 from tunegemm.store.latest import latest_records
 from tunegemm.store.lookup import read_file
 from tunegemm.store.models import Base
@@ -73,7 +73,6 @@ READERS: dict[str, Read] = {
     "report": _report,
     "latest_device": queries.latest_device,
     "device_names": queries.device_names,
-    "fingerprint_digests": queries.fingerprint_digests,
 }
 #: Of a problem.
 READERS_OF_ONE: dict[str, Callable[[Database, Problem, Fingerprint], Any]] = {
@@ -81,9 +80,7 @@ READERS_OF_ONE: dict[str, Callable[[Database, Problem, Fingerprint], Any]] = {
     "leaders": lambda d, problem, _: leaders(d.measurements(problem)),
     "history": lambda d, problem, _: d.history(problem),
     "seeds": lambda d, problem, _: seeds(d, problem, OTHER.fingerprint),
-    "regressions": lambda d, problem, fingerprint: [
-        regressions(d, problem, digest) for digest in (fingerprint.digest, "5")
-    ],
+    "changes": lambda d, problem, _: changes(d.history(problem, samples=True)),
     "measurements": lambda d, problem, fingerprint: d.measurements(problem, fingerprint),
     "failures": lambda d, problem, fingerprint: d.failures(problem, fingerprint, current=True),
 }

@@ -111,7 +111,7 @@ folder = Path(sys.argv[1])
 (folder / "old.json").write_text("old")
 rows = [{"text": "x" * 1000}] * 100
 for write in (
-    lambda: formats.write(rows, folder / "old.json", formats.Format.json),
+    lambda: formats.write(rows, folder / "old.json"),
     lambda: arguments.write_text(folder / "old.json", json.dumps(rows)),
     lambda: arguments.write_text(folder / "new.html", json.dumps(rows)),
 ):

@@ -20,7 +20,7 @@ from tunegemm.resources import data_path
 from tunegemm.store import Database
 from tunegemm.store.connection import is_same, resolve
 from tunegemm.store.exchange import dump, load, merge
-from tunegemm.store.formats import Format, read, write
+from tunegemm.store.formats import read, write
 
 RAGGED = Problem.parse("64x64x1001", dtype="fp16", layout="tt")
 OTHER = KERNEL.with_launch(swizzle_size=8)
@@ -50,33 +50,29 @@ def without_origin(database: Database) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: json.dumps(row, sort_keys=True))
 
 
-@pytest.mark.parametrize("format", list(Format))
-def test_everything_comes_back(source: Database, target: Database, tmp_path: Path, format: Format) -> None:
-    write(dump(source), path := tmp_path / f"export.{format}", format)
-    report = load(target, read(path, format), origin="colleague")
+def test_everything_comes_back(source: Database, target: Database, tmp_path: Path) -> None:
+    write(dump(source), path := tmp_path / "export.json")
+    report = load(target, read(path), origin="colleague")
     assert (report.added, report.known, report.skipped, report.conflicts) == (4, 0, [], [])
     assert without_origin(target) == without_origin(source)
     assert {row["origin"] for row in dump(target) if row["kind"] != "choice"} == {"colleague"}
     assert [r.candidate for r in target.records()] == [r.candidate for r in source.records()]
     assert len(target.history(PROBLEM)) == 2
-    again = load(target, read(path, format), origin="colleague")
+    again = load(target, read(path), origin="colleague")
     assert (again.added, again.known) == (0, 4)
     assert len(target.history(PROBLEM)) == 2
 
 
-@pytest.mark.parametrize("format", list(Format))
 @pytest.mark.parametrize("in_dtype", OUTPUT_DTYPES)
-def test_every_dtype_comes_back(tmp_path: Path, target: Database, in_dtype: str, format: Format) -> None:
-    if format is Format.parquet:
-        pytest.importorskip("pyarrow")
+def test_every_dtype_comes_back(tmp_path: Path, target: Database, in_dtype: str) -> None:
     fast = Problem.parse("64x96x128", dtype=in_dtype)
     kinds = ("fast", "two_level") if in_dtype.startswith("fp8") else ("fast",)
     problems = [replace(fast, accumulation=kind) for kind in kinds]
     with Database.open(tmp_path / "dtypes.sqlite") as source:
         for problem in problems:
             source.confirm(problem, DEVICE, measurement(1.05, TORCH_MM, relative_error=0.0))
-        write(dump(source), path := tmp_path / f"export.{format}", format)
-    load(target, read(path, format), origin="colleague")
+        write(dump(source), path := tmp_path / "export.json")
+    load(target, read(path), origin="colleague")
     assert sorted(record.problem for record in target.records()) == sorted(problems)
 
 
@@ -84,7 +80,7 @@ def test_the_json_schema_describes_the_export(source: Database, tmp_path: Path) 
     jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads(data_path("db", "exchange.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
-    write(dump(source), path := tmp_path / "export.json", Format.json)
+    write(dump(source), path := tmp_path / "export.json")
     data = json.loads(path.read_text())
     jsonschema.validate(data, schema)
     del data["rows"][0]["samples_us"]
@@ -141,27 +137,23 @@ def test_a_bad_row_is_named_and_the_rest_is_taken(
 
 
 @pytest.mark.parametrize(
-    ("content", "format"),
-    [
-        ("", Format.json), ("{}", Format.json), ("[1]", Format.json), ('{"format": "other"}', Format.json),
-        ("a,b\n1,2\n", Format.json), ("", Format.parquet), ("PAR1", Format.parquet),
-        ("[1]", Format.parquet), ("\n", Format.json), ('{"rows": [], "format": 5}', Format.json),
-    ],
-)  # fmt: skip
+    "content",
+    ["", "{}", "[1]", '{"format": "other"}', "a,b\n1,2\n", "PAR1", "\n", '{"rows": [], "format": 5}'],
+)
 def test_a_file_of_another_kind_is_one_error_and_changes_nothing(
-    target: Database, tmp_path: Path, content: str, format: Format
+    target: Database, tmp_path: Path, content: str
 ) -> None:
     path = tmp_path / "file"
     path.write_text(content)
-    with pytest.raises(DatabaseError, match=f"{path}: not a {format} export") as caught:
-        load(target, read(path, format), origin="x")
+    with pytest.raises(DatabaseError, match=f"{path}: not an export") as caught:
+        load(target, read(path), origin="x")
     assert "\n" not in str(caught.value)
     assert list(dump(target)) == []
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(DatabaseError, match="No such file"):
-        list(read(tmp_path / "none.json", Format.json))
+        list(read(tmp_path / "none.json"))
 
 
 class TestMerge:

@@ -28,7 +28,7 @@ from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure
 from tunegemm.store import Database, packing, packs
 from tunegemm.store.exchange import dump, load
-from tunegemm.store.formats import Format, read, write
+from tunegemm.store.formats import read
 from tunegemm.store.layers import read_records
 from tunegemm.store.shipped import read_shipped, write_records
 
@@ -190,42 +190,6 @@ def test_of_720_rows_one_is_left_out_and_the_next_file_is_read(
     assert stderr.count("\n") == 1 and "row 502 (measurement of 4096x4096x4096): samples_us" in stderr
 
 
-class TestTables:
-    """The same for Parquet."""
-
-    def test_unsigned_numbers_in_parquet(self, rows: list[Any], into: Path, tmp_path: Path) -> None:
-        import pyarrow
-        from pyarrow import parquet
-
-        write(rows, file := tmp_path / "rows.parquet", Format.parquet)
-        table = parquet.read_table(file)
-        values = [2**64 - 1, *table["sm_count"].to_pylist()[1:]]
-        place = table.schema.get_field_index("sm_count")
-        parquet.write_table(
-            table.set_column(place, "sm_count", pyarrow.array(values, pyarrow.uint64())), file
-        )
-        stdout, stderr = run("db", "import", file, "--db", into)
-        assert "3 rows added" in stdout and "sm_count 18446744073709551615 is not a whole number" in stderr
-
-    @pytest.mark.parametrize("content", [b"PAR1", b"PAR1" * 2, b"", b"PAR1" + bytes(100) + b"PAR1"])
-    def test_damaged_parquet_says_what_is_wrong(self, into: Path, tmp_path: Path, content: bytes) -> None:
-        (tmp_path / "rows.parquet").write_bytes(content)
-        line = run("db", "import", tmp_path / "rows.parquet", "--db", into, code=2)[1]
-        assert "rows.parquet: not a parquet export (" in line and "None" not in line
-        assert not into.exists()
-
-    def test_a_damaged_page_costs_no_other_file(self, rows: list[Any], into: Path, tmp_path: Path) -> None:
-        write(rows, file := tmp_path / "rows.parquet", Format.parquet)
-        content = bytearray(file.read_bytes())
-        content[len(content) // 8] ^= 0x55
-        file.write_bytes(content)
-        good = as_file(rows, tmp_path / "rows.json")
-        result = CliRunner().invoke(app, ["db", "import", str(file), str(good), "--db", str(into)])
-        assert result.exit_code in (0, 2) and "rows.json: " in result.stdout, result.exception
-        with Database.open(into, read_only=True) as database:
-            assert sum(1 for row in dump(database) if row["kind"] != "choice") == 4
-
-
 class TestConflicts:
     """What was imported never outranks what was measured here, and the conflict is printed."""
 
@@ -293,14 +257,9 @@ def test_a_damaged_cell_is_a_named_miss_of_export_and_merge(
 ) -> None:
     with sqlite3.connect(source) as connection:
         connection.execute(f"UPDATE {table} SET {column} = {cell} WHERE id = 1")
-    for format in Format:
-        result = CliRunner().invoke(
-            app, ["db", "export", "--db", str(source), "--out", str(tmp_path / f"x.{format}")]
-        )
-        assert result.exit_code in (0, 2) and isinstance(result.exception, SystemExit | None), (
-            result.exception
-        )
-        assert named in result.stderr, result.stderr
+    result = CliRunner().invoke(app, ["db", "export", "--db", str(source), "--out", str(tmp_path / "x.json")])
+    assert result.exit_code in (0, 2) and isinstance(result.exception, SystemExit | None), result.exception
+    assert named in result.stderr, result.stderr
     result = CliRunner().invoke(app, ["db", "merge", str(source), "--into", str(into)])
     assert result.exit_code == 0 and named in result.stderr, result.exception
 
@@ -454,12 +413,10 @@ class TestOut:
         ],
     )  # fmt: skip
     def test_what_cannot_be_written(self, source: Path, out: str, named: str) -> None:
-        stderr = run("db", "export", "--db", source, "--out", out, "--format", "json", code=2)[1]
+        stderr = run("db", "export", "--db", source, "--out", out, code=2)[1]
         assert named in stderr and stderr.count("\n") == 1
 
-    @pytest.mark.parametrize(
-        "command", ["report", "leaderboard", "db export --format json", "pack --no-compile"]
-    )
+    @pytest.mark.parametrize("command", ["report", "leaderboard", "db export", "pack --no-compile"])
     def test_no_command_writes_over_the_database_that_it_reads(self, source: Path, command: str) -> None:
         stderr = run(*command.split(), "--db", source, "--out", source, code=2)[1]
         assert f"{source}: a database, which nothing is written over" in stderr
@@ -563,9 +520,8 @@ class TestPlaces:
 def test_an_error_while_rows_are_read_is_of_the_file(tmp_path: Path) -> None:
     """A file that is not of the format is one error, before anything is loaded."""
     (tmp_path / "x").write_bytes(b"\xff\xfe\x00")
-    for format in Format:
-        with pytest.raises(DatabaseError, match=f"not a {format} export"):
-            list(read(tmp_path / "x", format))
+    with pytest.raises(DatabaseError, match="not an export"):
+        list(read(tmp_path / "x"))
     with pytest.raises(PackError, match="not a pack"):
         packs.install(tmp_path / "x", tmp_path / "packs")
 

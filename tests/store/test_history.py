@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.measure.evidence import QUALIFYING, STEADY_FINAL, leaders
 from tunegemm.measure.outcome import Measurement
 from tunegemm.store import Database
-from tunegemm.store.history import regressions, related, seeds
+from tunegemm.store.history import Change, changes, related, seeds
 
 OTHER = KERNEL.with_launch(swizzle_size=8)
 ROUNDS = 8
@@ -139,7 +138,10 @@ class TestSeeds:
         assert found == [(best, 1.02), (hungry, 0.97), (lucky, 1.04), (OTHER, 1.05)]
 
 
-class TestRegress:
+class TestChanges:
+    def changes(self, database: Database) -> list[Change | None]:
+        return changes(database.history(PROBLEM, samples=True))
+
     @pytest.mark.parametrize(
         ("after", "facts", "verdict", "by"),
         [
@@ -159,44 +161,38 @@ class TestRegress:
         database.confirm(PROBLEM, DEVICE, raced(1.15), label="before")
         device = under(**facts)
         database.confirm(PROBLEM, device, after, label="after")
-        (found,) = regressions(database, PROBLEM, device.fingerprint.digest[:8])
-        assert (found.verdict, found.by) == (verdict, by)
-        assert next(iter(facts)) in found.changed
+        first, found = self.changes(database)
+        assert first is None and found is not None and (found.verdict, found.by) == (verdict, by)
 
-    def test_since_a_date(self, database: Database) -> None:
-        database.confirm(PROBLEM, DEVICE, raced(1.05))
-        begin = datetime.now(UTC)
-        database.confirm(PROBLEM, DEVICE, raced(1.01, OTHER))
-        (found,) = regressions(database, PROBLEM, begin)
-        assert found.verdict == "slower" and found.after.candidate == OTHER
-        assert regressions(database, PROBLEM, begin - timedelta(days=1)) == [], "nothing before"
-        assert regressions(database, PROBLEM, datetime.now(UTC)) == [], "nothing since"
+    def test_each_is_compared_with_the_one_before(self, database: Database) -> None:
+        for ratio, kernel in ((1.05, KERNEL), (1.01, OTHER), (1.08, KERNEL)):
+            database.confirm(PROBLEM, DEVICE, raced(ratio, kernel))
+        found = [change and change.verdict for change in self.changes(database)]
+        assert found == [None, "slower", "faster"]
 
     def test_long_turns_are_compared_with_long_turns(self, database: Database) -> None:
         def alone(ratio: float) -> Measurement:
             return replace(raced(ratio), telemetry={"turn_ms": 160.0})
 
         database.confirm(PROBLEM, DEVICE, raced(1.05))
-        begin = datetime.now(UTC)
         database.confirm(PROBLEM, DEVICE, alone(1.04))
-        assert regressions(database, PROBLEM, begin) == [], "of shared clocks before"
+        assert self.changes(database) == [None, None], "of shared clocks before"
         assert [entry.method for entry in database.measurements(PROBLEM)] == ["final", STEADY_FINAL]
-        again = datetime.now(UTC)
         database.confirm(PROBLEM, DEVICE, alone(1.0))
-        (found,) = regressions(database, PROBLEM, again)
-        assert found.verdict == "slower" and found.before.measurement.ratio == pytest.approx(1.04, abs=0.005)
+        found = self.changes(database)[-1]
+        assert found is not None and found.verdict == "slower"
+        assert found.change == pytest.approx(0.04, abs=0.005)
 
     def test_other_devices_are_not_compared_with_each_other(self, database: Database) -> None:
         database.confirm(PROBLEM, DEVICE, raced(1.05))
         other = under(device_name="NVIDIA H100 NVL")
         database.confirm(PROBLEM, other, raced(1.01))
-        assert regressions(database, PROBLEM, other.fingerprint.digest) == []
+        assert self.changes(database) == [None, None]
 
     def test_a_search_alone_gives_no_verdict(self, database: Database) -> None:
         database.confirm(PROBLEM, DEVICE, raced(1.05))
-        device = under(driver="580.200")
-        database.publish(PROBLEM, device, raced(0.9))
-        assert regressions(database, PROBLEM, device.fingerprint.digest) == []
+        database.publish(PROBLEM, under(driver="580.200"), raced(1.01))
+        assert self.changes(database) == [None, None]
 
 
 class TestCommands:
@@ -215,26 +211,23 @@ class TestCommands:
         code, _, err = self.run(capsys, "history", "--shape", "8x8x8", "--db", str(path))
         assert code == 2 and err.count("\n") == 1 and "no record of 8x8x8" in err
 
-    def test_regress(self, database: Database, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_history_says_what_got_slower(
+        self, database: Database, path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         database.confirm(PROBLEM, DEVICE, raced(1.15))
-        device = under(driver="580.200")
-        database.confirm(PROBLEM, device, raced(1.05))
-        arguments = ("regress", "--db", str(path), "--since")
-        code, out, _ = self.run(capsys, *arguments, device.fingerprint.digest)
-        assert (
-            code == 1 and out.startswith("slower  4096x4096x4096") and "driver 580.159.04 to 580.200" in out
-        )
-        code, out, _ = self.run(capsys, *arguments, device.fingerprint.digest, "--json")
-        assert code == 1 and json.loads(out)[0]["verdict"] == "slower"
-        for text, named in (("soon", "neither a date"), ("2020-01-01", "no shape has a final race")):
-            code, _, err = self.run(capsys, *arguments, text)
-            assert code == 2 and named in err and err.count("\n") == 1
+        database.confirm(PROBLEM, under(driver="580.200"), raced(1.05))
+        arguments = ("history", "--shape", "4096x4096x4096", "--db", str(path))
+        code, out, _ = self.run(capsys, *arguments)
+        assert code == 0 and out.rstrip().endswith("]  slower (+9.5 % by ratio)")
+        code, out, _ = self.run(capsys, *arguments, "--json")
+        first, second = (one["change"] for one in json.loads(out))
+        assert first is None and second["verdict"] == "slower"
 
     def test_exchange(
         self, database: Database, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         database.confirm(PROBLEM, DEVICE, raced(1.05))
-        export, other = str(tmp_path / "export.parquet"), str(tmp_path / "other.sqlite")
+        export, other = str(tmp_path / "export.json"), str(tmp_path / "other.sqlite")
         assert self.run(capsys, "db", "export", "--out", export, "--db", str(path))[0] == 0
         code, out, _ = self.run(capsys, "db", "import", export, "--db", other)
         assert code == 0 and "1 rows added, 0 known already, 0 left out" in out
@@ -246,7 +239,6 @@ class TestCommands:
         assert self.run(capsys, "db", "layers")[0] == 0
         for arguments, named in (
             (("db", "export"), "needs --out FILE"),
-            (("db", "export", "--out", export, "--format", "xml", "--db", str(path)), "'xml' is not known"),
             (("db", "export", "--out", "/nowhere/x.json", "--db", str(path)), "choose another --out"),
         ):
             code, _, err = self.run(capsys, *arguments)

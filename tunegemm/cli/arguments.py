@@ -17,7 +17,6 @@ from tunegemm.untrusted import digits, shown
 
 if TYPE_CHECKING:
     from tunegemm.describe.device import Device
-    from tunegemm.store import Database
 
 #: Shapes of one command line.
 _MOST_SHAPES = 1000
@@ -51,20 +50,6 @@ def problem_filter(
         and out in (None, problem.out_dtype)
         and (layout is None or layout.lower() == problem.layout)
     )
-
-
-def require_fingerprint(database: Database, start: str | None, flag: str) -> None:
-    """Raises UsageError unless None, or the start of the digest of a fingerprint in the database."""
-    if start is None:
-        return
-    from tunegemm.store.queries import fingerprint_digests
-
-    known = fingerprint_digests(database)
-    if not any(digest.startswith(start) for digest in known):
-        listed = ", ".join(f"{digest} ({name})" for digest, name in known.items()) or "none"
-        raise UsageError(
-            f"{database.name}: {flag} {start!r} is not the start of a fingerprint; it has {listed}"
-        )
 
 
 def parse_shapes(shapes: list[str] | None) -> list[str]:

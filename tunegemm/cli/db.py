@@ -17,17 +17,9 @@ from tunegemm.files import descriptor
 
 if TYPE_CHECKING:
     from tunegemm.store.exchange import Report
-    from tunegemm.store.formats import Format
 
 app = commands.App(cls=Group, help="Exchange and merge tuning databases.", rich_markup_mode=None)
 
-FORMATS = ("json", "parquet")
-FormatName = Annotated[
-    str | None,
-    typer.Option(
-        "--format", metavar="NAME", help=f"{', '.join(FORMATS)}. Default: by the file's ending, else json."
-    ),
-]
 #: Bad rows that are named one by one; the rest is counted.
 _NAMED = 20
 
@@ -37,7 +29,6 @@ def export_command(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="The file; replaced as a whole.")
     ] = None,
-    format: FormatName = None,
     shape: options.SomeShapes = None,
     records: Annotated[
         Path | None,
@@ -52,9 +43,10 @@ def export_command(
     """Write measurements, failures and the history of records to a file."""
     if (out is None) == (records is None):
         raise UsageError("export needs --out FILE, or --records FOLDER")
-    if records is not None and (shape or format):
+    if records is not None and shape:
         raise UsageError("--records takes every confirmed record; to choose some, use --out FILE")
-    chosen = None if out is None else _format(format, out)
+    if out is not None:
+        _require_json(out)
     shapes = arguments.parse_shapes(shape)
     from tunegemm.store import Database
     from tunegemm.store.exchange import dump, of_shapes, sound
@@ -71,14 +63,14 @@ def export_command(
                     f"{database.name}: no confirmed record to write; `tunegemm tune` confirms one per shape"
                 )
         else:
-            assert out is not None and chosen is not None
+            assert out is not None
             rows = of_shapes(sound(dump(database), skipped), shapes)
             first = next(rows, None)
             if first is None:
                 _name_skipped(skipped)
                 kind = " of that kind" if shapes else ""
                 raise UsageError(f"{database.name}: nothing{kind} to export; see `tunegemm leaderboard`")
-            write(chain([first], rows), out, chosen)
+            write(chain([first], rows), out)
             paths = [out]
     _name_skipped(skipped)
     for path in paths:
@@ -88,7 +80,6 @@ def export_command(
 @app.command("import", cls=Command)
 def import_command(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Made by `tunegemm db export`.")],
-    format: FormatName = None,
     db: options.DatabaseLocation = None,
 ) -> None:
     """Add the rows of files to a database. Bad rows and files are named and left out; nothing stored is lost.
@@ -102,7 +93,8 @@ def import_command(
 
     readable = []
     for file in files:  # none of them: then no empty database is made, which would be a layer in this folder
-        rows = read(file, _format(format, file))
+        _require_json(file)
+        rows = read(file)
         try:
             readable.append((file, chain(list(islice(rows, 1)), rows)))
         except DatabaseError as error:
@@ -206,18 +198,10 @@ def _name_skipped(lines: list[str]) -> None:
         printing.say(f"left out: {rest} more", err=True)
 
 
-def _format(name: str | None, path: Path) -> Format:
-    """The file format of a name or an ending."""
-    from tunegemm.store.formats import Format
-
-    if name is None:
-        suffix = path.suffix.removeprefix(".").lower()
-        if suffix == "csv":
-            raise UsageError(
-                f"{path}: no format of exports; use one of {', '.join(FORMATS)}. A table of the records is "
-                "printed by `tunegemm leaderboard --format csv`"
-            )
-        return Format(suffix) if suffix in FORMATS else Format.json
-    if name not in FORMATS:
-        raise UsageError(f"--format {name!r} is not known; use one of {', '.join(FORMATS)}")
-    return Format(name)
+def _require_json(path: Path) -> None:
+    """Raises UsageError for a name of another kind of file."""
+    if path.suffix.lower() in (".csv", ".parquet"):
+        raise UsageError(
+            f"{path}: exports are JSON; a table of the records is printed by `tunegemm leaderboard --format "
+            "csv`, and made by `Database.frame()`"
+        )

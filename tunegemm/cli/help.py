@@ -35,10 +35,6 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "load": ("tunegemm load llama.pack", "tunegemm load llama.pack --sha256 DIGEST"),
     "unload": ("tunegemm unload llama", "tunegemm unload --all"),
     "history": ("tunegemm history --shape 512x6144x4096", "tunegemm history --shape 512x6144x4096 --json"),
-    "regress": (
-        "tunegemm regress --since 2026-11-01",
-        "tunegemm regress --since 2026-11-01 --shape 512x6144x4096",
-    ),
     "report": (
         "tunegemm report --out report.html",
         "tunegemm report --device replay:h200   # of the recorded GPU",
@@ -53,7 +49,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     ),
     "doctor": ("tunegemm doctor", "tunegemm doctor --json"),
     "db export": ("tunegemm db export --out all.json", "tunegemm db export --records records"),
-    "db import": ("tunegemm db import all.json", "tunegemm db import a.json b.parquet --db team.sqlite"),
+    "db import": ("tunegemm db import all.json", "tunegemm db import a.json b.json --db team.sqlite"),
     "db merge": (
         "tunegemm db merge a.sqlite b.sqlite --into all.sqlite",
         "tunegemm db merge URL --into mine.sqlite",

@@ -89,8 +89,9 @@ def measure(tuner: Tuner, problem: Problem, options: Sequence[Predicted]) -> Fee
     return Feedback(options[0], tuner.race(problem, runs, expected=expected))
 
 
-Measure = Callable[[Problem, Sequence[Predicted]], Feedback | None]
-"""Measures what was predicted of a problem; None where it has a record meanwhile."""
+Measure = Callable[[Problem, Sequence[Predicted], float], TuneResult | None]
+"""Measures what was predicted of a problem, or tunes one of which nothing was, within so many seconds; None
+where it has a record meanwhile."""
 
 
 @contextmanager
@@ -98,9 +99,13 @@ def measuring(device: Device) -> Iterator[Measure]:
     """A tuner of the device with the user's database, as long as there is something to measure."""
     with Database.open() as database, Tuner(device, database) as tuner:
 
-        def measure_unless_known(problem: Problem, options: Sequence[Predicted]) -> Feedback | None:
+        def measure_unless_known(
+            problem: Problem, options: Sequence[Predicted], seconds: float
+        ) -> TuneResult | None:
             if read_snapshot().find(problem, device.fingerprint) is not None:
                 return None
-            return measure(tuner, problem, options)
+            if options:
+                return measure(tuner, problem, options).result
+            return tuner.tune(problem, budget_seconds=seconds)
 
         yield measure_unless_known

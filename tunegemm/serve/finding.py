@@ -129,7 +129,7 @@ class Finder:
             return
         if answer.failure:
             why = f"its kernel does not compile here ({answer.failure})"
-        # In mode online the product is tuned next, or a warning says why it could not be.
+        # In mode online the product is tuned later, or a warning says why it could not be.
         if selection.outcome == "predicted":
             warn(
                 f"a kernel that is predicted to be faster than torch cannot run on {device.name}: {why}; "
@@ -176,7 +176,6 @@ class Finder:
             raise
         except Exception as error:
             _log.debug("planning failed", exc_info=error)
-            state.untuned = None
             if isinstance(error, OSError) and state.snapshot is not None and state.snapshot.warnings:
                 return  # what could not be read was said
             what = raised(error)

@@ -4,8 +4,8 @@
 - ``exact``: recorded problems only.
 - ``predict``, the default: also problems without a record, where measurements of others promise a gain: plain
   products by a fitted model (`choose.plain`), others by recorded neighbours (`choose.neighbours`).
-- ``online``: what is predicted is measured when the GPU is idle, any other problem without a record is tuned
-  when it is first seen (`serve.online`); else as ``predict``.
+- ``online``: as ``predict``, and problems without a record are measured or tuned when the GPU is idle
+  (`serve.online`).
 """
 
 from __future__ import annotations

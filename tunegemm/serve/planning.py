@@ -1,9 +1,9 @@
 """The making of plans: what runs on the first call of a key, off the hot path and mostly under a lock.
 
 A *plan* is the prepared launch for one key; None says that torch computes products of that key. Nothing is
-tuned here but in mode `online`, missing kernels are compiled in the background (`serve.background`), and
-nothing is read or loaded while the current stream records a CUDA graph: a product without a plan then falls
-back to torch.
+tuned or compiled here: missing kernels are compiled in the background (`serve.background`), and in mode
+`online` what has no record is tuned when the GPU is idle (`serve.online`). Nothing is read or loaded while
+the current stream records a CUDA graph: a product without a plan then falls back to torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tunegemm.store.waiting import within
 
 if TYPE_CHECKING:
     from tunegemm.compile.pool import CompilePool
-    from tunegemm.serve.feedback import Feedback
+    from tunegemm.tuning.progress import TuneResult
 
 #: Computes a product, given a form, a, b, the epilogue's tensors, an output and torch's way to compute it.
 Observe: TypeAlias = Callable[[Form, Any, Any, Sequence[Any], Any, Callable[[], Any]], Any]
@@ -207,41 +207,22 @@ class Planner:
                     state.composed.add(key)
             state.make_room(MAX_PLANS)
             state.plans[key] = plan
-            untuned, state.untuned = state.untuned, None
-        if untuned is None or self._mode != "online" or not self._tune_online(state, key, *untuned):
-            return state, plan
-        return self.plan(key, form, a, b, tensors, numbers, out)
+        return state, plan
 
-    def _tune_online(self, state: State, key: tuple[Any, ...], problem: Problem, device: Device) -> bool:
-        """Whether the key's plan is to be made anew. Other threads go on meanwhile, with this key, too."""
-        tuned = self._online.attempt(problem, device)
-        if self._online.warning:
-            self.notices.warn(self._online.warning)
-        if tuned:
-            with self.lock:
-                state.snapshot = self._read_records(state, "matmul")
-                state.prepared = {place: one for place, one in state.prepared.items() if place[0] != problem}
-                state.plans.pop(key, None)
-                state.forget_checks()
-        return tuned
-
-    def _apply_feedback(self, served: Prepared, feedback: Feedback | None, warning: str) -> None:
-        """Takes what became of a prediction that was measured: plans of it are made anew, unless it won."""
+    def _apply_feedback(
+        self, problem: Problem, served: Prepared | None, result: TuneResult | None, warning: str
+    ) -> None:
+        """Takes what was found of a problem in idle time: its plans are made anew, unless what serves won."""
         if warning:
             self.notices.warn(warning)
-        best = feedback.result.best if feedback is not None else None
-        if best is None or (served.record is not None and best.candidate == served.record.candidate):
+        best = result.best if result is not None else None
+        record = served.record if served is not None else None
+        if best is None or (record is not None and best.candidate == record.candidate):
             return
         with self.lock:
             for state in (self.state, *self._others.values()):
                 state.snapshot = None  # read on the next product without a plan
-                state.prepared = {place: one for place, one in state.prepared.items() if one is not served}
-                state.plans = {
-                    key: plan
-                    for key, plan in state.plans.items()
-                    if plan is None or plan.launch is not served.launch
-                }
-                state.forget_checks()
+                state.forget(problem)
 
     def _look(self) -> State:
         """The state, without its misses if records were published since they were read.
@@ -368,7 +349,6 @@ class Planner:
             device = torch.device(self.device_type, index)
             prepared = self._prepared(state, operands.problem, device, name)
             expected: Prepared | Compiling | None
-            state.untuned = None
             known = state.devices.get(index)
             # Code that is compiled now is kept, on disk, too: it is to find the kernel once that is there.
             expected = state.compiling.get((operands.problem, index))
@@ -408,12 +388,10 @@ class Planner:
         assert self._mode is not None
         wanted, snapshot = Wanted(problem, known, index, name), self._records(state, name)
         found, selection = self._finder.launcher(state, snapshot, wanted, self._mode)
-        if found is not None and selection.outcome == "predicted":
-            if self._mode == "online":
-                notify = partial(self._apply_feedback, found)
-                self._online.later(problem, known, selection.predictions, notify)
-        elif selection.outcome == "near" or (found is None and selection.outcome != "hit"):
-            state.untuned = problem, known
+        if self._mode == "online" and selection.outcome != "hit":
+            predictions = selection.predictions if found is not None else ()
+            notify = partial(self._apply_feedback, problem, found)
+            self._online.later(problem, known, predictions, notify)
         return found
 
     def _serve_compiled(self, kernel: str) -> None:

@@ -105,8 +105,6 @@ class State:
         self.prepared: dict[tuple[Problem, int], Prepared | None] = {}
         self.composed: set[tuple[Any, ...]] = set()
         """Keys of fused products that no kernel computes as a whole, but a tuned one without the rest."""
-        self.untuned: tuple[Problem, Device] | None = None
-        """What the plan that is being made would gain from tuning online."""
         self.compiling: dict[tuple[Problem, int], Compiling] = {}
         """Where `prepared` has none yet."""
         self.waiting: dict[tuple[Problem, int], set[tuple[Any, ...]]] = {}
@@ -143,6 +141,12 @@ class State:
                 if self.plans.get(key, key) is None:
                     del self.plans[key]
                 self.composed.discard(key)
+        self.forget_checks()
+
+    def forget(self, problem: Problem) -> None:
+        """Plans of a problem are made anew; those that fell back to torch, too: they name no problem."""
+        self.prepared = {place: one for place, one in self.prepared.items() if place[0] != problem}
+        self.plans = {key: plan for key, plan in self.plans.items() if plan and plan.problem != problem}
         self.forget_checks()
 
     def forget_checks(self) -> None:

@@ -1,6 +1,6 @@
-"""What the history says: the leaders of a problem, where a search may begin, what a new toolchain changed.
+"""What the history says: where a search may begin, and how each record compares with the one before.
 
-All of it reads values from a `Database`; there is no SQL here.
+All of it is of values of a `Database`; there is no SQL here.
 """
 
 from __future__ import annotations
@@ -68,74 +68,53 @@ def _product(problem: Problem) -> tuple[int | str, ...]:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A problem's record before and after, on one kind of device."""
+class Change:
+    """How a problem's record compares with the one before."""
 
-    problem: Problem
-    before: Record
-    after: Record
-    by: Literal["ratio", "time"]
-    """What was compared: the ratio to torch.mm where that is the same library, else the time itself."""
     verdict: Verdict
     change: float
     """How the time of one product changed: +0.03 is 3 % slower. By ratio, as if torch.mm had not moved."""
+    by: Literal["ratio", "time"]
+    """What was compared: the ratio to torch.mm where that is the same library, else the time itself."""
 
-    @property
-    def changed(self) -> str:
-        """What differs between the two toolchains, in one clause."""
-        there, here = self.before.fingerprint.asdict(), self.after.fingerprint.asdict()
-        facts = [f"{name} {there[name]} to {here[name]}" for name in there if there[name] != here[name]]
-        facts += ["kernel sources"] * (self.before.kernel_source != self.after.kernel_source)
-        return ", ".join(facts) or "nothing"
+    def __str__(self) -> str:
+        return f"{self.verdict} ({100 * self.change:+.1f} % by {self.by})"
 
 
-def compare(before: Record, after: Record) -> Comparison:
+def compare(before: Record, after: Record) -> Change:
     """Faster or slower only where the medians' 95 % intervals are apart, and by more than the noise."""
     old, new = before.measurement, after.measurement
-    library = ("torch", "cuda")
-    same_library = all(getattr(before.fingerprint, n) == getattr(after.fingerprint, n) for n in library)
     noise = max(old.noise, new.noise, NOISE_FLOOR)
-    if same_library:
+    by: Literal["ratio", "time"]
+    if all(getattr(before.fingerprint, n) == getattr(after.fingerprint, n) for n in ("torch", "cuda")):
         # torch.mm ran in the same rounds: what clocks and temperature did to it, they did to the kernel.
-        change = old.ratio / new.ratio - 1
+        by, change = "ratio", old.ratio / new.ratio - 1
         (old_low, old_high), (new_low, new_high) = ratio_interval(old), ratio_interval(new)
-        apart = new_high < old_low or old_high < new_low
     else:
-        change = new.median_us / old.median_us - 1
+        by, change = "time", new.median_us / old.median_us - 1
         (old_low, old_high), (new_low, new_high) = map(median_interval, (old.samples_us, new.samples_us))
-        apart = new_high < old_low or old_high < new_low
+    apart = new_high < old_low or old_high < new_low
     verdict: Verdict = "same"
     if apart and abs(change) > noise:
         verdict = "slower" if change > 0 else "faster"
-    by: Literal["ratio", "time"] = "ratio" if same_library else "time"
-    return Comparison(before.problem, before, after, by, verdict, change)
+    return Change(verdict, change, by)
 
 
-def regressions(database: Database, problem: Problem, since: datetime | str) -> list[Comparison]:
-    """The problem's record since a moment, or under a fingerprint (its digest's start), and the one before.
+def changes(records: Iterable[Record]) -> list[Change | None]:
+    """How each of a problem's records, with samples and oldest first, compares with the one before it on the
+    same kind of device; None where there is none to compare with.
 
-    One comparison per kind of device that has both. Only final races have samples enough for verdicts, and
-    interleaved ones do not compare with those in steady-state timing.
+    Only final races have samples enough for verdicts, and interleaved ones do not compare with those in
+    steady-state timing.
     """
-    by_device: dict[tuple[str, str, int], list[Record]] = {}
-    for record in database.history(problem, samples=True):
-        if record.evidence is Evidence.FINAL:
-            one = record.fingerprint
-            by_device.setdefault((one.device_name, one.mig, one.sm_budget), []).append(record)
-    found = []
-    for chosen in by_device.values():
-        later = [record for record in chosen if _is_since(record, since)]
-        if not later:
-            continue
-        after, steady = later[-1], later[-1].method in STEADY_METHODS
-        earlier = chosen[: chosen.index(later[0])]
-        before = [record for record in earlier if (record.method in STEADY_METHODS) == steady]
-        if before:
-            found.append(compare(before[-1], after))
+    latest: dict[tuple[object, ...], Record] = {}
+    found: list[Change | None] = []
+    for record in records:
+        one = record.fingerprint
+        key = one.device_name, one.mig, one.sm_budget, record.method in STEADY_METHODS
+        before = latest.get(key)
+        is_final = record.evidence is Evidence.FINAL
+        found.append(compare(before, record) if is_final and before is not None else None)
+        if is_final:
+            latest[key] = record
     return found
-
-
-def _is_since(choice: Record, since: datetime | str) -> bool:
-    if isinstance(since, datetime):
-        return choice.chosen_at >= since
-    return choice.fingerprint.digest.startswith(since)

@@ -99,10 +99,3 @@ def failure_counts(database: Database, device_name: str) -> list[tuple[str, str,
     return readable(
         database.read(query), lambda row: (text(row[0]), text(row[1]), text(row[2]), int(row[3])), "failure"
     )
-
-
-def fingerprint_digests(database: Database) -> dict[str, str]:
-    """The digest of every fingerprint, and its device's name."""
-    query = select(FingerprintRow.digest, FingerprintRow.device_name).order_by(FingerprintRow.id)
-    rows = database.read(query)
-    return dict(readable(rows, lambda row: (text(row[0]), text(row[1])), "fingerprint"))
