@@ -51,8 +51,6 @@ _VARIABLES = {
 #: Above so many records, marks of the roofline are plain dots without names: some 20 bytes each.
 NAMED_MARKS = 600
 _LABELLED = 24
-#: Lines of parallel coordinates.
-_LINES = 32
 #: Above so many trials a dot each would only blacken the figure: every n-th is drawn.
 _MOST_DOTS = 1500
 #: Where a name may stand beside its mark, best first: alignment, and offset in points.
@@ -115,37 +113,6 @@ def inline_convergence(details: Details) -> str:
     )
     dots = " ".join(f"{100 * place:.4f}" for place in places)
     return text.replace("<svg", f'<svg data-dots="{dots}"', 1)
-
-
-def parallel(details: Details) -> dict[str, Any] | None:
-    """Trials of the winner's generator as lines from parameter to parameter, which the page's script draws:
-    the values of each, and for each line their places and the speed, the slowest first. None where too few
-    were tried, or the vendor's algorithm won.
-    """
-    family = details.winner.record.candidate.family
-    own = [trial for trial in details.trials if trial.candidate.family == family]
-    own.sort(key=lambda trial: trial.ratio)
-    if family == VENDOR_FAMILY or len(own) < _LINES:
-        return None
-    leaders = _LINES // 4  # in full, and some of the others
-    own = own[: -leaders : -(-len(own) // (_LINES - leaders))] + own[-leaders:]
-    values = {
-        name: sorted({trial.candidate.params.get(name) for trial in own}, key=lambda v: (str(type(v)), v))
-        for name in own[-1].candidate.params
-    }
-    values = {name: listed for name, listed in values.items() if len(listed) > 1}
-    if not values:
-        return None
-    return {
-        "leaders": leaders,
-        "names": [*values, "x torch.mm"],
-        "values": [[clean(value, 20) for value in listed] for listed in values.values()],
-        "lines": [" ".join([*_places(trial, values), f"{trial.ratio:.3f}"]) for trial in own],
-    }
-
-
-def _places(trial: Record, values: Mapping[str, Sequence[Any]]) -> list[str]:
-    return [str(listed.index(trial.candidate.params.get(name))) for name, listed in values.items()]
 
 
 def heat_class(ratio: float) -> str:

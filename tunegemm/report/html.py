@@ -127,7 +127,6 @@ def _shape(details: Details) -> dict[str, Any]:
         "raced": len(tried) < len(details.sequence),
         "convergence": Markup(charts.inline_convergence(details)),
         "gap": analysis.gap(details),
-        "parallel": charts.parallel(details),
         "listed": sorted(enumerate(tried, 1), key=lambda one: -one[1].ratio)[:MOST_TRIALS],
         "importances": analysis.importances(details.trials),
         "grids": grids,

@@ -112,38 +112,6 @@ for (const figure of all("svg[data-dots]")) {
   });
   figure.addEventListener("mouseleave", leave);
 }
-// Parallel coordinates: an axis for each parameter, and one for the speed.
-for (const figure of all("[data-parallel]")) {
-  const {leaders, names, values, lines: texts} = JSON.parse(figure.dataset.parallel);
-  const lines = texts.map(text => text.split(" ").map(Number));
-  const make = (name, attributes, text = "") => {
-    const made = document.createElementNS(document.querySelector("svg").namespaceURI, name);
-    for (const key in attributes) made.setAttribute(key, attributes[key]);
-    made.textContent = text;
-    return made;
-  };
-  const chart = make("svg", {class: "parallel", viewBox: "0 0 720 280", role: "img", "aria-label": `${lines.length} trials over ${names.join(", ")}`});
-  const last = names.length - 1, low = lines[0][last], high = lines[lines.length - 1][last];
-  const across = place => 12 + place * 650 / last;
-  // Axes of few values would draw all lines over each other: each is a little off.
-  const height = (line, place, number) => 240 - 220 * (place < last
-    ? line[place] / (values[place].length - 1) + .04 * (number / lines.length - .5) : (line[last] - low) / (high - low || 1));
-  lines.forEach((line, number) => chart.append(make("path", {
-    class: number < lines.length - leaders ? "" : "leader",
-    d: "M" + line.map((_, place) => `${across(place).toFixed(1)} ${height(line, place, number).toFixed(1)}`).join("L")})));
-  names.forEach((name, place) => {
-    chart.append(make("line", {x1: across(place), x2: across(place), y1: 14, y2: 246}));
-    chart.append(make("text", {x: across(place), y: place % 2 ? 270 : 258, "text-anchor": place ? "middle" : "start"}, name));
-    const marks = place < last ? values[place] : [low.toFixed(3), high.toFixed(3)];
-    marks.forEach((value, at) => chart.append(make("text", {x: across(place) + 3, y: 243 - 220 * at / (marks.length - 1)}, value)));
-  });
-  const box = Object.assign(document.createElement("div"), {className: "scroll", tabIndex: 0});
-  box.setAttribute("role", "region");
-  box.setAttribute("aria-label", "Parameters of the trials");
-  box.append(chart);
-  figure.querySelector("h3").after(box);
-  figure.hidden = false;
-}
 // One stop of the Tab key per figure; arrows go from mark to mark.
 for (const figure of all("[data-marks]")) {
   const marks = all("[data-tip]", figure);
