@@ -87,14 +87,18 @@ def device() -> Device:
 
 
 @pytest.fixture(scope="module")
-def kernels(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
-    """Compiles and loads kernels for it. A module that needs many overrides this and begins them at once."""
+def kernels(device: Device, shared_folder: Path) -> Iterator[Kernels]:
+    """Compiles and loads kernels for it. A module that needs many overrides this and begins them at once.
+
+    TUNEGEMM_TEST_OBJECTS names a folder that keeps what was compiled from one run of the tests to the next.
+    """
     from tests.support.kernels import Kernels
     from tests.support.processes import compile_workers
     from tunegemm.compile.artifacts import ArtifactStore
     from tunegemm.compile.pool import CompilePool
 
-    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects")), workers=compile_workers()) as pool:
+    store = ArtifactStore(Path(os.environ.get("TUNEGEMM_TEST_OBJECTS", shared_folder / "objects")))
+    with CompilePool(store, workers=compile_workers()) as pool:
         yield Kernels(pool, device)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +43,10 @@ def clipped(acc, bias: PerColumn, skip: Matrix):  # type: ignore[no-untyped-def]
     return minimum(maximum(acc + bias, -1.0), 1.0) + maximum(skip, acc)
 
 
+#: What a test asks to be compiled.
+Wanted = tuple[Problem, Candidate]
+
+
 def skinny(split_k: int = 1) -> Candidate:
     return Candidate.make("skinny", SKINNY, {"ctas": "tiles", "split_k": split_k})
 
@@ -55,30 +60,32 @@ KINDS = [("tn", "bf16", "bf16", "n"), ("tn", "bf16", "bf16", "m"), ("nt", "fp16"
 KINDS += [("tn", "fp16", "fp32", "m")]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids="-".join)
-@pytest.mark.parametrize("examples", EXAMPLES, ids=lambda examples: examples.family)
-def test_nothing_is_stored_beyond_a_view(kernels: Kernels, examples: Any, kind: tuple[str, ...]) -> None:
+def of_ends(kernels: Kernels, examples: Any, kind: tuple[str, ...]) -> Iterator[Wanted]:
     layout, in_dtype, out_dtype, out_major = kind
-    launched = 0
     for number, (m, n, k, batch) in enumerate(ENDS):
         plain = Problem.parse(f"{m}x{n}x{k}x{batch}", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
         turned = out_major == "m"
         problem = replace(plain, m=n, n=m, out_major="m", alignment=0) if turned else plain
         for kernel in examples.of_each_schedule:
             candidate = chosen(kernels, examples, problem, kernel, number)
-            if candidate is None:
-                continue
-            launch, case = (
-                kernels.load(problem, candidate),
-                data.make_operands(problem, torch.device("cuda"), 3),
-            )
-            for gap in (0, 1):
-                memory, out = room_of(problem, gap)
-                launch(case.a, case.b, out)
-                error = relative_error(out, case.a, case.b)
-                assert error < TOLERANCE[out_dtype], (problem, str(candidate), error)
-                assert kept(memory, out), (problem, str(candidate), "wrote outside its output")
-            launched += 1
+            if candidate is not None:
+                yield problem, candidate
+
+
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+@pytest.mark.parametrize("examples", EXAMPLES, ids=lambda examples: examples.family)
+def test_nothing_is_stored_beyond_a_view(kernels: Kernels, examples: Any, kind: tuple[str, ...]) -> None:
+    launched = 0
+    for problem, candidate in of_ends(kernels, examples, kind):
+        launch = kernels.load(problem, candidate)
+        case = data.make_operands(problem, torch.device("cuda"), 3)
+        for gap in (0, 1):
+            memory, out = room_of(problem, gap)
+            launch(case.a, case.b, out)
+            error = relative_error(out, case.a, case.b)
+            assert error < TOLERANCE[problem.out_dtype], (problem, str(candidate), error)
+            assert kept(memory, out), (problem, str(candidate), "wrote outside its output")
+        launched += 1
     assert launched or examples.family in ("gluon_wgmma", "triton_tma", "skinny", "cute_sm80"), launched
 
 
@@ -98,12 +105,8 @@ REFUSALS = ("fused_store", "fused_registers", "accumulators", "shared_memory", "
 FUSED = ["", "bias_n+gelu", "residual", "beta_c+relu+residual", "swiglu", "reglu+residual+amax"]
 
 
-@pytest.mark.parametrize("text", FUSED)
-@pytest.mark.parametrize("store", STORES)
-def test_every_store_and_epilogue_ends_at_the_view(kernels: Kernels, store: str, text: str) -> None:
-    """Matrices of odd extents, too, which end where their memory does."""
+def of_stores(kernels: Kernels, store: str, text: str) -> Iterator[Wanted]:
     kernel, launch_parameters = STORES[store]
-    launched = 0
     for out_dtype, n, out_major in itertools.product(("bf16", "fp32"), (1001, 1004, 1006, 17, 1), "nm"):
         stages = {"stages": 3} if out_dtype == "fp32" else {}
         columns = 2 * n if Epilogue.parse(text).gated else n
@@ -112,18 +115,25 @@ def test_every_store_and_epilogue_ends_at_the_view(kernels: Kernels, store: str,
         )
         candidate = hopper(kernel | stages, launch_parameters)
         verdict = families.get("cute_sm90").check(problem, candidate, kernels.device)
-        if not verdict.runs:
-            assert verdict.rule in ("fused_store", "fused_registers", "accumulators", "shared_memory"), (
-                verdict
-            )
-            continue
+        if verdict.runs:
+            yield problem, candidate
+        else:
+            rules = ("fused_store", "fused_registers", "accumulators", "shared_memory")
+            assert verdict.rule in rules, verdict
+
+
+@pytest.mark.parametrize("text", FUSED)
+@pytest.mark.parametrize("store", STORES)
+def test_every_store_and_epilogue_ends_at_the_view(kernels: Kernels, store: str, text: str) -> None:
+    """Matrices of odd extents, too, which end where their memory does."""
+    launched = 0
+    for problem, candidate in of_stores(kernels, store, text):
         made = data.make_operands(problem, torch.device("cuda"), 5)
         fused = list(made.fused)
         for at, operand in enumerate(problem.fused.operands):
             if operand.kind == "matrix":
-                shaped = replace(
-                    problem, n=2 * columns if operand.name == "c" and problem.fused.gated else columns
-                )
+                twice = 2 if operand.name == "c" and problem.fused.gated else 1
+                shaped = replace(problem, n=twice * problem.n)
                 _, fused[at] = room_of(shaped, 1)
                 fused[at].copy_(made.fused[at])
         wanted = data.expected(problem, replace(made, fused=tuple(fused)))
@@ -133,7 +143,7 @@ def test_every_store_and_epilogue_ends_at_the_view(kernels: Kernels, store: str,
             load(made.a, made.b, out, *fused)
             torch.cuda.synchronize()
             error = difference(out, wanted)
-            assert error < 2 * TOLERANCE[out_dtype], (problem, store, error)
+            assert error < 2 * TOLERANCE[problem.out_dtype], (problem, store, error)
             assert kept(memory, out), (problem, store, "wrote outside its output")
         launched += 1
     if not (launched or "epi_n 0" in store or Epilogue.parse(text).gated):
@@ -143,12 +153,20 @@ def test_every_store_and_epilogue_ends_at_the_view(kernels: Kernels, store: str,
 FP8_FUSED = ["scale_tensor", "scale_tensor+residual", "scale_rowwise+beta_c+residual", "scale_tensor+swiglu"]
 
 
-@pytest.mark.parametrize("text", FP8_FUSED)
-@pytest.mark.parametrize("n", [1001, 1006, 1016, 24, 1])
-def test_outputs_of_bytes(kernels: Kernels, text: str, n: int) -> None:
+BYTES = (1001, 1006, 1016, 24, 1)
+
+
+def of_bytes(text: str, n: int) -> Wanted:
     columns = 2 * n if "swiglu" in text else n
     problem = Problem(200, columns, 512, in_dtype="fp8_e4m3", out_dtype="fp8_e4m3", epilogue=text)
-    launch = kernels.load(problem, hopper({"tile_k": 128}))
+    return problem, hopper({"tile_k": 128})
+
+
+@pytest.mark.parametrize("text", FP8_FUSED)
+@pytest.mark.parametrize("n", BYTES)
+def test_outputs_of_bytes(kernels: Kernels, text: str, n: int) -> None:
+    problem, candidate = of_bytes(text, n)
+    launch = kernels.load(problem, candidate)
     made = data.make_operands(problem, torch.device("cuda"), 5)
     wanted = data.expected(problem, made)
     for gap in (0, 1):
@@ -159,15 +177,23 @@ def test_outputs_of_bytes(kernels: Kernels, text: str, n: int) -> None:
         assert kept(memory, out), (problem, "wrote outside its output")
 
 
-@pytest.mark.parametrize("text", ["scale_tensor", "scale_tensor+swiglu", "scale_tensor+reglu+residual"])
-@pytest.mark.parametrize("tile_n", [16, 32, 48, 64, 96, 112, 128, 144])
-@pytest.mark.parametrize("epi_n", [16, 32, 48, 64])
+GATED_BYTES = ("scale_tensor", "scale_tensor+swiglu", "scale_tensor+reglu+residual")
+TILES, SUBTILES = (16, 32, 48, 64, 96, 112, 128, 144), (16, 32, 48, 64)
+
+
+def of_subtiles(text: str, tile_n: int, epi_n: int) -> Wanted:
+    problem = Problem(256, 672, 512, in_dtype="fp8_e4m3", out_dtype="fp8_e4m3", epilogue=text)
+    return problem, hopper({"tile_k": 128, "tile_n": tile_n, "epi_n": epi_n})
+
+
+@pytest.mark.parametrize("text", GATED_BYTES)
+@pytest.mark.parametrize("tile_n", TILES)
+@pytest.mark.parametrize("epi_n", SUBTILES)
 def test_gated_outputs_of_bytes_by_every_subtile(
     kernels: Kernels, text: str, tile_n: int, epi_n: int
 ) -> None:
     """Boxes of whole 16 bytes, or none."""
-    problem = Problem(256, 672, 512, in_dtype="fp8_e4m3", out_dtype="fp8_e4m3", epilogue=text)
-    candidate = hopper({"tile_k": 128, "tile_n": tile_n, "epi_n": epi_n})
+    problem, candidate = of_subtiles(text, tile_n, epi_n)
     verdict = families.get("cute_sm90").check(problem, candidate, kernels.device)
     if not verdict.runs:
         assert verdict.rule in ("store_box", "epilogue_tile", "accumulators", "fused_registers"), verdict
@@ -258,14 +284,21 @@ FUSING: dict[str, tuple[Candidate, int, int]] = {
 }
 
 
+BETAS = ("beta_c", "beta_c+bias_n+relu", "alpha+beta_c+residual")
+
+
+def of_way(way: str, text: str) -> Wanted:
+    candidate, m, k = FUSING[way]
+    return Problem(m, 1024, k, epilogue=text), candidate
+
+
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("way", FUSING)
 def test_nan_and_infinity_are_as_torch_has_them(kernels: Kernels, way: str, text: str) -> None:
     """In a, in b, of either sign, and in an operand of the epilogue: the same elements are NaN, infinite or
     right as by the reference, which takes torch's operations. amax is NaN where an element is.
     """
-    candidate, m, k = FUSING[way]
-    problem = Problem(m, 1024, k, epilogue=text)
+    problem, candidate = of_way(way, text)
     verdict = families.get(candidate.family).check(problem, candidate, kernels.device)
     if not verdict.runs:
         assert verdict.rule in ("fused_store", "fused_registers", "second_slices", "accumulators"), verdict
@@ -299,11 +332,10 @@ def test_nan_and_infinity_are_as_torch_has_them(kernels: Kernels, way: str, text
                 assert bool(made.amax.isinf()), label
 
 
-@pytest.mark.parametrize("text", ["beta_c", "beta_c+bias_n+relu", "alpha+beta_c+residual"])
+@pytest.mark.parametrize("text", BETAS)
 @pytest.mark.parametrize("way", FUSING)
 def test_c_is_not_read_where_beta_is_zero(kernels: Kernels, way: str, text: str) -> None:
-    candidate, m, k = FUSING[way]
-    problem = Problem(m, 1024, k, epilogue=text)
+    problem, candidate = of_way(way, text)
     if not families.get(candidate.family).check(problem, candidate, kernels.device).runs:
         pytest.skip("no such kernel")
     launch = kernels.load(problem, candidate)
@@ -320,3 +352,20 @@ def test_c_is_not_read_where_beta_is_zero(kernels: Kernels, way: str, text: str)
         assert int(made.out.isnan().sum()) == (beta != 0), (problem, beta)
         right = ~wanted.isnan()
         assert difference(made.out[right], wanted[right]) < TOLERANCE["bf16"], (problem, beta)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def begun(kernels: Kernels) -> None:
+    """All kernels of the module are compiled from its start on, on all cores."""
+    wanted = [
+        *(of_bytes(text, n) for text, n in itertools.product(FP8_FUSED, BYTES)),
+        *(of_subtiles(*case) for case in itertools.product(GATED_BYTES, TILES, SUBTILES)),
+        *(of_way(way, text) for way, text in itertools.product(FUSING, (*TEXTS, *BETAS))),
+    ]
+    for examples, kind in itertools.product(EXAMPLES, KINDS):
+        wanted += of_ends(kernels, examples, kind)
+    for store, text in itertools.product(STORES, FUSED):
+        wanted += of_stores(kernels, store, text)
+    for problem, candidate in wanted:
+        if families.get(candidate.family).check(problem, candidate, kernels.device).runs:
+            kernels.begin(problem, candidate)

@@ -21,7 +21,7 @@ from tunegemm.generate.launching import Launcher
 
 @dataclass(frozen=True)
 class Kernels:
-    """The fixture `kernels`: candidates compiled into a store of the test module's own, for the GPU here."""
+    """The fixture `kernels`: candidates compiled into a store of the tests, for the GPU here."""
 
     pool: CompilePool
     device: Device
