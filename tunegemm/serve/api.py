@@ -22,6 +22,7 @@ dispatcher = Dispatcher()
 ops.define(lambda: dispatcher)
 product = dispatcher.product
 WITH_BIAS = form_of(LINEAR, "bias_n")
+_is_compiling = torch.compiler.is_compiling
 
 #: The epilogue of keywords, by activation and by whether there is no bias and no residual.
 _TEXTS = {
@@ -96,7 +97,7 @@ def matmul(
     try:
         if extras:
             return _matmul_and_more(a, b, out, **extras)
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return ops.traced_matmul(a, b, out)
         return product(MATMUL, a, b, out)
     except TypeError as error:
@@ -120,7 +121,7 @@ def linear(
     """
     try:
         if activation is None and residual is None:
-            if torch.compiler.is_compiling():
+            if _is_compiling():
                 return ops.traced_linear(x, weight, bias)
             if bias is None:
                 return product(LINEAR, x, weight)
@@ -168,7 +169,7 @@ def mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> 
         return node_of(error, mm, (a, b), {} if out is None else {"out": out}, torch.mm)
     if not fits:
         return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         return ops.traced_matmul(a, b, out)
     return product(MATMUL, a, b, out)
 
@@ -181,7 +182,7 @@ def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) ->
         return node_of(error, bmm, (a, b), {} if out is None else {"out": out}, torch.bmm)
     if not fits:
         return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         return ops.traced_matmul(a, b, out)
     return product(BMM, a, b, out)
 
@@ -279,7 +280,7 @@ def _matmul_and_more(
         )
     if isinstance(operands, str) or not isinstance(operands, Sequence):
         raise ProblemError(f"operands {operands!r:.40} are not a sequence; give a tuple of them")
-    if not torch.compiler.is_compiling():
+    if not _is_compiling():
         refuse_proxies((a, b, *operands))
         form_of(MATMUL, str(epilogue), out_dtype).check(operands)
     tensors = tuple(each for each in operands if isinstance(each, torch.Tensor))
@@ -331,7 +332,7 @@ def _fused(
     out_dtype: torch.dtype | None = None,
     accumulation: str = "fast",
 ) -> torch.Tensor:
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         if not text and out_dtype is None:
             return ops.traced_matmul(a, b, out)
         return ops.traced_fused(call, text, a, b, tensors, numbers, out, out_dtype, accumulation)

@@ -79,10 +79,10 @@ class Dispatcher:
     def product(self, call: int, a: Any, b: Any, out: Any = None) -> Any:
         """What a call such as `MATMUL` makes of a and b."""
         try:
-            a_address, b_address = data_ptr(a), data_ptr(b)
-        except (AttributeError, RuntimeError, TypeError):  # no tensors, or such as have no memory
+            b_address = data_ptr(b)
+        except (AttributeError, RuntimeError, TypeError):  # no tensor, or such as has no memory
             return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
-        if (a_address | b_address) & (ALIGNMENT - 1):
+        if b_address & (ALIGNMENT - 1):
             return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
         if out is None:
             slot = b_address | call
@@ -99,7 +99,12 @@ class Dispatcher:
         plan, launch = recent.plan, recent.launch
         if plan is None or launch is None:  # torch's, in whatever mode
             if time.monotonic() < self.planner.next_look:
+                if out is None and recent.torchs is not None:
+                    return recent.torchs(a, b)
                 return by_torch(_PLAIN_FORMS[call], a, b, (), (), out)
+            return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
+        a_address = data_ptr(a)
+        if a_address & (ALIGNMENT - 1):
             return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
         if (
             dispatch_modes()
@@ -137,10 +142,10 @@ class Dispatcher:
         None where the form's call is BELOW_AUTOGRAD and torch is to compute it.
         """
         try:
-            a_address, b_address = data_ptr(a), data_ptr(b)
+            b_address = data_ptr(b)
         except (AttributeError, RuntimeError, TypeError):
             return self._slowly(form, a, b, tensors, numbers, out)
-        if (a_address | b_address) & (ALIGNMENT - 1):
+        if b_address & (ALIGNMENT - 1):
             return self._slowly(form, a, b, tensors, numbers, out)
         slot = b_address | form.tag if out is None else b_address | 2 | form.tag
         everything = (a, b, *tensors) if out is None else (a, b, *tensors, out)
@@ -152,7 +157,12 @@ class Dispatcher:
         plan, launch = recent.plan, recent.launch
         if plan is None or launch is None:  # torch's, in whatever mode
             if time.monotonic() < self.planner.next_look:
+                if out is None and recent.torchs is not None:
+                    return recent.torchs(a, b, *tensors)
                 return by_torch(form, a, b, tensors, numbers, out)
+            return self._slowly(form, a, b, tensors, numbers, out)
+        a_address = data_ptr(a)
+        if a_address & (ALIGNMENT - 1):
             return self._slowly(form, a, b, tensors, numbers, out)
         if (
             dispatch_modes()

@@ -66,6 +66,8 @@ class Recent:
     plan: Plan | None
     launch: AddressLaunch | None
     """The plan's `launch_at`; None where products are torch's."""
+    torchs: Callable[..., Any] | None
+    """Torch's one function of the call's tensors, where it has one: what computes products without a plan."""
     requires_grad: bool
     """Whether an operand requires grad: not for a launch alone in grad mode."""
     bumps_version: bool

@@ -29,7 +29,7 @@ from tunegemm.serve.torch.autograd import (
     multiply_differentiably,
 )
 from tunegemm.serve.torch.fx import refuse_proxies
-from tunegemm.serve.unfused import added, taken_operands, torchs, unfused
+from tunegemm.serve.unfused import added, one_function, taken_operands, torchs, unfused
 
 _BIASED_BELOW_AUTOGRAD = form_of(BELOW_AUTOGRAD, "bias_n")
 
@@ -200,6 +200,7 @@ class SlowPath:
                 guards.check_of(tensors, reductions=reduces),
                 plan,
                 plan.launch_at if plan is not None else None,
+                one_function(form),
                 form.call != BELOW_AUTOGRAD and any(tensor.requires_grad for tensor in tensors),
                 out is not None and not out.is_inference(),
                 (plan.device.index or 0) if plan is not None and plan.guarded else -1,

@@ -20,7 +20,7 @@ from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt.eager import step_of
 from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
 from tunegemm.serve import guards
-from tunegemm.serve.forms import ADDMM, BELOW_AUTOGRAD, BMM, LINEAR, SCALED_MM, Form
+from tunegemm.serve.forms import ADDMM, BELOW_AUTOGRAD, BMM, LINEAR, MATMUL, SCALED_MM, Form
 from tunegemm.serve.library import takes_fp8
 
 #: Functions in the place of torch's: a product of (a, b) as the form's call means it; one with a column bias.
@@ -45,6 +45,22 @@ def torchs(form: Form) -> ByTorch:
     if form.call == LINEAR and form.text == "bias_n" and form.out_dtype is None:
         return _linear_with_bias
     return partial(_scaled if form.call == SCALED_MM else unfused, form)
+
+
+@cache
+def one_function(form: Form) -> Callable[..., Any] | None:
+    """What `torchs` calls in the end, with the call's tensors alone: nothing stands between the two. None
+    where it is not that simple."""
+    if form.call in (BELOW_AUTOGRAD, ADDMM):
+        return _none
+    if form.is_plain:
+        functions: dict[int, Callable[..., Any]] = {LINEAR: linear, BMM: torch.bmm, MATMUL: torch.matmul}
+        return functions.get(form.call)
+    return linear if form.call == LINEAR and form.text == "bias_n" and form.out_dtype is None else None
+
+
+def _none(*_: Any) -> None:
+    return None
 
 
 def _nothing(a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> None:
