@@ -17,6 +17,7 @@ from tunegemm.describe.device import Device, cuda_device_count, find_device
 
 if TYPE_CHECKING:
     from tests.support.browser import Browser
+    from tests.support.forks import Forks
     from tests.support.kernels import Kernels
     from tests.support.postgres import Cluster
     from tunegemm.compile.pool import CompilePool
@@ -128,6 +129,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     (built,) = folder.glob("*.whl")
     return built
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Runs programs that import torch, without the time that takes."""
+    from tests.support.forks import Forks
+
+    running = Forks()
+    yield running
+    running.close()
 
 
 @pytest.fixture

@@ -16,11 +16,9 @@ from typing import Any
 import pytest
 
 import tunegemm
-from tests.support.processes import environment
 from tunegemm.report.doctor import VARIABLES
 
 ROOT = Path(__file__).parent.parent
-ENVIRONMENT = environment()
 GENERATOR = ROOT / "docs" / "generate.py"
 
 
@@ -33,11 +31,16 @@ def generate() -> ModuleType:
     return module
 
 
-def test_the_blocks_are_current() -> None:
-    run = subprocess.run(
-        [sys.executable, str(GENERATOR), "--check"], capture_output=True, text=True, env=ENVIRONMENT
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+@pytest.fixture(scope="module")
+def figures(generate: ModuleType) -> dict[Path, bytes]:
+    return generate.figures()
+
+
+def test_the_blocks_are_current(generate: ModuleType) -> None:
+    """As `--check` finds it, whose exit code is tested below."""
+    for path in generate.documents():
+        text = path.read_text()
+        assert generate.refresh(text) == text, f"{path.name} is out of date; run `make docs`"
 
 
 def test_every_block_is_in_one_document(generate: ModuleType) -> None:
@@ -48,20 +51,20 @@ def test_every_block_is_in_one_document(generate: ModuleType) -> None:
     assert len(set(of_h100)) == len(of_h100) > 0
 
 
-def test_the_figures_are_current(generate: ModuleType) -> None:
-    figures = generate.figures()
+def test_the_figures_are_current(figures: dict[Path, bytes]) -> None:
     names = {"products", "seed-004", "selector", "selector-h100", "first-use", "first-use-h100"}
     assert {path.name for path in figures} == {f"{name}.svg" for name in names}
     for path, content in figures.items():
         assert path.read_bytes() == content, f"{path.name} is out of date; run `make docs`"
 
 
-def test_a_figure_does_not_depend_on_the_processs_style(generate: ModuleType) -> None:
+def test_a_figure_does_not_depend_on_the_processs_style(
+    generate: ModuleType, figures: dict[Path, bytes]
+) -> None:
     import matplotlib.style
 
-    before = generate.figures()
     with matplotlib.style.context("ggplot"):
-        assert generate.figures() == before
+        assert generate.figures() == figures
 
 
 def test_links_of_the_documents_lead_somewhere() -> None:
@@ -261,9 +264,11 @@ class TestBlocks:
         with pytest.raises(generate.DocsError, match=named):
             generate.refresh(text, tmp_path)
 
-    def test_refreshing_twice_changes_nothing(self, generate: ModuleType) -> None:
-        once = generate.refresh((ROOT / "README.md").read_text())
-        assert generate.refresh(once) == once
+    def test_refreshing_twice_changes_nothing(self, generate: ModuleType, tmp_path: Path) -> None:
+        """Of a stale text; that a current one stays as it is, `test_the_blocks_are_current` shows of all."""
+        stale = "before\n<!-- generated: peers -->\nold 1.234\n<!-- end -->\nafter\n"
+        once = generate.refresh(stale, tmp_path)
+        assert once != stale and generate.refresh(once, tmp_path) == once
 
 
 def test_the_check_fails_on_a_stale_block(tmp_path: Path) -> None:

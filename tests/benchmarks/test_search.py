@@ -2,23 +2,22 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pytest
+
+from benchmarks import search
 from benchmarks.sweep_files import write_sweep
-from tests.support.processes import environment
 from tunegemm.describe.device import PARTS, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
 
-ROOT = Path(__file__).parents[2]
 KERNEL_TUNER = importlib.util.find_spec("kernel_tuner") is not None
 
 
-def test_compares_strategies(tmp_path: Path) -> None:
+def test_compares_strategies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     device = device_from_part(
         "cuda:0", PARTS["h200"], Fingerprint("NVIDIA H200", 132, "9.0", "", 132, "", "", "", "", "")
     )
@@ -40,32 +39,25 @@ def test_compares_strategies(tmp_path: Path) -> None:
                 us = 40.0 + abs(tile_m - 128) / 8 + abs(tile_n - 160) / 16 + abs(swizzle - 4) / 4
                 rows.append(Measurement(candidate, (us,), (40.0,), 0.002, 0.004))
     problem = Problem.parse("512x6144x4096")
-    write_sweep(tmp_path, "h200", device, problem, rows, recorded_at=datetime.now(UTC), command="x")
+    # Of 40 the Gaussian process suggests the last 8 of each seed.
+    write_sweep(tmp_path, "h200", device, problem, rows[-40:], recorded_at=datetime.now(UTC), command="x")
     write_sweep(
         tmp_path, "h200-steady", device, problem, rows[:20], recorded_at=datetime.now(UTC), command="x"
     )
-    strategies = "chance,model,roofline,tpe" + (",kt-genetic_algorithm" if KERNEL_TUNER else "")
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.search",
-        "--sweeps",
-        tmp_path,
-        "--seeds",
-        "2",
-        "--out",
-        tmp_path,
-    ]
-    run = subprocess.run(
-        [*command, "--strategies", strategies], cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
+
+    def compared(strategies: str, code: int = 0) -> str:
+        folder = str(tmp_path)
+        given = ["--sweeps", folder, "--seeds", "2", "--out", folder, "--strategies", strategies]
+        assert search.main(given) == code
+        return capsys.readouterr().err
+
+    names = ["chance", "model", "roofline", "tpe", *(["kt-genetic_algorithm"] if KERNEL_TUNER else [])]
+    compared(",".join(names))
     told = json.loads((tmp_path / "search.json").read_text())
-    names = strategies.split(",")
     assert [(row["timing"], row["strategy"]) for row in told["rows"]] == [
         (timing, name) for timing in ("interleaved", "steady") for name in names
     ]
-    assert {row["candidates"] for row in told["rows"]} == {48, 20}
+    assert {row["candidates"] for row in told["rows"]} == {40, 20}
     for row in told["rows"]:
         for asked in zip(*row["regret"].values(), strict=True):
             assert list(asked) == sorted(asked, reverse=True) and asked[-1] >= 0, "more never find less"
@@ -73,14 +65,8 @@ def test_compares_strategies(tmp_path: Path) -> None:
         next(one for one in told["strategies"] if one["strategy"] == name) for name in ("chance", "roofline")
     )
     assert by_default["median_32"] == 0.0 < by_chance["median_8"]
-    again = subprocess.run(
-        [*command, "--strategies", "random"], cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
-    assert again.returncode == 0, again.stderr
+    compared("random")
     kept = json.loads((tmp_path / "search.json").read_text())["rows"]
     assert {row["strategy"] for row in kept} == {*names, "random"}, "one strategy after the other"
     assert [row for row in kept if row["strategy"] != "random"] == told["rows"]
-    unknown = subprocess.run(
-        [*command, "--strategies", "luck"], cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
-    assert unknown.returncode == 2 and unknown.stderr.startswith("--strategies luck: use chance")
+    assert compared("luck", 2).startswith("--strategies luck: use chance")

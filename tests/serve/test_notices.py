@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.forks import Forks
 from tests.support.processes import environment
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmWarning
@@ -68,7 +68,9 @@ def test_weights_do_not_depend_on_rows_alone() -> None:
 
 
 _PROGRAM = """
-import sys, torch
+import warnings
+warnings.simplefilter("ignore")
+import torch
 from tunegemm.describe.device import find_device
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.planning import Planner
@@ -81,10 +83,9 @@ for m in (3, 700, 12):
 
 
 @pytest.mark.parametrize("asked", ["1", "0", ""])
-def test_a_program_that_asks_for_it_gets_a_summary(asked: str) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", _PROGRAM]
-    given = {"env": environment(TUNEGEMM_SUMMARY=asked), "timeout": 60}
-    run = subprocess.run(command, capture_output=True, text=True, check=True, **given)
+def test_a_program_that_asks_for_it_gets_a_summary(asked: str, forks: Forks, tmp_path: Path) -> None:
+    run = forks.run(_PROGRAM, env=environment(TUNEGEMM_SUMMARY=asked), cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
     lines = [line for line in run.stderr.splitlines() if line.startswith("tunegemm:")]
     if asked != "1":
         assert not lines

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import socket
 import sqlite3
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import tunegemm
+from tests.support.forks import Forks
 from tests.support.serving import Row, operands, quietly
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
@@ -56,18 +57,25 @@ print(json.dumps({{"results": results, "seconds": seconds, "said": [str(one.mess
 """
 
 
-def first_product(tmp_path: Path, prelude: str = "", end: str = "", **changes: str | None) -> dict:
+FirstProduct = Callable[..., dict]
+
+
+@pytest.fixture
+def first_product(forks: Forks, tmp_path: Path) -> FirstProduct:
     """What a program's first products give, in an environment of its own; None takes a variable away."""
+    return functools.partial(_first_product, forks, tmp_path)
+
+
+def _first_product(
+    forks: Forks, tmp_path: Path, prelude: str = "", end: str = "", **changes: str | None
+) -> dict:
     own = {
         "HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "data"), "XDG_CACHE_HOME": str(tmp_path / "c"),
         "TUNEGEMM_DB": str(tmp_path / "own.sqlite"), "TUNEGEMM_CACHE_DIR": str(tmp_path / "c" / "k"),
-        "PYTHONPATH": str(PACKAGE.parent), "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": str(PACKAGE.parent),
     }  # fmt: skip
     environment = {k: v for k, v in (os.environ | own | changes).items() if v is not None}
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(prelude=prelude, end=end)],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    run = forks.run(PROGRAM.format(prelude=prelude, end=end), env=environment, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert found["results"] == [512.0, 576.0]
@@ -81,16 +89,18 @@ NO_ENTRY = "import pwd\ndef none(uid): raise KeyError(uid)\npwd.getpwuid = none"
 HOMELESS = {"HOME": None, "XDG_DATA_HOME": None, "XDG_CACHE_HOME": None}
 
 
-def test_without_a_home(tmp_path: Path) -> None:
+def test_without_a_home(tmp_path: Path, first_product: FirstProduct) -> None:
     """What ships serves on, and the miss is what it would be anywhere."""
-    said = first_product(tmp_path, NO_ENTRY, **HOMELESS, TUNEGEMM_DB=None, TUNEGEMM_CACHE_DIR=None)["said"]
+    said = first_product(NO_ENTRY, **HOMELESS, TUNEGEMM_DB=None, TUNEGEMM_CACHE_DIR=None)["said"]
     assert len(said) == 2 and all("Tune it with" in line for line in said)
     assert not (tmp_path / "~").exists()
 
 
-def test_without_a_home_where_database_and_cache_are_named(tmp_path: Path) -> None:
+def test_without_a_home_where_database_and_cache_are_named(
+    tmp_path: Path, first_product: FirstProduct
+) -> None:
     Database.open(tmp_path / "own.sqlite").close()
-    said = first_product(tmp_path, NO_ENTRY, **HOMELESS)["said"]
+    said = first_product(NO_ENTRY, **HOMELESS)["said"]
     assert len(said) == 2 and all("Tune it with" in line for line in said)
 
 
@@ -109,11 +119,10 @@ def test_what_was_asked_for_without_a_home_says_so(monkeypatch: pytest.MonkeyPat
     assert modified() and read_records()[1] == []
 
 
-def test_a_home_that_is_no_folder(tmp_path: Path) -> None:
+def test_a_home_that_is_no_folder(tmp_path: Path, first_product: FirstProduct) -> None:
     (tmp_path / "file").touch()
     home = str(tmp_path / "file")
     said = first_product(
-        tmp_path,
         HOME=home,
         XDG_DATA_HOME=home,
         XDG_CACHE_HOME=home,
@@ -124,44 +133,44 @@ def test_a_home_that_is_no_folder(tmp_path: Path) -> None:
 
 
 def without_data(folder: Path) -> Path:
-    return Path(shutil.copytree(PACKAGE, folder / "app" / "tunegemm", ignore=shutil.ignore_patterns(
-        "__pycache__", "db", "search_spaces"
-    )))  # fmt: skip
+    """The package with its bytecode: to compile it again takes longer than to import it."""
+    left_out = shutil.ignore_patterns("db", "search_spaces")
+    return Path(shutil.copytree(PACKAGE, folder / "app" / "tunegemm", ignore=left_out))
 
 
-def test_a_package_without_its_data(tmp_path: Path) -> None:
+def test_a_package_without_its_data(tmp_path: Path, first_product: FirstProduct) -> None:
     app = without_data(tmp_path).parent
-    said = first_product(tmp_path, PYTHONPATH=str(app), TUNEGEMM_DB=None)["said"]
+    said = first_product(PYTHONPATH=str(app), TUNEGEMM_DB=None)["said"]
     assert len(said) == 1 and "db/records" in said[0] and "--collect-all tunegemm" in said[0]
 
 
-def test_a_package_in_a_zip(tmp_path: Path) -> None:
+def test_a_package_in_a_zip(tmp_path: Path, first_product: FirstProduct) -> None:
     app = without_data(tmp_path)
     with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
         for path in app.rglob("*.py"):
             archive.write(path, path.relative_to(app.parent))
     shutil.rmtree(app)
     Database.open(tmp_path / "own.sqlite").close()
-    said = first_product(tmp_path, PYTHONPATH=str(tmp_path / "app.zip"))["said"]
+    said = first_product(PYTHONPATH=str(tmp_path / "app.zip"))["said"]
     assert len(said) == 1 and "db/records" in said[0]
 
 
 @pytest.mark.parametrize("name", ["selector.toml", "invariant.toml", "order.json", "kinds-h200.json"])
-def test_truncated_data(tmp_path: Path, name: str) -> None:
+def test_truncated_data(tmp_path: Path, first_product: FirstProduct, name: str) -> None:
     app = without_data(tmp_path)
     data = next(place for place in (PACKAGE / "db", PACKAGE.parent / "db") if place.is_dir())
     shutil.copytree(data, app / "db", ignore=shutil.ignore_patterns("kernels", "sweeps", "records"))
     (app / "db" / "records").mkdir()
     os.truncate(app / "db" / name, 100)
-    said = first_product(tmp_path, PYTHONPATH=str(app.parent), TUNEGEMM_DB=None)["said"]
+    said = first_product(PYTHONPATH=str(app.parent), TUNEGEMM_DB=None)["said"]
     assert all("Tune it with" in line or "predicted" in line or "planning failed" in line for line in said)
 
 
-def test_without_descriptors(tmp_path: Path) -> None:
+def test_without_descriptors(first_product: FirstProduct) -> None:
     """More are not to be had at the first product."""
     prelude = "import os, resource; resource.setrlimit(resource.RLIMIT_NOFILE, (3, 1024))"
     end = "resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))"
-    said = first_product(tmp_path, prelude, end)["said"]
+    said = first_product(prelude, end)["said"]
     assert len(said) == 1 and "oo many open files" in said[0]
 
 

@@ -154,7 +154,8 @@ class Kernels:
         most: int | None,
     ) -> Ranking:
         fits_extents = extent_check(families.generator(name), problem, self.device)
-        kernels, columns = self._feasible(problem, name, fits_extents, compiled)
+        wanted = None if swept is None else {candidate.kernel for candidate in swept}
+        kernels, columns = self._feasible(problem, name, fits_extents, compiled, wanted)
         values = self.space(name).launch_values
         if swept is not None:
             predictions = self._ranked_swept(problem, set(kernels), swept)
@@ -223,14 +224,18 @@ class Kernels:
         name: str,
         fits_extents: Callable[[Candidate], bool],
         compiled: Ready | None,
+        wanted: Collection[Candidate] | None = None,
     ) -> tuple[list[Candidate], Columns]:
-        """Those of a generator's space, and what the model reads of them."""
+        """Those of a generator's space, and what the model reads of them. wanted: all others are left out."""
         if families.refusal_by_all(problem, [name]):
             return [], Columns.of([])
         kernels, columns = self._possible_of(problem, name)
         if compiled is not None:
             kernels, columns = self._compiled_of(problem, name, compiled)
-        fits = [fits_extents(kernel) and self._is_wanted(kernel) for kernel in kernels]
+        fits = [
+            (wanted is None or kernel in wanted) and fits_extents(kernel) and self._is_wanted(kernel)
+            for kernel in kernels
+        ]
         return [kernel for kernel, fit in zip(kernels, fits, strict=True) if fit], columns.take(fits)
 
     def _fits_kind(self, problem: Problem, name: str) -> Remembered:
