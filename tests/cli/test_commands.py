@@ -34,7 +34,7 @@ TUNE = (
     "--workers",
     "1",
     "--trials",
-    "3",
+    "2",
 )
 
 
@@ -59,7 +59,7 @@ class TestTune:
         assert best["candidate"]["family"] == "cute_sm90"
         assert best["median_us"] > 0
         assert best["tflops"] == pytest.approx(2 * 4096**3 / best["median_us"] * 1e-6)
-        assert 1 <= len(measured) <= 3 + 1, "the final race measures candidates again, and torch.mm besides"
+        assert 1 <= len(measured) <= 2 + 1, "the final race measures candidates again, and torch.mm besides"
 
     def test_what_no_kernel_can_have_ends_with_the_reason(self) -> None:
         run = here("tune", "--shape", SHAPE, "--dtype", "int8", "--layout", "nn", "--json", code=1)
@@ -87,7 +87,7 @@ class TestTune:
         assert "nothing measured yet; run `tunegemm tune --shape MxNxK` on a GPU first" in run.stderr
 
     @pytest.mark.slow
-    def test_modelled_is_labelled(self, documents: list[dict[str, Any]]) -> None:
+    def test_modelled_is_labelled(self) -> None:
         run = here(
             "tune",
             "--shape",
@@ -97,7 +97,7 @@ class TestTune:
             "--families",
             "cute_sm90",
             "--trials",
-            "2",
+            "1",
         )
         assert "a model's ranking, no measurement; nothing stored" in run.stdout
 

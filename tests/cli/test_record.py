@@ -286,7 +286,7 @@ class TestTuneFrom:
     @pytest.mark.slow
     def test_a_modelled_device_saves_nothing(self, shapes: str) -> None:
         run = here(
-            "tune", "--from", shapes, "--device", "model:h200", "--families", "cute_sm90", "--trials", "2"
+            "tune", "--from", shapes, "--device", "model:h200", "--families", "cute_sm90", "--trials", "1"
         )
         assert "Expected saving" not in run.stdout
         assert "~" in run.stdout and "estimated from the roofline" in run.stdout

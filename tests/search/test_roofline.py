@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from collections.abc import Callable
 
@@ -15,12 +14,12 @@ from optuna.testing import pytest_samplers as suite
 from tests.search.test_study import landscape, study_of_landscape
 from tunegemm.search import RooflineSampler
 
-#: One of each kind, and the first once more.
-NUMERICAL = (
-    FloatDistribution(-1.0, 1.0), IntDistribution(3, 9, step=2), FloatDistribution(1e-7, 1.0, log=True),
-    IntDistribution(3, 10), FloatDistribution(-10, 10, step=0.5), IntDistribution(1, 100, log=True),
-    FloatDistribution(-1.0, 1.0),
-)  # fmt: skip
+#: One of each kind.
+PAIRS = (
+    (FloatDistribution(-1.0, 1.0), IntDistribution(3, 9, step=2)),
+    (IntDistribution(3, 10), FloatDistribution(1e-7, 1.0, log=True)),
+    (FloatDistribution(-10, 10, step=0.5), IntDistribution(1, 100, log=True)),
+)
 
 
 class Ours:
@@ -49,14 +48,14 @@ class TestWithTheGaussianProcess(suite.RelativeSamplerTestCase):
         pytest.importorskip("scipy", reason="Optuna's Gaussian process needs SciPy: pip install scipy")
         return lambda: RooflineSampler(seed=0)
 
-    @pytest.mark.parametrize(("x_distribution", "y_distribution"), [*itertools.pairwise(NUMERICAL)])
+    @pytest.mark.parametrize(("x_distribution", "y_distribution"), PAIRS)
     def test_sample_relative_numerical(
         self,
         sampler: Callable[[], BaseSampler],
         x_distribution: BaseDistribution,
         y_distribution: BaseDistribution,
     ) -> None:
-        """Each kind is both once: of all 36 pairs, which TestRelative tries, one takes some ten seconds."""
+        """Each kind once, as beside words: of the 36 pairs that TestRelative tries one takes ten seconds."""
         super().test_sample_relative_numerical(sampler, x_distribution, y_distribution)
 
 

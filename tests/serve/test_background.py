@@ -175,11 +175,7 @@ def test_a_shipped_kernel_that_does_not_run_here_is_compiled(
         content = content[:18] + b"\xb7\0" + content[20:]
     toolchain = {"cutlass_dsl": "4.1.0+cu13" if what == "for another DSL" else str(key["cutlass_dsl"])}
     package = Pack(tmp_path / "package", "0.1", toolchain, (), is_package=True)
-    scratch = package.store.scratch()
-    scratch.write_bytes(content)
-    resources = json.loads(compiled.with_suffix(".json").read_text())["resources"]
-    resources = Resources(**{**resources, "warnings": tuple(resources["warnings"])})
-    path = package.store.add({**key, **toolchain}, scratch, resources).path
+    path = add_compiled(package.store, {**key, **toolchain}, compiled, content)
     if what == "altered":
         path.write_bytes(content[:-1])
     monkeypatch.setattr(packs, "shipped", lambda: package)
@@ -259,11 +255,20 @@ def test_a_cache_that_cannot_be_written_is_said_once(serving, kernel, host: Path
     assert not kernel.calls and not pools[0].processes()
 
 
-class Flawed:
-    """A pool that fails as nobody foresaw, so many times; then a real one."""
+def add_compiled(store: ArtifactStore, key: Key, compiled: Path, content: bytes | None = None) -> Path:
+    """Puts an object into a store as if it had been compiled there; content: what is in it instead."""
+    scratch = store.scratch()
+    scratch.write_bytes(compiled.read_bytes() if content is None else content)
+    resources = json.loads(compiled.with_suffix(".json").read_text())["resources"]
+    resources = Resources(**{**resources, "warnings": tuple(resources["warnings"])})
+    return store.add(key, scratch, resources).path
 
-    def __init__(self, times: int, where: str, error: BaseException) -> None:
-        self.left, self.where, self.error = times, where, error
+
+class Flawed:
+    """A pool that fails as nobody foresaw, so many times; then a real one, whose store has got the object."""
+
+    def __init__(self, times: int, where: str, error: BaseException, compiled: Path | None = None) -> None:
+        self.left, self.where, self.error, self.compiled = times, where, error, compiled
 
     def fail(self, where: str) -> None:
         if where == self.where and self.left:
@@ -282,6 +287,8 @@ class Flawed:
                 future: Future[CompileResult] = Future()
                 future.set_exception(self.error)
                 return future
+            if self.compiled is not None:
+                add_compiled(ArtifactStore(), key, self.compiled)
             return real(family, key)
 
         pool.submit = submit  # type: ignore[method-assign,assignment]
@@ -298,11 +305,11 @@ class Flawed:
     ],
 )
 def test_a_thread_that_fails_is_followed_by_another(
-    where: str, error: BaseException, serving, kernel, monkeypatch, caplog: pytest.LogCaptureFixture
+    where: str, error: BaseException, serving, kernel, compiled, monkeypatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(background, "RETRY_AFTER_S", (0.01, 0.01, 0.01))
     monkeypatch.setattr(planning.Planner.__init__, "__kwdefaults__", {
-        **planning.Planner.__init__.__kwdefaults__, "pool": Flawed(2, where, error),
+        **planning.Planner.__init__.__kwdefaults__, "pool": Flawed(2, where, error, compiled),
     })  # fmt: skip
     dispatcher = serving()
     assert not is_served(dispatcher, kernel)
