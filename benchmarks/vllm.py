@@ -3,6 +3,7 @@
     python -m benchmarks.vllm                                # bf16 and fp8, then VLLM_BATCH_INVARIANT=1
     python -m benchmarks.vllm --only bf16,invariant --sequences 16 --rounds 3
     python -m benchmarks.vllm --trial                        # does an engine start, and what serves what
+    python -m benchmarks.vllm_layers                         # where none starts: its layers alone
 
 The model is Llama-3-8B with 8 layers; nothing is downloaded. Engines of one kind are started together and
 work in turns. Prefill is of prompts of 512 tokens in steps of 8192; decode are 128 tokens of each sequence
@@ -12,7 +13,6 @@ behind prompts of 16, in CUDA graphs. Writes results/GPU/vllm.json.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import signal
 import statistics
@@ -31,7 +31,7 @@ import numpy as np
 
 import tunegemm
 from benchmarks.results import Results, geometric_mean, meta, results_path
-from benchmarks.vllm_engine import SEQUENCES, Engine, EngineError, Setting, model_config, variables
+from benchmarks.vllm_engine import SEQUENCES, Engine, EngineError, Setting, variables
 from tunegemm.describe.device import find_device, package_version
 from tunegemm.errors import TunegemmError
 from tunegemm.measure.statistics import aa_noise
@@ -73,9 +73,9 @@ def main(arguments: list[str] | None = None) -> int:
     scratch = options.scratch or Path(tempfile.gettempdir()) / "tunegemm-vllm"
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines are to end with their owner
     try:
-        kinds = _chosen(options.only, KINDS, "only")
-        sequences = [int(n) for n in _chosen(options.sequences, [*map(str, SEQUENCES)], "sequences")]
-        _doors(scratch)
+        kinds = chosen(options.only, KINDS, "only")
+        sequences = [int(n) for n in chosen(options.sequences, [*map(str, SEQUENCES)], "sequences")]
+        doors(scratch)
         if options.trial:
             trial(_setting(kinds[0], True, options.layers), scratch)
         else:
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _chosen(text: str, known: Sequence[str], what: str) -> list[str]:
+def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
     names = [name for name in text.split(",") if name] or [""]
     if unknown := [name for name in names if name not in known]:
         raise VllmError(f"--{what} {unknown[0]!r} is not known; use some of {','.join(known)}")
@@ -98,7 +98,7 @@ def _setting(kind: str, served: bool, layers: int) -> Setting:
     return Setting("bf16" if is_invariant else kind, served, is_invariant, layers)
 
 
-def _doors(scratch: Path) -> None:
+def doors(scratch: Path) -> None:
     """Puts entry points on the path, as of installed packages: this benchmark's, and tunegemm's where it is a
     checkout."""
     root = Path(__file__).parents[1]
@@ -126,10 +126,7 @@ def engines(settings: Sequence[Setting], scratch: Path) -> Iterator[dict[Setting
     began = time.monotonic()
     try:
         for setting in settings:
-            folder = scratch / setting.name
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.json").write_text(json.dumps(model_config(setting)))
-            started[setting] = Engine(setting, folder, variables(setting, scratch))
+            started[setting] = Engine(setting, scratch / setting.name, variables(setting, scratch))
         for engine in started.values():
             engine.wait()
             print(f"{engine.setting.name} started after {engine.seconds:.0f} s", flush=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import json
 import multiprocessing
 import os
 import re
@@ -92,8 +93,9 @@ class Engine:
     """Owner's side: starts the processes and asks them, one question at a time."""
 
     def __init__(self, setting: Setting, folder: Path, variables: dict[str, str]) -> None:
-        """folder: has the model's `config.json`; gets the output. variables: of the environment."""
+        """folder: gets the model's config and the output. variables: of the environment."""
         self.setting = setting
+        folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "log"
         self.seconds = 0.0
         """That it took to start."""
@@ -177,20 +179,27 @@ def _live(pipe: Connection, setting: Setting, folder: Path, variables: dict[str,
         pipe.send((False, f"{type(error).__name__}: {error}".splitlines()[0][:300]))
 
 
+def arguments(setting: Setting, folder: Path) -> dict[str, Any]:
+    """What an engine is started with; writes the model's config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(model_config(setting)))
+    return {
+        "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
+        "seed": 0, "max_model_len": 2048, "max_num_seqs": max(SEQUENCES), "max_num_batched_tokens": STEP,
+        "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": CACHE_BYTES, "enable_prefix_caching": False,
+        "compilation_config": {"cudagraph_capture_sizes": list(SEQUENCES)}, "max_logprobs": -1,
+        "logprobs_mode": "raw_logits", "kernel_config": {"enable_cutedsl_warmup": False},
+    }  # fmt: skip
+
+
 def _start(setting: Setting, folder: Path) -> Any:
     vllm: Any = importlib.import_module("vllm")
-    llm = vllm.LLM(
-        model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
-        max_model_len=2048, max_num_seqs=max(SEQUENCES), max_num_batched_tokens=STEP,
-        gpu_memory_utilization=0.1, kv_cache_memory_bytes=CACHE_BYTES, enable_prefix_caching=False,
-        compilation_config={"cudagraph_capture_sizes": list(SEQUENCES)}, max_logprobs=-1,
-        logprobs_mode="raw_logits", kernel_config={"enable_cutedsl_warmup": False},
-    )  # fmt: skip
-    llm.apply_model(_fill)
+    llm = vllm.LLM(**arguments(setting, folder))
+    llm.apply_model(fill)
     return llm
 
 
-def _fill(model: Any) -> None:
+def fill(model: Any) -> None:
     """Gives a model weights as of a trained one's size, in place: vLLM's own are near nothing. Sent to the
     processes that compute, so it imports what it needs."""
     import torch
