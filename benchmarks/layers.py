@@ -2,11 +2,14 @@
 
     python -m benchmarks.layers                                    # all models, rows and modes, nothing tuned
     python -m benchmarks.layers --models llama-3-8b --rows d16,4096 --modes graph
+    python -m benchmarks.layers --within 150 --sample-ms 20        # what there is time for, in order
+    python -m benchmarks.layers --why --modes graph --rows d16     # what serves each product, and kernels
     python -m benchmarks.layers --device cpu --tiny --modes eager  # without a GPU: results, no times
 
 Two layers in plain torch with random weights. Rows are the tokens of one prompt, or, as in d16, one token for
 each of so many sequences that attend to 512 tokens. *Merged* is torch alone with q, k and v, and gate and up,
 as one product each and a compiled gate, as serving engines have it.
+All rows come in the eager and graph modes first, then under torch.compile, which takes seconds to compile.
 Writes results/GPU/layers.json after each model and number of rows, so that it can run in slices.
 """
 
@@ -15,11 +18,15 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import itertools
+import math
 import statistics
 import sys
+import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +38,15 @@ import tunegemm
 from benchmarks.clients import AGAIN, CONTEXT, Step, chosen, interleave, prepare
 from benchmarks.results import Results, meta, results_path
 from tunegemm.describe.device import find_device
-from tunegemm.errors import TunegemmError
+from tunegemm.errors import TunegemmError, TunegemmWarning
 from tunegemm.measure.statistics import aa_noise
+from tunegemm.serve import api
 
 METHOD = (
-    "wall time of two layers with the device idle before and after, as many steps a sample as take 100 ms, "
+    "wall time of two layers with the device idle before and after, as many steps a sample as take {} ms, "
     "after as many that are not timed; torch, torch again, merged and tunegemm in shuffled order in each "
     "round; ratio and ratio_to_merged are medians over rounds; noise of timing torch twice a round; errors "
-    "are relative to the same layers in fp32"
+    "are relative to the same layers in fp32; memory is that of the weights and the peak of an eager step"
 )
 MODES = ("eager", "graph", "compile")
 LAYERS = 2
@@ -129,18 +137,24 @@ class MergedMLP(nn.Module):
 
     def __init__(self, other: MLP, *, compiles: bool) -> None:
         super().__init__()
-        self.down_proj, self.act = other.down_proj, other.act
+        self.down_proj = other.down_proj
         self.weight = nn.Parameter(torch.cat((other.gate_proj.weight, other.up_proj.weight)))
-        self.gated: Callable[[torch.Tensor], torch.Tensor] = (
-            torch.compile(self._gated, dynamic=False) if compiles else self._gated
-        )
-
-    def _gated(self, both: torch.Tensor) -> torch.Tensor:
-        gate, up = both.chunk(2, -1)
-        return self.act(gate) * up
+        self.gated = _gate(isinstance(other.act, nn.SiLU), compiles)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gated(F.linear(x, self.weight)))
+        both = F.linear(x.flatten(0, -2), self.weight)
+        return self.down_proj(self.gated(both).unflatten(0, x.shape[:-1]))
+
+
+@cache
+def _gate(is_silu: bool, compiles: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Of gate and up beside each other. One for all rows and models, which would take seconds each."""
+
+    def gated(both: torch.Tensor) -> torch.Tensor:
+        gate, up = both.chunk(2, -1)
+        return (F.silu(gate) if is_silu else F.gelu(gate, approximate="tanh")) * up
+
+    return torch.compile(gated) if compiles else gated
 
 
 class Block(nn.Module):
@@ -192,6 +206,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--modes", default=",".join(MODES), help="default: all of %(default)s")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds")
+    parser.add_argument("--sample-ms", type=float, default=100.0, help="default: %(default)s")
+    parser.add_argument(
+        "--within", type=float, default=math.inf, metavar="SECONDS", help="begin no row later"
+    )
+    parser.add_argument("--why", action="store_true", help="what serves each product, kernel by kernel")
     parser.add_argument("--tiny", action="store_true", help="layers of a few thousand weights")
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu, which is not timed")
@@ -212,30 +231,49 @@ def run(options: argparse.Namespace) -> int:
     if place.type == "cuda":
         torch.cuda.set_device(place)
         device = find_device(options.device)
-        results = Results(results_path(options.out, device, "layers.json"), meta(device, METHOD))
-    wrong = 0
-    for model in options.models:
+        facts = meta(device, METHOD.format(f"{options.sample_ms:g}"))
+        results = Results(results_path(options.out, device, "layers.json"), facts)
+    torch._dynamo.config.recompile_limit = 64  # of `_gate`
+    compiled = [mode for mode in options.modes if mode == "compile"]
+    phases = [[mode for mode in options.modes if mode not in compiled], compiled]
+    wrong, begun = 0, time.monotonic()
+    for modes, rows, model in itertools.product(filter(None, phases), options.rows, options.models):
+        if time.monotonic() - begun > options.within:
+            print(f"{model} {rows} {','.join(modes)}: no time is left")
+            continue
         size = SIZES[model]
         if options.tiny:
             size = Size(64, 96 if size.intermediate else 0, 4, 2, 16, size.activation)
-        for rows in options.rows:
-            found = measure(model, size, rows, place, options.modes, options.rounds)
-            if results is not None:
-                results.put(*found)
-            wrong += sum(not row["right"] for row in found)
-            print(*map(_brief, found), sep="\n", flush=True)
+        if options.why:
+            explain(model, size, rows, place)
+            continue
+        found = measure(model, size, rows, place, modes, options)
+        if results is not None:
+            results.put(*found)
+        wrong += sum(not row["right"] for row in found)
+        print(*map(_brief, found), sep="\n", flush=True)
     return 1 if wrong else 0
 
 
-def measure(
-    name: str, size: Size, rows: str, place: torch.device, modes: Sequence[str], rounds: int
-) -> list[dict[str, Any]]:
-    """A row for each mode; without times on a CPU."""
+def _made(size: Size, rows: str, place: torch.device) -> tuple[nn.Sequential, torch.Tensor]:
+    """The layers, and their input."""
     decodes = rows.startswith("d")
     tokens, sequences = (1, int(rows[1:])) if decodes else (int(rows), 1)
     model = build(size, place, sequences if decodes else 0)
+    return model, torch.randn(sequences, tokens, size.hidden, device=place, dtype=torch.bfloat16)
+
+
+def measure(
+    name: str,
+    size: Size,
+    rows: str,
+    place: torch.device,
+    modes: Sequence[str],
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """A row for each mode; without times on a CPU."""
+    model, x = _made(size, rows, place)
     with torch.no_grad():
-        x = torch.randn(sequences, tokens, size.hidden, device=place, dtype=torch.bfloat16)
         expected = copy.deepcopy(model).float()(x.float())
     fused = copy.deepcopy(model)
     tunegemm.patch(fused, fuse=True)
@@ -248,19 +286,70 @@ def measure(
             step = prepare(mode, make, which, size, place, ours=library == "tunegemm")  # type: ignore[arg-type]
             errors[mode, library] = ((step().float() - expected).norm() / expected.norm()).item()
             steps[mode, library] = step
-    samples = interleave(steps, rounds) if place.type == "cuda" else {}
+    samples = interleave(steps, options.rounds, options.sample_ms) if place.type == "cuda" else {}
+    memory = {}
+    if place.type == "cuda":
+        memory = {"torch_mib": _peak_mib(model, x), "tunegemm_mib": _peak_mib(fused, x)}
     found = []
     for mode in modes:
         error, bound = errors[mode, "tunegemm"], max(_TOLERANCE * errors[mode, "torch"], 1e-6)
         row: dict[str, Any] = {"model": name, "rows": rows, "mode": mode, "layers": LAYERS, "dtype": "bf16"}
         row |= {"torch_error": errors[mode, "torch"], "tunegemm_error": error, "right": error <= bound}
-        found.append(row | times(samples, mode) if samples else row)
+        found.append(row | times(samples, mode) | memory if samples else row)
     steps.clear()
-    torch.compiler.reset()
+    if "compile" in modes:
+        torch.compiler.reset()
     gc.collect()
     if place.type == "cuda":
         torch.cuda.empty_cache()
     return found
+
+
+def _peak_mib(model: nn.Module, x: torch.Tensor) -> float:
+    """Of the storages of its parameters, each once, and of what a step takes at most beside them."""
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in model.parameters()}
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.no_grad():
+        model(x)
+    taken = torch.cuda.max_memory_allocated() - before
+    return round((sum(each.nbytes() for each in storages.values()) + taken) / 2**20, 1)
+
+
+def explain(name: str, size: Size, rows: str, place: torch.device) -> None:
+    """Prints what became of the layers, what serves each product, and the time of each kernel of a step."""
+    model, x = _made(size, rows, place)
+    fused = copy.deepcopy(model)
+    report = tunegemm.patch(fused, fuse=True, report=True)
+    print(f"== {name} {rows}\n{report}" if rows == ROWS[0] else f"== {name} {rows}")
+    before = {problem for problem, _ in api.dispatcher.planner.tuned()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", TunegemmWarning)
+        for _ in range(3):
+            _step(x, fused, size, place)()
+    for problem, record in api.dispatcher.planner.tuned():
+        if problem not in before:
+            print(f"served  {problem}: {record.ratio:.3f} by {record.candidate}")
+    for message in {str(each.message) for each in caught}:
+        print(f"torch's {message}")
+    if place.type == "cuda":
+        for library, which in (("torch", model), ("tunegemm", fused)):
+            print(f"{library}:", *kernels(_step(x, which, size, place)), sep="\n  ", flush=True)
+
+
+def kernels(step: Step, steps: int = 10) -> list[str]:
+    """The kernels of a step, those that take longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    found = sorted(profile.key_averages(), key=lambda each: -each.device_time_total)
+    total = sum(each.device_time_total for each in found) / steps
+    lines = [
+        f"{each.device_time_total / steps:9.1f} us, {each.count / steps:4.1f} x {each.key[:100]}"
+        for each in found[:12]
+    ]
+    return [f"{total:9.1f} us in all", *lines]
 
 
 def _step(x: torch.Tensor, model: Any, size: Any, place: Any) -> Step:
@@ -291,7 +380,8 @@ def _brief(row: dict[str, Any]) -> str:
     words = [f"{row['model']} {row['rows']} {row['mode']}:"]
     if "torch_ms" in row:
         words.append(f"torch {row['torch_ms']:.3f} ms, {row['ratio']:.3f} x torch,")
-        words.append(f"{row['ratio_to_merged']:.3f} x merged (noise {100 * row['noise']:.1f} %)")
+        words.append(f"{row['ratio_to_merged']:.3f} x merged (noise {100 * row['noise']:.1f} %),")
+        words.append(f"{row['torch_mib']:.0f} MiB, tunegemm {row['tunegemm_mib']:.0f},")
     words.append(f"error {row['torch_error']:.2e}, tunegemm {row['tunegemm_error']:.2e}")
     return " ".join([*words, *([] if row["right"] else ["WRONG"])])
 

@@ -13,7 +13,7 @@ CPU = ("--device", "cpu", "--tiny", "--modes", "eager")
 def test_every_model_gives_torchs_results(capsys: pytest.CaptureFixture[str]) -> None:
     assert layers.main([*CPU, "--rows", "256,d4"]) == 0
     said = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
-    assert said == [f"{model} {rows} eager" for model in layers.SIZES for rows in ("256", "d4")]
+    assert said == [f"{model} {rows} eager" for rows in ("256", "d4") for model in layers.SIZES]
 
 
 def test_a_rows_ratios_are_to_torch_and_to_merged_weights() -> None:
@@ -36,3 +36,12 @@ def test_fused_models_of_clients_give_torchs_results() -> None:
     pytest.importorskip("transformers")
     words = ("--fuse", "--workloads", "prefill,decode-1,train", "--layers", "1")
     assert clients.main([*CPU, *words]) == 0
+
+
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+def test_it_says_why_and_when_no_time_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*CPU, "--models", "llama-3-8b", "--rows", "256")
+    assert layers.main([*words, "--why"]) == 0
+    assert "fused   0.mlp.down_proj" in capsys.readouterr().out
+    assert layers.main([*words, "--within", "-1"]) == 0
+    assert "no time is left" in capsys.readouterr().out

@@ -105,7 +105,7 @@ def by_torch(model: nn.Module, *x: torch.Tensor) -> torch.Tensor:
         return model(*x)
 
 
-ALL = ["attention.{q,k,v}", "mlp.{w1,w3}", "plain.down", "plain.up"]
+ALL = ["attention.o", "attention.{q,k,v}", "mlp.w2", "mlp.{w1,w3}", "plain.down", "plain.up"]
 TOLERANCE = 3e-2
 
 
@@ -119,7 +119,7 @@ def test_a_model_is_fused_and_served(serve, kernel):
     with torch.no_grad():
         close(model(given()), expected, TOLERANCE)
     assert {(problem.n, problem.epilogue) for problem in asked.asked} == {
-        (WIDTH + 64, ""), (WIDTH, ""), (2 * INNER, "swiglu"), (INNER, "bias_n+gelu_tanh"),
+        (WIDTH + 64, ""), (WIDTH, "residual"), (2 * INNER, "swiglu"), (INNER, "bias_n+gelu_tanh"),
         (WIDTH, "bias_n+residual"),
     }  # fmt: skip
     assert len(kernel.calls) == 6

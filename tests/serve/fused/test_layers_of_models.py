@@ -17,11 +17,13 @@ from tunegemm.errors import TunegemmWarning
 transformers = pytest.importorskip("transformers")
 
 QKV, GATES = "self_attn.{q_proj,k_proj,v_proj}", "mlp.{gate_proj,up_proj}"
+#: What the decoder layer adds to the stream.
+SUMS = ["self_attn.o_proj", "mlp.down_proj"]
 #: What is fused of a layer of each family.
 FAMILIES = {
-    "Llama": [QKV, GATES], "Mistral": [QKV, GATES], "Qwen2": [QKV, GATES], "Qwen3": [QKV, GATES],
-    "Gemma": [QKV, GATES], "Gemma2": [QKV, GATES], "Phi": [QKV, "mlp.fc1"], "Phi3": [],
-    "GPTNeoX": ["mlp.dense_h_to_4h"], "Mixtral": [QKV],
+    "Llama": [*SUMS, QKV, GATES], "Mistral": [*SUMS, QKV, GATES], "Qwen2": [*SUMS, QKV, GATES],
+    "Qwen3": [*SUMS, QKV, GATES], "Gemma": [*SUMS, QKV, GATES], "Gemma2": [QKV, GATES],
+    "Phi": [QKV, "mlp.fc1"], "Phi3": [], "GPTNeoX": ["mlp.dense_h_to_4h"], "Mixtral": [SUMS[0], QKV],
 }  # fmt: skip
 SIZE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,

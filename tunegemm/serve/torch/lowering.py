@@ -19,6 +19,7 @@ import torch
 
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import MATMUL, form_of
+from tunegemm.serve.torch.together import is_gated, operands_of
 
 _NAME = "tunegemm_product"
 
@@ -32,7 +33,10 @@ def site_of(operands: Sequence[torch.Tensor], *form: object) -> str:
 
 
 def lower(serving: Callable[[], Dispatcher]) -> None:
-    """Teach Inductor `tunegemm::mm`, `bmm` and `fused`, once. Imports it: for a process that compiles."""
+    """Teach Inductor `tunegemm::mm`, `bmm`, `fused` and `several`, once.
+
+    Imports it: for a process that compiles.
+    """
     with suppress(ImportError, AttributeError):
         _lower(serving)
 
@@ -45,7 +49,7 @@ def _lower(serving: Callable[[], Dispatcher]) -> None:
     if hasattr(inductor.extern_kernels, _NAME):
         return
 
-    # Names and arguments are in code that Inductor keeps on disk: see `ops._CALLS`.
+    # Names and arguments are in code that Inductor keeps on disk: see `ops.CALLS`.
     def product(a: torch.Tensor, b: torch.Tensor, *, site: str, out: torch.Tensor) -> torch.Tensor:
         return serving().compiled(site, plain, a, b, (), (), out)
 
@@ -56,38 +60,59 @@ def _lower(serving: Callable[[], Dispatcher]) -> None:
         form = form_of(MATMUL, epilogue, out_dtype, accumulation)
         return serving().compiled(site, form, a, b, operands, numbers, out)
 
+    def several_product(
+        x: torch.Tensor, *others: torch.Tensor, site: str, weights: int, epilogue: str, out: torch.Tensor
+    ) -> torch.Tensor:
+        right, bias = operands_of(others[:weights], others[weights:], epilogue)
+        return serving().compiled(site, form_of(MATMUL, epilogue), x, right, bias, (), out)
+
     plain = form_of(MATMUL, "")
     choice = inductor.ExternKernelChoice(product, name=_NAME)
     fused_choice = inductor.ExternKernelChoice(fused_product, name=f"{_NAME}_and_more")
+    several_choice = inductor.ExternKernelChoice(several_product, name=f"{_NAME}_of_several")
 
     def called(
-        choice: Any, operands: Sequence[Any], traced: Sequence[Any], halves: bool, **words: Any
+        choice: Any, operands: Sequence[Any], traced: Sequence[Any], columns: Any, **words: Any
     ) -> Any:
         values = [argument.meta["val"] for argument in traced]
         nodes = [
             ir.ExternKernel.require_exact_strides(ir.ExternKernel.realize_input(node), value.stride())
             for node, value in zip(operands, values, strict=True)
         ]
-        columns = nodes[1].get_size()[-1]
-        size = [*nodes[0].get_size()[:-1], columns // 2 if halves else columns]
+        size = [*nodes[0].get_size()[:-1], columns]
         dtype = graphs.graph.current_node.meta["val"].dtype
         layout = ir.FixedLayout(nodes[0].get_device(), dtype, size)
         found = choice.bind(nodes, layout, site=site_of(values, *words.values()), **words).output_node()
         return found[0] if isinstance(found, tuple) else found
 
     def plainly(a: Any, b: Any, *, records: str = "") -> Any:
-        return called(choice, (a, b), graphs.graph.current_node.args, False)
+        return called(choice, (a, b), graphs.graph.current_node.args, b.get_size()[-1])
 
     def fused(
         a: Any, b: Any, operands: Sequence[Any], numbers: Sequence[float], *asked: Any, records: str = ""
     ) -> Any:
         left, right, others, *_ = graphs.graph.current_node.args
         form = form_of(MATMUL, *asked)
+        columns = b.get_size()[-1] // (2 if form.epilogue.gated else 1)
         return called(
-            fused_choice, (a, b, *operands), (left, right, *others), form.epilogue.gated,
-            numbers=list(numbers), epilogue=form.text, out_dtype=form.out_dtype,
-            accumulation=form.accumulation,
+            fused_choice, (a, b, *operands), (left, right, *others), columns, numbers=list(numbers),
+            epilogue=form.text, out_dtype=form.out_dtype, accumulation=form.accumulation,
         )  # fmt: skip
+
+    def several(
+        x: Any, weights: Sequence[Any], biases: Sequence[Any], epilogue: str, *, records: str = ""
+    ) -> Any:
+        # Each of the layers that share an input asks for the product of all: it is made once.
+        made = graphs.graph.__dict__.setdefault("_tunegemm_several", {})
+        left, rights, others, *_ = graphs.graph.current_node.args
+        key = (left, *rights, *others, epilogue)
+        if key not in made:
+            columns = sum(weight.get_size()[0] for weight in weights) // (2 if is_gated(epilogue) else 1)
+            made[key] = called(
+                several_choice, (x, *weights, *biases), (left, *rights, *others), columns,
+                weights=len(weights), epilogue=epilogue,
+            )  # fmt: skip
+        return made[key]
 
     def register(operator: Any, call: Callable[..., Any]) -> None:
         by_operator = lowering.fallback_handler(operator, add_to_fallback_set=False)
@@ -100,5 +125,6 @@ def _lower(serving: Callable[[], Dispatcher]) -> None:
         lowering.add_needs_realized_inputs(operator)  # as for aten.mm
 
     register(torch.ops.tunegemm.fused.default, fused)
+    register(torch.ops.tunegemm.several.default, several)
     for operator in (torch.ops.tunegemm.mm.default, torch.ops.tunegemm.bmm.default):
         register(operator, plainly)

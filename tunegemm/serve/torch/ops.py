@@ -7,7 +7,7 @@ parts are torch's operators then, which a compiler fuses with what is around the
 
 torch.compile keeps what it made on disk, by the graph that Dynamo traced. What is served is decided later,
 from records: so they are part of that graph, as the argument `records` of the operators, some letters that
-change with them. With the decision they become `_CALLS`: where it is the same, Inductor's code is.
+change with them. With the decision they become `CALLS`: where it is the same, Inductor's code is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEVICE_TYPE = "cuda"
 
 #: How Inductor's code calls us, see `lowering`: to be changed with names and arguments there, for what it
 #: keeps on disk is of any age.
-_CALLS = "calls-2"
+CALLS = "calls-2"
 
 Operands: TypeAlias = Sequence[torch.Tensor]
 Numbers: TypeAlias = Sequence[float]
@@ -71,7 +71,7 @@ def teach_inductor(serving: Callable[[], Dispatcher]) -> None:
 _records_of: list[Callable[[], Dispatcher]] = []
 
 
-def _records() -> str:
+def records() -> str:
     """The planner's fingerprint, which changes with what is served; empty in exported programs, which other
     hosts run by other records."""
     return "" if torch.compiler.is_exporting() else _records_of[-1]().planner.fingerprint()
@@ -79,7 +79,7 @@ def _records() -> str:
 
 # For Dynamo a constant of the time of tracing, as torch.compiler.assume_constant_result makes it, which would
 # import Dynamo now.
-_records._dynamo_marked_constant = True  # type: ignore[attr-defined]
+records._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
@@ -114,12 +114,12 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
 
     def below_autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keyset & torch._C._after_autograd_keyset, a, b, records=_CALLS)
+            return operator.redispatch(keyset & torch._C._after_autograd_keyset, a, b, records=CALLS)
 
     def autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor, *, records: str = "") -> torch.Tensor:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return torch.matmul(a, b)  # an autograd.Function cannot be applied inside a transform's kernel
-        if torch._C._len_torch_dispatch_stack() and not _is_served(serving(), plain, a, b):
+        if torch._C._len_torch_dispatch_stack() and not is_served(serving(), plain, a, b):
             check(a, b)
             return aten(a, b)  # traced: a compiler does more with its own operator
         if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
@@ -174,11 +174,11 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
             return unfused(asked, a, b, operands, numbers)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (a, b, *operands)):
             return unfused(asked, a, b, operands, numbers, multiply=traced_matmul)
-        if torch._C._len_torch_dispatch_stack() and not _is_served(serving(), asked, a, b):
+        if torch._C._len_torch_dispatch_stack() and not is_served(serving(), asked, a, b):
             return unfused(asked, a, b, operands, numbers)
         with torch._C._AutoDispatchBelowAutograd():
             below = keyset & torch._C._after_autograd_keyset
-            return operator.redispatch(below, a, b, operands, numbers, *form, records=_CALLS)
+            return operator.redispatch(below, a, b, operands, numbers, *form, records=CALLS)
 
     def vmap(
         info: Any, in_dims: Any, a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Numbers,
@@ -195,7 +195,7 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
     torch.library.register_vmap("tunegemm::fused", vmap, lib=_library)
 
 
-def _is_served(dispatcher: Dispatcher, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
+def is_served(dispatcher: Dispatcher, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether a kernel is recorded for operands that are being traced.
 
     Symbolic extents are taken for those that they were traced with, and any other m that is recorded will do.
@@ -241,7 +241,7 @@ def traced_fused(
         text, tensors = text.removesuffix("amax").removesuffix("+"), tensors[:-1]
     right = b.mT if call == LINEAR else b
     result = torch.ops.tunegemm.fused(
-        a, right, list(tensors), list(numbers), text, out_dtype, accumulation, records=_records()
+        a, right, list(tensors), list(numbers), text, out_dtype, accumulation, records=records()
     )
     if amax is not None:
         amax.copy_(torch.maximum(amax, result.float().abs().amax()))
@@ -258,10 +258,10 @@ def traced_matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = N
         torch.ops.tunegemm.matmul_out(a, b, out)
         return out
     if b.ndim == 3:
-        return torch.ops.tunegemm.bmm(a, b, records=_records())
+        return torch.ops.tunegemm.bmm(a, b, records=records())
     if a.ndim == 2:
-        return torch.ops.tunegemm.mm(a, b, records=_records())
-    return torch.ops.tunegemm.mm(a.flatten(0, -2), b, records=_records()).unflatten(0, a.shape[:-1])
+        return torch.ops.tunegemm.mm(a, b, records=records())
+    return torch.ops.tunegemm.mm(a.flatten(0, -2), b, records=records()).unflatten(0, a.shape[:-1])
 
 
 def traced_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

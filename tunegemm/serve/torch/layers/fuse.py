@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from tunegemm.serve.torch.layers.ends import end_of
 from tunegemm.serve.torch.layers.modules import SharedLinear, forget, fuse_methods, share
 from tunegemm.serve.torch.layers.recognise import Match, of_one_input
 from tunegemm.serve.torch.layers.report import Line
@@ -22,8 +23,9 @@ def lines_of(model: torch.nn.Module, *, fuse: bool) -> list[Line]:
     lines: list[Line] = []
     if fuse:
         owners = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
-        for name, module in list(model.named_modules()):
-            lines += _fuse_module(name, module, owners)
+        # Children first: what a parent adds to their results depends on what became of them.
+        found = [list(_fuse_module(name, one, owners)) for name, one in reversed(list(model.named_modules()))]
+        lines = [line for some in reversed(found) for line in some]
     said = {name for line in lines for name in _names_of(line)}
     for name, module in model.named_modules():
         if name not in said:
@@ -39,7 +41,7 @@ def unfuse(model: torch.nn.Module) -> None:
 
 def _fuse_module(name: str, module: torch.nn.Module, owners: Counter[int]) -> Iterator[Line]:
     children = {place: child for place, child in module._modules.items() if isinstance(child, TunedLinear)}
-    if not children or is_tuned(type(module)):
+    if is_tuned(type(module)) or not (children or any(map(end_of, module.children()))):
         return
     tied = [place for place, child in children.items() if any(owners[id(p)] > 1 for p in child.parameters())]
     for match, step in fuse_methods(module) if not tied else ():

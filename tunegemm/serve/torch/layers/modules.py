@@ -10,7 +10,7 @@ import torch
 
 from tunegemm.serve.torch.layers.recognise import Match, compiled, matches, replace, traced
 from tunegemm.serve.torch.layers.shared import Shared
-from tunegemm.serve.torch.layers.steps import Activated, Added, Gated, Step, has_hooks
+from tunegemm.serve.torch.layers.steps import Activated, Added, Gated, Passed, Step, has_hooks
 from tunegemm.serve.torch.linear import TunedLinear
 
 _is_compiling = torch.compiler.is_compiling
@@ -29,10 +29,13 @@ class SharedLinear(TunedLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         shared = self._fused_with
-        if shared.is_taken_apart and not _is_compiling():
-            part = shared.part(self, input)
-            if part is not None:
-                return part
+        part = None
+        if shared.is_taken_apart:
+            part = shared.traced_part(self, input) if _is_compiling() else shared.part(self, input)
+        elif not _is_compiling():
+            part = Passed.sum(self, input)
+        if part is not None:
+            return part
         return _by_itself(self, input)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -126,6 +129,8 @@ def _step(module: torch.nn.Module, match: Match) -> Step | str:
     shared = share(layers, in_turns=in_turns)
     if isinstance(shared, str):
         return shared
+    if match.end is not None:
+        return Passed(shared, module.get_submodule(match.child), match.end.place)
     if match.kind == "gated":
         return Gated(shared, activation, match.name)
     return Added(shared) if match.kind == "added" else Activated(shared, activation, match.name)
@@ -157,7 +162,7 @@ def class_of(cls: Any, methods: tuple[str, ...]) -> Any:
 
     content |= {"__reduce_ex__": reduce, "__setstate__": set_state, "stands_for": cls}
     content |= {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    return type(f"Fused{cls.__name__}", (cls,), content)
+    return type(cls.__name__, (cls,), content)  # by whose name others find the layers of a model
 
 
 def _blank(cls: Any, methods: tuple[str, ...]) -> Any:
@@ -169,8 +174,6 @@ def _calling(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     place = _PREFIX + name
 
     def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        if _is_compiling():
-            return original(self, *arguments, **keywords)
         return self.__dict__[place](self, *arguments, **keywords)
 
     method.__wrapped__ = original  # type: ignore[attr-defined] # which says what it takes

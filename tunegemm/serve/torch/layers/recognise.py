@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
+from tunegemm.serve.torch.layers.ends import End, end_of
 from tunegemm.serve.torch.linear import TunedLinear
 
 #: By the names that epilogues have for them.
@@ -32,6 +33,8 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 _DEVICES = ("cpu", "cuda")
 _TIMES = (operator.mul, torch.mul, "mul")
 _PLUS = (operator.add, torch.add, "add")
+#: In a traced call the keyword of what is given as ``**kwargs``.
+_STAR = "**"
 
 
 @dataclass(frozen=True)
@@ -39,19 +42,25 @@ class Match:
     """Calls of a traced forward that one kernel may do."""
 
     kind: str
-    """gated, activated or added."""
+    """gated, activated, added, or passed: added to what a child gives, whose last result is a layer's."""
     node: fx.Node
     """Whose value that is."""
     layers: tuple[fx.Node, ...]
     activation: fx.Node | None = None
     name: str = ""
     """The activation's."""
-    stream: fx.Node | None = None
-    """What is added."""
+    side: int | None = None
+    """Which argument of the node is what is added."""
+    end: End | None = None
+    """How a child ends, whose call is what `layers` has."""
+    child: str = ""
+    """Its name."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the layers, within the module."""
+        if self.end is not None:
+            return (f"{self.child}.{self.end.layer}",)
         return tuple(str(layer.target) for layer in self.layers)
 
     def function(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -73,6 +82,14 @@ class _Tracer(fx.Tracer):
         self.traced_func_name = method
         self._modes = _modes()
 
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        own = _own_method(type(self.root), self.traced_func_name)
+        return super().create_args_for_root(own, is_module, concrete_args)
+
+    def keys(self, obj: fx.Proxy) -> Any:
+        """What ``**kwargs`` is made of, as if it was one argument: see `_with_stars`."""
+        return [_STAR] if str(obj.node.target).startswith("**") else super().keys(obj)
+
     def is_leaf_module(self, module: torch.nn.Module, name: str) -> bool:
         return True
 
@@ -80,6 +97,22 @@ class _Tracer(fx.Tracer):
         if _modes() != self._modes:
             raise fx.proxy.TraceError("forward switches gradients or autocast")
         return super().create_node(*arguments, **keywords)
+
+
+def _own_method(cls: Any, name: str) -> Any:
+    """The method as it is written, where the class wraps those of its subclasses: it will wrap ours as well.
+
+    As transformers does (5.23), for gradient checkpointing.
+    """
+    method = getattr(cls, name)
+    if not hasattr(method, "__wrapped__"):
+        return method
+
+    def probe(self: Any) -> None: ...
+
+    wrapped = getattr(type(cls.__name__, (cls,), {name: probe, "__module__": cls.__module__}), name)
+    again = getattr(wrapped, "__wrapped__", None) is probe
+    return method.__wrapped__ if again and wrapped.__code__ is method.__code__ else method
 
 
 def _modes() -> tuple[bool, ...]:
@@ -114,7 +147,32 @@ def traced(module: torch.nn.Module, method: str) -> fx.Graph | None:
                 return None
             if _changed(module, before):
                 return None
-    return graphs[0] if str(graphs[0]) == str(graphs[1]) else None
+    return graphs[0] if str(graphs[0]) == str(graphs[1]) and _with_stars(graphs[0]) else None
+
+
+def _with_stars(graph: fx.Graph) -> bool:
+    """Calls of children with ``**kwargs`` become calls of `call`; whether that is all it was used for."""
+    for node in list(graph.nodes):
+        node.type = None  # as somebody wrote it, which generated code need not know
+        if _STAR not in node.kwargs:
+            continue
+        taken = node.kwargs[_STAR]
+        if node.op != "call_module":
+            return False
+        with graph.inserting_before(node):
+            child = graph.create_node("get_attr", node.target)
+            keywords = {name: value for name, value in node.kwargs.items() if name != _STAR}
+            made = graph.call_function(call, (child, taken.args[0], *node.args), keywords)
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+        if not taken.users:
+            graph.erase_node(taken)
+    return not any(node.args[1:] == (_STAR,) for node in graph.nodes)
+
+
+def call(module: Any, more: Any, /, *arguments: Any, **keywords: Any) -> Any:
+    """A call of a child with what its parent was given as ``**kwargs``."""
+    return module(*arguments, **keywords, **more)
 
 
 @contextmanager
@@ -161,12 +219,47 @@ def matches(module: torch.nn.Module, graph: fx.Graph) -> list[Match]:
             take(Match("activated", node, (layer,), node, name))
     for node in graph.nodes:
         if node.target in _PLUS and not _extras(node, 2):
-            for layer, stream in (node.args, node.args[::-1]):
+            for side in (1, 0):
+                layer, stream = node.args[1 - side], node.args[side]
                 is_new = isinstance(stream, fx.Node) and stream is not layer and layer not in taken
                 if is_new and _is_layer(module, layer):
-                    take(Match("added", node, (layer,), stream=stream))
+                    take(Match("added", node, (layer,), side=side))
+                    break
+                if is_new and (match := _passed(module, graph, node, side)):
+                    take(match)
                     break
     return found
+
+
+def _passed(module: torch.nn.Module, graph: fx.Graph, node: fx.Node, side: int) -> Match | None:
+    """A sum whose one side is what a child's last layer gives, and is next to the child's call."""
+    value, stream = node.args[1 - side], node.args[side]
+    if not isinstance(value, fx.Node) or len(value.users) != 1:
+        return None
+    called: Any = value
+    index: Any = None
+    if value.target is operator.getitem:
+        called, index = value.args
+    place = _called_child(called)
+    end = end_of(module.get_submodule(place)) if place else None
+    if end is None or end.place != index:
+        return None
+    order = list(graph.nodes)
+    first, last = order.index(called), order.index(node)
+    is_next = all(
+        each.target is operator.getitem and each.args[0] is called for each in order[first + 1 : last]
+    )
+    if order.index(stream) > first or not is_next:
+        return None
+    return Match("passed", node, (called,), side=side, end=end, child=place)
+
+
+def _called_child(node: Any) -> str:
+    """The name of the child that a node calls; empty for other nodes."""
+    if isinstance(node, fx.Node) and node.op == "call_module":
+        return str(node.target)
+    is_call = isinstance(node, fx.Node) and node.target is call
+    return str(node.args[0].target) if is_call else ""
 
 
 def _extras(node: fx.Node, most: int = 1) -> bool:
@@ -223,6 +316,9 @@ def activation_name(module: torch.nn.Module, node: fx.Node) -> str:
 
 def replace(graph: fx.Graph, match: Match, place: str) -> None:
     """Lets the graph call what the module has at a place instead: with the modules, the input, the stream."""
+    if match.end is not None:
+        _replace_passed(graph, match, place)
+        return
     old = [
         match.node,
         *([match.activation] if match.activation not in (None, match.node) else []),
@@ -234,12 +330,29 @@ def replace(graph: fx.Graph, match: Match, place: str) -> None:
         arguments: list[fx.Node] = [*layers, match.layers[0].args[0]]  # type: ignore[list-item]
         if match.activation is not None and match.activation.op == "call_module":
             arguments.append(graph.create_node("get_attr", match.activation.target))
-        if match.stream is not None:
-            arguments.append(match.stream)
+        if match.side is not None:
+            arguments.append(match.node.args[match.side])  # type: ignore[arg-type]
         made = graph.create_node("call_module", place, tuple(arguments))
     match.node.replace_all_uses_with(made)
     for node in sorted(old, key=list(graph.nodes).index, reverse=True):
         graph.erase_node(node)
+
+
+def _replace_passed(graph: fx.Graph, match: Match, place: str) -> None:
+    (called,), side = match.layers, match.side
+    assert side is not None
+    summed, stream = match.node.args[1 - side], match.node.args[side]
+    with graph.inserting_before(called):
+        if called.op == "call_module":
+            child, more, arguments = graph.create_node("get_attr", called.target), None, called.args
+        else:
+            child, more, *arguments = called.args  # type: ignore[assignment]
+        made = graph.create_node("call_module", place, (child, stream, more, *arguments), dict(called.kwargs))
+    called.replace_all_uses_with(made)
+    summed = made if summed is called else summed
+    match.node.replace_all_uses_with(summed)  # type: ignore[arg-type]
+    graph.erase_node(match.node)
+    graph.erase_node(called)
 
 
 def compiled(graph: fx.Graph, name: str) -> Callable[..., Any]:

@@ -19,6 +19,8 @@ from tunegemm.serve.forms import BELOW_AUTOGRAD, Form, form_of
 from tunegemm.serve.guards import any_autocast, dispatch_modes, grad_enabled, is_transformed
 from tunegemm.serve.torch.autograd import DTYPES, PLAIN
 from tunegemm.serve.torch.layers.joined import Joined
+from tunegemm.serve.torch.several import traced_part
+from tunegemm.serve.torch.together import together
 
 #: Row counts that are known to have no kernel, kept for each form.
 _MAX_MISSES = 256
@@ -110,31 +112,17 @@ class Shared:
             for parameter in (*self.parameters("weight"), *self.parameters("bias")):
                 parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
 
-    def _views(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
-        if self.in_turns:
-            return whole.unflatten(0, (-1, len(self.layers))).unbind(1)
-        return whole.split(self.rows)
-
     def _joined(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-        first, shape = parameters[0], (sum(self.rows), *parameters[0].shape[1:])
-        if len(parameters) == 1:
-            return first.detach()
-        storage = first.untyped_storage()
-        last = first.storage_offset() + shape[0] * first[0].numel()
-        if last * first.itemsize <= storage.nbytes():  # they may be there already
-            strides = (first[0].numel(), 1)[2 - first.ndim :] if first.ndim == 2 else (1,)
-            whole = first.detach().as_strided(shape, strides)
-            if all(
-                view.data_ptr() == each.data_ptr()
-                and view.stride() == each.stride()
-                and each.untyped_storage().data_ptr() == storage.data_ptr()
-                for view, each in zip(self._views(whole), parameters, strict=True)
-            ):
-                return whole
-        whole = first.detach().new_empty(shape)
-        for view, each in zip(self._views(whole), parameters, strict=True):
-            view.copy_(each)
-            each.data = view
+        given = [parameter.detach() for parameter in parameters]
+        whole = together(given, in_turns=self.in_turns)  # they may be there already
+        if whole is None:
+            whole = given[0].new_empty((sum(self.rows), *given[0].shape[1:]))
+            views = (
+                whole.unflatten(0, (-1, len(given))).unbind(1) if self.in_turns else whole.split(self.rows)
+            )
+            for view, each in zip(views, parameters, strict=True):
+                view.copy_(each)
+                each.data = view
         return whole
 
     def is_in_place(self) -> bool:
@@ -200,6 +188,25 @@ class Shared:
         if self.trains(x):
             return Joined.apply(whole, x, right, *self.parameters("weight"), *self.parameters("bias"))
         return torch.unsafe_split_with_sizes(whole, self.rows, -1)
+
+    def lies_together(self) -> bool:
+        """Whether a graph that is made now may take the weights as one: for Dynamo a constant."""
+        # What exports puts fake tensors in the parameters' place, of which no address can be asked.
+        return self.is_packed if torch.compiler.is_exporting() else self.is_in_place()
+
+    lies_together._dynamo_marked_constant = True  # type: ignore[attr-defined] # see `ops`
+
+    def traced_part(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
+        """`part` while a graph is made."""
+        if not self.lies_together():
+            return None
+        index = [place for place, one in enumerate(self.layers) if one is layer]
+        return traced_part(x, *self.traced_parameters(), index[0]) if index else None
+
+    def traced_parameters(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The weights, and the biases, as a graph that is made now reads them."""
+        weights, biases = [layer.weight for layer in self.layers], [layer.bias for layer in self.layers]
+        return weights, [] if biases[0] is None else biases
 
     def part(self, layer: Any, x: Any) -> torch.Tensor | None:
         """The result of one layer. The first computes all, for the others to take where they get the same x.

@@ -6,6 +6,7 @@ place, or hooks on them, make it the calls as they were.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,13 @@ import torch
 from torch.nn.modules.module import _has_any_global_hook
 
 from tunegemm.describe.epilogue import GATED
+from tunegemm.errors import TunegemmError
+from tunegemm.serve import api
 from tunegemm.serve.forms import BELOW_AUTOGRAD, form_of
 from tunegemm.serve.torch.layers.shared import PLAIN_FORMS, Shared
+from tunegemm.serve.torch.several import traced_gated, traced_part
 
+_is_compiling = torch.compiler.is_compiling
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 _GATE_OF = {activation: gate for gate, activation in GATED.items()}
@@ -37,8 +42,17 @@ class Step:
             self._known = (*self._known, activation)
 
     def may_run(self, x: Any, *modules: Any) -> bool:
-        """Whether a kernel may be known, and forward calls the modules that it did, without hooks on them."""
-        if self.shared.is_missed(self.form, x) or modules != self._known or _has_any_global_hook():
+        """Whether a kernel may be known, and `calls_as_known`."""
+        return not self.shared.is_missed(self.form, x) and self.calls_as_known(*modules)
+
+    def may_be_traced(self, x: torch.Tensor, *modules: Any) -> bool:
+        """`may_run` while a graph is made; whether a kernel is known is seen when it is."""
+        weight = self.shared.layers[0].weight
+        return x.dtype == weight.dtype and self.calls_as_known(*modules) and self.shared.lies_together()
+
+    def calls_as_known(self, *modules: Any) -> bool:
+        """Whether forward calls the modules that it did, without hooks on them."""
+        if modules != self._known or _has_any_global_hook():
             return False
         for module in modules:  # noqa: SIM110 - a generator would cost as much as all else here
             if has_hooks(module):
@@ -50,7 +64,8 @@ class Gated(Step):
     """``activation(gate(x)) * up(x)``."""
 
     def __init__(self, shared: Shared, activation: Activation, name: str) -> None:
-        super().__init__(shared, _GATE_OF[name], activation)
+        self.name = _GATE_OF[name]
+        super().__init__(shared, self.name, activation)
         if not shared.in_turns:
             self.form = PLAIN_FORMS[bool(shared.parameters("bias"))]
         self.says = f"one product with its gate, {name}"
@@ -62,7 +77,13 @@ class Gated(Step):
         shared = self.shared
         activation = given[0] if given else self.activation
         assert activation is not None
-        if self.may_run(x, gate, up, *given):
+        if _is_compiling():
+            if self.may_be_traced(x, gate, up, *given):
+                if shared.in_turns:
+                    return traced_gated(x, *shared.traced_parameters(), self.name)
+                parameters = shared.traced_parameters()
+                return activation(traced_part(x, *parameters, 0)) * traced_part(x, *parameters, 1)
+        elif self.may_run(x, gate, up, *given):
             if not shared.in_turns:  # as for training: the activation's own gradient is torch's
                 parts = shared.parts(x)
                 if parts is not None:
@@ -79,12 +100,16 @@ class Activated(Step):
 
     def __init__(self, shared: Shared, activation: Activation, name: str) -> None:
         super().__init__(shared, name, activation)
+        self.name: Any = name
         self.says = f"{name} in the product's kernel"
 
     def __call__(self, layer: Any, x: Any, *given: Activation) -> torch.Tensor:
         activation = given[0] if given else self.activation
         assert activation is not None
-        if self.may_run(x, layer, *given) and not self.shared.trains(x):
+        if _is_compiling():
+            if self.may_be_traced(x, layer, *given):
+                return api.linear(x, layer.weight, layer.bias, self.name)
+        elif self.may_run(x, layer, *given) and not self.shared.trains(x):
             result = _anew(self.shared).product(self.form, x)
             if result is not None:
                 return result
@@ -100,13 +125,101 @@ class Added(Step):
         super().__init__(shared, "residual")
 
     def __call__(self, layer: Any, x: Any, stream: Any) -> torch.Tensor:
-        if self.may_run(x, layer) and isinstance(stream, torch.Tensor):
+        if _is_compiling():
+            if isinstance(stream, torch.Tensor) and self.may_be_traced(x, layer):
+                shape = (*x.shape[:-1], layer.out_features)
+                if stream.dtype == x.dtype and tuple(stream.shape) == shape:
+                    return api.linear(x, layer.weight, layer.bias, None, stream)
+        elif self.may_run(x, layer) and isinstance(stream, torch.Tensor):
             shared = self.shared
             if not shared.trains(x, stream):
                 result = _anew(shared).product(self.form, x, stream)
                 if result is not None:
                     return result
         return layer(x) + stream
+
+
+class _Wanted:
+    """What the step of a parent wants of a child's layer."""
+
+    __slots__ = ("layer", "stream", "taken")
+
+    def __init__(self, layer: Any, stream: torch.Tensor) -> None:
+        self.layer, self.stream = layer, stream
+        self.taken: torch.Tensor | None = None
+        """The sum, where the layer computed it."""
+
+
+class _Streams(threading.local):
+    """Of each thread what is wanted now."""
+
+    wanted: _Wanted | None = None
+
+
+streams = _Streams()
+
+
+class Passed(Step):
+    """``child(...) + stream``, of a child whose forward ends with a layer: the layer is passed the stream."""
+
+    says = "what the module above it adds in the product's kernel"
+
+    def __init__(self, shared: Shared, child: Any, index: int | None) -> None:
+        """index: where the layer's result is in the tuple that the child returns; None: it is all."""
+        super().__init__(shared, "residual")
+        self.index, self.type = index, type(child)
+        self._known = (child, *shared.layers)
+        self._place = next(name for name, one in child._modules.items() if one is shared.layers[0])
+
+    def __call__(self, child: Any, stream: Any, more: Any, /, *arguments: Any, **keywords: Any) -> Any:
+        """more: further keywords, or None. Returns what the child does, with the sum in its place."""
+        if more:
+            keywords |= more
+        index = self.index
+        if _is_compiling() or not self._may_pass(child, stream):
+            result = child(*arguments, **keywords)
+        else:
+            wanted, before = _Wanted(self.shared.layers[0], stream), streams.wanted
+            streams.wanted = wanted
+            try:
+                result = child(*arguments, **keywords)
+            finally:
+                streams.wanted = before
+            if wanted.taken is not None:
+                if (result if index is None else result[index]) is not wanted.taken:
+                    raise TunegemmError(
+                        f"{type(child).__name__} gave something else than its {self._place} did, to which "
+                        "the residual was added; tunegemm.unpatch the model"
+                    )
+                return result
+        if index is None:
+            return result + stream
+        return (*result[:index], result[index] + stream, *result[index + 1 :])
+
+    def _may_pass(self, child: Any, stream: Any) -> bool:
+        return (
+            isinstance(stream, torch.Tensor)
+            and type(child) is self.type
+            and child._compiled_call_impl is None
+            and self.calls_as_known(child, child._modules.get(self._place))
+        )
+
+    @staticmethod
+    def sum(layer: Any, x: Any) -> torch.Tensor | None:
+        """The sum of a layer's result and what its module's parent wants to add; None where it wants nothing,
+        or no kernel computes that."""
+        wanted = streams.wanted
+        if wanted is None or wanted.layer is not layer:
+            return None
+        streams.wanted = None
+        shared: Shared = layer._fused_with
+        if not shared.is_missed(_RESIDUAL[layer.bias is not None], x) and not shared.trains(x, wanted.stream):
+            wanted.taken = _anew(shared).product(_RESIDUAL[layer.bias is not None], x, wanted.stream)
+        return wanted.taken
+
+
+#: Without a bias and with one.
+_RESIDUAL = (form_of(BELOW_AUTOGRAD, "residual"), form_of(BELOW_AUTOGRAD, "bias_n+residual"))
 
 
 def _anew(shared: Shared) -> Shared:
