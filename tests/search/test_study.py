@@ -173,6 +173,27 @@ def test_a_sampler_that_raises_is_named() -> None:
         run(study_of_landscape(sampler=Broken()))
 
 
+def test_a_sampler_is_asked_with_one_thread_of_torchs_and_leaves_all() -> None:
+    """Of the small matrices of a Gaussian process more threads take several times the processor time."""
+    import torch
+
+    seen: list[int] = []
+
+    class Noting(Largest):
+        def sample_independent(self, *_: Any) -> Any:
+            seen.append(torch.get_num_threads())
+            raise RuntimeError("no idea")
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(SpaceError, match="the sampler Noting failed"):
+            run(study_of_landscape(sampler=Noting()))
+        assert seen == [1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_two_families_are_one_study_for_any_sampler() -> None:
     study = run(study_of_landscape(("cute_sm90", "triton_tma"), trials=60, sampler=quiet("tpe")))
     families = [t.params["family"] for t in study.trials if t.params["family"] != "cublaslt"]

@@ -10,6 +10,7 @@ behind after 32 trials where it was 1.2 % behind so (median of six sweeps of an 
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -82,7 +83,8 @@ class Delegate:
         if not self._distributions:
             return None
         try:
-            trial = self._learned().ask(self._distributions)
+            with one_thread():
+                trial = self._learned().ask(self._distributions)
         except Exception as error:  # a sampler may be anybody's
             name = type(self._sampler).__name__
             raise SpaceError(f"the sampler {name} failed: {one_line(error, 200)}; use another") from error
@@ -375,6 +377,23 @@ def is_ordered(listed: Sequence[Value]) -> bool:
 def in_order(values: Iterable[Value]) -> tuple[Value, ...]:
     """Distinct values of a list that stays the same for a whole study."""
     return tuple(sorted(dict.fromkeys(values), key=lambda value: (str(type(value)), value)))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """With one thread of torch's, where it is loaded: a Gaussian process of some hundred trials gives it
+    matrices so small that further threads do nothing but wait for each other.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager
