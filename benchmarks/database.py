@@ -315,7 +315,7 @@ def _insert(connection: sqlite3.Connection, table: str, rows: Any) -> None:
 def scale(path: Path) -> list[dict[str, Any]]:
     """Rows on the size and the speed of a large database, each time the median of five, after a first."""
     from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard
-    from tunegemm.store.latest import latest_records
+    from tunegemm.store.queries import latest_records
 
     begin = time.perf_counter()
     count = build(path)

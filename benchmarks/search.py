@@ -36,8 +36,7 @@ from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import TunegemmError
 from tunegemm.generate.feasibility import Verdict
 from tunegemm.measure.outcome import Measurement
-from tunegemm.measure.replay import open_replay
-from tunegemm.measure.sweeps import Sweep
+from tunegemm.measure.replay import Sweep, open_replay
 from tunegemm.model import rank as model
 from tunegemm.search import Portfolio, Search, first_of_each_kernel
 from tunegemm.search.samplers import NAMES, sampler_of

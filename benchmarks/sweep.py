@@ -31,8 +31,8 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, TunegemmError
 from tunegemm.generate import families
 from tunegemm.measure.outcome import Measurement, Outcome
+from tunegemm.measure.replay import sweep_path
 from tunegemm.measure.settings import FINAL, Job
-from tunegemm.measure.sweeps import sweep_path
 from tunegemm.model import rank as model
 from tunegemm.store import packs
 from tunegemm.tuning.kernels import Kernels

@@ -1,4 +1,4 @@
-"""Writes the files of recorded sweeps, which `tunegemm.measure.sweeps` reads."""
+"""Writes the files of recorded sweeps, which `tunegemm.measure.replay` reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tunegemm.errors import DeviceError
 from tunegemm.files import replacing
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.measure.outcome import Failure, Outcome
-from tunegemm.measure.sweeps import FORMAT, read_device, stem, sweep_path
+from tunegemm.measure.replay import FORMAT, read_device, stem, sweep_path
 
 
 def write_sweep(

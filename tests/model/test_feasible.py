@@ -19,8 +19,7 @@ from tunegemm.errors import TunegemmError
 from tunegemm.generate import families
 from tunegemm.generate.feasibility import Remembered, Rule, apply_rules, rule
 from tunegemm.model import feasible
-from tunegemm.model.feasible import extent_check, possible_kernels
-from tunegemm.model.verdicts import CandidateTable
+from tunegemm.model.feasible import CandidateTable, extent_check, possible_kernels
 
 GENERATORS = [name for name in families.NAMES if families.get(name).compiled]
 PROBLEM = Problem.parse("512x512x512")
@@ -200,3 +199,50 @@ def test_lists_too_long_for_a_byte_are_not_kept(tmp_path: Path, h200: Device) ->
     space = replace(small("triton_tma"), compile_values=long)
     assert possible_kernels(family, space, PROBLEM, h200, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+PROBLEMS = [Problem.parse("512x6144x4096"), Problem.parse("16x520x264x3", dtype="fp16", epilogue="relu")]
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_each_candidate_is_rejected_by_the_rule_that_rejects_it_alone(
+    h200: Device, name: str, problem: Problem
+) -> None:
+    space, rules = small(name), families.get(name).rules
+    names = [rule.name for rule in rules]
+    kernels = CandidateTable.kernels(name, space.compile_values)
+    assert [kernels.candidate(row) for row in range(3)] == list(space.kernels())[:3]
+    found = kernels.rejected(rules, problem, h200)
+    passed = np.flatnonzero(found == len(rules))
+    launched = kernels.with_launches(passed[:40], space.launch_values)
+    assert len(launched) == len(passed[:40]) * space.launch_size
+    draw = random.Random(0)
+    for grid, verdicts in ((kernels, found), (launched, launched.rejected(rules, problem, h200))):
+        for row in draw.sample(range(len(grid)), min(len(grid), 400)):
+            verdict = apply_rules(rules, problem, grid.candidate(row), h200)
+            assert verdict.rule == (None if verdicts[row] == len(rules) else names[verdicts[row]])
+
+
+def test_a_rule_is_asked_once_about_what_it_reads(h200: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    @rule("a", "b", "split_k", "m")
+    def crossed(_: Problem, candidate: Candidate, __: Device) -> str | None:
+        asked.append((candidate["a"], candidate["b"]))
+        return "too many" if candidate["a"] + candidate["b"] > 4 else None
+
+    @rule("a")
+    def after(_: Problem, candidate: Candidate, __: Device) -> str | None:
+        assert candidate["a"] + candidate["b"] <= 4, "asked only what those before it let pass"
+        return "2" if candidate["a"] == 2 else None
+
+    values = {"a": (1, 2, 3), "b": (1, 2, 3), "c": tuple(range(50))}
+    kernels = CandidateTable.kernels("planted", values)
+    for most in (1 << 22, 1):  # a table of all combinations, and those that occur
+        monkeypatch.setattr("tunegemm.model.feasible.MOST_IN_TABLE", most)
+        asked.clear()
+        found = kernels.rejected([crossed, after], PROBLEMS[0], h200)
+        assert len(asked) == len(set(asked)) == 9
+        params = [kernels.candidate(row).params for row in range(len(kernels))]
+        assert found.tolist() == [0 if p["a"] + p["b"] > 4 else 1 if p["a"] == 2 else 2 for p in params]

@@ -19,7 +19,7 @@ from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.measure.statistics import winner
 from tunegemm.report.leaderboard import Leaderboard
 from tunegemm.store import Database
-from tunegemm.store.latest import latest_records
+from tunegemm.store.queries import latest_records
 
 FINGERPRINT = Fingerprint(
     "NVIDIA H200", 132, "9.0", "", 132, "580.159.04", "13.0", "2.11.0", "4.8.1", "3.6.0"

@@ -21,9 +21,9 @@ from tunegemm.measure.evidence import QUALIFYING, RACE, leaders
 from tunegemm.measure.outcome import Failure
 from tunegemm.store import Database, queries
 from tunegemm.store.history import changes, related, seeds
-from tunegemm.store.latest import latest_records
 from tunegemm.store.lookup import read_file
 from tunegemm.store.models import Base
+from tunegemm.store.queries import latest_records
 
 SMALL = Problem.parse("64x64x64")
 OTHER = replace(DEVICE, fingerprint=replace(FINGERPRINT, driver="590.1"))

@@ -17,7 +17,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard
 from tunegemm.store import Database
-from tunegemm.store.latest import latest_records
+from tunegemm.store.queries import latest_records
 
 SMALL = Problem.parse("64x64x64")
 

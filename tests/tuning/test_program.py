@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tunegemm.cli.savings import savings_table
+from tunegemm.cli.results import savings_table
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import Demand

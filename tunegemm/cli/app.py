@@ -12,7 +12,6 @@ import typer
 
 import tunegemm
 from tunegemm.cli import (
-    commands,
     db,
     doctor,
     explain,
@@ -28,7 +27,7 @@ from tunegemm.cli import (
     tune,
     verify,
 )
-from tunegemm.cli.help import Command, Group
+from tunegemm.cli.help import App, Group
 from tunegemm.describe.served import UNATTACHED
 from tunegemm.errors import TunegemmError
 from tunegemm.extras import lack
@@ -107,7 +106,7 @@ def _prepare_output() -> None:
         log.propagate = False
 
 
-app = commands.App(
+app = App(
     cls=OneLineErrors,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -136,20 +135,20 @@ def root(
 
 app.command("tune", cls=tune.Command)(tune.command)
 # What follows the program's name is the program's.
-app.command("record", cls=Command, context_settings={"allow_interspersed_args": False})(record.command)
-app.command("run", cls=Command, context_settings={"allow_interspersed_args": False})(run.command)
-app.command("shapes", cls=Command)(shapes.command)
-app.command("leaderboard", cls=Command)(leaderboard.command)
-app.command("verify", cls=Command)(verify.command)
-app.command("pack", cls=Command)(pack.pack_command)
-app.command("load", cls=Command)(pack.load_command)
-app.command("unload", cls=Command)(pack.unload_command)
-app.command("history", cls=Command)(history.history)
+app.command("record", context_settings={"allow_interspersed_args": False})(record.command)
+app.command("run", context_settings={"allow_interspersed_args": False})(run.command)
+app.command("shapes")(shapes.command)
+app.command("leaderboard")(leaderboard.command)
+app.command("verify")(verify.command)
+app.command("pack")(pack.pack_command)
+app.command("load")(pack.load_command)
+app.command("unload")(pack.unload_command)
+app.command("history")(history.history)
 app.add_typer(db.app, name="db")
-app.command("report", cls=Command)(report.command)
-app.command("space", cls=Command)(space.command)
-app.command("explain", cls=Command)(explain.command)
-app.command("doctor", cls=Command)(doctor.command)
+app.command("report")(report.command)
+app.command("space")(space.command)
+app.command("explain")(explain.command)
+app.command("doctor")(doctor.command)
 
 
 def main() -> None:

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunegemm.cli import arguments, commands, options, printing
+from tunegemm.cli import arguments, options, printing
 from tunegemm.cli.arguments import UsageError
-from tunegemm.cli.help import Command, Group
+from tunegemm.cli.help import App, Group
 from tunegemm.files import descriptor
 
 if TYPE_CHECKING:
     from tunegemm.store.exchange import Report
 
-app = commands.App(cls=Group, help="Exchange and merge tuning databases.", rich_markup_mode=None)
+app = App(cls=Group, help="Exchange and merge tuning databases.", rich_markup_mode=None)
 
 #: Bad rows that are named one by one; the rest is counted.
 _NAMED = 20
 
 
-@app.command("export", cls=Command)
+@app.command("export")
 def export_command(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="The file; replaced as a whole.")
@@ -77,7 +77,7 @@ def export_command(
         printing.say(f"wrote {path}", err=descriptor(path) == 1)  # where the rows go, nothing else goes
 
 
-@app.command("import", cls=Command)
+@app.command("import")
 def import_command(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Made by `tunegemm db export`.")],
     db: options.DatabaseLocation = None,
@@ -114,7 +114,7 @@ def import_command(
         raise typer.Exit(1)
 
 
-@app.command("merge", cls=Command)
+@app.command("merge")
 def merge_command(
     sources: Annotated[list[str], typer.Argument(metavar="DB...", help="Paths or URLs; only read.")],
     into: Annotated[str, typer.Option("--into", metavar="DB", help="Written; created when missing.")],
@@ -132,7 +132,7 @@ def root(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-@app.command("upgrade", cls=Command)
+@app.command("upgrade")
 def upgrade_command(
     databases: Annotated[list[str], typer.Argument(metavar="PATH|URL...", help="Tuning databases.")],
 ) -> None:
@@ -149,7 +149,7 @@ def upgrade_command(
             printing.say(f"{display(database.location)}: up to date")
 
 
-@app.command("layers", cls=Command)
+@app.command("layers")
 def layers_command() -> None:
     """List the layers that dispatch reads, the widest first, and their records."""
     from collections import Counter

@@ -1,12 +1,16 @@
-"""What `--help` says beside what Typer does: whole summaries, and examples under each command."""
+"""What every command is made of: an option that takes one value is taken once, and `--help` has examples."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-from typer.core import TyperGroup
+import typer
+from typer.core import TyperCommand, TyperGroup
 
-from tunegemm.cli import commands
+from tunegemm.cli.arguments import UsageError
+from tunegemm.cli.options import flat
 
 #: Two command lines for each command; what stands after `#` says what they are for.
 EXAMPLES: dict[str, tuple[str, str]] = {
@@ -59,16 +63,6 @@ EXAMPLES: dict[str, tuple[str, str]] = {
 }
 
 
-class Command(commands.Command):
-    """Shows its examples, each whole on its line."""
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        name = " ".join(ctx.command_path.split()[1:])
-        if name in EXAMPLES:
-            formatter.write("\nExamples:\n")
-            formatter.write("".join(f"  {line}\n" for line in EXAMPLES[name]))
-
-
 class Group(TyperGroup):
     """Lists its commands with their summaries whole, as many lines as that takes."""
 
@@ -85,3 +79,40 @@ class Group(TyperGroup):
 def summary(text: str) -> str:
     """The first paragraph of a command's help, in one line."""
     return " ".join(text.strip().split("\n\n")[0].split())
+
+
+class Command(TyperCommand):
+    """A command that shows its examples, each whole on its line, and refuses an option given twice, of which
+    Click would take the last value in silence.
+
+    Options that may be repeated are lists, and flags are what they are.
+    """
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        name = " ".join(ctx.command_path.split()[1:])
+        if name in EXAMPLES:
+            formatter.write("\nExamples:\n")
+            formatter.write("".join(f"  {line}\n" for line in EXAMPLES[name]))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        for parameter, count in Counter(order).items():
+            if parameter.param_type_name == "option" and count > 1 and _takes_one_value(parameter):
+                raise UsageError(
+                    f"{parameter.opts[0]} is given {count} times and takes one value; give it once"
+                )
+        return super().parse_args(ctx, args)
+
+
+def _takes_one_value(option: Any) -> bool:
+    return not (option.multiple or option.count or (option.is_flag and not option.secondary_opts))
+
+
+class App(typer.Typer):
+    """An application whose commands are such, and may take groups of options."""
+
+    def command(
+        self, name: str | None = None, *, cls: type[TyperCommand] | None = None, **how: Any
+    ) -> Callable[..., Any]:
+        register = super().command(name, cls=cls or Command, **how)
+        return lambda command: register(flat(command))

@@ -67,7 +67,7 @@ def command(
     from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, problems_of
     from tunegemm.report.stored import of_all_layers
     from tunegemm.store import Database
-    from tunegemm.store.latest import latest_records
+    from tunegemm.store.queries import latest_records
 
     # Of a large database every shape's best is read, and nothing else.
     narrow = not shapes and names is None

@@ -2,16 +2,136 @@
 
 from __future__ import annotations
 
+import math
 import os
+import select
+import signal
 import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 from tunegemm.cli import arguments
-from tunegemm.cli.signals import Signals
 from tunegemm.errors import WorkloadError
 from tunegemm.files import cause
+
+#: Signals that cannot be caught, that stop and go on, that are ignored unless asked for, and those of errors
+#: and timers of a process's own.
+_OTHERS = {
+    "SIGKILL", "SIGSTOP", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGCONT", "SIGCHLD", "SIGURG", "SIGWINCH",
+    "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS", "SIGPIPE", "SIGALRM",
+    "SIGVTALRM", "SIGPROF",
+}  # fmt: skip
+#: How long the witness may take to say that it got a signal, too.
+_WITNESS_S = 1.0
+#: The system makes one of two equal signals that come before the first is handled: for how long what the
+#: witness got stands for a further one of ours, and for how long it is kept until ours is handled.
+_AT_ONCE_S, _STALE_S = 0.1, 2.0
+
+_WITNESS = """
+import os, signal, sys, time
+parent, heard = int(sys.argv[1]), {int(number) for number in sys.argv[2:]}
+while os.getppid() == parent:
+    if (found := signal.sigtimedwait(heard, 1.0)) is not None:
+        os.write(1, b"%d %f\\n" % (found.si_signo, time.monotonic()))
+"""
+
+
+class Signals:
+    """While it is entered, no signal that can be caught ends this process. A context manager."""
+
+    def __init__(self) -> None:
+        ends = {number for number in signal.valid_signals() if _name(number) not in _OTHERS}
+        defaults = (signal.SIG_DFL, signal.default_int_handler)
+        self._numbers = {number for number in ends if signal.getsignal(number) in defaults}
+        """Those that nobody ignores, as under `nohup`, or handles; the program is started with the rest."""
+        self._before: dict[int, Any] = {}
+        self._program: subprocess.Popen[Any] | None = None
+        self._early: list[int] = []
+        """What came before there was a program."""
+        self._witnessed_s: dict[int, list[float]] = {}
+        """When the witness got each signal."""
+        self._matched_s: dict[int, float] = {}
+        """The same of what we got last, too."""
+
+    def __enter__(self) -> Self:
+        for number in self._numbers:
+            self._before[number] = signal.signal(number, self._receive)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)  # the witness begins with them so
+        try:
+            self._witness = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _WITNESS, str(os.getpid()), *map(str, self._numbers)],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+                cwd="/",
+            )  # fmt: skip
+        except OSError:
+            self._restore()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+        self._witness.kill()
+        self._witness.communicate()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def run(self, start: Callable[[], subprocess.Popen[Any]]) -> int:
+        """Starts a program and waits for it: its exit code, negative for one that a signal ended."""
+        self._program = start()
+        for number in self._early:
+            self._program.send_signal(number)
+        return self._program.wait()
+
+    def _receive(self, number: int, _: Any) -> None:
+        if self._program is None:
+            self._early.append(number)
+        elif not self._is_for_all(number):
+            with suppress(ProcessLookupError, PermissionError):
+                self._program.send_signal(number)  # nothing happens where it has ended
+
+    def _is_for_all(self, number: int) -> bool:
+        """Whether the witness got the signal, too."""
+        start = time.monotonic()
+        while True:
+            for moment in self._witnessed_s.get(number, ()):
+                if moment > start - _STALE_S:
+                    self._witnessed_s[number] = []
+                    self._matched_s[number] = moment
+                    return True
+            if self._matched_s.get(number, -math.inf) > start - _AT_ONCE_S:
+                return True
+            if not self._listen(start + _WITNESS_S):
+                return False
+
+    def _listen(self, deadline: float) -> bool:
+        """Whether the witness had something to say before then; not if somebody killed it."""
+        pipe = self._witness.stdout
+        assert pipe is not None
+        ready, _, _ = select.select([pipe], [], [], max(0, deadline - time.monotonic()))
+        words = pipe.read(4096).split() if ready else []
+        for one, moment in zip(words[::2], words[1::2], strict=True):
+            self._witnessed_s.setdefault(int(one), []).append(float(moment))
+        return bool(words)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # one of those without a name, between SIGRTMIN and SIGRTMAX
+        return ""
+
 
 #: Holds the `sitecustomize` that begins in each Python process.
 _START = Path(__file__).parent.parent / "serve" / "torch" / "start"

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tunegemm.cli import arguments, printing, program
-from tunegemm.cli.signals import Signals
+from tunegemm.cli.program import Signals
 
 
 def command(

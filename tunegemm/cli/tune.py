@@ -189,7 +189,7 @@ def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[
 
     refused: reasons why others of its products are left out.
     """
-    from tunegemm.cli.savings import closing_lines, savings_table
+    from tunegemm.cli.results import closing_lines, savings_table
     from tunegemm.tuning.program import by_headroom
 
     device, output = session.tuning.device, session.output
@@ -215,7 +215,7 @@ def spend_budget(session: Session, plan: Sequence[TunedDemand]) -> tuple[list[Tu
     Returns where each product stands then, and whether Ctrl-C ended it.
     """
     from tunegemm.cli.progress import ProgressView
-    from tunegemm.cli.savings import progress_line
+    from tunegemm.cli.results import progress_line
     from tunegemm.tuning.program import spend
 
     search, output, log = session.search, session.output, session.log

@@ -1,24 +1,172 @@
 """The replay device: recorded sweeps of a real GPU stand in for measuring on a machine that has none.
 
-A folder ``db/sweeps/NAME/`` is the device ``replay:NAME``: `device.json` says what it is, and `sweeps` has
-the other files' format. What is replayed says so in its telemetry, and is never
-stored or shown as measured here.
+A folder ``db/sweeps/NAME/`` is the device ``replay:NAME``: `device.json` says what it is, and each other file
+has every outcome of one problem, ``MxNxK-DTYPE-LAYOUT.json.xz`` (db/sweeps/README.md; `benchmarks.sweep`
+records them). What is replayed says so in its telemetry, and is never stored or shown as measured here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+import json
+import lzma
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, get_args
 
-from tunegemm.describe.device import Device
-from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate
-from tunegemm.errors import DeviceError
-from tunegemm.measure.outcome import Outcome
+from tunegemm.describe.device import ARCHITECTURES, PARTS, Device, Fingerprint
+from tunegemm.describe.problem import DTYPE_BYTES, Problem, default_out_dtype
+from tunegemm.describe.space import Candidate, Value
+from tunegemm.errors import DeviceError, ProblemError
+from tunegemm.generate.families import completed
+from tunegemm.measure.outcome import Failure, Measurement, Outcome, Stage
 from tunegemm.measure.settings import Job
-from tunegemm.measure.sweeps import SUFFIX, Sweep, problem_of, read_device, read_sweep, sweep_path
 from tunegemm.resources import data_path
+
+FORMAT = 3
+SUFFIX = ".json.xz"
+_DTYPES = "|".join(DTYPE_BYTES)
+_STEM = re.compile(
+    rf"(?P<shape>[\dx]+)-(?P<dtype>{_DTYPES})(?:_(?P<out_dtype>{_DTYPES}))?-(?P<layout>[nt]{{2}})(?P<out_m>-outm)?"
+    r"(?:-align(?P<alignment>\d+))?(?:-(?P<accumulation>two_level))?"
+)
+#: What reading a damaged or foreign file raises: no xz, cut off, no JSON, a missing or misshapen column.
+_UNREADABLE = (OSError, lzma.LZMAError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Every recorded outcome of one problem on one device."""
+
+    problem: Problem
+    outcomes: Mapping[Candidate, Outcome]
+    recorded_at: str
+    """ISO 8601 date and time with zone, of the recording."""
+    command: str
+    """How to record it again."""
+    fingerprint: Fingerprint
+    """Driver and packages that it was recorded under."""
+
+
+def read_device(path: Path, spec: str) -> Device:
+    """The recorded device. Raises DeviceError for a file that cannot be read as one."""
+    try:
+        data = json.loads(path.read_text())
+        architecture = ARCHITECTURES[tuple(data.pop("capability"))]
+        fingerprint = _fingerprint(data.pop("fingerprint"))
+        return Device(spec=spec, architecture=architecture, fingerprint=fingerprint, **data)
+    except _UNREADABLE as error:
+        raise DeviceError(f"{path}: not a readable device ({_one_line(error)}); restore it") from None
+
+
+# Columns: `candidates` per family and parameter (which compresses a hundredfold), `interleaves` with what a
+# measurement shares with its rivals, then one row per outcome that points into both.
+
+
+def _from_columns(data: Mapping[str, Any], recorded_at: str) -> dict[Candidate, Outcome]:
+    candidates: list[Candidate] = []
+    for columns in data["candidates"]:
+        count = columns["count"]
+        family = columns["family"]
+        tables = [_rows(columns[table], count) for table in ("compile", "launch")]
+        for compile_params, launch_params in zip(*tables, strict=True):
+            candidate = Candidate.make(family, compile_params, launch_params)
+            candidates.append(completed(candidate) if data["format"] < FORMAT else candidate)
+    outcomes: dict[int, Outcome] = {}
+    for row, interleave, samples, error, telemetry in _zip_columns(
+        data["measured"], "row", "interleave", "samples_us", "relative_error", "evidence"
+    ):
+        shared = data["interleaves"][interleave]
+        if len(samples) != len(shared["baseline_us"]) or not samples or min(samples) <= 0:
+            raise ValueError(f"row {row} has {len(samples)} samples, its baseline another number")
+        outcomes[row] = Measurement(
+            candidates[row], tuple(samples), tuple(shared["baseline_us"]), error, shared["noise"],
+            telemetry | {"source": "replayed", "recorded_at": recorded_at},
+        )  # fmt: skip
+    for row, stage, reason in _zip_columns(data["failed"], "row", "stage", "reason"):
+        if stage not in get_args(Stage):
+            raise ValueError(f"row {row} failed at the unknown stage {stage!r}")
+        outcomes[row] = Failure(candidates[row], stage, reason)
+    if sorted(outcomes) != list(range(len(candidates))):
+        raise ValueError(f"{len(outcomes)} outcomes of {len(candidates)} candidates")
+    if len(set(candidates)) != len(candidates):
+        raise ValueError("a candidate has two rows")
+    return {candidates[row]: outcomes[row] for row in range(len(candidates))}
+
+
+def _rows(columns: Mapping[str, list[Value]], count: int) -> list[dict[str, Value]]:
+    if any(len(values) != count for values in columns.values()):
+        raise ValueError(f"parameter columns of unequal length, not {count}")
+    return [{name: values[i] for name, values in columns.items()} for i in range(count)]
+
+
+def _zip_columns(columns: Mapping[str, list[Any]], *names: str) -> Iterator[tuple[Any, ...]]:
+    return zip(*(columns[name] for name in names), strict=True)
+
+
+def read_sweep(path: Path, problem: Problem) -> Sweep:
+    """The sweep of one problem. Raises DeviceError for a file that cannot be read as one."""
+    try:
+        data = json.loads(lzma.decompress(path.read_bytes()))
+        if data["format"] not in range(1, FORMAT + 1):
+            raise ValueError(f"format {data['format']}, not 1 to {FORMAT}")
+        if data["problem"] != stem(problem):
+            raise ValueError(f"it holds {data['problem']}")
+        return Sweep(
+            problem, _from_columns(data, data["recorded_at"]), data["recorded_at"], data["command"],
+            _fingerprint(data["fingerprint"]),
+        )  # fmt: skip
+    except _UNREADABLE as error:
+        raise DeviceError(
+            f"{path}: not a readable sweep ({_one_line(error)}); restore or delete it"
+        ) from None
+
+
+def _fingerprint(data: Mapping[str, Any]) -> Fingerprint:
+    """Recordings of 2026-11 have one hash of all kernel sources, and no capability, MIG or SM budget."""
+    if "capability" not in data:
+        part = next(part for part in PARTS.values() if part.device_name == data["device_name"])
+        capability = ".".join(map(str, part.capability))
+        data = dict(data) | {"capability": capability, "mig": "", "sm_budget": data["sm_count"]}
+        data.pop("kernel_source")
+    return Fingerprint(**data)
+
+
+def sweep_path(folder: Path, problem: Problem) -> Path:
+    """The file of a problem's sweep."""
+    return folder / (stem(problem) + SUFFIX)
+
+
+def stem(problem: Problem) -> str:
+    """The name of a problem's file, without its ending; `problem_of` reads it."""
+    out = "" if problem.out_dtype == default_out_dtype(problem.in_dtype) else f"_{problem.out_dtype}"
+    major = "-outm" if problem.out_major == "m" else ""
+    packed = problem.alignment == problem.packed_alignment
+    alignment = "" if packed else f"-align{problem.alignment}"
+    accumulation = "" if problem.accumulation == "fast" else f"-{problem.accumulation}"
+    return f"{problem.shape}-{problem.in_dtype}{out}-{problem.layout}{major}{alignment}{accumulation}"
+
+
+def problem_of(path: Path) -> Problem:
+    """The problem of a sweep's file, by its name. Raises DeviceError for a name that is not a sweep's."""
+    match = _STEM.fullmatch(path.name.removesuffix(SUFFIX))
+    try:
+        if match is None:
+            raise ProblemError("its name is not MxNxK-DTYPE-LAYOUT")
+        shape, dtype, out_dtype, layout = match.group("shape", "dtype", "out_dtype", "layout")
+        problem = Problem.parse(shape, dtype=dtype, out_dtype=out_dtype, layout=layout)
+        if match["accumulation"]:
+            problem = replace(problem, accumulation=match["accumulation"])
+        if match["alignment"]:
+            problem = replace(problem, alignment=int(match["alignment"]))
+        return replace(problem, out_major="m") if match["out_m"] else problem
+    except ProblemError as error:
+        raise DeviceError(f"{path}: not a sweep: {error}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:120]
 
 
 @dataclass(frozen=True)

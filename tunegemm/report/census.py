@@ -17,7 +17,7 @@ from tunegemm.describe.space import SearchSpace, Value
 from tunegemm.generate import families
 from tunegemm.generate.family import Family, Generator
 from tunegemm.generate.feasibility import Verdict, parameters_read
-from tunegemm.model.verdicts import CandidateTable
+from tunegemm.model.feasible import CandidateTable
 
 _Values = Mapping[str, tuple[Value, ...]]
 

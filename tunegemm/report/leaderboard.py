@@ -194,7 +194,7 @@ class Leaderboard:
 
     @classmethod
     def best_of_all(cls, leaders: pandas.DataFrame) -> Leaderboard:
-        """As `summary`, of rows of `tunegemm.store.latest`, in which each problem and device has one.
+        """As `summary`, of rows of `store.queries.latest_records`, in which each problem and device has one.
 
         The vendor's columns are left out where most would be empty.
         """

@@ -27,8 +27,8 @@ def of_all_layers(
     """What `read` gives of each layer's database, and the shipped records; one line for each unread layer.
 
     Of a problem on a device only the narrowest layer that has it counts, with all its rows: fingerprints of
-    several layers would otherwise compete by date. read: `Database.frame` or `tunegemm.store.latest`, of
-    which the shipped records have the columns that are known of them. family: only this one's.
+    several layers would otherwise compete by date. read: `Database.frame` or `store.queries.latest_records`,
+    of which the shipped records have the columns that are known of them. family: only this one's.
     """
     import pandas
 

@@ -32,11 +32,10 @@ from tunegemm.errors import one_line
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.serve.background import Answer, BackgroundCompiler, make_pool
 from tunegemm.serve.finding import Finder, Wanted
-from tunegemm.serve.forms import BELOW_AUTOGRAD, LINEAR, Form
+from tunegemm.serve.forms import BELOW_AUTOGRAD, LINEAR, Form, described, named
 from tunegemm.serve.guards import allocation, capturing, deterministic
 from tunegemm.serve.launchers import Prepared, prepare
 from tunegemm.serve.modes import Mode, read_compile, read_mode, read_policy, read_summary
-from tunegemm.serve.naming import described, named
 from tunegemm.serve.notices import Notices, advice, named_error, weight_of, who
 from tunegemm.serve.online import OnlineTuning
 from tunegemm.serve.operands import Refusal, describe

@@ -16,10 +16,9 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.generate.cublaslt import reduces_in_16_bits, splits_k
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, WordsOf, words_binder
-from tunegemm.serve.forms import Form
+from tunegemm.serve.forms import Form, Named
 from tunegemm.serve.guards import REDUCTIONS, grad_enabled, reductions_allowed
 from tunegemm.serve.launchers import Prepared
-from tunegemm.serve.naming import Named
 from tunegemm.serve.operands import ALIGNMENT, Refusal, seen_as
 from tunegemm.store.record import Record
 

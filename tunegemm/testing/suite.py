@@ -30,7 +30,7 @@ from tunegemm.generate import families
 from tunegemm.generate.family import Generator
 from tunegemm.generate.feasibility import Rule, parameters_read, refusal
 from tunegemm.generate.sources import hash_of_code
-from tunegemm.model.verdicts import CandidateTable
+from tunegemm.model.feasible import CandidateTable
 from tunegemm.testing.examples import OTHERWISE, TOO_LARGE, Examples, Rejection, compile_all
 
 SAMPLE = int(os.environ.get("TUNEGEMM_TEST_SAMPLE", "1"))

@@ -2,7 +2,7 @@
 
 What it calls, in the order of its steps: `begin` (known results, seeds, kernels in the model's order),
 `ahead` (what is compiled before it is asked for), `search` (what to try next), `run` (compile, measure,
-publish), `finalists` and `final` (the race that chooses the record). What is passed between them is plain
+publish) and `final` (the race that chooses the record). What is passed between them is plain
 data.
 """
 
@@ -48,7 +48,7 @@ from tunegemm.tuning.begin import (
     told_from,
 )
 from tunegemm.tuning.efforts import Effort, profile
-from tunegemm.tuning.finalists import finalists
+from tunegemm.tuning.final import finalists
 from tunegemm.tuning.kernels import Kernels
 from tunegemm.tuning.progress import Progress, Request, TuneResult, bar
 from tunegemm.tuning.run import Measurer, Run, evidence_word
@@ -233,7 +233,7 @@ class Tuner:
 
             # The best once more, in many rounds: at the power cap in steady state, as there a GPU slows each
             # kernel by what it draws. The winner becomes the record.
-            runners, before = finalists(run.screened, effort, run.at_cap), len(run.outcomes)
+            runners, before = final.finalists(run.screened, effort, run.at_cap), len(run.outcomes)
             result = final.race(run, runners, self._final(problem, effort))
             for outcome in run.outcomes[before:]:
                 told = told_from(outcome, evidence_word(outcome, "final"))

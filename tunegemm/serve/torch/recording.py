@@ -29,10 +29,9 @@ from tunegemm.describe.workload.products import Kind
 from tunegemm.errors import ProblemError, WorkloadError
 from tunegemm.files import impossible
 from tunegemm.serve import api
-from tunegemm.serve.forms import LINEAR, Form
+from tunegemm.serve.forms import LINEAR, Form, Named, named
 from tunegemm.serve.guards import tf32_allowed
 from tunegemm.serve.library import call_of
-from tunegemm.serve.naming import Named, named
 from tunegemm.serve.operands import Refusal
 from tunegemm.serve.torch.aten import Layer, replacements
 from tunegemm.serve.torch.processes import Writer
