@@ -48,7 +48,6 @@ from tunegemm.tuning.begin import (
     told_from,
 )
 from tunegemm.tuning.efforts import Effort, profile
-from tunegemm.tuning.final import finalists
 from tunegemm.tuning.kernels import Kernels
 from tunegemm.tuning.progress import Progress, Request, TuneResult, bar
 from tunegemm.tuning.run import Measurer, Run, evidence_word
