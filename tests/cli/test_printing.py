@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.cli.test_damage import COMMANDS, FORBIDDEN
-from tests.support.commands import process
+from tests.support.commands import here, process
 from tests.support.recorded import SHAPES, fill
 from tunegemm.cli import app, options, printing
 from tunegemm.cli.results import verdict_line
@@ -212,7 +212,7 @@ def test_prose_ends_between_words_and_a_command_stays_whole(
 
 
 def test_a_pipe_gets_no_blanks_at_the_ends_of_lines() -> None:
-    said = process("leaderboard", "--limit", "5").stdout + process("doctor").stdout
+    said = process("leaderboard", "--limit", "5").stdout + here("doctor").stdout
     assert said and not [line for line in said.splitlines() if line != line.rstrip()]
 
 

@@ -115,7 +115,7 @@ def test_what_lost_falls_back_in_a_new_process(
     race: Callable[[Timed], Feedback], database: Database, location: Path
 ) -> None:
     shape = problem_of().shape
-    before = process("explain", "--shape", shape, "--device", "model:h200").stdout
+    before = here("explain", "--shape", shape, "--device", "model:h200").stdout
     assert "dispatch  predicted, " in before
     feedback = race(timed(0.96))
     assert "measured at 0.960: lost, and torch.mm is the record" in str(feedback)
