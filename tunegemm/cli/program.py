@@ -1,4 +1,11 @@
-"""How `record` and `run` start another program, and attach to the Python processes that come of it."""
+"""How `record` and `run` start another program, attach to the Python processes that come of it, and outlive
+the signals that it gets, each once.
+
+A terminal, a batch system and ``kill -- -GROUP`` send a signal to all processes of a group: the program has
+it then. What is sent to this process alone, as to the first one of a container, is meant for the program and
+is handed on. Nothing in a signal says which it was. So a *witness* waits in the same group: what it got, too,
+was sent to all.
+"""
 
 from __future__ import annotations
 

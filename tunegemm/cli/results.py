@@ -1,4 +1,6 @@
-"""How a tuning's result is printed: a table and a verdict, a line, or a JSON document."""
+"""How a tuning's result is printed: a table and a verdict, a line, or a JSON document; and of a program's
+products, what tuning saves.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,6 @@ from tunegemm.report.text import clean, counted, significant
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from tunegemm.describe.device import Device
     from tunegemm.describe.problem import Problem
@@ -112,9 +113,6 @@ def verdict_line(result: TuneResult, where: str) -> str:
 
 def winners_table(results: Sequence[TuneResult]) -> Table:
     """The winner of each of several products."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(title="Products tuned", title_justify="left")
     for heading in ("product", "ratio", "fastest", "us", "torch.mm us"):
         table.add_column(heading, justify="left" if heading in ("product", "fastest") else "right")

@@ -128,14 +128,3 @@ def work_pj(problem: Problem, columns: Columns, found: Terms, table: Table) -> d
         "crossing": pj["crossing"] * found.crossing_bytes,
         _MEMORY: pj["dram"] * found.dram_bytes,
     }
-
-
-def terms_mj(
-    problem: Problem, columns: Columns, found: Terms, table: Table, clocks_mhz: Floats, us: Floats
-) -> dict[str, Floats]:
-    """Millijoules of a product by what costs them, at a clock and a time of each candidate."""
-    voltage = table.voltage(clocks_mhz)
-    work = work_pj(problem, columns, found, table)
-    return {name: pj * (1.0 if name == _MEMORY else voltage) * 1e-9 for name, pj in work.items()} | {
-        "static": table.static_w * us * 1e-3
-    }

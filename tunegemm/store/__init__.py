@@ -2,7 +2,7 @@
 
 `Record` is a plain value; `Database` brings SQLAlchemy and therefore loads on first use.
 
-`database` publishes (`publishing`) and reads (`rows`, `frames`, `latest`, `queries`), by `connection`,
+`database` publishes (`publishing`) and reads (`rows`, `frames`, `queries`), by `connection`,
 `models` and `migrations`. `codec` alone makes values of what is stored, rows and JSON, and back. `layers`
 puts together what dispatch reads: databases by `lookup`, `shipped` records, `packs`; `checks` says whether
 what comes from elsewhere can be. `validity` says what a record is worth here, `history` what changed;
