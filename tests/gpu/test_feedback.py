@@ -69,15 +69,15 @@ def test_the_command_measures_what_is_predicted(problem: Problem, device: Device
 def test_online_tunes_what_is_not_predicted_when_the_gpu_is_idle(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = Problem(96, 272, 528, in_dtype="fp16")
+    problem = Problem(160, 272, 528)
     monkeypatch.setenv("TUNEGEMM_MODE", "online")
     path = tmp_path / "tuning.sqlite"
     Database.open(path).close()
     monkeypatch.setenv("TUNEGEMM_DB", str(path))
     online = OnlineTuning()
     dispatcher = Dispatcher(Planner(online=online))
-    a = torch.randn(problem.m, problem.k, dtype=torch.float16, device="cuda")
-    b = torch.randn(problem.n, problem.k, dtype=torch.float16, device="cuda").t()
+    a = torch.randn(problem.m, problem.k, dtype=torch.bfloat16, device="cuda")
+    b = torch.randn(problem.n, problem.k, dtype=torch.bfloat16, device="cuda").t()
     for _ in range(2):
         torch.testing.assert_close(dispatcher.matmul(a, b), torch.matmul(a, b), rtol=2e-2, atol=1.0)
         until(lambda: online.is_idle, seconds=180)
