@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,24 +46,39 @@ exec(code)
 
 
 class Forks:
-    """Runs programs, one after the other."""
+    """Runs programs, one after the other. What is forked from is started by the first."""
 
     def __init__(self) -> None:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._server = subprocess.Popen([sys.executable, "-c", _SERVER], text=True, **pipes)  # type: ignore[call-overload]
+        self._server: subprocess.Popen[str] | None = None
 
     def run(self, code: str, *, env: Mapping[str, str], cwd: Path) -> CompletedProcess[str]:
-        """As `subprocess.run` of `python -c` with that text, which may not import torch otherwise than so."""
+        """As `subprocess.run` does with `python -c` and that text; it reads nothing from its stdin."""
         with tempfile.TemporaryDirectory() as folder:
             streams = [os.devnull, *(str(Path(folder, name)) for name in ("stdout", "stderr"))]
             for place in streams[1:]:
                 Path(place).touch()
             request = {"code": code, "environment": dict(env), "folder": str(cwd), "streams": streams}
-            self._server.stdin.write(json.dumps(request) + "\n")
-            self._server.stdin.flush()
-            ended = int(self._server.stdout.readline())
+            ended = self._ask(json.dumps(request))
             said, complained = (Path(place).read_text() for place in streams[1:])
         return CompletedProcess(["python", "-c", code], ended, said, complained)
 
+    def _ask(self, request: str) -> int:
+        if self._server is None:
+            pipe = subprocess.PIPE
+            self._server = subprocess.Popen(
+                [sys.executable, "-c", _SERVER], text=True, stdin=pipe, stdout=pipe, start_new_session=True
+            )
+        assert self._server.stdin is not None and self._server.stdout is not None
+        try:
+            self._server.stdin.write(request + "\n")
+            self._server.stdin.flush()
+            return int(self._server.stdout.readline())
+        except BaseException:  # a test that ran out of time, say: its answer is not the next one's
+            os.killpg(self._server.pid, signal.SIGKILL)
+            self.close()
+            raise
+
     def close(self) -> None:
-        self._server.communicate(timeout=60)
+        if self._server is not None:
+            self._server.communicate(timeout=60)
+            self._server = None
