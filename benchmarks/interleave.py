@@ -107,6 +107,7 @@ def interleave(
     settle_s: float = 1.0,
     turn_ms: float = 160.0,
     turns: int = 7,
+    settle_steady_s: float = _SETTLE_STEADY_S,
     seed: int = 0,
     tolerances: Mapping[str, float] | None = None,
 ) -> Interleave:
@@ -172,7 +173,7 @@ def interleave(
     names = [baseline if name == _AGAIN else name for name in replays]
     lengths = [shared[name].median_us * products * 1e-6 for name in names]
     lasting = [SteadyState.of(*pair, turn_ms) for pair in zip(replays.values(), lengths, strict=True)]
-    settle(_SETTLE_STEADY_S)
+    settle(settle_steady_s)
     steady, noise = timed(lasting, turns)
     return Interleave(steady, skipped, noise, count, products, turns, turn_ms, shared)
 

@@ -1,23 +1,26 @@
 """Shipped kernels of fp8 and fused products beside torch: what their expected gains are fitted to.
 
     python -m benchmarks.kind_choices --budget 120          # on a GPU, with the kernels of `make kernels`
-    python -m benchmarks.kind_choices --least-rows 257 --most-rows 8192 --budget 280
+    python -m benchmarks.kind_choices --kinds plain,residual,swiglu --least-rows 257 --most-rows 16384
     python -m benchmarks.kind_choices --seed 1 --count 100 --out build/other
 
 Of kinds of db/invariant.toml products are drawn: N and K as `benchmarks.choices` draws them, M mostly up to
-256 rows. The kernels that `choose.invariance` expects to be best race torch's own operations in one
-interleave; of over 256 rows, where the chip lowers its clocks, in steady state. Writes
-results/GPU/kind_choices.json: a row for each product with `launches`, the best expected first.
+256 rows. The kernels that predictions would ask about (`choose.fused.best_ranked`) race torch's own
+operations in one interleave; of over 256 rows, where the chip lowers its clocks, in steady state. Torch also
+computes gates of two halves, as one merged product and two views of it. Writes
+results/GPU/kind_choices.json: a row for each product with `launches`, the best expected first. What is not
+compiled is compiled at the start.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import random
 import sys
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +28,10 @@ from typing import Any
 from benchmarks.choices import extent_of
 from benchmarks.interleave import METHOD, interleave
 from benchmarks.results import Results, meta, problem_fields, results_path
-from tunegemm.choose.invariance import ranked
+from tunegemm.choose.fused import best_ranked
+from tunegemm.choose.large import FEW_ROWS
 from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
 from tunegemm.generate import families
@@ -34,16 +39,23 @@ from tunegemm.generate.cublaslt.choice import first_choice
 from tunegemm.generate.cublaslt.eager import torch_mm
 from tunegemm.model import shortlist
 
-#: Launches that are timed of a product, with few rows and with many.
-FEW, MANY, FEW_ROWS = 4, 2, 256
-ROUNDS, TURNS, TURN_MS = 7, 3, 120.0
-#: Dense work after which the chip says whether it has lowered its clocks, where there are many rows.
-SETTLE_S = 0.25
+#: Rounds of few rows, and of many rows before those in steady state.
+ROUNDS, ROUNDS_OF_MANY_ROWS = 7, 5
+#: The round of torch twice, and three launches: three turns at thirds of the controller's swing of 950 ms
+#: (docs/decisions/0023).
+TURNS, TURN_MS = 3, 65.0
+#: Dense work after which the chip says whether it has lowered its clocks, and before turns that are timed. It
+#: has just multiplied another product.
+SETTLE_S, SETTLE_STEADY_S = 0.15, 0.2
 #: fp8 rows are whole multiples of 16 bytes; gates and all others follow.
 UNIT = 16
-MAX_FLOP, MAX_BYTES = 1e12, 2e9
+MAX_FLOP, MAX_BYTES = 2e12, 2e9
 #: cuBLASLt takes these scales itself: of 30 products its kernels were 3 % ahead of these, and behind in few.
 LEFT_OUT = "scale_tensor"
+#: What a product without an epilogue is called.
+PLAIN = "plain"
+#: Torch's gate of two halves.
+HALVES = "halves"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,7 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", default="train", help="of the products")
     parser.add_argument("--least-rows", type=int, default=1, help="of the products that are timed")
     parser.add_argument("--most-rows", type=int, default=256, help="of the products that are timed")
-    parser.add_argument("--epilogues", default="", help="of the kinds to draw, such as bias_n,swiglu")
+    parser.add_argument(
+        "--kinds", default="", help="epilogues to draw in turn, such as plain,bias_n,swiglu (default: all)"
+    )
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     options = parser.parse_args(arguments)
@@ -68,34 +82,54 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def drawn(seed: str, epilogues: Container[str] = ()) -> Iterator[Problem]:
-    """Products without end, of one kind after the other; the same for each seed and choice of kinds."""
+def kinds_of(words: str) -> list[Problem]:
+    """Kinds by their epilogues, in this order and as often; by default all but plain ones.
+
+    Raises TunegemmError for one that no kernels ship for.
+    """
+    listed = [kind for kind in shortlist.ordered_lists() if kind.in_dtype != "fp16"]
+    if not words:
+        return [kind for kind in listed if kind.epilogue not in ("", LEFT_OUT)]
+    by_name = {kind.epilogue or PLAIN: kind for kind in listed}
+    if unknown := [word for word in words.split(",") if word not in by_name]:
+        raise TunegemmError(f"--kinds {','.join(unknown)}: use {', '.join(by_name)}")
+    return [by_name[word] for word in words.split(",")]
+
+
+def drawn(
+    seed: str, kinds: Sequence[Problem], least_rows: int = 1, most_rows: int = 1 << 13
+) -> Iterator[Problem]:
+    """Products without end, of one kind after the other; the same for each seed and choice of kinds and
+    rows."""
     chance = random.Random(f"kinds {seed}")
-    kinds = [kind for kind in shortlist.ordered_lists() if kind.epilogue and kind.epilogue != LEFT_OUT]
-    kinds = [kind for kind in kinds if kind.epilogue in epilogues] or kinds
-
-    def extent() -> int:
-        return max(UNIT, extent_of(chance) // UNIT * UNIT)
-
-    while True:
-        for kind in kinds:
-            low, high = chance.choices(((0, 6), (6, 8), (8, 13)), (0.6, 0.2, 0.2))[0]
-            problem = replace(kind, m=round(2 ** chance.uniform(low, high)), n=extent(), k=extent())
+    low, high = math.log2(least_rows), math.log2(most_rows)
+    ranges = [
+        (max(low, start), min(high, end), weight)
+        for start, end, weight in ((0, 6, 0.6), (6, 8, 0.2), (8, 14, 0.2))
+        if start < high and end > low
+    ]
+    weights = [weight for _, _, weight in ranges]
+    for kind in itertools.cycle(kinds):
+        while True:
+            start, end, _ = chance.choices(ranges, weights)[0]
+            n, k = (max(UNIT, extent_of(chance) // UNIT * UNIT) for _ in range(2))
+            problem = replace(kind, m=round(2 ** chance.uniform(start, end)), n=n, k=k)
             if problem.flops <= MAX_FLOP and problem.bytes <= MAX_BYTES:
-                yield problem
+                break
+        yield problem
 
 
 def run(device: Device, options: argparse.Namespace) -> None:
     """Times products until the budget is spent, and writes a row of each."""
     from tunegemm.measure.backend import CudaBackend
 
+    kinds = kinds_of(options.kinds)
+    compile_missing(list(dict.fromkeys(kinds)), device)
     results = Results(results_path(options.out, device, "kind_choices.json"), meta(device, METHOD))
     backend = CudaBackend(device)
     backend.open()
     started, done = time.monotonic(), 0
-    for problem in drawn(options.seed, options.epilogues.split(",")):
-        if not options.least_rows <= problem.m <= options.most_rows:
-            continue
+    for problem in drawn(options.seed, kinds, options.least_rows, options.most_rows):
         if done == options.count or time.monotonic() - started > options.budget:
             break
         begun = time.monotonic()
@@ -107,40 +141,71 @@ def run(device: Device, options: argparse.Namespace) -> None:
     print(f"{done} products in {time.monotonic() - started:.0f} s; written: {results.path}")
 
 
-def measure(problem: Problem, device: Device, backend: Any) -> dict[str, Any]:
-    """The row of one product. Its `launches`: place among the kind's kernels, whether tiles go along n,
-    swizzle size, how far behind the best it is expected to be, in log, and its ratio to torch."""
+def compile_missing(kinds: Sequence[Problem], device: Device) -> None:
+    """Compiles the kernels of the kinds that neither ship nor were compiled; prints why one cannot be."""
+    from tunegemm.compile.artifacts import ArtifactStore
+    from tunegemm.compile.pool import CompilePool
     from tunegemm.store import packs
 
-    kernels = shortlist.ordered_kernels(problem)
-    found = sorted(ranked(problem, kernels, device), key=lambda one: -one.expected)
+    jobs = []
+    for kind in kinds:
+        launches = [shortlist.launched(kind, kernel) for kernel in shortlist.ordered_kernels(kind)]
+        for launch in (*launches, *shortlist.large_kernels(kind)):
+            family = families.generator(launch.family)
+            if packs.find(key := family.kernel_key(kind, launch, device)) is None:
+                jobs.append((f"{kind} {family.label(launch)}", launch.family, key))
+    if not jobs:
+        return
+    started = time.monotonic()
+    with CompilePool(ArtifactStore()) as pool:
+        futures = {name: pool.submit(family, key) for name, family, key in jobs}
+        failed = {
+            name: result.failure for name, one in futures.items() if not (result := one.result()).artifact
+        }
+    print(f"{len(jobs)} kernels compiled in {time.monotonic() - started:.0f} s", flush=True)
+    for name, why in failed.items():
+        print(f"left out: {name}: {why}", flush=True)
+
+
+def measure(problem: Problem, device: Device, backend: Any) -> dict[str, Any]:
+    """The row of one product. Its `launches`: place among the kernels that ship for the kind, whether tiles
+    go along n, swizzle size, how far behind the best it is expected to be, in log, its ratio to torch,
+    whether it goes by GPC (a place among those of many rows then), whether L2 lets go of what streams."""
+    from tunegemm.store import packs
+
+    listed, large = shortlist.ordered_kernels(problem), shortlist.large_kernels(problem)
+    by_gpc = [one.kernel for one in large]
     runs: dict[str, Any] = {"torch": torch_mm(problem)}
     launches: dict[str, list[Any]] = {}
-    for one in found:
+    for number, one in enumerate(best_ranked(problem, device)):
         family = families.generator(one.candidate.family)
-        if len(launches) == (FEW if problem.m <= FEW_ROWS else MANY):
-            break
-        if not family.check(problem, one.candidate, device).runs:
-            continue
         artifact = packs.find(family.kernel_key(problem, one.candidate, device))
         if artifact is None:
-            raise TunegemmError(f"{family.label(one.candidate)} is not compiled; run `make kernels`")
-        runs[str(len(launches))] = family.load(problem, one.candidate, device, artifact.path)
-        along_n = one.candidate["raster_order"] == "along_n"
-        launches[str(len(launches))] = [
-            kernels.index(one.kernel), int(along_n), one.candidate["swizzle_size"], round(one.expected, 4)
+            continue  # it cannot be compiled, as was said
+        runs[str(number)] = family.load(problem, one.candidate, device, artifact.path)
+        goes_by_gpc = one.candidate.params.get("cluster_order") == "gpc"
+        place = by_gpc.index(one.kernel) if goes_by_gpc else listed.index(one.kernel)
+        launches[str(number)] = [
+            place, int(one.candidate.params.get("raster_order") == "along_n"),
+            one.candidate.params.get("swizzle_size", 1), round(one.expected, 4), None, int(goes_by_gpc),
+            int(one.candidate.params.get("l2_hint") == "streamed"),
         ]  # fmt: skip
+    if gate := next((GATED[step] for step in problem.fused.steps if step in GATED), None):
+        runs[HALVES] = _of_halves(gate)
+    few = problem.m <= FEW_ROWS
     timed = interleave(
-        problem, runs, backend, l2_bytes=device.l2_bytes, rounds=ROUNDS, turns=TURNS,
-        turn_ms=0.0 if problem.m <= FEW_ROWS else TURN_MS,
-        min_replay_ms=0.35, settle_s=0.0 if problem.m <= FEW_ROWS else SETTLE_S,
+        problem, runs, backend, l2_bytes=device.l2_bytes, rounds=ROUNDS if few else ROUNDS_OF_MANY_ROWS,
+        turns=TURNS, turn_ms=0.0 if few else TURN_MS, min_replay_ms=0.35,
+        settle_s=0.0 if few else SETTLE_S, settle_steady_s=SETTLE_STEADY_S,
+        tolerances={HALVES: math.inf},  # it has other columns
     )  # fmt: skip
     library = first_choice(replace(problem, epilogue=""), device.index)
     backend.release()
     baseline = timed.timings["torch"]
     for name in launches:
         ratio = timed.timings[name].ratio_to(baseline) if name in timed.timings else math.nan
-        launches[name].append(None if math.isnan(ratio) else round(ratio, 4))
+        launches[name][4] = None if math.isnan(ratio) else round(ratio, 4)
+    halves = timed.timings.get(HALVES)
     return problem_fields(problem) | {
         "epilogue": problem.epilogue,
         "launches": list(launches.values()),
@@ -148,10 +213,29 @@ def measure(problem: Problem, device: Device, backend: Any) -> dict[str, Any]:
             library.tile_m, library.tile_n, library.cluster_m, library.cluster_n, library.split_k
         ],
         "torch_us": round(baseline.median_us, 3),
+        "halves": None if halves is None else round(halves.ratio_to(baseline), 4),
         "noise": round(timed.noise, 5),
         "turn_ms": timed.turn_ms,
         "wrong": dict(timed.skipped),
     }  # fmt: skip
+
+
+def _of_halves(activation: str) -> Any:
+    """Torch's gate of a merged product, whose first half of columns is activated."""
+    import torch
+
+    functions = {
+        "silu": torch.nn.functional.silu, "relu": torch.relu, "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda value: torch.nn.functional.gelu(value, approximate="tanh"),
+    }  # fmt: skip
+    act = functions[activation]
+
+    def launch(a: Any, b: Any, out: Any, *operands: Any) -> None:
+        both = torch.addmm(operands[0], a, b) if operands else torch.mm(a, b)
+        gate, up = both.chunk(2, dim=-1)
+        torch.mul(act(gate), up, out=out)
+
+    return launch
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import numpy as np
 from tunegemm.choose.compiled_code import kernels_after
 from tunegemm.choose.fitted import Fitted
 from tunegemm.choose.invariance import Ranked, columns_in_16_bit, in_16_bit, ranked
+from tunegemm.choose.large import FEW_ROWS, large_ranked
 from tunegemm.describe.device import Device
 from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
@@ -28,7 +29,7 @@ from tunegemm.model.features import OF_GAIN, gain_features
 from tunegemm.model.terms import Floats, elementwise_us, terms
 
 #: Launches that the trees are asked about: those that are expected to be nearest to the best.
-ASKED = 4
+ASKED, ASKED_OF_MANY_ROWS = 4, 3
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,18 @@ def name_of(problem: Problem) -> str:
 
 def best_ranked(problem: Problem, device: Device) -> list[Ranked]:
     """The shipped kernels that are expected to be nearest to the best, and run."""
-    order = sorted(ranked(problem, shortlist.ordered_kernels(problem), device), key=lambda one: -one.expected)
-    found: list[Ranked] = []
+    order: Sequence[Ranked]
+    if problem.m > FEW_ROWS:
+        order, most = large_ranked(problem, device), ASKED_OF_MANY_ROWS
+    else:
+        found = ranked(problem, shortlist.ordered_kernels(problem), device)
+        order, most = sorted(found, key=lambda one: -one.expected), ASKED
+    found = []
     for one in order:
-        if len(found) == ASKED:
+        if len(found) == most:
             break
-        if families.get(one.candidate.family).check(problem, one.candidate, device).runs:
+        new = all(one.kernel != other.kernel for other in found)  # by GPC, and by index
+        if new and families.get(one.candidate.family).check(problem, one.candidate, device).runs:
             found.append(one)
     return found
 

@@ -26,8 +26,8 @@ from tunegemm.model.terms import Columns, Floats, Terms, fits_l2, terms
 # share their clocks, and of the clock that is predicted of each. Fitted to our kernels that were timed both
 # ways: 22 products of an H200 (benchmarks/results/h200/turns-2026-11-22.json), where 2.3 % are left of 6 %,
 # twelve more of an H200 and nine of an H100 (benchmarks/sweeps).
-_STEADY_LEAD = 0.8
-_STEADY_CLOCK = 0.45
+STEADY_LEAD = 0.8
+STEADY_CLOCK = 0.45
 #: Up to so many rows or columns the order of the ratios is as good a one as the formula's: for 16 products of
 #: 128 and 256 of an H200 what a quick tuning found by the formula was 0.1 % behind (2026-11-26).
 _STEADY_ABOVE = 256
@@ -173,7 +173,7 @@ def steady_ratios(
     if min(problem.m, problem.n) <= _STEADY_ABOVE:
         return dict(ratios)
     return {
-        one.candidate: ratios[one.candidate] ** _STEADY_LEAD * (one.total_us / one.steady_us) ** _STEADY_CLOCK
+        one.candidate: ratios[one.candidate] ** STEADY_LEAD * (one.total_us / one.steady_us) ** STEADY_CLOCK
         for one in found
     }
 

@@ -77,8 +77,8 @@ def listed(path: Path | None = None) -> tuple[Candidate, ...]:
     return tuple(kernel for table in _tables(path) for kernel in _kernels(table, path))
 
 
-def _tables(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))["kernels"]
+def _tables(path: Path, name: str = "kernels") -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))[name]
     return found
 
 
@@ -106,7 +106,22 @@ def ordered_lists(path: Path | None = None) -> Mapping[Problem, tuple[Candidate,
         found[plain] = tuple(
             kernel for kernel, launch in launches if families.reduction_class(plain, launch) == ORDERED
         )
-    for table in _tables(path):
+    return found | _by_kind("kernels", path)
+
+
+@cache
+def large_lists(path: Path | None = None) -> Mapping[Problem, tuple[Candidate, ...]]:
+    """Kernels that ship for products of many rows, at launches by GPC, as `ordered_lists` has its own."""
+    found = _by_kind("large", path or data_path("db", "invariant.toml"))
+    return {
+        problem: tuple(launched_by_gpc(problem, kernel) for kernel in kernels)
+        for problem, kernels in found.items()
+    }
+
+
+def _by_kind(name: str, path: Path) -> dict[Problem, tuple[Candidate, ...]]:
+    found = {}
+    for table in _tables(path, name):
         kernels = tuple(_kernels(table, path))
         for words in table["kinds"]:
             problem = Problem.parse(_USUAL, **words)
@@ -116,9 +131,17 @@ def ordered_lists(path: Path | None = None) -> Mapping[Problem, tuple[Candidate,
 
 def ordered_kernels(problem: Problem) -> tuple[Candidate, ...]:
     """The kernels of the class `ORDERED` that ship for such a problem, whatever its extents."""
+    return ordered_lists().get(_usual(problem), ())
+
+
+def large_kernels(problem: Problem) -> tuple[Candidate, ...]:
+    """The kernels that ship for such a problem of many rows, at launches by GPC."""
+    return large_lists().get(_usual(problem), ())
+
+
+def _usual(problem: Problem) -> Problem:
     m, n, k = (int(word) for word in _USUAL.split("x"))
-    usual = replace(problem, m=m, n=n, k=k, batch=1, alignment=MAX_ALIGNMENT)
-    return ordered_lists().get(usual, ())
+    return replace(problem, m=m, n=n, k=k, batch=1, alignment=MAX_ALIGNMENT)
 
 
 def _for_operands(kernel: Candidate, problem: Problem) -> Candidate:
@@ -148,6 +171,16 @@ def launched(
     return kernel.with_launch(
         **{name: values[name] for name in families.get(kernel.family).parameters["launch"]}
     )
+
+
+def launched_by_gpc(
+    problem: Problem, kernel: Candidate, *, along_n: bool = False, streamed: bool = False
+) -> Candidate:
+    """A kernel with clusters of a GPC at neighbouring tiles, in groups of eight. streamed: whether L2 lets go
+    first of the operand that a group does not share; else as `model.l2_hint` has it."""
+    launch = launched(problem, kernel, along_n=along_n, swizzle=8)
+    changed: dict[str, Value] = {"cluster_order": "gpc"} | ({"l2_hint": "streamed"} if streamed else {})
+    return launch.with_launch(**dict(launch.launch_params) | changed)
 
 
 def covers(problem: Problem) -> bool:

@@ -150,10 +150,13 @@ def _shortlisted() -> dict[str, tuple[str, Key]]:
     kinds = (
         (problem, kernel) for problem, kernels in shortlist.ordered_lists().items() for kernel in kernels
     )
-    for problem, kernel in itertools.chain(itertools.product(plain, shortlist.listed()), kinds):
-        family = families.generator(kernel.family)
-        key = family.kernel_key(problem, shortlist.launched(problem, kernel), device)
-        found[f"{family.label(kernel)} {problem}"] = kernel.family, key
+    pairs = itertools.chain(itertools.product(plain, shortlist.listed()), kinds)
+    launches = ((problem, shortlist.launched(problem, kernel)) for problem, kernel in pairs)
+    large = ((problem, launch) for problem, kernels in shortlist.large_lists().items() for launch in kernels)
+    for problem, launch in itertools.chain(launches, large):
+        family = families.generator(launch.family)
+        key = family.kernel_key(problem, launch, device)
+        found[f"{family.label(launch)} {problem}"] = launch.family, key
     return found
 
 
