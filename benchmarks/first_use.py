@@ -46,7 +46,18 @@ METHOD = (
     "state), timed again where two captures of torch.mm differ by over 2 %; an empty database and an empty "
     "kernel cache"
 )
-KINDS = {**OTHERS, "bias": {"epilogue": "bias_n"}}
+KINDS = {
+    **OTHERS,
+    "bias": {"epilogue": "bias_n"},
+    "residual": {"epilogue": "residual"},
+    "bias_residual": {"epilogue": "bias_n+residual"},
+    "bias_gelu": {"epilogue": "bias_n+gelu"},
+    "geglu": {"epilogue": "geglu_tanh"},
+    "bias_swiglu": {"epilogue": "bias_n+swiglu"},
+    "fp16_bias": {"dtype": "fp16", "epilogue": "bias_n"},
+    "fp16_residual": {"dtype": "fp16", "epilogue": "residual"},
+    "fp16_swiglu": {"dtype": "fp16", "epilogue": "swiglu"},
+}
 TURN_MS = 160.0
 MOST_ROWS = 16384
 #: Timed again, so often, where two captures of torch.mm differ by more: the clocks moved meanwhile. One of

@@ -1,7 +1,7 @@
 """Shipped kernels of fp8 and fused products beside torch: what their expected gains are fitted to.
 
     python -m benchmarks.kind_choices --budget 120          # on a GPU, with the kernels of `make kernels`
-    python -m benchmarks.kind_choices --kinds plain,residual,swiglu --least-rows 257 --most-rows 16384
+    python -m benchmarks.kind_choices --kinds residual,swiglu --least-rows 257 --most-rows 16384
     python -m benchmarks.kind_choices --seed 1 --count 100 --out build/other
 
 Of kinds of db/invariant.toml products are drawn: N and K as `benchmarks.choices` draws them, M mostly up to
@@ -52,8 +52,6 @@ UNIT = 16
 MAX_FLOP, MAX_BYTES = 2e12, 2e9
 #: cuBLASLt takes these scales itself: of 30 products its kernels were 3 % ahead of these, and behind in few.
 LEFT_OUT = "scale_tensor"
-#: What a product without an epilogue is called.
-PLAIN = "plain"
 #: Torch's gate of two halves.
 HALVES = "halves"
 
@@ -69,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--least-rows", type=int, default=1, help="of the products that are timed")
     parser.add_argument("--most-rows", type=int, default=256, help="of the products that are timed")
     parser.add_argument(
-        "--kinds", default="", help="epilogues to draw in turn, such as plain,bias_n,swiglu (default: all)"
+        "--kinds", default="", help="epilogues to draw in turn, such as residual,bias_n,swiglu (default: all)"
     )
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
@@ -83,14 +81,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def kinds_of(words: str) -> list[Problem]:
-    """Kinds by their epilogues, in this order and as often; by default all but plain ones.
+    """Kinds by their epilogues, in this order and as often; by default all.
 
     Raises TunegemmError for one that no kernels ship for.
     """
-    listed = [kind for kind in shortlist.ordered_lists() if kind.in_dtype != "fp16"]
+    by_name = {
+        kind.epilogue: kind
+        for kind in shortlist.ordered_lists()
+        if kind.in_dtype != "fp16" and kind.epilogue not in ("", LEFT_OUT)
+    }
     if not words:
-        return [kind for kind in listed if kind.epilogue not in ("", LEFT_OUT)]
-    by_name = {kind.epilogue or PLAIN: kind for kind in listed}
+        return list(by_name.values())
     if unknown := [word for word in words.split(",") if word not in by_name]:
         raise TunegemmError(f"--kinds {','.join(unknown)}: use {', '.join(by_name)}")
     return [by_name[word] for word in words.split(",")]
@@ -183,12 +184,11 @@ def measure(problem: Problem, device: Device, backend: Any) -> dict[str, Any]:
         if artifact is None:
             continue  # it cannot be compiled, as was said
         runs[str(number)] = family.load(problem, one.candidate, device, artifact.path)
-        goes_by_gpc = one.candidate.params.get("cluster_order") == "gpc"
+        goes_by_gpc = one.candidate["cluster_order"] == "gpc"
         place = by_gpc.index(one.kernel) if goes_by_gpc else listed.index(one.kernel)
         launches[str(number)] = [
-            place, int(one.candidate.params.get("raster_order") == "along_n"),
-            one.candidate.params.get("swizzle_size", 1), round(one.expected, 4), None, int(goes_by_gpc),
-            int(one.candidate.params.get("l2_hint") == "streamed"),
+            place, int(one.candidate["raster_order"] == "along_n"), one.candidate["swizzle_size"],
+            round(one.expected, 4), None, int(goes_by_gpc), int(one.candidate["l2_hint"] == "streamed"),
         ]  # fmt: skip
     if gate := next((GATED[step] for step in problem.fused.steps if step in GATED), None):
         runs[HALVES] = _of_halves(gate)

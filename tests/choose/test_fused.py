@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.kind_choices import drawn
+from benchmarks.kind_choices import drawn, kinds_of
 from tunegemm.choose import fitted
 from tunegemm.choose.fused import ASKED, Gains, best_ranked, features_of
 from tunegemm.choose.predictions import load, outlook
@@ -38,7 +38,7 @@ def device() -> Device:
 
 
 def problems(count: int) -> list[Problem]:
-    found = drawn("tests")
+    found = drawn("tests", kinds_of(""))
     return [next(found) for _ in range(count)]
 
 
@@ -52,7 +52,8 @@ def test_every_option_is_legal_and_passes_its_margin(device: Device) -> None:
         for option in found.predictions:
             candidate = option.record.candidate
             assert families.get(candidate.family).check(problem, candidate, device).runs, (problem, candidate)
-            assert candidate.kernel in shortlist.ordered_kernels(problem)
+            large = [one.kernel for one in shortlist.large_kernels(problem)]
+            assert candidate.kernel in [*shortlist.ordered_kernels(problem), *large]
             assert 1 < option.bound < option.expected and option.record.ratio == option.bound
         count += found.outcome == "predicted"
     assert 90 * 0.2 < count < 90 * 0.9
@@ -66,6 +67,24 @@ def test_few_rows_of_fp8_are_served(device: Device) -> None:
     facts = json.loads(json.dumps(told.asdict(), allow_nan=False))
     assert facts["predicted"]["least_ratio"] == pytest.approx(found.predictions[0].bound)
     assert select(Snapshot(), SERVED, device, near=False).outcome == "miss"
+
+
+@pytest.mark.parametrize(
+    "epilogue", ["residual", "bias_n+residual", "bias_n+gelu", "geglu_tanh", "bias_n+swiglu"]
+)
+def test_steps_of_a_layer_are_served_without_tuning(epilogue: str) -> None:
+    found = select(Snapshot(), Problem.parse("8x4608x4096", epilogue=epilogue), find_device("model:h100-sxm"))
+    assert found.outcome == "predicted" and found.predictions[0].expected > 1.04
+
+
+def test_fp16_goes_by_what_bf16_gained() -> None:
+    device = find_device("model:h100-sxm")
+    gains = Gains.of(device.name)
+    assert gains is not None
+    for epilogue in ("bias_n", "residual", "swiglu"):
+        problem = Problem.parse("8x4608x4096", dtype="fp16", epilogue=epilogue)
+        assert gains.covers(problem) and gains.case(problem, None) == f"bf16 {epilogue}"
+        assert select(Snapshot(), problem, device).predictions, epilogue
 
 
 @pytest.mark.parametrize(

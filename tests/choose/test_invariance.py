@@ -37,11 +37,11 @@ POLICY = Policy("batch_invariant")
 BF16_PROBLEM, FP16_PROBLEM = Problem.parse("64x4096x4096"), Problem.parse("64x4096x4096", dtype="fp16")
 FP8_PROBLEM = Problem.parse("64x4096x4096", dtype="fp8_e4m3")
 #: Of a kind for which no kernel of the class ships.
-RESIDUAL_PROBLEM = Problem.parse("64x4096x4096", epilogue="residual")
+UNLISTED_PROBLEM = Problem.parse("64x4096x4096", epilogue="relu")
 #: Kinds of products that kernels of the class ship for.
 KINDS: list[dict[str, str]] = [
     {}, {"dtype": "fp16"}, {"dtype": "fp8_e4m3", "epilogue": "scale_rowwise"}, {"epilogue": "swiglu"},
-    {"epilogue": "bias_n+gelu_tanh"},
+    {"epilogue": "bias_n+gelu_tanh"}, {"epilogue": "residual"}, {"epilogue": "geglu_tanh"},
 ]  # fmt: skip
 ROWS = [1, 2, 3, 5, 8, 9, 16, 17, 31, 33, 64, 65, 127, 300, 1025, 4096, 16384]
 
@@ -156,19 +156,19 @@ def test_the_best_measured_kernel_of_the_class_comes_first(device: Device) -> No
     """Then those of other problems, in case that it is not compiled here."""
     row: Callable[..., Record] = partial(Row, fingerprint=device.fingerprint)
     split, slow, fast = kernel(split_k=4), kernel(64, 128), kernel(64, 32)
-    other = row(replace(RESIDUAL_PROBLEM, m=128), candidate=kernel(128, 128))
+    other = row(replace(UNLISTED_PROBLEM, m=128), candidate=kernel(128, 128))
     rivals = [
-        row(RESIDUAL_PROBLEM, candidate=slow, ratio=0.8),
-        row(RESIDUAL_PROBLEM, candidate=fast, ratio=0.9),
+        row(UNLISTED_PROBLEM, candidate=slow, ratio=0.8),
+        row(UNLISTED_PROBLEM, candidate=fast, ratio=0.9),
     ]
-    snapshot = Snapshot([row(RESIDUAL_PROBLEM, candidate=split), other])
-    found = select(snapshot, RESIDUAL_PROBLEM, device, policy=POLICY, rivals=lambda _: rivals)
+    snapshot = Snapshot([row(UNLISTED_PROBLEM, candidate=split), other])
+    found = select(snapshot, UNLISTED_PROBLEM, device, policy=POLICY, rivals=lambda _: rivals)
     assert found.outcome == "hit" and "order of sums" in found.why
     assert [one.candidate["tile_n"] for one in found.options] == [32, 128]
-    without = select(snapshot, RESIDUAL_PROBLEM, device, policy=POLICY)
+    without = select(snapshot, UNLISTED_PROBLEM, device, policy=POLICY)
     assert without.outcome == "near" and without.nears[0].origin is other
     assert str(without.nears[0]) == "from 128x4096x4096 (1.100 x torch there)"
-    exact = select(snapshot, RESIDUAL_PROBLEM, device, policy=POLICY, near=False)
+    exact = select(snapshot, UNLISTED_PROBLEM, device, policy=POLICY, near=False)
     assert exact.outcome == "miss" and not exact.options, "mode exact borrows nothing"
 
 
@@ -229,8 +229,8 @@ def test_a_damaged_order_is_one_warning_and_the_models_order(
 
 
 def test_where_nothing_is_of_the_class_the_reason_names_the_promise(device: Device) -> None:
-    snapshot = Snapshot([Row(RESIDUAL_PROBLEM, device.fingerprint, kernel(split_k=4))])
-    for problem in (RESIDUAL_PROBLEM, replace(RESIDUAL_PROBLEM, in_dtype="fp16", out_dtype="fp16")):
+    snapshot = Snapshot([Row(UNLISTED_PROBLEM, device.fingerprint, kernel(split_k=4))])
+    for problem in (UNLISTED_PROBLEM, replace(UNLISTED_PROBLEM, in_dtype="fp16", out_dtype="fp16")):
         found = select(snapshot, problem, device, policy=POLICY)
         assert found.outcome == "miss" and found.advises_tuning
         assert "how many rows" in found.why

@@ -58,15 +58,18 @@ def test_all_rows_go_to_a_kernel_of_the_class(planted: tuple[Dispatcher, Kernel]
         assert torch.equal(made.matmul(a, b), a @ b) and len(watched.calls) == number
 
 
-def test_a_bias_is_added_to_their_product(planted: tuple[Dispatcher, Kernel]) -> None:
-    """Where no kernel adds it: torch's call with a bias would multiply by the library."""
+def test_further_steps_are_done_to_their_product(planted: tuple[Dispatcher, Kernel]) -> None:
+    """Where no kernel does them: torch's call with a bias would multiply by the library."""
+    from tunegemm.serve.forms import LINEAR, form_of
+
     made, watched = planted
     x, b = operands(32, dtype=torch.float16)
     bias = torch.arange(48, dtype=x.dtype)
-    weight = b.t().contiguous()
+    weight, form = b.t().contiguous(), form_of(LINEAR, "bias_n+relu")
+    expected = torch.relu(x @ b + bias)
     with pytest.warns(TunegemmWarning, match="epilogue bias_n"):
-        assert torch.equal(made.linear(x, weight, bias), x @ b + bias)
-    assert torch.equal(quietly(made.linear, x, weight, bias), x @ b + bias) and len(watched.calls) == 2
+        assert torch.equal(made.fused(form, x, weight, (bias,)), expected)
+    assert torch.equal(quietly(made.fused, form, x, weight, (bias,)), expected) and len(watched.calls) == 2
 
 
 def test_compiled_code_asks_for_them_whatever_they_gain(planted: tuple[Dispatcher, Kernel]) -> None:

@@ -29,7 +29,7 @@ from tunegemm.model.features import OF_GAIN, gain_features
 from tunegemm.model.terms import Floats, elementwise_us, terms
 
 #: Launches that the trees are asked about: those that are expected to be nearest to the best.
-ASKED, ASKED_OF_MANY_ROWS = 4, 3
+ASKED = 4
 
 
 @dataclass(frozen=True)
@@ -63,24 +63,20 @@ class Gains(Fitted):
 
 
 def name_of(problem: Problem) -> str:
-    """Such as ``bf16 swiglu``: what the files call such products."""
-    return f"{problem.in_dtype} {problem.epilogue}"
+    """Such as ``bf16 swiglu``: what the files call such products. fp16 goes by bf16, which is as fast."""
+    return f"{'bf16' if problem.in_dtype == 'fp16' else problem.in_dtype} {problem.epilogue}"
 
 
 def best_ranked(problem: Problem, device: Device) -> list[Ranked]:
     """The shipped kernels that are expected to be nearest to the best, and run."""
-    order: Sequence[Ranked]
-    if problem.m > FEW_ROWS:
-        order, most = large_ranked(problem, device), ASKED_OF_MANY_ROWS
-    else:
-        found = ranked(problem, shortlist.ordered_kernels(problem), device)
-        order, most = sorted(found, key=lambda one: -one.expected), ASKED
-    found = []
-    for one in order:
-        if len(found) == most:
+    order: Sequence[Ranked] = ranked(problem, shortlist.ordered_kernels(problem), device)
+    if problem.m > FEW_ROWS and shortlist.large_kernels(problem):
+        order = large_ranked(problem, order, device)
+    found: list[Ranked] = []
+    for one in sorted(order, key=lambda one: -one.score):
+        if len(found) == ASKED:
             break
-        new = all(one.kernel != other.kernel for other in found)  # by GPC, and by index
-        if new and families.get(one.candidate.family).check(problem, one.candidate, device).runs:
+        if families.get(one.candidate.family).check(problem, one.candidate, device).runs:
             found.append(one)
     return found
 
@@ -99,5 +95,6 @@ def features_of(
         behind=np.array([one.expected for one in found]),
         one_byte=DTYPE_BYTES[problem.in_dtype] == 1,
         gated=any(step in GATED for step in problem.fused.steps),
+        adds="residual" in problem.fused.steps,
         after=after_us / costs.total_us,
     )  # fmt: skip

@@ -61,6 +61,11 @@ class Ranked:
     expected: float
     """How far behind the best of the class it is expected to be, in log."""
 
+    @property
+    def score(self) -> float:
+        """What kernels are put in order by, in log."""
+        return self.expected
+
 
 @dataclass(frozen=True)
 class InvariantOption:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tunegemm.choose.invariance import Ranked, columns_in_16_bit, in_16_bit, order_here, ranked
+from tunegemm.choose.invariance import Ranked, columns_in_16_bit, in_16_bit, order_here
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -39,19 +39,16 @@ class Large(Ranked):
 
     @property
     def score(self) -> float:
-        """What launches are put in order by, in log."""
         return model.STEADY_LEAD * self.expected - model.STEADY_CLOCK * self.slowed
 
 
-def large_ranked(problem: Problem, device: Device) -> list[Large]:
-    """The shipped kernels at their launches, the best first."""
-    listed = ranked(problem, shortlist.ordered_kernels(problem), device)
+def large_ranked(problem: Problem, listed: Sequence[Ranked], device: Device) -> list[Large]:
+    """The listed kernels beside those that ship for many rows, each with what the power cap takes from it."""
     found = [*listed, *_by_gpc(problem, device)]
     slowed = slowed_by_cap(problem, [one.candidate for one in found], device).tolist()
-    scored = [
+    return [
         Large(one.kernel, one.candidate, one.expected, log) for one, log in zip(found, slowed, strict=True)
     ]
-    return sorted(scored, key=lambda one: -one.score)
 
 
 def slowed_by_cap(problem: Problem, candidates: Sequence[Candidate], device: Device) -> Floats:

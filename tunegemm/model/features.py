@@ -43,7 +43,7 @@ OF_ORDER = (
 )
 
 #: What tells the gain of such a kernel over torch's operations for an fp8 or fused product.
-OF_GAIN = (*OF_ORDER, "behind", "one_byte", "gated", "after", *OF_TORCH)
+OF_GAIN = (*OF_ORDER, "behind", "one_byte", "gated", "adds", "after", *OF_TORCH)
 
 
 def features(problem: Problem, found: Choices, device: Device, library: LibraryChoice | None) -> Floats:

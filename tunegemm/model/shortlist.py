@@ -179,8 +179,8 @@ def launched_by_gpc(
     """A kernel with clusters of a GPC at neighbouring tiles, in groups of eight. streamed: whether L2 lets go
     first of the operand that a group does not share; else as `model.l2_hint` has it."""
     launch = launched(problem, kernel, along_n=along_n, swizzle=8)
-    changed: dict[str, Value] = {"cluster_order": "gpc"} | ({"l2_hint": "streamed"} if streamed else {})
-    return launch.with_launch(**dict(launch.launch_params) | changed)
+    values: dict[str, Value] = {**dict(launch.launch_params), "cluster_order": "gpc"}
+    return launch.with_launch(**(values | {"l2_hint": "streamed"} if streamed else values))
 
 
 def covers(problem: Problem) -> bool:
