@@ -31,7 +31,7 @@ _PACKAGES = (
 )  # fmt: skip
 
 #: Options that name where files go.
-_PLACES = ("--out", "--database")
+_PLACES = ("--out", "--database", "--scratch")
 
 
 class ResultsError(TunegemmError):

@@ -38,6 +38,7 @@ from benchmarks.tables.programs import (
     selector,
     tuning_many,
     tuning_time,
+    vllm,
 )
 from benchmarks.tables.reading import DocsError, load
 from benchmarks.tables.seeds import seed_000, seed_001, seed_003, seed_004
@@ -186,6 +187,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "search": search,
     "campaign": campaign,
     "clients": clients,
+    "vllm": vllm,
     "dtypes": dtypes,
     "dispatch": dispatch,
     "selector": selector,

@@ -291,6 +291,42 @@ def clients(results: Path) -> str:
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), said])
 
 
+def vllm(results: Path) -> str:
+    """An engine with and without the plug-in: tokens per second by phase and number of sequences."""
+    data = load(results, "vllm.json")
+    if data is None:
+        return not_measured(results, "vllm.json")
+    lines: list[list[str]] = []
+    told: dict[bool, list[str]] = {True: [], False: []}
+    for row in data["rows"]:
+        kind = row["dtype"] + (", batch-invariant" if row["mode"] == "batch_invariant" else "")
+        name = f"{kind} {row['phase']}"
+        rates = [f"{row[key]:,.0f}" for key in ("engine_tokens_per_s", "tokens_per_s")]
+        share = [f"{row['ratio']:.3f}", f"{100 * row['noise']:.1f} %"]
+        lines.append([name, str(row["sequences"]), *rates, *share])
+        if abs(row["ratio"] - 1) > row["noise"]:
+            told[row["ratio"] > 1].append(f"{name} of {row['sequences']} ({row['ratio']:.3f})")
+    header = [
+        "what", "sequences", "vLLM, tokens/s", "with tunegemm, tokens/s", "times vLLM", "noise",
+    ]  # fmt: skip
+    said = (
+        f"Slower than vLLM by more than the noise: {', '.join(told[False]) or 'none'}. "
+        f"Faster by more than it: {', '.join(told[True]) or 'none'}."
+    )
+    for key, found in data.items():
+        if key.startswith("logits_"):
+            apart = found["largest_difference"]
+            what = f"differ by at most {apart:g} of their standard deviation" if apart else "are the same"
+            said += f" Logits of {key.removeprefix('logits_')} {what}."
+            said += "".join(
+                f" With other prompts beside them {'no bit' if same else 'bits'} of {who}'s "
+                f"{'differs' if same else 'differ'}."
+                for who in ("vllm", "tunegemm")
+                if (same := found.get(f"bits_same_{who}")) is not None
+            )
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), said])
+
+
 def selector(results: Path) -> str:
     """What the selector makes of products that it was not fitted to, by rows."""
     header = [
