@@ -1,0 +1,187 @@
+"""The grouped kernel: persistent, warp-specialized TMA + WGMMA, over groups of rows that only the device knows.
+
+D[r, n] = A[r, k] B[g, n, k]^T + bias[g, n] for each row r of group g: offsets[g - 1] <= r < offsets[g].
+
+One producer warp feeds a ring of tiles of the weights B and of the rows A; consumer warpgroups multiply them.
+The weights' N is WGMMA's m (see `config`). A tile of rows may reach into the next group's: these are loaded
+and multiplied, but not stored. Extents, strides and grid are arguments of the launch.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+from cutlass.utils import SmemAllocator
+
+from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
+from tunegemm.generate.cute_sm90.kernel.layouts import (
+    START_BARRIER,
+    Dtypes,
+    Layouts,
+    load_box,
+    matrix_at,
+)
+from tunegemm.generate.cute_sm90.kernel.ring import Ring
+from tunegemm.generate.grouped.config import GroupedConfig
+from tunegemm.generate.grouped.kernel.consumer import Consumer
+from tunegemm.generate.grouped.kernel.epilogue import Epilogue
+from tunegemm.generate.grouped.kernel.producer import Producer
+from tunegemm.generate.grouped.kernel.walk import Walk, WalkParams
+
+
+class Arguments(NamedTuple):
+    """What a launch is given, in this order, before the stream."""
+
+    weights_address: Int64
+    """B, (E, N, K)"""
+    rows_address: Int64
+    """A, (rows, K)"""
+    out_address: Int64
+    """D, (rows, N)"""
+    n: Int32
+    rows: Int32
+    k: Int32
+    groups: Int32
+    weights_stride: Int64
+    """Strides count elements: from one row of a matrix to the next, from one group to the next."""
+    rows_stride: Int64
+    out_stride: Int64
+    group_stride: Int64
+    bias_stride: Int64
+    unused: Int64
+    swizzle_size: Int32
+    """Tiles of rows that share tiles of weights, see `walk`."""
+    blocks: Int32
+    """The grid."""
+    l2_hint: Int32
+    """1: lines of the weights leave the L2 first."""
+    offsets_address: Int64
+    """The groups' ends, int32."""
+    bias_address: Int64
+    """(E, N); 0 without."""
+
+
+class Gemm:
+    """The grouped product for one `GroupedConfig`."""
+
+    def __init__(self, config: GroupedConfig):
+        self.config = config
+        self.dtypes = Dtypes.of(config)
+        self.layouts = Layouts(config, self.dtypes)
+        self.smem_bytes = 0
+
+    # ---- host side: runs on the CPU at every launch -------------------------------------------------
+
+    @cute.jit
+    def __call__(self, *arguments):
+        """Encode the TMA descriptors and launch. arguments: those of `Arguments`; the stream."""
+        self.launch(Arguments(*arguments[:-1]), arguments[-1])
+
+    @cute.jit
+    def launch(self, given, stream):
+        """See `__call__`."""
+        config, dtypes, layouts = self.config, self.dtypes, self.layouts
+        mA = matrix_at(  # (N, K, GROUP)
+            given.weights_address, dtypes.a, (given.n, given.k, given.groups), True,
+            given.weights_stride, given.group_stride,
+        )  # fmt: skip
+        rows_stride = cute.assume(given.rows_stride, divby=128 // dtypes.b.width)
+        mB = cute.make_tensor(  # (ROW, K)
+            cute.make_ptr(dtypes.b, given.rows_address, cute.AddressSpace.gmem, assumed_align=16),
+            cute.make_layout((given.rows, given.k), stride=(rows_stride, 1)),
+        )
+        sA_layout = layouts.ring_a(mA, config.stages)  # (bM, bK, STAGE)
+        sB_layout = layouts.ring_b(mB, config.stages)  # (bN, bK, STAGE)
+        weights = load_box(mA, layouts.ring_a(mA), (config.tile_m, config.tile_k), 1)
+        rows = tuple(
+            load_box(mB, layouts._ring(mB, dtypes.b, width), (width, config.tile_k), 1)
+            for width in config.widths
+        )
+        mmas = tuple(layouts.tiled_mma(config.tile_warpgroups, width) for width in config.widths)
+        epilogue_mma = layouts.tiled_mma(1, config.epi_n)
+        self.storage = layouts.shared_storage(cute.cosize(sA_layout), cute.cosize(sB_layout))
+        self.smem_bytes = self.storage.size_in_bytes()
+        params = WalkParams(
+            given.groups, given.rows, cute.ceil_div(given.n, config.tile_m), given.swizzle_size, given.blocks
+        )
+        offsets = cute.make_ptr(Int32, given.offsets_address, cute.AddressSpace.gmem, assumed_align=4)
+        out = (given.n, given.out_address, given.out_stride, given.bias_address, given.bias_stride)
+
+        self.kernel(
+            weights, rows, mmas, epilogue_mma, (sA_layout, sB_layout), params, offsets, out,
+            cute.ceil_div(given.k, config.tile_k), given.l2_hint,
+        ).launch(
+            grid=(given.blocks, 1, 1),
+            block=(config.threads, 1, 1),
+            smem=self.smem_bytes,
+            stream=stream,
+            # Without it ptxas ignores setmaxnreg (warning C7508).
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    # ---- device side --------------------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(
+        self,
+        weights: tuple,
+        rows: tuple,
+        mmas: tuple,
+        epilogue_mma: cute.TiledMma,
+        layouts: tuple,
+        params: WalkParams,
+        offsets: cute.Pointer,
+        out: tuple,
+        k_tiles: Int32,
+        l2_hint: Int32,
+    ):
+        """`weights`, `rows`: what TMA loads, the rows for each of the config's widths."""
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+        walk = Walk(config, params, offsets, thread % 32, Int32(block))
+
+        if warp_index == 0:
+            cpasync.prefetch_descriptor(weights.atom)
+            for index in cutlass.range_constexpr(len(config.widths)):
+                cpasync.prefetch_descriptor(rows[index].atom)
+
+        storage = SmemAllocator().allocate(self.storage)
+        ring = Ring(config, storage.full.data_ptr(), storage.empty.data_ptr())
+        if thread == 0:
+            ring.make_barriers()
+        cute.arch.mbarrier_init_fence()
+
+        sA = storage.a.get_tensor(layouts[0].outer, swizzle=layouts[0].inner)  # (bM, bK, STAGE)
+        sB = storage.b.get_tensor(layouts[1].outer, swizzle=layouts[1].inner)  # (bN, bK, STAGE)
+        sB_widths = tuple(
+            cute.local_tile(sB, (width, config.tile_k), (0, 0, None)) for width in config.widths
+        )
+
+        load_registers, mma_registers = config.registers
+        started = 32 + config.consumers * WARPGROUP_THREADS
+        if group == 0:
+            cute.arch.setmaxregister_decrease(load_registers)
+            if warp_index == 0:
+                cute.arch.sync_warp()
+                cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
+                Producer(config, weights, rows, sA, sB_widths, ring).run(walk, k_tiles, l2_hint)
+        else:
+            cute.arch.setmaxregister_increase(mma_registers)
+            cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
+            buffers = config.consumers * config.epilogue_buffers
+            staging = cute.make_layout(  # (epiM, epiN, BUFFER)
+                (MMA_ATOM_M, config.epi_n, buffers), stride=(1, config.pitch, config.pitch * config.epi_n)
+            )
+            sD = storage.d.get_tensor(staging)
+            consumer, own = group - 1, (thread - WARPGROUP_THREADS) % WARPGROUP_THREADS
+            n, d, ldd, bias, bias_stride = out
+            epilogue = Epilogue(
+                config, self.dtypes.out, epilogue_mma, sD, n, d, ldd, bias, bias_stride, consumer, own
+            )
+            released = ring.for_consumer(thread % 32, (Int32(0), Int32(0)))
+            Consumer(config, mmas, sA, sB_widths, released, epilogue, consumer).run(walk, k_tiles)
