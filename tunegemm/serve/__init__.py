@@ -20,12 +20,14 @@ from tunegemm.serve.api import (
     refresh,
     scaled_mm,
 )
+from tunegemm.serve.grouped import grouped_mm
 
 __all__ = [
     "addmm",
     "baddbmm",
     "bmm",
     "gated_linear",
+    "grouped_mm",
     "interleave",
     "linear",
     "matmul",

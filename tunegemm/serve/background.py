@@ -62,15 +62,21 @@ class _Done(NamedTuple):
     future: Future[CompileResult]
 
 
-def make_pool() -> CompilePool:
+def make_pool(families_module: str = families.__name__) -> CompilePool:
     """A pool of a few workers, which writes to the user's store.
 
-    What others compiled is not asked for: it did not run.
+    What others compiled is not asked for: it did not run. families_module: as of `CompilePool`.
     """
     from tunegemm.compile.pool import CompilePool
 
     workers = max(1, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // 4))
-    return CompilePool(ArtifactStore(), workers=workers, timeout_s=_TIMEOUT_S, low_priority=True)
+    return CompilePool(
+        ArtifactStore(),
+        workers=workers,
+        timeout_s=_TIMEOUT_S,
+        families_module=families_module,
+        low_priority=True,
+    )
 
 
 class BackgroundCompiler:
@@ -101,15 +107,18 @@ class BackgroundCompiler:
 
     def ask(self, record: Record, device: Device) -> Answer:
         """For the kernel of a record that could not be loaded or launched. Returns at once."""
-        if not self.is_on or os.getpid() != self._pid:
-            return Answer()
         problem, candidate = record.problem, record.candidate
         family = families.get(candidate.family)
-        if not family.compiled or not family.check(problem, candidate, device).runs:
+        if not self.is_on or not family.compiled or not family.check(problem, candidate, device).runs:
             return Answer()
         if (missing := family.unavailable()) is not None:
             return Answer(refusal=missing)
-        key = family.kernel_key(problem, candidate, device)
+        return self.ask_for(family.name, family.kernel_key(problem, candidate, device))
+
+    def ask_for(self, family: str, key: Key) -> Answer:
+        """For the kernel of a key. Returns at once."""
+        if not self.is_on or os.getpid() != self._pid:
+            return Answer()
         kernel = digest(key)
         with self._lock:
             if kernel in self._failures or self._refusal:
@@ -121,7 +130,7 @@ class BackgroundCompiler:
                     return Answer()  # compiled by the compilers that are here: it would be the same again
             except ArtifactError:  # the user's to delete
                 return Answer()
-            if not self._put(_Job(kernel, family.name, key)):
+            if not self._put(_Job(kernel, family, key)):
                 return Answer()
             self._asked.add(kernel)
             return Answer(kernel)

@@ -24,10 +24,11 @@ from tunegemm.describe.device import (
 )
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import PackError, TunegemmError
-from tunegemm.generate import families
+from tunegemm.generate import families, grouped
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.model import shortlist
+from tunegemm.model.grouped import listed as listed_of_groups
 from tunegemm.store import packs
 from tunegemm.store.checks import device_of, record_objection
 from tunegemm.store.layers import NARROWNESS
@@ -106,7 +107,7 @@ def pack(
 
 
 def ship(folder: Path) -> tuple[int, Mapping[str, str]]:
-    """Compile the kernels of all shipped records and of the shortlist into `folder`, replaced as a whole.
+    """Compile the kernels of all shipped records and of the lists into `folder`, replaced as a whole.
 
     Returns how many kernels it holds, and by problem or kernel why one is not among them.
     Kernels that the user's object store holds are not compiled again. Raises PackError where a record's
@@ -125,9 +126,11 @@ def ship(folder: Path) -> tuple[int, Mapping[str, str]]:
     failures |= {str(record.problem): reason for record, reason in found.failures.items()}
     shortlisted = _shortlisted()
     of_list = _provide(shortlisted)
-    failures |= of_list.failures
-    artifacts = {**found.artifacts, **of_list.artifacts}
-    keys = [*(key for record in usable if (key := _key(record))), *(key for _, key in shortlisted.values())]
+    of_groups = _provide(grouped_kernels := _grouped(), families_module=grouped.__name__)
+    failures |= {**of_list.failures, **of_groups.failures}
+    artifacts = {**found.artifacts, **of_list.artifacts, **of_groups.artifacts}
+    keys = [key for record in usable if (key := _key(record))]
+    keys += [key for _, key in (*shortlisted.values(), *grouped_kernels.values())]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as scratch:
         fresh = Path(scratch, "kernels")
@@ -158,6 +161,13 @@ def _shortlisted() -> dict[str, tuple[str, Key]]:
         key = family.kernel_key(problem, launch, device)
         found[f"{family.label(launch)} {problem}"] = launch.family, key
     return found
+
+
+def _grouped() -> dict[str, tuple[str, Key]]:
+    """By its name each kernel of grouped products."""
+    return {
+        f"grouped {config.label}": (grouped.NAME, grouped.kernel_key(config)) for config in listed_of_groups()
+    }
 
 
 def _toolchain() -> dict[str, str]:
@@ -194,6 +204,7 @@ def _provide(
     named: Callable[[Any], str] = str,
     compile_missing: bool = True,
     workers: int | None = None,
+    families_module: str = families.__name__,
 ) -> Provided:
     store = ArtifactStore()
     missing = {of: pair for of, pair in keys.items() if store.find(pair[1]) is None}
@@ -205,7 +216,7 @@ def _provide(
             f"{named(next(iter(missing)))}; leave out --no-compile, or tune again"
         )
     if missing:
-        with CompilePool(store, workers=workers) as pool:
+        with CompilePool(store, workers=workers, families_module=families_module) as pool:
             futures = {of: pool.submit(*pair) for of, pair in missing.items()}
             results = {of: future.result() for of, future in futures.items()}
             failures = {of: result.failure for of, result in results.items() if not result.artifact}

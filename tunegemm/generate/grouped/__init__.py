@@ -1,32 +1,72 @@
-"""Kernel family `grouped`: products of groups of rows, each with its own weights, on `cute_sm90`'s parts."""
+"""Kernels `grouped`: products of groups of rows, each with its own weights, on `cute_sm90`'s parts.
+
+They are no family: no `Problem` describes such a product, and no search looks at them. For a compile pool
+this module is what `tunegemm.generate.families` is for others: `get` and `import_compiler`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from tunegemm.compile.cute_object import compile_object
+from tunegemm.compile.cute_object import compile_object, toolchain
 from tunegemm.compile.ptxas import Resources
 from tunegemm.generate.cute_launch import load_function
+from tunegemm.generate.families import import_compiler
+from tunegemm.generate.generator import CUTE_DSL, TVM_FFI
 from tunegemm.generate.grouped.config import GroupedConfig
+from tunegemm.generate.sources import hash_of_code, kernel_sources
+
+__all__ = [
+    "NAME", "TARGET", "GroupedKernel", "compile", "get", "import_compiler", "kernel_key", "unavailable",
+]  # fmt: skip
+
+NAME = "grouped"
+_FOLDER = Path(__file__).parent
+TARGET = "sm_90a"
 
 
-def compile_kernel(config: GroupedConfig, out: Path, target: str = "sm_90a") -> Resources:
-    """Compile a kernel to the object `out`. Raises whatever the compiler raises."""
+def get(name: str) -> ModuleType:
+    """This module, whatever the name: what a compile worker asks for the kernel of a key."""
+    return sys.modules[__name__]
+
+
+def kernel_key(config: GroupedConfig) -> Mapping[str, str | int | bool]:
+    """Everything the compiled object depends on: never extents or numbers of groups."""
+    sources = (*kernel_sources(_FOLDER), *kernel_sources(_FOLDER.with_name("cute_sm90")))
+    return {
+        **{name: getattr(config, name) for name in config.__dataclass_fields__},
+        "family": NAME,
+        "target": TARGET,
+        **toolchain(),
+        "source": hash_of_code(sources),
+    }
+
+
+def unavailable(*, launching: bool = False) -> str | None:
+    """None when the packages are installed; else one line that names the missing one."""
+    return next(filter(None, (package.missing() for package in (CUTE_DSL, TVM_FFI))), None)
+
+
+def compile(key: Mapping[str, str | int | bool], out: Path) -> Resources:
+    """Compile the kernel of a key to the object `out`. Raises whatever the compiler raises."""
+    config = GroupedConfig.from_mapping(key)
 
     def make() -> Any:
         from tunegemm.generate.grouped.kernel.gemm import Gemm
 
         return Gemm(config)
 
-    return compile_object(make, 3, target, out, addresses=2)
+    return compile_object(make, 3, str(key["target"]), out, addresses=2)
 
 
 @dataclass(frozen=True)
 class GroupedKernel:
-    """A compiled kernel, ready to be launched on the current device."""
+    """A compiled kernel, ready to be launched on the device that was the current one when it was loaded."""
 
     config: GroupedConfig
     function: Callable[..., None]
@@ -40,10 +80,12 @@ class GroupedKernel:
         self, a: Any, weights: Any, out: Any, offsets: Any, bias: Any = None, *,
         blocks: int, swizzle_size: int = 8, l2_hint: int = 0,
     ) -> None:  # fmt: skip
-        """out[r] = a[r] weights[g]^T for the rows r of each group g.
+        """out[r] = a[r] weights[g]^T + bias[g] for the rows r of each group g.
 
-        a: (rows, K). weights: (E, N, K), k contiguous. out: (rows, N). offsets: int32 (E). bias: (E, N).
-        blocks: the grid, at most as many as are resident.
+        a: (rows, K). weights: (E, N, K), k contiguous. out: (rows, N). offsets: int32 (E). bias: (E, N), its
+        columns contiguous.
+        blocks: the grid, at most as many as are resident. swizzle_size: tiles of rows that share weights.
+        l2_hint: 1 where lines of the weights are to leave the L2 first.
         """
         from torch._C import _cuda_getCurrentRawStream as current_stream
 

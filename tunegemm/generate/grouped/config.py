@@ -1,8 +1,8 @@
 """The numbers of one grouped kernel, derived once for feasibility, compilation and launch alike.
 
-The kernel's m is the weights' N, its n the rows of a group: WGMMA takes few rows as its narrow mode, so that a
-group of 3 rows costs a WGMMA of 8 or 16 columns and not one of 64 rows. So D is m-major: a row of the product
-is a column of the kernel's D.
+The kernel's m is the weights' N, its n the rows of a group: WGMMA takes few rows as its narrow mode, so that
+a group of 3 rows costs a WGMMA of 8 or 16 columns and not one of 64 rows. So D is m-major: a row of the
+product is a column of the kernel's D.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class GroupedConfig(KernelConfig):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Rows that a tile may be loaded and multiplied as, ascending: `narrow`, twice that, ..., `tile_n`."""
+        """Rows that a tile may be loaded and multiplied as: `narrow`, twice that, ..., `tile_n`."""
         widths = [self.tile_n]
         while self.narrow and widths[0] > self.narrow:
             widths.insert(0, max(self.narrow, widths[0] // 2 // 8 * 8))

@@ -44,7 +44,7 @@ class Consumer:
         unit = walk.first()
         if const_expr(pingpong):
             if group == 1:
-                # The second warpgroup takes the block's second tile, the first one's k tiles deeper in the ring.
+                # The second warpgroup takes the block's second tile, k tiles deeper in the ring.
                 state = ring.consumer_state(k_tiles)
                 unit = walk.next(unit, 1)
                 self.end_turn(0)

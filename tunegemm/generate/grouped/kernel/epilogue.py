@@ -2,8 +2,8 @@
 
 A subtile is 64 columns of the weights' N and `epi_n` rows. It is staged as it lies in memory, a row after the
 other, and leaves in pieces of 16 bytes, those of the group's rows. So a tile that ends inside a group is
-stored as one that does not, and neither writes a neighbour's rows. (By TMA each row of a ragged end would be a
-copy of its own, which a warp issues one after the other.)
+stored as one that does not, and neither writes a neighbour's rows. (By TMA each row of a ragged end would be
+a copy of its own, which a warp issues one after the other.)
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The grouped kernel: persistent, warp-specialized TMA + WGMMA, over groups of rows that only the device knows.
+"""The grouped kernel: persistent, warp-specialized TMA + WGMMA; the device alone knows where groups end.
 
 D[r, n] = A[r, k] B[g, n, k]^T + bias[g, n] for each row r of group g: offsets[g - 1] <= r < offsets[g].
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import SmemAllocator
 

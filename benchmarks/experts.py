@@ -1,0 +1,339 @@
+"""Times layers of experts: `tunegemm.grouped_mm` beside torch's grouped product and a loop of torch.mm.
+
+    python -m benchmarks.experts                           # layers, rows and skews, all of them: 2 minutes
+    python -m benchmarks.experts --rows 16384 --skews hot  # some of them
+    python -m benchmarks.experts --kernels                 # each kernel of db/grouped.toml, too: a row's `us`
+
+A skew is how a router divides the rows: *uniform*, *typical* (shares of a gamma distribution), *hot* (one
+expert has most). Nothing is tuned. Writes results/GPU/experts.json after each row, so that it can run in
+slices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tunegemm
+from benchmarks.clients import chosen
+from benchmarks.results import Results, geometric_mean, meta, results_path
+from tunegemm.describe.device import Device, find_device
+from tunegemm.errors import TunegemmError
+from tunegemm.generate import grouped as kernels
+from tunegemm.generate.grouped import GroupedKernel
+from tunegemm.measure.statistics import aa_noise
+from tunegemm.model.grouped import choose, listed
+from tunegemm.store import packs
+
+METHOD = (
+    "each side in one CUDA graph over divisions of the rows whose weights together pass 3x the L2; all sides "
+    "in shuffled order in each round; from 4096 rows on each has turn_ms to itself in a round, the second "
+    "half of which is timed, so that the chip's clocks are its own, else one replay of some ms; medians over "
+    "rounds; noise of timing torch twice a round; loop: torch.mm for each group, whose sizes the host knows; "
+    "share_of_bound: of the larger of two times, of the bytes of the experts that are used at what copies "
+    "reach, and of flops at 720 Tflop/s"
+)
+#: Groups, N, K of gate and up, and of down: Mixtral 8x7B, Qwen3-30B-A3B, an eighth of DeepSeek-V3.
+LAYERS = {
+    "mixtral-up": (8, 28672, 4096),
+    "mixtral-down": (8, 4096, 14336),
+    "qwen3-30b-up": (128, 1536, 2048),
+    "qwen3-30b-down": (128, 2048, 768),
+    "deepseek-v3-up": (32, 4096, 7168),
+    "deepseek-v3-down": (32, 7168, 2048),
+}
+ROWS = ("1", "16", "64", "256", "1024", "4096", "16384")
+SKEWS = ("uniform", "typical", "hot")
+#: What of the datasheet's bandwidth copies reach, B/s, and what dense products keep up, flop/s.
+_BANDWIDTH = {"H100": 3.0e12, "H200": 4.3e12}
+_FLOPS = 720e12
+_STEADY_ROWS = 4096
+_TURN_MS = 120.0
+_SHORT_MS = 1.5
+_MOST_DIVISIONS = 24
+#: Relative to fp32: what rounding to bf16 leaves.
+_ERROR = 4e-3
+
+Side = Callable[[int], torch.Tensor]
+
+
+def divide(groups: int, rows: int, skew: str) -> list[int]:
+    """Rows of each group. Few rows are drawn one by one, as a router's tokens are."""
+    if skew == "uniform":
+        return [rows // groups + (group < rows % groups) for group in range(groups)]
+    shares = [random.gammavariate(0.5, 1.0) if skew == "typical" else 0.02 for _ in range(groups)]
+    if skew == "hot":
+        shares[random.randrange(groups)] = 1.0
+    sizes = [0] * groups
+    if rows <= 4096:
+        for group in random.choices(range(groups), shares, k=rows):
+            sizes[group] += 1
+    else:
+        sizes = [int(rows * share / sum(shares)) for share in shares]
+        sizes[max(range(groups), key=sizes.__getitem__)] += rows - sum(sizes)
+    return sizes
+
+
+@dataclass
+class Case:
+    """One layer's weights, rows, and divisions of them."""
+
+    a: torch.Tensor
+    weights: torch.Tensor
+    divisions: list[list[int]]
+
+    @classmethod
+    def make(cls, weights: torch.Tensor, rows: int, skew: str, least_bytes: int) -> Case:
+        """As many divisions as together read so many bytes of weights."""
+        count, n, k = weights.shape
+        divisions: list[list[int]] = []
+        used = 0
+        while used < least_bytes and len(divisions) < _MOST_DIVISIONS:
+            divisions.append(divide(count, rows, skew))
+            used += sum(size > 0 for size in divisions[-1]) * n * k * weights.element_size()
+        a = torch.randn(rows, k, device=weights.device, dtype=weights.dtype)
+        return cls(a, weights, divisions)
+
+    def sides(self, *, each_kernel: bool = False) -> dict[str, Side]:
+        """What is timed, by name; each takes the number of a division."""
+        a, weights = self.a, self.weights
+        b = weights.mT
+        out = a.new_empty((a.shape[0], weights.shape[1]))
+        ends = [torch.tensor(sizes, device=a.device).cumsum(0).to(torch.int32) for sizes in self.divisions]
+
+        def loop(number: int) -> torch.Tensor:
+            first = 0
+            for group, size in enumerate(self.divisions[number]):
+                if size:
+                    torch.mm(a[first : first + size], b[group], out=out[first : first + size])
+                first += size
+            return out
+
+        found: dict[str, Side] = {
+            "torch": lambda i: torch._grouped_mm(a, b, offs=ends[i]),
+            "torch again": lambda i: torch._grouped_mm(a, b, offs=ends[i]),
+            "tunegemm": lambda i: tunegemm.grouped_mm(a, b, offs=ends[i]),
+            "loop": loop,
+        }
+        if each_kernel:
+            blocks = torch.cuda.get_device_properties(a.device).multi_processor_count
+            for config in listed():
+                artifact = packs.find(kernels.kernel_key(config))
+                if artifact is None or config.tile_n < 64 <= a.shape[0] / len(weights) / 4:
+                    continue
+                kernel = GroupedKernel.load(config, artifact.path)
+                for launch in (
+                    {"swizzle_size": 1},
+                    {"swizzle_size": 4},
+                    {"swizzle_size": 16},
+                    {"l2_hint": 1},
+                ):
+
+                    def run(i: int, kernel: Any = kernel, launch: Any = launch) -> torch.Tensor:
+                        kernel.launch(a, weights, out, ends[i], blocks=blocks, **launch)
+                        return out
+
+                    words = " ".join(f"{name[0]}{value}" for name, value in launch.items())
+                    found[f"{config.label} {words}"] = run
+        return found
+
+    def error(self, result: torch.Tensor) -> float:
+        """Of the first division, to fp32."""
+        parts, first = [], 0
+        for group, size in enumerate(self.divisions[0]):
+            if size:
+                parts.append(self.a[first : first + size].float() @ self.weights[group].float().t())
+            first += size
+        reference = torch.cat(parts)
+        return float((result.float() - reference).norm() / reference.norm())
+
+    def bound_us(self, device: Device) -> float:
+        """The larger of the times of bytes and flops, in the mean over divisions."""
+        n, k = self.weights.shape[1:]
+        rows = self.a.shape[0]
+        used = statistics.mean(sum(size > 0 for size in sizes) for sizes in self.divisions)
+        bandwidth = next((rate for name, rate in _BANDWIDTH.items() if name in device.name), math.nan)
+        moved = 2 * (used * n * k + rows * (n + k))
+        return max(moved / bandwidth, 2 * rows * n * k / _FLOPS) * 1e6
+
+
+@dataclass
+class Graph:
+    """A side, captured over all divisions."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: int
+
+    @classmethod
+    def capture(cls, side: Side, divisions: int) -> Graph:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for number in range(divisions):
+            side(number)
+        start.record()
+        for number in range(divisions):
+            side(number)
+        end.record()
+        end.synchronize()
+        one_ms = start.elapsed_time(end) / divisions
+        again = max(1, min(int(_SHORT_MS / one_ms / divisions), 400 // divisions))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(again):
+                for number in range(divisions):
+                    side(number)
+        graph.replay()
+        return cls(graph, again * divisions)
+
+    def time(self, turn_ms: float) -> float:
+        """us a call: of one replay, or of the second half of a turn."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        replays = 1
+        if turn_ms:
+            start.record()
+            self.graph.replay()
+            end.record()
+            end.synchronize()
+            replays = max(1, math.ceil(turn_ms / 2 / start.elapsed_time(end)))
+            for _ in range(replays):
+                self.graph.replay()
+        start.record()
+        for _ in range(replays):
+            self.graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / self.calls / replays
+
+
+def measure(case: Case, skew: str, device: Device, rounds: int, *, each_kernel: bool) -> dict[str, Any]:
+    """A row."""
+    sides = case.sides(each_kernel=each_kernel)
+    right = case.error(sides["tunegemm"](0)) < _ERROR
+    graphs = {name: Graph.capture(side, len(case.divisions)) for name, side in sides.items()}
+    rows = case.a.shape[0]
+    turn_ms = _TURN_MS if rows >= _STEADY_ROWS else 0.0
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(rounds if not turn_ms else max(3, rounds // 2)):
+        for name in random.sample(list(graphs), len(graphs)):
+            # Torch's second timing and the loop are not worth turns of their own.
+            brief = name in ("torch again", "loop") and not each_kernel
+            samples[name].append(graphs[name].time(turn_ms / 3 if brief else turn_ms))
+    us = {name: statistics.median(times) for name, times in samples.items()}
+    count, n, k = case.weights.shape
+    chosen_here = choose(count, n, k, rows)
+    row: dict[str, Any] = {
+        "dtype": "bf16", "groups": count, "n": n, "k": k, "rows": rows, "skew": skew,
+        "kernel": chosen_here.config.label if chosen_here else "torch",
+        "torch_us": round(us["torch"], 2), "tunegemm_us": round(us["tunegemm"], 2),
+        "ratio": round(statistics.median(
+            theirs / ours for theirs, ours in zip(samples["torch"], samples["tunegemm"], strict=True)
+        ), 4),
+        "best_peer": "loop" if us["loop"] < us["torch"] else "torch",
+        "ratio_to_best_peer": round(min(us["loop"], us["torch"]) / us["tunegemm"], 4),
+        "share_of_bound": round(case.bound_us(device) / us["tunegemm"], 4),
+        "torch_share_of_bound": round(case.bound_us(device) / us["torch"], 4),
+        "noise": round(aa_noise(samples["torch again"], samples["torch"]), 5),
+        "turn_ms": turn_ms, "right": right,
+    }  # fmt: skip
+    if each_kernel:
+        row["us"] = {name: round(value, 2) for name, value in us.items()}
+    return row
+
+
+def cases(options: argparse.Namespace, device: Device) -> Iterator[tuple[Case, str]]:
+    """Each case and its skew, layer after layer."""
+    l2_bytes = 3 * device.l2_bytes
+    for name in options.layers:
+        count, n, k = LAYERS[name]
+        weights = torch.empty(count, n, k, device=options.device, dtype=torch.bfloat16)
+        for each in weights:
+            each.normal_(std=k**-0.5)
+        for rows in options.rows:
+            for skew in options.skews:
+                yield Case.make(weights, int(rows), skew, l2_bytes), skew
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints and writes a row for each case; 1 where a result is wrong."""
+    device = find_device(options.device)
+    torch.cuda.set_device(device.index)
+    random.seed(0)
+    torch.manual_seed(0)
+    results = Results(results_path(options.out, device, "experts.json"), meta(device, METHOD))
+    begun, found = time.monotonic(), []
+    for case, skew in cases(options, device):
+        if options.seconds and time.monotonic() - begun > options.seconds:
+            print(f"stopped after {options.seconds} s", flush=True)
+            break
+        found.append(measure(case, skew, device, options.rounds, each_kernel=options.kernels))
+        results.put(found[-1])
+        print(_brief(found[-1]), flush=True)
+    print(*_summary(found), sep="\n")
+    return 0 if all(row["right"] for row in found) else 1
+
+
+def _brief(row: dict[str, Any]) -> str:
+    text = (
+        f"{row['groups']}x{row['n']}x{row['k']} {row['rows']} {row['skew']}: torch {row['torch_us']:.1f} us, "
+        f"{row['ratio']:.3f} x torch, {row['ratio_to_best_peer']:.3f} x {row['best_peer']}, "
+        f"{row['share_of_bound']:.2f} of the bound ({row['kernel']})"
+    )
+    if "us" in row:
+        best = sorted((us, name) for name, us in row["us"].items() if "torch" not in name)[:4]
+        text += " | " + ", ".join(f"{name} {us:.1f}" for us, name in best)
+    return text if row["right"] else f"{text} WRONG"
+
+
+def _summary(found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for rows in sorted({row["rows"] for row in found}):
+        of = [row for row in found if row["rows"] == rows]
+        yield _line(f"{rows} rows", of)
+    if found:
+        yield _line("all", found)
+
+
+def _line(name: str, rows: Sequence[dict[str, Any]]) -> str:
+    ratios = [row["ratio"] for row in rows]
+    return (
+        f"{name}: {geometric_mean(ratios):.3f} x torch, least {min(ratios):.3f}; "
+        f"{geometric_mean([row['ratio_to_best_peer'] for row in rows]):.3f} x the best peer; "
+        f"{geometric_mean([row['share_of_bound'] for row in rows]):.3f} of the bound"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; 2 for bad input, 1 where a result is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.experts", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--layers", default=",".join(LAYERS), help="default: all of %(default)s")
+    parser.add_argument("--rows", default=",".join(ROWS), help="of all groups together: default %(default)s")
+    parser.add_argument("--skews", default=",".join(SKEWS), help="default: all of %(default)s")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="interleaved rounds; half of that from 4096 rows on"
+    )
+    parser.add_argument("--seconds", type=float, default=0, help="begin no further row after so many")
+    parser.add_argument("--kernels", action="store_true", help="time each kernel of the table, too")
+    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
+    parser.add_argument("--device", default="cuda:0", help="cuda:N")
+    options = parser.parse_args(arguments)
+    try:
+        for name, known in (("layers", tuple(LAYERS)), ("rows", ROWS), ("skews", SKEWS)):
+            setattr(options, name, chosen(getattr(options, name), known, name))
+        return run(options)
+    except TunegemmError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""Grouped products by real kernels: each against fp32, its neighbours' rows untouched; captured, compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tunegemm
+from tunegemm.generate import grouped as kernels
+from tunegemm.generate.grouped import GroupedKernel
+from tunegemm.model.grouped import listed
+from tunegemm.serve import grouped
+from tunegemm.store import packing
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+POISON = 777.0
+#: Rows of each group, N and K. Tiles end inside groups, and hang over N and K.
+DIVISIONS: dict[str, tuple[list[int], int, int]] = {
+    "exact": ([256, 256], 256, 128),
+    "ragged": ([1, 131, 0, 7], 256, 256),
+    "empty": ([0, 0, 3, 0, 0], 128, 192),
+    "nothing": ([0, 0, 0], 128, 128),
+    "edges": ([9, 8, 17, 33, 65, 2], 200, 200),
+    "one hot": ([0, 1500, 0, 0, 0, 0, 0, 0], 1024, 512),
+    "more than a window": ([group % 5 for group in range(300)], 136, 128),
+    "first": ([300, *[0] * 69], 384, 320),
+    "last": ([*[0] * 69, 300], 384, 320),
+}
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, GroupedKernel]:
+    """The kernels of the table, compiled where they do not ship."""
+    wanted = packing._grouped()
+    found = packing._provide(wanted, families_module=kernels.__name__)
+    assert not found.failures
+    configs = {f"grouped {config.label}": config for config in listed()}
+    artifacts = {name: found.artifacts[packing._name(key)] for name, (_, key) in wanted.items()}
+    for name, artifact in artifacts.items():
+        assert artifact.resources.spill_bytes == 0, name
+    return {name: GroupedKernel.load(configs[name], artifact.path) for name, artifact in artifacts.items()}
+
+
+def operands(sizes: list[int], n: int, k: int, extra: int = 0) -> tuple[torch.Tensor, ...]:
+    """a, the weights, the groups' ends and a bias for each; `extra` rows behind the last group are NaN."""
+    torch.manual_seed(0)
+    rows = sum(sizes)
+    a = torch.randn(rows + extra, k, device="cuda", dtype=BF16)
+    a[rows:] = float("nan")
+    weights = torch.randn(len(sizes), n, k, device="cuda", dtype=BF16) * k**-0.5
+    ends = torch.tensor(sizes, device="cuda").cumsum(0).to(torch.int32)
+    return a, weights, ends, torch.randn(len(sizes), n, device="cuda", dtype=BF16)
+
+
+def expected(sizes: list[int], a: Any, weights: Any, bias: Any = None) -> torch.Tensor:
+    parts, first = [], 0
+    for group, size in enumerate(sizes):
+        part = a[first : first + size].float() @ weights[group].float().t()
+        parts.append(part if bias is None else part + bias[group].float())
+        first += size
+    return torch.cat(parts)
+
+
+def error(result: torch.Tensor, reference: torch.Tensor) -> float:
+    if not reference.numel():
+        return 0.0
+    return float((result.float() - reference).norm() / reference.norm())
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_each_kernel_is_right_and_writes_no_other_rows(loaded: dict[str, GroupedKernel], name: str) -> None:
+    sizes, n, k = DIVISIONS[name]
+    a, weights, ends, bias = operands(sizes, n, k, extra=37)
+    rows = sum(sizes)
+    for label, kernel in loaded.items():
+        for blocks, given, swizzle in ((132, None, 8), (7, bias, 1), (132, bias, 3)):
+            memory = torch.full((32 + a.shape[0] + 32, n), POISON, device="cuda", dtype=BF16)
+            out = memory[32:-32]
+            kernel.launch(a, weights, out, ends, given, blocks=blocks, swizzle_size=swizzle)
+            assert error(out[:rows], expected(sizes, a, weights, given)) < 4e-3, (label, blocks)
+            assert bool((memory[:32] == POISON).all()) and bool((memory[32 + rows :] == POISON).all()), label
+
+
+def test_no_offsets_make_a_kernel_write_outside(loaded: dict[str, GroupedKernel]) -> None:
+    a, weights, _, _ = operands([40, 40, 40], 128, 128)
+    for ends in ([80, 40, 120], [-5, 30, 2**31 - 1], [2**31 - 1, -(2**31), 7], [200, 300, 400], [-1, -2, -3]):
+        given = torch.tensor(ends, device="cuda", dtype=torch.int32)
+        for label, kernel in loaded.items():
+            memory = torch.full((32 + 120 + 32, 128), POISON, device="cuda", dtype=BF16)
+            kernel.launch(a, weights, memory[32:-32], given, blocks=132)
+            outside = torch.cat((memory[:32], memory[-32:]))
+            assert bool((outside == POISON).all()), (label, ends)
+
+
+def test_many_divisions_are_exact(loaded: dict[str, GroupedKernel], thorough: bool) -> None:
+    """Small whole numbers, whose sums bf16 holds."""
+    torch.manual_seed(1)
+    groups, rows, n, k = 40, 257, 64, 64
+    a = torch.randint(-2, 3, (rows, k), device="cuda").to(BF16)
+    weights = torch.randint(-2, 3, (groups, n, k), device="cuda").to(BF16)
+    products = torch.einsum("rk,gnk->grn", a.float(), weights.float()).to(BF16)
+    number = torch.arange(rows, device="cuda", dtype=torch.int32)
+    wrong = torch.zeros((), device="cuda", dtype=torch.int64)
+    for label, kernel in loaded.items():
+        for _ in range(20000 if thorough else 400):
+            share = torch.rand(groups, device="cuda") ** torch.randint(1, 9, (1,), device="cuda")
+            ends = (share.cumsum(0) / share.sum() * rows).round().to(torch.int32).clamp_(max=rows)
+            out = torch.full((rows, n), POISON, device="cuda", dtype=BF16)
+            kernel.launch(a, weights, out, ends, blocks=132)
+            of_row = torch.searchsorted(ends, number, right=True)
+            right = products[of_row.clamp(max=groups - 1), number.long()]
+            right = torch.where((of_row < groups)[:, None], right, POISON)
+            wrong += (out != right).any()
+        assert int(wrong) == 0, label
+
+
+@pytest.fixture
+def only_ours(loaded: dict[str, GroupedKernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails a test in which torch computes a product of groups of rows."""
+    monkeypatch.setattr(grouped, "groups", grouped.Groups())
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("torch's grouped product")
+
+    monkeypatch.setattr(grouped, "_by_torch", refuse)
+
+
+@pytest.mark.usefixtures("only_ours")
+@pytest.mark.parametrize("rows", [1, 16, 300, 1200, 6000])
+def test_calls_are_served(rows: int) -> None:
+    sizes = [rows // 3, 0, rows - rows // 3, 0]
+    a, weights, ends, bias = operands(sizes, 512, 256)
+    for given, reference in ((None, None), (bias, bias), (bias[0], bias[0].expand(4, 512))):
+        result = tunegemm.grouped_mm(a, weights.mT, offs=ends, bias=given)
+        assert error(result, expected(sizes, a, weights, reference)) < 4e-3
+
+
+@pytest.mark.usefixtures("only_ours")
+def test_a_captured_graph_holds_for_other_divisions() -> None:
+    sizes = [50, 0, 30, 20]
+    a, weights, ends, _ = operands(sizes, 512, 256)
+    tunegemm.grouped_mm(a, weights.mT, offs=ends)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = tunegemm.grouped_mm(a, weights.mT, offs=ends)
+    for other in ([0, 100, 0, 0], [1, 2, 3, 94], sizes):
+        ends.copy_(torch.tensor(other, device="cuda").cumsum(0))
+        graph.replay()
+        assert error(result, expected(other, a, weights)) < 4e-3, other
+
+
+def test_what_is_captured_before_a_call_is_torchs(loaded: dict[str, GroupedKernel]) -> None:
+    a, weights, ends, _ = operands([50, 0, 30, 20], 520, 264)
+    torch._grouped_mm(a, weights.mT, offs=ends)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = tunegemm.grouped_mm(a, weights.mT, offs=ends)
+    graph.replay()
+    assert error(result, expected([50, 0, 30, 20], a, weights)) < 4e-3
+
+
+def test_gradients_are_as_torchs(loaded: dict[str, GroupedKernel]) -> None:
+    sizes = [50, 0, 30, 20]
+    a, weights, ends, _ = operands(sizes, 512, 256)
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for call in (tunegemm.grouped_mm, torch._grouped_mm):
+        x, w = (each.detach().clone().requires_grad_() for each in (a, weights))
+        (call(x, w.mT, offs=ends).float() ** 2).sum().backward()
+        assert x.grad is not None and w.grad is not None
+        found.append((x.grad, w.grad))
+    for ours, theirs in zip(*found, strict=True):
+        assert error(ours, theirs.float()) < 1e-2
+        assert ours.stride() == theirs.stride()
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.usefixtures("only_ours")
+def test_compiled_code_is_served(mode: str) -> None:
+    sizes = [50, 0, 30, 20]
+    a, weights, ends, bias = operands(sizes, 512, 256)
+
+    def layer(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return tunegemm.grouped_mm(x * 1, w.mT, offs=offs, bias=b) * 2
+
+    compiled: Callable[..., torch.Tensor] = torch.compile(layer, mode=mode, fullgraph=True)
+    with torch.no_grad():
+        for _ in range(3):
+            result = compiled(a, weights, ends, bias).clone()
+    assert error(result, 2 * expected(sizes, a, weights, bias)) < 4e-3
+
+
+def test_a_policy_bounds_the_multiprocessors(loaded: dict[str, GroupedKernel]) -> None:
+    sizes = [500, 0, 30, 20]
+    a, weights, ends, _ = operands(sizes, 512, 256)
+    with tunegemm.policy("fastest", max_sms=16):
+        assert error(tunegemm.grouped_mm(a, weights.mT, offs=ends), expected(sizes, a, weights)) < 4e-3
+
+
+def test_a_launch_is_on_the_current_stream(loaded: dict[str, GroupedKernel]) -> None:
+    sizes = [50, 0, 30, 20]
+    a, weights, ends, _ = operands(sizes, 512, 256)
+    tunegemm.grouped_mm(a, weights.mT, offs=ends)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        late = a * 2
+        result = tunegemm.grouped_mm(late, weights.mT, offs=ends)
+    stream.synchronize()
+    assert error(result, 2 * expected(sizes, a, weights)) < 4e-3

@@ -1,0 +1,83 @@
+"""The table of grouped kernels: what it chooses, that each kernel is one, and what a damaged one says."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tunegemm.errors import BadValueError
+from tunegemm.generate import grouped
+from tunegemm.generate.cute_sm90.config import SMEM_LIMIT
+from tunegemm.generate.families import kernel_source_hash
+from tunegemm.generate.grouped.config import GroupedConfig
+from tunegemm.model.grouped import choose, listed
+
+TABLE = """
+[kernels]
+parameters = ["schedule", "tile_m", "tile_n", "tile_k", "stages", "epi_n", "narrow"]
+few = ["cooperative", 64, 32, 64, 16, 32, 8]
+many = ["cooperative", 128, 256, 64, 4, 32, 64]
+[[choices]]
+rows_per_group = [0, 8]
+kernel = "few"
+l2_hint = 1
+[[choices]]
+rows = [9, 4096]
+n = [4096, 8192]
+kernel = ""
+[[choices]]
+kernel = "many"
+swizzle_size = 2
+"""
+
+
+def test_the_first_choice_that_holds_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "grouped.toml"
+    path.write_text(TABLE)
+    few, torchs, many = (choose(8, n, 512, rows, path) for n, rows in ((4096, 64), (4096, 65), (1024, 65)))
+    assert few is not None and (few.config.tile_n, few.swizzle_size, few.l2_hint) == (32, 8, 1)
+    assert torchs is None
+    assert many is not None and (many.config.tile_n, many.swizzle_size, many.l2_hint) == (256, 2, 0)
+    assert listed(path) == (few.config, many.config)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("rows = [9", "lines = [9", "lines is none of groups, n, k, rows, rows_per_group"),
+        ('kernel = "few"', 'kernel = "fewer"', "fewer"),
+        (", 64]\n[[", "]\n[[", "zip"),
+        ("[kernels]", "[kernels", "grouped.toml"),
+    ],
+)
+def test_a_damaged_table_is_named(tmp_path: Path, before: str, after: str, words: str) -> None:
+    path = tmp_path / "grouped.toml"
+    path.write_text(TABLE.replace(before, after))
+    with pytest.raises(BadValueError, match=words):
+        choose(8, 1, 1, 1, path)
+
+
+def test_each_kernel_that_ships_fits_a_multiprocessor() -> None:
+    assert listed()
+    for config in listed():
+        assert config.smem_bytes <= SMEM_LIMIT, config.label
+        assert config.tile_n % config.epi_n == 0 and all(width % 8 == 0 for width in config.widths)
+    for groups, rows in itertools.product((1, 8, 32, 128, 512), (1, 16, 1024, 16384, 1 << 20)):
+        choose(groups, 4096, 4096, rows)
+
+
+def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
+    keys = [grouped.kernel_key(config) for config in listed()]
+    assert len({tuple(sorted(key.items())) for key in keys}) == len(keys)
+    for config, key in zip(listed(), keys, strict=True):
+        assert GroupedConfig.from_mapping(key) == config
+    # cute_sm90's sources are in it, too: the kernel is made of its parts.
+    assert keys[0]["source"] != kernel_source_hash("cute_sm90")
+
+
+def test_widths_double_from_the_narrowest() -> None:
+    config = GroupedConfig.from_mapping(dict(grouped.kernel_key(listed()[0])) | {"tile_n": 256, "narrow": 64})
+    assert config.widths == (64, 128, 256)
+    assert GroupedConfig.from_mapping(dict(grouped.kernel_key(config)) | {"narrow": 0}).widths == (256,)

@@ -1,0 +1,275 @@
+"""`grouped_mm` on a CPU: what kernels are given by a stand-in that computes in loops, and what is torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import grouped_mm as torchs
+from torch.utils.flop_counter import FlopCounterMode
+
+import tunegemm
+from tunegemm.errors import ArtifactError, ProblemError, TunegemmWarning
+from tunegemm.serve import api, grouped
+
+BF16 = torch.bfloat16
+GROUPS, N, K = 4, 48, 64
+SIZES = (3, 0, 9, 1)
+
+
+class Loops:
+    """A kernel: rows of groups one after the other, in fp32. Rows behind the last group it leaves alone."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, ...]] = []
+        self.loads = 0
+        self.found = True
+        self.error: Exception | None = None
+
+    def load(self, choice: Any, index: int) -> Callable[..., None] | None:
+        self.loads += 1
+        if self.error is not None:
+            raise self.error
+        return self if self.found else None
+
+    def __call__(self, a: Any, weights: Any, out: Any, offs: Any, bias: Any = None) -> None:
+        assert weights.stride(-1) == 1 and (bias is None or bias.ndim == 2)
+        self.calls.append((a.shape[0], *weights.shape))
+        first = 0
+        for group, end in enumerate(offs.tolist()):
+            if end > first:
+                rows = a[first:end].float() @ weights[group].float().t()
+                out[first:end] = rows if bias is None else rows + bias[group].float()
+            first = max(first, end)
+
+
+@pytest.fixture
+def loops(serve, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loops]:
+    found = Loops()
+    monkeypatch.setattr(grouped, "groups", grouped.Groups(found.load))
+    before = api.serve_by(serve())
+    yield found
+    api.serve_by(before)
+
+
+def operands(rows: int = sum(SIZES)) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    a, weights = torch.randn(rows, K, dtype=BF16), torch.randn(GROUPS, N, K, dtype=BF16)
+    return a, weights.mT, torch.tensor(SIZES).cumsum(0).to(torch.int32)
+
+
+def test_a_kernel_serves_what_fits(loops: Loops) -> None:
+    a, b, offs = operands()
+    assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
+    assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs, out_dtype=BF16), torchs(a, b, offs=offs))
+    other = torch.tensor([0, 0, 1, 13], dtype=torch.int32)
+    assert torch.equal(tunegemm.grouped_mm(a, b, offs=other), torchs(a, b, offs=other))
+    assert loops.calls == [(13, GROUPS, N, K)] * 3 and loops.loads == 1
+
+
+def test_a_bias_is_for_all_groups_or_of_each(loops: Loops) -> None:
+    a, b, offs = operands()
+    each = torch.randn(GROUPS, N, dtype=BF16)
+    ends = [0, *offs.tolist()]
+    for bias in (each, each[0]):
+        expected = torch.cat(
+            [
+                a[first:end].float() @ b[g].float() + (bias[g] if bias.ndim == 2 else bias).float()
+                for g, (first, end) in enumerate(pairwise(ends))
+            ]
+        )
+        for ours in (a, a.float().to(BF16).requires_grad_()):  # by a kernel, and by torch's operations
+            result = tunegemm.grouped_mm(ours, b, offs=offs, bias=bias)
+            assert torch.allclose(result.float(), expected, rtol=2e-2, atol=6e-2)
+    assert len(loops.calls) == 4  # that with gradients adds the bias itself
+
+
+def unfit() -> dict[str, tuple[Any, ...]]:
+    a, b, offs = operands()
+    columns = torch.randn(GROUPS, K, N, dtype=BF16)  # n contiguous
+    narrow = torch.randn(GROUPS, 12, K, dtype=BF16).mT
+    batch = torch.randn(GROUPS, 3, K, dtype=BF16)
+    same = torch.randn(1, N, K, dtype=BF16).expand(GROUPS, N, K).mT
+    return {
+        "b by columns": (a, columns, offs),
+        "n no multiple of 8": (a, narrow, offs),
+        "a by columns": (torch.randn(K, 16, dtype=BF16).t(), b, offs),
+        "a batch": (batch, b, None),
+        "groups along k": (torch.randn(16, 13, dtype=BF16).t().contiguous().t(), None, offs),
+        "one weight for all": (a, same, offs),
+        "fp32": (a.float(), b.float(), offs),
+        "no rows": (a[:0], b, torch.zeros(GROUPS, dtype=torch.int32)),
+    }
+
+
+@pytest.mark.parametrize("name", unfit())
+def test_what_does_not_fit_is_torchs(loops: Loops, name: str) -> None:
+    a, b, offs = unfit()[name]
+    if b is None:  # grouped along k, as gradients of weights are
+        a, b = torch.randn(13, 16, dtype=BF16).t(), torch.randn(13, 24, dtype=BF16)
+    try:
+        expected = torchs(a, b, offs=offs)
+    except (RuntimeError, ValueError) as error:
+        with pytest.raises(type(error)):
+            tunegemm.grouped_mm(a, b, offs=offs)
+    else:
+        result = tunegemm.grouped_mm(a, b, offs=offs)
+        assert torch.equal(result[:13], expected[:13]) and result.stride() == expected.stride()
+    assert loops.calls == []
+
+
+def test_surroundings_in_which_torch_computes(loops: Loops) -> None:
+    a, b, offs = operands()
+    call = lambda: tunegemm.grouped_mm(a, b, offs=offs)  # noqa: E731
+    torch.use_deterministic_algorithms(True)
+    try:
+        call()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with FlopCounterMode(display=False):  # a dispatch mode
+        call()
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = tunegemm.grouped_mm(*map(mode.from_tensor, (a, b)), offs=mode.from_tensor(offs))
+        assert fake.shape == (13, N)
+    mapped = torch.vmap(lambda x: tunegemm.grouped_mm(x, b, offs=offs))(torch.stack((a, a)))
+    assert torch.equal(mapped[1], torchs(a, b, offs=offs))
+    assert loops.calls == []
+    call()
+    assert len(loops.calls) == 1
+
+
+def test_off_means_off(loops: Loops, monkeypatch: pytest.MonkeyPatch, serve) -> None:
+    monkeypatch.setenv("TUNEGEMM_MODE", "off")
+    api.serve_by(serve())
+    a, b, offs = operands()
+    assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs)) and not loops.calls
+
+
+def test_refresh_looks_anew(loops: Loops) -> None:
+    a, b, offs = operands()
+    for _ in range(2):
+        tunegemm.grouped_mm(a, b, offs=offs)
+        tunegemm.refresh()
+    assert loops.loads == 2
+
+
+def test_a_kernel_that_is_compiled_serves_when_it_is_there(
+    loops: Loops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, offs = operands()
+    now = 100.0
+    monkeypatch.setattr(grouped.time, "monotonic", lambda: now)
+    loops.found = False
+    for _ in range(3):
+        assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
+    assert loops.loads == 1 and not loops.calls
+    loops.found = True
+    now += grouped.LOOK_SECONDS + 1
+    tunegemm.grouped_mm(a, b, offs=offs)
+    assert loops.loads == 2 and len(loops.calls) == 1
+
+
+def test_a_kernel_that_cannot_run_is_told_once_and_torch_computes(loops: Loops) -> None:
+    a, b, offs = operands()
+    loops.error = ArtifactError("its object was changed")
+    with pytest.warns(
+        TunegemmWarning, match="its object was changed; tunegemm.grouped_mm falls back to torch"
+    ):
+        result = tunegemm.grouped_mm(a, b, offs=offs)
+    assert torch.equal(result, torchs(a, b, offs=offs))
+    tunegemm.grouped_mm(a, b, offs=offs)  # warnings are errors here
+
+
+def test_a_launch_that_fails_is_torchs_from_then_on(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA error: no kernel image")
+
+    monkeypatch.setattr(loops, "load", lambda choice, index: fail)
+    monkeypatch.setattr(grouped, "groups", grouped.Groups(loops.load))
+    a, b, offs = operands()
+    with pytest.warns(TunegemmWarning, match="failed to launch"):
+        result = tunegemm.grouped_mm(a, b, offs=offs)
+    assert torch.equal(result, torchs(a, b, offs=offs))
+    tunegemm.grouped_mm(a, b, offs=offs)
+
+
+def test_gradients_are_torchs(loops: Loops) -> None:
+    a, b, offs = operands()
+    bias = torch.randn(GROUPS, N, dtype=BF16)
+    found = []
+    for ours in (True, False):
+        x, w, v = (t.detach().clone().requires_grad_() for t in (a, b.mT, bias))
+        if ours:
+            result = tunegemm.grouped_mm(x, w.mT, offs=offs, bias=v)
+        else:
+            rows = torch.tensor([g for g, size in enumerate(SIZES) for _ in range(size)])
+            result = torchs(x, w.mT, offs=offs) + v[rows]
+        (result.float() ** 2).sum().backward()
+        assert x.grad is not None and w.grad is not None and v.grad is not None
+        assert w.grad.stride() == w.stride()
+        found.append((x.grad, w.grad, v.grad))
+    tunegemm.grouped_mm(
+        a.requires_grad_(), b, offs=offs
+    ).sum().backward()  # of one value, which torch refuses
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+    assert len(loops.calls) == 2
+
+
+def test_compiled_code_holds_the_operator(loops: Loops) -> None:
+    a, b, offs = operands()
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, w, ends: tunegemm.grouped_mm(x, w.mT, offs=ends) * 2, backend=keep, fullgraph=True
+    )
+    result = compiled(a, b.mT.contiguous(), offs)
+    assert torch.equal(result, torchs(a, b, offs=offs) * 2) and len(loops.calls) == 1
+    assert "tunegemm.grouped_mm" in graphs[0].print_readable(print_output=False)
+
+
+def test_the_operator_is_one_for_torch(loops: Loops) -> None:
+    a, b, offs = operands()
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.tunegemm.grouped_mm.default, (a, b, offs), test_utils=tests)
+    with_grad = (a.requires_grad_(), b.requires_grad_(), offs)
+    torch.library.opcheck(torch.ops.tunegemm.grouped_mm.default, with_grad, test_utils=tests)
+
+
+WRONG: dict[str, tuple[Callable[..., Any], str]] = {
+    "int64": (lambda a, b, offs: tunegemm.grouped_mm(a, b, offs=offs.long()), r"are torch.int64; give int32"),
+    "ends": (lambda a, b, offs: tunegemm.grouped_mm(a, b, offs=offs[:3]), r"shape \(3,\), b has 4 groups"),
+    "k": (lambda a, b, offs: tunegemm.grouped_mm(a[:, :32], b, offs=offs), r"a has k 32 and b 64"),
+    "bias": (
+        lambda a, b, offs: tunegemm.grouped_mm(a, b, offs=offs, bias=torch.ones(N, GROUPS, dtype=BF16)),
+        r"bias has shape \(48, 4\); give \(48,\) or \(4, 48\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_torch_refuses_is_named(loops: Loops, name: str) -> None:
+    call, words = WRONG[name]
+    with pytest.raises(ProblemError, match=words):
+        call(*operands())
+
+
+def test_no_tensor_is_torchs_error(loops: Loops) -> None:
+    _, b, offs = operands()
+    with pytest.raises(TypeError):
+        tunegemm.grouped_mm(3, b, offs=offs)  # type: ignore[arg-type]
+
+
+def test_fx_traces_a_call(loops: Loops) -> None:
+    graph = torch.fx.symbolic_trace(lambda a, b, offs: tunegemm.grouped_mm(a, b, offs=offs))
+    a, b, offs = operands()
+    assert torch.equal(graph(a, b, offs), torchs(a, b, offs=offs))
+    assert any(node.target is tunegemm.grouped_mm for node in graph.graph.nodes)

@@ -1,0 +1,86 @@
+"""Which kernel serves a product of groups of rows: the table db/grouped.toml, measured beside torch's own.
+
+Only what the host knows decides: the numbers of groups and rows, N and K, never how the rows are divided.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tunegemm.errors import BadValueError
+from tunegemm.generate.grouped.config import GroupedConfig
+from tunegemm.resources import data_path
+
+_FACTS = ("groups", "n", "k", "rows", "rows_per_group")
+_LAUNCH = {"swizzle_size": 8, "l2_hint": 0}
+"""Parameters of a launch, and their values where a choice does not say."""
+
+
+@dataclass(frozen=True)
+class GroupedChoice:
+    """A kernel and how it is launched."""
+
+    config: GroupedConfig
+    swizzle_size: int
+    l2_hint: int
+
+
+@dataclass(frozen=True)
+class _Rule:
+    bounds: tuple[tuple[str, float, float], ...]
+    """Facts, and what they are from and to, both inside."""
+    choice: GroupedChoice | None
+
+    def holds(self, facts: Mapping[str, float]) -> bool:
+        return all(low <= facts[name] <= high for name, low, high in self.bounds)
+
+
+def choose(groups: int, n: int, k: int, rows: int, path: Path | None = None) -> GroupedChoice | None:
+    """The kernel for A of rows x K and B of groups x N x K; None where torch's own is not known to be slower.
+
+    Raises BadValueError for a damaged table.
+    """
+    facts = dict(zip(_FACTS, (groups, n, k, rows, rows / groups), strict=True))
+    return next((rule.choice for rule in _rules(path) if rule.holds(facts)), None)
+
+
+def listed(path: Path | None = None) -> tuple[GroupedConfig, ...]:
+    """All kernels of the table, which ship compiled. Raises BadValueError for a damaged one."""
+    found = (rule.choice.config for rule in _rules(path) if rule.choice is not None)
+    return tuple(dict.fromkeys(found))
+
+
+@cache
+def _rules(path: Path | None) -> tuple[_Rule, ...]:
+    path = path or data_path("db", "grouped.toml")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        names = table["kernels"].pop("parameters")
+        kernels = {
+            name: _config(dict(zip(names, values, strict=True))) for name, values in table["kernels"].items()
+        }
+        return tuple(_rule(words, kernels) for words in table["choices"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadValueError(f"{path}: {type(error).__name__}: {error}; install the package anew") from None
+
+
+def _config(parameters: Mapping[str, Any]) -> GroupedConfig:
+    fixed: dict[str, Any] = {
+        "cluster_m": 1, "cluster_n": 1, "in_dtype": "bf16", "out_dtype": "bf16",
+        "a_major": "k", "b_major": "k", "out_major": "m",
+    }  # fmt: skip
+    return GroupedConfig(**fixed | dict(parameters))
+
+
+def _rule(words: Mapping[str, Any], kernels: Mapping[str, GroupedConfig]) -> _Rule:
+    rest = dict(words)
+    kernel, launch = rest.pop("kernel"), {name: rest.pop(name, value) for name, value in _LAUNCH.items()}
+    if unknown := sorted(rest.keys() - set(_FACTS)):
+        raise ValueError(f"{unknown[0]} is none of {', '.join(_FACTS)}")
+    bounds = tuple((name, float(low), float(high)) for name, (low, high) in rest.items())
+    return _Rule(bounds, GroupedChoice(kernels[kernel], **launch) if kernel else None)

@@ -1,0 +1,379 @@
+"""`grouped_mm`: rows in groups, each multiplied by weights of its own, as layers of experts do.
+
+The kernel reads on the device where groups end, so that a launch, and a CUDA graph of it, holds for every
+division of the rows. What no kernel is known to be faster for is torch's own call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from tunegemm.describe.device import find_device
+from tunegemm.errors import ArtifactError, ProblemError, TunegemmError, one_line
+from tunegemm.generate import grouped as kernels
+from tunegemm.generate.grouped import GroupedKernel
+from tunegemm.model.grouped import GroupedChoice, choose
+from tunegemm.serve import api
+from tunegemm.serve.background import BackgroundCompiler, make_pool
+from tunegemm.serve.guards import (
+    capturing,
+    current_device,
+    deterministic,
+    dispatch_modes,
+    functorch_level,
+    grad_enabled,
+    is_lazy,
+    tracing,
+)
+from tunegemm.serve.operands import ALIGNMENT
+from tunegemm.serve.planning import LOOK_SECONDS, MAX_PLANS
+from tunegemm.serve.torch.autograd import PLAIN
+from tunegemm.serve.torch.fx import node_of, rank
+from tunegemm.store import packs
+
+#: Bytes of an element.
+_ELEMENT = 2
+#: Launches into an output: of a, the weights as (groups, N, K), the output, the groups' ends, and the bias.
+Launch = Callable[..., None]
+
+
+def grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Products of groups, with the meaning of ``torch.nn.functional.grouped_mm``.
+
+    For a (rows, k) and b (groups, k, n), row r of the result is ``a[r] @ b[g]``, where g is the group that r
+    is in: ``offs``, int32 (groups) on the same device, holds for each group the row behind its last. Groups
+    may be empty, and of any size; rows behind the last group are left as the memory was. `bias`, which torch
+    refuses, is (n), or (groups, n): a line for each group.
+
+    Our kernels serve bf16 on Hopper where they are known to be faster: b's k contiguous, as a weight
+    (groups, n, k) transposed has it, n a multiple of 8, addresses and strides of 16 bytes. Nothing needs
+    tuning; `refresh` and ``TUNEGEMM_MODE=off`` do what they do for `matmul`, and of policies `max_sms`. All
+    else is torch's call with the arguments that were given: both operands of two or of three dimensions,
+    another `out_dtype`, other devices, subclasses, modes, transforms, deterministic mode. Gradients are
+    torch's grouped products. A CUDA graph holds for other divisions of as many rows, too, and has our kernel
+    if the call was made once before. torch.compile holds it as the operator `tunegemm::grouped_mm`.
+
+    Raises what torch raises, or ProblemError that names what is wrong with groups or bias. The values of
+    `offs`, which are on the device, nobody checks: no group reaches beyond the rows, whatever they are.
+    """
+    try:
+        if torch.compiler.is_compiling():
+            return _traced(a, b, offs, bias, out_dtype)
+        if offs is not None and out_dtype in (None, torch.bfloat16):
+            rank(a)  # of a proxy it is a TypeError
+            rank(b)
+            result = groups(a, b, offs, bias)
+            if result is not None:
+                return result
+    except RuntimeError:  # tensors without memory: torch says what is to be said
+        pass
+    except TypeError as error:
+        words = {"offs": offs, "bias": bias, "out_dtype": out_dtype}
+        return node_of(error, grouped_mm, (a, b), words, _by_torch)
+    return _by_torch(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
+
+
+class _Plan(NamedTuple):
+    """What is done with calls of one key."""
+
+    launch: Launch | None
+    """None where torch computes them."""
+    again: float = float("inf")
+    """When to look for a kernel again, on the monotonic clock: where one is compiled meanwhile."""
+
+
+_TORCHS = _Plan(None)
+
+
+class Groups:
+    """Computes products of groups by kernels: those of the process are `groups`."""
+
+    def __init__(self, load: Callable[[GroupedChoice, int], Launch | None] | None = None) -> None:
+        """load: the launch of a choice on a device by its number, or None until it is compiled."""
+        self._load = load or self._load_compiled
+        self._state: object = None
+        self._plans: dict[Hashable, _Plan] = {}
+        self._compiler = BackgroundCompiler(lambda kernel: None, partial(make_pool, kernels.__name__))
+
+    def __call__(self, a: Any, b: Any, offs: Any, bias: Any) -> torch.Tensor | None:
+        """The product, by a kernel; None where torch is to compute it."""
+        if not (type(a) in PLAIN and type(b) in PLAIN and type(offs) in PLAIN):
+            return None
+        if bias is not None and type(bias) not in PLAIN:
+            return None
+        if deterministic() or dispatch_modes() or functorch_level() is not None or tracing():
+            return None
+        if grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias)):
+            if forward_ad._current_level >= 0 or not _is_traced_well(a, b, offs):
+                return None
+            return _added(torch.ops.tunegemm.grouped_mm(a, b, offs, None), offs, bias)
+        if forward_ad._current_level >= 0:
+            return None
+        return self.below_autograd(a, b, offs, bias)
+
+    def below_autograd(self, a: Any, b: Any, offs: Any, bias: Any) -> torch.Tensor | None:
+        """The same, whoever wants gradients."""
+        state = api.dispatcher.planner.state
+        if state is not self._state:  # by `refresh`, another policy, a fork
+            self._state, self._plans = state, {}
+        addresses = a.data_ptr() | b.data_ptr()
+        key: tuple[Any, ...] = (
+            a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device, offs.shape,
+            offs.stride(), offs.dtype, offs.device, addresses % ALIGNMENT == 0,
+        )  # fmt: skip
+        if bias is not None:
+            key += (bias.shape, bias.stride(), bias.dtype, bias.device)
+        plan = self._plans.get(key)
+        if plan is None or time.monotonic() > plan.again:
+            plan = self._make_plan(key, a, b, offs, bias)
+        if plan.launch is None or any(map(is_lazy, (a, b) if bias is None else (a, b, bias))):
+            return None
+        weights = b.mT
+        result = a.new_empty((a.shape[0], weights.shape[1]))
+        if bias is not None and bias.ndim == 1:
+            bias = bias.expand(weights.shape[:2])
+        try:
+            plan.launch(a, weights, result, offs, bias)
+        except (RuntimeError, ValueError) as error:
+            if capturing(a.device):
+                raise
+            self._plans[key] = _TORCHS
+            api.dispatcher.planner.notices.warn(
+                f"the kernel for {tuple(a.shape)} x {tuple(b.shape)} in groups failed to launch "
+                f"({one_line(error)}); tunegemm falls back to torch"
+            )
+            return None
+        return result
+
+    def _make_plan(self, key: Hashable, a: Any, b: Any, offs: Any, bias: Any) -> _Plan:
+        planner = api.dispatcher.planner
+        if planner.is_off or not fits(a, b, offs, bias, planner.device_type):
+            plan = _TORCHS
+        elif torch.cuda._is_in_bad_fork() or capturing(a.device):
+            return _TORCHS  # not kept: a kernel is not loaded now
+        else:
+            plan = self._found(a, b)
+        if len(self._plans) >= MAX_PLANS:
+            self._plans.clear()
+        if planner.state is self._state:
+            self._plans[key] = plan
+        return plan
+
+    def _found(self, a: Any, b: Any) -> _Plan:
+        """The plan for operands that fit."""
+        planner = api.dispatcher.planner
+        try:
+            choice = choose(b.shape[0], b.shape[2], b.shape[1], a.shape[0])
+            if choice is None:
+                return _TORCHS
+            launch = self._load(choice, a.device.index or 0)
+        except (TunegemmError, OSError, RuntimeError) as error:
+            planner.notices.warn(
+                f"kernels of groups cannot run on {a.device}: {one_line(error)}; tunegemm.grouped_mm falls "
+                "back to torch"
+            )
+            return _TORCHS
+        if launch is None:
+            return _Plan(None, time.monotonic() + LOOK_SECONDS)
+        return _Plan(launch)
+
+    def _load_compiled(self, choice: GroupedChoice, index: int) -> Launch | None:
+        planner = api.dispatcher.planner
+        device = planner.policy.device(find_device(f"cuda:{index}"))
+        if device.architecture.compile_target != kernels.TARGET:
+            raise ArtifactError(f"{device.name} is no Hopper GPU")
+        if (missing := kernels.unavailable(launching=True)) is not None:
+            raise ArtifactError(missing)
+        key = kernels.kernel_key(choice.config)
+        artifact = packs.find(key)
+        if artifact is None:
+            self._compiler.is_on = planner.compiler.is_on
+            answer = self._compiler.ask_for(kernels.NAME, key)
+            if not answer.kernel:
+                why = answer.failure or answer.refusal or "none is compiled, and TUNEGEMM_COMPILE=0"
+                raise ArtifactError(why)
+            return None
+        with torch.cuda.device(index):
+            kernel = GroupedKernel.load(choice.config, artifact.path)
+        launch = partial(
+            kernel.launch,
+            blocks=device.sm_count,
+            swizzle_size=choice.swizzle_size,
+            l2_hint=choice.l2_hint,
+        )
+
+        def launch_there(*tensors: Any) -> None:
+            if current_device() == index:
+                launch(*tensors)
+            else:
+                with torch.cuda.device(index):
+                    launch(*tensors)
+
+        return launch_there
+
+
+def fits(a: Any, b: Any, offs: Any, bias: Any, device_type: str = "cuda") -> bool:
+    """Whether kernels read these operands as they lie, but for their addresses."""
+    if not (a.ndim == 2 and b.ndim == 3 and offs.ndim == 1 and a.device.type == device_type):
+        return False
+    rows, k = a.shape
+    count, n = b.shape[0], b.shape[2]
+    if bias is not None and not (
+        bias.dtype is torch.bfloat16
+        and bias.device == a.device
+        and (bias.shape == (n,) or (bias.shape == (count, n) and bias.stride(0) >= 0))
+        and bias.stride(-1) == 1
+    ):
+        return False
+    step, across, along = b.stride()
+    return (
+        a.dtype is torch.bfloat16
+        and b.dtype is torch.bfloat16
+        and offs.dtype is torch.int32
+        and a.device == b.device == offs.device
+        and b.shape[1] == k
+        and offs.shape == (count,)
+        and (offs.stride(0) == 1 or count == 1)
+        and 0 not in (rows, k, count, n)
+        and n % (ALIGNMENT // _ELEMENT) == 0
+        and a.stride(1) == across == 1
+        and (a.stride(0) >= k and along >= k and step >= n * along)
+        and not any(stride * _ELEMENT % ALIGNMENT for stride in (a.stride(0), along, step))
+        and max(rows, k, n, count) < 2**31
+    )
+
+
+#: What serves the process.
+groups = Groups()
+
+
+def _by_torch(
+    a: Any, b: Any, *, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """torch's own, and the bias that it does not have added to it."""
+    if bias is not None and offs is not None and isinstance(offs, torch.Tensor):
+        if wrong := _wrong_bias(a, b, bias):
+            raise ProblemError(wrong)
+        return _added(_by_torch(a, b, offs=offs, out_dtype=out_dtype), offs, bias)
+    try:
+        return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
+    except RuntimeError as error:
+        if wrong := _wrong_groups(a, b, offs):
+            raise ProblemError(wrong) from error
+        raise
+
+
+def _wrong_groups(a: Any, b: Any, offs: Any) -> str:
+    """What is wrong with the groups of a product that torch refused; empty where it is something else."""
+    if not isinstance(offs, torch.Tensor) or a.ndim != 2 or b.ndim != 3:
+        return ""
+    if offs.dtype is not torch.int32:
+        return f"offs are {offs.dtype}; give int32 ones: offs.to(torch.int32)"
+    if offs.shape != b.shape[:1]:
+        return f"offs have shape {tuple(offs.shape)}, b has {b.shape[0]} groups; give the end of each group"
+    if offs.device != a.device or b.device != a.device:
+        return f"a is on {a.device}, b on {b.device}, offs on {offs.device}; give all on one device"
+    if a.shape[1] != b.shape[1]:
+        return f"a has k {a.shape[1]} and b {b.shape[1]}; give a (rows, k) and b (groups, k, n)"
+    return ""
+
+
+def _wrong_bias(a: Any, b: Any, bias: Any) -> str:
+    """Why a bias cannot be added to the product of groups of rows; empty where it can."""
+    if not isinstance(bias, torch.Tensor) or a.ndim != 2 or b.ndim != 3:
+        return "bias is for a (rows, k) and b (groups, k, n); add it to other products"
+    if bias.shape not in ((b.shape[2],), (b.shape[0], b.shape[2])):
+        return f"bias has shape {tuple(bias.shape)}; give ({b.shape[2]},) or {(b.shape[0], b.shape[2])}"
+    if bias.device != a.device:
+        return f"bias is on {bias.device}, a on {a.device}; give both on one device"
+    return ""
+
+
+def _added(product: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A product of groups, and to each row its group's bias. What is behind the last group has no meaning."""
+    if bias is None:
+        return product
+    if bias.ndim == 2:
+        rows = torch.arange(product.shape[0], device=product.device, dtype=offs.dtype)
+        bias = bias[torch.searchsorted(offs, rows, right=True).clamp_(max=bias.shape[0] - 1)]
+    return product + bias.to(product.dtype)
+
+
+# ---- traced code, and gradients ---------------------------------------------------------------------
+
+
+def _is_traced_well(a: Any, b: Any, offs: Any) -> bool:
+    """Whether the operator has a meaning for operands: what it does not take is torch's to refuse."""
+    return (
+        a.device.type == b.device.type == offs.device.type == api.dispatcher.planner.device_type
+        and a.ndim == 2
+        and b.ndim == 3
+        and a.dtype is b.dtype is torch.bfloat16
+        and offs.dtype is torch.int32
+    )
+
+
+def _traced(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """`grouped_mm` while a graph is traced."""
+    if offs is None or out_dtype not in (None, torch.bfloat16) or not _is_traced_well(a, b, offs):
+        return _by_torch(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
+    if bias is not None and torch.is_grad_enabled() and bias.requires_grad:
+        return _added(torch.ops.tunegemm.grouped_mm(a, b, offs, None), offs, bias)
+    result: torch.Tensor = torch.ops.tunegemm.grouped_mm(a, b, offs, bias)
+    return result
+
+
+def _define() -> None:
+    """Registers the operator, whose gradients are torch's grouped products."""
+    library = torch.library.Library("tunegemm", "FRAGMENT")
+    _kept.append(library)
+    library.define(
+        "grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None) -> Tensor",
+        tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+    )
+
+    def compute(a: Any, b: Any, offs: Any, bias: Any = None) -> torch.Tensor:
+        result = None if deterministic() else groups.below_autograd(a, b, offs, bias)
+        return _by_torch(a, b, offs=offs, bias=bias) if result is None else result
+
+    def fake(a: Any, b: Any, offs: Any, bias: Any = None) -> torch.Tensor:
+        return torch._grouped_mm(a, b, offs=offs)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[:3])
+
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        a, b, offs = ctx.saved_tensors
+        if 0 in grad.stride():  # of a sum, say, whose lines torch's product does not take
+            grad = grad.contiguous()
+        of_a = torch._grouped_mm(grad, b.mT, offs=offs) if ctx.needs_input_grad[0] else None
+        # Laid out as the weight is, k contiguous.
+        of_b = torch._grouped_mm(grad.t(), a, offs=offs).mT if ctx.needs_input_grad[1] else None
+        return of_a, of_b, None, None
+
+    library.impl("grouped_mm", compute, "CompositeExplicitAutograd")
+    torch.library.register_fake("tunegemm::grouped_mm", fake, lib=library)
+    torch.library.register_autograd("tunegemm::grouped_mm", backward, setup_context=keep, lib=library)
+
+
+_kept: list[Any] = []
+_define()
