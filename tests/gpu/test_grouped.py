@@ -36,14 +36,14 @@ DIVISIONS: dict[str, tuple[list[int], int, int]] = {
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, GroupedKernel]:
     """The kernels of the table, compiled where they do not ship."""
-    wanted = packing._grouped()
-    found = packing._provide(wanted, families_module=kernels.__name__)
-    assert not found.failures
-    configs = {f"grouped {config.label}": config for config in listed()}
-    artifacts = {name: found.artifacts[packing._name(key)] for name, (_, key) in wanted.items()}
-    for name, artifact in artifacts.items():
-        assert artifact.resources.spill_bytes == 0, name
-    return {name: GroupedKernel.load(configs[name], artifact.path) for name, artifact in artifacts.items()}
+    provided = packing.provide_grouped()
+    assert not provided.failures
+    found = {}
+    for config in listed():
+        artifact = provided.of(kernels.kernel_key(config))
+        assert artifact is not None and artifact.resources.spill_bytes == 0, config.label
+        found[config.label] = GroupedKernel.load(config, artifact.path)
+    return found
 
 
 def operands(sizes: list[int], n: int, k: int, extra: int = 0) -> tuple[torch.Tensor, ...]:
@@ -127,7 +127,7 @@ def only_ours(loaded: dict[str, GroupedKernel], monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("torch's grouped product")
 
-    monkeypatch.setattr(grouped, "_by_torch", refuse)
+    monkeypatch.setattr(grouped, "by_torch", refuse)
 
 
 @pytest.mark.usefixtures("only_ours")

@@ -68,6 +68,8 @@ def test_a_kernel_serves_what_fits(loops: Loops) -> None:
     other = torch.tensor([0, 0, 1, 13], dtype=torch.int32)
     assert torch.equal(tunegemm.grouped_mm(a, b, offs=other), torchs(a, b, offs=other))
     assert loops.calls == [(13, GROUPS, N, K)] * 3 and loops.loads == 1
+    tunegemm.grouped_mm(torch.cat((a, a[:1])), b, offs=offs)
+    assert loops.loads == 1  # of as many rows a group the same kernel
 
 
 def test_a_bias_is_for_all_groups_or_of_each(loops: Loops) -> None:

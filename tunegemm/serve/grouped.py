@@ -82,8 +82,8 @@ def grouped_mm(
         pass
     except TypeError as error:
         words = {"offs": offs, "bias": bias, "out_dtype": out_dtype}
-        return node_of(error, grouped_mm, (a, b), words, _by_torch)
-    return _by_torch(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
+        return node_of(error, grouped_mm, (a, b), words, by_torch)
+    return by_torch(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
 
 
 class _Plan(NamedTuple):
@@ -106,6 +106,7 @@ class Groups:
         self._load = load or self._load_compiled
         self._state: object = None
         self._plans: dict[Hashable, _Plan] = {}
+        self._launches: dict[tuple[GroupedChoice, int], Launch] = {}
         self._compiler = BackgroundCompiler(lambda kernel: None, partial(make_pool, kernels.__name__))
 
     def __call__(self, a: Any, b: Any, offs: Any, bias: Any) -> torch.Tensor | None:
@@ -128,7 +129,7 @@ class Groups:
         """The same, whoever wants gradients."""
         state = api.dispatcher.planner.state
         if state is not self._state:  # by `refresh`, another policy, a fork
-            self._state, self._plans = state, {}
+            self._state, self._plans, self._launches = state, {}, {}
         addresses = a.data_ptr() | b.data_ptr()
         key: tuple[Any, ...] = (
             a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device, offs.shape,
@@ -179,7 +180,8 @@ class Groups:
             choice = choose(b.shape[0], b.shape[2], b.shape[1], a.shape[0])
             if choice is None:
                 return _TORCHS
-            launch = self._load(choice, a.device.index or 0)
+            place = choice, a.device.index or 0
+            launch = self._launches.get(place) or self._load(*place)
         except (TunegemmError, OSError, RuntimeError) as error:
             planner.notices.warn(
                 f"kernels of groups cannot run on {a.device}: {one_line(error)}; tunegemm.grouped_mm falls "
@@ -188,6 +190,7 @@ class Groups:
             return _TORCHS
         if launch is None:
             return _Plan(None, time.monotonic() + LOOK_SECONDS)
+        self._launches[place] = launch
         return _Plan(launch)
 
     def _load_compiled(self, choice: GroupedChoice, index: int) -> Launch | None:
@@ -260,14 +263,14 @@ def fits(a: Any, b: Any, offs: Any, bias: Any, device_type: str = "cuda") -> boo
 groups = Groups()
 
 
-def _by_torch(
+def by_torch(
     a: Any, b: Any, *, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """torch's own, and the bias that it does not have added to it."""
     if bias is not None and offs is not None and isinstance(offs, torch.Tensor):
         if wrong := _wrong_bias(a, b, bias):
             raise ProblemError(wrong)
-        return _added(_by_torch(a, b, offs=offs, out_dtype=out_dtype), offs, bias)
+        return _added(by_torch(a, b, offs=offs, out_dtype=out_dtype), offs, bias)
     try:
         return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
     except RuntimeError as error:
@@ -335,7 +338,7 @@ def _traced(
 ) -> torch.Tensor:
     """`grouped_mm` while a graph is traced."""
     if offs is None or out_dtype not in (None, torch.bfloat16) or not _is_traced_well(a, b, offs):
-        return _by_torch(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
+        return by_torch(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
     if bias is not None and torch.is_grad_enabled() and bias.requires_grad:
         return _added(torch.ops.tunegemm.grouped_mm(a, b, offs, None), offs, bias)
     result: torch.Tensor = torch.ops.tunegemm.grouped_mm(a, b, offs, bias)
@@ -353,7 +356,7 @@ def _define() -> None:
 
     def compute(a: Any, b: Any, offs: Any, bias: Any = None) -> torch.Tensor:
         result = None if deterministic() else groups.below_autograd(a, b, offs, bias)
-        return _by_torch(a, b, offs=offs, bias=bias) if result is None else result
+        return by_torch(a, b, offs=offs, bias=bias) if result is None else result
 
     def fake(a: Any, b: Any, offs: Any, bias: Any = None) -> torch.Tensor:
         return torch._grouped_mm(a, b, offs=offs)

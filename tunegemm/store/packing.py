@@ -126,11 +126,11 @@ def ship(folder: Path) -> tuple[int, Mapping[str, str]]:
     failures |= {str(record.problem): reason for record, reason in found.failures.items()}
     shortlisted = _shortlisted()
     of_list = _provide(shortlisted)
-    of_groups = _provide(grouped_kernels := _grouped(), families_module=grouped.__name__)
+    of_groups = provide_grouped()
     failures |= {**of_list.failures, **of_groups.failures}
     artifacts = {**found.artifacts, **of_list.artifacts, **of_groups.artifacts}
     keys = [key for record in usable if (key := _key(record))]
-    keys += [key for _, key in (*shortlisted.values(), *grouped_kernels.values())]
+    keys += [key for _, key in (*shortlisted.values(), *_grouped().values())]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as scratch:
         fresh = Path(scratch, "kernels")
@@ -186,6 +186,15 @@ class Provided:
     failures: Mapping[Any, str]
     """Why a kernel could not be compiled, by what it is of."""
     compiled: int
+
+    def of(self, key: Key) -> Artifact | None:
+        """The object of a kernel key; None where it could not be compiled."""
+        return self.artifacts.get(_name(key))
+
+
+def provide_grouped() -> Provided:
+    """The objects of grouped products' kernels. As `provide`."""
+    return _provide(_grouped(), families_module=grouped.__name__)
 
 
 def provide(

@@ -112,8 +112,9 @@ class Walk:
             end = offsets[group]
             if group > 0:
                 start = offsets[group - 1]
-        start = cutlass.max(start, 0)
-        end = cutlass.min(end, self.params.rows)
+        # Whatever offsets say, no tile begins or ends outside, and no difference leaves 32 bits.
+        start = cutlass.min(cutlass.max(start, 0), self.params.rows)
+        end = cutlass.min(cutlass.max(end, 0), self.params.rows)
         until = self.row_tiles(cutlass.max(end - start, 0)) * self.params.tiles_m
         for step in cutlass.range_constexpr(5):
             lower = cute.arch.shuffle_sync_up(until, 1 << step)
