@@ -160,6 +160,27 @@ def first_use(results: Path) -> str:
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), said])
 
 
+def experts(results: Path) -> str:
+    """Grouped products beside torch's, by rows: what the table of kernels serves, of the race that drew it."""
+    parts = []
+    for folder in sorted(results.parent.glob("h*")):
+        data = load(folder, "experts_race.json")
+        if data is None:
+            continue
+        lines = []
+        for count in sorted({row["rows"] for row in data["rows"]}):
+            rows = [row for row in data["rows"] if row["rows"] == count]
+            mean, best, share = (
+                f"{geometric_mean([row[name] for row in rows]):.3f}"
+                for name in ("ratio", "best_ratio", "share_of_bound")
+            )
+            worst = f"{min(row['ratio'] for row in rows):.3f}"
+            lines.append([str(count), str(len(rows)), mean, worst, best, share])
+        header = ["rows in all", "timed", "times torch's", "worst", "fastest kernel of each", "share of bound"]
+        parts += [machine_line(data["meta"]), markdown_table(header, lines)]
+    return "\n\n".join(parts) or not_measured(results, "experts_race.json")
+
+
 #: A table of all numbers of rows tells those up to that from those above.
 FEW_ROWS = 256
 
