@@ -161,7 +161,7 @@ def first_use(results: Path) -> str:
 
 
 def experts(results: Path) -> str:
-    """Grouped products beside torch's, by rows: what the table of kernels serves, of the race that drew it."""
+    """Grouped products beside torch's, by rows: what its table serves, of the race that drew it."""
     parts = []
     for folder in sorted(results.parent.glob("h*")):
         data = load(folder, "experts_race.json")
@@ -176,7 +176,7 @@ def experts(results: Path) -> str:
             )
             worst = f"{min(row['ratio'] for row in rows):.3f}"
             lines.append([str(count), str(len(rows)), mean, worst, best, share])
-        header = ["rows in all", "timed", "times torch's", "worst", "fastest kernel of each", "share of bound"]
+        header = ["rows in all", "timed", "times torch's", "worst", "fastest kernel", "share of bound"]
         parts += [machine_line(data["meta"]), markdown_table(header, lines)]
     return "\n\n".join(parts) or not_measured(results, "experts_race.json")
 
