@@ -17,6 +17,7 @@ import tunegemm
 from tests.support.fusing import close
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError, TunegemmWarning
+from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.torch.layers.joined import Joined
 from tunegemm.serve.torch.layers.report import Report
 
@@ -132,6 +133,58 @@ def test_what_has_no_kernel_is_torchs_to_the_bit():
         assert fused(fuse(model))
         assert torch.equal(by_torch(model, given()), expected)
         assert torch.equal(by_torch(model, given(3)[None]), by_torch(copy.deepcopy(model), given(3)[None]))
+
+
+def _joined(model: nn.Module, x: torch.Tensor) -> bool:
+    """Whether q, k and v are of one product; they are torch's, and right."""
+    parameters = [(layer.weight, layer.bias) for layer in (model.q, model.k, model.v)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TunegemmWarning)
+        results = [layer(x) for layer in (model.q, model.k, model.v)]
+    is_joined = len({each.untyped_storage().data_ptr() for each in results}) == 1
+    expected = [functional.linear(x, *each) for each in parameters]
+    if is_joined:
+        weight = torch.cat([weight for weight, _ in parameters])
+        bias = None if model.q.bias is None else torch.cat([bias for _, bias in parameters])
+        expected = list(functional.linear(x, weight, bias).split([WIDTH, 32, 32], -1))
+    assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+    return is_joined
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_rows_without_a_kernel_are_one_product_of_torchs(serve, kernel, bias):
+    model = made(lambda: Attention(bias))
+    fuse(model)
+    serve(Problem(1, 8, 8))
+    with torch.no_grad():
+        for _ in range(3):
+            assert _joined(model, given(2, 128)) and _joined(model, given(1, 1))
+            assert not _joined(model, given(1, 257)), "it gains nothing there"
+        model.k.weight.data = model.k.weight.data * 2
+        assert not _joined(model, given()), "one is elsewhere"
+    assert not kernel.calls
+
+
+def test_where_one_product_of_torchs_would_mean_something_else(serve, monkeypatch):
+    model = made(Attention)
+    fuse(model)
+    serve(prepared=Prepared(None))
+    assert not _joined(model, given()), "gradients are wanted"
+    with torch.no_grad():
+        assert _joined(model, given())
+        with torch.autocast("cpu", BF16):
+            assert not _joined(model, given())
+        with tunegemm.policy("deterministic"):
+            assert _joined(model, given())
+        with tunegemm.policy("batch_invariant"):
+            assert not _joined(model, given()), "a row's bits would depend on how many there are"
+        with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|incompatible"):
+            model.q(given()[..., 1:])
+        with pytest.raises(RuntimeError, match="dtype"):
+            model.q(given().float())
+        monkeypatch.setenv("TUNEGEMM_MODE", "off")
+        serve(prepared=Prepared(None))
+        assert not _joined(model, given())
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu", "sigmoid"])

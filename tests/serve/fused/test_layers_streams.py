@@ -15,9 +15,11 @@ from torch.nn import functional
 import tunegemm
 from tests.serve.fused.test_layers import TOLERANCE, WIDTH, Attention, by_torch, fuse, fused, given, made
 from tests.support.fusing import close
+from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError, TunegemmWarning
+from tunegemm.serve import api
 from tunegemm.serve.torch.layers.ends import end_of
-from tunegemm.serve.torch.layers.steps import Passed
+from tunegemm.serve.torch.layers.steps import Passed, streams
 
 
 class Child(nn.Module):
@@ -107,14 +109,37 @@ def test_a_parents_sum(serve, kernel, cls):
 
 
 def test_where_the_sum_has_no_kernel_the_layer_is_served(serve, kernel):
-    from tunegemm.describe.problem import Problem
-
     model, plain = made(DirectParent), made(DirectParent)
     fuse(model)
     serve(Problem(16, WIDTH, WIDTH, epilogue="bias_n"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TunegemmWarning)
         assert len(serves(kernel, model, plain, given())) == 2, "each layer, with its bias"
+
+
+def test_what_has_no_kernel_is_not_passed_until_the_next_look(serve, kernel):
+    class Watched(Direct):
+        def forward(self, x: torch.Tensor, **more: Any) -> torch.Tensor:
+            if x.shape[0]:  # which cannot be traced
+                seen.append(streams.wanted is not None)
+            return self.out(functional.relu(self.inner(x)))
+
+    class WatchedParent(Parent):
+        child_class = Watched
+
+    seen: list[bool] = []
+    model, plain = made(WatchedParent), made(WatchedParent)
+    assert "child.out" in fused(fuse(model))
+    serve(Problem(1, 8, 8))
+    seen.clear()  # of calls without data
+    by_torch(model, given())
+    by_torch(model, given())
+    assert seen == [True, False]
+    api.dispatcher.planner.next_look = 0.0
+    by_torch(model, given())
+    assert seen.pop(), "there might be a record now"
+    serve()
+    assert len(serves(kernel, model, plain, given())) == 2 and seen[-2], "there is"
 
 
 def _left(model: nn.Module, why: str) -> None:

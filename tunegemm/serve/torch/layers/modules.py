@@ -32,7 +32,7 @@ class SharedLinear(TunedLinear):
         part = None
         if shared.is_taken_apart:
             part = shared.traced_part(self, input) if _is_compiling() else shared.part(self, input)
-        elif not _is_compiling():
+        elif shared.is_passed_to and not _is_compiling():
             part = Passed.sum(self, input)
         if part is not None:
             return part

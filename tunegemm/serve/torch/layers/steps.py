@@ -17,6 +17,7 @@ from tunegemm.describe.epilogue import GATED
 from tunegemm.errors import TunegemmError
 from tunegemm.serve import api
 from tunegemm.serve.forms import BELOW_AUTOGRAD, form_of
+from tunegemm.serve.torch.autograd import PLAIN
 from tunegemm.serve.torch.layers.shared import PLAIN_FORMS, Shared
 from tunegemm.serve.torch.several import traced_gated, traced_part
 
@@ -142,10 +143,10 @@ class Added(Step):
 class _Wanted:
     """What the step of a parent wants of a child's layer."""
 
-    __slots__ = ("layer", "stream", "taken")
+    __slots__ = ("layer", "step", "stream", "taken")
 
-    def __init__(self, layer: Any, stream: torch.Tensor) -> None:
-        self.layer, self.stream = layer, stream
+    def __init__(self, step: Passed, stream: torch.Tensor) -> None:
+        self.layer, self.step, self.stream = step.shared.layers[0], step, stream
         self.taken: torch.Tensor | None = None
         """The sum, where the layer computed it."""
 
@@ -169,6 +170,7 @@ class Passed(Step):
         super().__init__(shared, "residual")
         self.index, self.type = index, type(child)
         self._known = (child, *shared.layers)
+        shared.is_passed_to = True
         self._place = next(name for name, one in child._modules.items() if one is shared.layers[0])
 
     def __call__(self, child: Any, stream: Any, more: Any, /, *arguments: Any, **keywords: Any) -> Any:
@@ -176,10 +178,10 @@ class Passed(Step):
         if more:
             keywords |= more
         index = self.index
-        if _is_compiling() or not self._may_pass(child, stream):
+        if _is_compiling() or self.shared.is_missed(self, stream) or not self._may_pass(child, stream):
             result = child(*arguments, **keywords)
         else:
-            wanted, before = _Wanted(self.shared.layers[0], stream), streams.wanted
+            wanted, before = _Wanted(self, stream), streams.wanted
             streams.wanted = wanted
             try:
                 result = child(*arguments, **keywords)
@@ -198,8 +200,7 @@ class Passed(Step):
 
     def _may_pass(self, child: Any, stream: Any) -> bool:
         return (
-            isinstance(stream, torch.Tensor)
-            and type(child) is self.type
+            type(child) is self.type
             and child._compiled_call_impl is None
             and self.calls_as_known(child, child._modules.get(self._place))
         )
@@ -213,8 +214,11 @@ class Passed(Step):
             return None
         streams.wanted = None
         shared: Shared = layer._fused_with
-        if not shared.is_missed(_RESIDUAL[layer.bias is not None], x) and not shared.trains(x, wanted.stream):
-            wanted.taken = _anew(shared).product(_RESIDUAL[layer.bias is not None], x, wanted.stream)
+        form = _RESIDUAL[layer.bias is not None]
+        if not shared.is_missed(form, x) and not shared.trains(x, wanted.stream):
+            wanted.taken = _anew(shared).product(form, x, wanted.stream)
+        if wanted.taken is None and type(x) in PLAIN and shared.is_packed and shared.is_missed(form, x):
+            shared.remember_missed(wanted.step, wanted.stream)  # not to be passed for a while
         return wanted.taken
 
 
