@@ -3,11 +3,12 @@
     make kernels; python -m benchmarks.ragged               # 5,000 numbers of rows, some two minutes
 
 Multiplies 20 weights that have shipped records with random numbers of rows, under each policy in turn, in one
-process, and writes results/GPU/ragged.json: a row for each policy. `device_mib` and `host_mib` are what the
-process holds more at the end than after each weight was multiplied once, with the kernels that it has loaded
-meanwhile (`kernels`); `grown_mib` is what it holds more after as many other numbers of rows. `plan_us` is the
-host's time of a first product (median); `fall_backs` is how many of the last 200 products have no kernel, and
-`fall_back_us` and `torch_us` the host's time of those when met again, and of torch's own call, in turns.
+process, and writes results/GPU/ragged.json: a row for torch alone, then one for each policy. `device_mib` and
+`host_mib` are what the process holds more at the end than before, when torch and we had multiplied each
+weight once and torch its numbers of rows, with the kernels that it has loaded meanwhile (`kernels`);
+`grown_mib` is what it holds more after as many other numbers of rows. `plan_us` is the host's time of a first
+product (median); `fall_backs` is how many of the last 60 products have no kernel, and `fall_back_us` and
+`torch_us` the host's time of those when met again, and of torch's own call, in turns.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from tunegemm.errors import TunegemmError, TunegemmWarning
 
 WEIGHTS, NUMBERS, MOST_ROWS = 20, 5000, 4096
 TURNS = 20
+#: Products that are looked at for what a fall-back costs.
+LAST = 60
 METHOD = (
     f"{WEIGHTS} weights of shipped bf16 records drawn by chance, rows from 1 to {MOST_ROWS} log-uniform, all "
     "policies in one process; memory of torch's allocator and resident memory after garbage collection"
@@ -65,9 +68,23 @@ def run(device: Device, numbers: int, results: Results) -> None:
 
     weights = drawn(device)
     tensors = [torch.randn(n, k, device=device.spec, dtype=torch.bfloat16) for n, k in weights]
-    multiply(tensors, [(index, 64) for index in range(len(tensors))])
+    once = [(index, 64) for index in range(len(tensors))]
+    multiply(tensors, once)
+    multiply(tensors, once, torch.nn.functional.linear)
     begin = memory()
     rng = random.Random(0)
+    # torch's libraries load kernels, too, which a program without us would hold.
+    drawn_rows = [(index % len(tensors), round(2 ** rng.uniform(0, 12))) for index in range(numbers)]
+    multiply(tensors, drawn_rows, torch.nn.functional.linear)
+    alone = memory()
+    row: dict[str, Any] = {
+        "label": "torch alone", "products": numbers, "weights": len(tensors),
+        "device_mib": round((alone[0] - begin[0]) / 2**20, 1),
+        "host_mib": round((alone[1] - begin[1]) / 2**20, 1),
+    }  # fmt: skip
+    print(row, flush=True)
+    results.put(row)
+    begin = alone
     for preference in get_args(Preference):
         with tunegemm.policy(preference), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", TunegemmWarning)
@@ -77,12 +94,12 @@ def run(device: Device, numbers: int, results: Results) -> None:
             first = memory()
             others = [(index, round(2 ** rng.uniform(0, 12))) for index, _ in calls]
             multiply(tensors, others)
-            ours, torchs = fall_backs(tensors, calls[-200:])
+            ours, torchs = fall_backs(tensors, calls[-LAST:])
             plans = tunegemm.serve.api.dispatcher.planner.state.plans
             served = sum(plan is not None for plan in plans.values())
         said = Counter(str(one.message).split(" x ")[0] for one in caught)
         held = memory()
-        row: dict[str, Any] = {
+        row = {
             "label": preference, "products": numbers, "weights": len(tensors),
             "plans": len(plans), "served": served, "warnings": sum(said.values()),
             "device_mib": round((held[0] - begin[0]) / 2**20, 1),
