@@ -312,6 +312,47 @@ def clients(results: Path) -> str:
     return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), said])
 
 
+def layers(results: Path) -> str:
+    """Layers of models under `patch(fuse=True)`: times torch and times merged weights, by mode."""
+    data = load(results, "layers.json")
+    if data is None:
+        return not_measured(results, "layers.json")
+    rows = data["rows"]
+    modes = [mode for mode in ("graph", "eager", "compile") if any(row["mode"] == mode for row in rows)]
+    found = {(row["model"], row["rows"], row["mode"]): row for row in rows}
+    lines, header = [], ["layers, rows"]
+    for mode in modes:
+        header += [f"{mode}: torch, ms", "times torch", "times merged", "noise"]
+    for model, count in dict.fromkeys((row["model"], row["rows"]) for row in rows):
+        line = [f"{model}, {count}"]
+        for mode in modes:
+            row = found.get((model, count, mode))
+            line += [""] * 4 if row is None else [
+                f"{row['torch_ms']:.3f}", f"{row['ratio']:.3f}", f"{row['ratio_to_merged']:.3f}",
+                f"{100 * row['noise']:.1f} %",
+            ]  # fmt: skip
+        lines.append(line)
+    said = []
+    for mode in modes:
+        for what, decodes in (("decode", True), ("prefill", False)):
+            some = [row for row in rows if row["mode"] == mode and row["rows"].startswith("d") is decodes]
+            if some:
+                of_torch, of_merged = (
+                    geometric_mean([row[name] for row in some]) for name in ("ratio", "ratio_to_merged")
+                )
+                said.append(
+                    f"- {mode}, {what}: {of_torch:.3f} of torch, {of_merged:.3f} of merged weights in "
+                    f"geometric mean of {len(some)}"
+                )
+    slower = [
+        f"{row['model']} {row['rows']} {row['mode']} ({row['ratio']:.3f})"
+        for row in rows
+        if 1 - row["ratio"] > row["noise"]
+    ]
+    said.append(f"- slower than torch by more than the noise: {', '.join(slower) or 'none'}")
+    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), "\n".join(said)])
+
+
 def vllm(results: Path) -> str:
     """An engine with and without the plug-in: tokens per second by phase and number of sequences."""
     data = load(results, "vllm.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from benchmarks import clients, layers
 
@@ -21,6 +22,33 @@ def test_a_rows_ratios_are_to_torch_and_to_merged_weights() -> None:
     samples = {("graph", name): [us] * 3 for name, us in zip(names, (2400, 2400, 2200, 2000), strict=True)}
     found = layers.times(samples, "graph")
     assert found == {"torch_ms": 2.4, "ratio": 1.2, "ratio_to_merged": 1.1, "noise": 0.0, "rounds": 3}
+
+
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+def test_a_row_that_fails_is_a_line_and_the_next_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = layers.build
+
+    def small(size: layers.Size, place: torch.device, sequences: int) -> torch.nn.Sequential:
+        if not sequences:
+            raise torch.OutOfMemoryError("Tried to allocate 64.00 GiB")
+        return build(size, place, sequences)
+
+    monkeypatch.setattr(layers, "build", small)
+    assert layers.main([*CPU, "--models", "llama-3-8b", "--rows", "256,d4"]) == 1
+    failed, measured = capsys.readouterr().out.splitlines()
+    assert failed == "llama-3-8b 256 eager: Tried to allocate 64.00 GiB"
+    assert measured.startswith("llama-3-8b d4 eager: error")
+
+
+def test_the_reference_is_that_of_all_heads_at_once() -> None:
+    for sequences, x in ((0, torch.randn(1, 40, 64)), (3, torch.randn(3, 1, 64))):
+        torch.manual_seed(0)
+        attention = layers.Attention(layers.Size(64, 0, 4, 2, 16), sequences)
+        found = attention(x)
+        expected = attention.double()(x.double())
+        assert torch.allclose(found.double(), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
