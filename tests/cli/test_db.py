@@ -69,7 +69,7 @@ def test_a_bad_file_makes_no_database_and_stops_no_other(database: Path, tmp_pat
     run("db", "export", "--db", database, "--out", good)
     for text in (good.read_text()[1:], "[" * 100_000):
         bad.write_text(text)
-        assert f"{bad}: not a json export" in run("db", "import", bad, "--db", into, code=2)[1]
+        assert f"{bad}: not an export" in run("db", "import", bad, "--db", into, code=2)[1]
         assert not into.exists()
     stdout, stderr = run("db", "import", bad, tmp_path / "none.json", good, "--db", into, code=2)
     assert [line.partition(":")[0] for line in stdout.splitlines()] == [

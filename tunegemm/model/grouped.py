@@ -5,7 +5,6 @@ Only what the host knows decides: the numbers of groups and rows, N and K, never
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -57,6 +56,8 @@ def listed(path: Path | None = None) -> tuple[GroupedConfig, ...]:
 
 @cache
 def _rules(path: Path | None) -> tuple[_Rule, ...]:
+    import tomllib  # with the first such product: other programs do without
+
     path = path or data_path("db", "grouped.toml")
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
