@@ -66,18 +66,25 @@ def test_the_command_measures_what_is_predicted(problem: Problem, device: Device
     assert "not predicted: it has a record" in process(*command).stdout
 
 
+def idle_tuning(
+    problem: Problem, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, OnlineTuning, Dispatcher, torch.Tensor, torch.Tensor]:
+    """An empty database, what tunes into it and what serves from it, and operands of the problem."""
+    monkeypatch.setenv("TUNEGEMM_MODE", "online")
+    path = folder / "tuning.sqlite"
+    Database.open(path).close()
+    monkeypatch.setenv("TUNEGEMM_DB", str(path))
+    online = OnlineTuning()
+    a = torch.randn(problem.m, problem.k, dtype=torch.bfloat16, device="cuda")
+    b = torch.randn(problem.n, problem.k, dtype=torch.bfloat16, device="cuda").t()
+    return path, online, Dispatcher(Planner(online=online)), a, b
+
+
 def test_online_tunes_what_is_not_predicted_when_the_gpu_is_idle(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = Problem(160, 272, 528)
-    monkeypatch.setenv("TUNEGEMM_MODE", "online")
-    path = tmp_path / "tuning.sqlite"
-    Database.open(path).close()
-    monkeypatch.setenv("TUNEGEMM_DB", str(path))
-    online = OnlineTuning()
-    dispatcher = Dispatcher(Planner(online=online))
-    a = torch.randn(problem.m, problem.k, dtype=torch.bfloat16, device="cuda")
-    b = torch.randn(problem.n, problem.k, dtype=torch.bfloat16, device="cuda").t()
+    path, online, dispatcher, a, b = idle_tuning(problem, tmp_path, monkeypatch)
     for _ in range(2):
         torch.testing.assert_close(dispatcher.matmul(a, b), torch.matmul(a, b), rtol=2e-2, atol=1.0)
         until(lambda: online.is_idle, seconds=180)
@@ -88,14 +95,7 @@ def test_online_tunes_what_is_not_predicted_when_the_gpu_is_idle(
 def test_online_measures_it_when_the_gpu_is_idle(
     problem: Problem, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TUNEGEMM_MODE", "online")
-    path = tmp_path / "tuning.sqlite"
-    Database.open(path).close()
-    monkeypatch.setenv("TUNEGEMM_DB", str(path))
-    online = OnlineTuning()
-    dispatcher = Dispatcher(Planner(online=online))
-    a = torch.randn(problem.m, problem.k, dtype=torch.bfloat16, device="cuda")
-    b = torch.randn(problem.n, problem.k, dtype=torch.bfloat16, device="cuda").t()
+    path, online, dispatcher, a, b = idle_tuning(problem, tmp_path, monkeypatch)
     torch.testing.assert_close(dispatcher.matmul(a, b), torch.matmul(a, b), rtol=2e-2, atol=1.0)
     until(lambda: online.is_idle, seconds=120)
     check_record(path, problem, device)

@@ -126,7 +126,7 @@ class Groups:
         return self.below_autograd(a, b, offs, bias)
 
     def below_autograd(self, a: Any, b: Any, offs: Any, bias: Any) -> torch.Tensor | None:
-        """The same, whoever wants gradients."""
+        """The same without a look at gradients: for calls below autograd."""
         state = api.dispatcher.planner.state
         if state is not self._state:  # by `refresh`, another policy, a fork
             self._state, self._plans, self._launches = state, {}, {}

@@ -83,7 +83,7 @@ def define(serving: Callable[[], Dispatcher]) -> None:
         x: torch.Tensor, weights: Tensors, biases: Tensors, index: int, *, records: str = ""
     ) -> torch.Tensor:
         weight, bias = weights[index], biases[index] if biases else None
-        # An exported graph is run as it is, by whoever: nothing would make one of equal calls.
+        # An exported graph runs as it is: no compiler joins its equal calls into one.
         if torch.compiler.is_exporting() or not is_served(x, weights, "bias_n" if biases else ""):
             return ops.traced_linear(x, weight, bias)
         if torch.is_grad_enabled() and any(
