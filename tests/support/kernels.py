@@ -60,10 +60,11 @@ def tune_ours(problems: Iterable[Problem], trials: int) -> frozenset[Problem]:
     return done
 
 
-def watch_launches(monkeypatch: pytest.MonkeyPatch, note: Callable[..., None]) -> None:
+def watch_launches(monkeypatch: pytest.MonkeyPatch, note: Callable[..., None], **others: Any) -> None:
     """From now on, `note` gets the problem of each kernel that is served, and what it is launched with.
 
     Compiled code is served by every record, too, whether it gains enough or not: products of tests are small.
+    others: of the `Planner`, such as what it reads records by.
     """
     from tunegemm.serve import api, planning
     from tunegemm.serve.dispatcher import Dispatcher
@@ -83,6 +84,6 @@ def watch_launches(monkeypatch: pytest.MonkeyPatch, note: Callable[..., None]) -
         return replace(prepared, launch=noted)
 
     monkeypatch.setattr(planning, "least_ratio", lambda problem, device: 0.0)
-    served = Dispatcher(Planner(prepare=watched))
+    served = Dispatcher(Planner(prepare=watched, **others))
     monkeypatch.setattr(api, "dispatcher", served)
     monkeypatch.setattr(api, "product", served.product)

@@ -6,6 +6,7 @@ import copy
 import io
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -522,6 +523,21 @@ def test_a_result_is_not_kept_beyond_a_change_of_its_input_or_weight(serve):
         model.q(x)
     y = model.k(x)
     assert y.requires_grad, "it was computed without gradients"
+
+
+def test_threads_in_turns_each_take_their_own(serve, kernel):
+    model, plain = made(Attention), made(Attention)
+    fuse(model)
+    serve()
+    with ThreadPoolExecutor(1) as pool, torch.no_grad():
+        for seed in range(1, 8):  # more often than a layer may compute in vain
+            kernel.calls.clear()
+            x, y = given() * seed, given() * -seed
+            for name in "qkv":
+                close(getattr(model, name)(x), getattr(plain, name)(x), TOLERANCE)
+                other = pool.submit(torch.no_grad()(getattr(model, name)), y).result()
+                close(other, getattr(plain, name)(y), TOLERANCE)
+            assert len(kernel.calls) == 2, "one product for each thread"
 
 
 @pytest.mark.parametrize("call", ["autocast", "flops", "fx", "export", "compile", "vmap"])

@@ -8,6 +8,7 @@ module holds it.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -45,6 +46,14 @@ class _Held(NamedTuple):
     parts: dict[int, torch.Tensor]
 
 
+class _Turn(threading.local):
+    """Of each thread what it computed for layers that it is still to call."""
+
+    held: _Held | None = None
+    wasted = 0
+    """How often in a row the first layer was called without the others."""
+
+
 class Shared:
     """Linear layers that read one input. One layer by itself is a case of it."""
 
@@ -68,8 +77,7 @@ class Shared:
         self._weight: torch.Tensor | None = None  # the same, (n, k)
         self._bias: tuple[torch.Tensor, ...] = ()
         self._places: tuple[tuple[Any, str, int, Any, Any], ...] = ()
-        self._held: _Held | None = None
-        self._wasted = 0
+        self._turn = _Turn()
         self._state: Any = None
         self._misses: set[tuple[object, int]] = set()
 
@@ -254,7 +262,8 @@ class Shared:
 
         None where the layer is to compute for itself.
         """
-        held = self._held
+        turn = self._turn
+        held = turn.held
         if held is not None and held.x is x and layer is not self.layers[0]:
             index = next((place for place, one in enumerate(self.layers) if one is layer), None)
             if index is None:  # a copy that shares what the layer has, such as a replica
@@ -263,17 +272,17 @@ class Shared:
                 return None
             part = held.parts.pop(index, None)  # each is taken once: what is written into it is its own
             if not held.parts:
-                self._held = None
+                turn.held = None
             return part
-        if layer is not self.layers[0] or self._wasted >= _MAX_WASTED:
+        if layer is not self.layers[0] or turn.wasted >= _MAX_WASTED:
             return None
-        self._wasted = 0 if held is None else self._wasted + 1
-        self._held = None
+        turn.wasted = 0 if held is None else turn.wasted + 1
+        turn.held = None
         parts = self.parts(x)
         if parts is None:
             return None
         versions = tuple(parameter._version for parameter in self.parameters("weight"))
-        self._held = _Held(x, _circumstances(x), versions, dict(enumerate(parts[1:], 1)))
+        turn.held = _Held(x, _circumstances(x), versions, dict(enumerate(parts[1:], 1)))
         return parts[0]
 
 
