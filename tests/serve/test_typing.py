@@ -28,6 +28,7 @@ c = tunegemm.addmm(a, a, a, beta=2, alpha=0.5)
 c = tunegemm.baddbmm(a[None], tunegemm.bmm(a[None], a[None]), a[None])
 c = tunegemm.scaled_mm(a, a, a, a, out_dtype=torch.bfloat16)
 c = tunegemm.grouped_mm(a, a[None], offs=torch.ones(1, dtype=torch.int32), bias=a[0])
+c = tunegemm.experts(a, a[None], a[None, :, :4], a[:, :1].long(), a[:, :1], activation="gelu")
 with tunegemm.policy("deterministic", max_sms=100):
     c = tunegemm.matmul(a, a, epilogue="alpha", operands=(2.0,))
 with tunegemm.enable(), tunegemm.record("x.json") as recording:

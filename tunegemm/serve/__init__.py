@@ -20,12 +20,14 @@ from tunegemm.serve.api import (
     refresh,
     scaled_mm,
 )
+from tunegemm.serve.gated_experts import experts
 from tunegemm.serve.grouped import grouped_mm
 
 __all__ = [
     "addmm",
     "baddbmm",
     "bmm",
+    "experts",
     "gated_linear",
     "grouped_mm",
     "interleave",

@@ -1,0 +1,201 @@
+"""`experts`, and transformers' layers by it: beside transformers' own ways, and beside fp32 loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import tunegemm
+from tunegemm.errors import ProblemError
+
+EXPERTS, HIDDEN, INNER, CHOSEN = 6, 64, 48, 2
+
+
+def layer(tokens: int = 11, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    index = torch.stack([torch.randperm(EXPERTS)[:CHOSEN] for _ in range(tokens)])
+    index[index == 3] = 4  # nobody's choice; a token may even have one twice
+    return {
+        "x": torch.randn(tokens, HIDDEN, dtype=dtype),
+        "gate_up": torch.randn(EXPERTS, 2 * INNER, HIDDEN, dtype=dtype) * HIDDEN**-0.5,
+        "down": torch.randn(EXPERTS, HIDDEN, INNER, dtype=dtype) * INNER**-0.5,
+        "index": index,
+        "weights": torch.rand(tokens, CHOSEN, dtype=dtype),
+    }
+
+
+def loops(
+    x: Any, gate_up: Any, down: Any, index: Any, weights: Any, act: Any = functional.silu, **more: Any
+) -> torch.Tensor:
+    """Token after token, in fp32."""
+    rows = []
+    for t in range(x.shape[0]):
+        row = torch.zeros(HIDDEN)
+        for e, weight in zip(index[t].tolist(), weights[t], strict=True):
+            if e >= len(gate_up):
+                continue
+            both = gate_up[e].float() @ x[t].float()
+            if "gate_up_bias" in more:
+                both = both + more["gate_up_bias"][e].float()
+            gate, up = (both[0::2], both[1::2]) if more.get("interleaved") else both.chunk(2)
+            out = down[e].float() @ (act(gate) * up)
+            if "down_bias" in more:
+                out = out + more["down_bias"][e].float()
+            row = row + weight.float() * out
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 11, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_layer_is_what_loops_give(tokens: int, dtype: torch.dtype) -> None:
+    given = layer(tokens, dtype)
+    result = tunegemm.experts(**given)
+    assert result.dtype is dtype and result.is_contiguous()
+    bound = {"rtol": 1e-4, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 5e-2, "atol": 3e-2}
+    torch.testing.assert_close(result.float(), loops(**given), **bound)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_activations_biases_and_rows_that_alternate(activation: Any) -> None:
+    given = layer()
+    act: dict[str, Callable[..., Any]] = {
+        "silu": functional.silu,
+        "gelu": functional.gelu,
+        "relu": functional.relu,
+        "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    }
+    more: dict[str, Any] = {
+        "gate_up_bias": torch.randn(EXPERTS, 2 * INNER),
+        "down_bias": torch.randn(EXPERTS, HIDDEN),
+        "interleaved": True,
+    }
+    result = tunegemm.experts(**given, **more, activation=activation)
+    expected = loops(**given, **more, act=act[activation])
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_of_other_processes_add_nothing() -> None:
+    given = layer()
+    given["index"][::3, 0] = EXPERTS
+    given["index"][5] = EXPERTS + 7
+    for each in ("x", "gate_up", "down", "weights"):
+        given[each].requires_grad_()
+    result = tunegemm.experts(**given, elsewhere=True)
+    torch.testing.assert_close(result, loops(**given), rtol=1e-4, atol=1e-4)
+    (grad,) = torch.autograd.grad(result.square().sum(), given["x"])
+    assert bool(grad.isfinite().all()) and not bool(grad[5].any())
+    with torch.no_grad():
+        assert torch.allclose(tunegemm.experts(**given, elsewhere=True), result, atol=1e-5)
+
+
+def test_gradients_are_those_of_loops() -> None:
+    given = layer()
+    differentiated = ("x", "gate_up", "down", "weights")
+    found = []
+    for call in (tunegemm.experts, loops):
+        own = given | {name: given[name].clone().requires_grad_() for name in differentiated}
+        call(**own).square().sum().backward()
+        found.append([own[name].grad for name in differentiated])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_a_layer_is_traced_whole() -> None:
+    given = layer(dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    compiled = torch.compile(tunegemm.experts, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**given), tunegemm.experts(**given), rtol=5e-2, atol=3e-2)
+
+
+WRONG: dict[str, tuple[dict[str, Callable[[Any], Any]], str]] = {
+    "activation": ({"activation": lambda _: "swish"}, "'swish' has no gated form; use silu, gelu"),
+    "down": ({"down": lambda d: d.mT}, r"down \(6, 48, 64\); give \(tokens, hidden\)"),
+    "halves": ({"gate_up": lambda g: g[:, :-2]}, r"gate_up \(6, 94, 64\)"),
+    "weights": ({"weights": lambda w: w[:, :1]}, r"index \(11, 2\) and weights \(11, 1\) of 11 tokens"),
+    "tokens": ({"x": lambda x: x[:5]}, "of 5 tokens"),
+    "floats": ({"index": lambda i: i.float()}, r"index is torch.float32; give numbers of experts"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_operands_that_are_no_layer_are_named(name: str) -> None:
+    changes, words = WRONG[name]
+    given = layer()
+    with pytest.raises(ProblemError, match=words):
+        tunegemm.experts(**given | {key: change(given.get(key)) for key, change in changes.items()})
+
+
+# ---- transformers -----------------------------------------------------------------------------------
+
+SIZE = {
+    "hidden_size": HIDDEN, "intermediate_size": INNER, "moe_intermediate_size": INNER, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128,
+    "num_local_experts": EXPERTS, "num_experts": EXPERTS, "num_experts_per_tok": CHOSEN,
+    "pad_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def model(family: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    from tunegemm.serve.integrations import transformers as ours
+
+    ours.register()
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**SIZE))
+    for name, parameter in made.named_parameters():
+        if "experts" in name:  # which transformers leaves as the memory was
+            torch.nn.init.normal_(parameter, std=0.1)
+    return made.eval()
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "GptOss"])
+def test_models_of_transformers_are_as_their_own_ways(family: str) -> None:
+    made = model(family)
+    tokens = torch.arange(24).view(2, 12) % 128
+    results: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+    for way in ("eager", "grouped_mm", "tunegemm"):
+        made.set_experts_implementation(way)
+        made.zero_grad()
+        logits = made(tokens).logits
+        logits.square().mean().backward()
+        grads = [p.grad for name, p in made.named_parameters() if "experts" in name]
+        with torch.no_grad():
+            torch.testing.assert_close(made(tokens).logits, logits, rtol=1e-4, atol=1e-5)
+        results[way] = (logits.detach(), [grad.clone() for grad in grads])
+    for way in ("eager", "grouped_mm"):
+        torch.testing.assert_close(results["tunegemm"][0], results[way][0], rtol=1e-4, atol=1e-5)
+        for ours, theirs in zip(results["tunegemm"][1], results[way][1], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
+
+
+def test_generation_decodes_by_our_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = model("Qwen3Moe")
+    prompt = torch.arange(5)[None] + 3
+    made.set_experts_implementation("eager")
+    expected = made.generate(prompt, max_new_tokens=6, do_sample=False)
+    made.set_experts_implementation("tunegemm")
+    assert torch.equal(made.generate(prompt, max_new_tokens=6, do_sample=False), expected)
+
+
+def test_a_gate_of_a_models_own_is_called() -> None:
+    pytest.importorskip("transformers")
+    from transformers.integrations import moe
+
+    from tunegemm.serve.integrations import transformers as ours
+
+    default = moe._default_apply_gate
+    for family, expected in (("Mixtral", "silu"), ("GptOss", None)):
+        module = next(m for m in model(family).modules() if type(m).__name__ == f"{family}Experts")
+        found = ours.activation_of(module, default)
+        assert found == (expected or module._apply_gate)
+
+
+def test_a_config_names_it() -> None:
+    made = model("Mixtral")
+    made.config._experts_implementation = "tunegemm"
+    assert made(torch.ones(1, 3, dtype=torch.int64)).logits.shape == (1, 3, 128)

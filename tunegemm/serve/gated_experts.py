@@ -1,0 +1,116 @@
+"""`experts`: a whole layer of gated experts, by two products of groups and what lies around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from tunegemm.errors import ProblemError
+from tunegemm.serve.api import Activation
+from tunegemm.serve.grouped import grouped_mm
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+}
+
+
+def experts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: Activation | Callable[[torch.Tensor], torch.Tensor] = "silu",
+    interleaved: bool = False,
+    elsewhere: bool = False,
+) -> torch.Tensor:
+    """A layer of gated experts: each token by those that the router chose for it, weighted and added up.
+
+    Row t of the result is the sum over j of ``weights[t, j] * expert(index[t, j], x[t])``, where expert e is
+    ``(activation(gate) * up) @ down[e].T`` and gate and up are the halves of ``x[t] @ gate_up[e].T``. Both
+    products are `grouped_mm`'s, and served where it is.
+
+    x: (tokens, hidden). gate_up: (experts, 2 inner, hidden). down: (experts, hidden, inner). index, weights:
+    (tokens, chosen): which experts a token goes to, int64 or int32, and how much each counts.
+    gate_up_bias, down_bias: (experts, 2 inner) and (experts, hidden). Weights that lie the other way round,
+    as those of gpt-oss, are given as views, ``.mT``; these are torch's to multiply.
+    activation: silu, gelu, gelu_tanh, relu, or a function of gate_up's product (rows, 2 inner) that gives
+    (rows, inner). interleaved: whether rows of gate and up alternate, as `interleave` has them.
+    elsewhere: whether `index` may have numbers from the number of experts on: experts of other processes,
+    which add nothing here.
+
+    Has gradients. Nothing waits for the device, so that a CUDA graph holds for other choices of the router.
+    Raises ProblemError for shapes that do not fit, with what they are.
+    """
+    _check(x, gate_up, down, index, weights, activation)
+    count, chosen = gate_up.shape[0], index.shape[1]
+    ids, order = index.reshape(-1).sort()
+    # Where each group ends: how many rows have an expert up to it.
+    numbers = torch.arange(count, device=ids.device, dtype=ids.dtype)
+    ends = torch.searchsorted(ids, numbers, right=True, out_int32=True)
+    rows = x[order // chosen]
+    nobodys = (ids >= count)[:, None] if elsewhere else None
+    if nobodys is not None:  # rows behind the last group: memory as it was, also in gradients
+        rows = rows.masked_fill(nobodys, 0)
+    both = grouped_mm(rows, gate_up.mT, offs=ends, bias=gate_up_bias)
+    if nobodys is not None:
+        both = both.masked_fill(nobodys, 0)
+    result = grouped_mm(_gate(both, activation, interleaved), down.mT, offs=ends, bias=down_bias)
+    if nobodys is not None:
+        result = result.masked_fill(nobodys, 0)
+    return _combined(result, order, weights).to(x.dtype)
+
+
+def _gate(both: torch.Tensor, activation: Any, interleaved: bool) -> torch.Tensor:
+    """The gated product of rows of gate and up."""
+    if callable(activation):
+        return activation(both)
+    gate, up = (both[:, 0::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=-1)
+    return _ACTIVATIONS[activation](gate) * up
+
+
+def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Rows in the experts' order, weighted and added up for each token, in fp32."""
+    if torch.compiler.is_compiling() or (
+        torch.is_grad_enabled() and (result.requires_grad or weights.requires_grad)
+    ):
+        # To copy rows back by their numbers has a gradient that is a look-up, where a look-up's would add.
+        of_tokens = torch.empty_like(result).index_copy(0, order, result).view(*weights.shape, -1)
+        return (of_tokens * weights.unsqueeze(-1)).sum(dim=1)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.shape[0], device=order.device)
+    return functional.embedding_bag(
+        place.view(weights.shape), result, mode="sum", per_sample_weights=weights.to(result.dtype)
+    )
+
+
+def _check(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, activation: Any) -> None:
+    """Raises ProblemError for operands that are none of a layer."""
+    if not callable(activation) and activation not in _ACTIVATIONS:
+        raise ProblemError(
+            f"activation {activation!r} has no gated form; use {', '.join(_ACTIVATIONS)}, or a function"
+        )
+    shapes = tuple(tuple(tensor.shape) for tensor in (x, gate_up, down))
+    if not (x.ndim == 2 and gate_up.ndim == down.ndim == 3) or (
+        gate_up.shape[2] != x.shape[1] or down.shape != (gate_up.shape[0], x.shape[1], gate_up.shape[1] // 2)
+    ):
+        raise ProblemError(
+            f"x {shapes[0]}, gate_up {shapes[1]}, down {shapes[2]}; give (tokens, hidden), "
+            "(experts, 2 inner, hidden) and (experts, hidden, inner)"
+        )
+    if index.ndim != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
+        raise ProblemError(
+            f"index {tuple(index.shape)} and weights {tuple(weights.shape)} of {x.shape[0]} tokens; "
+            "give both as (tokens, experts of each)"
+        )
+    if index.dtype not in (torch.int64, torch.int32):
+        raise ProblemError(f"index is {index.dtype}; give numbers of experts: index.to(torch.int64)")

@@ -1,0 +1,71 @@
+"""transformers: layers of experts by `tunegemm.experts`, as ``experts_implementation="tunegemm"``. Written
+for 5.17 to 5.23.
+
+transformers has no entry points: a program calls `register` once, before or after it makes a model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tunegemm.serve.gated_experts import experts
+
+NAME = "tunegemm"
+
+
+def register() -> None:
+    """Makes ``config._experts_implementation = "tunegemm"`` known. Raises ImportError without them."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """A layer of experts as transformers holds one (`use_experts_implementation`): (tokens, hidden) again.
+
+    Layers without a gate, or with a norm behind each expert, are transformers' own by torch's grouped
+    product, and compiled ones of other dtypes than bf16.
+    """
+    from transformers.integrations import moe
+
+    if (
+        not getattr(self, "has_gate", True)
+        or getattr(self, "has_post_expert_norm", False)
+        or (torch.compiler.is_compiling() and self.gate_up_proj.dtype is not torch.bfloat16)
+    ):
+        return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    gate_up, down = self.gate_up_proj, self.down_proj
+    if self.is_transposed:
+        gate_up, down = gate_up.mT, down.mT
+    result = experts(
+        hidden_states.to(gate_up.dtype),  # autocast leaves fp32 before a layer
+        gate_up,
+        down,
+        top_k_index,
+        top_k_weights,
+        gate_up_bias=self.gate_up_proj_bias if self.has_bias else None,
+        down_bias=self.down_proj_bias if self.has_bias else None,
+        activation=activation_of(self, moe._default_apply_gate),
+        elsewhere=getattr(self, "_is_expert_parallel", True),
+    )
+    return result.to(hidden_states.dtype)
+
+
+#: Classes of `transformers.activations` and of torch by what they compute.
+_ACTIVATIONS = {
+    "SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh",
+    "ReLU": "relu",
+}  # fmt: skip
+
+
+def activation_of(layer: Any, default_gate: Any) -> Any:
+    """The name of a layer's activation; its own function of gate and up where it gates in another way."""
+    if type(layer)._apply_gate is default_gate:
+        found = type(layer.act_fn).__name__
+        if found in _ACTIVATIONS and getattr(layer.act_fn, "approximate", "none") == "none":
+            return _ACTIVATIONS[found]
+    return layer._apply_gate
