@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.errors import TunegemmError
@@ -23,8 +22,8 @@ _STYLE = {
 }  # fmt: skip
 
 
-def render(draw: Callable[[Rows], Figure], rows: Rows, kind: str) -> bytes:
-    """The figure as a file of that kind, `svg` or `png`. Raises TunegemmError where matplotlib is missing."""
+def render(draw: Callable[[Rows], Figure], rows: Rows) -> bytes:
+    """The figure as an SVG file. Raises TunegemmError where matplotlib is missing."""
     try:
         import matplotlib.style
     except ImportError:
@@ -34,50 +33,8 @@ def render(draw: Callable[[Rows], Figure], rows: Rows, kind: str) -> bytes:
     out = io.BytesIO()
     # Over matplotlib's defaults: a process may have changed them (Optuna's plots set a style and leave it).
     with matplotlib.style.context(["default", _STYLE]):
-        metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {"Software": "tunegemm"}
-        draw(rows).savefig(out, format=kind, dpi=160, metadata=metadata)
+        draw(rows).savefig(out, format="svg", dpi=160, metadata={"Date": None})
     return out.getvalue()
-
-
-def save(draw: Callable[[Rows], Figure], rows: Rows, out: Path) -> None:
-    """Writes the figure. Raises TunegemmError for an ending other than .svg and .png."""
-    kind = out.suffix.lower().removeprefix(".")
-    if kind not in ("svg", "png"):
-        raise TunegemmError(f"{out}: figures are .svg or .png; name such a file with --out")
-    content = render(draw, rows, kind)
-    try:
-        out.write_bytes(content)
-    except OSError as error:
-        raise TunegemmError(f"{out}: {error.strerror}; choose another --out") from None
-
-
-def sweep_over_k(rows: Rows) -> Figure:
-    """TFLOP/s, and speed relative to cuBLAS, over K: the rows of seed-004.json."""
-    from matplotlib.figure import Figure
-
-    lines = (
-        ("tunegemm_cute", "our best of 20", FASTER, "-", 2.2),
-        ("pp128x128x64", "the article's kernel", "#4b9c8e", "--", 1.6),
-        ("cublaslt", "best of cuBLASLt", "#b98900", "-.", 1.6),
-        ("torch", "cuBLAS (torch.mm)", SLOWER, "-", 1.6),
-    )
-    ks = [row["k"] for row in rows]
-    figure = Figure((7.6, 5.8))
-    upper = figure.add_axes((0.09, 0.42, 0.68, 0.45))
-    lower = figure.add_axes((0.09, 0.095, 0.68, 0.26), sharex=upper)
-    for name, label, colour, style, width in lines:
-        for axes, column in ((upper, "tflops"), (lower, "ratio")):
-            values = [row["providers"][name][column] for row in rows]
-            axes.plot(ks, values, style, color=colour, lw=width, label=label)
-    upper.set_ylabel("TFLOP/s")
-    upper.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, fontsize=9)
-    upper.tick_params(labelbottom=False)
-    lower.set(xlabel="K", ylabel="times cuBLAS", xlim=(0, 2100), xticks=range(0, 2049, 256))
-    for axes in (upper, lower):
-        axes.grid()
-    figure.text(0.02, 0.96, "8448 x 9216 x K, bf16, NVIDIA H200", weight="bold", fontsize=13, va="center")
-    figure.text(0.02, 0.915, "All four in one interleave per K.", fontsize=9, color=MUTED, va="center")
-    return figure
 
 
 def products(rows: Rows) -> Figure:
@@ -110,34 +67,18 @@ def products(rows: Rows) -> Figure:
 
 def first_uses(rows: Rows) -> Figure:
     """What was expected of products that were served by prediction, and what they got (first_use.json)."""
-    found = [
-        {"torch_known": True, "served": True, "expected": row["expected"], "got": row["ratio"]}
-        for row in rows
-        if row["expected"]
-    ]
-    return predicted(found, "Products that nobody tuned, by an installed package on their first calls.")
-
-
-def predicted(rows: Rows, said: str = "") -> Figure:
-    """What the selector expected of products that it had not seen, and what they got (selector.json).
-
-    said: the line below the title.
-    """
     from matplotlib.figure import Figure
 
     figure = Figure((7.6, 5.2))
     axes = figure.add_axes((0.1, 0.11, 0.86, 0.76))
-    found = [row for row in rows if row["torch_known"]]
+    found = [row for row in rows if row["expected"]]
     low, high = 0.75, 1.6
     axes.plot((low, high), (low, high), color=LINE, lw=2)
     axes.axhline(1, color=INK, lw=1)
-    for served, color, label in ((False, MUTED, "left to torch"), (True, FASTER, "served")):
-        if not (mine := [row for row in found if row["served"] is served]):
-            continue
-        axes.plot(
-            [row["expected"] for row in mine], [row["got"] for row in mine], "o", color=color, ms=3.5,
-            alpha=0.6, mew=0, label=f"{label}: {len(mine)}",
-        )  # fmt: skip
+    axes.plot(
+        [row["expected"] for row in found], [row["ratio"] for row in found], "o", color=FASTER, ms=3.5,
+        alpha=0.6, mew=0, label=f"served: {len(found)}",
+    )  # fmt: skip
     axes.set(
         xlim=(low, high),
         ylim=(low, high),
@@ -148,7 +89,7 @@ def predicted(rows: Rows, said: str = "") -> Figure:
     axes.legend(frameon=False, loc="upper left", fontsize=9)
     figure.text(0.02, 0.955, "Predicted and measured gain", weight="bold", fontsize=12, va="center")
     figure.text(
-        0.02, 0.91, said or "The launch chosen for each product, by a model that had not seen its N and K.",
+        0.02, 0.91, "Products that nobody tuned, by an installed package on their first calls.",
         fontsize=9, color=MUTED, va="center",
     )  # fmt: skip
     return figure

@@ -62,9 +62,7 @@ def meta(device: Device, method: str) -> dict[str, Any]:
 
 def command_line(arguments: list[str]) -> str:
     """What to type to run this again. Where its files went says nothing about a figure, and is left out."""
-    path = Path(arguments[0])
-    room = "seeds." if path.parent.name == "seeds" else ""
-    words = ["python", "-m", f"benchmarks.{room}{path.stem}"]
+    words = ["python", "-m", f"benchmarks.{Path(arguments[0]).stem}"]
     rest = iter(arguments[1:])
     for word in rest:
         if word in _PLACES:
@@ -225,14 +223,3 @@ def peers_table(rows: list[dict[str, Any]], *, floor: float = 0.98) -> str:
         more = ", ..." if len(where) > 4 else ""
         lines.append(f"skipped {name}: {reason} ({len(where)} shapes: {', '.join(where[:4])}{more})")
     return "\n".join(lines)
-
-
-def opened(path: Path) -> Results:
-    """A result file, to which rows are added as it is. Raises ResultsError for another file."""
-    try:
-        told = json.loads(path.read_text())["meta"]
-        results = Results(path, told)
-        results.meta = told
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ResultsError(f"{path}: not a result file ({error})") from None
-    return results

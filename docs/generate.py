@@ -23,9 +23,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.tables.batches import batch_invariance, class_order, class_splits
 from benchmarks.tables.peers import even_rows, peers, peers_odd, summary
 from benchmarks.tables.programs import (
+    batch_invariance,
     campaign,
     clients,
     dispatch,
@@ -33,17 +33,13 @@ from benchmarks.tables.programs import (
     experts,
     first_use,
     first_use_kinds,
-    kinds,
     layers,
-    quality,
     search,
-    selector,
     tuning_many,
     tuning_time,
     vllm,
 )
 from benchmarks.tables.reading import DocsError, load
-from benchmarks.tables.seeds import seed_000, seed_001, seed_003, seed_004
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
@@ -183,10 +179,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "first-use": first_use,
     "first-use-kinds": first_use_kinds,
     "experts": experts,
-    "kinds": kinds,
     "tuning-time": tuning_time,
     "tuning-many": tuning_many,
-    "quality": quality,
     "search": search,
     "campaign": campaign,
     "clients": clients,
@@ -194,40 +188,26 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "vllm": vllm,
     "dtypes": dtypes,
     "dispatch": dispatch,
-    "selector": selector,
     "batch-invariance": batch_invariance,
-    "class-order": class_order,
-    "class-splits": class_splits,
     "cli": cli,
     "labels": labels,
     "sample": sample,
     "shipped": shipped,
-    "seed-000": seed_000,
-    "seed-001": seed_001,
-    "seed-003": seed_003,
-    "seed-004": seed_004,
 }
 
 
 def figures(results: Path = RESULTS) -> dict[Path, bytes]:
     """Content of each figure that is drawn of a result file, by its path."""
-    found = {}
-    for out, name in (
-        ("products.svg", "peers.json"), ("seed-004.svg", "seed-004.json"),
-        ("selector.svg", "selector.json"), (f"selector{OF_H100}.svg", "selector.json"),
-        ("first-use.svg", "first_use.json"), (f"first-use{OF_H100}.svg", "first_use.json"),
-    ):  # fmt: skip
-        kind = out.removesuffix(".svg")
-        if (data := load(results_of(kind, results), name)) is not None:
-            from benchmarks import figures
+    from benchmarks.figures import first_uses, products, render
 
-            rows = even_rows(data["rows"]) if out == "products.svg" else data["rows"]
-            kinds = {
-                "products": figures.products, "selector": figures.predicted,
-                "first-use": figures.first_uses,
-            }  # fmt: skip
-            drawn = kinds.get(kind.removesuffix(OF_H100), figures.sweep_over_k)
-            found[ROOT / "docs" / "figures" / out] = figures.render(drawn, rows, "svg")
+    found = {}
+    for out, name, draw in (
+        ("products", "peers.json", products), ("first-use", "first_use.json", first_uses),
+        (f"first-use{OF_H100}", "first_use.json", first_uses),
+    ):  # fmt: skip
+        if (data := load(results_of(out, results), name)) is not None:
+            rows = even_rows(data["rows"]) if draw is products else data["rows"]
+            found[ROOT / "docs" / "figures" / f"{out}.svg"] = render(draw, rows)
     return found
 
 

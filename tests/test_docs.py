@@ -52,7 +52,7 @@ def test_every_block_is_in_one_document(generate: ModuleType) -> None:
 
 
 def test_the_figures_are_current(figures: dict[Path, bytes]) -> None:
-    names = {"products", "seed-004", "selector", "selector-h100", "first-use", "first-use-h100"}
+    names = {"products", "first-use", "first-use-h100"}
     assert {path.name for path in figures} == {f"{name}.svg" for name in names}
     for path, content in figures.items():
         assert path.read_bytes() == content, f"{path.name} is out of date; run `make docs`"

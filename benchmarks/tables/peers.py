@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.results import geometric_mean
 from benchmarks.tables.reading import (
     BASELINE,
     ROOT,
-    load,
-    machine_line,
+    Data,
     markdown_table,
-    not_measured,
+    of_file,
     ratios,
     shape_of,
 )
@@ -32,39 +30,30 @@ SUMMARY = (
 PEERS = (BASELINE, "cublaslt", "quack", "inductor")
 
 
-def peers(results: Path) -> str:
+@of_file("peers.json")
+def peers(data: Data) -> list[str]:
     """The providers over all shapes but the odd ones, their geometric means, and where tunegemm loses."""
-    data = load(results, "peers.json")
-    if data is None:
-        return not_measured(results, "peers.json")
     rows = even_rows(data["rows"])
-    parts = (machine_line(data.get("meta", {})), *providers(rows, MAIN), missing_shapes(rows))
-    return "\n\n".join(part for part in parts if part)
+    return [*providers(rows, MAIN), missing_shapes(rows)]
 
 
-def peers_odd(results: Path) -> str:
+@of_file("peers.json", machine=False)
+def peers_odd(data: Data) -> list[str]:
     """The same over the odd shapes."""
-    data = load(results, "peers.json")
-    if data is None:
-        return not_measured(results, "peers.json")
     odd = odd_shapes()
     rows = [row for row in data["rows"] if shape_of(row) in odd]
-    if not rows:
-        return not_measured(results, "peers.json")
     found = [ratios(row) for row in rows]
-    best = max(one.get("inductor", 0) for one in found)
+    best = max((one.get("inductor", 0) for one in found), default=0)
     ours = geometric_mean([one["tunegemm"] for one in found if "tunegemm" in one])
     said = (
         f"Inductor is up to {best:.1f} times as fast as `torch.mm`, `tunegemm` {ours:.2f} times on average."
     )
-    return "\n\n".join([*(part for part in providers(rows, ODD) if part), said])
+    return [*providers(rows, ODD), said]
 
 
-def summary(results: Path) -> str:
+@of_file("peers.json", machine=False)
+def summary(data: Data) -> list[str]:
     """A few products and the geometric means over all of them, for the README."""
-    data = load(results, "peers.json")
-    if data is None:
-        return not_measured(results, "peers.json")
     rows = even_rows(data["rows"])
     found = {shape_of(row): ratios(row) for row in rows}
     names = [
@@ -84,12 +73,12 @@ def summary(results: Path) -> str:
     slower = sorted((ratio, shape) for shape, ratio in own.items() if ratio < 1)
     losses = ", ".join(f"{shape} {ratio:.3f}" for ratio, shape in slower) or "none"
     gpu, date = data.get("meta", {}).get("gpu", ""), str(data.get("meta", {}).get("date", ""))[:10]
-    return "\n\n".join([
+    return [
         f"{gpu}, {date}, bf16: speed relative to `torch.mm` in one race per product, in steady state where "
         "the power cap binds. All products were tuned before; in brackets how many have a figure.",
         markdown_table(["M x N x K", *names], [*lines, means]),
         f"Slower than `torch.mm`, of {len(own)}: {losses}.",
-    ])  # fmt: skip
+    ]
 
 
 def even_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

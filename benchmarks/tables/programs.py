@@ -1,20 +1,22 @@
-"""Tables of what users wait for: tuning, calls, other dtypes, whole models."""
+"""Tables of what users wait for: tuning, calls, other dtypes, whole models, bits at any batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.results import geometric_mean
 from benchmarks.tables.reading import (
+    Data,
     clocks_of,
     extents_of,
     load,
     machine_line,
     markdown_table,
     not_measured,
+    of_file,
     shape_of,
 )
 
@@ -22,11 +24,9 @@ from benchmarks.tables.reading import (
 _POWER = {"at the cap": True, "below it": False, "": None}
 
 
-def tuning_time(results: Path) -> str:
+@of_file("tuning_time.json")
+def tuning_time(data: Data) -> list[str]:
     """How long one product takes in a process of its own: nothing compiled, and with its kernels."""
-    data = load(results, "tuning_time.json")
-    if data is None:
-        return not_measured(results, "tuning_time.json")
     lines = []
     for row in data["rows"]:
         seconds = [f"{row[key]:.1f}" for key in ("cold_s", "first_s", "warm_s", "searched_s", "next_s")]
@@ -37,14 +37,12 @@ def tuning_time(results: Path) -> str:
         "M x N x K", "power", "cold s", "first measurement s", "warm s", "but for imports s", "next s",
         "measured", "compiled", "times torch.mm",
     ]  # fmt: skip
-    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
+    return [markdown_table(header, lines)]
 
 
-def tuning_many(results: Path) -> str:
+@of_file("tuning_many.json")
+def tuning_many(data: Data) -> list[str]:
     """How long the command took for the products of several models, and what peers took for one each."""
-    data = load(results, "tuning_many.json")
-    if data is None:
-        return not_measured(results, "tuning_many.json")
     commands, products = [], []
     for mode in dict.fromkeys(row["mode"] for row in data["rows"]):
         one, rows = data[mode], [row for row in data["rows"] if row["mode"] == mode]
@@ -58,36 +56,15 @@ def tuning_many(results: Path) -> str:
             if seconds := sorted(row["seconds"] for row in group if row["seconds"] is not None):
                 middle, many = median(seconds), seconds[int(0.9 * (len(seconds) - 1))]
                 products.append([mode, name, str(len(seconds)), f"{middle:.1f}", f"{many:.1f}"])
-    tables = [
+    return [
         markdown_table(["mode", "s", "done", "first measurement s", "compiled", "times torch.mm"], commands),
         markdown_table(["mode", "power", "products", "median s", "90 % within s"], products),
     ]
-    return "\n\n".join([machine_line(data["meta"]), *tables])
 
 
-def quality(results: Path) -> str:
-    """What quick tunings find, beside the default search of the day before the model knew joules."""
-    data = load(results, "quality.json")
-    if data is None:
-        return not_measured(results, "quality.json")
-    lines = [
-        [
-            shape_of(row), "at the cap" if row["at_cap"] else "below it", f"`{row['quick']}`",
-            f"`{row['before']}`", f"{row['ratio']:.3f}",
-        ]
-        for row in data["rows"]
-        if row["ratio"] is not None
-    ]  # fmt: skip
-    lines.append([f"geometric mean of {data['products']}", "", "", "", f"{data['geometric_mean']:.3f}"])
-    header = ["M x N x K", "power", "quick", "search of 2026-11-22", "quick is faster by"]
-    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
-
-
-def search(results: Path) -> str:
+@of_file("search.json")
+def search(data: Data) -> list[str]:
     """By strategy, how far behind the best of a sweep the best of its first candidates is."""
-    data = load(results, "search.json")
-    if data is None:
-        return not_measured(results, "search.json")
     lines = [
         [
             one["strategy"], one["timing"], str(one["sweeps"]),
@@ -96,7 +73,7 @@ def search(results: Path) -> str:
         for one in data["strategies"]
     ]  # fmt: skip
     header = ["strategy", "timing", "sweeps", "after 8", "after 16", "after 32", "after 64"]
-    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
+    return [markdown_table(header, lines)]
 
 
 def _regret(one: Mapping[str, Any], count: int) -> str:
@@ -106,11 +83,9 @@ def _regret(one: Mapping[str, Any], count: int) -> str:
     return f"{one[f'median_{count}']:.2%} / {one[f'ninth_{count}']:.2%}"
 
 
-def campaign(results: Path) -> str:
+@of_file("campaign.json")
+def campaign(data: Data) -> list[str]:
     """How long a product took where many were tuned in one process."""
-    data = load(results, "campaign.json")
-    if data is None:
-        return not_measured(results, "campaign.json")
     lines = []
     for compiled in (False, True):
         for steady in (False, True):
@@ -125,14 +100,12 @@ def campaign(results: Path) -> str:
                 many = seconds[int(0.9 * (len(seconds) - 1))]
                 lines.append([kernels, race, str(len(seconds)), f"{median(seconds):.1f}", f"{many:.1f}"])
     header = ["kernels", "final race", "products", "median s", "90 % within s"]
-    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
+    return [markdown_table(header, lines)]
 
 
-def first_use(results: Path) -> str:
+@of_file("first_use.json")
+def first_use(data: Data) -> list[str]:
     """What an installed package gains with nothing tuned: shipped products, and others."""
-    data = load(results, "first_use.json")
-    if data is None:
-        return not_measured(results, "first_use.json")
     listed = [row for row in data["rows"] if row["listed"]]
     unseen = [row for row in data["rows"] if not row["listed"]]
     groups = {
@@ -157,7 +130,7 @@ def first_use(results: Path) -> str:
     first, *others = data["rows"]
     said += f"The process's first product took {first['first_ms']:.0f} ms beside what the benchmark had "
     said += f"imported, the longest first call of another {max(row['first_ms'] for row in others):.0f} ms."
-    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), said])
+    return [markdown_table(header, lines), said]
 
 
 def experts(results: Path) -> str:
@@ -185,11 +158,9 @@ def experts(results: Path) -> str:
 FEW_ROWS = 256
 
 
-def first_use_kinds(results: Path) -> str:
+@of_file("first_use_kinds.json")
+def first_use_kinds(data: Data) -> list[str]:
     """The same of products in fp16, in fp8 and with epilogues, by kind."""
-    data = load(results, "first_use_kinds.json")
-    if data is None:
-        return not_measured(results, "first_use_kinds.json")
     lines = []
     groups: dict[tuple[str, str, bool], list[dict[str, Any]]] = {}
     for row in data["rows"]:
@@ -213,31 +184,12 @@ def first_use_kinds(results: Path) -> str:
     header = [
         "kind", "rows", "timed", "served", "times torch", "of the served", "expected of them", "below 0.99"
     ]  # fmt: skip
-    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
+    return [markdown_table(header, lines)]
 
 
-def kinds(results: Path) -> str:
-    """What fitted gains make of fp8 and fused products that they were not fitted to, by kind and rows."""
-    data = load(results, "kinds.json")
-    if data is None:
-        return not_measured(results, "kinds.json")
-    lines = []
-    for kind, report in data["summary"].items():
-        for name, part in report["by_rows"].items():
-            if not part["products"]:
-                continue
-            mean, slowest = f"{part['geometric_mean']:.3f}", f"{part['slowest']:.3f}"
-            counts = str(part["products"]), str(part["served"])
-            lines.append([kind, name.removeprefix("to "), *counts, mean, str(part["under_099"]), slowest])
-    header = ["kind", "rows up to", "products", "served", "times torch", "slower by over 1 %", "worst"]
-    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
-
-
-def dtypes(results: Path) -> str:
+@of_file("dtypes.json")
+def dtypes(data: Data) -> list[str]:
     """torch's own call and our best kernel for each dtype, with the geometric mean of each."""
-    data = load(results, "dtypes.json")
-    if data is None:
-        return not_measured(results, "dtypes.json")
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in data["rows"]:
         words = [row["dtype"], "" if row["accumulation"] == "fast" else row["accumulation"]]
@@ -255,14 +207,12 @@ def dtypes(results: Path) -> str:
         mean = f"**{geometric_mean(found):.3f}**"
         lines.append([f"*{name}*", f"*geometric mean of {len(found)}*", "", "", "", mean])
     header = ["dtype", "M x N x K", "clocks", "torch, TFLOP/s", "tunegemm, TFLOP/s", "times torch"]
-    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
+    return [markdown_table(header, lines)]
 
 
-def dispatch(results: Path) -> str:
+@of_file("dispatch.json")
+def dispatch(data: Data) -> list[str]:
     """What a call costs the host, beside torch's own."""
-    data = load(results, "dispatch.json")
-    if data is None:
-        return not_measured(results, "dispatch.json")
     lines = [
         [row["call"], f"{row['torch_us']:.2f}", f"{row['tunegemm_us']:.2f}", f"{row['ratio']:.3f}"]
         for row in data["rows"]
@@ -283,14 +233,12 @@ def dispatch(results: Path) -> str:
             f"{cold['import_and_matmul_ms']:.0f} ms"
         )
     said += "."
-    return "\n\n".join([machine_line(data["meta"]), table, said])
+    return [table, said]
 
 
-def clients(results: Path) -> str:
+@of_file("clients.json")
+def clients(data: Data) -> list[str]:
     """A model end to end: milliseconds by workload and mode, with and without tunegemm."""
-    data = load(results, "clients.json")
-    if data is None:
-        return not_measured(results, "clients.json")
     lines = []
     for row in data["rows"]:
         ours = [f"{row['tunegemm_us'] / 1e3:.3f}", f"{row['ratio']:.3f}"] if "ratio" in row else ["", ""]
@@ -309,14 +257,12 @@ def clients(results: Path) -> str:
         if "ratio" in row and 1 - row["ratio"] > row["noise"]
     ]
     said = f"Slower than torch by more than the noise: {', '.join(slower) or 'none'}."
-    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), said])
+    return [markdown_table(header, lines), said]
 
 
-def layers(results: Path) -> str:
+@of_file("layers.json")
+def layers(data: Data) -> list[str]:
     """Layers of models under `patch(fuse=True)`: times torch and times merged weights, by mode."""
-    data = load(results, "layers.json")
-    if data is None:
-        return not_measured(results, "layers.json")
     rows = data["rows"]
     modes = [mode for mode in ("graph", "eager", "compile") if any(row["mode"] == mode for row in rows)]
     found = {(row["model"], row["rows"], row["mode"]): row for row in rows}
@@ -350,14 +296,12 @@ def layers(results: Path) -> str:
         if 1 - row["ratio"] > row["noise"]
     ]
     said.append(f"- slower than torch by more than the noise: {', '.join(slower) or 'none'}")
-    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), "\n".join(said)])
+    return [markdown_table(header, lines), "\n".join(said)]
 
 
-def vllm(results: Path) -> str:
+@of_file("vllm.json")
+def vllm(data: Data) -> list[str]:
     """An engine with and without the plug-in: tokens per second by phase and number of sequences."""
-    data = load(results, "vllm.json")
-    if data is None:
-        return not_measured(results, "vllm.json")
     lines: list[list[str]] = []
     told: dict[bool, list[str]] = {True: [], False: []}
     for row in data["rows"]:
@@ -386,37 +330,55 @@ def vllm(results: Path) -> str:
                 for who in ("vllm", "tunegemm")
                 if (same := found.get(f"bits_same_{who}")) is not None
             )
-    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines), said])
+    return [markdown_table(header, lines), said]
 
 
-def selector(results: Path) -> str:
-    """What the selector makes of products that it was not fitted to, by rows."""
-    header = [
-        "rows", "products", "best listed", "served", "geometric mean", "of the served", "expected of them",
-        "slower by over 1 %", "worst",
-    ]  # fmt: skip
-    data = load(results, "selector.json")
-    if data is None:
-        return not_measured(results, "selector.json")
+#: Others that the policy is compared with, by the ends of fields of a row.
+_OTHERS = {"fastest": "`fastest`", "torch": "torch", "triton": "Triton, one tile"}
+
+
+@of_file("batch_invariance.json")
+def batch_invariance(data: Data) -> list[str]:
+    """Differing bits, and speeds beside the policy `fastest`, torch and a Triton kernel of one tile."""
+    rows = data["rows"]
+    groups = {"all": rows}
+    groups |= _by(rows, lambda row: " ".join(filter(None, (row["dtype"], _epilogue(row)))))
+    groups |= _by(rows, lambda row: f"M = {row['m']}")
     lines = []
-    for known in (True, False):
-        summary = data["summary"]["known" if known else "unknown"]
-        rows = [row for row in data["rows"] if row["torch_known"] is known]
-        for name, part in summary["by_rows"].items():
-            low, high = (int(word) for word in name.split("-"))
-            served = [row for row in rows if row["served"] and low <= row["m"] <= high]
-            got = [row["got"] for row in served] or [1.0]
-            lines.append(
-                [
-                    name if known else f"{name}, torch's kernel not known",
-                    str(part["products"]),
-                    f"{part['best']:.3f}",
-                    f"{part['share']:.0%}",
-                    f"{part['geometric_mean']:.3f}",
-                    f"{geometric_mean(got):.3f}",
-                    f"{geometric_mean([row['expected'] for row in served] or [1.0]):.3f}",
-                    str(part["under_099"]),
-                    f"{min(got):.3f}",
-                ]
-            )
-    return "\n\n".join([machine_line(data["meta"]), markdown_table(header, lines)])
+    for name, group in groups.items():
+        shapes = {(row["n"], row["k"], row["dtype"], row["epilogue"]): row for row in group}
+        cells = [name, str(len(group)), str(sum(row["differing"] for row in shapes.values()))]
+        for other in _OTHERS:
+            found = [row for row in group if row.get(f"ratio_to_{other}")]
+            if not found:
+                cells += ["", ""]
+                continue
+            ratios = [row[f"ratio_to_{other}"] for row in found]
+            worst = min(found, key=lambda row: row[f"ratio_to_{other}"])
+            where = extents_of(worst) + (f" {_epilogue(worst)}" if _epilogue(worst) else "")
+            cells += [f"{geometric_mean(ratios):.3f}", f"{min(ratios):.3f} ({where})"]
+        lines.append(cells)
+    header = ["products", "timed", "M with other bits"]
+    for other in _OTHERS.values():
+        header += [f"to {other}", "worst"]
+    theirs = {
+        (row["n"], row["k"], row["dtype"], row["epilogue"]): row["triton_differing"]
+        for row in rows
+        if row.get("triton_differing") is not None
+    }
+    said = "The Triton kernel is not in this file."
+    if theirs:
+        unlike = sum(map(bool, theirs.values()))
+        said = f"Of the Triton kernel's {len(theirs)} products {unlike} have rows with other bits."
+    return [markdown_table(header, lines), said]
+
+
+def _epilogue(row: Mapping[str, Any]) -> str:
+    return "" if row["epilogue"] == "none" else str(row["epilogue"])
+
+
+def _by(rows: Sequence[dict[str, Any]], name: Any) -> dict[str, list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(name(row), []).append(row)
+    return groups

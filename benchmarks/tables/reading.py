@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BASELINE = "torch"
+#: Of a result file: `meta`, `rows`, and what else it sums up.
+Data = dict[str, Any]
 NOT_MEASURED = "*Nothing measured yet: `{path}` is not there.*"
 
 
@@ -34,6 +37,28 @@ def not_measured(results: Path, name: str) -> str:
     path = results / name
     shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
     return NOT_MEASURED.format(path=shown)
+
+
+def of_file(
+    name: str, *, machine: bool = True
+) -> Callable[[Callable[[Data], list[str]]], Callable[[Path], str]]:
+    """Makes a block, which is given a folder of result files, of what tells the paragraphs of a file's data.
+
+    machine: whether a line on the GPU and its software comes first.
+    """
+
+    def block_of(tell: Callable[[Data], list[str]]) -> Callable[[Path], str]:
+        @functools.wraps(tell)
+        def block(results: Path) -> str:
+            data = load(results, name)
+            if data is None:
+                return not_measured(results, name)
+            first = machine_line(data.get("meta", {})) if machine else ""
+            return "\n\n".join(part for part in (first, *tell(data)) if part)
+
+        return block
+
+    return block_of
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
