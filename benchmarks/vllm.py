@@ -1,7 +1,7 @@
 """Times vLLM with and without tunegemm's plug-in: tokens per second of a Llama model with random weights.
 
     python -m benchmarks.vllm                                # bf16 and fp8, then VLLM_BATCH_INVARIANT=1
-    python -m benchmarks.vllm --only bf16,invariant --sequences 16 --rounds 3
+    python -m benchmarks.vllm --only bf16 --seconds 100      # one kind in a stated time, its start aside
     python -m benchmarks.vllm --trial                        # does an engine start, and what serves what
     python -m benchmarks.vllm_layers                         # where none starts: its layers alone
 
@@ -38,13 +38,15 @@ from tunegemm.measure.statistics import aa_noise
 
 METHOD = (
     "tokens per second of vLLM's LLM.generate, with and without the plug-in in shuffled order in each round "
-    "(two engines that wait for each other), a sample of runs that take 0.15 s, medians; decode is the time "
-    "of 129 tokens less that of 1; ratio the median over rounds of one engine's sample to the other's; noise "
-    "of asking vLLM's twice a round; logits of one prompt and three tokens behind it, as long as the tokens "
-    "are the same, the largest difference over their standard deviation"
+    "(two engines that wait for each other), a sample of runs that take at least 1 s together, medians over "
+    "rounds; decode is the time of 129 tokens less that of 1; ratio the median over rounds of one engine's "
+    "sample to the other's; noise of asking vLLM's twice a round; logits of one prompt and three tokens "
+    "behind it, as long as the tokens are the same, the largest difference over their standard deviation"
 )
 KINDS = ("bf16", "fp8", "invariant")
 PHASES = ("decode", "prefill")
+#: What is done before samples, and rounds of samples that there are at least.
+WARM_SECONDS, LEAST_ROUNDS = 0.2, 2
 #: Prompts that are computed beside one whose logits are compared, where bits are to be the same.
 _OTHERS = (15, 63, 255)
 
@@ -60,7 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", default=",".join(KINDS), help="some of %(default)s")
     parser.add_argument("--sequences", default=",".join(map(str, SEQUENCES)), help="some of %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=200.0,
+        help="of measuring each kind, beside the start of its engines (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--layers", type=int, default=8, help="of the model (default: %(default)s)")
     parser.add_argument(
         "--trial", action="store_true", help="starts one engine with the plug-in, of the first kind"
@@ -79,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.trial:
             trial(_setting(kinds[0], True, options.layers), scratch)
         else:
-            run(kinds, sequences, options.rounds, options.layers, scratch, options.out)
+            run(kinds, sequences, options.seconds, options.layers, scratch, options.out)
     except (TunegemmError, EngineError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -152,7 +157,12 @@ def trial(setting: Setting, scratch: Path) -> None:
 
 
 def run(
-    kinds: Sequence[str], sequences: Sequence[int], rounds: int, layers: int, scratch: Path, out: Path | None
+    kinds: Sequence[str],
+    sequences: Sequence[int],
+    seconds: float,
+    layers: int,
+    scratch: Path,
+    out: Path | None,
 ) -> None:
     """Times what was asked for; prints and writes a row for each kind, phase and number of sequences."""
     device = find_device("cuda:0")
@@ -175,32 +185,37 @@ def run(
                 results.summary[f"logits_{kind}"] = compared(theirs, ours, kind == "invariant")
                 results.summary[f"served_{kind}"] = ours.said()
                 print(f"{kind}: {results.summary[f'logits_{kind}']}; {'; '.join(ours.said())}", flush=True)
-                for phase in PHASES:
-                    for count in sequences:
-                        row = measure(theirs, ours, phase, count, rounds)
-                        results.put(row)
-                        print(
-                            f"{kind} {phase} {count}: {row['engine_tokens_per_s']:.0f} -> "
-                            f"{row['tokens_per_s']:.0f} tokens/s, {row['ratio']:.3f} "
-                            f"(noise {100 * row['noise']:.1f} %)",
-                            flush=True,
-                        )
+                points = [(phase, count) for phase in PHASES for count in sequences]
+                for number, (phase, count) in enumerate(points):
+                    left = begin + seconds - time.monotonic()
+                    row = measure(theirs, ours, phase, count, left / (len(points) - number))
+                    results.put(row)
+                    print(
+                        f"{kind} {phase} {count}: {row['engine_tokens_per_s']:.0f} -> "
+                        f"{row['tokens_per_s']:.0f} tokens/s, {row['ratio']:.3f} "
+                        f"(noise {100 * row['noise']:.1f} %, {row['rounds']} rounds)",
+                        flush=True,
+                    )
                 print(f"{kind}: {time.monotonic() - begin:.0f} s", flush=True)
                 (scratch / ours.setting.name / "plans").write_text("\n".join(ours.ask("plans")) + "\n")
     _summarize(results)
 
 
-def measure(theirs: Engine, ours: Engine, phase: str, sequences: int, rounds: int) -> dict[str, Any]:
-    """The row of one phase and number of sequences."""
+def measure(theirs: Engine, ours: Engine, phase: str, sequences: int, seconds: float) -> dict[str, Any]:
+    """The row of one phase and number of sequences, of as many rounds as take so many seconds."""
+    end = time.monotonic() + seconds
     samples: dict[str, list[float]] = {"vllm": [], "again": [], "tunegemm": []}
     order = [("vllm", theirs), ("again", theirs), ("tunegemm", ours)]
     for engine in (theirs, ours):
-        engine.ask("sample", phase, sequences)
-    source = random.Random(0)
-    for _ in range(rounds):
+        engine.ask("sample", phase, sequences, WARM_SECONDS)
+    source, rounds, longest = random.Random(0), 0, 0.0
+    while rounds < LEAST_ROUNDS or time.monotonic() + longest < end:
+        begin = time.monotonic()
         source.shuffle(order)
         for name, engine in order:
             samples[name].append(engine.ask("sample", phase, sequences))
+        rounds += 1
+        longest = max(longest, time.monotonic() - begin)
     setting = ours.setting
     pairs = zip(samples["tunegemm"], samples["vllm"], samples["again"], strict=True)
     return {

@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import re
 import signal
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,8 +30,8 @@ GENERATED = 128
 STEP = 8192
 #: Of an engine's cache of keys and values: more than 256 prompts fit.
 CACHE_BYTES = 5 << 30
-#: What makes a sample, so that the clock's resolution and a single delay do not.
-SAMPLE_SECONDS = 0.15
+#: What makes a sample: the engine's own processes delay single runs by tens of milliseconds.
+SAMPLE_SECONDS = 1.0
 #: Where a process waits for the engine, which compiles as it starts.
 START_SECONDS = 240.0
 WORK_SECONDS = 120.0
@@ -241,22 +240,24 @@ def _timed(llm: Any, prompts: list[dict[str, list[int]]], tokens: int) -> float:
     return seconds
 
 
-def sample(llm: Any, phase: str, sequences: int) -> float:
-    """Tokens per second: of prompts in prefill, of what is generated behind the first token in decode."""
-    spent = 0.0
-    rates: list[float] = []
-    while spent < SAMPLE_SECONDS:
+def sample(llm: Any, phase: str, sequences: int, at_least: float = SAMPLE_SECONDS) -> float:
+    """Tokens per second: of prompts in prefill, of what is generated behind the first token in decode.
+
+    at_least: seconds of the engine's work; of so many runs all tokens and all times are added up.
+    """
+    spent, taken, runs = 0.0, 0.0, 0
+    while not runs or spent < at_least:
+        prompts = _prompts(sequences, PROMPT if phase == "prefill" else SHORT, runs)
+        first = _timed(llm, prompts, 1)
+        spent += first
         if phase == "prefill":
-            seconds = _timed(llm, _prompts(sequences, PROMPT, len(rates)), 1)
-            rates.append(sequences * PROMPT / seconds)
-            spent += seconds
+            taken += first
         else:
-            prompts = _prompts(sequences, SHORT, len(rates))
-            first = _timed(llm, prompts, 1)
-            seconds = _timed(llm, prompts, GENERATED + 1) - first
-            rates.append(sequences * GENERATED / seconds)
-            spent += seconds + first
-    return statistics.median(rates)
+            seconds = _timed(llm, prompts, GENERATED + 1)
+            spent += seconds
+            taken += seconds - first
+        runs += 1
+    return runs * sequences * (PROMPT if phase == "prefill" else GENERATED) / taken
 
 
 def logits(llm: Any, tokens: int, others: int = 0) -> list[tuple[int, bytes]]:
@@ -283,21 +284,29 @@ def plans(llm: Any) -> list[str]:
 
 
 def _plans(model: Any) -> list[str]:
+    """For each kind of product, which rows are served by which kernel, and which are the engine's own.
+
+    Of plans, and not of what was found for them: a kernel that the strides forbid serves nothing.
+    """
     from tunegemm.serve import api
 
-    state = api.dispatcher.planner.state
-    lines = []
-    for (problem, index), prepared in sorted(state.prepared.items(), key=lambda item: str(item[0][0])):
-        record = None if prepared is None else prepared.record
-        if (problem, index) in state.compiling:
-            by = "vLLM, while its kernel is compiled"
-        elif prepared is None or record is None:
-            by = "vLLM"
-        else:
-            near = "" if record.problem == problem else ", near"
-            by = f"{record.candidate.family} {record.label} (expected {prepared.ratio:.3f}{near})"
-        lines.append(f"{problem}: {by}")
-    return lines
+    found: dict[str, dict[str, set[int]]] = {}
+    for key, plan in api.dispatcher.planner.state.plans.items():
+        form, a, b, dtype = key[0], key[5], key[9], key[7]
+        kind = f"{str(dtype).removeprefix('torch.')} {tuple(b)} {form.text}".rstrip()
+        rows = 1
+        for extent in a[:-1]:
+            rows *= extent
+        by = "vLLM"
+        if plan is not None and plan.record is not None:
+            near = "" if plan.record.problem == plan.problem else ", near"
+            by = f"{plan.record.candidate.family} {plan.record.label}{near}"
+        found.setdefault(kind, {}).setdefault(by, set()).add(rows)
+    return [
+        f"{kind}: {', '.join(map(str, sorted(rows)))} by {by}"
+        for kind, served in sorted(found.items())
+        for by, rows in sorted(served.items(), key=lambda item: min(item[1]))
+    ]
 
 
 WORK: dict[str, Callable[..., Any]] = {"sample": sample, "logits": logits, "plans": plans}

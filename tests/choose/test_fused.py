@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 import warnings
@@ -67,6 +68,21 @@ def test_few_rows_of_fp8_are_served(device: Device) -> None:
     facts = json.loads(json.dumps(told.asdict(), allow_nan=False))
     assert facts["predicted"]["least_ratio"] == pytest.approx(found.predictions[0].bound)
     assert select(Snapshot(), SERVED, device, near=False).outcome == "miss"
+
+
+def test_between_ends_that_are_surely_refused_nothing_passes(device: Device, monkeypatch) -> None:
+    """Ranges of rows are decided by their ends; each of their rows would be told the same by itself."""
+    source = random.Random(7)
+    rows = [int(2 ** source.uniform(8.1, 13.9)) for _ in range(24)]
+    asked = [Problem.parse(f"{m}x{n}x{k}", **ROWWISE) for m in rows for n, k in ((6144, 4096), (28672, 4096))]
+    by_ends = [outlook(problem, device) for problem in asked]
+    monkeypatch.setattr(fitted, "SURELY", math.inf)
+    by_itself = [outlook(problem, device) for problem in asked]
+    assert [each.options for each in by_ends] == [each.options for each in by_itself]
+    shut = [each.rows for each in by_ends if each.rows]
+    assert len(shut) > len(asked) / 2, "most are decided so"
+    for problem, each in zip(asked, by_ends, strict=True):
+        assert each.rows is None or each.rows[0] <= problem.m <= each.rows[1]
 
 
 @pytest.mark.parametrize(

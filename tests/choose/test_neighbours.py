@@ -301,3 +301,44 @@ def test_two_sessions_differ_by_less_than_the_margin(of_today):
         same = [p for p in row["providers"].values() if p.get("label") == record.label] if row else []
         apart += [abs(one["ratio"] / record.ratio - 1) for one in same[:1]]
     assert statistics.median(apart) < neighbours.MARGIN
+
+
+@pytest.mark.parametrize("ratios", [(1.2, 1.2), (1.2, 1.01), (1.01, 1.2)])
+@pytest.mark.parametrize("extents", [(64, 256), (64, 4096), (256,), ()])
+@pytest.mark.parametrize("wins", [True, False])
+def test_refused_rows_are_refused_together(rows, device, ratios, extents, wins):
+    """What is said of a range of rows is what each of them is told; and no other's is said of it."""
+    library = TORCH_MM
+    made = rows()(
+        *((m, ratio, kernel() if wins else library) for m, ratio in zip(extents, ratios, strict=False))
+    )
+    for m in (
+        2,
+        31,
+        32,
+        33,
+        63,
+        65,
+        100,
+        127,
+        128,
+        129,
+        255,
+        257,
+        512,
+        513,
+        2047,
+        2048,
+        4095,
+        4097,
+        8192,
+        8193,
+    ):
+        found = neighbourhood(made, Problem(m, *SQUARE), device)
+        if found.options or found.rows is None:
+            continue
+        low, high = found.rows
+        assert low <= m <= high
+        for other in {low, (low + min(high, 20000)) // 2, min(high, 20000)}:
+            again = neighbourhood(made, Problem(other, *SQUARE), device)
+            assert (again.options, again.refusal, again.rows) == ((), found.refusal, found.rows), (m, other)

@@ -9,9 +9,10 @@ prediction.
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -29,6 +30,13 @@ from tunegemm.store.record import Record
 
 #: Launches that are offered of a product, for where the best one cannot be loaded.
 MOST_OPTIONS = 3
+#: From so many rows on a doubling of rows is so many ranges, and where at both ends of one the best stays so
+#: far below its margin, in log, nothing is served between: of 1,440 products of fp8 and SwiGLU with 257 to
+#: 16,384 rows 708 lay in such ranges, and none of them passed its margin (H200's files, 2026-11-27). To ask
+#: the trees takes milliseconds, and each step of a serving engine has rows of another number.
+FROM_ROWS, RANGES, SURELY = 256, 8, 0.02
+#: Ends of ranges that are remembered.
+MOST_LEADS = 4096
 
 Allows = Callable[[Problem, Candidate], str]
 """Why a candidate must not be used for a problem; empty when it may be."""
@@ -62,6 +70,8 @@ class Outlook:
     """Why there are none, in one clause."""
     decides: bool = True
     """Whether predictions are for such problems on such devices."""
+    rows: tuple[int, int] | None = None
+    """The numbers of rows at which the same is refused; None: not known of others."""
 
 
 def anything(problem: Problem, candidate: Candidate) -> str:
@@ -87,6 +97,10 @@ class Fitted(ABC):
     """How much of what is expected may be missing, in log, by `case` and range; None: nothing is served."""
     served: Mapping[str, Mapping[str, float]]
     """What the validation found, by case."""
+    _leads: dict[tuple[Problem, Device], float] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
+    """What passes the margin, in log, where it was asked for a whole range of rows."""
 
     @classmethod
     def of(cls, gpu: str, folder: Path | None = None) -> Self | None:
@@ -149,17 +163,25 @@ class Fitted(ABC):
         ask: for what torch's library chooses on a device; not asked where the device is not real.
         """
         if problem.m > self.rows[-1]:
-            return Outlook(refusal=f"predictions are for up to {self.rows[-1]} rows", decides=False)
+            refusal = f"predictions are for up to {self.rows[-1]} rows"
+            return Outlook(refusal=refusal, decides=False, rows=(self.rows[-1] + 1, sys.maxsize))
         least, most = self.extents
         if not (least <= problem.n <= most and least <= problem.k <= most):
-            return Outlook(refusal=f"predictions are for N and K from {least} to {most}", decides=False)
-        number = next(number for number, high in enumerate(self.rows) if problem.m <= high)
+            refusal = f"predictions are for N and K from {least} to {most}"
+            return Outlook(refusal=refusal, decides=False, rows=(1, self.rows[-1]))
+        number = self._number(problem)
         if self._margin(self.case(problem, None), number) is None:
-            return Outlook(refusal=f"nothing is predicted of them at {problem.m} rows", decides=False)
-        library = ask(replace(problem, epilogue=""), device.index) if device.is_real else None
-        case, loss = self.case(problem, library), self.loss(number)
-        margin = (self._margin(case, number) or 0.0) + loss
-        candidate_of, logs = self.expected(problem, device, library)
+            refusal = f"nothing is predicted of them at {problem.m} rows"
+            rows = (self.rows[number - 1] + 1 if number else 1, self.rows[number])
+            return Outlook(refusal=refusal, decides=False, rows=rows)
+        if (ends := self._ends(problem.m)) is not None:
+            leads = [self._lead(replace(problem, m=end), device, ask) for end in ends]
+            if max(leads) <= -SURELY:
+                refusal = (
+                    f"the best shipped kernel is predicted to gain too little at {ends[0]} to {ends[1]} rows"
+                )
+                return Outlook(refusal=refusal, rows=ends)
+        case, loss, margin, candidate_of, logs = self._asked(problem, device, ask)
         order = np.argsort(-logs, kind="stable").tolist()
         best = logs[order[0]] if order else -math.inf
         if best <= margin:
@@ -184,6 +206,42 @@ class Fitted(ABC):
                 record = Record(problem, candidate, device.fingerprint, label, ratio=bound)
                 options.append(Predicted(record, label, expected, bound, self.basis(case)))
         return Outlook(tuple(options), "" if options else "; ".join(refusals))
+
+    def _number(self, problem: Problem) -> int:
+        """Of the range of rows that holds the problem's."""
+        return next(number for number, high in enumerate(self.rows) if problem.m <= high)
+
+    def _ends(self, m: int) -> tuple[int, int] | None:
+        """The range of rows that is decided as one, if m is in one."""
+        step = math.floor(RANGES * math.log2(m / FROM_ROWS))
+        low, high = (round(FROM_ROWS * 2 ** (each / RANGES)) for each in (step, step + 1))
+        return (low, high) if FROM_ROWS <= low <= m <= high <= self.rows[-1] else None
+
+    def _lead(
+        self, problem: Problem, device: Device, ask: Callable[[Problem, int], LibraryChoice | None]
+    ) -> float:
+        """By how much the best that is expected passes the margin, in log."""
+        key = problem, device
+        if (known := self._leads.get(key)) is None:
+            if len(self._leads) >= MOST_LEADS:
+                self._leads.clear()
+            _, _, margin, _, logs = self._asked(problem, device, ask)
+            known = self._leads[key] = float(logs.max()) - margin if len(logs) else -math.inf
+        return known
+
+    def _asked(
+        self, problem: Problem, device: Device, ask: Callable[[Problem, int], LibraryChoice | None]
+    ) -> tuple[str, float, float, Callable[[int], Candidate], Floats]:
+        """The case, the loss, what is to be passed, and what is `expected`."""
+        library = ask(replace(problem, epilogue=""), device.index) if device.is_real else None
+        case, number = self.case(problem, library), self._number(problem)
+        loss = self.loss(number)
+        return (
+            case,
+            loss,
+            (self._margin(case, number) or 0.0) + loss,
+            *self.expected(problem, device, library),
+        )
 
     def _margin(self, case: str, number: int) -> float | None:
         return self.margins[case][number] if case in self.margins else None

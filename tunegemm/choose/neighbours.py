@@ -30,9 +30,11 @@ gain most; of equals the one whose waves change least. docs/decisions/0006 has t
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -113,6 +115,8 @@ class Neighbourhood:
     """Why there are none, in one clause."""
     neighbours: tuple[Record, ...] = ()
     """The records that were asked."""
+    rows: tuple[int, int] | None = None
+    """The numbers of rows at which the same is refused for the same reason; None: not known of others."""
 
 
 def neighbourhood(
@@ -127,20 +131,19 @@ def neighbourhood(
     """
     if problem.m == 1:
         return Neighbourhood(refusal="a single row takes what is recorded for it only")
-    neighbours = _brackets(snapshot, problem, device)
+    neighbours, rows = _brackets(snapshot, problem, device)
     if not neighbours:
-        return Neighbourhood(refusal="no recorded shape is near enough")
+        return Neighbourhood(refusal="no recorded shape is near enough", rows=rows)
     margin = _margin(problem, neighbours)
     for neighbour in neighbours:
         if "tile_m" not in neighbour.candidate.params:
-            refusal = f"a library's kernel won at {neighbour.problem.shape}"
-        elif neighbour.ratio < 1 + margin:
+            return Neighbourhood((), f"a library's kernel won at {neighbour.problem.shape}", neighbours, rows)
+        if neighbour.ratio < 1 + margin:
             refusal = (
                 f"{neighbour.ratio:.3f} x torch at {neighbour.problem.shape}, {1 + margin:.2f} asked for"
             )
-        else:
-            continue
-        return Neighbourhood((), refusal, neighbours)
+            # The margin of a single neighbour grows with the distance.
+            return Neighbourhood((), refusal, neighbours, rows if len(neighbours) == 2 else None)
     least = min(neighbour.ratio for neighbour in neighbours)
     offers, refusals = [], []
     for neighbour in neighbours:
@@ -160,23 +163,27 @@ def neighbourhood(
     return Neighbourhood(tuple(offers), "" if offers else "; ".join(refusals), neighbours)
 
 
-def _brackets(snapshot: Snapshot, problem: Problem, device: Device) -> tuple[Record, ...]:
-    """The nearest records below and above in m that are in reach."""
-    extents = sorted(m for m in snapshot.extents(problem) if m > 1)
-    below = _nearest(snapshot, problem, device, [m for m in reversed(extents) if m < problem.m])
-    above = _nearest(snapshot, problem, device, [m for m in extents if m > problem.m])
-    sides = tuple(side for side in (below, above) if side is not None)
+def _brackets(
+    snapshot: Snapshot, problem: Problem, device: Device
+) -> tuple[tuple[Record, ...], tuple[int, int]]:
+    """The nearest records below and above in m that are in reach, and the rows at which they are the same."""
+    m = problem.m
+    records = [one for one in snapshot.usable(problem, device.fingerprint) if one.problem.m not in (1, m)]
+    place = bisect.bisect(records, m, key=lambda one: one.problem.m)
+    sides = tuple(records[max(place - 1, 0) : place + 1])
+    least = records[place - 1].problem.m + 1 if place else 2
+    most = records[place].problem.m - 1 if place < len(records) else sys.maxsize
     if len(sides) == 2 and _doublings(*(side.problem.m for side in sides)) <= MAX_GAP:
-        return sides
-    near = sorted(sides, key=lambda side: _doublings(side.problem.m, problem.m))[:1]
-    return tuple(side for side in near if _doublings(side.problem.m, problem.m) <= MAX_REACH)
-
-
-def _nearest(snapshot: Snapshot, problem: Problem, device: Device, extents: Sequence[int]) -> Record | None:
-    for m in extents:
-        if (record := snapshot.find(replace(problem, m=m), device.fingerprint)) is not None:
-            return record
-    return None
+        return sides, (least, most)
+    for side in sides:  # two reaches do not meet: MAX_GAP is more than both
+        there = side.problem.m
+        if _doublings(there, m) <= MAX_REACH:
+            return (side,), (least, min(most, 2 * there)) if there < m else (max(least, -(-there // 2)), most)
+    if place:
+        least = 2 * records[place - 1].problem.m + 1
+    if place < len(records):
+        most = (records[place].problem.m - 1) // 2
+    return (), (least, most)
 
 
 def _margin(problem: Problem, neighbours: Sequence[Record]) -> float:

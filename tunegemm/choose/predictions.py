@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from functools import cache
 
@@ -16,13 +17,13 @@ def outlook(problem: Problem, device: Device, allows: Allows = anything) -> Outl
     """What the device's model says of a problem. A file that is of no use is one warning."""
     model = _model_for(problem)
     if not model.covers(problem):
-        return Outlook(decides=False)
+        return Outlook(decides=False, rows=(1, sys.maxsize))
     fitted = load(model, device.name)
     if isinstance(fitted, str):
-        return Outlook(refusal=fitted, decides=False)
+        return Outlook(refusal=fitted, decides=False, rows=(1, sys.maxsize))
     fingerprint = device.fingerprint
     if fingerprint.mig or fingerprint.sm_budget < fingerprint.sm_count:
-        return Outlook(refusal="predictions are for whole GPUs", decides=False)
+        return Outlook(refusal="predictions are for whole GPUs", decides=False, rows=(1, sys.maxsize))
     return fitted.outlook(problem, device, allows)
 
 

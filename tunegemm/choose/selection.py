@@ -37,6 +37,9 @@ class Selection:
     """The records of its neighbourhood that were asked, where the problem has none."""
     predictions: tuple[Predicted, ...] = ()
     """The options that were predicted from measurements of other products."""
+    rows: tuple[int, int] | None = None
+    """Of a miss, the numbers of rows at which what differs in them alone misses for the same reasons; None:
+    not known of others."""
 
     @property
     def advises_tuning(self) -> bool:
@@ -84,7 +87,10 @@ def select(
     why = f"{why}; {ahead.refusal}" if ahead.refusal else why
     around = neighbourhood(snapshot, problem, device, policy.refusal)
     if not around.options:
-        return Selection("miss", (), f"{why}; {around.refusal}", neighbours=around.neighbours)
+        rows = None
+        if ahead.rows is not None and around.rows is not None:
+            rows = max(ahead.rows[0], around.rows[0]), min(ahead.rows[1], around.rows[1])
+        return Selection("miss", (), f"{why}; {around.refusal}", neighbours=around.neighbours, rows=rows)
     options = tuple(option.record for option in around.options)
     return Selection("near", options, str(around.options[0]), around.options, around.neighbours)
 

@@ -40,6 +40,7 @@ class Snapshot:
         self._records = dict(by_problem)
         self._lookups = tuple(lookups)
         self._judged: dict[tuple[Problem, Fingerprint], list[tuple[Judgement, Record]]] = {}
+        self._usable: dict[tuple[Any, ...], list[Record]] = {}
         self.warnings = tuple(warnings)
 
     def __len__(self) -> int:
@@ -71,6 +72,15 @@ class Snapshot:
         """The recorded m of problems that differ from this one in m at most."""
         _, n, k, *others = problem_fields(problem)
         return frozenset(self._extents.get(tuple(others), {}).get((n, k), ()))
+
+    def usable(self, problem: Problem, fingerprint: Fingerprint) -> list[Record]:
+        """The records to launch of problems that differ from this one in m at most, by m. Of what differs in
+        m alone the answer is looked up once: the rows of a serving engine's steps are of any number."""
+        key = (*problem_fields(problem)[1:], fingerprint)
+        if (known := self._usable.get(key)) is None:
+            found = (self.find(replace(problem, m=m), fingerprint) for m in sorted(self.extents(problem)))
+            known = self._usable[key] = [record for record in found if record is not None]
+        return known
 
     def around(self, problem: Problem, doublings: float) -> Iterator[Problem]:
         """Recorded problems that differ in extents alone, by at most so many doublings, the nearest first."""

@@ -56,6 +56,11 @@ class Notices:
             self._untuned = {}
             atexit.register(self._print, os.getpid())
 
+    @property
+    def sums_up(self) -> bool:
+        """Whether `untuned` is to hear of each problem."""
+        return self._untuned is not None
+
     def untuned(self, problem: Problem) -> None:
         """A problem has no kernel."""
         if self._untuned is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import threading
 import time
@@ -27,7 +28,7 @@ from tunegemm.choose.policies import Policy
 from tunegemm.choose.selection import read_rivals, select
 from tunegemm.choose.snapshot import Snapshot, read_snapshot
 from tunegemm.describe.device import Device, find_device, package_version
-from tunegemm.describe.problem import Problem
+from tunegemm.describe.problem import MAX_ALIGNMENT, Problem
 from tunegemm.errors import one_line
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.serve.background import Answer, BackgroundCompiler, make_pool
@@ -198,6 +199,10 @@ class Planner:
             state = self._look() if known else self.state
             if key in state.plans:
                 return state, state.plans[key]
+            if self._is_missing(state, form, a, b, out):
+                state.make_room(MAX_PLANS)
+                state.plans[key] = None
+                return state, None
             plan = None
             with torch.inference_mode(False), torch.no_grad(), self._finder.guarded(state):
                 plan = self._make_plan(state, key, form, a, b, tensors, numbers, out)
@@ -207,6 +212,16 @@ class Planner:
             state.make_room(MAX_PLANS)
             state.plans[key] = plan
         return state, plan
+
+    def _is_missing(self, state: State, form: Form, a: torch.Tensor, b: torch.Tensor, out: Any) -> bool:
+        """Whether it is known by the number of rows that nothing serves a product, as of another such number
+        it was found (`Selection.rows`): steps of a serving engine have ever other ones."""
+        if not state.missing or b.ndim != 2 or not (form.is_plain or form.call == BELOW_AUTOGRAD):
+            return False
+        if (ranges := state.missing.get(_but_for_rows(form, a, b, out))) is None:
+            return False
+        rows = math.prod(a.shape[:-1])
+        return any(low <= rows <= high for low, high in ranges)
 
     def _apply_feedback(
         self, problem: Problem, served: Prepared | None, result: TuneResult | None, warning: str
@@ -283,6 +298,9 @@ class Planner:
             return None
         prepared = self._prepared(state, problem, a.device, name)
         if prepared is None or prepared.launch is None:
+            ranges = state.misses.get(_weight(problem, a.device.index or 0))
+            if ranges is not None and b.ndim == 2 and problem.batch == 1:
+                state.missing[_but_for_rows(form, a, b, out)] = ranges
             if (place := (problem, a.device.index or 0)) in state.compiling:
                 state.waiting.setdefault(place, set()).add(key)
             return None
@@ -387,6 +405,8 @@ class Planner:
         assert self._mode is not None
         wanted, snapshot = Wanted(problem, known, index, name), self._records(state, name)
         found, selection = self._finder.launcher(state, snapshot, wanted, self._mode)
+        if selection.rows is not None and self._mode != "online" and not self.notices.sums_up:
+            state.misses.setdefault(_weight(problem, index), []).append(selection.rows)
         if self._mode == "online" and selection.outcome != "hit":
             predictions = selection.predictions if found is not None else ()
             notify = partial(self._apply_feedback, problem, found)
@@ -452,6 +472,21 @@ class Planner:
                     self.notices.sum_up()
                 self._mode = read_mode(warn)
                 self.use(read_policy(warn))
+
+
+def _weight(problem: Problem, index: int) -> tuple[Hashable, ...]:
+    return (*weight_of(problem), problem.batch, index)
+
+
+def _but_for_rows(
+    form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None
+) -> tuple[Hashable, ...]:
+    """What decides of a call's problem but for its rows; where these are not dense all strides are in it."""
+    dense = tuple(
+        each.is_contiguous() or (each.shape, each.stride()) for each in ((a,) if out is None else (a, out))
+    )
+    low = (a.data_ptr() | b.data_ptr()) % MAX_ALIGNMENT
+    return form, dense, low & -low, a.ndim, a.shape[-1], a.dtype, a.device, b.shape, b.stride(), b.dtype
 
 
 _planners: weakref.WeakSet[Planner] = weakref.WeakSet()

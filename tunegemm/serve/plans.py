@@ -108,6 +108,10 @@ class State:
         """Keys of fused products that no kernel computes as a whole, but a tuned one without the rest."""
         self.compiling: dict[tuple[Problem, int], Compiling] = {}
         """Where `prepared` has none yet."""
+        self.misses: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+        """Ranges of rows at which nothing serves a weight, by `weight_of` and device."""
+        self.missing: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+        """The same lists, by what a call is but for its rows."""
         self.waiting: dict[tuple[Problem, int], set[tuple[Any, ...]]] = {}
         """Keys of plans that fall back to torch until then."""
 
@@ -146,6 +150,8 @@ class State:
 
     def forget(self, problem: Problem) -> None:
         """Plans of a problem are made anew; those that fell back to torch, too: they name no problem."""
+        self.misses.clear()
+        self.missing.clear()
         self.prepared = {place: one for place, one in self.prepared.items() if place[0] != problem}
         self.plans = {key: plan for key, plan in self.plans.items() if plan and plan.problem != problem}
         self.forget_checks()
