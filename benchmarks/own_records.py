@@ -17,10 +17,13 @@ _ENOUGH = 1.01
 def record_own(database: Database, tuner: Tuner, problem: Problem, trials: int) -> bool:
     """Tune a problem and make the tuner's fastest kernel its record, however fast; whether there is one.
 
+    A winner that gains less than dispatch asks for, as beside other work on the GPU, is stored as one that
+    does.
+
     database: a scratch one, since the stored ratio of a kernel that lost is made up.
     """
     result = tuner.tune(problem, trials=trials)
-    if result.best is not None and not is_torch(result.best.candidate):
+    if result.best is not None and not is_torch(result.best.candidate) and result.best.ratio >= _ENOUGH:
         return True
     measured = [o for o in result.outcomes if isinstance(o, Measurement) and not is_torch(o.candidate)]
     if not measured:
