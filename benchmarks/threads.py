@@ -6,12 +6,14 @@
 Eight threads call `tunegemm.matmul`, each with operands of its own and one weight, on one stream or on four,
 without and with a ninth thread that captures the product in CUDA graphs and replays them. Every result is
 compared, bit by bit, with that of the same operands computed alone. Writes results/GPU/threads.json: a row
-`{family, reduction, threads, streams, captures, calls, wrong}` for each.
+`{family, reduction, threads, streams, captures, calls, wrong, host_us}` for each, the last being the host's
+time of one call of a single thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 import threading
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.dispatch import place
+from benchmarks.dispatch import host_times, place
 from benchmarks.results import Results, meta, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
@@ -143,13 +145,14 @@ def run(device: Device, calls: int, results: Results) -> int:
     rows, total = [], 0
     for case in compiled:
         trial = Trial(case, device)
+        host_us = round(trial.host_us(), 2)
         for streams, captures in settings:
             wrong = trial.wrong(each, streams, captures)
             row = {
                 "m": case.problem.m, "n": case.problem.n, "k": case.problem.k, "dtype": case.problem.in_dtype,
                 "label": trial.label, "family": case.family, "reduction": case.reduction,
                 "threads": THREADS, "streams": streams, "captures": captures, "calls": each * THREADS,
-                "wrong": wrong,
+                "wrong": wrong, "host_us": host_us,
             }  # fmt: skip
             total += wrong
             rows.append(row)
@@ -216,6 +219,13 @@ class Trial:
 
     def _product(self, x: Any) -> Any:
         return self._multiply(x, self._weight.t())
+
+    def host_us(self) -> float:
+        """What one call costs the host, of one thread that the GPU does not keep waiting."""
+        import torch
+
+        samples = host_times({"": lambda: self._product(self._inputs[0])}, 15, torch.cuda.synchronize)
+        return statistics.median(samples[""])
 
     def wrong(self, calls: int, streams: int, captures: bool) -> int:
         """Of so many calls of each thread; those of graphs beside count where they are wrong."""
