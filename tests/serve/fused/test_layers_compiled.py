@@ -70,16 +70,35 @@ def test_modes_and_ragged_rows(serve, kernel):
         torch._dynamo.reset()
 
 
-def test_what_has_no_kernel_is_layer_by_layer(serve):
-    serve(Problem(1, 8, 8))
-    model, plain = made(), made()
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_has_no_kernel_is_layer_by_layer_but_for_few_rows(serve, kernel, monkeypatch, bias):
+    """Of up to 256 rows q, k and v are one product of torch's."""
+
+    def make() -> torch.nn.Module:
+        return torch.nn.Sequential(Attention(bias), Gates(bias=bias))
+
+    def calls(*lead: int, **how: bool) -> int:
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, **how)
+        _, (code,) = torch._inductor.utils.run_and_get_code(compiled, given(*lead))
+        close(compiled(given(*lead)), plain(given(*lead)), TOLERANCE)
+        return code.count("extern_kernels.tunegemm_product")
+
+    model, plain = made(make), made(make)
     fuse(model)
-    compiled = torch.compile(model, fullgraph=True)
-    with torch.no_grad(), warnings.catch_warnings():
+    serve(Problem(1, 8, 8))
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", TunegemmWarning)
-        _, (code,) = torch._inductor.utils.run_and_get_code(compiled, given())
-        assert "tunegemm" not in code.replace("tunegemm/", "")
-        close(compiled(given()), plain(given()), TOLERANCE)
+        with torch.no_grad():
+            assert calls(2, 128) == 1 + bias, "gate and up, too, where they lie after one another"
+            assert calls(2, 129) == 0, "it gains nothing there"
+            assert calls(2, 129, dynamic=True) == 1 + bias, "it may be fewer later"
+        assert calls() == 0, "gradients are wanted"
+        monkeypatch.setenv("TUNEGEMM_MODE", "off")
+        serve()
+        with torch.no_grad():
+            assert calls() == 0
+    assert not kernel.calls
 
 
 def test_weights_that_move_after_compiling(serve, kernel):

@@ -19,7 +19,7 @@ import torch
 
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import MATMUL, form_of
-from tunegemm.serve.torch.together import is_gated, operands_of
+from tunegemm.serve.torch.together import Layout, Tensors, is_gated, operands_of
 
 _NAME = "tunegemm_product"
 
@@ -63,8 +63,25 @@ def _lower(serving: Callable[[], Dispatcher]) -> None:
     def several_product(
         x: torch.Tensor, *others: torch.Tensor, site: str, weights: int, epilogue: str, out: torch.Tensor
     ) -> torch.Tensor:
-        right, bias = operands_of(others[:weights], others[weights:], epilogue)
+        right, bias = merged(site, others[:weights], others[weights:], epilogue)
         return serving().compiled(site, form_of(MATMUL, epilogue), x, right, bias, (), out)
+
+    layouts: dict[str, tuple[Layout | None, Layout | None]] = {}
+
+    def merged(site: str, weights: Tensors, biases: Tensors, epilogue: str) -> tuple[Any, Tensors]:
+        """`operands_of`, by addresses alone: a site's shapes and strides are always the same."""
+        if site not in layouts:
+            of_weights, of_biases = (
+                Layout.of(parts, in_turns=is_gated(epilogue)) if parts and site else None
+                for parts in (weights, biases)
+            )
+            layouts[site] = of_weights, of_biases
+        of_weights, of_biases = layouts[site]
+        right = None if of_weights is None else of_weights.view(weights)
+        bias = None if of_biases is None else of_biases.view(biases)
+        if right is None or (biases and bias is None):
+            return operands_of(weights, biases, epilogue)
+        return right, () if bias is None else (bias,)
 
     plain = form_of(MATMUL, "")
     choice = inductor.ExternKernelChoice(product, name=_NAME)

@@ -200,12 +200,8 @@ def is_served(dispatcher: Dispatcher, form: Form, a: torch.Tensor, b: torch.Tens
 
     Symbolic extents are taken for those that they were traced with, and any other m that is recorded will do.
     """
-    if a.ndim < 2 or b.ndim < 2 or a.device.type != DEVICE_TYPE or b.device != a.device:
+    if not may_be_served(a, b):
         return False
-    if torch.is_autocast_enabled(DEVICE_TYPE) and torch.get_autocast_dtype(DEVICE_TYPE) != a.dtype:
-        return False
-    if getattr(sys.modules.get("torch._inductor.config"), "cpp_wrapper", False):
-        return False  # C++ would call us through torch's dispatcher, and outlive the Python that we need
     places = [
         ([_hint(extent) for extent in tensor.shape], [_hint(step) for step in tensor.stride()], tensor.dtype)
         for tensor in (a, b)
@@ -217,6 +213,16 @@ def is_served(dispatcher: Dispatcher, form: Form, a: torch.Tensor, b: torch.Tens
             for shape, strides, dtype in places
         )
         return dispatcher.planner.serves(form, left, right, a.device.index or 0, any_m=symbolic)
+
+
+def may_be_served(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the code that is made of a product of operands that are being traced may call us."""
+    if a.ndim < 2 or b.ndim < 2 or a.device.type != DEVICE_TYPE or b.device != a.device:
+        return False
+    if torch.is_autocast_enabled(DEVICE_TYPE) and torch.get_autocast_dtype(DEVICE_TYPE) != a.dtype:
+        return False
+    # C++ would call us through torch's dispatcher, and outlive the Python that we need.
+    return not getattr(sys.modules.get("torch._inductor.config"), "cpp_wrapper", False)
 
 
 def _hint(extent: Any) -> int:

@@ -2,8 +2,8 @@
 
 `tunegemm::part` is the result of one of several linear layers that read one input, `tunegemm::gated` that of
 a pair with its gate. When a graph is made they become `tunegemm::several`, one product of all weights, where
-a kernel is recorded or predicted for it, and else torch's operators, layer by layer. Equal calls of `several`
-are one: by torch's partitioner where gradients are wanted, elsewhere by `lowering`.
+a kernel is recorded or predicted for it, or the rows are few, and else torch's operators, layer by layer.
+Equal calls of `several` are one: by torch's partitioner where gradients are wanted, elsewhere by `lowering`.
 
 Where the weights lie is seen when the graph runs: a graph holds no address. What was put elsewhere meanwhile
 is copied together, at each call.
@@ -23,7 +23,7 @@ from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import BELOW_AUTOGRAD, MATMUL, form_of
 from tunegemm.serve.torch import ops
 from tunegemm.serve.torch.autograd import gradients
-from tunegemm.serve.torch.together import Tensors, is_gated, operands_of
+from tunegemm.serve.torch.together import MAX_JOINED_ROWS, Tensors, is_gated, operands_of
 from tunegemm.serve.unfused import unfused
 
 _library = torch.library.Library("tunegemm", "FRAGMENT")
@@ -68,13 +68,27 @@ def define(serving: Callable[[], Dispatcher]) -> None:
         columns = sum(weight.shape[0] for weight in weights)
         return x.new_empty((*x.shape[:-1], columns // 2 if is_gated(epilogue) else columns))
 
-    def is_served(x: torch.Tensor, weights: Tensors, epilogue: str) -> bool:
+    def right_of(x: torch.Tensor, weights: Tensors) -> Any:
+        """All weights as far as they are known; None where an operator of ours may not read them."""
         first = weights[0]
-        rows, columns = sum(weight.shape[0] for weight in weights), first.shape[1]
-        right: Any = _Right((columns, rows), (1, columns), first.dtype, first.device)
         if torch._C._functorch.peek_interpreter_stack() is not None or x.dtype is not first.dtype:
+            return None
+        rows, columns = sum(weight.shape[0] for weight in weights), first.shape[1]
+        return _Right((columns, rows), (1, columns), first.dtype, first.device)
+
+    def is_served(x: torch.Tensor, weights: Tensors, epilogue: str) -> bool:
+        right = right_of(x, weights)
+        return right is not None and ops.is_served(serving(), form_of(MATMUL, epilogue), x, right)
+
+    def is_joined(x: torch.Tensor, weights: Tensors) -> bool:
+        """Whether one product of torch's takes the layers' place, as in eager code: see `MAX_JOINED_ROWS`."""
+        right, planner = right_of(x, weights), serving().planner
+        if right is None or not ops.may_be_served(x, right):
             return False
-        return ops.is_served(serving(), form_of(MATMUL, epilogue), x, right)
+        if planner.is_off or planner.state.policy.is_batch_invariant:
+            return False
+        size = x.numel()  # for symbolic rows any number is taken: what is lost for many is little
+        return not isinstance(size, int) or size <= MAX_JOINED_ROWS * right.shape[0]
 
     def whole_of(x: torch.Tensor, weights: Tensors, biases: Tensors, epilogue: str) -> torch.Tensor:
         return torch.ops.tunegemm.several(x, weights, biases, epilogue, records=ops.CALLS)
@@ -84,11 +98,14 @@ def define(serving: Callable[[], Dispatcher]) -> None:
     ) -> torch.Tensor:
         weight, bias = weights[index], biases[index] if biases else None
         # An exported graph runs as it is: no compiler joins its equal calls into one.
-        if torch.compiler.is_exporting() or not is_served(x, weights, "bias_n" if biases else ""):
+        if torch.compiler.is_exporting():
             return ops.traced_linear(x, weight, bias)
-        if torch.is_grad_enabled() and any(
+        trains = torch.is_grad_enabled() and any(
             tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
-        ):
+        )
+        if not is_served(x, weights, "bias_n" if biases else "") and (trains or not is_joined(x, weights)):
+            return ops.traced_linear(x, weight, bias)
+        if trains:
             return Part.apply(x, weight, bias, weights, biases, index)
         return slice_of(x, weights, biases, index)
 

@@ -22,11 +22,8 @@ from tunegemm.serve.guards import any_autocast, dispatch_modes, grad_enabled, is
 from tunegemm.serve.torch.autograd import DTYPES, PLAIN
 from tunegemm.serve.torch.layers.joined import Joined
 from tunegemm.serve.torch.several import traced_part
-from tunegemm.serve.torch.together import together
+from tunegemm.serve.torch.together import MAX_JOINED_ROWS, together
 
-#: Up to so many rows torch computes layers of one input as one product, where no kernel does. On an H200 it
-#: was 1.09 to 1.27 times as fast so, of attention in CUDA graphs; at 1024 rows and more 0.99 to 1.01 times.
-MAX_JOINED_ROWS = 256
 #: Row counts that are known to have no kernel, kept for each form.
 _MAX_MISSES = 256
 #: A first layer that was called so often in a row without the others computes for itself from then on.
@@ -106,10 +103,10 @@ class Shared:
         if not self.layers or (reason := refusal(self.layers, in_turns=self.in_turns)):
             return reason if self.layers else "it is being made"
         with torch.inference_mode(False), torch.no_grad():
-            weight = self._joined(self.parameters("weight"))
+            self._right = self._joined(self.parameters("weight"))
+            self._weight = self._right.t()
             biases = self.parameters("bias")
             self._bias = (self._joined(biases),) if biases else ()
-        self._right, self._weight = weight.t(), weight
         self._places = tuple(
             (layer._parameters, name, parameter.data_ptr(), parameter.dtype, parameter.stride())
             for layer in self.layers
@@ -128,6 +125,7 @@ class Shared:
                 parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
 
     def _joined(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+        """All as one, weights as (k, n)."""
         given = [parameter.detach() for parameter in parameters]
         whole = together(given, in_turns=self.in_turns)  # they may be there already
         if whole is None:
@@ -138,6 +136,7 @@ class Shared:
             for view, each in zip(views, parameters, strict=True):
                 view.copy_(each)
                 each.data = view
+            whole = whole.t()
         return whole
 
     def is_in_place(self) -> bool:
