@@ -3,6 +3,7 @@
     python -m benchmarks.experts                           # layers, rows and skews, all of them: 2 minutes
     python -m benchmarks.experts --rows 16384 --skews hot  # some of them
     python -m benchmarks.experts --kernels                 # each kernel of db/grouped.toml, too: a row's `us`
+    python -m benchmarks.experts --gates                   # gate and up with their gate
 
 A skew is how a router divides the rows: *uniform*, *typical* (shares of a gamma distribution), *hot* (one
 expert has most). Nothing is tuned. Writes results/GPU/experts.json after each row, so that it can run in
@@ -33,6 +34,7 @@ from tunegemm.generate import grouped as kernels
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.measure.statistics import aa_noise
 from tunegemm.model.grouped import choose, listed
+from tunegemm.serve import grouped
 from tunegemm.store import packs
 
 METHOD = (
@@ -91,9 +93,11 @@ class Case:
     a: torch.Tensor
     weights: torch.Tensor
     divisions: list[list[int]]
+    gate: str
+    """swiglu where the product is gated; else empty."""
 
     @classmethod
-    def make(cls, weights: torch.Tensor, rows: int, skew: str, least_bytes: int) -> Case:
+    def make(cls, weights: torch.Tensor, rows: int, skew: str, least_bytes: int, gate: str = "") -> Case:
         """As many divisions as together read so many bytes of weights."""
         count, n, k = weights.shape
         divisions: list[list[int]] = []
@@ -102,13 +106,21 @@ class Case:
             divisions.append(divide(count, rows, skew))
             used += sum(size > 0 for size in divisions[-1]) * n * k * weights.element_size()
         a = torch.randn(rows, k, device=weights.device, dtype=weights.dtype)
-        return cls(a, weights, divisions)
+        return cls(a, weights, divisions, gate)
+
+    def gated(self, product: torch.Tensor) -> torch.Tensor:
+        """What torch makes of the product."""
+        if not self.gate:
+            return product
+        gate, up = product.chunk(2, dim=1)
+        return torch.nn.functional.silu(gate) * up
 
     def sides(self, *, each_kernel: bool = False) -> dict[str, Side]:
         """What is timed, by name; each takes the number of a division."""
         a, weights = self.a, self.weights
         b = weights.mT
         out = a.new_empty((a.shape[0], weights.shape[1]))
+        gated_out = out[:, : out.shape[1] // 2].contiguous() if self.gate else out
         ends = [torch.tensor(sizes, device=a.device).cumsum(0).to(torch.int32) for sizes in self.divisions]
 
         def loop(number: int) -> torch.Tensor:
@@ -117,17 +129,23 @@ class Case:
                 if size:
                     torch.mm(a[first : first + size], b[group], out=out[first : first + size])
                 first += size
-            return out
+            return self.gated(out)
+
+        def ours(number: int) -> torch.Tensor:
+            result = grouped.groups(a, b, ends[number], None, self.gate)
+            return self.gated(tunegemm.grouped_mm(a, b, offs=ends[number])) if result is None else result
 
         found: dict[str, Side] = {
-            "torch": lambda i: torch._grouped_mm(a, b, offs=ends[i]),
-            "torch again": lambda i: torch._grouped_mm(a, b, offs=ends[i]),
-            "tunegemm": lambda i: tunegemm.grouped_mm(a, b, offs=ends[i]),
+            "torch": lambda i: self.gated(torch._grouped_mm(a, b, offs=ends[i])),
+            "torch again": lambda i: self.gated(torch._grouped_mm(a, b, offs=ends[i])),
+            "tunegemm": ours,
             "loop": loop,
         }
         if each_kernel:
             blocks = torch.cuda.get_device_properties(a.device).multi_processor_count
             for config in listed():
+                if config.in_dtype != "bf16" or config.epilogue != self.gate:
+                    continue
                 artifact = packs.find(kernels.kernel_key(config))
                 if artifact is None or config.tile_n < 64 <= a.shape[0] / len(weights) / 4:
                     continue
@@ -140,8 +158,8 @@ class Case:
                 ):
 
                     def run(i: int, kernel: Any = kernel, launch: Any = launch) -> torch.Tensor:
-                        kernel.launch(a, weights, out, ends[i], blocks=blocks, **launch)
-                        return out
+                        kernel.launch(a, weights, gated_out, ends[i], blocks=blocks, **launch)
+                        return gated_out
 
                     words = " ".join(f"{name[0]}{value}" for name, value in launch.items())
                     found[f"{config.label} {words}"] = run
@@ -152,7 +170,8 @@ class Case:
         parts, first = [], 0
         for group, size in enumerate(self.divisions[0]):
             if size:
-                parts.append(self.a[first : first + size].float() @ self.weights[group].float().t())
+                product = self.a[first : first + size].float() @ self.weights[group].float().t()
+                parts.append(self.gated(product))
             first += size
         reference = torch.cat(parts)
         return float((result.float() - reference).norm() / reference.norm())
@@ -163,7 +182,7 @@ class Case:
         rows = self.a.shape[0]
         used = statistics.mean(sum(size > 0 for size in sizes) for sizes in self.divisions)
         bandwidth = next((rate for name, rate in _BANDWIDTH.items() if name in device.name), math.nan)
-        moved = 2 * (used * n * k + rows * (n + k))
+        moved = 2 * (used * n * k + rows * (n // (2 if self.gate else 1) + k))
         return max(moved / bandwidth, 2 * rows * n * k / _FLOPS) * 1e6
 
 
@@ -229,9 +248,9 @@ def measure(case: Case, skew: str, device: Device, rounds: int, *, each_kernel: 
             samples[name].append(graphs[name].time(turn_ms / 3 if brief else turn_ms))
     us = {name: statistics.median(times) for name, times in samples.items()}
     count, n, k = case.weights.shape
-    chosen_here = choose(count, n, k, rows)
+    chosen_here = choose(count, n, k, rows, gate=case.gate)
     row: dict[str, Any] = {
-        "dtype": "bf16", "groups": count, "n": n, "k": k, "rows": rows, "skew": skew,
+        "dtype": "bf16", "groups": count, "n": n, "k": k, "rows": rows, "skew": skew, "epilogue": case.gate,
         "kernel": chosen_here.config.label if chosen_here else "torch",
         "torch_us": round(us["torch"], 2), "tunegemm_us": round(us["tunegemm"], 2),
         "ratio": round(statistics.median(
@@ -259,7 +278,7 @@ def cases(options: argparse.Namespace, device: Device) -> Iterator[tuple[Case, s
             each.normal_(std=k**-0.5)
         for rows in options.rows:
             for skew in options.skews:
-                yield Case.make(weights, int(rows), skew, l2_bytes), skew
+                yield Case.make(weights, int(rows), skew, l2_bytes, "swiglu" if options.gates else ""), skew
 
 
 def run(options: argparse.Namespace) -> int:
@@ -283,7 +302,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _brief(row: dict[str, Any]) -> str:
     text = (
-        f"{row['groups']}x{row['n']}x{row['k']} {row['rows']} {row['skew']}: torch {row['torch_us']:.1f} us, "
+        f"{row['groups']}x{row['n']}x{row['k']} {row['epilogue']} {row['rows']} {row['skew']}: "
+        f"torch {row['torch_us']:.1f} us, "
         f"{row['ratio']:.3f} x torch, {row['ratio_to_best_peer']:.3f} x {row['best_peer']}, "
         f"{row['share_of_bound']:.2f} of the bound ({row['kernel']})"
     )
@@ -322,6 +342,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--rounds", type=int, default=7, help="interleaved rounds; half of that from 4096 rows on"
     )
     parser.add_argument("--seconds", type=float, default=0, help="begin no further row after so many")
+    parser.add_argument("--gates", action="store_true", help="gate and up with swiglu; layers -up are meant")
     parser.add_argument("--kernels", action="store_true", help="time each kernel of the table, too")
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     parser.add_argument("--device", default="cuda:0", help="cuda:N")

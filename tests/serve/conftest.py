@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from tests.support.grouped import Loops
 from tests.support.serving import ByAddress, Kernel, Row
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
+from tunegemm.serve import api, grouped
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.planning import Planner
@@ -46,3 +50,12 @@ def by_address(serve):
     """A kernel of addresses and a dispatcher that serves it for 32x48x64."""
     kernel = ByAddress(Problem(32, 48, 64))
     return kernel, serve(kernel.problem, prepared=Prepared(kernel.launcher, tma=True))
+
+
+@pytest.fixture
+def loops(serve, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loops]:
+    found = Loops()
+    monkeypatch.setattr(grouped, "groups", grouped.Groups(found.load))
+    before = api.serve_by(serve())
+    yield found
+    api.serve_by(before)

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 import tunegemm
+from tests.support.grouped import Loops
 from tunegemm.errors import ProblemError
 
 EXPERTS, HIDDEN, INNER, CHOSEN = 6, 64, 48, 2
@@ -28,7 +29,7 @@ def layer(tokens: int = 11, dtype: torch.dtype = torch.float32) -> dict[str, tor
     }
 
 
-def loops(
+def by_loops(
     x: Any, gate_up: Any, down: Any, index: Any, weights: Any, act: Any = functional.silu, **more: Any
 ) -> torch.Tensor:
     """Token after token, in fp32."""
@@ -57,7 +58,7 @@ def test_a_layer_is_what_loops_give(tokens: int, dtype: torch.dtype) -> None:
     result = tunegemm.experts(**given)
     assert result.dtype is dtype and result.is_contiguous()
     bound = {"rtol": 1e-4, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 5e-2, "atol": 3e-2}
-    torch.testing.assert_close(result.float(), loops(**given), **bound)
+    torch.testing.assert_close(result.float(), by_loops(**given), **bound)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
@@ -75,7 +76,7 @@ def test_activations_biases_and_rows_that_alternate(activation: Any) -> None:
         "interleaved": True,
     }
     result = tunegemm.experts(**given, **more, activation=activation)
-    expected = loops(**given, **more, act=act[activation])
+    expected = by_loops(**given, **more, act=act[activation])
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -86,7 +87,7 @@ def test_experts_of_other_processes_add_nothing() -> None:
     for each in ("x", "gate_up", "down", "weights"):
         given[each].requires_grad_()
     result = tunegemm.experts(**given, elsewhere=True)
-    torch.testing.assert_close(result, loops(**given), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result, by_loops(**given), rtol=1e-4, atol=1e-4)
     (grad,) = torch.autograd.grad(result.square().sum(), given["x"])
     assert bool(grad.isfinite().all()) and not bool(grad[5].any())
     with torch.no_grad():
@@ -97,7 +98,7 @@ def test_gradients_are_those_of_loops() -> None:
     given = layer()
     differentiated = ("x", "gate_up", "down", "weights")
     found = []
-    for call in (tunegemm.experts, loops):
+    for call in (tunegemm.experts, by_loops):
         own = given | {name: given[name].clone().requires_grad_() for name in differentiated}
         call(**own).square().sum().backward()
         found.append([own[name].grad for name in differentiated])
@@ -110,6 +111,39 @@ def test_a_layer_is_traced_whole() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(tunegemm.experts, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(**given), tunegemm.experts(**given), rtol=5e-2, atol=3e-2)
+
+
+def test_kernels_take_the_gate_too(loops: Loops) -> None:
+    given = layer(dtype=torch.bfloat16)
+    rows = given["index"].numel()
+    more: dict[str, Any] = {"gate_up_bias": torch.randn(EXPERTS, 2 * INNER).bfloat16()}
+    for interleaved in (False, True):
+        loops.calls.clear()
+        result = tunegemm.experts(**given, **more, interleaved=interleaved)
+        expected = by_loops(**given, **more, interleaved=interleaved)
+        torch.testing.assert_close(result.float(), expected, rtol=5e-2, atol=3e-2)
+        assert loops.calls == [(rows, EXPERTS, 2 * INNER, HIDDEN, "swiglu"), (rows, EXPERTS, HIDDEN, INNER)]
+    loops.calls.clear()
+    given["index"][0] = EXPERTS  # rows that no kernel writes
+    result = tunegemm.experts(**given, elsewhere=True, activation="gelu_tanh")
+    assert not bool(result[0].any()) and bool(result.isfinite().all())
+    assert [call[4:] for call in loops.calls] == [("geglu_tanh",), ()]
+
+
+def test_with_gradients_or_a_gate_of_ones_own_kernels_compute_the_products(loops: Loops) -> None:
+    given = layer(dtype=torch.bfloat16)
+    plain = tunegemm.experts(**given, activation=lambda both: both[:, :INNER] * both[:, INNER:])
+    assert plain.shape == given["x"].shape
+    given["gate_up"].requires_grad_()
+    tunegemm.experts(**given).sum().backward()
+    assert len(loops.calls) == 4 and all(len(call) == 4 for call in loops.calls)
+
+
+def test_fp16_is_served(loops: Loops) -> None:
+    given = layer(dtype=torch.float16)
+    result = tunegemm.experts(**given)
+    torch.testing.assert_close(result.float(), by_loops(**given), rtol=1e-2, atol=1e-2)
+    assert len(loops.calls) == 2
 
 
 WRONG: dict[str, tuple[dict[str, Callable[[Any], Any]], str]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -12,47 +12,13 @@ from torch.nn.functional import grouped_mm as torchs
 from torch.utils.flop_counter import FlopCounterMode
 
 import tunegemm
+from tests.support.grouped import Loops
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmWarning
 from tunegemm.serve import api, grouped
 
 BF16 = torch.bfloat16
 GROUPS, N, K = 4, 48, 64
 SIZES = (3, 0, 9, 1)
-
-
-class Loops:
-    """A kernel: rows of groups one after the other, in fp32. Rows behind the last group it leaves alone."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, ...]] = []
-        self.loads = 0
-        self.found = True
-        self.error: Exception | None = None
-
-    def load(self, choice: Any, index: int) -> Callable[..., None] | None:
-        self.loads += 1
-        if self.error is not None:
-            raise self.error
-        return self if self.found else None
-
-    def __call__(self, a: Any, weights: Any, out: Any, offs: Any, bias: Any = None) -> None:
-        assert weights.stride(-1) == 1 and (bias is None or bias.ndim == 2)
-        self.calls.append((a.shape[0], *weights.shape))
-        first = 0
-        for group, end in enumerate(offs.tolist()):
-            if end > first:
-                rows = a[first:end].float() @ weights[group].float().t()
-                out[first:end] = rows if bias is None else rows + bias[group].float()
-            first = max(first, end)
-
-
-@pytest.fixture
-def loops(serve, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loops]:
-    found = Loops()
-    monkeypatch.setattr(grouped, "groups", grouped.Groups(found.load))
-    before = api.serve_by(serve())
-    yield found
-    api.serve_by(before)
 
 
 def operands(rows: int = sum(SIZES)) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -186,7 +152,7 @@ def test_a_kernel_that_cannot_run_is_told_once_and_torch_computes(loops: Loops) 
 
 
 def test_a_launch_that_fails_is_torchs_from_then_on(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("CUDA error: no kernel image")
 
     monkeypatch.setattr(loops, "load", lambda choice, index: fail)

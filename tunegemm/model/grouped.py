@@ -6,7 +6,7 @@ Only what the host knows decides: the numbers of groups and rows, N and K, never
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.resources import data_path
 
 _FACTS = ("groups", "n", "k", "rows", "rows_per_group")
+_SHIPPED = [(dtype, gate) for dtype in ("bf16", "fp16") for gate in ("", "swiglu")]
+"""Of each kernel those that ship."""
 _LAUNCH = {"swizzle_size": 8, "l2_hint": 0}
 """Parameters of a launch, and their values where a choice does not say."""
 
@@ -34,24 +36,41 @@ class _Rule:
     bounds: tuple[tuple[str, float, float], ...]
     """Facts, and what they are from and to, both inside."""
     choice: GroupedChoice | None
+    gated: GroupedConfig | None
+    """The kernel where the product is gated."""
 
     def holds(self, facts: Mapping[str, float]) -> bool:
         return all(low <= facts[name] <= high for name, low, high in self.bounds)
 
+    def of(self, dtype: str, gate: str) -> GroupedChoice | None:
+        """The choice for a dtype and a gate."""
+        if self.choice is None or self.gated is None:
+            return None
+        config = self.gated if gate else self.choice.config
+        return replace(self.choice, config=replace(config, in_dtype=dtype, out_dtype=dtype, epilogue=gate))
 
-def choose(groups: int, n: int, k: int, rows: int, path: Path | None = None) -> GroupedChoice | None:
+
+def choose(
+    groups: int, n: int, k: int, rows: int, path: Path | None = None, *, dtype: str = "bf16", gate: str = ""
+) -> GroupedChoice | None:
     """The kernel for A of rows x K and B of groups x N x K; None where torch's own is not known to be slower.
+
+    gate: a gated step of `tunegemm.describe.epilogue`, such as swiglu; N counts rows of gate and up. Such a
+    kernel saves torch one that reads and writes the product: it is named where that of the product is not.
 
     Raises BadValueError for a damaged table.
     """
     facts = dict(zip(_FACTS, (groups, n, k, rows, rows / groups), strict=True))
-    return next((rule.choice for rule in _rules(path) if rule.holds(facts)), None)
+    held = (rule.of(dtype, gate) for rule in _rules(path) if rule.holds(facts))
+    if gate:
+        return next(filter(None, held), None)
+    return next(held, None)
 
 
 def listed(path: Path | None = None) -> tuple[GroupedConfig, ...]:
     """All kernels of the table, which ship compiled. Raises BadValueError for a damaged one."""
-    found = (rule.choice.config for rule in _rules(path) if rule.choice is not None)
-    return tuple(dict.fromkeys(found))
+    found = [rule.of(dtype, gate) for dtype, gate in _SHIPPED for rule in _rules(path)]
+    return tuple(dict.fromkeys(choice.config for choice in found if choice is not None))
 
 
 @cache
@@ -65,7 +84,10 @@ def _rules(path: Path | None) -> tuple[_Rule, ...]:
         kernels = {
             name: _config(dict(zip(names, values, strict=True))) for name, values in table["kernels"].items()
         }
-        return tuple(_rule(words, kernels) for words in table["choices"])
+        gated = {
+            name: replace(config, **table.get("gated", {}).get(name, {})) for name, config in kernels.items()
+        }
+        return tuple(_rule(words, kernels, gated) for words in table["choices"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadValueError(f"{path}: {type(error).__name__}: {error}; install the package anew") from None
 
@@ -78,10 +100,13 @@ def _config(parameters: Mapping[str, Any]) -> GroupedConfig:
     return GroupedConfig(**fixed | dict(parameters))
 
 
-def _rule(words: Mapping[str, Any], kernels: Mapping[str, GroupedConfig]) -> _Rule:
+def _rule(
+    words: Mapping[str, Any], kernels: Mapping[str, GroupedConfig], gated: Mapping[str, GroupedConfig]
+) -> _Rule:
     rest = dict(words)
     kernel, launch = rest.pop("kernel"), {name: rest.pop(name, value) for name, value in _LAUNCH.items()}
     if unknown := sorted(rest.keys() - set(_FACTS)):
         raise ValueError(f"{unknown[0]} is none of {', '.join(_FACTS)}")
     bounds = tuple((name, float(low), float(high)) for name, (low, high) in rest.items())
-    return _Rule(bounds, GroupedChoice(kernels[kernel], **launch) if kernel else None)
+    choice = GroupedChoice(kernels[kernel], **launch) if kernel else None
+    return _Rule(bounds, choice, gated[kernel] if kernel else None)

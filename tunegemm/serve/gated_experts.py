@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from tunegemm.describe.epilogue import GATED
 from tunegemm.errors import ProblemError
+from tunegemm.serve import grouped
 from tunegemm.serve.api import Activation
 from tunegemm.serve.grouped import grouped_mm
 
+_GATES = {activation: gate for gate, activation in GATED.items()}
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -37,7 +40,8 @@ def experts(
 
     Row t of the result is the sum over j of ``weights[t, j] * expert(index[t, j], x[t])``, where expert e is
     ``(activation(gate) * up) @ down[e].T`` and gate and up are the halves of ``x[t] @ gate_up[e].T``. Both
-    products are `grouped_mm`'s, and served where it is.
+    products are `grouped_mm`'s, and served where it is; without gradients the first one's kernel takes the
+    gate, too.
 
     x: (tokens, hidden). gate_up: (experts, 2 inner, hidden). down: (experts, hidden, inner). index, weights:
     (tokens, chosen): which experts a token goes to, int64 or int32, and how much each counts.
@@ -61,10 +65,15 @@ def experts(
     nobodys = (ids >= count)[:, None] if elsewhere else None
     if nobodys is not None:  # rows behind the last group: memory as it was, also in gradients
         rows = rows.masked_fill(nobodys, 0)
-    both = grouped_mm(rows, gate_up.mT, offs=ends, bias=gate_up_bias)
-    if nobodys is not None:
-        both = both.masked_fill(nobodys, 0)
-    result = grouped_mm(_gate(both, activation, interleaved), down.mT, offs=ends, bias=down_bias)
+    inner = None
+    if activation in _GATES and not torch.compiler.is_compiling():
+        inner = grouped.groups(rows, gate_up.mT, ends, gate_up_bias, _GATES[activation], interleaved)
+    if inner is None:
+        both = grouped_mm(rows, gate_up.mT, offs=ends, bias=gate_up_bias)
+        if nobodys is not None:
+            both = both.masked_fill(nobodys, 0)
+        inner = _gate(both, activation, interleaved)
+    result = grouped_mm(inner, down.mT, offs=ends, bias=down_bias)
     if nobodys is not None:
         result = result.masked_fill(nobodys, 0)
     return _combined(result, order, weights).to(x.dtype)

@@ -39,7 +39,10 @@ from tunegemm.store import packs
 
 #: Bytes of an element.
 _ELEMENT = 2
-#: Launches into an output: of a, the weights as (groups, N, K), the output, the groups' ends, and the bias.
+#: What kernels multiply, by its name.
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+#: Launches into an output: of a, the weights as (groups, N, K), the output, the groups' ends, the bias, and
+#: whether gate and up are interleaved.
 Launch = Callable[..., None]
 
 
@@ -58,7 +61,7 @@ def grouped_mm(
     may be empty, and of any size; rows behind the last group are left as the memory was. `bias`, which torch
     refuses, is (n), or (groups, n): a line for each group.
 
-    Our kernels serve bf16 on Hopper where they are known to be faster: b's k contiguous, as a weight
+    Our kernels serve bf16 and fp16 on Hopper where they are known to be faster: b's k contiguous, as a weight
     (groups, n, k) transposed has it, n a multiple of 8, addresses and strides of 16 bytes. Nothing needs
     tuning; `refresh` and ``TUNEGEMM_MODE=off`` do what they do for `matmul`, and of policies `max_sms`. All
     else is torch's call with the arguments that were given: both operands of two or of three dimensions,
@@ -72,12 +75,13 @@ def grouped_mm(
     try:
         if torch.compiler.is_compiling():
             return _traced(a, b, offs, bias, out_dtype)
-        if offs is not None and out_dtype in (None, torch.bfloat16):
+        if offs is not None:
             rank(a)  # of a proxy it is a TypeError
             rank(b)
-            result = groups(a, b, offs, bias)
-            if result is not None:
-                return result
+            if out_dtype in (None, a.dtype):
+                result = groups(a, b, offs, bias)
+                if result is not None:
+                    return result
     except RuntimeError:  # tensors without memory: torch says what is to be said
         pass
     except TypeError as error:
@@ -109,8 +113,13 @@ class Groups:
         self._launches: dict[tuple[GroupedChoice, int], Launch] = {}
         self._compiler = BackgroundCompiler(lambda kernel: None, partial(make_pool, kernels.__name__))
 
-    def __call__(self, a: Any, b: Any, offs: Any, bias: Any) -> torch.Tensor | None:
-        """The product, by a kernel; None where torch is to compute it."""
+    def __call__(
+        self, a: Any, b: Any, offs: Any, bias: Any, gate: str = "", interleaved: bool = False
+    ) -> torch.Tensor | None:
+        """The product, by a kernel; None where torch is to compute it.
+
+        gate: a gated step such as ``swiglu``; b's columns are then gate's and up's, halves or `interleaved`.
+        """
         if not (type(a) in PLAIN and type(b) in PLAIN and type(offs) in PLAIN):
             return None
         if bias is not None and type(bias) not in PLAIN:
@@ -118,14 +127,16 @@ class Groups:
         if deterministic() or dispatch_modes() or functorch_level() is not None or tracing():
             return None
         if grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias)):
-            if forward_ad._current_level >= 0 or not _is_traced_well(a, b, offs):
+            if gate or forward_ad._current_level >= 0 or not _is_traced_well(a, b, offs):
                 return None
             return _added(torch.ops.tunegemm.grouped_mm(a, b, offs, None), offs, bias)
         if forward_ad._current_level >= 0:
             return None
-        return self.below_autograd(a, b, offs, bias)
+        return self.below_autograd(a, b, offs, bias, gate, interleaved)
 
-    def below_autograd(self, a: Any, b: Any, offs: Any, bias: Any) -> torch.Tensor | None:
+    def below_autograd(
+        self, a: Any, b: Any, offs: Any, bias: Any, gate: str = "", interleaved: bool = False
+    ) -> torch.Tensor | None:
         """The same without a look at gradients: for calls below autograd."""
         state = api.dispatcher.planner.state
         if state is not self._state:  # by `refresh`, another policy, a fork
@@ -133,21 +144,21 @@ class Groups:
         addresses = a.data_ptr() | b.data_ptr()
         key: tuple[Any, ...] = (
             a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device, offs.shape,
-            offs.stride(), offs.dtype, offs.device, addresses % ALIGNMENT == 0,
+            offs.stride(), offs.dtype, offs.device, addresses % ALIGNMENT == 0, gate,
         )  # fmt: skip
         if bias is not None:
             key += (bias.shape, bias.stride(), bias.dtype, bias.device)
         plan = self._plans.get(key)
         if plan is None or time.monotonic() > plan.again:
-            plan = self._make_plan(key, a, b, offs, bias)
+            plan = self._make_plan(key, a, b, offs, bias, gate)
         if plan.launch is None or any(map(is_lazy, (a, b) if bias is None else (a, b, bias))):
             return None
         weights = b.mT
-        result = a.new_empty((a.shape[0], weights.shape[1]))
+        result = a.new_empty((a.shape[0], weights.shape[1] // (2 if gate else 1)))
         if bias is not None and bias.ndim == 1:
             bias = bias.expand(weights.shape[:2])
         try:
-            plan.launch(a, weights, result, offs, bias)
+            plan.launch(a, weights, result, offs, bias, interleaved=interleaved)
         except (RuntimeError, ValueError) as error:
             if capturing(a.device):
                 raise
@@ -159,25 +170,26 @@ class Groups:
             return None
         return result
 
-    def _make_plan(self, key: Hashable, a: Any, b: Any, offs: Any, bias: Any) -> _Plan:
+    def _make_plan(self, key: Hashable, a: Any, b: Any, offs: Any, bias: Any, gate: str) -> _Plan:
         planner = api.dispatcher.planner
-        if planner.is_off or not fits(a, b, offs, bias, planner.device_type):
+        if planner.is_off or not fits(a, b, offs, bias, planner.device_type, gated=bool(gate)):
             plan = _TORCHS
         elif torch.cuda._is_in_bad_fork() or capturing(a.device):
             return _TORCHS  # not kept: a kernel is not loaded now
         else:
-            plan = self._found(a, b)
+            plan = self._found(a, b, gate)
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
         if planner.state is self._state:
             self._plans[key] = plan
         return plan
 
-    def _found(self, a: Any, b: Any) -> _Plan:
+    def _found(self, a: Any, b: Any, gate: str) -> _Plan:
         """The plan for operands that fit."""
         planner = api.dispatcher.planner
         try:
-            choice = choose(b.shape[0], b.shape[2], b.shape[1], a.shape[0])
+            extents = b.shape[0], b.shape[2], b.shape[1], a.shape[0]
+            choice = choose(*extents, dtype=_DTYPES[a.dtype], gate=gate)
             if choice is None:
                 return _TORCHS
             place = choice, a.device.index or 0
@@ -218,24 +230,24 @@ class Groups:
             l2_hint=choice.l2_hint,
         )
 
-        def launch_there(*tensors: Any) -> None:
+        def launch_there(*tensors: Any, interleaved: bool) -> None:
             if current_device() == index:
-                launch(*tensors)
+                launch(*tensors, interleaved=interleaved)
             else:
                 with torch.cuda.device(index):
-                    launch(*tensors)
+                    launch(*tensors, interleaved=interleaved)
 
         return launch_there
 
 
-def fits(a: Any, b: Any, offs: Any, bias: Any, device_type: str = "cuda") -> bool:
+def fits(a: Any, b: Any, offs: Any, bias: Any, device_type: str = "cuda", *, gated: bool = False) -> bool:
     """Whether kernels read these operands as they lie, but for their addresses."""
     if not (a.ndim == 2 and b.ndim == 3 and offs.ndim == 1 and a.device.type == device_type):
         return False
     rows, k = a.shape
     count, n = b.shape[0], b.shape[2]
     if bias is not None and not (
-        bias.dtype is torch.bfloat16
+        bias.dtype is a.dtype
         and bias.device == a.device
         and (bias.shape == (n,) or (bias.shape == (count, n) and bias.stride(0) >= 0))
         and bias.stride(-1) == 1
@@ -243,15 +255,15 @@ def fits(a: Any, b: Any, offs: Any, bias: Any, device_type: str = "cuda") -> boo
         return False
     step, across, along = b.stride()
     return (
-        a.dtype is torch.bfloat16
-        and b.dtype is torch.bfloat16
+        a.dtype in _DTYPES
+        and b.dtype is a.dtype
         and offs.dtype is torch.int32
         and a.device == b.device == offs.device
         and b.shape[1] == k
         and offs.shape == (count,)
         and (offs.stride(0) == 1 or count == 1)
         and 0 not in (rows, k, count, n)
-        and n % (ALIGNMENT // _ELEMENT) == 0
+        and n % (ALIGNMENT // _ELEMENT * (2 if gated else 1)) == 0
         and a.stride(1) == across == 1
         and (a.stride(0) >= k and along >= k and step >= n * along)
         and not any(stride * _ELEMENT % ALIGNMENT for stride in (a.stride(0), along, step))

@@ -78,21 +78,27 @@ class GroupedKernel:
 
     def launch(
         self, a: Any, weights: Any, out: Any, offsets: Any, bias: Any = None, *,
-        blocks: int, swizzle_size: int = 8, l2_hint: int = 0,
+        interleaved: bool = False, blocks: int, swizzle_size: int = 8, l2_hint: int = 0,
     ) -> None:  # fmt: skip
-        """out[r] = a[r] weights[g]^T + bias[g] for the rows r of each group g.
+        """out[r] = a[r] weights[g]^T + bias[g] for the rows r of each group g; gated if the kernel is.
 
         a: (rows, K). weights: (E, N, K), k contiguous. out: (rows, N). offsets: int32 (E). bias: (E, N), its
         columns contiguous.
+        With a gate weights are (E, 2 N, K), the rows of gate before those of up, or `interleaved`: a row of
+        either in turns; bias is as they are.
         blocks: the grid, at most as many as are resident. swizzle_size: tiles of rows that share weights.
         l2_hint: 1 where lines of the weights are to leave the L2 first.
         """
         from torch._C import _cuda_getCurrentRawStream as current_stream
 
-        groups, n, k = weights.shape
+        groups, _, k = weights.shape
+        n, row_stride, up_stride = out.shape[1], weights.stride(1), 0
+        if self.config.epilogue:
+            up_stride = row_stride if interleaved else n * row_stride
+            row_stride *= 1 + interleaved
         self.function(
-            weights.data_ptr(), a.data_ptr(), out.data_ptr(), n, a.shape[0], k, groups, weights.stride(1),
-            a.stride(0), out.stride(0), weights.stride(0), 0 if bias is None else bias.stride(0), 0,
+            weights.data_ptr(), a.data_ptr(), out.data_ptr(), n, a.shape[0], k, groups, row_stride,
+            a.stride(0), out.stride(0), weights.stride(0), 0 if bias is None else bias.stride(0), up_stride,
             swizzle_size, blocks, l2_hint, offsets.data_ptr(), 0 if bias is None else bias.data_ptr(),
             current_stream(a.device.index),
         )  # fmt: skip

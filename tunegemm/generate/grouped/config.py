@@ -3,6 +3,10 @@
 The kernel's m is the weights' N, its n the rows of a group: WGMMA takes few rows as its narrow mode, so that
 a group of 3 rows costs a WGMMA of 8 or 16 columns and not one of 64 rows. So D is m-major: a row of the
 product is a column of the kernel's D.
+
+With a gate, rows of gate and up lie in a tile in blocks of 8 that alternate: a thread of a WGMMA has sums of
+rows 8 apart, so that it has a gate's two values, whatever the tile. TMA puts them so, from halves or from
+rows that alternate, as one box of a tensor that has a mode for gate and up.
 """
 
 from __future__ import annotations
@@ -29,22 +33,45 @@ class GroupedConfig(KernelConfig):
         return tuple(widths)
 
     @property
+    def tile_columns(self) -> int:
+        """Columns of the product that a tile gives: with a gate half as many as rows of weights."""
+        return self.tile_m // 2 if self.fused.gated else self.tile_m
+
+    @property
+    def atom_columns(self) -> int:
+        """Columns of the product of one WGMMA."""
+        return MMA_ATOM_M // 2 if self.fused.gated else MMA_ATOM_M
+
+    @property
+    def staged_rows(self) -> int:
+        """Rows that a staging buffer holds: of gated ones, which are half as wide, twice as many."""
+        return self.epi_n * MMA_ATOM_M // self.atom_columns
+
+    @property
+    def subtiles(self) -> int:
+        """Subtiles that one warpgroup stores of a tile."""
+        return self.atoms_per_warpgroup * self.tile_n // self.staged_rows
+
+    @property
     def epilogue_buffers(self) -> int:
         """Staging buffers of each consumer warpgroup, which take turns."""
         return 2
 
     @property
     def pitch(self) -> int:
-        """Elements from one row of a staging buffer to the next: 64 and 16 bytes, that none share banks."""
-        return MMA_ATOM_M + 16 // DTYPE_BYTES[self.out_dtype]
+        """Elements from one row of a staging buffer to the next: 16 bytes more, so that none share banks."""
+        return self.atom_columns + 16 // DTYPE_BYTES[self.out_dtype]
 
     @property
     def subtile_bytes(self) -> int:
-        return self.pitch * self.epi_n * DTYPE_BYTES[self.out_dtype]
+        return self.pitch * self.staged_rows * DTYPE_BYTES[self.out_dtype]
 
     @property
     def label(self) -> str:
-        """``co128x64x64 s8 e32 w16``: schedule, tile (weights' N x rows x K), stages, epilogue, narrowest."""
+        """``co128x64x64 s8 e32 w16 swiglu``: schedule, tile (weights' N x rows x K), stages, epilogue,
+        narrowest width; the gate, and a dtype that is not bf16.
+        """
         kind = "pp" if self.schedule == "pingpong" else "co"
         tile = f"{kind}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} e{self.epi_n}"
-        return f"{tile} w{self.widths[0]}"
+        more = "".join(f" {word}" for word in (self.epilogue, self.in_dtype) if word not in ("", "bf16"))
+        return f"{tile} w{self.widths[0]}{more}"

@@ -39,7 +39,7 @@ def experts_forward(
     ):
         return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     gate_up, down = self.gate_up_proj, self.down_proj
-    if self.is_transposed:
+    if getattr(self, "is_transposed", False):
         gate_up, down = gate_up.mT, down.mT
     result = experts(
         hidden_states.to(gate_up.dtype),  # autocast leaves fp32 before a layer
@@ -47,9 +47,9 @@ def experts_forward(
         down,
         top_k_index,
         top_k_weights,
-        gate_up_bias=self.gate_up_proj_bias if self.has_bias else None,
-        down_bias=self.down_proj_bias if self.has_bias else None,
-        activation=activation_of(self, moe._default_apply_gate),
+        gate_up_bias=getattr(self, "gate_up_proj_bias", None),
+        down_bias=getattr(self, "down_proj_bias", None),
+        activation=activation_of(self, getattr(moe, "_default_apply_gate", None)),
         elsewhere=getattr(self, "_is_expert_parallel", True),
     )
     return result.to(hidden_states.dtype)

@@ -4,16 +4,18 @@ D[r, n] = A[r, k] B[g, n, k]^T + bias[g, n] for each row r of group g: offsets[g
 
 One producer warp feeds a ring of tiles of the weights B and of the rows A; consumer warpgroups multiply them.
 The weights' N is WGMMA's m (see `config`). A tile of rows may reach into the next group's: these are loaded
-and multiplied, but not stored. Extents, strides and grid are arguments of the launch.
+and multiplied, but not stored. With a gate the weights hold rows of gate and up (`config`), and a column of D
+is the gate of two of the product. Extents, strides and grid are arguments of the launch.
 """
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
-from cutlass.cute.nvgpu import cpasync
-from cutlass.utils import SmemAllocator
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.utils import LayoutEnum, SmemAllocator
 
 from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
 from tunegemm.generate.cute_sm90.kernel.layouts import (
@@ -35,12 +37,13 @@ class Arguments(NamedTuple):
     """What a launch is given, in this order, before the stream."""
 
     weights_address: Int64
-    """B, (E, N, K)"""
+    """B, (E, N, K); with a gate (E, 2 N, K)"""
     rows_address: Int64
     """A, (rows, K)"""
     out_address: Int64
     """D, (rows, N)"""
     n: Int32
+    """Columns of D: with a gate, of each of gate and up."""
     rows: Int32
     k: Int32
     groups: Int32
@@ -50,7 +53,8 @@ class Arguments(NamedTuple):
     out_stride: Int64
     group_stride: Int64
     bias_stride: Int64
-    unused: Int64
+    up_stride: Int64
+    """From a row of a gate to that of its up; 0 without a gate."""
     swizzle_size: Int32
     """Tiles of rows that share tiles of weights, see `walk`."""
     blocks: Int32
@@ -60,7 +64,7 @@ class Arguments(NamedTuple):
     offsets_address: Int64
     """The groups' ends, int32."""
     bias_address: Int64
-    """(E, N); 0 without."""
+    """(E, N), as B's rows; 0 without."""
 
 
 class Gemm:
@@ -87,14 +91,19 @@ class Gemm:
             given.weights_address, dtypes.a, (given.n, given.k, given.groups), True,
             given.weights_stride, given.group_stride,
         )  # fmt: skip
+        sA_layout = layouts.ring_a(mA, config.stages)  # (bM, bK, STAGE)
+        sA_loaded = sA_layout
+        if const_expr(config.fused.gated):
+            gated, stage, sA_loaded, box = self.gated_weights(mA, given.weights_stride, given.up_stride)
+            weights = load_box(gated, stage, box, 1)
+        else:
+            weights = load_box(mA, layouts.ring_a(mA), (config.tile_m, config.tile_k), 1)
         rows_stride = cute.assume(given.rows_stride, divby=128 // dtypes.b.width)
         mB = cute.make_tensor(  # (ROW, K)
             cute.make_ptr(dtypes.b, given.rows_address, cute.AddressSpace.gmem, assumed_align=16),
             cute.make_layout((given.rows, given.k), stride=(rows_stride, 1)),
         )
-        sA_layout = layouts.ring_a(mA, config.stages)  # (bM, bK, STAGE)
         sB_layout = layouts.ring_b(mB, config.stages)  # (bN, bK, STAGE)
-        weights = load_box(mA, layouts.ring_a(mA), (config.tile_m, config.tile_k), 1)
         rows = tuple(
             load_box(mB, layouts._ring(mB, dtypes.b, width), (width, config.tile_k), 1)
             for width in config.widths
@@ -104,13 +113,19 @@ class Gemm:
         self.storage = layouts.shared_storage(cute.cosize(sA_layout), cute.cosize(sB_layout))
         self.smem_bytes = self.storage.size_in_bytes()
         params = WalkParams(
-            given.groups, given.rows, cute.ceil_div(given.n, config.tile_m), given.swizzle_size, given.blocks
-        )
+            given.groups, given.rows, cute.ceil_div(given.n, config.tile_columns), given.swizzle_size,
+            given.blocks,
+        )  # fmt: skip
         offsets = cute.make_ptr(Int32, given.offsets_address, cute.AddressSpace.gmem, assumed_align=4)
-        out = (given.n, given.out_address, given.out_stride, given.bias_address, given.bias_stride)
+        alternates = Int32(0)
+        if given.up_stride < given.weights_stride:
+            alternates = Int32(1)
+        out = (
+            given.n, given.out_address, given.out_stride, given.bias_address, given.bias_stride, alternates
+        )  # fmt: skip
 
         self.kernel(
-            weights, rows, mmas, epilogue_mma, (sA_layout, sB_layout), params, offsets, out,
+            weights, rows, mmas, epilogue_mma, (sA_layout, sB_layout, sA_loaded), params, offsets, out,
             cute.ceil_div(given.k, config.tile_k), given.l2_hint,
         ).launch(
             grid=(given.blocks, 1, 1),
@@ -120,6 +135,26 @@ class Gemm:
             # Without it ptxas ignores setmaxnreg (warning C7508).
             min_blocks_per_mp=1,
         )  # fmt: skip
+
+    @cute.jit
+    def gated_weights(self, mA, row_stride, up_stride):
+        """The weights as blocks of 8 rows, of gate and of up, so that one box of them is a tile in which such
+        blocks alternate: (8, K, 2, N / 8, GROUP), the layouts (8, bK, 2, bM / 16) of a stage and with STAGE
+        of the ring, the box.
+        """
+        config, dtype = self.config, self.dtypes.a
+        n, k, groups = mA.shape
+        divisor = 128 // dtype.width
+        row = cute.assume(row_stride, divby=divisor)
+        up = cute.assume(up_stride, divby=divisor)
+        blocks = cute.make_layout((8, k, 2, n // 8, groups), stride=(row, 1, up, 8 * row, mA.stride[2]))
+        atom = warpgroup.make_smem_layout_atom(
+            sm90.get_smem_layout_atom(LayoutEnum.from_tensor(mA), dtype, config.tile_k), dtype
+        )
+        box = (8, config.tile_k, 2, config.tile_m // 16)
+        stage = cute.tile_to_shape(atom, box, order=(0, 3, 1, 2))
+        ring = cute.tile_to_shape(atom, (*box, config.stages), order=(0, 3, 1, 2, 4))
+        return cute.make_tensor(mA.iterator, blocks), stage, ring, box
 
     # ---- device side --------------------------------------------------------------------------------
 
@@ -157,6 +192,7 @@ class Gemm:
         cute.arch.mbarrier_init_fence()
 
         sA = storage.a.get_tensor(layouts[0].outer, swizzle=layouts[0].inner)  # (bM, bK, STAGE)
+        sA_loaded = storage.a.get_tensor(layouts[2].outer, swizzle=layouts[2].inner)
         sB = storage.b.get_tensor(layouts[1].outer, swizzle=layouts[1].inner)  # (bN, bK, STAGE)
         sB_widths = tuple(
             cute.local_tile(sB, (width, config.tile_k), (0, 0, None)) for width in config.widths
@@ -169,19 +205,22 @@ class Gemm:
             if warp_index == 0:
                 cute.arch.sync_warp()
                 cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
-                Producer(config, weights, rows, sA, sB_widths, ring).run(walk, k_tiles, l2_hint)
+                Producer(config, weights, rows, sA_loaded, sB_widths, ring).run(walk, k_tiles, l2_hint)
         else:
             cute.arch.setmaxregister_increase(mma_registers)
             cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
             buffers = config.consumers * config.epilogue_buffers
+            rows_apart, buffer = config.pitch * config.epi_n, config.pitch * config.staged_rows
             staging = cute.make_layout(  # (epiM, epiN, BUFFER)
-                (MMA_ATOM_M, config.epi_n, buffers), stride=(1, config.pitch, config.pitch * config.epi_n)
+                (MMA_ATOM_M, config.epi_n, buffers), stride=(1, config.pitch, buffer)
             )
+            if const_expr(config.fused.gated):
+                staging = cute.make_layout(
+                    ((8, 2, MMA_ATOM_M // 16), config.epi_n, buffers),
+                    stride=((1, rows_apart, 8), config.pitch, buffer),
+                )
             sD = storage.d.get_tensor(staging)
             consumer, own = group - 1, (thread - WARPGROUP_THREADS) % WARPGROUP_THREADS
-            n, d, ldd, bias, bias_stride = out
-            epilogue = Epilogue(
-                config, self.dtypes.out, epilogue_mma, sD, n, d, ldd, bias, bias_stride, consumer, own
-            )
+            epilogue = Epilogue(config, self.dtypes.out, epilogue_mma, sD, *out, consumer, own)
             released = ring.for_consumer(thread % 32, (Int32(0), Int32(0)))
             Consumer(config, mmas, sA, sB_widths, released, epilogue, consumer).run(walk, k_tiles)

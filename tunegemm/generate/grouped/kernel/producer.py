@@ -29,11 +29,11 @@ class Producer:
 
     config: GroupedConfig
     weights: TmaTensor
-    """(N, K, GROUP)"""
+    """(N, K, GROUP); with a gate (8, K, 2, N / 8, GROUP): see `gemm.gated_weights`."""
     rows: tuple
     """(ROW, K) for each of the config's widths"""
     sA: cute.Tensor
-    """(bM, bK, STAGE)"""
+    """(bM, bK, STAGE); with a gate (8, bK, 2, bM / 16, STAGE)"""
     sB: tuple
     """(width, bK, STAGE) for each of the widths"""
     ring: Ring
@@ -62,9 +62,15 @@ class Producer:
         """Load what a tile multiplies, k tile after k tile. Returns where the ring then is."""
         config, ring, width = self.config, self.ring, self.config.widths[index]
         stage_bytes = (config.tile_m + width) * config.tile_k * DTYPE_BYTES[config.in_dtype]
-        inside = cute.domain_offset((place.column, 0, 0), self.weights.tensor)
-        tile = cute.local_tile(inside, (config.tile_m, config.tile_k), (0, None, None))  # (bM, bK, RestK, L)
-        tAsA, tAgA = views(self.weights.atom, self.sA, tile)
+        if const_expr(config.fused.gated):
+            inside = cute.domain_offset((0, 0, 0, place.column // 8, 0), self.weights.tensor)
+            box = (8, config.tile_k, 2, config.tile_m // 16)
+            tile = cute.local_tile(inside, box, (0, None, 0, 0, None))  # (*box, RestK, GROUP)
+            tAsA, tAgA = views(self.weights.atom, self.sA, tile, 4)
+        else:
+            inside = cute.domain_offset((place.column, 0, 0), self.weights.tensor)
+            tile = cute.local_tile(inside, (config.tile_m, config.tile_k), (0, None, None))
+            tAsA, tAgA = views(self.weights.atom, self.sA, tile)  # of (bM, bK, RestK, GROUP)
         inside = cute.domain_offset((place.row, 0), self.rows[index].tensor)
         tile = cute.local_tile(inside, (width, config.tile_k), (0, None))  # (width, bK, RestK)
         tBsB, tBgB = views(self.rows[index].atom, self.sB[index], tile)
@@ -84,8 +90,9 @@ class Producer:
         return state
 
 
-def views(atom, ring_tensor, tile):
-    """The stages of a ring and tiles of global memory, as TMA copies one to the other."""
+def views(atom, ring_tensor, tile, modes=2):
+    """The stages of a ring and tiles of global memory, of so many modes, as TMA copies one to the other."""
     return cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(ring_tensor, 0, 2), cute.group_modes(tile, 0, 2)
-    )
+        atom, 0, cute.make_layout(1), cute.group_modes(ring_tensor, 0, modes),
+        cute.group_modes(tile, 0, modes),
+    )  # fmt: skip

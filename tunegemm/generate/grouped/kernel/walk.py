@@ -29,7 +29,7 @@ class WalkParams(NamedTuple):
     rows: Int32
     """Rows of A and D: no group reaches beyond, whatever its offset says."""
     tiles_m: Int32
-    """Tiles along the weights' N."""
+    """Tiles along the product's columns."""
     swizzle_size: Int32
     blocks: Int32
     """The grid."""
@@ -57,7 +57,7 @@ class Place(NamedTuple):
     """Where a tile lies. All lanes have the same."""
 
     column: Int32
-    """Its first along the weights' N."""
+    """Its first of the product."""
     row: Int32
     """Its first row in A and D."""
     rows: Int32
@@ -141,4 +141,4 @@ class Walk:
         tile_m, tile_row = tile_at(cute.arch.make_warp_uniform(index - before), raster)
         row = start + tile_row * self.config.tile_n
         rows = cutlass.min(end - row, self.config.tile_n)
-        return Place(tile_m * self.config.tile_m, row, rows, cute.arch.make_warp_uniform(base + lane))
+        return Place(tile_m * self.config.tile_columns, row, rows, cute.arch.make_warp_uniform(base + lane))

@@ -1,0 +1,192 @@
+"""Times layers of experts of transformers' models: `tunegemm.experts` beside transformers' own ways.
+
+    python -m benchmarks.expert_layers              # all models and numbers of tokens: a minute
+    python -m benchmarks.expert_layers --tokens 16  # some of them
+
+One layer of each model, random weights of its size, a router that chooses by chance. Needs transformers. A
+row has the time of a CUDA graph's replay (`us`), as servers decode, and of eager calls (`eager_us`), as a
+program that calls the model does. Writes results/GPU/expert_layers.json after each row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.clients import chosen
+from benchmarks.results import Results, geometric_mean, meta, results_path
+from tunegemm.describe.device import find_device
+from tunegemm.errors import TunegemmError
+from tunegemm.serve.integrations import transformers as integration
+
+METHOD = (
+    "one layer of experts, random weights and routes; each way in one CUDA graph over draws of routes whose "
+    "weights together pass 3x the L2, all ways in shuffled order in each round, medians; from 1024 tokens on "
+    "each has turn_ms to itself, the second half of which is timed; eager: calls in a row, without a graph; "
+    "ratio: the faster of transformers' grouped_mm and batched_mm (up to 16 tokens) to ours"
+)
+#: Experts, of a token, hidden, inner; the class of the layer in transformers.
+MODELS = {
+    "Mixtral-8x7B": (8, 2, 4096, 14336, "mixtral.modeling_mixtral.MixtralExperts"),
+    "Qwen3-30B-A3B": (128, 8, 2048, 768, "qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts"),
+    "gpt-oss-20b": (32, 4, 2880, 2880, "gpt_oss.modeling_gpt_oss.GptOssExperts"),
+}
+TOKENS = ("1", "16", "64", "256", "4096")
+_DRAWS = 6
+_STEADY_TOKENS = 1024
+_TURN_MS = 120.0
+_MOST_BATCHED = 16
+
+
+def layer_of(name: str) -> torch.nn.Module:
+    """The layer of a model, its weights drawn by chance."""
+    import importlib
+
+    from transformers import AutoConfig
+
+    count, each, hidden, inner, place = MODELS[name]
+    module, _, cls = place.rpartition(".")
+    kind = module.partition(".")[0]
+    config = AutoConfig.for_model(
+        kind, num_local_experts=count, num_experts=count, num_experts_per_tok=each, hidden_size=hidden,
+        intermediate_size=inner, moe_intermediate_size=inner,
+    )  # fmt: skip
+    made: torch.nn.Module = getattr(importlib.import_module(f"transformers.models.{module}"), cls)(config)
+    return made
+
+
+def graph_of(run: Callable[[int], Any]) -> torch.cuda.CUDAGraph:
+    """All draws, captured."""
+    for draw in range(_DRAWS):
+        run(draw)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for draw in range(_DRAWS):
+            run(draw)
+    graph.replay()
+    return graph
+
+
+def timed(run: Callable[[], Any], times: int) -> float:
+    """us of one."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / times
+
+
+def measure(name: str, layer: torch.nn.Module, tokens: int, rounds: int) -> dict[str, Any]:
+    """A row."""
+    config: Any = layer.config
+    count, each, hidden, _, _ = MODELS[name]
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    routes = []
+    for _ in range(_DRAWS):
+        weights, index = torch.rand(tokens, count, device="cuda").topk(each)
+        routes.append((index, (weights / weights.sum(1, keepdim=True)).to(torch.bfloat16)))
+    ways = ["grouped_mm", "tunegemm"] + (["batched_mm"] if tokens <= _MOST_BATCHED else [])
+    results, graphs = {}, {}
+    samples: dict[str, list[float]] = {way: [] for way in ways}
+    eager: dict[str, list[float]] = {way: [] for way in ways}
+
+    def run(way: str, draw: int) -> torch.Tensor:
+        config._experts_implementation = way
+        result: torch.Tensor = layer(x, *routes[draw])
+        return result
+
+    for way in ways:
+        results[way] = run(way, 0).float()
+        graphs[way] = graph_of(lambda draw, way=way: run(way, draw))  # type: ignore[misc]
+    steady = tokens >= _STEADY_TOKENS
+    for _ in range(rounds):
+        for way in random.sample(ways, len(ways)):
+            replay, calls = graphs[way].replay, 3
+            if steady:
+                calls = max(1, round(_TURN_MS / 2 / (timed(replay, 1) / 1e3)))
+                timed(replay, calls)
+            samples[way].append(timed(replay, calls) / _DRAWS)
+            eager[way].append(timed(lambda way=way: run(way, 0), 3))  # type: ignore[misc]
+    us, eager_us = ({w: statistics.median(t) for w, t in of.items()} for of in (samples, eager))
+    reference = results["grouped_mm"]
+    theirs = {way: value for way, value in us.items() if way != "tunegemm"}
+    best = min(theirs, key=theirs.__getitem__)
+    return {
+        "model": name, "rows": tokens, "dtype": "bf16", "best_peer": best,
+        "ratio": round(us[best] / us["tunegemm"], 4),
+        "eager_ratio": round(min(eager_us[way] for way in theirs) / eager_us["tunegemm"], 4),
+        "us": {way: round(value, 2) for way, value in us.items()},
+        "eager_us": {way: round(value, 2) for way, value in eager_us.items()},
+        "error": round(float((results["tunegemm"] - reference).norm() / reference.norm()), 5),
+        "turn_ms": _TURN_MS if steady else 0.0,
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def run(options: argparse.Namespace) -> int:
+    """Prints and writes a row for each layer and number of tokens; 1 where a result is wrong."""
+    device = find_device(options.device)
+    torch.cuda.set_device(device.index)
+    torch.manual_seed(0)
+    integration.register()
+    results = Results(results_path(options.out, device, "expert_layers.json"), meta(device, METHOD))
+    begun, found = time.monotonic(), []
+    for name in options.models:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("cuda"):
+            layer = layer_of(name)
+        torch.set_default_dtype(torch.float32)
+        for parameter in layer.parameters():
+            for part in parameter:  # which transformers leaves as the memory was
+                part.normal_(std=0.02)
+        for tokens in map(int, options.tokens):
+            if options.seconds and time.monotonic() - begun > options.seconds:
+                print(f"stopped after {options.seconds} s", flush=True)
+                break
+            row = measure(name, layer, tokens, options.rounds)
+            found.append(row)
+            results.put(row)
+            print(
+                f"{name} {tokens}: {row['ratio']:.3f} x {row['best_peer']}, eager {row['eager_ratio']:.3f}; "
+                f"{row['us']} {row['eager_us']}{'' if row['error'] < 0.02 else ' WRONG'}", flush=True
+            )  # fmt: skip
+    if found:
+        ratios = [row["ratio"] for row in found]
+        print(f"all: {geometric_mean(ratios):.3f} x the best way of transformers, least {min(ratios):.3f}")
+    return 0 if all(row["error"] < 0.02 for row in found) else 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; 2 for bad input, 1 where a result is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.expert_layers", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--models", default=",".join(MODELS), help="default: all of %(default)s")
+    parser.add_argument("--tokens", default=",".join(TOKENS), help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds")
+    parser.add_argument("--seconds", type=float, default=0, help="begin no further row after so many")
+    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
+    parser.add_argument("--device", default="cuda:0", help="cuda:N")
+    options = parser.parse_args(arguments)
+    try:
+        for name, known in (("models", tuple(MODELS)), ("tokens", TOKENS)):
+            setattr(options, name, chosen(getattr(options, name), known, name))
+        return run(options)
+    except TunegemmError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""A kernel of grouped products for CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from tunegemm.describe.epilogue import Epilogue
+
+
+class Loops:
+    """A kernel: rows of groups one after the other, in fp32. Rows behind the last group it leaves alone."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.loads = 0
+        self.found = True
+        self.error: Exception | None = None
+
+    def load(self, choice: Any, index: int) -> Callable[..., None] | None:
+        self.loads += 1
+        if self.error is not None:
+            raise self.error
+        return partial(self, choice.config.fused) if self.found else None
+
+    def __call__(
+        self, fused: Epilogue, a: Any, weights: Any, out: Any, offs: Any, bias: Any = None, *,
+        interleaved: bool,
+    ) -> None:  # fmt: skip
+        assert weights.stride(-1) == 1 and (bias is None or bias.ndim == 2)
+        self.calls.append((a.shape[0], *weights.shape, *fused.steps))
+        first = 0
+        for group, end in enumerate(offs.tolist()):
+            if end > first:
+                rows = a[first:end].float() @ weights[group].float().t()
+                rows = rows if bias is None else rows + bias[group].float()
+                if fused.gated:
+                    halves = (rows[:, 0::2], rows[:, 1::2]) if interleaved else rows.chunk(2, dim=1)
+                    rows = fused.gate(*halves)
+                out[first:end] = rows
+            first = max(first, end)
