@@ -403,7 +403,7 @@ class Worker:
 load()
 from tests.support.engines import serve_on_cpu
 from tunegemm.describe.problem import Problem
-serve_on_cpu(Problem(32, 48, 64))
+serve_on_cpu(Problem(64, 48, 64))
 def start(rank):
     wrapper = worker_base.WorkerWrapperBase(rank, rank) if rank else worker_base.WorkerWrapperBase()
     wrapper.vllm_config, wrapper.worker = known, Worker()
@@ -413,7 +413,7 @@ known = config()
 start(0)
 start(1)
 print("SECOND")
-serve_on_cpu(Problem(64, 48, 64))
+serve_on_cpu(Problem(32, 48, 64))
 start(1)
 import torch._inductor.select_algorithm as inductor
 found["inductor knows us"] = hasattr(inductor.extern_kernels, "tunegemm_product")
@@ -422,7 +422,8 @@ found["calls"] = calls
     )
     output = str(found["output"])
     assert found["inductor knows us"] is True and found["calls"] == ["device", "caches"] * 3, output
-    said = [line for line in output.splitlines() if "1 of 1 kinds of weights by recorded kernels" in line]
-    assert len(said) == 1 and "in vLLM 0." in said[0] and "policy fastest, records " in said[0], output
+    said = [line for line in output.splitlines() if "rows of 1 kinds of weights" in line]
+    assert len(said) == 1 and "in vLLM 0." in said[0] and "0 at 16, 1 at 64, 0 at 256" in said[0], output
+    assert "policy fastest, records " in said[0], output
     differing = [line for line in output.splitlines() if "are not those of the process that started" in line]
     assert len(differing) == 1, output

@@ -270,7 +270,7 @@ class VocabParallelEmbedding(Layer):
 @pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
 def test_the_line_says_what_is_served_and_what_is_not(serve) -> None:
     serve(
-        Problem(32, 48, 64),
+        Problem(64, 48, 64),
         Problem(16, 96, 64, in_dtype="fp8_e4m3", out_dtype="bf16", epilogue="scale_rowwise"),
     )
     by_row = Layer(torch.zeros(96, 64).to(FP8).t(), weight_scale=torch.ones(96, 1), orig_dtype=BF16)
@@ -279,6 +279,7 @@ def test_the_line_says_what_is_served_and_what_is_not(serve) -> None:
         Layer(torch.zeros(40, 64, dtype=BF16)), Layer(torch.zeros(8, 8, dtype=torch.int32)),
         VocabParallelEmbedding(torch.zeros(512, 64, dtype=BF16)), torch.nn.LayerNorm(64),
     )  # fmt: skip
-    assert engines.served(model) == (
-        "2 of 4 kinds of weights by recorded kernels, not bf16 40x64, object (8, 8)"
+    assert engines.served(model, 100) == (
+        "kernels for 0 at 1, 1 at 16, 1 at 64 rows of 4 kinds of weights; at none of these bf16 40x64, "
+        "object (8, 8)"
     )

@@ -74,6 +74,18 @@ class Outlook:
     """The numbers of rows at which the same is refused; None: not known of others."""
 
 
+def ends(most: int) -> list[int]:
+    """Where ranges of rows that are decided as one meet, up to so many rows."""
+    found: list[int] = []
+    while not found or found[-1] <= most:
+        found.append(_end(len(found)))
+    return found[:-1]
+
+
+def _end(number: int) -> int:
+    return round(FROM_ROWS * 2 ** (number / RANGES))
+
+
 def anything(problem: Problem, candidate: Candidate) -> str:
     """Allows every candidate."""
     return ""
@@ -214,7 +226,7 @@ class Fitted(ABC):
     def _ends(self, m: int) -> tuple[int, int] | None:
         """The range of rows that is decided as one, if m is in one."""
         step = math.floor(RANGES * math.log2(m / FROM_ROWS))
-        low, high = (round(FROM_ROWS * 2 ** (each / RANGES)) for each in (step, step + 1))
+        low, high = _end(step), _end(step + 1)
         return (low, high) if FROM_ROWS <= low <= m <= high <= self.rows[-1] else None
 
     def _lead(

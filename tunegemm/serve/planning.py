@@ -353,29 +353,44 @@ class Planner:
         For code that is compiled: a and b may be tensors without memory. any_m: whether a record of another m
         is enough. Warns where there is none.
         """
+        found = self._expected(form, a, b, index, any_m)
+        if found is None or isinstance(found, bool):
+            return bool(found)
+        problem, known, expected = found
+        if self.state.policy.is_batch_invariant:  # the compiler's product is torch's
+            return True
+        return expected.ratio >= least_ratio(problem, known)
+
+    def has_kernel(self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int) -> bool:
+        """What `serves` says, of a kernel that need not gain in compiled code."""
+        return self._expected(form, a, b, index) is not None
+
+    def _expected(
+        self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int, any_m: bool = False
+    ) -> tuple[Problem, Device, Prepared | Compiling] | bool | None:
+        """What is expected of which problem; True where any m is enough and another has a record."""
         if self.is_off or deterministic():
-            return False
+            return None
         with self.lock, torch.inference_mode(False), torch.no_grad():
             operands = described(form, a, b, None)
             if isinstance(operands, Refusal):
-                return False
+                return None
             state, name = self.state, form.name(a)
             snapshot = self._records(state, name)
             if any_m and self._mode != "exact" and snapshot.extents(operands.problem):
                 return True
             device = torch.device(self.device_type, index)
             prepared = self._prepared(state, operands.problem, device, name)
-            expected: Prepared | Compiling | None
             known = state.devices.get(index)
             # Code that is compiled now is kept, on disk, too: it is to find the kernel once that is there.
-            expected = state.compiling.get((operands.problem, index))
-        if expected is None and prepared is not None and prepared.launch is not None:
-            expected = prepared
-        if expected is None or known is None:
-            return False
-        if state.policy.is_batch_invariant:  # the compiler's product is torch's
-            return True
-        return expected.ratio >= least_ratio(operands.problem, known)
+            compiling = state.compiling.get((operands.problem, index))
+        if known is None:
+            return None
+        if compiling is not None:
+            return operands.problem, known, compiling
+        if prepared is None or prepared.launch is None:
+            return None
+        return operands.problem, known, prepared
 
     def fingerprint(self, *, anywhere: bool = False) -> str:
         """Some letters that change with what `serves` goes by; anywhere: not with a host's file times."""
@@ -403,10 +418,13 @@ class Planner:
         if known is None:
             return None
         assert self._mode is not None
+        weight = _weight(problem, index)
+        if any(low <= problem.m <= high for low, high in state.misses.get(weight, ())):
+            return None
         wanted, snapshot = Wanted(problem, known, index, name), self._records(state, name)
         found, selection = self._finder.launcher(state, snapshot, wanted, self._mode)
         if selection.rows is not None and self._mode != "online" and not self.notices.sums_up:
-            state.misses.setdefault(_weight(problem, index), []).append(selection.rows)
+            state.misses.setdefault(weight, []).append(selection.rows)
         if self._mode == "online" and selection.outcome != "hit":
             predictions = selection.predictions if found is not None else ()
             notify = partial(self._apply_feedback, problem, found)

@@ -22,8 +22,8 @@ from tunegemm.serve.modes import read_engine
 from tunegemm.serve.torch import ops
 from tunegemm.serve.torch.autograd import DTYPES
 
-#: Numbers of rows of which one must have a kernel for a weight to be called served.
-_ROWS = (64, 1, 512, 8192)
+#: Numbers of rows at which the line of the start counts what is served: of decode, and of prompts.
+_ROWS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
 #: Weights that a line names.
 _MOST_NAMED = 8
 
@@ -203,10 +203,15 @@ def compared(theirs: object) -> str:
     )
 
 
-def served(model: torch.nn.Module) -> str:
-    """How many of a model's weights have kernels, and which have none, on one line; plans nothing."""
-    having: list[str] = []
-    lacking: list[str] = []
+def served(model: torch.nn.Module, most: int) -> str:
+    """How many of a model's kinds of weights have kernels at which rows, on one line, up to so many rows.
+
+    It plans nothing, but learns where nothing serves a weight, which else the first steps would wait for.
+    """
+    from tunegemm.choose.fitted import ends
+
+    shown = [rows for rows in _ROWS if rows <= most]
+    at: dict[str, set[int]] = {}
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
         method = type(getattr(layer, "quant_method", None)).__name__
@@ -217,26 +222,26 @@ def served(model: torch.nn.Module) -> str:
             continue
         is_fp8 = weight.dtype.is_floating_point and weight.dtype.itemsize == 1
         if weight.dtype not in DTYPES and not is_fp8:
-            name = f"{method} {tuple(weight.shape)}"
-            found = False
-        else:
-            # Of fp8 the engines keep (k, n), of others (n, k).
-            right = (weight if is_fp8 else weight.t()).detach()
-            name = f"{normalize_dtype(weight.dtype)} {right.shape[1]}x{right.shape[0]}"
-            if name in having or name in lacking:
-                continue
-            found = _has_kernel(layer, right, is_fp8)
-        names = having if found else lacking
-        if name not in names:
-            names.append(name)
-    line = f"{len(having)} of {len(having) + len(lacking)} kinds of weights by recorded kernels"
-    if lacking:
+            at.setdefault(f"{method} {tuple(weight.shape)}", set())
+            continue
+        # Of fp8 the engines keep (k, n), of others (n, k).
+        right = (weight if is_fp8 else weight.t()).detach()
+        name = f"{normalize_dtype(weight.dtype)} {right.shape[1]}x{right.shape[0]}"
+        if name not in at:
+            asks = _asker(layer, right, is_fp8)
+            at[name] = {rows for rows in {*shown, *ends(most)} if asks(rows)}.intersection(shown)
+    counts = ", ".join(f"{sum(rows in found for found in at.values())} at {rows}" for rows in shown)
+    line = f"kernels for {counts} rows of {len(at)} kinds of weights"
+    if lacking := [name for name, found in at.items() if not found]:
         more = len(lacking) - _MOST_NAMED
-        line += f", not {', '.join(lacking[:_MOST_NAMED])}" + (f" and {more} more" if more > 0 else "")
+        line += f"; at none of these {', '.join(lacking[:_MOST_NAMED])}" + (
+            f" and {more} more" if more > 0 else ""
+        )
     return line
 
 
-def _has_kernel(layer: torch.nn.Module, right: torch.Tensor, is_fp8: bool) -> bool:
+def _asker(layer: torch.nn.Module, right: torch.Tensor, is_fp8: bool) -> Callable[[int], bool]:
+    """Says of a number of rows whether a layer's product, by its weight (k, n), has a kernel."""
     biased = getattr(layer, "bias", None) is not None
     like = torch.empty_strided(right.shape, right.stride(), dtype=right.dtype, device="meta")
     text = "bias_n" if biased else ""
@@ -245,14 +250,10 @@ def _has_kernel(layer: torch.nn.Module, right: torch.Tensor, is_fp8: bool) -> bo
         per_row = isinstance(scale, torch.Tensor) and scale.numel() > 1
         text = ("scale_rowwise" if per_row else "scale_tensor") + ("+bias_n" if biased else "")
     form = form_of(BELOW_AUTOGRAD, text, getattr(layer, "orig_dtype", torch.bfloat16) if is_fp8 else None)
-    planner = api.dispatcher.planner
-    return any(
-        planner.serves(
-            form,
-            torch.empty(rows, right.shape[0], dtype=right.dtype, device="meta"),
-            like,
-            right.device.index or 0,
-            any_m=True,
-        )
-        for rows in _ROWS
-    )
+    planner, index = api.dispatcher.planner, right.device.index or 0
+
+    def has_kernel(rows: int) -> bool:
+        left = torch.empty(rows, right.shape[0], dtype=right.dtype, device="meta")
+        return planner.has_kernel(form, left, like, index)
+
+    return has_kernel

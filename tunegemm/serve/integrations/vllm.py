@@ -184,8 +184,7 @@ def _start() -> None:
     def after(own: Any) -> Any:
         def initialize_from_config(self: Any, kv_cache_configs: list[Any]) -> None:
             own(self, kv_cache_configs)
-            if not self.rpc_rank:
-                _attempt(lambda: _report(self.worker.get_model()))
+            _attempt(lambda: _report(self))
 
         return initialize_from_config
 
@@ -204,14 +203,18 @@ def _prepare(config: Any) -> None:
         _log.warning("tunegemm: %s", why)
 
 
-def _report(model: torch.nn.Module) -> None:
+def _report(wrapper: Any) -> None:
+    """Before a worker's first step: the first rank's says what is served; all learn what is not."""
     _, version = of_engine("vllm.__version__")
     planner = api.dispatcher.planner
-    _log.info(
-        "tunegemm %s in vLLM %s: %s; policy %s, records %s",
-        tunegemm.__version__, version, engines.served(model), planner.policy,
-        engines.fingerprint(anywhere=True),
-    )  # fmt: skip
+    what = engines.served(
+        wrapper.worker.get_model(), wrapper.vllm_config.scheduler_config.max_num_batched_tokens
+    )
+    if not wrapper.rpc_rank:
+        _log.info(
+            "tunegemm %s in vLLM %s: %s; policy %s, records %s",
+            tunegemm.__version__, version, what, planner.policy, engines.fingerprint(anywhere=True),
+        )  # fmt: skip
 
 
 def _attempt(step: Callable[[], None]) -> None:
