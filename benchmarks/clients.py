@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
 METHOD = (
-    "wall time of a step with the device idle before and after, as many steps a sample as take 100 ms, after "
+    "wall time of a step with the device idle before and after, as many steps a sample as take {} ms, after "
     "as many that are not timed, so that the chip runs at the clocks that this variant leaves it; "
     "with and without tunegemm in shuffled order in each round, medians, ratio the median over rounds of "
     "torch's sample to tunegemm's; noise of timing torch's step twice a round; errors are relative to the "
@@ -55,8 +55,9 @@ MODES = ("eager", "graph", "compile", "max-autotune")
 #: The mode in which torch.compile tunes for itself, which takes minutes.
 _TUNED_BY_TORCH = "max-autotune"
 CONTEXT = 512
-#: A sample is made of as many steps as take so long, and so are those before it that are not timed: a chip at
-#: its power cap takes some 60 ms to find a new work's clocks (docs/decisions/0012).
+#: A sample is made of as many steps as take so long, unless `--sample-ms` says otherwise, and so are those
+#: before it that are not timed: a chip at its power cap takes some 60 ms to find a new work's clocks
+#: (docs/decisions/0012).
 _SAMPLE_MS = 100.0
 #: A result may be this much further from fp32 than torch's own.
 _TOLERANCE = 1.25
@@ -103,6 +104,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--tune", type=float, metavar="SECONDS", help="tune what has no confirmed record")
     parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds")
+    parser.add_argument("--sample-ms", type=float, default=_SAMPLE_MS, help="default: %(default)s")
+    parser.add_argument(
+        "--within", type=float, default=math.inf, metavar="SECONDS", help="begin no workload later"
+    )
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu, which is not timed")
     options = parser.parse_args(arguments)
@@ -132,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
     results = None
     if device is not None:
         torch.cuda.set_device(place)
-        facts = meta(device, METHOD)
+        facts = meta(device, METHOD.format(f"{options.sample_ms:g}"))
         facts["packages"] |= {"transformers": package_version("transformers")}
         name = "clients_fused.json" if options.fuse else "clients.json"
         results = Results(results_path(options.out, device, name), facts)
@@ -143,11 +148,14 @@ def run(options: argparse.Namespace) -> int:
     if options.tune:
         assert device is not None
         tune([WORKLOADS[name](model, size, place) for name in options.workloads], device, options.tune)
-    wrong = 0
+    wrong, begun = 0, time.monotonic()
     for name in options.workloads:
+        if time.monotonic() - begun > options.within:
+            print(f"{name}: no time is left")
+            continue
         if options.fuse:
             tuned = fused(model, name == "train")
-        rows = measure(name, model, tuned, size, place, options.modes, options.rounds)
+        rows = measure(name, model, tuned, size, place, options)
         if results is not None:
             results.put(*rows)
         wrong += sum(not row["right"] for row in rows)
@@ -323,11 +331,10 @@ def measure(
     tuned: LlamaForCausalLM,
     size: Size,
     place: torch.device,
-    modes: Sequence[str],
-    rounds: int,
+    options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """A row for each mode; without times on a CPU."""
-    make = WORKLOADS[workload]
+    make, modes, rounds = WORKLOADS[workload], options.modes, options.rounds
     reference = copy.deepcopy(model).float()
     expected = make(reference, size, place)().float().clone()
     del reference
@@ -347,7 +354,7 @@ def measure(
             del got
     for message in sorted(left):
         print(f"  {workload}: {message}")
-    samples = interleave(steps, rounds) if place.type == "cuda" else {}
+    samples = interleave(steps, rounds, options.sample_ms) if place.type == "cuda" else {}
     rows = []
     for mode in modes:
         bound = max(_TOLERANCE * errors[mode, "torch"], 1e-6)
@@ -357,7 +364,7 @@ def measure(
         row["right"] = error <= bound
         if samples:
             row |= _times(samples, mode)
-            row |= {"rounds": rounds, "left_to_torch": len(left), "sample_ms": _SAMPLE_MS}
+            row |= {"rounds": rounds, "left_to_torch": len(left), "sample_ms": options.sample_ms}
         rows.append(row)
     steps.clear()
     torch.compiler.reset()

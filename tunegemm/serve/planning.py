@@ -286,17 +286,16 @@ class Planner:
                 self.notices.warn(f"{asked.reason}; {who(name)} falls back to torch", about)
             return None
         problem = asked.operands.problem
-        weight = weight_of(problem)
         if a.device.type != self.device_type:
             self.notices.warn(
                 lambda: (
-                    f"{problem} on {a.device.type}: {who(name)} falls back to torch. "
-                    + advice(problem, "On a CUDA device, tune it with")
+                    f"{problem} on {a.device.type}: {who(name)} falls back to torch, as every "
+                    "product there does. " + advice(problem, "On a CUDA device, tune it with")
                 ),
-                about=("device", a.device.type, *weight),
+                about=("device", a.device.type),
             )
             return None
-        prepared = self._prepared(state, problem, a.device, name)
+        weight, prepared = weight_of(problem), self._prepared(state, problem, a.device, name)
         if prepared is None or prepared.launch is None:
             ranges = state.misses.get(_weight(problem, a.device.index or 0))
             if ranges is not None and b.ndim == 2 and problem.batch == 1:
