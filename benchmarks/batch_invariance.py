@@ -23,13 +23,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from benchmarks.command import command, parser_of
 from benchmarks.results import Results, geometric_mean, meta, problem_fields, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import ProblemError, TunegemmError, TunegemmWarning
+from tunegemm.errors import ProblemError, TunegemmWarning
 
 METHOD = (
     "records and kernels as shipped; operands as candidates are measured with; the rows of M in 1..300 and "
@@ -70,29 +70,22 @@ def larger(count: int = MORE, largest: int = LARGEST) -> list[int]:
     return [round(EVERY[-1] * step**number) for number in range(1, count + 1)]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 1 for bits that differ, 2 for bad input or no GPU, and a line that says so."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.batch_invariance", description=(__doc__ or "").partition("\n")[0]
-    )
+@command
+def main(arguments: Sequence[str] | None = None) -> int | None:
+    """1 where bits differ."""
+    parser = parser_of("batch_invariance", __doc__)
     parser.add_argument("--shapes", default=",".join(SHAPES), help="NxK,...; default: %(default)s")
     parser.add_argument("--kinds", default=",".join(KINDS), help="default: %(default)s")
     parser.add_argument("--timed", default=",".join(map(str, TIMED)), help="M,...; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds per timing")
     parser.add_argument("--budget-s", type=float, default=200, help="begin no N x K later than that")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     options = parser.parse_args(arguments)
-    try:
-        problems = [
-            of_kind(f"{LARGEST}x{text}", name)
-            for text in options.shapes.split(",")
-            for name in options.kinds.split(",")
-        ]
-        return run(problems, find_device(options.device), options)
-    except TunegemmError as error:
-        print(error, file=sys.stderr)
-        return 2
+    problems = [
+        of_kind(f"{LARGEST}x{text}", name)
+        for text in options.shapes.split(",")
+        for name in options.kinds.split(",")
+    ]
+    return run(problems, find_device(options.device), options)
 
 
 def run(problems: Sequence[Problem], device: Device, options: argparse.Namespace) -> int:

@@ -19,14 +19,14 @@ import json
 import sys
 import time
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.batch_invariance import KINDS, of_kind
+from benchmarks.command import command, parser_of
 from benchmarks.results import Results, meta, problem_fields, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import TunegemmError
 from tunegemm.resources import data_path
 from tunegemm.store import Database
 from tunegemm.store.record import Record
@@ -44,11 +44,9 @@ MOST_LOGITS_ROWS = 256
 METHOD = "Tuner.tune_all of one process, quick; seconds of wall time each"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input or no GPU, with one line that says so."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.campaign", description=(__doc__ or "").split("\n")[0]
-    )
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of("campaign", __doc__)
     parser.add_argument("--budget", type=float, default=600.0, help="seconds")
     parser.add_argument(
         "--records", type=Path, metavar="FOLDER", help="write shipped and found records there"
@@ -59,22 +57,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kinds", default="bf16", help=f"of {', '.join(KINDS)}; default: %(default)s")
     parser.add_argument("--again", action="store_true", help="tune what has a shipped record, too")
     parser.add_argument("--db", type=Path, default=Path("campaign.sqlite"))
-    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
-    parser.add_argument("--device", default="cuda:0", help="cuda:N")
     options = parser.parse_args(arguments)
-    try:
-        if options.records:
-            with Database.open(options.db, read_only=True) as database:
-                found = list(kept(database.records(), options.lost))
-            write_records(best([*read_shipped()[0], *found]), options.records)
-            return 0
-        rows = [int(m) for m in options.rows.split(",")] if options.rows else None
-        problems = [one for kind in options.kinds.split(",") for one in products(rows, kind)]
-        run(problems, find_device(options.device), options)
-    except TunegemmError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    if options.records:
+        with Database.open(options.db, read_only=True) as database:
+            found = list(kept(database.records(), options.lost))
+        write_records(best([*read_shipped()[0], *found]), options.records)
+        return
+    rows = [int(m) for m in options.rows.split(",")] if options.rows else None
+    problems = [one for kind in options.kinds.split(",") for one in products(rows, kind)]
+    run(problems, find_device(options.device), options)
 
 
 def products(rows: list[int] | None = None, kind: str = "bf16") -> Iterator[Problem]:

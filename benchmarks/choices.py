@@ -3,14 +3,11 @@
     python -m benchmarks.choices --device cuda:0 --part 0/2 --budget 200 --out build/choices
     python -m benchmarks.choices --device cuda:1 --part 1/2 --budget 200 --out build/choices
     python -m benchmarks.choices --collect build/choices        # their rows into results/GPU/choices.json.xz
-    python -m benchmarks.choices --top 8 --rows 1-64 --seed more --out build/choices
 
 All kernels of db/selector.toml that suit a product race torch.mm in one interleave, each at the launches that
-suit it; those that are near the fastest go on for longer. With `--top` only so many race as the selector
-takes for the fastest, and none in steady state: a quarter of the time, and what it is wrong about. A line is
-written after each product, so that a run that ends early loses nothing, and goes on where it is run again. N
-and K are no dimensions of `benchmarks.first_use`. The kernels are those of `make kernels`; none is compiled
-here.
+suit it; those that are near the fastest go on for longer. A line is written after each product, so that a run
+that ends early loses nothing, and goes on where it is run again. N and K are no dimensions of
+`benchmarks.first_use`. The kernels are those of `make kernels`; none is compiled here.
 """
 
 from __future__ import annotations
@@ -26,21 +23,19 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.command import command, parser_of
 from benchmarks.first_use import DIMENSIONS
 from benchmarks.results import meta
-from tunegemm.choose.plain import Selector
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ArtifactError, TunegemmError
 from tunegemm.generate import families
-from tunegemm.generate.cublaslt.choice import first_choice
 from tunegemm.measure.backend import Backend, warm_us
 from tunegemm.measure.operands import (
     Operands,
@@ -51,19 +46,16 @@ from tunegemm.measure.operands import (
     restore,
     tolerance,
 )
-from tunegemm.measure.race import Replay, SteadyState, race
+from tunegemm.measure.race import Replay, race
 from tunegemm.measure.settings import RaceSettings
 from tunegemm.measure.statistics import aa_noise
-from tunegemm.model import rank as model
 from tunegemm.model import shortlist
-from tunegemm.model.features import features
 
 METHOD = (
     "torch.mm(out=), twice, and launches of db/selector.toml in one CUDA graph each over operand sets that "
     "together pass 3x the L2, in shuffled order in each round: {screen} rounds with all, then {rounds} with "
     "those within {margin:.0%} of the fastest; ratio: median over the last rounds of torch's sample to the "
-    "kernel's; where over 32 rows leave the chip at lowered clocks, {turns} rounds in which each of a few "
-    "has {turn_ms} ms to itself, the second half of which is timed"
+    "kernel's"
 )
 #: Rounds with all launches and with those that are near the fastest, and what near is.
 SCREEN, ROUNDS, MARGIN = 2, 9, 0.12
@@ -73,41 +65,28 @@ MOST, MOST_NEAR, MOST_OF_MANY_ROWS = 52, 14, 24
 MANY_ROWS = 1024
 #: Slowest launch that is tried, by the model, relative to its fastest.
 SLOWEST = 1.7
-TURNS, TURN_MS, SETTLE_S = 3, 120.0, 0.3
-#: Rows up to which lasting work leaves the chip its clocks.
-FEW_ROWS = 32
 #: Longest product, in floating-point operations, and largest, in bytes.
 MAX_FLOP, MAX_BYTES = 4e12, 3e9
 #: A product that takes longer hangs; the process ends, and goes on with the next one where it is run again.
 HANGS_S = 30.0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input or no GPU, with one line that says so."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.choices", description=(__doc__ or "").partition("\n")[0]
-    )
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of("choices", __doc__)
     parser.add_argument("--part", default="0/1", help="which of how many equal shares of the products")
     parser.add_argument("--budget", type=float, default=200, help="seconds; begin no product later than that")
     parser.add_argument("--seed", default="train", help="of the products")
     parser.add_argument("--count", type=int, default=100_000, help="most products")
     parser.add_argument("--rows", default="1-16384", help="FEWEST-MOST, of the products drawn")
-    parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, default=Path("build/choices"), help="folder of the lines")
-    parser.add_argument("--top", type=int, help="launches of a product, by the selector")
-    parser.add_argument("--no-names", action="store_true", help="leave out the names of torch's kernels")
     parser.add_argument("--collect", type=Path, help="measure nothing; put the lines of that folder together")
     parser.add_argument("--results", type=Path, help="with --collect: folder of the result file")
     options = parser.parse_args(arguments)
-    try:
-        if options.collect is not None:
-            collect(options.collect, options.results)
-            return 0
-        run(find_device(options.device), options)
-    except TunegemmError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    if options.collect is not None:
+        collect(options.collect, options.results)
+        return
+    run(find_device(options.device), options)
 
 
 def drawn(seed: str) -> Iterator[Problem]:
@@ -166,9 +145,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
     backend.open()
     done = 0
     with path.open("a", buffering=1) as file:
-        method = METHOD.format(
-            screen=SCREEN, rounds=ROUNDS, margin=MARGIN, turns=TURNS, turn_ms=TURN_MS
-        )  # fmt: skip
+        method = METHOD.format(screen=SCREEN, rounds=ROUNDS, margin=MARGIN)
         kernels = [families.get(kernel.family).label(kernel) for kernel in shortlist.listed()]
         file.write(json.dumps({"meta": meta(device, method), "kernels": kernels}) + "\n")
         for problem in problems:
@@ -180,7 +157,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
             file.write(json.dumps({"begin": extents}) + "\n")
             faulthandler.dump_traceback_later(HANGS_S, exit=True)
             begin = time.monotonic()
-            row = measure(problem, device, backend, names=not options.no_names, top=options.top)
+            row = measure(problem, device, backend)
             row["seconds"] = round(time.monotonic() - begin, 3)
             faulthandler.cancel_dump_traceback_later()
             file.write(json.dumps(row) + "\n")
@@ -188,30 +165,21 @@ def run(device: Device, options: argparse.Namespace) -> None:
             if done <= 3 or done % 20 == 0:
                 best = max((one[5] for one in row["launches"]), default=0)
                 print(
-                    f"{done} in {time.monotonic() - started:.0f} s; {problem.shape}: {row['torch_us']} us by "
-                    f"{row['torch_kernels']}, best {best} of {len(row['launches'])}, {row['seconds']} s "
-                    f"{row['stages']}, failed {row['failed']}",
+                    f"{done} in {time.monotonic() - started:.0f} s; {problem.shape}: {row['torch_us']} us, "
+                    f"best {best} of {len(row['launches'])}, {row['seconds']} s, failed {row['failed']}",
                     flush=True,
                 )
     print(f"{done} products in {time.monotonic() - started:.0f} s; written: {path}")
 
 
-def measure(
-    problem: Problem, device: Device, backend: Backend, *, names: bool = True, top: int | None = None
-) -> dict[str, Any]:
-    """The row of one product. names: whether torch's kernels are named in it. top: see `--top`.
-
-    Its `launches` are lists: place in the list of kernels, splits of k, whether a second kernel adds them,
-    whether tiles go along n, swizzle size, ratio to torch.mm, rounds. `steady` has places in `launches` and
-    ratios in steady-state timing.
-    """
-    marks = [time.monotonic()]
+def measure(problem: Problem, device: Device, backend: Backend) -> dict[str, Any]:
+    """The row of one product. Its `launches` are lists: place in the list of kernels, splits of k, whether a
+    second kernel adds them, whether tiles go along n, swizzle size, ratio to torch.mm, rounds."""
     count = count_sets(problem, device.l2_bytes, backend.free_bytes())
     sets = [make_operands(problem, backend.torch_device, index) for index in range(count)]
-    chosen = worth_trying(problem, device) if top is None else most_promising(problem, device, top)
+    chosen = worth_trying(problem, device)
     torch_us = warm_us(backend, torch_mm, sets)
     passes = max(1, math.ceil(MIN_REPLAY_MS * 1e3 / (torch_us * count)))
-    marks.append(time.monotonic())
     replays: list[Replay] = [backend.capture(torch_mm, sets, passes) for _ in range(2)]
     rows: list[int] = []
     launchers: list[Any] = []
@@ -232,7 +200,6 @@ def measure(
         rows.append(row)
         launchers.append(launcher)
         replays.append(replay)
-    marks.append(time.monotonic())
     for replay in replays:  # a first replay is uploaded within its timing
         replay.start()
         replay.finish()
@@ -250,25 +217,15 @@ def measure(
     for number, own in zip(near, samples[2:], strict=True):
         ratios[number] = _ratio(samples[1], own)
         rounds[number] = ROUNDS
-    marks.append(time.monotonic())
-    steady: list[list[float]] = []
     telemetry = backend.telemetry()
-    if top is None:
-        telemetry, steady = _steady(
-            problem, chosen, rows, replays, near, ratios, count * passes, samples, backend, device
-        )
-    marks.append(time.monotonic())
     errors = _check(problem, sets, [launchers[number] for number in near[:2]], backend)
-    torch_kernels = _kernels_of(torch_mm, sets[0]) if names else []
     library = _library_choice(problem, device)
     del replays
     backend.release()
-    marks.append(time.monotonic())
     columns = chosen.kernels, chosen.split_k, chosen.second, chosen.along_n, chosen.swizzle
     return {
         "m": problem.m, "n": problem.n, "k": problem.k, "dtype": problem.in_dtype,
         "torch_us": round(statistics.median(samples[1]), 3),
-        "torch_kernels": torch_kernels,
         "library": library,
         "noise": round(aa_noise(samples[0], samples[1]), 5),
         "telemetry": {name: telemetry.get(name) for name in ("sm_clock_mhz", "power_w", "throttle_reasons")},
@@ -282,8 +239,6 @@ def measure(
             ]
             for number, row in enumerate(rows)
         ],
-        "steady": steady,
-        "stages": [round(later - earlier, 3) for earlier, later in itertools.pairwise(marks)],
     }  # fmt: skip
 
 
@@ -304,16 +259,6 @@ def worth_trying(problem: Problem, device: Device) -> shortlist.Choices:
     return found.take(order[: MOST if problem.m <= MANY_ROWS else MOST_OF_MANY_ROWS])
 
 
-def most_promising(problem: Problem, device: Device, top: int) -> shortlist.Choices:
-    """The launches that the device's selector takes for the fastest. Raises TunegemmError without one."""
-    if (selector := Selector.of(device.name)) is None:
-        raise TunegemmError(f"{device.name} has no selector yet; leave out --top")
-    modelled = replace(device, spec="model")
-    found = shortlist.choices(problem, modelled)
-    logs = selector.forest(features(problem, found, modelled, first_choice(problem, device.index)))
-    return found.take(np.argsort(-logs, kind="stable")[:top])
-
-
 def torch_mm(a: Any, b: Any, out: Any) -> None:
     """The baseline."""
     import torch
@@ -323,36 +268,6 @@ def torch_mm(a: Any, b: Any, out: Any) -> None:
 
 def _ratio(baseline: Sequence[float], own: Sequence[float]) -> float:
     return statistics.median(b / s for b, s in zip(baseline, own, strict=True))
-
-
-def _steady(
-    problem: Problem, chosen: shortlist.Choices, rows: Sequence[int], replays: Sequence[Replay],
-    near: Sequence[int], ratios: Sequence[float], products: int, samples: Sequence[Sequence[float]],
-    backend: Backend, device: Device,
-) -> tuple[dict[str, Any], list[list[float]]]:  # fmt: skip
-    """The chip's clocks in lasting work, and the ratios of a few kernels where it lowers them."""
-    if problem.m <= FEW_ROWS or not near:
-        return backend.telemetry(), []
-    until = time.monotonic() + SETTLE_S
-    while time.monotonic() < until:
-        replays[1].start()
-        replays[1].finish()
-    replays[1].start()
-    telemetry = backend.telemetry()
-    replays[1].finish()
-    if not telemetry.get("throttle_reasons"):
-        return telemetry, []
-    candidates = {number: chosen.candidate(problem, rows[number]) for number in near}
-    lasting = model.steady_ratios(problem, {c: ratios[number] for number, c in candidates.items()}, device)
-    best = sorted(near, key=lambda number: -lasting[candidates[number]])[:2]
-    picked = list(dict.fromkeys([near[0], *best]))[:3]
-    runners = [
-        SteadyState.of(replays[place], statistics.median(taken) * products * 1e-6, TURN_MS)
-        for place, taken in [(1, samples[1]), *((2 + n, samples[2 + near.index(n)]) for n in picked)]
-    ]
-    settings = RaceSettings(TURNS, MIN_REPLAY_MS, race_after=TURNS + 1, race_margin=math.inf, seed=2)
-    found = race(runners, len(runners), settings, lambda _: None)
-    return telemetry, [[n, round(_ratio(found[0], own), 4)] for n, own in zip(picked, found[1:], strict=True)]
 
 
 def _check(
@@ -380,39 +295,6 @@ def _object(number: int, dtype: str, device: Device) -> Path:
     if found is None:
         raise ArtifactError(f"{family.label(kernel)} is not compiled; run `make kernels`")
     return found.path
-
-
-def _kernels_of(launch: Any, operands: Operands) -> list[str]:
-    """Names and grids of the kernels that a launch consists of: of a captured graph that never runs."""
-    import torch
-    from cuda.bindings import driver
-
-    try:
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        torch.cuda.synchronize()
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            launch(*operands.arguments)
-        finally:
-            graph.capture_end()
-        raw = driver.CUgraph(graph.raw_cuda_graph())
-        _, _, count = driver.cuGraphGetNodes(raw)
-        _, nodes, _ = driver.cuGraphGetNodes(raw, count)
-        found = []
-        for node in nodes[:count]:
-            kind = driver.cuGraphNodeGetType(node)[1]
-            if kind != driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
-                found.append(str(kind).rpartition("_")[2].lower())
-                continue
-            params = driver.cuGraphKernelNodeGetParams(node)[1]
-            error, name = driver.cuFuncGetName(params.func)
-            if error != driver.CUresult.CUDA_SUCCESS:
-                error, name = driver.cuKernelGetName(params.kern)
-            text = name.decode() if isinstance(name, bytes) else str(error)
-            found.append(f"{text} {params.gridDimX}x{params.gridDimY}x{params.gridDimZ}")
-        return found
-    except (RuntimeError, AttributeError, TypeError, ValueError) as error:
-        return [f"unknown: {error}"[:120]]
 
 
 def _library_choice(problem: Problem, device: Device) -> list[str]:
@@ -456,7 +338,6 @@ def collect(folder: Path, out: Path | None) -> None:
                         f"{path}: its list of kernels or its GPU is another one; leave it out"
                     )
             elif "m" in line:
-                line.pop("stages", None)
                 rows[line["m"], line["n"], line["k"]] = line
     if not rows:
         raise TunegemmError(f"{folder} has no lines of this command")

@@ -13,7 +13,6 @@ call, and from processes of their own (`benchmarks.first_call`) `import_ms` beyo
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import json
@@ -23,12 +22,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import command, parser_of
 from benchmarks.first_call import PROCESSES, RECORDS, fresh_processes
 from benchmarks.results import Results, meta, problem_fields, results_path
 from tunegemm.describe.device import Device, find_device
@@ -50,11 +50,9 @@ FALL_BACK = "no kernel: "
 Call = Callable[[], Any]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input or no GPU, with one line that says so."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.dispatch", description=(__doc__ or "").split("\n")[0]
-    )
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of("dispatch", __doc__)
     parser.add_argument("--shape", default="128x128x64", help="a small one: the host's time is measured")
     parser.add_argument("--families", default="cute_sm90", help="comma-separated, to be tuned")
     parser.add_argument("--trials", type=int, default=6, help="candidates per problem")
@@ -63,31 +61,24 @@ def main(arguments: list[str] | None = None) -> int:
         "--first-call", action="store_true", help="only import and first call; keep the file's other figures"
     )
     parser.add_argument("--records", type=int, default=RECORDS, help="in the database of the first call")
-    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
-    parser.add_argument("--device", default="cuda:0")
     options = parser.parse_args(arguments)
-    try:
-        problem = Problem.parse(options.shape)
-        device = find_device(options.device)
-        results = Results(results_path(options.out, device, "dispatch.json"), meta(device, METHOD))
-        with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
-            place(Path(folder))
-            problems = [problem] if options.first_call else related(problem)
-            tune(problems, device, options.families.split(","), options.trials)
-            # First, while nothing that a first call loads is mapped here: only then can it be cold.
-            first_call = fresh_processes(problem, device, options.records)
-            if options.first_call:
-                results.summary = results.earlier_summary | first_call
-                results.put()
-            else:
-                run(problem, device, options.rounds, results)
-                results.summary |= first_call
-                results.put()
-            print(json.dumps(results.summary, indent=1), flush=True)
-    except TunegemmError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    problem = Problem.parse(options.shape)
+    device = find_device(options.device)
+    results = Results(results_path(options.out, device, "dispatch.json"), meta(device, METHOD))
+    with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
+        place(Path(folder))
+        problems = [problem] if options.first_call else related(problem)
+        tune(problems, device, options.families.split(","), options.trials)
+        # First, while nothing that a first call loads is mapped here: only then can it be cold.
+        first_call = fresh_processes(problem, device, options.records)
+        if options.first_call:
+            results.summary = results.earlier_summary | first_call
+            results.put()
+        else:
+            run(problem, device, options.rounds, results)
+            results.summary |= first_call
+            results.put()
+        print(json.dumps(results.summary, indent=1), flush=True)
 
 
 def place(folder: Path) -> None:

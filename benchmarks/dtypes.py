@@ -12,15 +12,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.command import command, parser_of
 from benchmarks.peers import measure, tuned_seconds
 from benchmarks.results import Results, meta, peers_table, ratio, results_path
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import ProblemError, TunegemmError
+from tunegemm.errors import ProblemError
 
 if TYPE_CHECKING:
     from benchmarks.providers import Provider
@@ -46,29 +48,20 @@ KINDS = {
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input or no GPU, with one line that says so."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.dtypes", description=(__doc__ or "").split("\n")[0]
-    )
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of("dtypes", __doc__)
     parser.add_argument("--dtypes", default=",".join(KINDS), help=f"of {', '.join(KINDS)} (default: all)")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="MxNxK,... (default: the eight)")
     parser.add_argument("--trials", type=int, default=32, help="candidates per product (default: 32)")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per product")
-    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     parser.add_argument("--db", type=Path, help="tuning database (default: TUNEGEMM_DB or the user's)")
-    parser.add_argument("--device", default="cuda:0")
     options = parser.parse_args(arguments)
-    try:
-        names = options.dtypes.split(",")
-        if unknown := [name for name in names if name not in KINDS]:
-            raise ProblemError(f"dtypes {unknown[0]!r} is not known; use {', '.join(KINDS)}")
-        problems = [_problem(name, shape) for name in names for shape in options.shapes.split(",")]
-        run(problems, find_device(options.device), options)
-    except TunegemmError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    names = options.dtypes.split(",")
+    if unknown := [name for name in names if name not in KINDS]:
+        raise ProblemError(f"dtypes {unknown[0]!r} is not known; use {', '.join(KINDS)}")
+    problems = [_problem(name, shape) for name in names for shape in options.shapes.split(",")]
+    run(problems, find_device(options.device), options)
 
 
 def _problem(kind: str, shape: str) -> Problem:

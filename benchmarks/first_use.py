@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import warnings
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
@@ -31,11 +31,12 @@ import torch
 
 from benchmarks.batch_invariance import KINDS as OTHERS
 from benchmarks.batch_invariance import of_kind, product
+from benchmarks.command import command, parser_of
 from benchmarks.interleave import interleave
 from benchmarks.results import Results, geometric_mean, meta, problem_fields, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import ArtifactError, TunegemmError, TunegemmWarning
+from tunegemm.errors import ArtifactError, TunegemmWarning
 from tunegemm.generate.cublaslt.eager import torch_mm
 
 METHOD = (
@@ -69,8 +70,9 @@ DIMENSIONS = (
 )  # fmt: skip
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of("first_use", __doc__)
     parser.add_argument("--listed", type=int, default=1000, help="most shipped products, drawn by seed")
     parser.add_argument(
         "--unseen", type=int, default=30, help="products drawn by seed (default: %(default)s)"
@@ -81,18 +83,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--turns", type=int, default=5, help="steady-state rounds")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as empty:
         os.environ.pop("TUNEGEMM_DB", None)
         os.environ |= {"TUNEGEMM_CACHE_DIR": empty, "XDG_DATA_HOME": empty}
-        try:
-            run(find_device(options.device), options)
-        except TunegemmError as error:
-            print(error, file=sys.stderr)
-            return 2
-    return 0
+        run(find_device(options.device), options)
 
 
 def run(device: Device, options: argparse.Namespace) -> None:

@@ -22,10 +22,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks.choices import extent_of
+from benchmarks.command import command, parser_of
 from benchmarks.interleave import METHOD, interleave
 from benchmarks.results import Results, meta, problem_fields, results_path
 from tunegemm.choose.fused import best_ranked
@@ -56,11 +56,9 @@ LEFT_OUT = "scale_tensor"
 HALVES = "halves"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input or no GPU, with one line that says so."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kind_choices", description=(__doc__ or "").partition("\n")[0]
-    )
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of("kind_choices", __doc__)
     parser.add_argument("--budget", type=float, default=120, help="seconds; begin no product later than that")
     parser.add_argument("--count", type=int, default=100_000, help="most products")
     parser.add_argument("--seed", default="train", help="of the products")
@@ -69,15 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--kinds", default="", help="epilogues to draw in turn, such as residual,bias_n,swiglu (default: all)"
     )
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     options = parser.parse_args(arguments)
-    try:
-        run(find_device(options.device), options)
-    except TunegemmError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    run(find_device(options.device), options)
 
 
 def kinds_of(words: str) -> list[Problem]:

@@ -17,19 +17,34 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.command import command, parser_of
+from benchmarks.fits import (
+    LOSERS,
+    MARGIN_STEP,
+    MOST_MARGIN,
+    OF_OTHERS,
+    RESULTS,
+    Floats,
+    Mask,
+    boosted,
+    device_of,
+    trees_of,
+    validated,
+    write,
+    write_validation,
+)
 from benchmarks.results import geometric_mean
-from benchmarks.selector_fit import FOLDS, LOSERS, MARGIN_STEP, MOST_MARGIN, run, trees_of
 from tunegemm.choose.compiled_code import kernels_after
-from tunegemm.choose.forest import MAX_LEAVES, written
+from tunegemm.choose.forest import written
 from tunegemm.choose.fused import features_of, name_of
 from tunegemm.choose.invariance import Ranked
-from tunegemm.describe.device import PARTS, find_device
 from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import Problem
 from tunegemm.generate.cublaslt.choice import LibraryChoice
@@ -42,38 +57,32 @@ RANGES = (16, 64, 256, 16384)
 #: Products that a range must have been measured on to be served. Where a kind has fewer than `OWN`, those of
 #: kinds alike count, too, and a margin is at least the standard deviation of what was missing.
 FEWEST, OWN = 20, 60
-#: Weight of a launch on another GPU.
-OF_OTHERS = 0.5
 #: Least margin that is tried, in log: of these kinds there are fewer products than of plain ones.
 LEAST_MARGIN = 0.04
 #: No product that is served may be slower, in validation.
 SLOWEST = 0.98
-SETTINGS = {
-    "max_iter": 150, "learning_rate": 0.08, "max_leaf_nodes": MAX_LEAVES, "min_samples_leaf": 15,
-    "l2_regularization": 1.0, "max_features": 0.5, "random_state": 0, "early_stopping": False,
+SETTINGS: dict[str, Any] = {
+    "max_iter": 150, "learning_rate": 0.08, "min_samples_leaf": 15, "max_features": 0.5
 }  # fmt: skip
 
-Floats = NDArray[np.float64]
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input, with one line that says so."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of("kind_fit", __doc__, gpu=False)
     parser.add_argument("--gpu", default="h200", help="folder of benchmarks/results that has the data")
     parser.add_argument("--also", help="another such folder, whose products are fitted to, too")
     parser.add_argument("--out", type=Path, help="folder of kinds-GPU.json (default: db)")
     parser.add_argument("--results", type=Path, help="folder of kinds.json (default: results/GPU)")
-    return run(parser, arguments, fit)
+    fit(parser.parse_args(arguments))
 
 
 class Frame:
     """All launches of all products as rows."""
 
-    def __init__(self, path: Path) -> None:
-        told = json.loads(path.read_text(encoding="utf-8"))
+    def __init__(self, gpu: str) -> None:
+        told = json.loads((RESULTS / gpu / "kind_choices.json").read_text(encoding="utf-8"))
         self.meta = told["meta"]
-        part = next(name for name, part in PARTS.items() if part.device_name == self.meta["gpu"])
-        device = find_device(f"model:{part}")
+        device = device_of(self.meta)
         self.rows = [row for row in told["rows"] if row["m"] <= RANGES[-1]]
         tables, logs, product = [], [], []
         for number, row in enumerate(self.rows):
@@ -113,20 +122,16 @@ def _ranked(problem: Problem, launch: list[Any]) -> Ranked:
 
 def fit(options: argparse.Namespace) -> None:
     """Validates, fits to everything, and writes both files."""
-    folder = Path(__file__).parent / "results"
-    frame = Frame(folder / options.gpu / "kind_choices.json")
-    frames = [frame, *([Frame(folder / options.also / "kind_choices.json")] if options.also else [])]
+    frame = Frame(options.gpu)
+    frames = [frame, *([Frame(options.also)] if options.also else [])]
     table, logs = np.vstack([one.table for one in frames]), np.concatenate([one.logs for one in frames])
     weights = np.where(np.arange(len(logs)) < len(frame.logs), 1.0, OF_OTHERS)
     extents = [extent for one in frames for extent in one.extents]
-    numbers = {extent: number for number, extent in enumerate(dict.fromkeys(extents))}
-    fold_of = np.random.default_rng(0).permutation(len(numbers)) % FOLDS
-    folds = fold_of[[numbers[extent] for extent in extents]]
-    expected = np.zeros(len(logs))
-    for fold in range(FOLDS):
-        left_out = folds == fold
-        trees = fitted(table[~left_out], logs[~left_out], weights[~left_out])
-        expected[left_out] = trees.predict(table[left_out])
+
+    def fitted(rows: Mask) -> Any:
+        return boosted(table[rows], logs[rows], weights[rows], **SETTINGS)
+
+    (expected,) = validated(extents, fitted, table)
     of_products = (np.flatnonzero(frame.product == number) for number in range(len(frame.rows)))
     chosen = np.array([rows[expected[rows].argmax()] for rows in of_products])
     hopes, got = expected[chosen], frame.logs[chosen]
@@ -159,12 +164,9 @@ def fit(options: argparse.Namespace) -> None:
         "served": {
             kind: {name: one[name] for name in ("products", "under_099")} for kind, one in report.items()
         },
-        **trees_of(fitted(table, logs, weights)),
+        **trees_of(fitted(np.ones(len(logs), dtype=bool))),
     }
-    path = (options.out or data_path("db")) / f"kinds-{options.gpu}.json"
-    path.write_text(written(data, OF_GAIN))
-    print(f"written: {path}, {path.stat().st_size} B")
-    results = (options.results or Path(__file__).parent / "results" / options.gpu) / "kinds.json"
+    write((options.out or data_path("db")) / f"kinds-{options.gpu}.json", written(data, OF_GAIN))
     rows = [
         {name: row[name] for name in ("m", "n", "k", "dtype", "epilogue")}
         | {
@@ -176,16 +178,10 @@ def fit(options: argparse.Namespace) -> None:
     ]
     also = f" --also {options.also}" if options.also else ""
     meta = frame.meta | {"command": f"python -m benchmarks.kind_fit --gpu {options.gpu}{also}"}
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    results.write_text(
-        f'{{"meta": {json.dumps(meta)},\n"summary": {json.dumps(report)},\n"rows": [\n{lines}\n]}}\n'
-    )
-    print(f"written: {results}")
+    write_validation((options.results or RESULTS / options.gpu) / "kinds.json", meta, report, rows)
 
 
-def margin_of(
-    frame: Frame, mine: NDArray[np.bool_], alike: NDArray[np.bool_], hopes: Floats, got: Floats
-) -> float:
+def margin_of(frame: Frame, mine: Mask, alike: Mask, hopes: Floats, got: Floats) -> float:
     """The margin of a kind's products of some rows, in log; `MOST_MARGIN` where nothing is to be served.
 
     mine: which products. alike: those of kinds alike among them.
@@ -205,20 +201,11 @@ def margin_of(
     return MOST_MARGIN
 
 
-def fitted(table: Floats, logs: Floats, weights: Floats) -> Any:
-    """A model of some launches."""
-    from sklearn.ensemble import HistGradientBoostingRegressor
-
-    return HistGradientBoostingRegressor(**SETTINGS).fit(table, logs, weights)
-
-
-def summary(
-    frame: Frame, mine: NDArray[np.bool_], served: NDArray[np.bool_], got: Floats, m: NDArray[np.int64]
-) -> dict[str, Any]:
+def summary(frame: Frame, mine: Mask, served: Mask, got: Floats, m: NDArray[np.int64]) -> dict[str, Any]:
     """Of a kind's products in validation: how many are served, and what all of them have then."""
     final = np.where(served, got, 0.0)
 
-    def of(rows: NDArray[np.bool_]) -> dict[str, Any]:
+    def of(rows: Mask) -> dict[str, Any]:
         return {
             "products": int(rows.sum()),
             "served": int((served & rows).sum()),

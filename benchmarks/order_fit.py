@@ -15,15 +15,29 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from benchmarks.command import command, parser_of
+from benchmarks.fits import (
+    FOLDS,
+    RESULTS,
+    Floats,
+    Mask,
+    boosted,
+    launches_of,
+    measured,
+    ratios_and_weights,
+    trees_of,
+    validated,
+    write,
+    write_validation,
+)
 from benchmarks.results import geometric_mean
-from benchmarks.selector_fit import FOLDS, launches_of, measured, run, trees_of
-from tunegemm.choose.forest import MAX_LEAVES, written
+from tunegemm.choose.forest import written
 from tunegemm.choose.invariance import ranked
 from tunegemm.describe.problem import Problem
 from tunegemm.generate import families
@@ -36,49 +50,43 @@ GPUS = ("h200", "h100-80gb-hbm3")
 MOST_ROWS = 16384
 #: A launch that is further behind than that is as good as any other such.
 FARTHEST = -0.5
-SETTINGS = {
-    "max_iter": 400, "learning_rate": 0.08, "max_leaf_nodes": MAX_LEAVES, "min_samples_leaf": 20,
-    "l2_regularization": 1.0, "max_features": 0.5, "random_state": 0, "early_stopping": False,
+SETTINGS: dict[str, Any] = {
+    "max_iter": 400, "learning_rate": 0.08, "min_samples_leaf": 20, "max_features": 0.5
 }  # fmt: skip
 #: Ends of the ranges of rows that are summed up.
 RANGES = (16, 64, 256, 1024, MOST_ROWS)
 
-Floats = NDArray[np.float64]
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input, with one line that says so."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of("order_fit", __doc__, gpu=False)
     parser.add_argument("--keep", type=int, default=0, help="print so many kernels that serve best")
     parser.add_argument("--out", type=Path, help="folder of order.json (default: db)")
     parser.add_argument("--results", type=Path, help="folder of the validation's file (default: results)")
-    return run(parser, arguments, fit)
+    fit(parser.parse_args(arguments))
 
 
 class Frame:
     """All launches of the class, of all products, as rows."""
 
     def __init__(self, gpus: tuple[str, ...] = GPUS) -> None:
-        results = Path(__file__).parent / "results"
         self.meta: dict[str, Any] = {}
         self.products: list[dict[str, Any]] = []
         tables, logs, weights, product = [], [], [], []
         for gpu in gpus:
-            head, lines, device = measured(results / gpu / "choices.json.xz", MOST_ROWS)
+            head, lines, device = measured(gpu, MOST_ROWS)
             self.meta[gpu] = head["meta"]["date"][:10]
             for line in lines:
                 problem = Problem.parse(f"{line['m']}x{line['n']}x{line['k']}")
                 whole = [one for one in line["launches"] if is_ordered(problem, one)]
                 if not whole:
                     continue
-                found = launches_of(problem, np.array([one[:5] for one in whole]), device)
+                found = launches_of(problem, whole, device)
                 names = [shortlist.listed()[place].family for place in found.kernels]
                 tables.append(order_features(problem, found.columns, found.terms, names, device))
-                ratios, rounds = (np.array([one[at] for one in whole], dtype=float) for at in (5, 6))
-                logs.append(np.log(ratios))
-                # Those that are far behind matter little, and those that were left early are known less.
-                behind = np.clip((ratios.max() - ratios) / 0.25, 0, 2)
-                weights.append(np.where(rounds > rounds.min(), 1.0, 0.35) * np.exp(-behind))
+                log, weight = ratios_and_weights(whole)
+                logs.append(log)
+                weights.append(weight)
                 product += [len(self.products)] * len(whole)
                 self.products.append(line | {"gpu": gpu, "problem": problem, "device": device})
         self.table, self.logs = np.vstack(tables), np.concatenate(logs)
@@ -86,9 +94,7 @@ class Frame:
         best = np.full(len(self.products), -np.inf)
         np.maximum.at(best, self.product, self.logs)
         self.behind = np.maximum(self.logs - best[self.product], FARTHEST)
-        groups = {(line["n"], line["k"]): 0 for line in self.products}
-        numbers = {group: number for number, group in enumerate(groups)}
-        self.group = np.array([numbers[line["n"], line["k"]] for line in self.products])
+        self.extents = [(self.products[number]["n"], self.products[number]["k"]) for number in product]
 
 
 def is_ordered(problem: Problem, launch: list[Any]) -> bool:
@@ -102,10 +108,7 @@ def fit(options: argparse.Namespace) -> None:
     """Validates, fits to everything, and writes both files."""
     frame = Frame()
     print(f"{len(frame.products)} products, {len(frame.logs)} launches of the class")
-    expected = np.zeros(len(frame.logs))
-    folds = (np.random.default_rng(0).permutation(frame.group.max() + 1) % FOLDS)[frame.group][frame.product]
-    for fold in range(FOLDS):
-        expected[folds == fold] = fitted(frame, folds != fold).predict(frame.table[folds == fold])
+    (expected,) = validated(frame.extents, lambda rows: fitted(frame, rows), frame.table)
     rows = chosen(frame, expected)
     summary = {
         gpu: {f"to {high}": _means([row for row in rows if row["gpu"] == gpu and low < row["m"] <= high])
@@ -119,16 +122,9 @@ def fit(options: argparse.Namespace) -> None:
         "fitted_to": {"products": len(frame.products), "measured": frame.meta},
         **trees_of(model),
     }
-    path = (options.out or data_path("db")) / "order.json"
-    path.write_text(written(data, OF_ORDER))
-    print(f"written: {path}, {path.stat().st_size} B")
-    results = (options.results or Path(__file__).parent / "results") / "order.json"
+    write((options.out or data_path("db")) / "order.json", written(data, OF_ORDER))
     meta = {"command": "python -m benchmarks.order_fit", "measured": frame.meta, "folds": FOLDS}
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    results.write_text(
-        f'{{"meta": {json.dumps(meta)},\n"summary": {json.dumps(summary)},\n"rows": [\n{lines}\n]}}\n'
-    )
-    print(f"written: {results}")
+    write_validation((options.results or RESULTS) / "order.json", meta, summary, rows)
     if options.keep:
         for gated in (False, True):
             print("gated" if gated else "all")
@@ -136,12 +132,9 @@ def fit(options: argparse.Namespace) -> None:
                 print(kernel)
 
 
-def fitted(frame: Frame, rows: NDArray[np.bool_]) -> Any:
+def fitted(frame: Frame, rows: Mask) -> Any:
     """A model of some rows."""
-    from sklearn.ensemble import HistGradientBoostingRegressor
-
-    model = HistGradientBoostingRegressor(**SETTINGS)
-    return model.fit(frame.table[rows], frame.behind[rows], sample_weight=frame.weights[rows])
+    return boosted(frame.table[rows], frame.behind[rows], frame.weights[rows], **SETTINGS)
 
 
 def chosen(frame: Frame, expected: Floats) -> list[dict[str, Any]]:

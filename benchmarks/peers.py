@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import shapes
+from benchmarks.command import command, parser_of
 from benchmarks.results import Results, meta, peers_table, problem_fields, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import ProblemError, TunegemmError
+from tunegemm.errors import ProblemError
 from tunegemm.generate.families import kernel_source_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from benchmarks.providers import Options, Provider
     from tunegemm.measure.backend import Backend
@@ -37,11 +38,9 @@ if TYPE_CHECKING:
     from tunegemm.tuning.tuner import Tuner
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input or no GPU, with one line that says so."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peers", description=(__doc__ or "").split("\n")[0]
-    )
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of("peers", __doc__)
     parser.add_argument(
         "--shapes", action="append", default=[], help="a group, MxNxK or a regular expression"
     )
@@ -50,18 +49,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--effort", default="quick", help="effort of --tune (default: quick)")
     parser.add_argument("--tune-cap", type=float, default=180.0, help="seconds a peer may tune one shape")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per shape")
-    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     parser.add_argument("--db", type=Path, help="tuning database (default: TUNEGEMM_DB or the user's)")
-    parser.add_argument("--device", default="cuda:0")
     options = parser.parse_args(arguments)
-    try:
-        problems = shapes.select(options.shapes)
-        device = find_device(options.device)
-        run(problems, device, options)
-    except TunegemmError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    problems = shapes.select(options.shapes)
+    device = find_device(options.device)
+    run(problems, device, options)
 
 
 def run(problems: list[Problem], device: Device, options: argparse.Namespace) -> None:

@@ -13,7 +13,6 @@ product (median); `fall_backs` is how many of the last 60 products have no kerne
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
 import statistics
@@ -21,9 +20,10 @@ import sys
 import time
 import warnings
 from collections import Counter
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, get_args
 
+from benchmarks.command import command, parser_of
 from benchmarks.results import Results, meta, results_path
 from tunegemm.choose.policies import Preference
 from tunegemm.describe.device import Device, find_device
@@ -39,24 +39,15 @@ METHOD = (
 )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input or no GPU."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ragged", description=(__doc__ or "").split("\n")[0]
-    )
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of("ragged", __doc__)
     parser.add_argument("--numbers", type=int, default=NUMBERS, help="products under each policy")
-    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
-    parser.add_argument("--device", default="cuda:0")
     options = parser.parse_args(arguments)
-    try:
-        device = find_device(options.device)
-        results = Results(results_path(options.out, device, "ragged.json"), meta(device, METHOD))
-        results.rows = []
-        run(device, options.numbers, results)
-    except TunegemmError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    device = find_device(options.device)
+    results = Results(results_path(options.out, device, "ragged.json"), meta(device, METHOD))
+    results.rows = []
+    run(device, options.numbers, results)
 
 
 def run(device: Device, numbers: int, results: Results) -> None:

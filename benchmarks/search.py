@@ -29,6 +29,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import command, parser_of
 from benchmarks.results import command_line, problem_fields, results_path
 from tunegemm.describe.device import Device, package_version
 from tunegemm.describe.problem import Problem
@@ -212,11 +213,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input, with one line that says so."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.search", description=(__doc__ or "").partition("\n")[0]
-    )
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of("search", __doc__, gpu=False)
     parser.add_argument("--recorded", default="h200", help="name of the recorded GPU (default: %(default)s)")
     parser.add_argument(
         "--sweeps",
@@ -230,12 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="folder of search.json (default: that of the GPU)")
     options = parser.parse_args(arguments)
-    try:
-        run(options)
-    except TunegemmError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    run(options)
 
 
 def run(options: argparse.Namespace) -> None:

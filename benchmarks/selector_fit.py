@@ -15,25 +15,40 @@ from __future__ import annotations
 
 import argparse
 import json
-import lzma
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tunegemm.choose.forest import MAX_LEAVES, Forest, written
+from benchmarks.command import command, parser_of
+from benchmarks.fits import (
+    LOSERS,
+    MARGIN_STEP,
+    MOST_MARGIN,
+    OF_OTHERS,
+    RESULTS,
+    Floats,
+    Mask,
+    boosted,
+    launches_of,
+    measured,
+    ratios_and_weights,
+    trees_of,
+    validated,
+    write,
+    write_validation,
+)
+from tunegemm.choose.forest import Forest, written
 from tunegemm.choose.plain import digest_of_list
-from tunegemm.describe.device import PARTS, Device, find_device
+from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
 from tunegemm.generate.cublaslt.choice import parse_label
 from tunegemm.model import shortlist
 from tunegemm.model.features import NAMES, features
-from tunegemm.model.shortlist import Choices
-from tunegemm.model.terms import Columns, terms
 from tunegemm.resources import data_path
 
 #: Rows up to which products are fitted to, and up to which they are served: of 129 to 256 rows one in seven
@@ -42,54 +57,29 @@ from tunegemm.resources import data_path
 FITTED_ROWS, SERVED_ROWS = 256, 128
 #: Kernels of the list that are kept for serving: each adds what the ones before lack.
 KERNELS = 40
-FOLDS = 8
 #: Ends of the ranges of rows that have a margin of their own.
 RANGES = (8, 32, 64, 128)
 #: What lasting work takes from a lead, in log, by range: 14 of first_use's listed products of 64 rows that
 #: were timed in steady state were 0.017 below their records, the 13 in an interleave 0.
 SUSTAINED_LOSS = (0.0, 0.0, 0.02, 0.02)
-#: Most of a range's products that may be slower than 0.99 of torch, in validation, and of all products that
-#: may be slower than the slowest that is wanted. The ranges together are half of all products.
-LOSERS, SLOWEST, SLOWER = 0.01, 0.972, 0.002
-#: Margins that are tried, in log.
-LEAST_MARGIN, MOST_MARGIN, MARGIN_STEP = 0.03, 0.3, 0.0025
-SETTINGS = {
-    "max_iter": 320, "learning_rate": 0.07, "max_leaf_nodes": MAX_LEAVES, "min_samples_leaf": 15,
-    "l2_regularization": 1.0, "max_features": 0.4, "random_state": 0, "early_stopping": False,
+#: The slowest that is wanted, and the most of all products that may be slower, in validation. The ranges
+#: together are half of all products.
+SLOWEST, SLOWER = 0.972, 0.002
+#: Least margin that is tried, in log.
+LEAST_MARGIN = 0.03
+SETTINGS: dict[str, Any] = {
+    "max_iter": 320, "learning_rate": 0.07, "min_samples_leaf": 15, "max_features": 0.4
 }  # fmt: skip
 
-#: Of a product that was measured on another GPU.
-ANOTHERS_WEIGHT = 0.5
 
-Floats = NDArray[np.float64]
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input, with one line that says so."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of("selector_fit", __doc__, gpu=False)
     parser.add_argument("--gpu", default="h200", help="folder of benchmarks/results that has choices.json.xz")
     parser.add_argument("--also", default="", help="another such folder, whose products are fitted to, too")
     parser.add_argument("--out", type=Path, help="folder of selector-GPU.json (default: db)")
     parser.add_argument("--results", type=Path, help="folder of selector.json (default: results/GPU)")
-    return run(parser, arguments, fit)
-
-
-def run(
-    parser: argparse.ArgumentParser, arguments: list[str] | None, fit: Callable[[argparse.Namespace], None]
-) -> int:
-    """A fit by its command line; 2 for bad input or without scikit-learn, with one line that says so."""
-    options = parser.parse_args(arguments)
-    try:
-        import sklearn.ensemble  # noqa: F401
-    except ImportError:
-        print("scikit-learn is not installed; pip install 'tunegemm[fit]'", file=sys.stderr)
-        return 2
-    try:
-        fit(options)
-    except (TunegemmError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    fit(parser.parse_args(arguments))
 
 
 class Frame:
@@ -102,51 +92,30 @@ class Frame:
         known, unknown, logs, weights, places, product = [], [], [], [], [], []
         for number, (line, device) in enumerate(zip(lines, devices, strict=True)):
             problem = Problem.parse(f"{line['m']}x{line['n']}x{line['k']}")
-            launches = np.array([one[:5] for one in line["launches"]])
-            ratios = np.array([one[5] for one in line["launches"]])
-            rounds = np.array([one[6] for one in line["launches"]])
+            launches = line["launches"]
             found = launches_of(problem, launches, device)
             library = parse_label(line["library"][0]) if line["library"] else None
             known.append(features(problem, found, device, library))
             unknown.append(features(problem, found, device, None))
-            logs.append(np.log(ratios))
-            # Those that are far behind matter little, and those that were left early are known less.
-            behind = np.clip((ratios.max() - ratios) / 0.25, 0, 2)
-            weights.append(np.where(rounds > rounds.min(), 1.0, 0.35) * np.exp(-behind))
-            weights[-1] *= 1.0 if self.own[number] else ANOTHERS_WEIGHT
-            places.append(launches[:, 0])
+            log, weight = ratios_and_weights(launches)
+            logs.append(log)
+            weights.append(weight * (1.0 if self.own[number] else OF_OTHERS))
+            places.append(found.kernels)
             product += [number] * len(launches)
         self.known, self.unknown = np.vstack(known), np.vstack(unknown)
         self.logs, self.weights = np.concatenate(logs), np.concatenate(weights)
         self.places, self.product = np.concatenate(places), np.array(product)
         self.m = np.array([line["m"] for line in lines])
-        groups = {(line["n"], line["k"]): 0 for line in lines}
-        numbers = {group: number for number, group in enumerate(groups)}
-        self.group = np.array([numbers[line["n"], line["k"]] for line in lines])
-
-
-def launches_of(problem: Problem, launches: Any, device: Device) -> Choices:
-    """Launches by their numbers: rows of place in the list, splits of k, second, along n, swizzle size."""
-    rows = np.asarray(launches, dtype=np.int64).reshape(-1, 5)
-    columns = Columns.of(
-        [
-            shortlist.launched(problem, shortlist.listed()[place], split_k, bool(adds), bool(along), swizzle)
-            for place, split_k, adds, along, swizzle in rows.tolist()
-        ]
-    )
-    second, along_n = rows[:, 2] > 0, rows[:, 3] > 0
-    found = terms(problem, columns, device)
-    return Choices(rows[:, 0], rows[:, 1], second, along_n, rows[:, 4], columns, found)
+        self.extents = [(lines[number]["n"], lines[number]["k"]) for number in product]
 
 
 def fit(options: argparse.Namespace) -> None:
     """Validates, fits to everything, and writes both files."""
     gpu = options.gpu
-    source = Path(__file__).parent / "results" / gpu / "choices.json.xz"
-    head, own, device = measured(source)
+    head, own, device = measured(gpu, FITTED_ROWS)
     rows, devices = list(own), [device] * len(own)
     if options.also:
-        other, more, another = measured(source.parent.parent / options.also / source.name)
+        other, more, another = measured(options.also, FITTED_ROWS)
         if other["kernels"] != head["kernels"]:
             raise TunegemmError(
                 f"{options.also} was measured with another db/selector.toml; measure it again"
@@ -156,7 +125,8 @@ def fit(options: argparse.Namespace) -> None:
     kept = keep(frame)
     labels = [head["kernels"][place] for place in kept]
     print(f"{len(own)} of {len(frame.rows)} products, {len(frame.logs)} launches; kept: {labels}")
-    expected = validate(frame)
+    known, unknown = validated(frame.extents, lambda rows: fitted(frame, rows), frame.known, frame.unknown)
+    expected = {"known": known, "unknown": unknown}
     some_kept = np.isin(np.arange(len(frame.rows)), frame.product[np.isin(frame.places, kept)])
     served = np.flatnonzero(frame.own & (frame.m <= SERVED_ROWS) & some_kept)
     report: dict[str, Any] = {}
@@ -174,7 +144,7 @@ def fit(options: argparse.Namespace) -> None:
             "products": len(own),
             "of_others": len(rows) - len(own),
             "date": head["meta"]["date"][:10],
-            "file": source.name,
+            "file": "choices.json.xz",
         },
         "list": digest_of_list(),
         "kernels": kept,
@@ -196,28 +166,11 @@ def fit(options: argparse.Namespace) -> None:
     check = Forest.of(forest, len(NAMES))(frame.known[:500])
     print("trees as arrays agree to", float(np.abs(check - model.predict(frame.known[:500])).max()))
     folder = options.out or data_path("db")
-    path = folder / f"selector-{gpu}.json"
-    path.write_text(written(data, NAMES))
-    print(f"written: {path}, {path.stat().st_size} B")
-    results = (options.results or source.parent) / "selector.json"
+    write(folder / f"selector-{gpu}.json", written(data, NAMES))
     rows = [row | {"torch_known": name == "known"} for name, one in report.items() for row in one.pop("rows")]
     also = f" --also {options.also}" if options.also else ""
     head["meta"]["command"] = f"python -m benchmarks.selector_fit --gpu {gpu}{also}"
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    summaries = json.dumps(report)
-    results.write_text(
-        f'{{"meta": {json.dumps(head["meta"])},\n"summary": {summaries},\n"rows": [\n{lines}\n]}}\n'
-    )
-    print(f"written: {results}")
-
-
-def measured(path: Path, most_rows: int = FITTED_ROWS) -> tuple[dict[str, Any], list[dict[str, Any]], Device]:
-    """The head of a file of `benchmarks.choices`, its products of so many rows at most, and the GPU."""
-    head, *rest = (json.loads(line) for line in lzma.decompress(path.read_bytes()).decode().splitlines())
-    part = next(name for name, part in PARTS.items() if part.device_name == head["meta"]["gpu"])
-    head["products"] = len(rest)
-    rows = [row for row in rest if row["m"] <= most_rows and row["launches"]]
-    return head, rows, find_device(f"model:{part}")
+    write_validation((options.results or RESULTS / gpu) / "selector.json", head["meta"], report, rows)
 
 
 def keep(frame: Frame) -> list[int]:
@@ -234,31 +187,12 @@ def keep(frame: Frame) -> list[int]:
     return sorted(kept)
 
 
-def fitted(frame: Frame, rows: NDArray[np.bool_]) -> Any:
+def fitted(frame: Frame, rows: Mask) -> Any:
     """A model of some rows, each with and without what is known of torch's kernel."""
-    from sklearn.ensemble import HistGradientBoostingRegressor
-
-    model = HistGradientBoostingRegressor(**SETTINGS)
-    model.fit(
-        np.vstack([frame.known[rows], frame.unknown[rows]]),
-        np.concatenate([frame.logs[rows]] * 2),
-        sample_weight=np.concatenate([frame.weights[rows], 0.5 * frame.weights[rows]]),
-    )
-    return model
-
-
-def validate(frame: Frame) -> dict[str, Floats]:
-    """What models expect of the launches of products whose N and K they have not seen."""
-    found = {"known": np.zeros(len(frame.logs)), "unknown": np.zeros(len(frame.logs))}
-    folds = np.random.default_rng(0).permutation(frame.group.max() + 1) % FOLDS
-    of_rows = folds[frame.group][frame.product]
-    for fold in range(FOLDS):
-        model = fitted(frame, of_rows != fold)
-        left_out = of_rows == fold
-        found["known"][left_out] = model.predict(frame.known[left_out])
-        found["unknown"][left_out] = model.predict(frame.unknown[left_out])
-        print(f"fold {fold + 1} of {FOLDS}", flush=True)
-    return found
+    return boosted(
+        np.vstack([frame.known[rows], frame.unknown[rows]]), np.concatenate([frame.logs[rows]] * 2),
+        np.concatenate([frame.weights[rows], 0.5 * frame.weights[rows]]), **SETTINGS,
+    )  # fmt: skip
 
 
 def choose(frame: Frame, expected: Floats, number: int, kept: list[int]) -> int:
@@ -296,9 +230,9 @@ def least_margin(expected: Floats, got: Floats, floor: float, slower: float = 1.
     return MOST_MARGIN
 
 
-def is_served(m: NDArray[np.int64], expected: Floats, margins: list[float]) -> NDArray[np.bool_]:
+def is_served(m: NDArray[np.int64], expected: Floats, margins: list[float]) -> Mask:
     ranges = np.searchsorted(RANGES, m)
-    served: NDArray[np.bool_] = expected > np.array(margins)[ranges] + np.array(SUSTAINED_LOSS)[ranges]
+    served: Mask = expected > np.array(margins)[ranges] + np.array(SUSTAINED_LOSS)[ranges]
     return served
 
 
@@ -349,30 +283,6 @@ def summary(
             for number, hope, one, taken in zip(served.tolist(), hopes, got, takes, strict=True)
         ],
     }
-
-
-def trees_of(model: Any) -> dict[str, Any]:
-    """`Forest`'s data of a fitted model."""
-    trees = []
-    for (predictor,) in model._predictors:
-        inner: list[list[float]] = []
-        leaves: list[float] = []
-        _walk(predictor.nodes, 0, inner, leaves)
-        trees.append({"nodes": inner, "leaves": leaves})
-    return {"base": float(model._baseline_prediction.ravel()[0]), "trees": trees}
-
-
-def _walk(nodes: Any, at: int, inner: list[list[float]], leaves: list[float]) -> int:
-    """Adds the nodes and leaves from a node on; bits of the leaves below it."""
-    node = nodes[at]
-    if node["is_leaf"]:
-        leaves.append(round(float(node["value"]), 7))
-        return 1 << (len(leaves) - 1)
-    entry = [int(node["feature_idx"]), float(node["num_threshold"]), 0]
-    inner.append(entry)
-    left = _walk(nodes, int(node["left"]), inner, leaves)
-    entry[2] = ~left & ((1 << MAX_LEAVES) - 1)
-    return left | _walk(nodes, int(node["right"]), inner, leaves)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks import shapes
+from benchmarks.command import command, parser_of
 from tunegemm.compile.artifacts import ArtifactStore, digest
 from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import DeviceError, TunegemmError
+from tunegemm.errors import DeviceError
 from tunegemm.generate import families
 from tunegemm.measure.outcome import Measurement, Outcome
 from tunegemm.measure.replay import sweep_path
@@ -56,11 +57,9 @@ _STEADY_OF_EITHER = 32
 _STEADY = replace(FINAL, rounds=9, steady_groups=(8, 8), race_margin=10.0, interleave=2 * _STEADY_OF_EITHER)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input or no GPU, with one line that says so."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sweep", description=(__doc__ or "").split("\n")[0]
-    )
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of("sweep", __doc__)
     parser.add_argument("--name", default="h200", help="of the recorded device")
     parser.add_argument(
         "--shapes", action="append", default=[], help="a group, MxNxK, a regular expression, or: drawn"
@@ -72,25 +71,19 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--budget", type=float, default=1e9, metavar="S", help="begin no product later")
     parser.add_argument("--out", type=Path, help="folder of the sweeps (default: db/sweeps)")
-    parser.add_argument("--device", default="cuda:0")
     options = parser.parse_args(arguments)
-    try:
-        if options.compile:
-            compile_some(options.compile)
-            return 0
-        asked = [*options.shapes] or [*SHAPES]
-        if "drawn" in asked:
-            asked.remove("drawn")
-            asked += DRAWN
-        problems = shapes.select(asked)
-        device = find_device(options.device)
-        if not device.is_real:
-            raise DeviceError(f"device {device.spec!r} measures nothing; record sweeps on cuda:N")
-        record(problems, device, options)
-    except TunegemmError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    if options.compile:
+        compile_some(options.compile)
+        return
+    asked = [*options.shapes] or [*SHAPES]
+    if "drawn" in asked:
+        asked.remove("drawn")
+        asked += DRAWN
+    problems = shapes.select(asked)
+    device = find_device(options.device)
+    if not device.is_real:
+        raise DeviceError(f"device {device.spec!r} measures nothing; record sweeps on cuda:N")
+    record(problems, device, options)
 
 
 def compile_some(count: int) -> None:

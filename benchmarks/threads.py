@@ -12,16 +12,17 @@ time of one call of a single thread.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
 import threading
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import command, parser_of
 from benchmarks.dispatch import host_times, place
 from benchmarks.results import Results, meta, results_path
 from tunegemm.describe.device import Device, find_device
@@ -114,24 +115,17 @@ def _of_library(problem: Problem, device: Device) -> list[Case]:
     return [Case("cublaslt", reduction, problem, one) for reduction, one in sorted(found.items())]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 1 where a result was wrong, 2 for bad input or no GPU."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.threads", description=(__doc__ or "").split("\n")[0]
-    )
+@command
+def main(arguments: Sequence[str] | None = None) -> int | None:
+    """1 where a result was wrong."""
+    parser = parser_of("threads", __doc__)
     parser.add_argument("--calls", type=int, default=1_000_000, help="of all rows together, at least")
-    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
-    parser.add_argument("--device", default="cuda:0")
     options = parser.parse_args(arguments)
-    try:
-        device = find_device(options.device)
-        results = Results(results_path(options.out, device, "threads.json"), meta(device, METHOD))
-        with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
-            place(Path(folder))
-            wrong = run(device, options.calls, results)
-    except TunegemmError as error:
-        print(error, file=sys.stderr)
-        return 2
+    device = find_device(options.device)
+    results = Results(results_path(options.out, device, "threads.json"), meta(device, METHOD))
+    with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
+        place(Path(folder))
+        wrong = run(device, options.calls, results)
     return 1 if wrong else 0
 
 

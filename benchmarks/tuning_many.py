@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import command, parser_of
 from benchmarks.results import Results, geometric_mean, meta, problem_fields, results_path
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import Device, find_device
@@ -60,11 +61,9 @@ _WITHOUT = (
 _PEER = "import sys; from benchmarks.tuning_many import print_peer; print_peer(*sys.argv[1:])"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input or no GPU, with one line that says so."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tuning_many", description=(__doc__ or "").split("\n")[0]
-    )
+@command
+def main(arguments: Sequence[str] | None = None) -> int | None:
+    parser = parser_of("tuning_many", __doc__)
     parser.add_argument("--list", type=Path, default=LIST, help="what --from takes (default: %(default)s)")
     parser.add_argument("--budget", type=float, metavar="S", help="seconds; then the command is interrupted")
     parser.add_argument("--without-library", action="store_true", help="leave the package's kernels out")
@@ -73,29 +72,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--peers", type=int, default=0, metavar="N", help="peers on so many of the products")
     parser.add_argument("--peer-s", type=float, default=120.0, help="seconds a peer may tune one product")
     parser.add_argument("--only-peers", action="store_true", help="tune nothing")
-    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
-    parser.add_argument("--device", default="cuda:0")
     options = parser.parse_args(arguments)
-    try:
-        problems = [demand.problem for demand in read(options.list)[0]]
-        device = open_device(options.device)
-        if not device.is_real and options.out is None:
-            raise TunegemmError(f"device {options.device!r} measures nothing; give --out to try this there")
-        if options.without_library and options.devices:
-            raise TunegemmError(
-                "--without-library with --devices: other workers find the package's kernels; "
-                "give --device, or move db/kernels away"
-            )
-        results = Results(results_path(options.out, device, "tuning_many.json"), meta(device, METHOD))
-        results.summary = dict(results.earlier_summary)
-        ended = 0
-        if not options.only_peers:
-            ended = run(problems, device, results, options)
-        for name in PEERS if options.peers else ():
-            run_peer(name, spread(problems, options.peers), device, results, options.peer_s)
-    except TunegemmError as error:
-        print(error, file=sys.stderr)
-        return 2
+    problems = [demand.problem for demand in read(options.list)[0]]
+    device = open_device(options.device)
+    if not device.is_real and options.out is None:
+        raise TunegemmError(f"device {options.device!r} measures nothing; give --out to try this there")
+    if options.without_library and options.devices:
+        raise TunegemmError(
+            "--without-library with --devices: other workers find the package's kernels; "
+            "give --device, or move db/kernels away"
+        )
+    results = Results(results_path(options.out, device, "tuning_many.json"), meta(device, METHOD))
+    results.summary = dict(results.earlier_summary)
+    ended = 0
+    if not options.only_peers:
+        ended = run(problems, device, results, options)
+    for name in PEERS if options.peers else ():
+        run_peer(name, spread(problems, options.peers), device, results, options.peer_s)
     print(f"written: {results.path}")
     return ended
 

@@ -15,17 +15,18 @@ tuning but for the imports of both; `next_s` the tuning once more in that proces
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import shapes
+from benchmarks.command import command, parser_of
 from benchmarks.results import Results, meta, problem_fields, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
@@ -87,27 +88,18 @@ print(json.dumps(found | {
 """
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input or no GPU, with one line that says so."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tuning_time", description=(__doc__ or "").split("\n")[0]
-    )
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of("tuning_time", __doc__)
     parser.add_argument("--shapes", action="append", default=[], help="a group, MxNxK or pattern")
-    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
-    parser.add_argument("--device", default="cuda:0")
     options = parser.parse_args(arguments)
-    try:
-        problems = shapes.select(options.shapes) if options.shapes else [Problem.parse(s) for s in SHAPES]
-        device = find_device(options.device)
-        results = Results(results_path(options.out, device, "tuning_time.json"), meta(device, METHOD))
-        for problem in problems:
-            row = timed(problem, device)
-            results.put(row)
-            print(json.dumps(row), flush=True)
-    except TunegemmError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    problems = shapes.select(options.shapes) if options.shapes else [Problem.parse(s) for s in SHAPES]
+    device = find_device(options.device)
+    results = Results(results_path(options.out, device, "tuning_time.json"), meta(device, METHOD))
+    for problem in problems:
+        row = timed(problem, device)
+        results.put(row)
+        print(json.dumps(row), flush=True)
 
 
 def timed(problem: Problem, device: Device) -> dict[str, Any]:

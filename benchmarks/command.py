@@ -1,0 +1,44 @@
+"""The command lines of the benchmarks: how they begin and how they end."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tunegemm.errors import TunegemmError
+
+#: Given the words after the module's name or, for None, those of this process.
+Main = Callable[[Sequence[str] | None], int | None]
+
+
+def parser_of(name: str, text: str | None, *, gpu: bool = True) -> argparse.ArgumentParser:
+    """The parser of `python -m benchmarks.NAME`, whose module's docstring is the text.
+
+    gpu: whether it measures on one: it takes `--device` then, and `--out`, which the module may explain anew.
+    """
+    description = (text or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=description, conflict_handler="resolve"
+    )
+    if gpu:
+        parser.add_argument("--device", default="cuda:0", help="cuda:N (default: %(default)s)")
+        parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
+    return parser
+
+
+def command(main: Main) -> Callable[..., int]:
+    """A command line that ends with 0 where `main` returns nothing, and for bad input or without a GPU with 2
+    and one line that says so."""
+
+    @functools.wraps(main)
+    def run(arguments: Sequence[str] | None = None) -> int:
+        try:
+            return main(arguments) or 0
+        except TunegemmError as error:
+            print(error, file=sys.stderr)
+            return 2
+
+    return run

@@ -1,0 +1,150 @@
+"""What the fits of predictions share: reading what was measured, boosted trees, folds, and result files.
+
+Boosted trees (scikit-learn, needed by fits only) expect the logarithm of a ratio of each launch. Validation
+leaves out a fold of all (N, K), fits to the others and lets the trees choose.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tunegemm.choose.forest import MAX_LEAVES
+from tunegemm.describe.device import PARTS, Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.errors import TunegemmError
+from tunegemm.model import shortlist
+from tunegemm.model.shortlist import Choices
+from tunegemm.model.terms import Columns, terms
+
+RESULTS = Path(__file__).parent / "results"
+FOLDS = 8
+#: Weight of a launch that was measured on another GPU.
+OF_OTHERS = 0.5
+#: Most of the products that are served that may be under 0.99 of torch, in validation.
+LOSERS = 0.01
+#: Margins that are tried, in log: the last one, at which nothing is served, and the step.
+MOST_MARGIN, MARGIN_STEP = 0.3, 0.0025
+
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+
+def device_of(meta: Mapping[str, Any]) -> Device:
+    """The GPU of a result file."""
+    part = next(name for name, part in PARTS.items() if part.device_name == meta["gpu"])
+    return find_device(f"model:{part}")
+
+
+def measured(gpu: str, most_rows: int) -> tuple[dict[str, Any], list[dict[str, Any]], Device]:
+    """The head of a GPU's file of `benchmarks.choices`, its products of so many rows at most, and the GPU.
+
+    Raises TunegemmError where there is no such file.
+    """
+    path = RESULTS / gpu / "choices.json.xz"
+    if not path.exists():
+        raise TunegemmError(f"{path} is not there; `python -m benchmarks.choices` writes it")
+    head, *rest = (json.loads(line) for line in lzma.decompress(path.read_bytes()).decode().splitlines())
+    head["products"] = len(rest)
+    rows = [row for row in rest if row["m"] <= most_rows and row["launches"]]
+    return head, rows, device_of(head["meta"])
+
+
+def launches_of(problem: Problem, launches: Sequence[Sequence[Any]], device: Device) -> Choices:
+    """Launches of `benchmarks.choices` by their numbers: place in the list, splits of k, second, along n,
+    swizzle size."""
+    rows = np.array([one[:5] for one in launches], dtype=np.int64).reshape(-1, 5)
+    columns = Columns.of(
+        [
+            shortlist.launched(problem, shortlist.listed()[place], split_k, bool(adds), bool(along), swizzle)
+            for place, split_k, adds, along, swizzle in rows.tolist()
+        ]
+    )
+    second, along_n = rows[:, 2] > 0, rows[:, 3] > 0
+    found = terms(problem, columns, device)
+    return Choices(rows[:, 0], rows[:, 1], second, along_n, rows[:, 4], columns, found)
+
+
+def ratios_and_weights(launches: Sequence[Sequence[Any]]) -> tuple[Floats, Floats]:
+    """Launches' ratios to torch.mm, in log, and what each counts.
+
+    Those that are far behind matter little, and those that were left early are known less.
+    """
+    ratios, rounds = (np.array([one[at] for one in launches], dtype=float) for at in (5, 6))
+    behind = np.clip((ratios.max() - ratios) / 0.25, 0, 2)
+    return np.log(ratios), np.where(rounds > rounds.min(), 1.0, 0.35) * np.exp(-behind)
+
+
+def boosted(table: Floats, logs: Floats, weights: Floats, **settings: Any) -> Any:
+    """Trees of some launches. Raises TunegemmError without scikit-learn."""
+    try:
+        from sklearn.ensemble import HistGradientBoostingRegressor
+    except ImportError:
+        raise TunegemmError("scikit-learn is not installed; pip install 'tunegemm[fit]'") from None
+    model = HistGradientBoostingRegressor(
+        max_leaf_nodes=MAX_LEAVES, l2_regularization=1.0, random_state=0, early_stopping=False, **settings
+    )
+    return model.fit(table, logs, sample_weight=weights)
+
+
+def validated(
+    extents: Sequence[tuple[int, int]], fit: Callable[[Mask], Any], *tables: Floats
+) -> list[Floats]:
+    """By table, what models expect of launches whose N and K they have not seen.
+
+    extents: N and K of each launch. fit: a model of some launches.
+    """
+    numbers = {extent: number for number, extent in enumerate(dict.fromkeys(extents))}
+    fold_of = np.random.default_rng(0).permutation(len(numbers)) % FOLDS
+    folds = fold_of[[numbers[extent] for extent in extents]]
+    found = [np.zeros(len(extents)) for _ in tables]
+    for fold in range(FOLDS):
+        left_out = folds == fold
+        model = fit(~left_out)
+        for expected, table in zip(found, tables, strict=True):
+            expected[left_out] = model.predict(table[left_out])
+        print(f"fold {fold + 1} of {FOLDS}", flush=True)
+    return found
+
+
+def trees_of(model: Any) -> dict[str, Any]:
+    """`Forest`'s data of a fitted model."""
+    trees = []
+    for (predictor,) in model._predictors:
+        inner: list[list[float]] = []
+        leaves: list[float] = []
+        _add_nodes(predictor.nodes, 0, inner, leaves)
+        trees.append({"nodes": inner, "leaves": leaves})
+    return {"base": float(model._baseline_prediction.ravel()[0]), "trees": trees}
+
+
+def _add_nodes(nodes: Any, at: int, inner: list[list[float]], leaves: list[float]) -> int:
+    """Adds the nodes and leaves from a node on; bits of the leaves below it."""
+    node = nodes[at]
+    if node["is_leaf"]:
+        leaves.append(round(float(node["value"]), 7))
+        return 1 << (len(leaves) - 1)
+    entry = [int(node["feature_idx"]), float(node["num_threshold"]), 0]
+    inner.append(entry)
+    left = _add_nodes(nodes, int(node["left"]), inner, leaves)
+    entry[2] = ~left & ((1 << MAX_LEAVES) - 1)
+    return left | _add_nodes(nodes, int(node["right"]), inner, leaves)
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a fitted file."""
+    path.write_text(text)
+    print(f"written: {path}, {path.stat().st_size} B")
+
+
+def write_validation(path: Path, meta: Mapping[str, Any], summary: Any, rows: Sequence[Any]) -> None:
+    """Writes the result file of a validation."""
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    head = f'{{"meta": {json.dumps(meta)},\n"summary": {json.dumps(summary)},\n'
+    write(path, f'{head}"rows": [\n{lines}\n]}}\n')
