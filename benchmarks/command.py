@@ -15,7 +15,7 @@ Main = Callable[[Sequence[str] | None], int | None]
 
 
 def parser_of(name: str, text: str | None, *, gpu: bool = True) -> argparse.ArgumentParser:
-    """The parser of `python -m benchmarks.NAME`, whose module's docstring is the text.
+    """The parser of the benchmark of that name, whose module's docstring is the text.
 
     gpu: whether it measures on one: it takes `--device` then, and `--out`, which the module may explain anew.
     """

@@ -28,8 +28,7 @@ from benchmarks.choices import extent_of
 from benchmarks.command import command, parser_of
 from benchmarks.interleave import METHOD, interleave
 from benchmarks.results import Results, meta, problem_fields, results_path
-from tunegemm.choose.fused import best_ranked
-from tunegemm.choose.large import FEW_ROWS
+from tunegemm.choose.fused import FEW_ROWS, best_ranked
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import Problem

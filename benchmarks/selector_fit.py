@@ -42,7 +42,7 @@ from benchmarks.fits import (
     write_validation,
 )
 from tunegemm.choose.forest import Forest, written
-from tunegemm.choose.plain import digest_of_list
+from tunegemm.choose.predictions import digest_of_list
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.choose.test_plain import odd_problems
+from tests.choose.test_predictions import odd_problems
 from tests.support.commands import process
 from tests.support.waiting import until
-from tunegemm.choose.plain import Selector
+from tunegemm.choose.predictions import Selector
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem

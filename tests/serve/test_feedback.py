@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.choose.test_plain import odd_problems
+from tests.choose.test_predictions import odd_problems
 from tests.support.commands import here, process
 from tests.support.hopper import hopper
 from tests.support.processes import environment

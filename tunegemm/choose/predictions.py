@@ -1,16 +1,94 @@
-"""The outlook of a problem: what is predicted of it on a device, by the model that is for such products."""
+"""What is predicted of a problem on a device: by `Selector` of plain products, by `fused.Gains` of others.
+
+Plain products are those of 16-bit operands (`shortlist.covers`) of few rows, by the listed kernels. What
+torch launches is part of what is expected: the library's heuristic is asked as torch asks it
+(`cublaslt.choice`). Trees and margins are in db/selector-GPU.json, made by `benchmarks.selector_fit`.
+docs/decisions/0020 has the evidence.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
 
 from tunegemm.choose.fitted import Allows, Fitted, Outlook, anything
-from tunegemm.choose.plain import Selector
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import FileError, TunegemmWarning, one_line
+from tunegemm.describe.space import Candidate
+from tunegemm.errors import FileError, TunegemmError, TunegemmWarning, one_line
+from tunegemm.generate.cublaslt.choice import LibraryChoice
+from tunegemm.model import shortlist
+from tunegemm.model.features import NAMES, features
+from tunegemm.model.terms import Floats
+
+
+@dataclass(frozen=True)
+class Selector(Fitted):
+    """The model of plain products. Its cases are whether torch's kernel is known."""
+
+    file: ClassVar = "selector"
+    features: ClassVar = NAMES
+
+    kernels: tuple[int, ...]
+    """Places in the list, of those that may serve."""
+    sustained_loss: tuple[float, ...]
+    """What sustained work takes from a lead, in log, by range of rows."""
+    fitted_to: Mapping[str, Any]
+
+    @classmethod
+    def _further(cls, data: Mapping[str, Any], path: Path) -> dict[str, Any]:
+        if data["list"] != digest_of_list():
+            raise TunegemmError(
+                f"{path} was fitted to another db/selector.toml; run `python -m benchmarks.selector_fit`"
+            )
+        return {
+            "kernels": tuple(data["kernels"]),
+            "sustained_loss": tuple(data["sustained_loss"]),
+            "fitted_to": data["fitted_to"],
+        }
+
+    @staticmethod
+    def covers(problem: Problem) -> bool:
+        return shortlist.covers(problem)
+
+    def case(self, problem: Problem, library: LibraryChoice | None) -> str:
+        return "unknown" if library is None else "known"
+
+    def loss(self, number: int) -> float:
+        return self.sustained_loss[number]
+
+    def expected(
+        self, problem: Problem, device: Device, library: LibraryChoice | None
+    ) -> tuple[Callable[[int], Candidate], Floats]:
+        modelled = replace(device, spec="model")  # as at the fit: each chip counts its resident clusters anew
+        found = shortlist.choices(problem, modelled, self.kernels)
+        logs = self.forest(features(problem, found, modelled, library))
+        return lambda number: found.candidate(problem, number), logs
+
+    def basis(self, case: str) -> str:
+        validated = self.served[case]
+        return (
+            f"predicted from {self.fitted_to['products']:g} products measured on this kind of GPU"
+            + ("" if case == "known" else ", torch's kernel not known")
+            + f"; of {validated['products']:g} left out in turn {validated['under_099']:g} lost over 1 %"
+        )
+
+
+def digest_of_list() -> str:
+    """A digest of the listed kernels in their order: places in the file mean them."""
+    # Spelt out here, and not as a candidate prints itself, which may change: fitted files hold the digest.
+    listed = "\n".join(
+        f"Candidate(family={one.family!r}, compile_params={one.compile_params!r}, "
+        f"launch_params={one.launch_params!r})"
+        for one in shortlist.listed()
+    )
+    return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
 
 def outlook(problem: Problem, device: Device, allows: Allows = anything) -> Outlook:

@@ -3,7 +3,7 @@
 - ``off``: torch computes every product.
 - ``exact``: recorded problems only.
 - ``predict``, the default: also problems without a record, where measurements of others promise a gain: plain
-  products by a fitted model (`choose.plain`), others by recorded neighbours (`choose.neighbours`).
+  products by a fitted model (`choose.predictions`), others by recorded neighbours (`choose.neighbours`).
 - ``online``: as ``predict``, and problems without a record are measured or tuned when the GPU is idle
   (`serve.online`).
 """

@@ -14,9 +14,8 @@ import pytest
 
 from benchmarks.first_use import DIMENSIONS
 from tunegemm.choose import fitted, forest
-from tunegemm.choose.plain import Selector
 from tunegemm.choose.policies import Policy
-from tunegemm.choose.predictions import load, outlook
+from tunegemm.choose.predictions import Selector, load, outlook
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
