@@ -15,6 +15,8 @@ import tunegemm
 from tests.support.grouped import Loops
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmWarning
 from tunegemm.serve import api, grouped
+from tunegemm.serve.torch import takeover
+from tunegemm.serve.torch.enabled import Counts
 
 BF16 = torch.bfloat16
 GROUPS, N, K = 4, 48, 64
@@ -210,6 +212,67 @@ def test_the_operator_is_one_for_torch(loops: Loops) -> None:
     torch.library.opcheck(torch.ops.tunegemm.grouped_mm.default, (a, b, offs), test_utils=tests)
     with_grad = (a.requires_grad_(), b.requires_grad_(), offs)
     torch.library.opcheck(torch.ops.tunegemm.grouped_mm.default, with_grad, test_utils=tests)
+
+
+def test_a_takeover_serves_torchs_operator(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
+    a, b, offs = operands()
+    expected = torchs(a, b, offs=offs)
+    counts = Counts()
+    for counting in (None, counts.counting):
+        loops.calls.clear()
+        with takeover.begin(counting):
+            assert torch.equal(torchs(a, b, offs=offs), expected)
+            assert torch.equal(torch._grouped_mm(a, b, offs=offs, out_dtype=BF16), expected)
+            assert len(loops.calls) == 2
+            x, w = (t.detach().clone().requires_grad_() for t in (a, b.mT))
+            torchs(x, w.mT, offs=offs).square().sum().backward()
+            assert x.grad is not None and w.grad is not None and len(loops.calls) == 3
+            mapped = torch.vmap(lambda each: torchs(each, b, offs=offs))(torch.stack((a, a)))
+            assert torch.equal(mapped[1], expected)
+        found = len(loops.calls)
+        assert torch.equal(torchs(a, b, offs=offs), expected) and len(loops.calls) == found
+    assert counts.served().served == 0  # they are no `Problem`
+
+
+def test_what_a_takeover_does_not_serve_is_torchs_to_compute_or_refuse(
+    loops: Loops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
+    a, b, offs = operands()
+    calls: list[Callable[[], Any]] = [
+        lambda: torchs(a.float(), b.float(), offs=offs),
+        lambda: torchs(torch.ones(3, 8, 64).bfloat16(), torch.ones(3, 64, 16).bfloat16()),
+        lambda: torchs(a, b, offs=offs.long()),
+        lambda: torchs(a, b, offs=offs[:3]),
+        lambda: torchs(a[:, :32], b, offs=offs),
+        lambda: torchs(a, b),
+        lambda: torch._grouped_mm(a, b, offs=offs, bias=torch.ones(N, dtype=BF16)),
+        lambda: torchs(a, b, offs=offs, out_dtype=torch.float32),
+    ]
+    for call in calls:
+        try:
+            expected: Any = call()
+        except (RuntimeError, ValueError) as error:
+            expected = error
+        with takeover.enable():
+            if isinstance(expected, Exception):
+                with pytest.raises(type(expected)) as raised:
+                    call()
+                assert str(raised.value) == str(expected)
+            else:
+                assert torch.equal(call(), expected)
+    assert loops.calls == []
+
+
+def test_compiled_code_is_taken_over_when_it_runs(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
+    a, b, offs = operands()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, w, ends: torchs(x, w.mT, offs=ends) * 2, backend="aot_eager")
+    with takeover.enable(), torch.no_grad():
+        assert torch.equal(compiled(a, b.mT.contiguous(), offs), torchs(a, b, offs=offs) * 2)
+        assert len(loops.calls) == 2
 
 
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {

@@ -12,9 +12,9 @@ import torch
 from tunegemm.choose.operators import OPERATORS
 from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
-from tunegemm.serve import api
+from tunegemm.serve import api, grouped
 from tunegemm.serve.forms import BELOW_AUTOGRAD, form_of
-from tunegemm.serve.guards import tf32_allowed
+from tunegemm.serve.guards import deterministic, tf32_allowed
 from tunegemm.serve.library import addmm_steps, call_of, is_sum
 from tunegemm.serve.torch.aten import Layer, replacements
 from tunegemm.serve.torch.autograd import DTYPES
@@ -60,10 +60,10 @@ def enable() -> Takeover:
     """From now on ATen's products of CUDA tensors run the tuned kernel where one is recorded.
 
     This holds for the whole process: for ``torch.mm``, ``matmul``, ``@``, ``bmm``, ``einsum``, ``addmm``,
-    ``baddbmm``, ``nn.Linear``, ``torch._scaled_mm``, ``torch.nn.functional.scaled_mm`` and ``_int_mm``,
-    eager, under autograd (all three products) and autocast, in the output of torch.compile, and in CUDA
-    graphs captured meanwhile. ``with tunegemm.enable():`` ends with its block, a call by itself with
-    `disable`. Blocks may be nested.
+    ``baddbmm``, ``nn.Linear``, ``torch._scaled_mm``, ``torch.nn.functional.scaled_mm``, ``_int_mm`` and
+    ``torch.nn.functional.grouped_mm`` (which needs no record), eager, under autograd (all three products) and
+    autocast, in the output of torch.compile, and in CUDA graphs captured meanwhile. A block
+    ``with tunegemm.enable():`` ends with itself, a call with `disable`. Blocks may be nested.
 
     Meanwhile every product that falls back to torch costs a look-up more. Raises TunegemmError when this
     torch cannot replace its kernels.
@@ -77,7 +77,9 @@ def begin(counting: Counting | None = None) -> Takeover:
     """
 
     def wrap(name: str, kernel: Any) -> Callable[..., Any]:
-        return _SERVED[name](kernel) if counting is None else counting(name, _SERVED[name], kernel)
+        if counting is None or name not in OPERATORS:  # products of groups have no `Problem` to count by
+            return _SERVED[name](kernel)
+        return counting(name, _SERVED[name], kernel)
 
     takeover = Takeover()
     with _lock:
@@ -189,7 +191,29 @@ def _serving(name: str) -> Callable[[Any], Callable[..., Any]]:
     return _of_int8 if name == "_int_mm" else partial(_plain, dimensions=dimensions)
 
 
-_SERVED = {name: _serving(name) for name, operator in OPERATORS.items() if operator.served}
+def _grouping(kernel: Any) -> Callable[..., Any]:
+    """For ``_grouped_mm``, which torch.nn.functional.grouped_mm calls."""
+
+    def serve(
+        keyset: Any,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        offs: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Any:
+        if offs is not None and bias is None and out_dtype in (None, a.dtype) and not deterministic():
+            result = grouped.groups.below_autograd(a, b, offs, None)
+            if result is not None:
+                return result
+        return kernel.call_boxed(keyset, a, b, offs=offs, bias=bias, out_dtype=out_dtype)
+
+    return serve
+
+
+_SERVED = {name: _serving(name) for name, operator in OPERATORS.items() if operator.served} | {
+    "_grouped_mm": _grouping
+}
 
 
 @overload
