@@ -33,6 +33,8 @@ from tunegemm.errors import TunegemmError
 THREADS = 8
 #: Calls of a thread between two comparisons.
 AT_ONCE = 50
+#: In which the host's time of every kernel is taken, in shuffled order.
+ROUNDS = 31
 METHOD = (
     f"{THREADS} threads, operands of their own, {AT_ONCE} calls between comparisons; a result is wrong where "
     "a bit differs from the product of its operands computed alone"
@@ -131,15 +133,21 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
 
 def run(device: Device, calls: int, results: Results) -> int:
     """Writes the rows; how many results were wrong."""
+    import torch
+
     compiled = cases(device)
     for case in compiled:
         prepare(case, device)
     settings = [(streams, captures) for streams in (1, 4) for captures in (False, True)]
     each = -(-calls // (len(compiled) * len(settings) * THREADS * AT_ONCE)) * AT_ONCE
     rows, total = [], 0
-    for case in compiled:
-        trial = Trial(case, device)
-        host_us = round(trial.host_us(), 2)
+    trials = [Trial(case, device) for case in compiled]
+    took = host_times(
+        {str(index): trial.call for index, trial in enumerate(trials)}, ROUNDS, torch.cuda.synchronize
+    )
+    for index, trial in enumerate(trials):
+        case, host_us = trial.case, round(statistics.median(took[str(index)]), 2)
+        trial.serve()
         for streams, captures in settings:
             wrong = trial.wrong(each, streams, captures)
             row = {
@@ -188,14 +196,16 @@ class Trial:
         record = Record(
             case.problem, case.candidate, device.fingerprint, ratio=1.2, confirmed=True, kernel_source=source
         )
-        served = Dispatcher(Planner(read=lambda: Snapshot([record])))
-        api.serve_by(served)
+        self._dispatcher = Dispatcher(Planner(read=lambda: Snapshot([record])))
+        self._serve_by = api.serve_by
+        self.serve()
         self.label = families.get(case.family).label(case.candidate)
         self._place = device.spec
         m, n, k = case.problem.m, case.problem.n, case.problem.k
         made: dict[str, Any] = {"dtype": torch.bfloat16, "device": self._place}
         torch.manual_seed(0)
         self._weight = torch.randn(n, k, **made)
+        self._transposed = self._weight.t()
         self._inputs = [torch.randn(m, k, **made) for _ in range(THREADS + 1)]
         self._multiply = tunegemm.matmul
         self._expected = [self._product(x).clone() for x in self._inputs]
@@ -203,23 +213,24 @@ class Trial:
             exact = x.float() @ self._weight.t().float()
             if float((exact - result.float()).norm() / exact.norm()) > 5e-3:
                 raise TunegemmError(f"{self.label} is wrong alone, on {case.problem}")
-        self._planner, self._case = served.planner, case
+        self._planner, self.case = self._dispatcher.planner, case
         self._check_served()
+
+    def serve(self) -> None:
+        """From now on `tunegemm.matmul` launches this kernel."""
+        self._serve_by(self._dispatcher)
+
+    def call(self) -> Any:
+        """One product, whatever `tunegemm.matmul` launches."""
+        return self._dispatcher.matmul(self._inputs[0], self._transposed)
 
     def _check_served(self) -> None:
         plans = self._planner.state.plans.values()
         if not plans or any(plan is None or plan.record is None for plan in plans):
-            raise TunegemmError(f"{self.label} does not serve {self._case.problem}")
+            raise TunegemmError(f"{self.label} does not serve {self.case.problem}")
 
     def _product(self, x: Any) -> Any:
         return self._multiply(x, self._weight.t())
-
-    def host_us(self) -> float:
-        """What one call costs the host, of one thread that the GPU does not keep waiting."""
-        import torch
-
-        samples = host_times({"": lambda: self._product(self._inputs[0])}, 15, torch.cuda.synchronize)
-        return statistics.median(samples[""])
 
     def wrong(self, calls: int, streams: int, captures: bool) -> int:
         """Of so many calls of each thread; those of graphs beside count where they are wrong."""
