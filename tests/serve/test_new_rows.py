@@ -95,3 +95,14 @@ def test_other_strides_and_addresses_are_not_what_is_known(monkeypatch) -> None:
     a, b = torch.zeros(900, 64, dtype=BF16), torch.zeros(48, 64, dtype=BF16).t()
     assert served.below_autograd(a[:640], b) is None and served.below_autograd(a[:641], b) is None
     assert served.below_autograd(a[:640], b.contiguous()) is not None
+
+
+def test_what_is_known_is_bounded(monkeypatch) -> None:
+    """Products of attention have a new "weight" in every step, and slices of rows new strides."""
+    monkeypatch.setattr("tunegemm.serve.planning.MAX_PLANS", 8)
+    planned = planner()
+    ask = Dispatcher(planned).below_autograd
+    for n in range(400, 460):
+        assert ask(torch.zeros(3000, 4 * n, dtype=BF16)[:, :256], torch.zeros(n, 256, dtype=BF16).t()) is None
+    state = planned.state
+    assert state.missing and max(len(state.missing), len(state.misses)) <= 8

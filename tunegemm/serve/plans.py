@@ -117,7 +117,7 @@ class State:
 
     def make_room(self, most: int) -> None:
         """Forgets the older half of the plans, and of what they are made of, if there are so many."""
-        for kept in (self.plans, self.prepared):
+        for kept in (self.plans, self.prepared, self.misses, self.missing):
             if len(kept) >= most:
                 for key in list(itertools.islice(kept, len(kept) // 2 + 1)):
                     del kept[key]
