@@ -143,8 +143,9 @@ class Case:
         }
         if each_kernel:
             blocks = torch.cuda.get_device_properties(a.device).multi_processor_count
+            major = "k" if weights.stride(2) == 1 else "m"
             for config in listed():
-                if config.in_dtype != "bf16" or config.epilogue != self.gate:
+                if (config.in_dtype, config.epilogue, config.a_major) != ("bf16", self.gate, major):
                     continue
                 artifact = packs.find(kernels.kernel_key(config))
                 if artifact is None or config.tile_n < 64 <= a.shape[0] / len(weights) / 4:
@@ -248,9 +249,11 @@ def measure(case: Case, skew: str, device: Device, rounds: int, *, each_kernel: 
             samples[name].append(graphs[name].time(turn_ms / 3 if brief else turn_ms))
     us = {name: statistics.median(times) for name, times in samples.items()}
     count, n, k = case.weights.shape
-    chosen_here = choose(count, n, k, rows, gate=case.gate)
+    major = "k" if case.weights.stride(2) == 1 else "n"
+    chosen_here = choose(count, n, k, rows, gate=case.gate, major=major)
     row: dict[str, Any] = {
         "dtype": "bf16", "groups": count, "n": n, "k": k, "rows": rows, "skew": skew, "epilogue": case.gate,
+        "layout": "tn" if major == "k" else "nn",
         "kernel": chosen_here.config.label if chosen_here else "torch",
         "torch_us": round(us["torch"], 2), "tunegemm_us": round(us["tunegemm"], 2),
         "ratio": round(statistics.median(
@@ -273,7 +276,9 @@ def cases(options: argparse.Namespace, device: Device) -> Iterator[tuple[Case, s
     l2_bytes = 3 * device.l2_bytes
     for name in options.layers:
         count, n, k = LAYERS[name]
-        weights = torch.empty(count, n, k, device=options.device, dtype=torch.bfloat16)
+        extents = (count, k, n) if options.n_major else (count, n, k)
+        weights = torch.empty(*extents, device=options.device, dtype=torch.bfloat16)
+        weights = weights.mT if options.n_major else weights
         for each in weights:
             each.normal_(std=k**-0.5)
         for rows in options.rows:
@@ -302,8 +307,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _brief(row: dict[str, Any]) -> str:
     text = (
-        f"{row['groups']}x{row['n']}x{row['k']} {row['epilogue']} {row['rows']} {row['skew']}: "
-        f"torch {row['torch_us']:.1f} us, "
+        f"{row['groups']}x{row['n']}x{row['k']} {row['layout']} {row['epilogue']} {row['rows']} "
+        f"{row['skew']}: torch {row['torch_us']:.1f} us, "
         f"{row['ratio']:.3f} x torch, {row['ratio_to_best_peer']:.3f} x {row['best_peer']}, "
         f"{row['share_of_bound']:.2f} of the bound ({row['kernel']})"
     )
@@ -343,6 +348,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--seconds", type=float, default=0, help="begin no further row after so many")
     parser.add_argument("--gates", action="store_true", help="gate and up with swiglu; layers -up are meant")
+    parser.add_argument("--n-major", action="store_true", help="weights with n contiguous, not k")
     parser.add_argument("--kernels", action="store_true", help="time each kernel of the table, too")
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     parser.add_argument("--device", default="cuda:0", help="cuda:N")

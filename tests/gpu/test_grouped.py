@@ -74,6 +74,11 @@ def expected(
     return torch.cat(parts)
 
 
+def as_config(weights: torch.Tensor, kernel: GroupedKernel) -> torch.Tensor:
+    """The weights as a kernel wants them to lie."""
+    return weights.contiguous() if kernel.config.a_major == "k" else weights.mT.contiguous().mT
+
+
 def error(result: torch.Tensor, reference: torch.Tensor) -> float:
     if not reference.numel():
         return 0.0
@@ -88,6 +93,7 @@ def test_each_kernel_is_right_and_writes_no_other_rows(loaded: dict[str, Grouped
         config, dtype = kernel.config, DTYPES[kernel.config.in_dtype]
         gate = config.fused.gate if config.fused.gated else None
         a, weights, ends, bias = operands(sizes, n * (1 if gate is None else 2), k, 37, dtype)
+        weights = as_config(weights, kernel)
         for blocks, given, swizzle, turns in (
             (132, None, 8, False), (7, bias, 1, True), (132, bias, 3, False), (132, None, 2, True),
         ):  # fmt: skip
@@ -107,6 +113,7 @@ def test_no_offsets_make_a_kernel_write_outside(loaded: dict[str, GroupedKernel]
         for label, kernel in loaded.items():
             dtype, gated = DTYPES[kernel.config.in_dtype], kernel.config.fused.gated
             a, weights, _, _ = operands([40, 40, 40], 256 if gated else 128, 128, dtype=dtype)
+            weights = as_config(weights, kernel)
             memory = torch.full((32 + 120 + 32, 128), POISON, device="cuda", dtype=dtype)
             kernel.launch(a, weights, memory[32:-32], given, blocks=132)
             outside = torch.cat((memory[:32], memory[-32:]))
@@ -132,6 +139,7 @@ def test_many_divisions_are_exact(loaded: dict[str, GroupedKernel], thorough: bo
             products, bound = config.fused.gate(sums[..., :n], sums[..., n:]).to(dtype), 2.0**-7
         else:
             products, weights = sums[..., :n].to(dtype), weights[:, :n]
+        weights = as_config(weights, kernel)
         plain = dtype is BF16 and not config.fused.gated
         for _ in range(20000 if thorough else 400 if plain else 100):
             share = torch.rand(groups, device="cuda") ** torch.randint(1, 9, (1,), device="cuda")
@@ -162,8 +170,9 @@ def test_calls_are_served(rows: int) -> None:
     sizes = [rows // 3, 0, rows - rows // 3, 0]
     a, weights, ends, bias = operands(sizes, 512, 256)
     for given, reference in ((None, None), (bias, bias), (bias[0], bias[0].expand(4, 512))):
-        result = tunegemm.grouped_mm(a, weights.mT, offs=ends, bias=given)
-        assert error(result, expected(sizes, a, weights, reference)) < 4e-3
+        for b in (weights.mT, weights.mT.contiguous()):
+            result = tunegemm.grouped_mm(a, b, offs=ends, bias=given)
+            assert error(result, expected(sizes, a, weights, reference)) < 4e-3
 
 
 @pytest.mark.usefixtures("only_ours")
@@ -244,6 +253,20 @@ def test_compiled_code_is_served(mode: str) -> None:
         for _ in range(3):
             result = compiled(a, weights, ends, bias).clone()
     assert error(result, 2 * expected(sizes, a, weights, bias)) < 4e-3
+
+
+@pytest.mark.usefixtures("only_ours")
+def test_a_takeover_serves_torchs_operator_and_the_gradient_of_a() -> None:
+    sizes = [50, 0, 30, 20]
+    a, weights, ends, _ = operands(sizes, 512, 256)
+    with tunegemm.enable():
+        x = a.clone().requires_grad_()
+        result = torch.nn.functional.grouped_mm(x, weights.mT, offs=ends)
+        result.float().square().sum().backward()
+    reference = expected(sizes, a, weights)
+    assert error(result.detach(), reference) < 4e-3
+    back = expected(sizes, 2 * reference, weights.mT)
+    assert x.grad is not None and error(x.grad, back) < 2e-2
 
 
 def test_a_policy_bounds_the_multiprocessors(loaded: dict[str, GroupedKernel]) -> None:

@@ -22,6 +22,8 @@ few = ["cooperative", 64, 32, 64, 16, 32, 8]
 many = ["cooperative", 128, 256, 64, 4, 32, 64]
 [gated]
 few = { epi_n = 16 }
+[n_major]
+many = { narrow = 128 }
 [[choices]]
 rows_per_group = [0, 8]
 kernel = "few"
@@ -60,10 +62,13 @@ def test_gated_kernels_and_those_of_fp16_are_variants(tmp_path: Path) -> None:
     other = choose(8, 4096, 512, 65, path, gate="swiglu")
     assert other is not None and other.config.tile_n == 256
     found = listed(path)
-    assert len(found) == len(set(found)) == 8
+    assert len(found) == len(set(found)) == 10
     assert {(config.in_dtype, config.epilogue) for config in found} == {
         ("bf16", ""), ("bf16", "swiglu"), ("fp16", ""), ("fp16", "swiglu"),
     }  # fmt: skip
+    along_n = choose(8, 1024, 512, 65, path, major="n")
+    assert along_n is not None and (along_n.config.a_major, along_n.config.narrow) == ("m", 128)
+    assert choose(8, 1024, 512, 65, path, major="n", gate="swiglu") is None
 
 
 @pytest.mark.parametrize(

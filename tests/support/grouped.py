@@ -28,7 +28,7 @@ class Loops:
         self, fused: Epilogue, a: Any, weights: Any, out: Any, offs: Any, bias: Any = None, *,
         interleaved: bool,
     ) -> None:  # fmt: skip
-        assert weights.stride(-1) == 1 and (bias is None or bias.ndim == 2)
+        assert 1 in weights.stride()[1:] and (bias is None or bias.ndim == 2)
         self.calls.append((a.shape[0], *weights.shape, *fused.steps))
         first = 0
         for group, end in enumerate(offs.tolist()):

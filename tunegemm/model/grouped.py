@@ -16,8 +16,12 @@ from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.resources import data_path
 
 _FACTS = ("groups", "n", "k", "rows", "rows_per_group")
-_SHIPPED = [(dtype, gate) for dtype in ("bf16", "fp16") for gate in ("", "swiglu")]
-"""Of each kernel those that ship."""
+_SHIPPED: tuple[dict[str, str], ...] = (
+    {}, {"gate": "swiglu"}, {"major": "n"}, {"dtype": "fp16"}, {"dtype": "fp16", "gate": "swiglu"},
+)  # fmt: skip
+"""What ships of each kernel; what else is asked for is compiled then."""
+_VARIANTS = ("gated", "n_major")
+"""Tables of what is other in kernels of such products."""
 _LAUNCH = {"swizzle_size": 8, "l2_hint": 0}
 """Parameters of a launch, and their values where a choice does not say."""
 
@@ -36,32 +40,39 @@ class _Rule:
     bounds: tuple[tuple[str, float, float], ...]
     """Facts, and what they are from and to, both inside."""
     choice: GroupedChoice | None
-    gated: GroupedConfig | None
-    """The kernel where the product is gated."""
+    variants: Mapping[str, GroupedConfig]
+    """The kernel of each of `_VARIANTS`; empty without a choice."""
 
     def holds(self, facts: Mapping[str, float]) -> bool:
         return all(low <= facts[name] <= high for name, low, high in self.bounds)
 
-    def of(self, dtype: str, gate: str) -> GroupedChoice | None:
-        """The choice for a dtype and a gate."""
-        if self.choice is None or self.gated is None:
+    def of(self, dtype: str = "bf16", gate: str = "", major: str = "k") -> GroupedChoice | None:
+        """The choice for a dtype, a gate and a major of B."""
+        if self.choice is None or (gate and major == "n"):
             return None
-        config = self.gated if gate else self.choice.config
-        return replace(self.choice, config=replace(config, in_dtype=dtype, out_dtype=dtype, epilogue=gate))
+        config = self.choice.config
+        if gate or major == "n":
+            config = self.variants["gated" if gate else "n_major"]
+        config = replace(
+            config, in_dtype=dtype, out_dtype=dtype, epilogue=gate, a_major="m" if major == "n" else "k"
+        )
+        return replace(self.choice, config=config)
 
 
 def choose(
-    groups: int, n: int, k: int, rows: int, path: Path | None = None, *, dtype: str = "bf16", gate: str = ""
-) -> GroupedChoice | None:
+    groups: int, n: int, k: int, rows: int, path: Path | None = None, *,
+    dtype: str = "bf16", gate: str = "", major: str = "k",
+) -> GroupedChoice | None:  # fmt: skip
     """The kernel for A of rows x K and B of groups x N x K; None where torch's own is not known to be slower.
 
     gate: a gated step of `tunegemm.describe.epilogue`, such as swiglu; N counts rows of gate and up. Such a
     kernel saves torch one that reads and writes the product: it is named where that of the product is not.
+    major: k or n, whichever lies contiguous in B; gated products are of k.
 
     Raises BadValueError for a damaged table.
     """
     facts = dict(zip(_FACTS, (groups, n, k, rows, rows / groups), strict=True))
-    held = (rule.of(dtype, gate) for rule in _rules(path) if rule.holds(facts))
+    held = (rule.of(dtype, gate, major) for rule in _rules(path) if rule.holds(facts))
     if gate:
         return next(filter(None, held), None)
     return next(held, None)
@@ -69,7 +80,7 @@ def choose(
 
 def listed(path: Path | None = None) -> tuple[GroupedConfig, ...]:
     """All kernels of the table, which ship compiled. Raises BadValueError for a damaged one."""
-    found = [rule.of(dtype, gate) for dtype, gate in _SHIPPED for rule in _rules(path)]
+    found = [rule.of(**variant) for variant in _SHIPPED for rule in _rules(path)]
     return tuple(dict.fromkeys(choice.config for choice in found if choice is not None))
 
 
@@ -84,10 +95,11 @@ def _rules(path: Path | None) -> tuple[_Rule, ...]:
         kernels = {
             name: _config(dict(zip(names, values, strict=True))) for name, values in table["kernels"].items()
         }
-        gated = {
-            name: replace(config, **table.get("gated", {}).get(name, {})) for name, config in kernels.items()
+        variants = {
+            name: {v: replace(config, **table.get(v, {}).get(name, {})) for v in _VARIANTS}
+            for name, config in kernels.items()
         }
-        return tuple(_rule(words, kernels, gated) for words in table["choices"])
+        return tuple(_rule(words, kernels, variants) for words in table["choices"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadValueError(f"{path}: {type(error).__name__}: {error}; install the package anew") from None
 
@@ -101,7 +113,9 @@ def _config(parameters: Mapping[str, Any]) -> GroupedConfig:
 
 
 def _rule(
-    words: Mapping[str, Any], kernels: Mapping[str, GroupedConfig], gated: Mapping[str, GroupedConfig]
+    words: Mapping[str, Any],
+    kernels: Mapping[str, GroupedConfig],
+    variants: Mapping[str, Mapping[str, GroupedConfig]],
 ) -> _Rule:
     rest = dict(words)
     kernel, launch = rest.pop("kernel"), {name: rest.pop(name, value) for name, value in _LAUNCH.items()}
@@ -109,4 +123,4 @@ def _rule(
         raise ValueError(f"{unknown[0]} is none of {', '.join(_FACTS)}")
     bounds = tuple((name, float(low), float(high)) for name, (low, high) in rest.items())
     choice = GroupedChoice(kernels[kernel], **launch) if kernel else None
-    return _Rule(bounds, choice, gated[kernel] if kernel else None)
+    return _Rule(bounds, choice, variants[kernel] if kernel else {})

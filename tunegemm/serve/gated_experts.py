@@ -46,7 +46,7 @@ def experts(
     x: (tokens, hidden). gate_up: (experts, 2 inner, hidden). down: (experts, hidden, inner). index, weights:
     (tokens, chosen): which experts a token goes to, int64 or int32, and how much each counts.
     gate_up_bias, down_bias: (experts, 2 inner) and (experts, hidden). Weights that lie the other way round,
-    as those of gpt-oss, are given as views, ``.mT``; these are torch's to multiply.
+    as those of gpt-oss, are given as views, ``.mT``.
     activation: silu, gelu, gelu_tanh, relu, or a function of gate_up's product (rows, 2 inner) that gives
     (rows, inner). interleaved: whether rows of gate and up alternate, as `interleave` has them.
     elsewhere: whether `index` may have numbers from the number of experts on: experts of other processes,

@@ -61,13 +61,14 @@ def grouped_mm(
     may be empty, and of any size; rows behind the last group are left as the memory was. `bias`, which torch
     refuses, is (n), or (groups, n): a line for each group.
 
-    Our kernels serve bf16 and fp16 on Hopper where they are known to be faster: b's k contiguous, as a weight
-    (groups, n, k) transposed has it, n a multiple of 8, addresses and strides of 16 bytes. Nothing needs
-    tuning; `refresh` and ``TUNEGEMM_MODE=off`` do what they do for `matmul`, and of policies `max_sms`. All
-    else is torch's call with the arguments that were given: both operands of two or of three dimensions,
-    another `out_dtype`, other devices, subclasses, modes, transforms, deterministic mode. Gradients are
-    torch's grouped products. A CUDA graph holds for other divisions of as many rows, too, and has our kernel
-    if the call was made once before. torch.compile holds it as the operator `tunegemm::grouped_mm`.
+    Our kernels serve bf16 and fp16 on Hopper where they are known to be faster: b's k or n contiguous, n a
+    multiple of 8, addresses and strides of 16 bytes. Nothing needs tuning; `refresh` and
+    ``TUNEGEMM_MODE=off`` do what they do for `matmul`, and of policies `max_sms`. All else is torch's call
+    with the arguments that were given: both operands of two or of three dimensions, another `out_dtype`,
+    other devices, subclasses, modes, transforms, deterministic mode. Gradients are grouped products again:
+    that of a is served likewise, that of b is torch's. A CUDA graph holds for other divisions of as many
+    rows, too, and has our kernel if the call was made once before. torch.compile holds it as the operator
+    `tunegemm::grouped_mm`.
 
     Raises what torch raises, or ProblemError that names what is wrong with groups or bias. The values of
     `offs`, which are on the device, nobody checks: no group reaches beyond the rows, whatever they are.
@@ -189,7 +190,8 @@ class Groups:
         planner = api.dispatcher.planner
         try:
             extents = b.shape[0], b.shape[2], b.shape[1], a.shape[0]
-            choice = choose(*extents, dtype=_DTYPES[a.dtype], gate=gate)
+            major = "k" if b.stride(1) == 1 else "n"
+            choice = choose(*extents, dtype=_DTYPES[a.dtype], gate=gate, major=major)
             if choice is None:
                 return _TORCHS
             place = choice, a.device.index or 0
@@ -264,9 +266,11 @@ def fits(a: Any, b: Any, offs: Any, bias: Any, device_type: str = "cuda", *, gat
         and (offs.stride(0) == 1 or count == 1)
         and 0 not in (rows, k, count, n)
         and n % (ALIGNMENT // _ELEMENT * (2 if gated else 1)) == 0
-        and a.stride(1) == across == 1
-        and (a.stride(0) >= k and along >= k and step >= n * along)
-        and not any(stride * _ELEMENT % ALIGNMENT for stride in (a.stride(0), along, step))
+        and a.stride(1) == 1
+        and a.stride(0) >= k
+        and (across == 1 and along >= k and step >= n * along)
+        | (along == 1 and across >= n and step >= k * across and not gated)
+        and not any(stride * _ELEMENT % ALIGNMENT for stride in (a.stride(0), max(across, along), step))
         and max(rows, k, n, count) < 2**31
     )
 
@@ -358,7 +362,7 @@ def _traced(
 
 
 def _define() -> None:
-    """Registers the operator, whose gradients are torch's grouped products."""
+    """Registers the operator; gradients are products of groups again, those of b along k torch's."""
     library = torch.library.Library("tunegemm", "FRAGMENT")
     _kept.append(library)
     library.define(
@@ -380,7 +384,7 @@ def _define() -> None:
         a, b, offs = ctx.saved_tensors
         if 0 in grad.stride():  # of a sum, say, whose lines torch's product does not take
             grad = grad.contiguous()
-        of_a = torch._grouped_mm(grad, b.mT, offs=offs) if ctx.needs_input_grad[0] else None
+        of_a = torch.ops.tunegemm.grouped_mm(grad, b.mT, offs) if ctx.needs_input_grad[0] else None
         # Laid out as the weight is, k contiguous.
         of_b = torch._grouped_mm(grad.t(), a, offs=offs).mT if ctx.needs_input_grad[1] else None
         return of_a, of_b, None, None

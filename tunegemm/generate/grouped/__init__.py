@@ -82,8 +82,8 @@ class GroupedKernel:
     ) -> None:  # fmt: skip
         """out[r] = a[r] weights[g]^T + bias[g] for the rows r of each group g; gated if the kernel is.
 
-        a: (rows, K). weights: (E, N, K), k contiguous. out: (rows, N). offsets: int32 (E). bias: (E, N), its
-        columns contiguous.
+        a: (rows, K). weights: (E, N, K), k contiguous, or n where the config says so. out: (rows, N).
+        offsets: int32 (E). bias: (E, N), its columns contiguous.
         With a gate weights are (E, 2 N, K), the rows of gate before those of up, or `interleaved`: a row of
         either in turns; bias is as they are.
         blocks: the grid, at most as many as are resident. swizzle_size: tiles of rows that share weights.
@@ -92,7 +92,8 @@ class GroupedKernel:
         from torch._C import _cuda_getCurrentRawStream as current_stream
 
         groups, _, k = weights.shape
-        n, row_stride, up_stride = out.shape[1], weights.stride(1), 0
+        n, up_stride = out.shape[1], 0
+        row_stride = weights.stride(1 if self.config.a_major == "k" else 2)
         if self.config.epilogue:
             up_stride = row_stride if interleaved else n * row_stride
             row_stride *= 1 + interleaved

@@ -69,9 +69,10 @@ class GroupedConfig(KernelConfig):
     @property
     def label(self) -> str:
         """``co128x64x64 s8 e32 w16 swiglu``: schedule, tile (weights' N x rows x K), stages, epilogue,
-        narrowest width; the gate, and a dtype that is not bf16.
+        narrowest width; the gate, a dtype that is not bf16, and B's major where it is not k.
         """
         kind = "pp" if self.schedule == "pingpong" else "co"
         tile = f"{kind}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} e{self.epi_n}"
-        more = "".join(f" {word}" for word in (self.epilogue, self.in_dtype) if word not in ("", "bf16"))
+        words = (self.epilogue, self.in_dtype, "" if self.a_major == "k" else "n-major")
+        more = "".join(f" {word}" for word in words if word not in ("", "bf16"))
         return f"{tile} w{self.widths[0]}{more}"

@@ -48,7 +48,9 @@ class Arguments(NamedTuple):
     k: Int32
     groups: Int32
     weights_stride: Int64
-    """Strides count elements: from one row of a matrix to the next, from one group to the next."""
+    """Strides count elements: from one row (n-major: column) of a matrix to the next, from one group to the
+    next.
+    """
     rows_stride: Int64
     out_stride: Int64
     group_stride: Int64
@@ -88,7 +90,7 @@ class Gemm:
         """See `__call__`."""
         config, dtypes, layouts = self.config, self.dtypes, self.layouts
         mA = matrix_at(  # (N, K, GROUP)
-            given.weights_address, dtypes.a, (given.n, given.k, given.groups), True,
+            given.weights_address, dtypes.a, (given.n, given.k, given.groups), config.a_major == "k",
             given.weights_stride, given.group_stride,
         )  # fmt: skip
         sA_layout = layouts.ring_a(mA, config.stages)  # (bM, bK, STAGE)
