@@ -173,3 +173,39 @@ def test_what_tools_see(model):
         tunegemm.unpatch(model)
         quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
     assert type(quantized[0]) is not nn.Linear
+
+
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_fall_back_is_torchs_call_until_the_next_look(serve, kernel, monkeypatch, bias):
+    """It costs the host next to nothing; gradients, whose products may have kernels, go the whole way."""
+    layer = nn.Linear(64, 48, bias).to(torch.bfloat16)
+    tunegemm.patch(layer)
+    serve_with(monkeypatch, dispatcher := serve(Problem(1, 8, 8)))
+    asked: list[str] = []
+
+    def asking(name: str) -> Callable[..., object]:
+        function = getattr(dispatcher, name)
+        return lambda *given: asked.append(name) or function(*given)
+
+    monkeypatch.setattr(tunegemm.serve.api, "product", asking("product"))
+    monkeypatch.setattr(dispatcher, "fused", asking("fused"))
+    with torch.no_grad():
+        expected = nn.functional.linear(X, layer.weight, layer.bias)
+        for _ in range(5):
+            assert torch.equal(layer(X), expected)
+        learned = len(asked)
+        for _ in range(3):
+            assert torch.equal(layer(X), expected) and len(asked) == learned
+        with torch.enable_grad():
+            layer(X).sum().backward()
+        assert layer.weight.grad is not None and len(asked) > learned
+        layer(X[:16])
+        assert asked.pop() == ("fused" if bias else "product"), "another number of rows"
+        asked.clear()
+        dispatcher.planner.next_look = 0.0
+        layer(X)
+        assert asked, "there might be a record now"
+        serve_with(monkeypatch, serve(Problem(32, 48, 64, epilogue="bias_n" if bias else "")))
+        layer(X)
+    assert len(kernel.calls) == 1, "there is"

@@ -35,7 +35,7 @@ from tunegemm.serve.operands import ALIGNMENT
 from tunegemm.serve.planning import Planner
 from tunegemm.serve.plans import Recent, are_apart, is_apart_from
 from tunegemm.serve.slow_path import SlowPath, by_torch
-from tunegemm.serve.torch.autograd import PLAIN
+from tunegemm.serve.torch.autograd import DTYPES, PLAIN
 from tunegemm.serve.torch.fx import data_ptr
 
 #: The forms of products that are stored as they are, by their call.
@@ -100,6 +100,8 @@ class Dispatcher:
         if plan is None or launch is None:  # torch's, in whatever mode
             if time.monotonic() < self.planner.next_look:
                 if out is None and recent.torchs is not None:
+                    if call == LINEAR and type(b) is torch.nn.Parameter and b.dtype in DTYPES:
+                        self.planner.state.remember_torchs(id(b), a.numel())
                     return recent.torchs(a, b)
                 return by_torch(_PLAIN_FORMS[call], a, b, (), (), out)
             return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
@@ -158,6 +160,8 @@ class Dispatcher:
         if plan is None or launch is None:  # torch's, in whatever mode
             if time.monotonic() < self.planner.next_look:
                 if out is None and recent.torchs is not None:
+                    if form.call == LINEAR and type(b) is torch.nn.Parameter and b.dtype in DTYPES:
+                        self.planner.state.remember_torchs(id(b), a.numel())
                     return recent.torchs(a, b, *tensors)
                 return by_torch(form, a, b, tensors, numbers, out)
             return self._slowly(form, a, b, tensors, numbers, out)

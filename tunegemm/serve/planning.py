@@ -248,6 +248,7 @@ class Planner:
             return self.state
         self.next_look = time.monotonic() + LOOK_SECONDS
         old = self.state
+        old.torchs.clear()
         changed = False
         with suppress(Exception):  # `_read_records` has said so
             changed = old.snapshot is not None and self._modified() != old.modified

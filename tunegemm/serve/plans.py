@@ -22,6 +22,9 @@ from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.operands import ALIGNMENT, Refusal, seen_as
 from tunegemm.store.record import Record
 
+#: Such keys as `State.torchs` has.
+_MOST_TORCHS = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -100,6 +103,9 @@ class State:
         """By that and the elements of `a`: a weight's products alternate where batch sizes do."""
         self.sites: dict[str, Plan] = {}
         """The plans of compiled code, by what it says of its operands."""
+        self.torchs: set[tuple[Any, ...]] = set()
+        """What torch computes until records are looked at again: the id of a layer's weight, or what else is
+        asked for, and the elements of `a`."""
         self.snapshot = snapshot
         self.modified = modified
         self.devices: dict[int, Device | None] = {}
@@ -158,8 +164,14 @@ class State:
 
     def forget_checks(self) -> None:
         """Every call makes a key again."""
-        for kept in (self.checked, self.recent, self.earlier, self.sites):
+        for kept in (self.checked, self.recent, self.earlier, self.sites, self.torchs):
             kept.clear()
+
+    def remember_torchs(self, *key: Any) -> None:
+        """That torch computes this, see `torchs`."""
+        if len(self.torchs) >= _MOST_TORCHS:
+            self.torchs.clear()
+        self.torchs.add(key)
 
 
 def refusal_of(prepared: Prepared, asked: Named, a: torch.Tensor, b: torch.Tensor) -> Refusal | None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import sys
+from time import monotonic
+from typing import Any
 
 import torch
-from torch.nn import functional as F  # noqa: F401 - torch.jit.script looks for it here, see `TunedLinear`
+from torch.nn import functional as F  # torch.jit.script looks for it here, see `TunedLinear`
 
 from tunegemm.serve import api
 from tunegemm.serve.forms import LINEAR
+from tunegemm.serve.guards import grad_enabled
+from tunegemm.serve.torch.autograd import PLAIN
 from tunegemm.serve.torch.fx import node_of
 
 _is_compiling = torch.compiler.is_compiling
+_torchs: Any = F.linear
 
 
 class TunedLinear(torch.nn.Linear):
@@ -28,6 +33,16 @@ class TunedLinear(torch.nn.Linear):
             weight, bias = self._parameters["weight"], self._parameters["bias"]
         except KeyError:  # they are something else's to give, such as a parametrization's
             weight, bias = self.weight, self.bias
+        planner = api.dispatcher.planner
+        known = planner.state.torchs
+        if (
+            known
+            and type(input) in PLAIN
+            and (id(weight), input.numel()) in known
+            and not grad_enabled()  # of which the products might have kernels
+            and monotonic() < planner.next_look
+        ):
+            return _torchs(input, weight, bias)
         try:
             if bias is None:
                 return api.product(LINEAR, input, weight)

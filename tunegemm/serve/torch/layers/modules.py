@@ -27,17 +27,6 @@ class SharedLinear(TunedLinear):
     stands_for = torch.nn.Linear
     _fused_with: Shared
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        shared = self._fused_with
-        part = None
-        if shared.is_taken_apart:
-            part = shared.traced_part(self, input) if _is_compiling() else shared.part(self, input)
-        elif shared.is_passed_to and not _is_compiling():
-            part = Passed.sum(self, input)
-        if part is not None:
-            return part
-        return _by_itself(self, input)
-
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
         self._fused_with.pack()  # which does nothing before all layers have been moved
@@ -60,8 +49,23 @@ class SharedLinear(TunedLinear):
         self._fused_with.pack()
 
 
+class AskingLinear(SharedLinear):
+    """One whose own call may find its result computed, or is to add something to it."""
+
+    stands_for = torch.nn.Linear
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        shared = self._fused_with
+        part = None
+        if shared.is_taken_apart:
+            part = shared.traced_part(self, input) if _is_compiling() else shared.part(self, input)
+        elif not _is_compiling():
+            part = Passed.sum(self, input)
+        return _by_itself(self, input) if part is None else part
+
+
 # As of `TunedLinear`: what torch.jit.script compiles.
-SharedLinear.forward.__wrapped__ = torch.nn.Linear.forward  # type: ignore[attr-defined]
+AskingLinear.forward.__wrapped__ = torch.nn.Linear.forward  # type: ignore[attr-defined]
 
 
 def _by_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,7 +87,7 @@ def share(layers: Sequence[torch.nn.Linear], *, in_turns: bool = False) -> Share
     if reason := shared.pack():
         return reason
     for layer in layers:
-        layer.__class__ = SharedLinear
+        layer.__class__ = AskingLinear if shared.is_taken_apart else SharedLinear
         layer.__dict__["_fused_with"] = shared
     return shared
 
@@ -130,6 +134,7 @@ def _step(module: torch.nn.Module, match: Match) -> Step | str:
     if isinstance(shared, str):
         return shared
     if match.end is not None:
+        layers[0].__class__ = AskingLinear
         return Passed(shared, module.get_submodule(match.child), match.end.place)
     if match.kind == "gated":
         return Gated(shared, activation, match.name)

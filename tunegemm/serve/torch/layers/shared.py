@@ -9,8 +9,8 @@ module holds it.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
+from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +24,6 @@ from tunegemm.serve.torch.layers.joined import Joined
 from tunegemm.serve.torch.several import traced_part
 from tunegemm.serve.torch.together import MAX_JOINED_ROWS, together
 
-#: Row counts that are known to have no kernel, kept for each form.
-_MAX_MISSES = 256
 #: A first layer that was called so often in a row without the others computes for itself from then on.
 _MAX_WASTED = 3
 #: On which stream of a device work is put now; absent from CPU builds.
@@ -38,7 +36,7 @@ class _Held(NamedTuple):
     x: torch.Tensor
     now: tuple[Any, ...]
     """In what circumstances they were computed."""
-    versions: tuple[int, ...]
+    versions: list[int]
     """Of the weights."""
     parts: dict[int, torch.Tensor]
 
@@ -57,8 +55,6 @@ class Shared:
     layers: tuple[Any, ...] = ()
     """Empty in a copy that is being made."""
     is_taken_apart = False
-    is_passed_to = False
-    """Whether a parent passes its stream to the layer, see `steps.Passed`."""
 
     def __init__(self, layers: Sequence[torch.nn.Linear], *, in_turns: bool = False) -> None:
         """in_turns: whether the rows of two weights alternate, as `tunegemm.interleave` puts them."""
@@ -67,6 +63,7 @@ class Shared:
         self.rows = [layer.out_features for layer in self.layers]
         self.is_taken_apart = len(self.layers) > 1 and not in_turns
         """Whether layers may take their parts of one product."""
+        self._most_joined = MAX_JOINED_ROWS * layers[0].in_features
         self._forget()
 
     def _forget(self) -> None:
@@ -75,12 +72,10 @@ class Shared:
         self._bias: tuple[torch.Tensor, ...] = ()
         self._places: tuple[tuple[Any, str, int, Any, Any], ...] = ()
         self._turn = _Turn()
-        self._state: Any = None
-        self._misses: set[tuple[object, int]] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """The layers: their copies are put together anew, by `pack`."""
-        names = "layers", "in_turns", "rows", "is_taken_apart"
+        names = "layers", "in_turns", "rows", "is_taken_apart", "_most_joined"
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -171,29 +166,20 @@ class Shared:
         """
         if self._right is None or type(x) not in PLAIN:
             return True
-        if (what, x.numel()) in self._misses:
-            planner = api.dispatcher.planner
-            if self._state is planner.state and time.monotonic() < planner.next_look:
-                return True
-            self._misses.clear()
-        return False
+        planner = api.dispatcher.planner
+        known = planner.state.torchs
+        return bool(known) and (what, id(self), x.numel()) in known and monotonic() < planner.next_look
 
     def remember_missed(self, what: object, x: torch.Tensor) -> None:
         """There is no kernel, until the planner next looks."""
-        planner = api.dispatcher.planner
-        if planner.next_look:
-            if self._state is not planner.state or len(self._misses) >= _MAX_MISSES:
-                self._misses.clear()
-            self._state = planner.state
-            self._misses.add((what, x.numel()))
+        api.dispatcher.planner.state.remember_torchs(what, id(self), x.numel())
 
     def product(self, form: Form, x: Any, *others: torch.Tensor) -> torch.Tensor | None:
         """What the form makes of x and all weights, by one kernel, below autograd; None where there is none.
 
-        form: of BELOW_AUTOGRAD; others: what its epilogue takes after the bias.
+        For a form that is not `is_missed`. form: of BELOW_AUTOGRAD; others: what its epilogue takes after the
+        bias.
         """
-        if self.is_missed(form, x):
-            return None
         if not self.is_in_place() or any_autocast() or dispatch_modes() or is_transformed() or x.ndim < 2:
             return None
         result: torch.Tensor | None = api.dispatcher.fused(form, x, self._right, (*self._bias, *others))
@@ -203,8 +189,8 @@ class Shared:
 
     def parts(self, x: Any) -> Sequence[torch.Tensor] | None:
         """The result of each layer, as views of one product; None where each is to be computed by itself."""
-        right = self._right
-        whole = self.product(PLAIN_FORMS[len(self._bias)], x)
+        right, form = self._right, PLAIN_FORMS[len(self._bias)]
+        whole = None if self.is_missed(form, x) else self.product(form, x)
         if whole is None:
             whole = self._by_torch(x)
         elif self.trains(x):
@@ -217,9 +203,7 @@ class Shared:
         Not where a row's bits are not to depend on how many there are, or where everything is to be torch's.
         """
         weight = self._weight
-        if weight is None or type(x) not in PLAIN or tracing():
-            return None
-        if x.numel() > MAX_JOINED_ROWS * weight.shape[1]:
+        if weight is None or type(x) not in PLAIN or x.numel() > self._most_joined or tracing():
             return None
         planner = api.dispatcher.planner
         if (
@@ -264,8 +248,9 @@ class Shared:
         turn = self._turn
         held = turn.held
         if held is not None and held.x is x and layer is not self.layers[0]:
-            index = next((place for place, one in enumerate(self.layers) if one is layer), None)
-            if index is None:  # a copy that shares what the layer has, such as a replica
+            try:
+                index = self.layers.index(layer)
+            except ValueError:  # a copy that shares what the layer has, such as a replica
                 return None
             if held.now != _circumstances(x) or held.versions[index] != layer.weight._version:
                 return None
@@ -280,7 +265,7 @@ class Shared:
         parts = self.parts(x)
         if parts is None:
             return None
-        versions = tuple(parameter._version for parameter in self.parameters("weight"))
+        versions = [one._parameters["weight"]._version for one in self.layers]
         turn.held = _Held(x, _circumstances(x), versions, dict(enumerate(parts[1:], 1)))
         return parts[0]
 

@@ -170,7 +170,6 @@ class Passed(Step):
         super().__init__(shared, "residual")
         self.index, self.type = index, type(child)
         self._known = (child, *shared.layers)
-        shared.is_passed_to = True
         self._place = next(name for name, one in child._modules.items() if one is shared.layers[0])
 
     def __call__(self, child: Any, stream: Any, more: Any, /, *arguments: Any, **keywords: Any) -> Any:
