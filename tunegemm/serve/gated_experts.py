@@ -13,6 +13,7 @@ from tunegemm.errors import ProblemError
 from tunegemm.serve import grouped
 from tunegemm.serve.api import Activation
 from tunegemm.serve.grouped import grouped_mm
+from tunegemm.serve.guards import deterministic
 
 _GATES = {activation: gate for gate, activation in GATED.items()}
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -44,7 +45,8 @@ def experts(
     gate, too.
 
     x: (tokens, hidden). gate_up: (experts, 2 inner, hidden). down: (experts, hidden, inner). index, weights:
-    (tokens, chosen): which experts a token goes to, int64 or int32, and how much each counts.
+    (tokens, chosen): which experts a token goes to, int64 or int32, and how much each counts, rounded to the
+    experts' dtype where no gradients are asked.
     gate_up_bias, down_bias: (experts, 2 inner) and (experts, hidden). Weights that lie the other way round,
     as those of gpt-oss, are given as views, ``.mT``.
     activation: silu, gelu, gelu_tanh, relu, or a function of gate_up's product (rows, 2 inner) that gives
@@ -62,12 +64,14 @@ def experts(
     numbers = torch.arange(count, device=ids.device, dtype=ids.dtype)
     ends = torch.searchsorted(ids, numbers, right=True, out_int32=True)
     rows = x[order // chosen]
+    # Rows behind the last group: results are memory as it was.
     nobodys = (ids >= count)[:, None] if elsewhere else None
-    if nobodys is not None:  # rows behind the last group: memory as it was, also in gradients
+    if nobodys is not None and rows.requires_grad:  # whose gradients are there memory as it was
         rows = rows.masked_fill(nobodys, 0)
     inner = None
-    if activation in _GATES and not torch.compiler.is_compiling():
-        inner = grouped.groups(rows, gate_up.mT, ends, gate_up_bias, _GATES[activation], interleaved)
+    if activation in _GATES:
+        gated = _traced if torch.compiler.is_compiling() else grouped.groups
+        inner = gated(rows, gate_up.mT, ends, gate_up_bias, _GATES[activation], interleaved)
     if inner is None:
         both = grouped_mm(rows, gate_up.mT, offs=ends, bias=gate_up_bias)
         if nobodys is not None:
@@ -87,6 +91,51 @@ def _gate(both: torch.Tensor, activation: Any, interleaved: bool) -> torch.Tenso
     return _ACTIVATIONS[activation](gate) * up
 
 
+def _traced(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None,
+    gate: str,
+    interleaved: bool,
+) -> torch.Tensor | None:
+    """The gated product while a graph is traced: an operator without gradients; None where they are asked."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias)):
+        return None
+    if not grouped.is_traced_well(a, b, offs):
+        return None
+    result: torch.Tensor = torch.ops.tunegemm.gated_grouped_mm(a, b, offs, bias, gate, interleaved)
+    return result
+
+
+def _define() -> None:
+    """Registers the operator."""
+    library = torch.library.Library("tunegemm", "FRAGMENT")
+    _kept.append(library)
+    library.define(
+        "gated_grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias, str gate, bool interleaved)"
+        " -> Tensor",
+        tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+    )
+
+    def compute(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor:
+        given = a, b, offs, bias, gate, interleaved
+        result = None if deterministic() else grouped.groups.below_autograd(*given)
+        if result is not None:
+            return result
+        return _gate(grouped_mm(a, b, offs=offs, bias=bias), GATED[gate], interleaved)
+
+    def fake(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor:
+        return a.new_empty((a.shape[0], b.shape[2] // 2))
+
+    library.impl("gated_grouped_mm", compute, "CompositeExplicitAutograd")
+    torch.library.register_fake("tunegemm::gated_grouped_mm", fake, lib=library)
+
+
+_kept: list[Any] = []
+_define()
+
+
 def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Rows in the experts' order, weighted and added up for each token, in fp32."""
     if torch.compiler.is_compiling() or (
@@ -95,8 +144,8 @@ def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) 
         # To copy rows back by their numbers has a gradient that is a look-up, where a look-up's would add.
         of_tokens = torch.empty_like(result).index_copy(0, order, result).view(*weights.shape, -1)
         return (of_tokens * weights.unsqueeze(-1)).sum(dim=1)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.shape[0], device=order.device)
+    numbers = torch.arange(order.shape[0], device=order.device)
+    place = torch.empty_like(order).scatter_(0, order, numbers)
     return functional.embedding_bag(
         place.view(weights.shape), result, mode="sum", per_sample_weights=weights.to(result.dtype)
     )

@@ -128,7 +128,7 @@ class Groups:
         if deterministic() or dispatch_modes() or functorch_level() is not None or tracing():
             return None
         if grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias)):
-            if gate or forward_ad._current_level >= 0 or not _is_traced_well(a, b, offs):
+            if gate or forward_ad._current_level >= 0 or not is_traced_well(a, b, offs):
                 return None
             return _added(torch.ops.tunegemm.grouped_mm(a, b, offs, None), offs, bias)
         if forward_ad._current_level >= 0:
@@ -334,7 +334,7 @@ def _added(product: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None)
 # ---- traced code, and gradients ---------------------------------------------------------------------
 
 
-def _is_traced_well(a: Any, b: Any, offs: Any) -> bool:
+def is_traced_well(a: Any, b: Any, offs: Any) -> bool:
     """Whether the operator has a meaning for operands: what it does not take is torch's to refuse."""
     return (
         a.device.type == b.device.type == offs.device.type == api.dispatcher.planner.device_type
@@ -353,7 +353,7 @@ def _traced(
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     """`grouped_mm` while a graph is traced."""
-    if offs is None or out_dtype not in (None, torch.bfloat16) or not _is_traced_well(a, b, offs):
+    if offs is None or out_dtype not in (None, torch.bfloat16) or not is_traced_well(a, b, offs):
         return by_torch(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
     if bias is not None and torch.is_grad_enabled() and bias.requires_grad:
         return _added(torch.ops.tunegemm.grouped_mm(a, b, offs, None), offs, bias)
