@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.command import command, parser_of
-from benchmarks.peers import measure, tuned_seconds
-from benchmarks.results import Results, meta, peers_table, ratio, results_path
+from benchmarks.peers import compared
+from benchmarks.results import Results, meta, results_path
+from benchmarks.tables import programs
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError
@@ -73,38 +72,26 @@ def _problem(kind: str, shape: str) -> Problem:
 
 
 def run(problems: list[Problem], device: Device, options: argparse.Namespace) -> None:
-    """Tunes and times every product, writes the file and prints the table and the means."""
+    """Tunes and times every product, writes the file and prints the tables and the means."""
     from benchmarks.interleave import METHOD
     from benchmarks.providers import Contender, Options, family_best
     from tunegemm.generate.cublaslt.eager import torch_mm
-    from tunegemm.measure.backend import CudaBackend
     from tunegemm.store import Database
     from tunegemm.tuning.tuner import Tuner
 
     def eager(problem: Problem, _: Device, __: Options) -> list[Contender]:
         return [Contender(torch_mm(problem))]
 
-    providers: dict[str, Provider] = {"torch": eager, "tunegemm_cute": family_best("cute_sm90")}
+    known: dict[str, Provider] = {"torch": eager, "tunegemm_cute": family_best("cute_sm90")}
     results = Results(results_path(options.out, device, "dtypes.json"), meta(device, METHOD))
-    backend = CudaBackend(device)
-    backend.open()
-    settings = Options(0.0, options.db)
-    with ExitStack() as stack:
-        database = stack.enter_context(Database.open(options.db))
-        tuner = stack.enter_context(Tuner(device, database, families=["cute_sm90"]))
-        for problem in problems:
-            started = time.perf_counter()
-            seconds = tuned_seconds(problem, tuner, "quick", options.trials)
-            row = measure(problem, device, backend, [*providers], settings, options.rounds, providers)
-            results.put(row | {"accumulation": problem.accumulation, "tune_seconds": seconds})
-            speed = ratio(row, "tunegemm_cute") or row["providers"]["tunegemm_cute"].get("skipped")
-            print(f"{problem}: {speed} of torch ({time.perf_counter() - started:.1f} s)", flush=True)
-    for kind, (dtype, accumulation, epilogue) in KINDS.items():
-        key = dtype, accumulation, epilogue or "none"
-        rows = [row for row in results.rows if (row["dtype"], row["accumulation"], row["epilogue"]) == key]
-        if rows:
-            print(f"\n{kind}\n{peers_table(rows)}")
-    print(f"written: {results.path}")
+    with Database.open(options.db) as database, Tuner(device, database, families=["cute_sm90"]) as tuner:
+        rows = compared(
+            problems, device, [*known], Options(0.0, options.db), options.rounds, tuner,
+            trials=options.trials, known=known,
+        )  # fmt: skip
+        for problem, row in zip(problems, rows, strict=True):
+            results.put(row | {"accumulation": problem.accumulation})
+    print(programs.dtypes(results.path.parent), f"written: {results.path}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -23,14 +23,16 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import shapes
 from benchmarks.command import command, parser_of
-from benchmarks.results import Results, meta, peers_table, problem_fields, results_path
+from benchmarks.results import Results, meta, problem_fields, results_path
+from benchmarks.tables.peers import providers
+from benchmarks.tables.reading import shape_of
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError
 from tunegemm.generate.families import kernel_source_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from benchmarks.providers import Options, Provider
     from tunegemm.measure.backend import Backend
@@ -51,16 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per shape")
     parser.add_argument("--db", type=Path, help="tuning database (default: TUNEGEMM_DB or the user's)")
     options = parser.parse_args(arguments)
-    problems = shapes.select(options.shapes)
-    device = find_device(options.device)
-    run(problems, device, options)
+    run(shapes.select(options.shapes), find_device(options.device), options)
 
 
 def run(problems: list[Problem], device: Device, options: argparse.Namespace) -> None:
     """Times all problems, writes their rows and prints the table of the whole file."""
     from benchmarks.interleave import METHOD
     from benchmarks.providers import PROVIDERS, Options
-    from tunegemm.measure.backend import CudaBackend
 
     chosen = [
         "torch",
@@ -74,9 +73,6 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
     if options.db is not None:
         os.environ["TUNEGEMM_DB"] = str(options.db)  # dispatch reads it, as it would for a user
     results = Results(results_path(options.out, device, "peers.json"), meta(device, METHOD))
-    settings = Options(options.tune_cap, options.db)
-    backend = CudaBackend(device)
-    backend.open()
     with ExitStack() as stack:
         tuner = None
         if options.tune:
@@ -84,34 +80,53 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
             from tunegemm.tuning.tuner import Tuner
 
             tuner = stack.enter_context(Tuner(device, stack.enter_context(Database.open(options.db))))
-        for index, problem in enumerate(problems):
-            started = time.perf_counter()
-            tune_seconds = tuned_seconds(problem, tuner, options.effort) if tuner is not None else None
-            row = measure(problem, device, backend, chosen, settings, options.rounds)
-            row["tune_seconds"] = tune_seconds
-            if tune_seconds is None and (old := results.find(row)) is not None:
+        settings = Options(options.tune_cap, options.db)
+        for row in compared(problems, device, chosen, settings, options.rounds, tuner, options.effort):
+            if row["tune_seconds"] is None and (old := results.find(row)) is not None:
                 row["tune_seconds"] = old.get("tune_seconds")
             results.put(row)
-            seconds = time.perf_counter() - started
-            print(f"[{index + 1}/{len(problems)}] {problem}: {_brief(row)} ({seconds:.0f} s)", flush=True)
-    print()
-    print(peers_table(results.rows))
-    print(f"written: {results.path}")
+    print("", *told(results.rows), f"written: {results.path}", sep="\n")
 
 
-def _brief(row: dict[str, Any]) -> str:
-    timed = (f"{name} {got['median_us']:.1f}" for name, got in row["providers"].items() if "median_us" in got)
-    return "  ".join(timed) + " us"
+def compared(
+    problems: list[Problem], device: Device, chosen: list[str], settings: Options, rounds: int,
+    tuner: Tuner | None, effort: Effort = "quick", trials: int | None = None,
+    known: Mapping[str, Provider] | None = None,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """The row of each problem, tuned before where there is a tuner and no confirmed record of these kernels.
 
-
-def tuned_seconds(problem: Problem, tuner: Tuner, effort: Effort, trials: int | None = None) -> float | None:
-    """Seconds of tuning; None for a problem that has a confirmed record of these kernels already."""
+    known: the providers by name, torch among them.
+    """
     from benchmarks.providers import is_settled
+    from tunegemm.measure.backend import CudaBackend
 
-    assert tuner.database is not None
-    if is_settled(tuner.database, problem, tuner.device):
-        return None
-    return round(tuner.tune(problem, effort=effort, trials=trials).seconds, 2)
+    backend = CudaBackend(device)
+    backend.open()
+    for index, problem in enumerate(problems):
+        started, tune_seconds = time.perf_counter(), None
+        if tuner and not (tuner.database and is_settled(tuner.database, problem, device)):
+            tune_seconds = round(tuner.tune(problem, effort=effort, trials=trials).seconds, 2)
+        row = measure(problem, device, backend, chosen, settings, rounds, known)
+        yield row | {"tune_seconds": tune_seconds}
+        brief = "  ".join(
+            f"{name} {got['median_us']:.1f}" for name, got in row["providers"].items() if "median_us" in got
+        )
+        seconds = time.perf_counter() - started
+        print(f"[{index + 1}/{len(problems)}] {problem}: {brief} us ({seconds:.0f} s)", flush=True)
+
+
+def told(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """The rows as a table with its means and losses, as documents have it, and what was skipped and why."""
+    names = dict.fromkeys(name for row in rows for name in row["providers"] if name != "torch")
+    yield from filter(None, providers(rows, tuple(names)))
+    skipped: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for name, got in row["providers"].items():
+            if "skipped" in got:
+                skipped.setdefault((name, got["skipped"]), []).append(shape_of(row))
+    for (name, reason), where in skipped.items():
+        more = ", ..." if len(where) > 4 else ""
+        yield f"skipped {name}: {reason} ({len(where)} shapes: {', '.join(where[:4])}{more})"
 
 
 def measure(
@@ -123,14 +138,14 @@ def measure(
     from benchmarks.providers import PROVIDERS, Contender, Skip
 
     known = PROVIDERS if known is None else known
-    providers: dict[str, dict[str, Any]] = {name: {} for name in chosen}
+    timed_of: dict[str, dict[str, Any]] = {name: {} for name in chosen}
     contenders: dict[str, tuple[str, Contender]] = {}
     for name in chosen:
         try:
             for number, contender in enumerate(known[name](problem, device, settings)):
                 contenders[f"{name} {number}"] = name, contender
         except Skip as skip:
-            providers[name]["skipped"] = str(skip)
+            timed_of[name]["skipped"] = str(skip)
     runs = {key: contender.run for key, (_, contender) in contenders.items()}
     before = backend.telemetry()
     found = interleave(problem, runs, backend, l2_bytes=device.l2_bytes, rounds=rounds)
@@ -140,7 +155,7 @@ def measure(
         if timed:
             best = min(timed, key=lambda key: found.timings[key].median_us)
             timing, contender = found.timings[best], contenders[best][1]
-            providers[name] = {
+            timed_of[name] = {
                 "median_us": round(timing.median_us, 3),
                 "iqr_us": round(timing.iqr_us, 3),
                 "tflops": round(problem.flops / timing.median_us / 1e6, 2),
@@ -150,22 +165,22 @@ def measure(
             if found.shared:
                 # Of the same contender: its steady-state time decides which of a provider's is meant.
                 shared = found.shared[best].ratio_to(found.shared["torch 0"])
-                providers[name]["ratio_shared"] = round(shared, 4)
+                timed_of[name]["ratio_shared"] = round(shared, 4)
             if contender.label:
-                providers[name]["label"] = contender.label
+                timed_of[name]["label"] = contender.label
             if contender.tune_seconds is not None:
-                providers[name]["tune_seconds"] = round(contender.tune_seconds, 2)
+                timed_of[name]["tune_seconds"] = round(contender.tune_seconds, 2)
             if len(keys) > 1:
-                providers[name]["contenders"] = len(timed)
+                timed_of[name]["contenders"] = len(timed)
         elif keys:
-            providers[name] = {"skipped": found.skipped[keys[0]]}
+            timed_of[name] = {"skipped": found.skipped[keys[0]]}
     after = backend.telemetry()
     del contenders, runs
     gc.collect()  # graphs and compiled functions hold device memory in cycles
     backend.release()
     return problem_fields(problem) | {
         "epilogue": problem.epilogue or "none",
-        "providers": providers,
+        "providers": timed_of,
         "tune_seconds": None,
         "kernel_source": kernel_source_hash("cute_sm90"),
         "noise": round(found.noise, 5),

@@ -155,71 +155,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ResultsError(f"{path}: not a result file ({error}); give another --out, or remove it") from None
 
 
-def ratio_shared(row: Mapping[str, Any], provider: str) -> float | None:
-    """Speed of a provider relative to torch at clocks that all shared; None when it was not timed."""
-    stored = row["providers"].get(provider, {}).get("ratio_shared")
-    return float(stored) if stored is not None else ratio(row, provider)
-
-
-def ratio(row: Mapping[str, Any], provider: str, baseline: str = "torch") -> float | None:
-    """Speed of a provider relative to the baseline of its row; None when either was not timed.
-
-    The row's own ratio, round by round, where it has one (relative to torch); else that of the medians.
-    """
-    stored = row["providers"].get(provider, {}).get("ratio")
-    if stored is not None and baseline == "torch":
-        return float(stored)
-    medians = [row["providers"].get(name, {}).get("median_us") for name in (baseline, provider)]
-    return medians[0] / medians[1] if all(medians) else None
-
-
 def geometric_mean(values: Iterable[float]) -> float:
     """NaN for no values."""
     logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
-
-
-def peers_table(rows: list[dict[str, Any]], *, floor: float = 0.98) -> str:
-    """The rows as a Markdown table of TFLOP/s and ratios to torch; then geometric means, losses and skips.
-
-    A geometric mean stands over the shapes that the provider was timed on, and says how many they are.
-    `floor` is the ratio under which a shape of `tunegemm` is called a loss.
-    """
-    names = list(dict.fromkeys(name for row in rows for name in row["providers"]))
-    lines = ["| M x N x K | " + " | ".join(names) + " | tuning s |", "|---" * (len(names) + 2) + "|"]
-    for row in rows:
-        cells = [f"{row['m']}x{row['n']}x{row['k']}" + (f"x{row['batch']}" if row["batch"] != 1 else "")]
-        for name in names:
-            got = row["providers"].get(name, {})
-            speed = ratio(row, name)
-            if "tflops" not in got:
-                cells.append("skipped" if got else "")
-            elif name == "torch" or speed is None:
-                cells.append(f"{got['tflops']:.0f}")
-            else:
-                cells.append(f"{got['tflops']:.0f} ({speed:.3f})")
-        seconds = row.get("tune_seconds")
-        lines.append("| " + " | ".join([*cells, "" if seconds is None else f"{seconds:.1f}"]) + " |")
-    lines.append("")
-    for name in names:
-        speeds = [speed for row in rows if (speed := ratio(row, name)) is not None]
-        if name != "torch" and speeds:
-            lost = sum(speed < 1 for speed in speeds)
-            shared = [speed for row in rows if (speed := ratio_shared(row, name)) is not None]
-            lines.append(
-                f"geometric mean of {name} to torch: {geometric_mean(speeds):.3f} over {len(speeds)} shapes, "
-                f"{lost} below 1, worst {min(speeds):.3f}; in interleaved timing {geometric_mean(shared):.3f}"
-            )
-    for row in rows:
-        speed = ratio(row, "tunegemm")
-        if speed is not None and speed < floor:
-            lines.append(f"LOSS {row['m']}x{row['n']}x{row['k']}: tunegemm {speed:.3f} of torch")
-    skipped: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        for name, got in row["providers"].items():
-            if "skipped" in got:
-                skipped.setdefault((name, got["skipped"]), []).append(f"{row['m']}x{row['n']}x{row['k']}")
-    for (name, reason), where in skipped.items():
-        more = ", ..." if len(where) > 4 else ""
-        lines.append(f"skipped {name}: {reason} ({len(where)} shapes: {', '.join(where[:4])}{more})")
-    return "\n".join(lines)

@@ -11,7 +11,6 @@ part of that. Sweeps named NAME-steady were timed in steady state.
 - model: the model's order, cycles and energy in turn, each kernel at its recorded launches
 - roofline, tpe, gp, random, cmaes: `tunegemm tune --sampler` of that name: a study of the effort quick with
   as many trials as are compared, asked by the same door as in a tuning. roofline is the default
-- kt-NAME: strategies of kernel_tuner (extra `fit`) in its simulation mode, with its defaults
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -50,11 +48,6 @@ COUNTS = (8, 16, 32, 64)
 STEADY = "-steady"
 #: Sweeps that everybody may replay, and those that only searches are compared on.
 FOLDERS = ("db/sweeps", "benchmarks/sweeps")
-#: Of the 20 and more strategies of kernel_tuner 1.5: its evolutionary ones, a local search, its Gaussian
-#: process, and the two that its authors had a language model write, which they report to be the best.
-OF_KERNEL_TUNER = (
-    "genetic_algorithm", "diff_evo", "greedy_ils", "bayes_opt", "hybrid_vndx", "adaptive_tabu_greywolf",
-)  # fmt: skip
 METHOD = (
     "recorded ratios to torch.mm of one family's candidates; regret: 1 less the best of the first so many "
     "over the best of all, for each seed"
@@ -103,67 +96,10 @@ def study_of_sweep(
     )  # fmt: skip
 
 
-def by_kernel_tuner(
-    name: str, problem: Problem, values: Values, device: Device, seed: int
-) -> Iterator[Candidate]:
-    """Its simulation mode takes a file of all times, and returns what it asked for in that order.
-
-    Raises TunegemmError where it does not take the sweep: some strategies want more candidates.
-    """
-    from kernel_tuner.interface import tune_cache
-
-    lists = {parameter: listed for parameter, listed in value_lists(values).items() if len(listed) > 1}
-    points: dict[tuple[Value, ...], Candidate] = {}
-    for candidate in values:
-        points[tuple(candidate.params.get(p, lists[p][0]) for p in lists)] = candidate
-    measured = {
-        ",".join(str(value) for value in point): dict(zip(lists, point, strict=True)) | {"time": 1 / value}
-        for point, candidate in points.items()
-        if (value := values[candidate]) is not None
-    }
-    cache = {
-        "device_name": device.name, "kernel_name": "gemm", "problem_size": problem.m, "objective": "time",
-        "tune_params_keys": list(lists), "tune_params": lists, "cache": measured,
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "cache.json"
-        path.write_text(json.dumps(cache))
-        try:
-            found, _ = tune_cache(
-                str(path), restrictions=[_recorded_only(list(lists), list(points))], strategy=name, seed=seed,
-                quiet=True, strategy_options={"max_fevals": max(COUNTS)}, objective="time",
-            )  # fmt: skip
-        except (TypeError, IndexError) as error:  # few candidates, or one without a neighbour
-            raise TunegemmError(f"kt-{name} does not take this sweep: {error}") from error
-    yield from dict.fromkeys(points[tuple(one[p] for p in lists)] for one in found)
-
-
-def _recorded_only(names: list[str], points: list[tuple[Value, ...]]) -> Any:
-    """A constraint that refuses first values that no recorded candidate has. kernel_tuner's own looks at
-    whole candidates, of which the lists make millions.
-    """
-    from constraint import Constraint
-
-    known: dict[tuple[str, ...], set[tuple[Value, ...]]] = {}
-
-    class RecordedOnly(Constraint):  # type: ignore[misc]
-        def __call__(
-            self, variables: Any, domains: Any, assignments: Any, forwardcheck: bool = False, *_: Any
-        ) -> bool:
-            given = tuple(name for name in names if name in assignments)
-            if given not in known:
-                places = [names.index(name) for name in given]
-                known[given] = {tuple(point[place] for place in places) for point in points}
-            return tuple(assignments[name] for name in given) in known[given]
-
-    return RecordedOnly()
-
-
 STRATEGIES: dict[str, Strategy] = {
     "chance": by_chance,
     "model": by_model,
     **{name: lambda *given, name=name: by_sampler(name, *given) for name in NAMES},
-    **{f"kt-{name}": lambda *given, name=name: by_kernel_tuner(name, *given) for name in OF_KERNEL_TUNER},
 }
 #: Seeds of the strategy that asks for the same whatever the seed, and of those whose asks take 0.3 s.
 _SEEDS = {"model": 1, "roofline": 2, "gp": 2}
@@ -300,7 +236,7 @@ def write(path: Path, rows: Sequence[dict[str, Any]], told: Mapping[str, str]) -
     """Rows in the order of the strategies, and what sums them up."""
     order = list(STRATEGIES)
     ordered = sorted(rows, key=lambda row: (row["timing"], order.index(row["strategy"])))
-    versions = {name: package_version(name) for name in ("tunegemm", "optuna", "kernel_tuner")}
+    versions = {name: package_version(name) for name in ("tunegemm", "optuna")}
     head = {
         "command": command_line(sys.argv), "date": datetime.now(UTC).isoformat(timespec="seconds"), **told,
         "packages": {name: version for name, version in versions.items() if version}, "method": METHOD,

@@ -145,20 +145,17 @@ def test_what_is_no_result_file_is_refused(tmp_path, content):
     assert path.read_text() == content
 
 
-def test_the_table_has_ratios_geometric_means_losses_and_skips():
+def test_what_is_told_has_ratios_geometric_means_losses_and_skips():
     rows = [
         row(1, torch=4.0, quack=2.0, tunegemm=2.0),
         row(2, torch=4.0, quack="not installed", tunegemm=5.0),
         row(3, torch=4.0, quack=8.0, tunegemm=4.0),
     ]
-    table = results.peers_table(rows)
-    assert "| 1x8x8 | 250 | 500 (2.000) | 500 (2.000) |  |" in table
-    assert "geometric mean of quack to torch: 1.000 over 2 shapes, 1 below 1, worst 0.500" in table
-    mean = (2 * 0.8 * 1) ** (1 / 3)
-    assert f"geometric mean of tunegemm to torch: {mean:.3f} over 3 shapes, 1 below 1, worst 0.800" in table
-    assert "LOSS 2x8x8: tunegemm 0.800 of torch" in table
-    assert table.count("LOSS") == 1
-    assert "skipped quack: not installed (1 shapes: 2x8x8)" in table
+    text = "\n".join(peers.told(rows))
+    assert "| 1x8x8 | 4.0 us, 0 | **2.000** | **2.000** |" in text
+    assert f"| *geometric mean* |  | 1.000 (2) | {(2 * 0.8 * 1) ** (1 / 3):.3f} |" in text
+    assert "Where tunegemm loses: 2x8x8 (torch: 25.0 % faster)." in text
+    assert "skipped quack: not installed (1 shapes: 2x8x8)" in text
 
 
 def test_results_go_to_the_folder_of_the_gpu(device, tmp_path):
@@ -224,13 +221,6 @@ def test_at_the_power_cap_each_has_long_turns_and_the_shared_ratio_is_kept(devic
     assert found.turn_ms == 0 and not found.shared and found.rounds == 3
 
 
-def test_the_table_tells_the_mean_at_shared_clocks():
-    alone = row(1, torch=4.0, tunegemm=4.0)
-    alone["providers"]["tunegemm"]["ratio_shared"] = 1.21
-    table = results.peers_table([alone, row(2, torch=4.0, tunegemm=4.0)])
-    assert "torch: 1.000 over 2 shapes, 0 below 1, worst 1.000; in interleaved timing 1.100" in table
-
-
 def test_a_failing_baseline_is_an_error(backend):
     with pytest.raises(RuntimeError, match="baseline"):
         interleave(SMALL, {"torch": lambda a, b, out: None}, backend, l2_bytes=1, rounds=3)
@@ -257,7 +247,7 @@ def test_a_row_reports_the_best_contender_and_the_reasons_of_the_others(monkeypa
     assert torch_row["tflops"] == pytest.approx(SMALL.flops / torch_row["median_us"] / 1e6, abs=0.01)
     assert {"m", "n", "k", "batch", "dtype", "layout", "epilogue", "providers", "tune_seconds"} <= got.keys()
     json.dumps(got)
-    assert "not installed" in results.peers_table([got])
+    assert "skipped none: not installed" in "\n".join(peers.told([got]))
 
 
 def test_our_kernels_are_skipped_where_nothing_is_recorded(monkeypatch, device, tmp_path):
