@@ -12,10 +12,11 @@ from importlib import import_module
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch._inductor.utils import run_and_get_code
 
 from tests.support.fusing import FP8, Recorded, close
 from tests.support.processes import ROOT, environment
-from tests.support.serving import BF16, Kernel, operands, serve_with
+from tests.support.serving import BF16, Kernel, calls_of, operands, serve_with
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.serve.dispatcher import Dispatcher
@@ -157,6 +158,58 @@ def test_scaled_products_are_served(serve, kernel, own, by_row, bias) -> None:
         expected = engines.own["scaled_mm"](*four, bias, BF16)
         close(result, expected, 4e-3)
     assert len(kernel.calls) == 2 and own == ["scaled_mm"] * 2  # which the test called
+
+
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+@pytest.mark.parametrize("bias", [None, BIAS])
+def test_compiled_code_calls_functions_and_not_operators(serve, kernel, own, bias) -> None:
+    """With the number of rows open: one graph, whose code goes not through torch's dispatcher and back."""
+    serve(
+        Problem(32, 48, 64),
+        Problem(32, 48, 64, epilogue="bias_n"),
+        *(
+            Problem(32, 48, 64, in_dtype="fp8_e4m3", out_dtype="bf16", epilogue=f"scale_rowwise{more}")
+            for more in ("", "+bias_n")
+        ),
+    )
+    engines.lower()
+    engines.lower()
+    weight = operands()[1].t()
+    _, b, _, of_columns = scaled(32, by_row=True)
+
+    def both(x: torch.Tensor, a: torch.Tensor, of_rows: torch.Tensor) -> torch.Tensor:
+        plain = torch.ops.tunegemm.engine_linear(x[None], weight, bias, "linear")[0]
+        return plain + torch.ops.tunegemm.engine_scaled_mm(a, b, of_rows, of_columns, bias, BF16, "scaled_mm")
+
+    compiled = torch.compile(both, fullgraph=True, dynamic=True)
+    with torch.inference_mode():
+        for rows in (7, 32):
+            x, (a, _, of_rows, _) = operands(rows)[0], scaled(rows, by_row=True)
+            result, code = run_and_get_code(compiled, x, a, of_rows)
+            assert rows != 7 or "extern_kernels.tunegemm_engine_linear(" in code[0]
+            assert rows != 7 or "extern_kernels.tunegemm_engine_scaled_mm(" in code[0]
+            calls = len(kernel.calls), len(own)
+            close(result, both(x, a, of_rows), 4e-3)
+            assert calls == ((0, 2) if rows == 7 else (2, 4))
+
+
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+def test_a_known_fall_back_enters_few_functions(serve, kernel, own) -> None:
+    """By how much an engine's own fp8 product costs more than without the plug-in."""
+    serve(Problem(32, 48, 64))
+    engines.lower()
+    four = scaled(16, by_row=True)
+    functions = torch._inductor.select_algorithm.extern_kernels
+
+    def call() -> None:
+        functions.tunegemm_engine_scaled_mm(*four, bias=None, out_dtype=BF16, name="scaled_mm")
+
+    with torch.inference_mode():
+        for _ in range(2):
+            call()
+        python, c = calls_of(call)
+    before = python[1 : python.index("tests.serve.test_engines.scaled_mm")]
+    assert len(before) <= 8 and not {"acquire", "stride"} & set(c), before
 
 
 @pytest.mark.parametrize("rows", [1, 16])

@@ -16,7 +16,7 @@ from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.forms import BELOW_AUTOGRAD, form_of
+from tunegemm.serve.forms import BELOW_AUTOGRAD, MATMUL, form_of
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.planning import Planner
 
@@ -106,3 +106,16 @@ def test_what_is_known_is_bounded(monkeypatch) -> None:
         assert ask(torch.zeros(3000, 4 * n, dtype=BF16)[:, :256], torch.zeros(n, 256, dtype=BF16).t()) is None
     state = planned.state
     assert state.missing and max(len(state.missing), len(state.misses)) <= 8
+
+
+def test_code_for_any_rows_is_served_where_some_are_predicted() -> None:
+    """Engines trace with the rows of a long prompt, and generate by the same code."""
+    planned = planner(prepare=lambda record, device: Prepared(lambda *tensors: None))
+    form = form_of(MATMUL, "")
+
+    def serves(n: int, rows: int = 8192, **more: bool) -> bool:
+        a, b = (torch.empty(each, 8192, dtype=BF16, device="meta") for each in (rows, n))
+        return planned.serves(form, a, b.t(), 0, **more)
+
+    assert serves(3088, 16) and serves(3088, any_m=True) and not serves(3088)
+    assert not serves(48, any_m=True), "there predictions end"

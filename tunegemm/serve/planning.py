@@ -59,6 +59,8 @@ MAX_PLANS = 4096
 MAX_POLICIES = 4
 #: Seconds between looks at whether another process has published records.
 LOOK_SECONDS = 5.0
+#: Numbers of rows of which one must be predicted to gain, for code that is compiled for any number.
+_FEW = (16, 1, 64, 256)
 #: How long what records are read of may keep a product waiting in all, such as for a database's lock.
 READ_SECONDS = 2.0
 
@@ -355,11 +357,19 @@ class Planner:
         """
         found = self._expected(form, a, b, index, any_m)
         if found is None or isinstance(found, bool):
-            return bool(found)
+            return bool(found) or (any_m and self._is_any_predicted(form, a, b, index))
         problem, known, expected = found
         if self.state.policy.is_batch_invariant:  # the compiler's product is torch's
             return True
         return expected.ratio >= least_ratio(problem, known)
+
+    def _is_any_predicted(self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int) -> bool:
+        """Engines trace with the rows of a long prompt, for which little is predicted, and generate by the
+        same code. Of more steps a compiler would make less at rows without a kernel than of its own."""
+        if a.ndim != 2 or form.text not in ("", "bias_n"):
+            return False
+        few = (torch.empty_strided((m, a.shape[1]), a.stride(), dtype=a.dtype, device="meta") for m in _FEW)
+        return any(self.serves(form, one, b, index) for one in few)
 
     def has_kernel(self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int) -> bool:
         """What `serves` says, of a kernel that need not gain in compiled code."""

@@ -20,7 +20,8 @@ from tunegemm.serve.forms import BELOW_AUTOGRAD, Form, form_of
 from tunegemm.serve.library import scale_steps
 from tunegemm.serve.modes import read_engine
 from tunegemm.serve.torch import ops
-from tunegemm.serve.torch.autograd import DTYPES
+from tunegemm.serve.torch.autograd import DTYPES, PLAIN
+from tunegemm.serve.torch.lowering import lower_to_function
 
 #: Numbers of rows at which the line of the start counts what is served: of decode, and of prompts.
 _ROWS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -31,19 +32,19 @@ _MOST_NAMED = 8
 own: dict[str, Callable[..., torch.Tensor]] = {}
 
 _library = torch.library.Library("tunegemm", "FRAGMENT")
-_library.define("engine_linear(Tensor x, Tensor weight, Tensor? bias, str own) -> Tensor")
+_library.define("engine_linear(Tensor x, Tensor weight, Tensor? bias, str name) -> Tensor")
 _library.define(
     "engine_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, "
-    "ScalarType out_dtype, str own) -> Tensor"
+    "ScalarType out_dtype, str name) -> Tensor"
 )
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, name: str) -> torch.Tensor:
     """``x @ weight.T + bias``; own: of (x, weight, bias)."""
-    rows, right = x.reshape(-1, x.shape[-1]), weight.detach().t()
+    rows, right = x.reshape(-1, x.shape[-1]), _bare(weight).t()
     result = None
     if bias is not None:
-        result = api.dispatcher.fused(form_of(BELOW_AUTOGRAD, "bias_n"), rows, right, (bias.detach(),))
+        result = api.dispatcher.fused(form_of(BELOW_AUTOGRAD, "bias_n"), rows, right, (_bare(bias),))
     if result is None:
         result = api.dispatcher.below_autograd(rows, right)
         if result is not None and bias is not None:
@@ -66,8 +67,8 @@ def _scaled_mm(
     and each column of b, in any shape; own: of these six."""
     form, scales = scaled_form(a, b, scale_a, scale_b, bias, out_dtype)
     if form is not None:
-        tensors = scales if bias is None else (*scales, bias.detach())
-        result = api.dispatcher.fused(form, a, b.detach(), tensors)
+        tensors = scales if bias is None else (*scales, _bare(bias))
+        result = api.dispatcher.fused(form, a, _bare(b), tensors)
         if result is not None:
             return result
     return own[name](a, b, scale_a, scale_b, bias, out_dtype)
@@ -77,12 +78,12 @@ _library.impl("engine_linear", _linear, "CompositeExplicitAutograd")
 _library.impl("engine_scaled_mm", _scaled_mm, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "tunegemm::engine_linear",
-    lambda x, weight, bias, own: x.new_empty((*x.shape[:-1], weight.shape[0])),
+    lambda x, weight, bias, name: x.new_empty((*x.shape[:-1], weight.shape[0])),
     lib=_library,
 )
 torch.library.register_fake(
     "tunegemm::engine_scaled_mm",
-    lambda a, b, scale_a, scale_b, bias, out_dtype, own: a.new_empty(
+    lambda a, b, scale_a, scale_b, bias, out_dtype, name: a.new_empty(
         (a.shape[0], b.shape[1]), dtype=out_dtype
     ),
     lib=_library,
@@ -102,7 +103,7 @@ def scaled_form(
     One scale for all rows beside one per column is another kind whatever the number of rows: of a single row
     it would be served, and a row's bits may not depend on how many there are.
     """
-    scale_a, scale_b = scale_a.detach(), scale_b.detach()
+    scale_a, scale_b = _bare(scale_a), _bare(scale_b)
     if scale_b.numel() > 1:
         if scale_a.ndim != 2:
             return None, ()
@@ -112,6 +113,24 @@ def scaled_form(
     # The engines' own kernels keep their sums where the tensor cores do.
     text = scale_steps(a, b, scale_a, scale_b, bias is not None)
     return (form_of(BELOW_AUTOGRAD, text, out_dtype, "fast") if text else None), (scale_a, scale_b)
+
+
+def _bare(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without the class that an engine gave it, which dispatch would leave to torch."""
+    return tensor if type(tensor) in PLAIN else tensor.detach()
+
+
+def lower() -> None:
+    """Has Inductor's code call the operators' functions; before it is made, and before it is loaded."""
+    scaled, linear = torch.ops.tunegemm.engine_scaled_mm.default, torch.ops.tunegemm.engine_linear.default
+    lower_to_function(
+        scaled, _scaled_mm, "tunegemm_engine_scaled_mm",
+        lambda a, b, *others: [a.get_size()[0], b.get_size()[1]],
+    )  # fmt: skip
+    lower_to_function(
+        linear, _linear, "tunegemm_engine_linear",
+        lambda x, weight, *others: [*x.get_size()[:-1], weight.get_size()[0]],
+    )  # fmt: skip
 
 
 def is_served_kind(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -197,6 +197,7 @@ def _prepare(config: Any) -> None:
     from tunegemm.serve.torch.lowering import lower
 
     lower(lambda: api.dispatcher)
+    engines.lower()
     facts = config.additional_config
     given = facts.get(CONFIG_KEY) if isinstance(facts, dict) else None
     if why := engines.compared(given.get("records") if isinstance(given, dict) else None):

@@ -145,3 +145,41 @@ def _lower(serving: Callable[[], Dispatcher]) -> None:
     register(torch.ops.tunegemm.several.default, several)
     for operator in (torch.ops.tunegemm.mm.default, torch.ops.tunegemm.bmm.default):
         register(operator, plainly)
+
+
+def lower_to_function(operator: Any, function: Callable[..., torch.Tensor], name: str, size: Any) -> None:
+    """Teach Inductor to call a function of an operator's arguments in its place, once: a way through torch's
+    dispatcher and back costs the host some 6 us.
+
+    name: under which Inductor's code has the function. size: of the result, of Inductor's nodes for the
+    tensors among the arguments, which are dense and come first.
+    """
+    with suppress(ImportError, AttributeError):
+        inductor: Any = importlib.import_module("torch._inductor.select_algorithm")
+        ir: Any = importlib.import_module("torch._inductor.ir")
+        lowering: Any = importlib.import_module("torch._inductor.lowering")
+        graphs: Any = importlib.import_module("torch._inductor.virtualized").V
+        if hasattr(inductor.extern_kernels, name):
+            return
+        by_operator = lowering.fallback_handler(operator, add_to_fallback_set=False)
+        parameters = [argument.name for argument in operator._schema.arguments]
+        choice = inductor.ExternKernelChoice(function, name=name, has_out_variant=False)
+
+        def lowered(*arguments: Any) -> Any:
+            if graphs.graph.cpp_wrapper:  # C++ calls no Python functions, but operators
+                return by_operator(*arguments)
+            traced = graphs.graph.current_node
+            nodes, others = [], {}
+            for key, argument, source in zip(parameters, arguments, traced.args, strict=True):
+                if isinstance(argument, ir.TensorBox):
+                    node = ir.ExternKernel.realize_input(argument)
+                    strides = source.meta["val"].stride()
+                    nodes.append(ir.ExternKernel.require_exact_strides(node, strides))
+                else:
+                    others[key] = argument
+            layout = ir.FixedLayout(nodes[0].get_device(), traced.meta["val"].dtype, size(*nodes))
+            found = choice.bind(nodes, layout, **others).output_node()
+            return found[0] if isinstance(found, tuple) else found
+
+        lowering.register_lowering(operator, type_promotion_kind=None)(lowered)
+        lowering.add_needs_realized_inputs(operator)
