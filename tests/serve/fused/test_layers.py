@@ -626,6 +626,57 @@ def test_what_forward_does_otherwise_is_not_replaced():
         assert type(model) is cls and dict(vars(model)) == before
 
 
+def test_looking_at_a_forward_changes_nothing():
+    class Logging(Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(1))
+            self.seen, self.by_name, self.steps = [[]], {"last": None}, torch.zeros(1)
+
+        def forward(self, x):  # type: ignore[no-untyped-def]
+            self.seen[0].append(x)
+            self.by_name["last"] = x
+            self.known = {x.shape}
+            for each in (self.calls, self.steps):
+                each.add_(1)
+            noise = torch.rand(1)
+            return super().forward(x) + noise
+
+    class Counting(Gates):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen, self.steps = [], torch.zeros(1)
+            self.register_buffer("calls", torch.zeros(1))
+
+    class Appending(Counting):
+        def forward(self, x):  # type: ignore[no-untyped-def]
+            self.seen.append(1)
+            return super().forward(x)
+
+    class Adding(Counting):
+        def forward(self, x):  # type: ignore[no-untyped-def]
+            self.steps.add_(1)
+            return super().forward(x)
+
+    class Buffering(Counting):
+        def forward(self, x):  # type: ignore[no-untyped-def]
+            self.calls += 1
+            return super().forward(x)
+
+    for cls in (Logging, Appending, Adding, Buffering):
+        model = made(cls)
+        before, state = dict(vars(model)), torch.get_rng_state()
+        report = fuse(model)
+        assert fused(report) and not any("gate" in line.why for line in report), "what it does is not lost"
+        assert vars(model).keys() == before.keys() and type(model) is cls
+        assert all(value is before[name] for name, value in vars(model).items())
+        assert model.seen == ([[]] if cls is Logging else [])
+        assert cls is not Logging or model.by_name == {"last": None}
+        assert not model.calls and not model.steps and torch.equal(torch.get_rng_state(), state)
+        by_torch(model, given())
+        assert model.calls + model.steps + len(model.seen) >= 1
+
+
 def test_results_that_must_lie_by_themselves_are_left():
     class Flat(Attention):
         def forward(self, x):  # type: ignore[no-untyped-def]

@@ -21,6 +21,7 @@ from torch import fx
 from torch.nn import functional
 
 from tunegemm.serve.torch.layers.ends import End, end_of
+from tunegemm.serve.torch.layers.looking import looking_at
 from tunegemm.serve.torch.linear import TunedLinear
 
 #: By the names that epilogues have for them.
@@ -138,14 +139,14 @@ def traced(module: torch.nn.Module, method: str) -> fx.Graph | None:
     graphs = []
     training = module.training
     for mode in (training, not training):
-        with _unchanged(module) as before:
-            module.training = before["training"] = mode
+        with looking_at(module) as look:
+            look.set("training", mode)
             try:
                 with torch.set_grad_enabled(mode), _casting(mode):
                     graphs.append(_Tracer(method).trace(module))
             except Exception:  # whatever somebody's code does with what is no tensor
                 return None
-            if _changed(module, before):
+            if look.has_changed:
                 return None
     return graphs[0] if str(graphs[0]) == str(graphs[1]) and _with_stars(graphs[0]) else None
 
@@ -173,25 +174,6 @@ def _with_stars(graph: fx.Graph) -> bool:
 def call(module: Any, more: Any, /, *arguments: Any, **keywords: Any) -> Any:
     """A call of a child with what its parent was given as ``**kwargs``."""
     return module(*arguments, **keywords, **more)
-
-
-@contextmanager
-def _unchanged(module: torch.nn.Module) -> Iterator[dict[str, Any]]:
-    before, buffers = dict(module.__dict__), dict(module._buffers)
-    now = dict(before)
-    try:
-        yield now
-    finally:
-        module.__dict__.clear()
-        module.__dict__.update(before)
-        module._buffers.clear()
-        module._buffers.update(buffers)
-
-
-def _changed(module: torch.nn.Module, before: dict[str, Any]) -> bool:
-    return module.__dict__.keys() != before.keys() or any(
-        module.__dict__[name] is not value for name, value in before.items()
-    )
 
 
 def matches(module: torch.nn.Module, graph: fx.Graph) -> list[Match]:
@@ -420,7 +402,7 @@ def _watch(module: torch.nn.Module, names: Sequence[str], inputs: int, are_parts
             if not (is_input or is_needed):
                 break
             arguments.append(x if is_input else None)
-    with _unchanged(module):
+    with looking_at(module):
         try:
             for name, child in originals.items():
                 if child is not None:
