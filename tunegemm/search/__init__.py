@@ -1,8 +1,9 @@
 """Which candidates to try next: the search of a problem is an Optuna study. Neither GPU nor database.
 
 `study` is that of a problem, `roofline` its own sampler, `delegate` lets any other of Optuna's take its
-place. `search` is the order in which one family's candidates are tried, `portfolio` that of several families,
-`budget` how many trials there are, `space` a study's parameters. Optuna is loaded on first use.
+place. `search` is the order in which one family's candidates are tried, `surrogate` what explores in it,
+`portfolio` the order of several families, `budget` how many trials there are, `space` a study's parameters.
+Optuna and NumPy are loaded on first use.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -23,7 +23,7 @@ class Plan:
     refine: float = 0.0
     """Part for further launches of the leaders."""
     vary: float = 0.0
-    """Part for further kernels of the leaders' tiles, at most; what is over then is for Optuna's sampler."""
+    """Part for further kernels of the leaders' tiles, at most; what is over then is explored."""
     leaders: int = 1
     """How many kernels share the launches of the last stage."""
     refinements: int = 1
@@ -37,8 +37,8 @@ class Plan:
     behind: float = 1.0
     """And at most this part slower than the best of the others so far."""
     beyond: int = 0
-    """How many of more trials than the plan's own are for Optuna's sampler, after all others; the shares
-    grow by the rest. An ask costs more with every trial that it knows."""
+    """How many of more trials than the plan's own explore, after all others; the shares grow by the rest. An
+    ask costs more with every trial that is known."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Budget:
     vary: int
     """Further kernels of the leaders' tiles: other rings, other epilogues."""
     explore: int
-    """Suggestions of the sampler, over compile-time and launch parameters."""
+    """Suggestions of the surrogate, over compile-time and launch parameters."""
     probe: int
     """Other rasterizations of the many kernels near the top: they cost no compile."""
     refine: int
@@ -58,7 +58,7 @@ class Budget:
     leaders: int
     """How many kernels share the launches of the last stage."""
     beyond: int = 0
-    """Suggestions of the sampler after all these."""
+    """Suggestions of the surrogate after all these."""
 
     @property
     def trials(self) -> int:

@@ -34,9 +34,6 @@ _MAX_SKIPS = 100
 #: Suggestions before their values are needed, as many as a full search explores with.
 _BATCH = 12
 
-#: What the model thinks of candidates: a row of numbers each, higher for better.
-Features = Callable[[Sequence[Candidate]], Sequence[Sequence[float]]]
-
 
 class Delegate:
     """An Optuna sampler that suggests candidates of one family, or of several."""
@@ -48,20 +45,15 @@ class Delegate:
         *,
         verdict: Callable[[Candidate], Verdict],
         reject: Callable[[Candidate, Verdict], None],
-        features: Features | None = None,
-        keeps_suggested: bool = False,
     ) -> None:
         """
         searches: of each family, whose candidates may be suggested, and whose results are known.
         verdict: why a point of the lists is no candidate; reject: called with each such point.
-        features: further coordinates, the model's opinion of each kernel.
-        keeps_suggested: whether the sampler is also told the value at the very point that it suggested. Those
-            that keep a state with their trials, as CMA-ES does, learn by nothing else.
         """
         self._sampler, self._searches = sampler, {search.family: search for search in searches}
-        self._verdict, self._reject, self._keeps = verdict, reject, keeps_suggested
+        self._verdict, self._reject = verdict, reject
         self._lists = _value_lists(searches)
-        self._kernels = _Kernels(searches, self._lists, features)
+        self._kernels = _Kernels(searches, self._lists)
         self._distributions = self._kernels.distributions
         self._study: optuna.Study | None = None
         self._running: dict[Candidate, list[int]] = {}
@@ -112,12 +104,12 @@ class Delegate:
             return
         trial = self._suggested.pop(candidate, None)
         study = self._learned()
-        if trial is not None and (trial.params == params or self._keeps):
+        if trial is not None:
+            # The sampler is told the value at the very point that it suggested, too: those that keep a state
+            # with their trials, as CMA-ES does, learn by nothing else.
             self._running.setdefault(candidate, []).append(trial.number)
             if trial.params == params:
                 return
-        elif trial is not None:
-            study.tell(trial, state=_failed())  # which has no part in what the sampler learns
         study.add_trial(_created(params, self._distributions, None))
         self._running.setdefault(candidate, []).append(len(study.get_trials(deepcopy=False)) - 1)
 
@@ -255,9 +247,7 @@ class Suggested:
 class _Kernels:
     """The kernels of all families as points of the static space."""
 
-    def __init__(
-        self, searches: Sequence[Search], lists: Mapping[str, tuple[Value, ...]], features: Features | None
-    ) -> None:
+    def __init__(self, searches: Sequence[Search], lists: Mapping[str, tuple[Value, ...]]) -> None:
         import numpy
         import optuna
 
@@ -277,31 +267,15 @@ class _Kernels:
         self._ranked = {search.family: list(search.ranked) for search in searches}
         self._launch = {search.family: dict(search.launch_values) for search in searches}
         self._grids: dict[str, list[dict[str, Value]]] = {}
-        self._features: dict[Candidate, dict[str, float]] = {}
-        if features is not None and any(self._ranked.values()):
-            kernels = [kernel for ranked in self._ranked.values() for kernel in ranked]
-            rows = numpy.array(features(kernels), dtype=float)
-            for number, column in enumerate(rows.T):
-                low, high = float(column.min()), float(column.max())
-                if high > low:
-                    name = f"model_{number}"
-                    self.distributions[name] = optuna.distributions.FloatDistribution(low, high)
-                    for kernel, value in zip(kernels, column, strict=True):
-                        self._features.setdefault(kernel.kernel, {})[name] = float(value)
         self._columns: dict[str, tuple[Any, Any]] = {}
         self._numpy = numpy
 
     def encode(self, candidate: Candidate) -> dict[str, Any] | None:
         """The point of a candidate; None where a value is in no list, as of an older space."""
         params: dict[str, Any] = {}
-        features = self._features.get(candidate.kernel, {})
         for name, distribution in self.distributions.items():
             if name == FAMILY:
                 params[name] = candidate.family
-            elif name not in self._lists:
-                if name not in features:
-                    return None
-                params[name] = features[name]
             elif (value := candidate.params.get(name)) is None:
                 params[name] = 0 if self._ordered[name] else distribution.choices[0]
             elif value not in self._places[name]:
@@ -347,7 +321,7 @@ class _Kernels:
         point = numpy.array([self._number(name, params[name]) for name in names])
         steps = numpy.abs(columns - point)
         scale = numpy.array([self._scale(name) for name in names])
-        return numpy.where(scale > 0, steps / numpy.maximum(scale, 1e-12), steps != 0).sum(axis=1)
+        return numpy.where(scale > 0, steps / numpy.maximum(scale, 1.0), steps != 0).sum(axis=1)
 
     def _encoded(self, launch: Mapping[str, Value]) -> dict[str, Any]:
         return {
@@ -357,16 +331,11 @@ class _Kernels:
     def _number(self, name: str, value: Any) -> float:
         if value is None:
             return 0.0
-        if name in self._lists and not self._ordered[name]:
-            return float(self._places[name][value])
-        return float(value)
+        return float(value if self._ordered[name] else self._places[name][value])
 
     def _scale(self, name: str) -> float:
         """The width of an ordered parameter; 0 for words, which are the same or not."""
-        if name in self._lists and not self._ordered[name]:
-            return 0.0
-        distribution = self.distributions[name]
-        return float(distribution.high - distribution.low)
+        return len(self._lists[name]) - 1.0 if self._ordered[name] else 0.0
 
 
 def is_ordered(listed: Sequence[Value]) -> bool:

@@ -110,10 +110,10 @@ class OrderedSampler(BaseSampler):
 
 class RooflineSampler(OrderedSampler):
     """The model's order by cycles and joules and what won for neighbours, then variants and launches of the
-    best; after these Optuna's Gaussian process.
+    best; after these what a Gaussian process of ours expects most of (`tunegemm.search.surrogate`).
 
-    `tunegemm.tune` gives it the order of its problem. Alone, as in a study of something else, it is that
-    Gaussian process.
+    `tunegemm.tune` gives it the order of its problem. Alone, as in a study of something else, and after the
+    last trial of a tuning, it is Optuna's Gaussian process.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class RooflineSampler(OrderedSampler):
         beyond: BaseSampler | None = None,
         seed: int | None = None,
     ) -> None:
-        """beyond: takes the place of the Gaussian process. seed: of that."""
+        """beyond: takes the place of Optuna's Gaussian process. seed: of that."""
         make = functools.partial(explorer, seed) if beyond is None else functools.partial(_same, beyond)
         super().__init__(order, space, make)
 

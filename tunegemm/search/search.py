@@ -8,7 +8,7 @@
             search.tell(candidate, ratio)
     race(search.finalists(6))
 
-The stage `explore` is Optuna's: what `search.make_explorer` makes suggests its candidates.
+In the stage `explore` what `search.make_explorer` makes suggests the candidates.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _EXPLORE_BATCH = 4
 
 
 class Explorer(Protocol):
-    """Suggests candidates of a family: what Optuna's sampler is to a search (`tunegemm.search.delegate`)."""
+    """Suggests candidates of a family: `tunegemm.search.surrogate`."""
 
     def suggest(self) -> Candidate | None:
         """A new, allowed candidate; None where it has nothing new to say."""
@@ -89,7 +89,7 @@ class Search:
         self._ranked = list(ranked)
         self._plan = plan
         self.make_explorer: Callable[[], Explorer] | None = None
-        """Makes what suggests the candidates of the stage `explore`: on first use, as that takes a second."""
+        """Makes what suggests the candidates of the stage `explore`: on first use, as that needs NumPy."""
         self._explorer: Explorer | None = None
         self._launch_values = {name: tuple(values) for name, values in launch_values.items()}
         self._allowed = allowed or (lambda candidate: True)
@@ -348,13 +348,22 @@ def first_of_each_kernel(ranked: Iterable[Candidate]) -> list[Candidate]:
     return list(best.values())
 
 
-def launches_around(leader: Candidate, launch_values: Mapping[str, Sequence[Value]]) -> list[Candidate]:
-    """Every launch of the leader's kernel, those with fewest differences first."""
+def launches_around(
+    leader: Candidate, launch_values: Mapping[str, Sequence[Value]], most: int | None = None
+) -> list[Candidate]:
+    """Every launch of the leader's kernel that differs in at most so many parameters, those with fewest
+    differences first.
+    """
     names, lists = launch_values.keys(), launch_values.values()
     grid = (
         leader.with_launch(**dict(zip(names, values, strict=True))) for values in itertools.product(*lists)
     )
-    return sorted(grid, key=lambda launch: _differences(launch, leader))
+    differing = [(_differences(launch, leader), launch) for launch in grid]
+    return [
+        launch
+        for count, launch in sorted(differing, key=lambda pair: pair[0])
+        if most is None or count <= most
+    ]
 
 
 _END = Candidate("end of the stream")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.feasibility import Verdict
-from tunegemm.search.delegate import FAMILY, Delegate, Features, Suggested, quiet_optuna
+from tunegemm.search.delegate import FAMILY, Delegate, Suggested, quiet_optuna
 from tunegemm.search.portfolio import Portfolio
 from tunegemm.search.search import Search, StageName
 from tunegemm.search.space import StudySpace
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
     from tunegemm.search.roofline import OrderedSampler
+    from tunegemm.search.surrogate import Features, Surrogate
 
 
 #: Under so many trials the best tenth is two candidates or fewer, which tell nothing.
@@ -63,26 +64,26 @@ class ProblemStudy:
         """
         portfolio: the order of the default sampler; its searches are what any sampler may suggest of.
         library: candidates outside the space, which come first for any sampler.
-        verdict: why a point of the space is no candidate. features: see `Delegate`.
-        sampler: one of Optuna's in place of `RooflineSampler`. seed: of the default sampler.
+        verdict: why a point of the space is no candidate. features: see `Surrogate`.
+        sampler: one of Optuna's in place of `RooflineSampler`. seed: of what that hands over to.
         name, attributes: of the study.
         """
         import optuna
 
-        from tunegemm.search.roofline import OrderedSampler, RooflineSampler, explorer
+        from tunegemm.search.roofline import OrderedSampler, RooflineSampler
 
         self.space, self._label = space, label
         self._order: Portfolio | Suggested = portfolio
         searches = [search for search in portfolio.searches if search.ranked]
         if sampler is not None:
-            delegate = Delegate(sampler, searches, verdict=verdict, reject=self.prune, keeps_suggested=True)
+            delegate = Delegate(sampler, searches, verdict=verdict, reject=self.prune)
             self._order = Suggested(delegate, searches, list(library), portfolio.trials)
             self._sampler: OrderedSampler = OrderedSampler(self._order, space, lambda: sampler)
         else:
             self._sampler = RooflineSampler(portfolio, space, seed=seed)
             for search in searches:
                 search.make_explorer = functools.partial(
-                    _explorer, functools.partial(explorer, seed), search, verdict, self.prune, features
+                    _surrogate, search, verdict=verdict, reject=self.prune, features=features
                 )
         with quiet_optuna():
             self.study = optuna.create_study(direction="maximize", sampler=self._sampler, study_name=name)
@@ -190,14 +191,11 @@ class ProblemStudy:
         return {name: value for name, value in every.items() if value not in ("", None)}
 
 
-def _explorer(
-    make: Callable[[], optuna.samplers.BaseSampler],
-    search: Search,
-    verdict: Callable[[Candidate], Verdict],
-    reject: Callable[[Candidate, Verdict], None],
-    features: Features | None,
-) -> Delegate:
-    return Delegate(make(), [search], verdict=verdict, reject=reject, features=features)
+def _surrogate(search: Search, **options: Any) -> Surrogate:
+    """Imports NumPy, which most searches do without."""
+    from tunegemm.search.surrogate import Surrogate
+
+    return Surrogate(search, **options)
 
 
 def _states() -> Any:
