@@ -29,12 +29,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import tunegemm
+from benchmarks.command import choose_names, command, parser_of
 from benchmarks.results import Results, meta, results_path
 from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.errors import TunegemmError, TunegemmWarning
@@ -88,11 +88,10 @@ class Size:
         return cls(layers, 128, 256, 4, 2, 512, 64, 16)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input, 1 where a result is further from fp32 than torch's allows."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.clients", description=(__doc__ or "").split("\n")[0]
-    )
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 where a result is further from fp32 than torch's allows."""
+    parser = parser_of("clients", __doc__)
     parser.add_argument("--layers", type=int, default=2, help="decoder layers (default: 2; the model has 32)")
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand weights")
     parser.add_argument("--fuse", action="store_true", help="layers are fused, see tunegemm.patch")
@@ -108,23 +107,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--within", type=float, default=math.inf, metavar="SECONDS", help="begin no workload later"
     )
-    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu, which is not timed")
     options = parser.parse_args(arguments)
-    try:
-        for name, known in (("workloads", tuple(WORKLOADS)), ("modes", MODES)):
-            setattr(options, name, chosen(getattr(options, name), known, name))
-        return run(options)
-    except TunegemmError as error:
-        print(error, file=sys.stderr)
-        return 2
-
-
-def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
-    names = [name for name in text.split(",") if name]
-    if unknown := [name for name in names if name not in known]:
-        raise ClientError(f"--{what} {unknown[0]!r} is not known; use some of {','.join(known)}")
-    return names
+    choose_names(options, workloads=tuple(WORKLOADS), modes=MODES)
+    return run(options)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -42,3 +42,17 @@ def command(main: Main) -> Callable[..., int]:
             return 2
 
     return run
+
+
+def chosen(text: str, known: Sequence[str], option: str) -> list[str]:
+    """The names of a text such as ``a,b``. Raises TunegemmError for one that is not known."""
+    names = [name for name in text.split(",") if name] or [""]
+    if unknown := [name for name in names if name not in known]:
+        raise TunegemmError(f"--{option} {unknown[0]!r} is not known; use some of {','.join(known)}")
+    return names
+
+
+def choose_names(options: argparse.Namespace, **known: Sequence[str]) -> None:
+    """Makes the `chosen` names of the text of each option of these names."""
+    for name, those in known.items():
+        setattr(options, name, chosen(getattr(options, name), those, name))

@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.command import command, parser_of
+from benchmarks.command import choose_names, command, parser_of
 from benchmarks.peers import compared
 from benchmarks.results import Results, meta, results_path
 from benchmarks.tables import programs
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import ProblemError
 
 if TYPE_CHECKING:
     from benchmarks.providers import Provider
@@ -56,10 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per product")
     parser.add_argument("--db", type=Path, help="tuning database (default: TUNEGEMM_DB or the user's)")
     options = parser.parse_args(arguments)
-    names = options.dtypes.split(",")
-    if unknown := [name for name in names if name not in KINDS]:
-        raise ProblemError(f"dtypes {unknown[0]!r} is not known; use {', '.join(KINDS)}")
-    problems = [_problem(name, shape) for name in names for shape in options.shapes.split(",")]
+    choose_names(options, dtypes=tuple(KINDS))
+    problems = [_problem(name, shape) for name in options.dtypes for shape in options.shapes.split(",")]
     run(problems, find_device(options.device), options)
 
 

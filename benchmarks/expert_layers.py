@@ -15,16 +15,14 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.clients import chosen
+from benchmarks.command import choose_names, command, parser_of
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import find_device
-from tunegemm.errors import TunegemmError
 from tunegemm.serve.integrations import transformers as integration
 
 METHOD = (
@@ -167,25 +165,17 @@ def run(options: argparse.Namespace) -> int:
     return 0 if all(row["error"] < 0.02 for row in found) else 1
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input, 1 where a result is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.expert_layers", description=(__doc__ or "").split("\n")[0]
-    )
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 where a result is wrong."""
+    parser = parser_of("expert_layers", __doc__)
     parser.add_argument("--models", default=",".join(MODELS), help="default: all of %(default)s")
     parser.add_argument("--tokens", default=",".join(TOKENS), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds")
     parser.add_argument("--seconds", type=float, default=0, help="begin no further row after so many")
-    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
-    parser.add_argument("--device", default="cuda:0", help="cuda:N")
     options = parser.parse_args(arguments)
-    try:
-        for name, known in (("models", tuple(MODELS)), ("tokens", TOKENS)):
-            setattr(options, name, chosen(getattr(options, name), known, name))
-        return run(options)
-    except TunegemmError as error:
-        print(error, file=sys.stderr)
-        return 2
+    choose_names(options, models=tuple(MODELS), tokens=TOKENS)
+    return run(options)
 
 
 if __name__ == "__main__":

@@ -20,16 +20,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import tunegemm
-from benchmarks.clients import chosen
+from benchmarks.command import choose_names, command, parser_of
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import Device, find_device
-from tunegemm.errors import TunegemmError
 from tunegemm.generate import grouped as kernels
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.measure.statistics import aa_noise
@@ -335,11 +333,10 @@ def _line(name: str, rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input, 1 where a result is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.experts", description=(__doc__ or "").split("\n")[0]
-    )
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 where a result is wrong."""
+    parser = parser_of("experts", __doc__)
     parser.add_argument("--layers", default=",".join(LAYERS), help="default: all of %(default)s")
     parser.add_argument("--rows", default=",".join(ROWS), help="of all groups together: default %(default)s")
     parser.add_argument("--skews", default=",".join(SKEWS), help="default: all of %(default)s")
@@ -350,16 +347,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gates", action="store_true", help="gate and up with swiglu; layers -up are meant")
     parser.add_argument("--n-major", action="store_true", help="weights with n contiguous, not k")
     parser.add_argument("--kernels", action="store_true", help="time each kernel of the table, too")
-    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
-    parser.add_argument("--device", default="cuda:0", help="cuda:N")
     options = parser.parse_args(arguments)
-    try:
-        for name, known in (("layers", tuple(LAYERS)), ("rows", ROWS), ("skews", SKEWS)):
-            setattr(options, name, chosen(getattr(options, name), known, name))
-        return run(options)
-    except TunegemmError as error:
-        print(error, file=sys.stderr)
-        return 2
+    choose_names(options, layers=tuple(LAYERS), rows=ROWS, skews=SKEWS)
+    return run(options)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,10 +34,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import tunegemm
-from benchmarks.clients import AGAIN, CONTEXT, Step, chosen, interleave, prepare
+from benchmarks.clients import AGAIN, CONTEXT, Step, interleave, prepare
+from benchmarks.command import choose_names, command, parser_of
 from benchmarks.results import Results, meta, results_path
 from tunegemm.describe.device import find_device
-from tunegemm.errors import TunegemmError, TunegemmWarning, one_line
+from tunegemm.errors import TunegemmWarning, one_line
 from tunegemm.measure.statistics import aa_noise
 from tunegemm.serve import api
 
@@ -209,11 +209,10 @@ def merged(model: nn.Sequential, *, compiles: bool) -> nn.Sequential:
     return nn.Sequential(*blocks)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input, 1 where a result is further from fp32 than torch's allows."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.layers", description=(__doc__ or "").split("\n")[0]
-    )
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 where a result is further from fp32 than torch's allows."""
+    parser = parser_of("layers", __doc__)
     parser.add_argument("--models", default=",".join(SIZES), help="default: all of %(default)s")
     parser.add_argument(
         "--rows", default=",".join(ROWS), help="tokens of a prompt, or dN: default %(default)s"
@@ -226,16 +225,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--why", action="store_true", help="what serves each product, kernel by kernel")
     parser.add_argument("--tiny", action="store_true", help="layers of a few thousand weights")
-    parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
     parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu, which is not timed")
     options = parser.parse_args(arguments)
-    try:
-        for name, known in (("models", tuple(SIZES)), ("rows", ROWS), ("modes", MODES)):
-            setattr(options, name, chosen(getattr(options, name), known, name))
-        return run(options)
-    except TunegemmError as error:
-        print(error, file=sys.stderr)
-        return 2
+    choose_names(options, models=tuple(SIZES), rows=ROWS, modes=MODES)
+    return run(options)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -3,7 +3,6 @@
     python -m benchmarks.vllm                                # bf16 and fp8, then VLLM_BATCH_INVARIANT=1
     python -m benchmarks.vllm --only bf16 --seconds 100      # one kind in a stated time, its start aside
     python -m benchmarks.vllm --trial                        # does an engine start, and what serves what
-    python -m benchmarks.vllm_layers                         # where none starts: its layers alone
 
 The model is Llama-3-8B with 8 layers; nothing is downloaded. Engines of one kind are started together and
 work in turns. Prefill is of prompts of 512 tokens in steps of 8192; decode are 128 tokens of each sequence
@@ -30,6 +29,7 @@ from typing import Any
 import numpy as np
 
 import tunegemm
+from benchmarks.command import chosen
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from benchmarks.vllm_engine import SEQUENCES, Engine, EngineError, Setting, variables
 from tunegemm.describe.device import find_device, package_version
@@ -49,10 +49,6 @@ PHASES = ("decode", "prefill")
 WARM_SECONDS, LEAST_ROUNDS = 0.2, 2
 #: Prompts that are computed beside one whose logits are compared, where bits are to be the same.
 _OTHERS = (15, 63, 255)
-
-
-class VllmError(TunegemmError):
-    """What cannot be run here."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -89,13 +85,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
-
-
-def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
-    names = [name for name in text.split(",") if name] or [""]
-    if unknown := [name for name in names if name not in known]:
-        raise VllmError(f"--{what} {unknown[0]!r} is not known; use some of {','.join(known)}")
-    return names
 
 
 def _setting(kind: str, served: bool, layers: int) -> Setting:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import vllm, vllm_engine, vllm_layers
+from benchmarks import vllm, vllm_engine
 from benchmarks.results import command_line
 from benchmarks.tables import programs
 from tests.support.fusing import Recorded
@@ -22,9 +22,8 @@ from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.planning import Planner
 
 
-@pytest.mark.parametrize("program", [vllm, vllm_layers])
-def test_an_unknown_kind_is_named(program, capsys):
-    assert program.main(["--only", "bf16,int4"]) == 2
+def test_an_unknown_kind_is_named(capsys):
+    assert vllm.main(["--only", "bf16,int4"]) == 2
     assert "--only 'int4' is not known; use some of bf16,fp8" in capsys.readouterr().err
 
 

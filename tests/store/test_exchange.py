@@ -19,8 +19,7 @@ from tunegemm.measure.outcome import Failure
 from tunegemm.resources import data_path
 from tunegemm.store import Database
 from tunegemm.store.connection import is_same, resolve
-from tunegemm.store.exchange import dump, load, merge
-from tunegemm.store.formats import read, write
+from tunegemm.store.exchange import dump, load, merge, read, write
 
 RAGGED = Problem.parse("64x64x1001", dtype="fp16", layout="tt")
 OTHER = KERNEL.with_launch(swizzle_size=8)

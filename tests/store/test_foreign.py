@@ -27,8 +27,7 @@ from tunegemm.errors import DatabaseError, PackError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure
 from tunegemm.store import Database, packing, packs
-from tunegemm.store.exchange import dump, load
-from tunegemm.store.formats import read
+from tunegemm.store.exchange import dump, load, read
 from tunegemm.store.layers import read_records
 from tunegemm.store.shipped import read_shipped, write_records
 

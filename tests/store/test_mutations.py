@@ -20,8 +20,7 @@ from tests.store.test_foreign import made  # noqa: F401
 from tunegemm.describe import workload
 from tunegemm.errors import DatabaseError, PackError, TunegemmError, WorkloadError
 from tunegemm.store import Database, packs
-from tunegemm.store.exchange import dump, load, merge, sound
-from tunegemm.store.formats import read, write
+from tunegemm.store.exchange import dump, load, merge, read, sound, write
 from tunegemm.store.layers import read_lookups, read_records
 from tunegemm.store.shipped import read_shipped, write_records
 

@@ -49,8 +49,7 @@ def export_command(
         _require_json(out)
     shapes = arguments.parse_shapes(shape)
     from tunegemm.store import Database
-    from tunegemm.store.exchange import dump, of_shapes, sound
-    from tunegemm.store.formats import write
+    from tunegemm.store.exchange import dump, of_shapes, sound, write
 
     skipped: list[str] = []
     with Database.open(db, read_only=True) as database:
@@ -88,8 +87,7 @@ def import_command(
     """
     from tunegemm.errors import DatabaseError
     from tunegemm.store import Database
-    from tunegemm.store.exchange import load
-    from tunegemm.store.formats import read
+    from tunegemm.store.exchange import load, read
 
     readable = []
     for file in files:  # none of them: then no empty database is made, which would be a layer in this folder

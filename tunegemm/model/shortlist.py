@@ -93,12 +93,11 @@ def _kernels(table: Mapping[str, Any], path: Path) -> Iterator[Candidate]:
 
 
 @cache
-def ordered_lists(path: Path | None = None) -> Mapping[Problem, tuple[Candidate, ...]]:
+def ordered_lists() -> Mapping[Problem, tuple[Candidate, ...]]:
     """Kernels of the reduction class `ORDERED` that ship, by the problem of 64x4096x4096 that they are for.
 
     Raises SpaceError for one that its family does not know.
     """
-    path = path or data_path("db", "invariant.toml")
     found = {}
     for dtype in DTYPES:
         plain = Problem.parse(_USUAL, dtype=dtype)
@@ -106,21 +105,20 @@ def ordered_lists(path: Path | None = None) -> Mapping[Problem, tuple[Candidate,
         found[plain] = tuple(
             kernel for kernel, launch in launches if families.reduction_class(plain, launch) == ORDERED
         )
-    return found | _by_kind("kernels", path)
+    return found | _by_kind("kernels")
 
 
 @cache
-def large_lists(path: Path | None = None) -> Mapping[Problem, tuple[Candidate, ...]]:
+def large_lists() -> Mapping[Problem, tuple[Candidate, ...]]:
     """Kernels that ship for products of many rows, at launches by GPC, as `ordered_lists` has its own."""
-    found = _by_kind("large", path or data_path("db", "invariant.toml"))
     return {
         problem: tuple(launched_by_gpc(problem, kernel) for kernel in kernels)
-        for problem, kernels in found.items()
+        for problem, kernels in _by_kind("large").items()
     }
 
 
-def _by_kind(name: str, path: Path) -> dict[Problem, tuple[Candidate, ...]]:
-    found = {}
+def _by_kind(name: str) -> dict[Problem, tuple[Candidate, ...]]:
+    found, path = {}, data_path("db", "invariant.toml")
     for table in _tables(path, name):
         kernels = tuple(_kernels(table, path))
         for words in table["kinds"]:

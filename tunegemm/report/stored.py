@@ -21,19 +21,17 @@ _PROBLEM = [field.name for field in fields(Problem)]
 _PLACE = [*_PROBLEM, "device_name"]
 
 
-def of_all_layers(
-    read: Callable[[Database], pandas.DataFrame], *, family: str | None = None
-) -> tuple[pandas.DataFrame, list[str]]:
+def of_all_layers(read: Callable[[Database], pandas.DataFrame]) -> tuple[pandas.DataFrame, list[str]]:
     """What `read` gives of each layer's database, and the shipped records; one line for each unread layer.
 
     Of a problem on a device only the narrowest layer that has it counts, with all its rows: fingerprints of
     several layers would otherwise compete by date. read: `Database.frame` or `store.queries.latest_records`,
-    of which the shipped records have the columns that are known of them. family: only this one's.
+    of which the shipped records have the columns that are known of them.
     """
     import pandas
 
     records, warnings = read_shipped()
-    frames = [_frame(record for record in records if family in (None, record.candidate.family))]
+    frames = [_frame(records)]
     frames += of_databases(read, warnings)
     numbered = [frame.assign(_layer=number) for number, frame in enumerate(frames) if len(frame)]
     if not numbered:

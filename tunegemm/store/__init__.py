@@ -6,7 +6,7 @@
 `models` and `migrations`. `codec` alone makes values of what is stored, rows and JSON, and back. `layers`
 puts together what dispatch reads: databases by `lookup`, `shipped` records, `packs`; `checks` says whether
 what comes from elsewhere can be. `validity` says what a record is worth here, `history` what changed;
-`exchange` and `formats` bring rows from one database to another. Imports `describe`, `generate`, `measure`.
+`exchange` brings rows from one database to another. Imports `describe`, `generate`, `measure`.
 """
 
 from __future__ import annotations

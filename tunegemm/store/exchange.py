@@ -1,17 +1,20 @@
 """Rows on their way from one database to another: out of the store, checked, and into it.
 
 A row is a plain JSON object (db/exchange.schema.json): a measurement, a failure, or a choice, which says
-that a measurement became a record. `dump` makes them, `load` takes them; files of any format and a merge
-are only ways between. Nothing that comes in is trusted: each row is checked, a bad one is named and left
-out, and nothing that is stored already is changed but, by the evidence, which measurement is the record.
+that a measurement became a record. `dump` makes them, `load` takes them; a file, a row a line, and a merge
+are only ways between. Nothing that comes in is trusted: each row is checked, a bad one is named and left out,
+and nothing that is stored already is changed but, by the evidence, which measurement is the record.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import Select, select
@@ -19,6 +22,7 @@ from sqlalchemy.orm import Session
 
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import BadValueError, DatabaseError
+from tunegemm.files import read_bytes, replacing
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.store import codec, publishing
 from tunegemm.store.checks import one_line
@@ -36,10 +40,12 @@ from tunegemm.store.models import (
 )
 from tunegemm.store.rows import where_problem, with_keys
 from tunegemm.store.schema import FASTEST
-from tunegemm.untrusted import printable, shown
+from tunegemm.untrusted import decoded, listed, members, printable, shown
 
 Row = Json
 T = TypeVar("T")
+
+FORMAT = "tunegemm-database/1"
 
 #: Rows per transaction while loading.
 _BATCH = 500
@@ -313,3 +319,73 @@ def _name(row: Any) -> str:
         return ""
     extents = "x".join(shown(problem.get(name)) for name in ("m", "n", "k"))
     return f" ({shown(row.get('kind'))[1:-1]} of {extents})"
+
+
+# Files (db/exchange.schema.json)
+
+
+def write(rows: Iterable[Row], path: Path) -> None:
+    """Write rows to a file. Raises DatabaseError when it cannot be written; then it is as it was."""
+    with replacing(path, DatabaseError) as part, part.open("w", encoding="utf-8") as file:
+        file.write(f'{{"format": "{FORMAT}", "rows": [')
+        for number, row in enumerate(rows):
+            file.write(("," if number else "") + "\n" + json.dumps(row, sort_keys=True, allow_nan=False))
+        file.write("\n]}\n")
+
+
+def read(path: Path) -> Iterator[Row | BadValueError]:
+    """The rows of a file, unchecked; of one that cannot be read the reason, so that it costs no other row.
+
+    Raises DatabaseError for a file that is no export, before the first row.
+    """
+    # Bytes that are not UTF-8 stay in the row that they are in, which is then refused.
+    text = read_bytes(path, DatabaseError).decode("utf-8-sig", "surrogateescape")
+    try:
+        yield from _rows_of(text)
+    except BadValueError as error:
+        raise DatabaseError(
+            f"{path}: not an export ({error}); give what `tunegemm db export` wrote"
+        ) from None
+
+
+_HEAD = re.compile(r'\s*\{\s*"format"\s*:\s*"([^"]*)"\s*,\s*"rows"\s*:\s*\[')
+_BETWEEN = re.compile(r"[\s,]*")
+_TAIL = re.compile(r"\]\s*\}?\s*\Z")
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]', re.DOTALL)
+
+
+def _rows_of(text: str) -> Iterator[Row | BadValueError]:
+    head = _HEAD.match(text)
+    if head is None or head[1] != FORMAT:  # in another order than we write, or none of ours
+        data = members(decoded(text), "the file", ("format", "rows"))
+        if data["format"] != FORMAT:
+            raise BadValueError(f"format {shown(data['format'])}, not {FORMAT}")
+        yield from listed(data["rows"], "rows", len(text))
+        return
+    decode, at = json.JSONDecoder().raw_decode, head.end()
+    while (at := _BETWEEN.match(text, at).end()) < len(text):  # type: ignore[union-attr]
+        if _TAIL.match(text, at):
+            return
+        try:
+            row, at = decode(text, at)
+        except (ValueError, RecursionError):
+            end = _end(text, at)
+            try:
+                yield decoded(text[at:end])
+            except BadValueError as error:
+                yield error
+            at = end
+        else:
+            yield row
+    yield BadValueError("the file is cut off here")
+
+
+def _end(text: str, start: int) -> int:
+    """Where a value that cannot be decoded ends: at its closing bracket, or before the next line's row."""
+    next_row = text.find("\n{", start + 1)
+    stop, depth = len(text) if next_row < 0 else next_row, 0
+    for token in _TOKEN.finditer(text, start, stop):
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
+        if depth <= 0 and token[0][0] != '"':
+            return token.end()
+    return stop

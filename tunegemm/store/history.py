@@ -27,7 +27,7 @@ TOP = 5
 Verdict = Literal["faster", "slower", "same"]
 
 
-def seeds(database: Database, problem: Problem, fingerprint: Fingerprint, top: int = TOP) -> list[Candidate]:
+def seeds(database: Database, problem: Problem, fingerprint: Fingerprint) -> list[Candidate]:
     """The problem's leaders under other software or on other GPUs of the kind, the nearest ones first."""
     groups: dict[tuple[Grade, Fingerprint, str, str], list[Record]] = {}
     for entry in database.measurements(problem):
@@ -38,7 +38,7 @@ def seeds(database: Database, problem: Problem, fingerprint: Fingerprint, top: i
     nearest_first = sorted(
         groups.items(), key=lambda item: (item[0][0], item[1][-1].measured_at), reverse=True
     )
-    return list(dict.fromkeys(e.candidate for _, group in nearest_first for e in leaders(group)[:top]))
+    return list(dict.fromkeys(e.candidate for _, group in nearest_first for e in leaders(group)[:TOP]))
 
 
 def related(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tunegemm.compile.triton_object import toolchain
+from tunegemm.compile.ptxas import Resources
+from tunegemm.compile.triton_object import build, toolchain
 from tunegemm.describe.device import Device
-from tunegemm.describe.problem import Problem
+from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, TileGenerator
-from tunegemm.generate.gluon_wgmma.build import compile_kernel
-from tunegemm.generate.gluon_wgmma.config import KernelConfig
+from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Key, TileGenerator
+from tunegemm.generate.gluon_wgmma.config import WARPGROUP_WARPS, KernelConfig
 from tunegemm.generate.gluon_wgmma.rules import RULES, config_of
 from tunegemm.generate.launching import Launcher
 from tunegemm.generate.tiles import ordered_bf16_sum, persistent_grid, seen_by_kernel, tile_count
@@ -39,6 +39,48 @@ def launcher(
     }
     ctas = grid(problem, candidate, device)
     return load_launcher(problem, candidate, device, artifact, ctas, scalars, workspace)
+
+
+def compile_kernel(key: Key, out: Path) -> Resources:
+    """Compile the kernel of a key for sm_90a, in a worker that sees no GPU, and write the object `out`.
+
+    Extents, strides and launch parameters are run-time integers: one object serves every problem of its
+    dtypes and majors. Raises whatever the compiler raises.
+    """
+    from tunegemm.generate.gluon_wgmma.kernel import gemm
+
+    config = KernelConfig.from_mapping(key)
+    rows, columns, depth = config.tile_m, config.tile_n, config.tile_k
+    maps = {
+        "a_desc": _tensor_map(config.in_dtype, rows, depth, config.a_major == "k"),
+        "b_desc": _tensor_map(config.in_dtype, depth, columns, config.b_major == "n"),
+        "d_desc": _tensor_map(
+            config.out_dtype, config.epilogue_rows, config.epilogue_columns, config.out_major == "n"
+        ),
+    }
+    scalars = {name: "i32" for name in gemm.arg_names if name not in maps and name != "CONFIG"}
+    return build(
+        gemm,
+        maps | scalars,
+        {"CONFIG": config},
+        out,
+        # A specialized kernel forks its other warps itself.
+        num_warps=WARPGROUP_WARPS if config.specialized else config.warps,
+        max_registers=config.launch_registers if config.occupancy > 1 else None,
+    )
+
+
+def _tensor_map(dtype: str, rows: int, columns: int, contiguous: bool) -> str:
+    """The type of a tensor map over a batch of matrices whose columns, if `contiguous`, else its rows are
+    contiguous in memory; with the widest smem swizzle that the tile's lines take.
+    """
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    box = (rows, columns) if contiguous else (columns, rows)
+    line_bytes = box[1] * DTYPE_BYTES[dtype]
+    swizzle = next(width for width in (128, 64, 32, 0) if width == 0 or line_bytes % width == 0)
+    layout = NVMMASharedLayout(swizzle, DTYPE_BYTES[dtype] * 8, rank=3)
+    return f"tensordesc<{dtype}[1, {box[0]}, {box[1]}],{layout!r}>"
 
 
 FAMILY = TileGenerator(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
-from tunegemm.compile.triton_object import toolchain
+from tunegemm.compile.ptxas import Resources
+from tunegemm.compile.triton_object import build, toolchain
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, TileGenerator
+from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Key, TileGenerator
 from tunegemm.generate.launching import Launcher
 from tunegemm.generate.tiles import ordered_bf16_sum, persistent_grid, seen_by_kernel, split_workspace
-from tunegemm.generate.triton_tma.build import compile_kernel
 from tunegemm.generate.triton_tma.config import KernelConfig
 from tunegemm.generate.triton_tma.rules import RULES, config_of
 from tunegemm.generate.workspace import Workspace
@@ -36,6 +37,46 @@ def launcher(
     }
     ctas = persistent_grid(problem, candidate, device)
     return load_launcher(problem, candidate, device, artifact, ctas, scalars, workspace)
+
+
+def compile_kernel(key: Key, out: Path) -> Resources:
+    """Compile the kernel of a key for sm_90a, in a worker that sees no GPU, and write the object `out`.
+
+    Extents, strides and launch parameters are run-time integers: one object serves every problem of its
+    dtypes and majors. Raises whatever the compiler raises.
+    """
+    from tunegemm.generate.triton_tma.kernel import gemm
+
+    config = KernelConfig.from_mapping(key)
+    constants: dict[str, Any] = {
+        name: getattr(config, name) for name in ("tile_m", "tile_n", "tile_k", "epi_n", "schedule")
+    } | {
+        "a_contiguous": config.a_major == "k",
+        "b_contiguous": config.b_major == "n",
+        "d_contiguous": config.out_major == "n",
+    }
+    arguments = {name: "i32" for name in gemm.arg_names if name not in constants} | {
+        "a_desc": _descriptor(config.in_dtype, config.tile_m, config.tile_k, config.a_major == "k"),
+        "b_desc": _descriptor(config.in_dtype, config.tile_k, config.tile_n, config.b_major == "n"),
+        "d_desc": _descriptor(config.out_dtype, config.tile_m, config.epi_n, config.out_major == "n"),
+        "partials": "*fp32",
+        "counters": "*i32",
+    }
+    return build(
+        gemm,
+        arguments,
+        constants,
+        out,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        aligned=("partials",),
+    )
+
+
+def _descriptor(dtype: str, rows: int, columns: int, contiguous: bool) -> str:
+    """The type of a tensor map with a batch mode, for a tile whose columns or rows are contiguous."""
+    box = (rows, columns) if contiguous else (columns, rows)
+    return f"tensordesc<{dtype}[1, {box[0]}, {box[1]}]>"
 
 
 FAMILY = TileGenerator(
