@@ -60,14 +60,17 @@ sys.meta_path.insert(0, Finder())
 
 
 def install(engine: str) -> Path:
-    """The folder with an engine and what it imports, in the versions that pip chooses."""
+    """The folder with an engine and what it imports, in the versions that pip chooses.
+
+    engine: the name of a file of versions, or one package in its version, which needs no more than torch.
+    """
     folder = ENGINES / engine
     ready = folder / ".ready"
     if not ready.exists():
-        pins = [
-            line for line in (PINS / f"{engine}.txt").read_text().splitlines() if not line.startswith("#")
-        ]
-        wanted = [pin for pin in pins if not pin.startswith(LEFT_OUT)]
+        is_one = "==" in engine
+        lines = [engine] if is_one else (PINS / f"{engine}.txt").read_text().splitlines()
+        pins = [line for line in lines if not line.startswith("#")]
+        wanted = pins if is_one else [pin for pin in pins if not pin.startswith(LEFT_OUT)]
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--upgrade"]
         subprocess.run([*pip, "--target", str(folder), *wanted], check=True)
         (folder / "torchvision").mkdir()
