@@ -173,8 +173,8 @@ def test_where_one_product_of_torchs_would_mean_something_else(serve, monkeypatc
     assert not _joined(model, given()), "gradients are wanted"
     with torch.no_grad():
         assert _joined(model, given())
-        with torch.autocast("cpu", BF16):
-            assert not _joined(model, given())
+        with torch.autocast("cpu", torch.float16):
+            assert not _joined(model, given()), "weights are cast"
         with tunegemm.policy("deterministic"):
             assert _joined(model, given())
         with tunegemm.policy("batch_invariant"):
@@ -570,6 +570,30 @@ def test_beside_torchs_machinery(serve, call):
         else:
             result = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
     close(result, expected, TOLERANCE)
+
+
+def test_autocast_to_the_weights_dtype_is_fused(serve, kernel):
+    """Norms give fp32 under it, which is cast for each layer."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(Attention(), Gates())
+
+    model, plain = made(make), made(make)
+    fuse(model)
+    serve()
+    for dtype, merged in ((BF16, {WIDTH + 64, 2 * INNER}), (torch.float16, set())):
+        for x in (given(), given().float()):
+            kernel.calls.clear()
+            with torch.no_grad(), torch.autocast("cpu", dtype):
+                result, expected = model(x), plain(x)
+            close(result, expected, TOLERANCE)
+            assert {shapes[1][-1] for shapes in kernel.calls} & {WIDTH + 64, 2 * INNER} == merged
+    for each in (model, plain):
+        x = given().float().requires_grad_()
+        with torch.autocast("cpu", BF16):
+            each(x).float().square().mean().backward()
+        each.seen = x.grad
+    close(model.seen, plain.seen, TOLERANCE)
 
 
 def test_torchs_own_layers(serve, kernel):

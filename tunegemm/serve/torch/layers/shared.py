@@ -180,12 +180,27 @@ class Shared:
         For a form that is not `is_missed`. form: of BELOW_AUTOGRAD; others: what its epilogue takes after the
         bias.
         """
-        if not self.is_in_place() or any_autocast() or dispatch_modes() or is_transformed() or x.ndim < 2:
+        if not self.is_in_place() or dispatch_modes() or is_transformed() or x.ndim < 2:
+            return None
+        if any_autocast() and (x := self._autocast(x)) is None:
             return None
         result: torch.Tensor | None = api.dispatcher.fused(form, x, self._right, (*self._bias, *others))
         if result is None:
             self.remember_missed(form, x)
         return result
+
+    def _autocast(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The input as autocast gives it to these layers; None where it casts their weights, too, or where
+        autograd is to see the cast."""
+        assert self._weight is not None
+        dtype, device_type = self._weight.dtype, x.device.type
+        if not torch.is_autocast_enabled(device_type):
+            return x
+        if torch.get_autocast_dtype(device_type) is not dtype or x.dtype is torch.float64:
+            return None
+        if x.dtype is dtype:
+            return x
+        return None if self.trains(x) or not x.is_floating_point() else x.to(dtype)
 
     def parts(self, x: Any) -> Sequence[torch.Tensor] | None:
         """The result of each layer, as views of one product; None where each is to be computed by itself."""
@@ -210,14 +225,16 @@ class Shared:
             weight.device.type != planner.device_type
             or planner.is_off
             or planner.state.policy.is_batch_invariant
-            or x.dtype is not weight.dtype
             or x.device != weight.device
             or self.trains(x)
             or not self.is_in_place()
-            or any_autocast()
             or dispatch_modes()
             or is_transformed()
         ):
+            return None
+        if any_autocast() and (x := self._autocast(x)) is None:
+            return None
+        if x.dtype is not weight.dtype:
             return None
         return linear(x, weight, *self._bias)
 
