@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         mm,
         policy,
         refresh,
+        scaled_grouped_mm,
         scaled_mm,
     )
     from tunegemm.serve.operation import Operation
@@ -74,6 +75,7 @@ __all__ = [
     "policy",
     "record",
     "refresh",
+    "scaled_grouped_mm",
     "scaled_mm",
     "tune",
     "unpatch",
@@ -111,6 +113,7 @@ _HOMES = {
     "policy": "serve",
     "record": "serve.torch.recording",
     "refresh": "serve",
+    "scaled_grouped_mm": "serve",
     "scaled_mm": "serve",
     "tune": "tuning.tuner",
     "unpatch": "serve.torch.takeover",

@@ -18,7 +18,7 @@ from tunegemm.store import packing
 pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
-DTYPES = {"bf16": BF16, "fp16": torch.float16}
+DTYPES = {"bf16": BF16, "fp16": torch.float16, "fp8_e4m3": torch.float8_e4m3fn}
 POISON = 777.0
 #: Rows of each group, N and K. Tiles end inside groups, and hang over N and K.
 DIVISIONS: dict[str, tuple[list[int], int, int]] = {
@@ -53,11 +53,11 @@ def operands(
     """a, the weights, the groups' ends and a bias for each; `extra` rows behind the last group are NaN."""
     torch.manual_seed(0)
     rows = sum(sizes)
-    a = torch.randn(rows + extra, k, device="cuda", dtype=dtype)
+    a = torch.randn(rows + extra, k, device="cuda")
     a[rows:] = float("nan")
-    weights = torch.randn(len(sizes), n, k, device="cuda", dtype=dtype) * k**-0.5
+    a, weights = a.to(dtype), (torch.randn(len(sizes), n, k, device="cuda") * k**-0.5).to(dtype)
     ends = torch.tensor(sizes, device="cuda").cumsum(0).to(torch.int32)
-    return a, weights, ends, torch.randn(len(sizes), n, device="cuda", dtype=dtype)
+    return a, weights, ends, torch.randn(len(sizes), n, device="cuda").to(dtype)
 
 
 def expected(
@@ -74,9 +74,22 @@ def expected(
     return torch.cat(parts)
 
 
+def scaled(product: torch.Tensor, sizes: list[int], scale_a: Any, scale_b: Any) -> torch.Tensor:
+    """A product with a scale for each row, and of each group for each column."""
+    group = torch.tensor([g for g, size in enumerate(sizes) for _ in range(size)], device="cuda").long()
+    return product * scale_a[: len(group), None] * scale_b[group]
+
+
 def as_config(weights: torch.Tensor, kernel: GroupedKernel) -> torch.Tensor:
     """The weights as a kernel wants them to lie."""
     return weights.contiguous() if kernel.config.a_major == "k" else weights.mT.contiguous().mT
+
+
+def ones(kernel: GroupedKernel, groups: int, n: int, rows: int) -> tuple[Any, Any]:
+    """What stands for the bias, and the rows' scales, of kernels that have to have them."""
+    if not kernel.config.fused.scales:
+        return None, None
+    return torch.ones(groups, n, device="cuda"), torch.ones(rows, device="cuda")
 
 
 def error(result: torch.Tensor, reference: torch.Tensor) -> float:
@@ -94,15 +107,24 @@ def test_each_kernel_is_right_and_writes_no_other_rows(loaded: dict[str, Grouped
         gate = config.fused.gate if config.fused.gated else None
         a, weights, ends, bias = operands(sizes, n * (1 if gate is None else 2), k, 37, dtype)
         weights = as_config(weights, kernel)
+        scales = None
+        if config.fused.scales:
+            scales, bias = torch.rand(a.shape[0], device="cuda") + 0.5, bias.float().abs() + 0.5
         for blocks, given, swizzle, turns in (
             (132, None, 8, False), (7, bias, 1, True), (132, bias, 3, False), (132, None, 2, True),
         ):  # fmt: skip
-            memory = torch.full((32 + a.shape[0] + 32, n), POISON, device="cuda", dtype=dtype)
+            if scales is not None and given is None:
+                continue
+            memory = torch.full((32 + a.shape[0] + 32, n), POISON, device="cuda").to(DTYPES[config.out_dtype])
             out = memory[32:-32]
             kernel.launch(
-                a, weights, out, ends, given, blocks=blocks, swizzle_size=swizzle, interleaved=turns
-            )
-            reference = expected(sizes, a, weights, given, gate, turns)
+                a, weights, out, ends, given,
+                blocks=blocks, swizzle_size=swizzle, interleaved=turns, scales=scales,
+            )  # fmt: skip
+            if scales is None:
+                reference = expected(sizes, a, weights, given, gate, turns)
+            else:
+                reference = scaled(expected(sizes, a, weights), sizes, scales, given)
             assert error(out[:rows], reference) < 4e-3, (label, blocks, turns)
             assert bool((memory[:32] == POISON).all()) and bool((memory[32 + rows :] == POISON).all()), label
 
@@ -114,8 +136,11 @@ def test_no_offsets_make_a_kernel_write_outside(loaded: dict[str, GroupedKernel]
             dtype, gated = DTYPES[kernel.config.in_dtype], kernel.config.fused.gated
             a, weights, _, _ = operands([40, 40, 40], 256 if gated else 128, 128, dtype=dtype)
             weights = as_config(weights, kernel)
-            memory = torch.full((32 + 120 + 32, 128), POISON, device="cuda", dtype=dtype)
-            kernel.launch(a, weights, memory[32:-32], given, blocks=132)
+            memory = torch.full((32 + 120 + 32, 128), POISON, device="cuda").to(
+                DTYPES[kernel.config.out_dtype]
+            )
+            bias, scales = ones(kernel, 3, 128, 120)
+            kernel.launch(a, weights, memory[32:-32], given, bias, blocks=132, scales=scales)
             outside = torch.cat((memory[:32], memory[-32:]))
             assert bool((outside == POISON).all()), (label, ends)
 
@@ -136,16 +161,19 @@ def test_many_divisions_are_exact(loaded: dict[str, GroupedKernel], thorough: bo
         sums = torch.einsum("rk,gnk->grn", a.float(), weights.float())
         bound = 0.0
         if config.fused.gated:
-            products, bound = config.fused.gate(sums[..., :n], sums[..., n:]).to(dtype), 2.0**-7
+            products, bound = config.fused.gate(sums[..., :n], sums[..., n:]), 2.0**-7
         else:
-            products, weights = sums[..., :n].to(dtype), weights[:, :n]
+            products, weights = sums[..., :n], weights[:, :n]
+        out_dtype = DTYPES[config.out_dtype]
+        products = products.to(out_dtype)
+        bias, scales = ones(kernel, groups, n, rows)
         weights = as_config(weights, kernel)
         plain = dtype is BF16 and not config.fused.gated
         for _ in range(20000 if thorough else 400 if plain else 100):
             share = torch.rand(groups, device="cuda") ** torch.randint(1, 9, (1,), device="cuda")
             ends = (share.cumsum(0) / share.sum() * rows).round().to(torch.int32).clamp_(max=rows)
-            out = torch.full((rows, n), POISON, device="cuda", dtype=dtype)
-            kernel.launch(a, weights, out, ends, blocks=132)
+            out = torch.full((rows, n), POISON, device="cuda", dtype=out_dtype)
+            kernel.launch(a, weights, out, ends, bias, blocks=132, scales=scales)
             of_row = torch.searchsorted(ends, number, right=True)
             right = products[of_row.clamp(max=groups - 1), number.long()]
             right = torch.where((of_row < groups)[:, None], right, POISON)
@@ -177,7 +205,7 @@ def test_calls_are_served(rows: int) -> None:
 
 @pytest.mark.usefixtures("only_ours")
 @pytest.mark.parametrize("tokens", [1, 33, 700])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
 def test_layers_of_experts_are_served(tokens: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     count, hidden, inner = 16, 256, 192
@@ -267,6 +295,29 @@ def test_a_takeover_serves_torchs_operator_and_the_gradient_of_a() -> None:
     assert error(result.detach(), reference) < 4e-3
     back = expected(sizes, 2 * reference, weights.mT)
     assert x.grad is not None and error(x.grad, back) < 2e-2
+
+
+@pytest.mark.parametrize("rows", [5, 300, 6000])
+def test_fp8_is_served_as_torchs(
+    loaded: dict[str, GroupedKernel], monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    sizes = [rows // 3, 0, rows - rows // 3, 0]
+    a, weights, ends, _ = operands(sizes, 512, 256, dtype=torch.float8_e4m3fn)
+    scale_a, scale_b = torch.rand(rows, device="cuda") + 0.5, torch.rand(4, 512, device="cuda") + 0.5
+    arguments = a, weights.mT, scale_a, scale_b
+    words: dict[str, Any] = {"offs": ends, "out_dtype": BF16, "use_fast_accum": True}
+    theirs = torch._scaled_grouped_mm(*arguments, **words)
+    with tunegemm.enable():
+        taken_over = torch._scaled_grouped_mm(*arguments, **words)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("torch's grouped product")
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", refuse)
+    result = tunegemm.scaled_grouped_mm(*arguments, **words)
+    reference = scaled(expected(sizes, a, weights), sizes, scale_a, scale_b)
+    for found in (result, taken_over, theirs):
+        assert error(found, reference) < 4e-3
 
 
 def test_a_policy_bounds_the_multiprocessors(loaded: dict[str, GroupedKernel]) -> None:

@@ -62,10 +62,14 @@ def test_gated_kernels_and_those_of_fp16_are_variants(tmp_path: Path) -> None:
     other = choose(8, 4096, 512, 65, path, gate="swiglu")
     assert other is not None and other.config.tile_n == 256
     found = listed(path)
-    assert len(found) == len(set(found)) == 10
+    assert len(found) == len(set(found)) == 12
     assert {(config.in_dtype, config.epilogue) for config in found} == {
         ("bf16", ""), ("bf16", "swiglu"), ("fp16", ""), ("fp16", "swiglu"),
+        ("fp8_e4m3", "scale_rowwise"),
     }  # fmt: skip
+    scaled = choose(8, 1024, 512, 65, path, dtype="fp8_e4m3")
+    assert scaled is not None and (scaled.config.tile_k, scaled.config.out_dtype) == (128, "bf16")
+    assert choose(8, 1024, 512, 65, path, dtype="fp8_e4m3", major="n") is None
     along_n = choose(8, 1024, 512, 65, path, major="n")
     assert along_n is not None and (along_n.config.a_major, along_n.config.narrow) == ("m", 128)
     assert choose(8, 1024, 512, 65, path, major="n", gate="swiglu") is None

@@ -16,8 +16,11 @@ from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.resources import data_path
 
 _FACTS = ("groups", "n", "k", "rows", "rows_per_group")
+FP8 = "fp8_e4m3"
+"""Products with scales of rows and columns, in bf16."""
 _SHIPPED: tuple[dict[str, str], ...] = (
     {}, {"gate": "swiglu"}, {"major": "n"}, {"dtype": "fp16"}, {"dtype": "fp16", "gate": "swiglu"},
+    {"dtype": FP8},
 )  # fmt: skip
 """What ships of each kernel; what else is asked for is compiled then."""
 _VARIANTS = ("gated", "n_major")
@@ -48,7 +51,7 @@ class _Rule:
 
     def of(self, dtype: str = "bf16", gate: str = "", major: str = "k") -> GroupedChoice | None:
         """The choice for a dtype, a gate and a major of B."""
-        if self.choice is None or (gate and major == "n"):
+        if self.choice is None or (gate and major == "n") or (dtype == FP8 and (gate or major == "n")):
             return None
         config = self.choice.config
         if gate or major == "n":
@@ -56,6 +59,8 @@ class _Rule:
         config = replace(
             config, in_dtype=dtype, out_dtype=dtype, epilogue=gate, a_major="m" if major == "n" else "k"
         )
+        if dtype == FP8:
+            config = replace(config, tile_k=2 * config.tile_k, out_dtype="bf16", epilogue="scale_rowwise")
         return replace(self.choice, config=config)
 
 
@@ -67,7 +72,7 @@ def choose(
 
     gate: a gated step of `tunegemm.describe.epilogue`, such as swiglu; N counts rows of gate and up. Such a
     kernel saves torch one that reads and writes the product: it is named where that of the product is not.
-    major: k or n, whichever lies contiguous in B; gated products are of k.
+    major: k or n, whichever lies contiguous in B; gated products, and those of `FP8`, are of k.
 
     Raises BadValueError for a damaged table.
     """

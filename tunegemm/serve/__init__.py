@@ -22,6 +22,7 @@ from tunegemm.serve.api import (
 )
 from tunegemm.serve.gated_experts import experts
 from tunegemm.serve.grouped import grouped_mm
+from tunegemm.serve.scaled_groups import scaled_grouped_mm
 
 __all__ = [
     "addmm",
@@ -36,5 +37,6 @@ __all__ = [
     "mm",
     "policy",
     "refresh",
+    "scaled_grouped_mm",
     "scaled_mm",
 ]
