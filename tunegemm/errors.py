@@ -1,26 +1,5 @@
 """The exception tree. Every error a user can cause names the value and the remedy, on one line.
 
-::
-
-    TunegemmError
-    ├── FileError         a file that cannot be read or written
-    ├── ExtraError        a package that serving does without, and this does not: of an extra
-    ├── BadValueError     a value in a file, pack or damaged database that is not what it should be
-    ├── ProblemError      a shape, dtype, layout or tensor that is not a matrix product
-    ├── DeviceError       a device that is not there, or not known
-    ├── WorkloadError     a list of shapes that cannot be read or written, or a recording that cannot begin
-    ├── PolicyError       a policy of dispatch that is not known
-    ├── SpaceError        a search-space file that cannot be read as one
-    ├── ArtifactError     a compiled object that is missing, foreign or damaged
-    │   └── PackError     a pack that is cut, edited, of another format, or not loaded
-    ├── CompileError      the compile pool itself cannot work (one failed candidate is a Failure)
-    ├── ArgumentError     a keyword that a function does not have
-    ├── OperationError    a chosen kernel that cannot run, or a workspace that does not do
-    ├── ClusterError      a Ray cluster that cannot be reached or used
-    ├── MeasureError      the measuring worker itself cannot work (one failed candidate is a Failure)
-    ├── StudyError        a study of Optuna's that is locked, of another problem, or a tuning database
-    └── DatabaseError     a database that cannot be opened, read or written
-
 What goes wrong with *one candidate* is data, not an exception: see `tunegemm.measure.outcome.Failure`.
 What makes dispatch fall back to torch is a `TunegemmWarning`, given once.
 """
