@@ -13,7 +13,7 @@ from tunegemm.report.text import to_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tunegemm.report.census import Census
+    from tunegemm.report.space import Census
 
 
 class Format(StrEnum):
@@ -29,7 +29,7 @@ def command(
 ) -> None:
     """Count candidates before and after feasibility, by rule."""
     from tunegemm.generate import families as known
-    from tunegemm.report.census import take_census
+    from tunegemm.report.space import take_census
     from tunegemm.tuning.tuner import open_device
 
     names = arguments.parse_families(families) or known.NAMES

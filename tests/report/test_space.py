@@ -9,7 +9,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import SearchSpace
 from tunegemm.generate import families
 from tunegemm.generate.feasibility import parameters_read
-from tunegemm.report.census import take_census
+from tunegemm.report.space import take_census
 
 PROBLEMS = [Problem.parse("512x6144x4096"), Problem.parse("16x4096x4096"), Problem.parse("1000x520x264x3")]
 
