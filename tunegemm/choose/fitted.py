@@ -186,13 +186,13 @@ class Fitted(ABC):
             refusal = f"nothing is predicted of them at {problem.m} rows"
             rows = (self.rows[number - 1] + 1 if number else 1, self.rows[number])
             return Outlook(refusal=refusal, decides=False, rows=rows)
-        if (ends := self._ends(problem.m)) is not None:
-            leads = [self._lead(replace(problem, m=end), device, ask) for end in ends]
+        if (between := self._between(problem.m)) is not None:
+            leads = [self._lead(replace(problem, m=end), device, ask) for end in between]
             if max(leads) <= -SURELY:
-                refusal = (
-                    f"the best shipped kernel is predicted to gain too little at {ends[0]} to {ends[1]} rows"
+                where = f"at {between[0]} to {between[1]} rows"
+                return Outlook(
+                    refusal=f"the best shipped kernel is predicted to gain too little {where}", rows=between
                 )
-                return Outlook(refusal=refusal, rows=ends)
         case, loss, margin, candidate_of, logs = self._asked(problem, device, ask)
         order = np.argsort(-logs, kind="stable").tolist()
         best = logs[order[0]] if order else -math.inf
@@ -223,8 +223,8 @@ class Fitted(ABC):
         """Of the range of rows that holds the problem's."""
         return next(number for number, high in enumerate(self.rows) if problem.m <= high)
 
-    def _ends(self, m: int) -> tuple[int, int] | None:
-        """The range of rows that is decided as one, if m is in one."""
+    def _between(self, m: int) -> tuple[int, int] | None:
+        """The ends of the range of rows that is decided as one, if m is in one."""
         step = math.floor(RANGES * math.log2(m / FROM_ROWS))
         low, high = _end(step), _end(step + 1)
         return (low, high) if FROM_ROWS <= low <= m <= high <= self.rows[-1] else None
