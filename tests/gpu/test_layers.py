@@ -45,7 +45,7 @@ FAMILIES: dict[str, list[tuple[tuple[int, int], str]]] = {
     "Gemma": [(QKV, ""), (SQUARE, "residual"), (GATED, "geglu_tanh"), (DOWN, "residual")],
     "Qwen2": [(QKV, "bias_n"), (SQUARE, "residual"), (GATED, "swiglu"), (DOWN, "residual")],
     "Phi": [
-        (QKV, "bias_n"), (SQUARE, "bias_n"), ((INNER, WIDTH), "bias_n+gelu_tanh"), (DOWN, "bias_n"),
+        (QKV, "bias_n"), (SQUARE, "bias_n"), ((INNER, WIDTH), "bias_n+gelu_tanh"), (DOWN, "bias_n+residual"),
     ],
 }  # fmt: skip
 #: Of cute_sm90.

@@ -23,7 +23,8 @@ SUMS = ["self_attn.o_proj", "mlp.down_proj"]
 FAMILIES = {
     "Llama": [*SUMS, QKV, GATES], "Mistral": [*SUMS, QKV, GATES], "Qwen2": [*SUMS, QKV, GATES],
     "Qwen3": [*SUMS, QKV, GATES], "Gemma": [*SUMS, QKV, GATES], "Gemma2": [QKV, GATES],
-    "Phi": [QKV, "mlp.fc1"], "Phi3": [], "GPTNeoX": ["mlp.dense_h_to_4h"], "Mixtral": [SUMS[0], QKV],
+    "Phi": ["mlp.fc2", QKV, "mlp.fc1"], "Phi3": SUMS, "Mixtral": [SUMS[0], QKV],
+    "GPTNeoX": ["mlp.dense_4h_to_h", "mlp.dense_h_to_4h"],
 }  # fmt: skip
 SIZE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,

@@ -212,6 +212,46 @@ def test_what_is_between_is_not_passed():
         assert "child.out" not in fused(fuse(made(cls))), cls.__name__
 
 
+class Dropping(Parent):
+    """With dropout before both of its sums."""
+
+    child_class = Direct
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x = x + self.dropout(self.child(self.norm(x)))
+        return self.dropout(self.last(x)) + x
+
+
+def test_dropout_that_does_nothing_stands_in_no_sums_way(serve, kernel):
+    model, plain = made(Dropping), made(Dropping)
+    expected = by_torch(plain, given())
+    assert {"child.out", "last"} <= set(fused(fuse(model)))
+    assert torch.equal(by_torch(model, given()), expected)
+    asked = serve()
+    serves(kernel, model, plain, given())
+    serves(kernel, copy.deepcopy(model), plain, given())
+    assert [problem.epilogue for problem in asked.asked].count("bias_n+residual") == 1
+    with torch.no_grad():
+        close(torch.compile(model, backend="aot_eager")(given()), plain(given()), TOLERANCE)
+    for each in (model, plain):
+        each.train()
+        torch.manual_seed(2)
+        each.seen = by_torch(each, given())
+    close(model.seen, plain.seen, TOLERANCE)
+    for each in (model.eval(), plain.eval()):
+        each.dropout.register_forward_hook(lambda module, given, result: result * 2)
+    serves(kernel, model, plain, given())
+    for each in (model, plain):
+        each.dropout = nn.ReLU()
+    serves(kernel, model, plain, given())
+    tunegemm.unpatch(model)
+    assert torch.equal(by_torch(model, given()), by_torch(plain, given()))
+
+
 def test_ends_that_are_something_else():
     class Early(Child):
         def forward(self, x):  # type: ignore[no-untyped-def]

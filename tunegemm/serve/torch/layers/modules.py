@@ -133,12 +133,13 @@ def _step(module: torch.nn.Module, match: Match) -> Step | str:
     shared = share(layers, in_turns=in_turns)
     if isinstance(shared, str):
         return shared
+    between = None if match.between is None else module.get_submodule(str(match.between.target))
     if match.end is not None:
         layers[0].__class__ = AskingLinear
-        return Passed(shared, module.get_submodule(match.child), match.end.place)
+        return Passed(shared, module.get_submodule(match.child), match.end.place, between)
     if match.kind == "gated":
         return Gated(shared, activation, match.name)
-    return Added(shared) if match.kind == "added" else Activated(shared, activation, match.name)
+    return Added(shared, between) if match.kind == "added" else Activated(shared, activation, match.name)
 
 
 def forget(module: torch.nn.Module) -> None:

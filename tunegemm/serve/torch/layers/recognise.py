@@ -52,6 +52,8 @@ class Match:
     """The activation's."""
     side: int | None = None
     """Which argument of the node is what is added."""
+    between: fx.Node | None = None
+    """Dropout of what it is added to."""
     end: End | None = None
     """How a child ends, whose call is what `layers` has."""
     child: str = ""
@@ -202,10 +204,10 @@ def matches(module: torch.nn.Module, graph: fx.Graph) -> list[Match]:
     for node in graph.nodes:
         if node.target in _PLUS and not _extras(node, 2):
             for side in (1, 0):
-                layer, stream = node.args[1 - side], node.args[side]
+                (layer, between), stream = _undropped(module, node.args[1 - side]), node.args[side]
                 is_new = isinstance(stream, fx.Node) and stream is not layer and layer not in taken
                 if is_new and _is_layer(module, layer):
-                    take(Match("added", node, (layer,), side=side))
+                    take(Match("added", node, (layer,), side=side, between=between))
                     break
                 if is_new and (match := _passed(module, graph, node, side)):
                     take(match)
@@ -215,7 +217,7 @@ def matches(module: torch.nn.Module, graph: fx.Graph) -> list[Match]:
 
 def _passed(module: torch.nn.Module, graph: fx.Graph, node: fx.Node, side: int) -> Match | None:
     """A sum whose one side is what a child's last layer gives, and is next to the child's call."""
-    value, stream = node.args[1 - side], node.args[side]
+    (value, between), stream = _undropped(module, node.args[1 - side]), node.args[side]
     if not isinstance(value, fx.Node) or len(value.users) != 1:
         return None
     called: Any = value
@@ -229,11 +231,21 @@ def _passed(module: torch.nn.Module, graph: fx.Graph, node: fx.Node, side: int) 
     order = list(graph.nodes)
     first, last = order.index(called), order.index(node)
     is_next = all(
-        each.target is operator.getitem and each.args[0] is called for each in order[first + 1 : last]
+        each is between or (each.target is operator.getitem and each.args[0] is called)
+        for each in order[first + 1 : last]
     )
     if order.index(stream) > first or not is_next:
         return None
-    return Match("passed", node, (called,), side=side, end=end, child=place)
+    return Match("passed", node, (called,), side=side, between=between, end=end, child=place)
+
+
+def _undropped(module: torch.nn.Module, node: Any) -> tuple[Any, fx.Node | None]:
+    """What dropout is given, and its node; the node itself and None where it is not dropout, used once."""
+    is_call = isinstance(node, fx.Node) and node.op == "call_module"
+    if not is_call or len(node.users) != 1 or _extras(node):
+        return node, None
+    is_dropout = type(module.get_submodule(str(node.target))) is torch.nn.Dropout
+    return (node.args[0], node) if is_dropout else (node, None)
 
 
 def _called_child(node: Any) -> str:
@@ -304,6 +316,7 @@ def replace(graph: fx.Graph, match: Match, place: str) -> None:
     old = [
         match.node,
         *([match.activation] if match.activation not in (None, match.node) else []),
+        *([match.between] if match.between is not None else []),
         *match.layers,
     ]
     with graph.inserting_before(match.node):
@@ -314,6 +327,8 @@ def replace(graph: fx.Graph, match: Match, place: str) -> None:
             arguments.append(graph.create_node("get_attr", match.activation.target))
         if match.side is not None:
             arguments.append(match.node.args[match.side])  # type: ignore[arg-type]
+        if match.between is not None:
+            arguments.append(graph.create_node("get_attr", match.between.target))
         made = graph.create_node("call_module", place, tuple(arguments))
     match.node.replace_all_uses_with(made)
     for node in sorted(old, key=list(graph.nodes).index, reverse=True):
@@ -324,17 +339,22 @@ def _replace_passed(graph: fx.Graph, match: Match, place: str) -> None:
     (called,), side = match.layers, match.side
     assert side is not None
     summed, stream = match.node.args[1 - side], match.node.args[side]
+    if match.between is not None:
+        summed = match.between.args[0]
     with graph.inserting_before(called):
         if called.op == "call_module":
             child, more, arguments = graph.create_node("get_attr", called.target), None, called.args
         else:
             child, more, *arguments = called.args  # type: ignore[assignment]
-        made = graph.create_node("call_module", place, (child, stream, more, *arguments), dict(called.kwargs))
+        between = None if match.between is None else graph.create_node("get_attr", match.between.target)
+        taken = (child, between, stream, more, *arguments)
+        made = graph.create_node("call_module", place, taken, dict(called.kwargs))
     called.replace_all_uses_with(made)
     summed = made if summed is called else summed
     match.node.replace_all_uses_with(summed)  # type: ignore[arg-type]
-    graph.erase_node(match.node)
-    graph.erase_node(called)
+    for node in (match.node, match.between, called):
+        if node is not None:
+            graph.erase_node(node)
 
 
 def compiled(graph: fx.Graph, name: str) -> Callable[..., Any]:

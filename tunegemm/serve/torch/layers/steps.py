@@ -61,6 +61,20 @@ class Step:
         return True
 
 
+class _Sum(Step):
+    """What is added to a layer's result, which dropout may stand before."""
+
+    def __init__(self, shared: Shared, between: torch.nn.Module | None) -> None:
+        super().__init__(shared, "residual")
+        self._between: Any = between
+
+    def is_next(self, between: Any) -> bool:
+        """Whether nothing is done to the result before: between is the dropout that was, and does nothing."""
+        if between is None or between is not self._between:
+            return between is self._between
+        return not (between.training and between.p) and not has_hooks(between)
+
+
 class Gated(Step):
     """``activation(gate(x)) * up(x)``."""
 
@@ -117,16 +131,15 @@ class Activated(Step):
         return activation(layer(x))
 
 
-class Added(Step):
+class Added(_Sum):
     """``layer(x) + stream``."""
 
     says = "what is added to it in the product's kernel"
 
-    def __init__(self, shared: Shared) -> None:
-        super().__init__(shared, "residual")
-
-    def __call__(self, layer: Any, x: Any, stream: Any) -> torch.Tensor:
-        if _is_compiling():
+    def __call__(self, layer: Any, x: Any, stream: Any, between: Any = None) -> torch.Tensor:
+        if not self.is_next(between):
+            pass
+        elif _is_compiling():
             if isinstance(stream, torch.Tensor) and self.may_be_traced(x, layer):
                 shape = (*x.shape[:-1], layer.out_features)
                 if stream.dtype == x.dtype and tuple(stream.shape) == shape:
@@ -137,7 +150,8 @@ class Added(Step):
                 result = _anew(shared).product(self.form, x, stream)
                 if result is not None:
                     return result
-        return layer(x) + stream
+        result = layer(x)
+        return (result if between is None else between(result)) + stream
 
 
 class _Wanted:
@@ -160,24 +174,28 @@ class _Streams(threading.local):
 streams = _Streams()
 
 
-class Passed(Step):
+class Passed(_Sum):
     """``child(...) + stream``, of a child whose forward ends with a layer: the layer is passed the stream."""
 
     says = "what the module above it adds in the product's kernel"
 
-    def __init__(self, shared: Shared, child: Any, index: int | None) -> None:
+    def __init__(
+        self, shared: Shared, child: Any, index: int | None, between: torch.nn.Module | None
+    ) -> None:
         """index: where the layer's result is in the tuple that the child returns; None: it is all."""
-        super().__init__(shared, "residual")
+        super().__init__(shared, between)
         self.index, self.type = index, type(child)
         self._known = (child, *shared.layers)
         self._place = next(name for name, one in child._modules.items() if one is shared.layers[0])
 
-    def __call__(self, child: Any, stream: Any, more: Any, /, *arguments: Any, **keywords: Any) -> Any:
+    def __call__(
+        self, child: Any, between: Any, stream: Any, more: Any, /, *arguments: Any, **keywords: Any
+    ) -> Any:
         """more: further keywords, or None. Returns what the child does, with the sum in its place."""
         if more:
             keywords |= more
         index = self.index
-        if _is_compiling() or self.shared.is_missed(self, stream) or not self._may_pass(child, stream):
+        if _is_compiling() or self.shared.is_missed(self, stream) or not self._may_pass(child, between):
             result = child(*arguments, **keywords)
         else:
             wanted, before = _Wanted(self, stream), streams.wanted
@@ -193,13 +211,14 @@ class Passed(Step):
                         "the residual was added; tunegemm.unpatch the model"
                     )
                 return result
-        if index is None:
-            return result + stream
-        return (*result[:index], result[index] + stream, *result[index + 1 :])
+        value = result if index is None else result[index]
+        value = (value if between is None else between(value)) + stream
+        return value if index is None else (*result[:index], value, *result[index + 1 :])
 
-    def _may_pass(self, child: Any, stream: Any) -> bool:
+    def _may_pass(self, child: Any, between: Any) -> bool:
         return (
             type(child) is self.type
+            and self.is_next(between)
             and child._compiled_call_impl is None
             and self.calls_as_known(child, child._modules.get(self._place))
         )
