@@ -11,7 +11,7 @@ import torch
 import tunegemm
 from tunegemm.generate import grouped as kernels
 from tunegemm.generate.grouped import GroupedKernel
-from tunegemm.model.grouped import listed
+from tunegemm.model.grouped import kinds, listed
 from tunegemm.serve import grouped
 from tunegemm.store import packing
 
@@ -20,12 +20,6 @@ pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 DTYPES = {"bf16": BF16, "fp16": torch.float16, "fp8_e4m3": torch.float8_e4m3fn}
 POISON = 777.0
-#: dtype, epilogue and the weights' major of kernels that ship.
-VARIANTS = {
-    "bf16": ("bf16", "", "k"), "gated": ("bf16", "swiglu", "k"), "n_major": ("bf16", "", "m"),
-    "fp16": ("fp16", "", "k"), "fp16_gated": ("fp16", "swiglu", "k"),
-    "fp8": ("fp8_e4m3", "scale_rowwise", "k"),
-}  # fmt: skip
 #: Rows of each group, N and K. Tiles end inside groups, and hang over N and K.
 DIVISIONS: dict[str, tuple[list[int], int, int]] = {
     "exact": ([256, 256], 256, 128),
@@ -104,25 +98,19 @@ def error(result: torch.Tensor, reference: torch.Tensor) -> float:
     return float((result.float() - reference).norm() / reference.norm())
 
 
-def of_variant(loaded: dict[str, GroupedKernel], variant: str) -> dict[str, GroupedKernel]:
-    """Those kernels, at least one."""
-    found = {
-        label: kernel
-        for label, kernel in loaded.items()
-        if (kernel.config.in_dtype, kernel.config.epilogue, kernel.config.a_major) == VARIANTS[variant]
-    }
-    assert found
-    return found
+def of_kind(loaded: dict[str, GroupedKernel], kind: str) -> dict[str, GroupedKernel]:
+    """Those kernels by their labels."""
+    return {config.label: loaded[config.label] for config in listed(kind=kind)}
 
 
 @pytest.mark.parametrize("name", DIVISIONS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", kinds())
 def test_each_kernel_is_right_and_writes_no_other_rows(
-    loaded: dict[str, GroupedKernel], variant: str, name: str
+    loaded: dict[str, GroupedKernel], kind: str, name: str
 ) -> None:
     sizes, n, k = DIVISIONS[name]
     rows = sum(sizes)
-    for label, kernel in of_variant(loaded, variant).items():
+    for label, kernel in of_kind(loaded, kind).items():
         config, dtype = kernel.config, DTYPES[kernel.config.in_dtype]
         gate = config.fused.gate if config.fused.gated else None
         a, weights, ends, bias = operands(sizes, n * (1 if gate is None else 2), k, 37, dtype)
@@ -149,11 +137,11 @@ def test_each_kernel_is_right_and_writes_no_other_rows(
             assert bool((memory[:32] == POISON).all()) and bool((memory[32 + rows :] == POISON).all()), label
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_no_offsets_make_a_kernel_write_outside(loaded: dict[str, GroupedKernel], variant: str) -> None:
+@pytest.mark.parametrize("kind", kinds())
+def test_no_offsets_make_a_kernel_write_outside(loaded: dict[str, GroupedKernel], kind: str) -> None:
     for ends in ([80, 40, 120], [-5, 30, 2**31 - 1], [2**31 - 1, -(2**31), 7], [200, 300, 400], [-1, -2, -3]):
         given = torch.tensor(ends, device="cuda", dtype=torch.int32)
-        for label, kernel in of_variant(loaded, variant).items():
+        for label, kernel in of_kind(loaded, kind).items():
             dtype, gated = DTYPES[kernel.config.in_dtype], kernel.config.fused.gated
             a, weights, _, _ = operands([40, 40, 40], 256 if gated else 128, 128, dtype=dtype)
             weights = as_config(weights, kernel)
@@ -166,8 +154,8 @@ def test_no_offsets_make_a_kernel_write_outside(loaded: dict[str, GroupedKernel]
             assert bool((outside == POISON).all()), (label, ends)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_many_divisions_are_exact(loaded: dict[str, GroupedKernel], thorough: bool, variant: str) -> None:
+@pytest.mark.parametrize("kind", kinds())
+def test_many_divisions_are_exact(loaded: dict[str, GroupedKernel], thorough: bool, kind: str) -> None:
     """Small whole numbers, whose sums bf16 holds; of gated products no more than what an exponential's
     approximation leaves.
     """
@@ -177,7 +165,7 @@ def test_many_divisions_are_exact(loaded: dict[str, GroupedKernel], thorough: bo
     whole_weights = torch.randint(-2, 3, (groups, 2 * n, k), device="cuda")
     number = torch.arange(rows, device="cuda", dtype=torch.int32)
     wrong = torch.zeros((), device="cuda", dtype=torch.int64)
-    for label, kernel in of_variant(loaded, variant).items():
+    for label, kernel in of_kind(loaded, kind).items():
         config, dtype = kernel.config, DTYPES[kernel.config.in_dtype]
         a, weights = whole_a.to(dtype), whole_weights.to(dtype)
         sums = torch.einsum("rk,gnk->grn", a.float(), weights.float())
@@ -190,7 +178,7 @@ def test_many_divisions_are_exact(loaded: dict[str, GroupedKernel], thorough: bo
         products = products.to(out_dtype)
         bias, scales = ones(kernel, groups, n, rows)
         weights = as_config(weights, kernel)
-        for _ in range(20000 if thorough else 400 if variant == "bf16" else 60):
+        for _ in range(20000 if thorough else 400 if kind == "bf16" else 60):
             share = torch.rand(groups, device="cuda") ** torch.randint(1, 9, (1,), device="cuda")
             ends = (share.cumsum(0) / share.sum() * rows).round().to(torch.int32).clamp_(max=rows)
             out = torch.full((rows, n), POISON, device="cuda", dtype=out_dtype)

@@ -13,13 +13,20 @@ from tunegemm.generate import grouped
 from tunegemm.generate.cute_sm90.config import SMEM_LIMIT
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.generate.grouped.config import GroupedConfig
-from tunegemm.model.grouped import choose, listed
+from tunegemm.model.grouped import choose, kinds, listed
 
 TABLE = """
 [kernels]
 parameters = ["schedule", "tile_m", "tile_n", "tile_k", "stages", "epi_n", "narrow"]
 few = ["cooperative", 64, 32, 64, 16, 32, 8]
 many = ["cooperative", 128, 256, 64, 4, 32, 64]
+[kinds]
+bf16 = {}
+gated = { gate = "swiglu" }
+n_major = { major = "n" }
+fp16 = { dtype = "fp16" }
+fp16_gated = { dtype = "fp16", gate = "swiglu" }
+fp8 = { dtype = "fp8_e4m3" }
 [gated]
 few = { epi_n = 16 }
 [n_major]
@@ -75,12 +82,22 @@ def test_gated_kernels_and_those_of_fp16_are_variants(tmp_path: Path) -> None:
     assert choose(8, 1024, 512, 65, path, major="n", gate="swiglu") is None
 
 
+def test_a_kind_without_a_line_is_torchs(tmp_path: Path) -> None:
+    path = tmp_path / "grouped.toml"
+    path.write_text(TABLE.replace('fp16_gated = { dtype = "fp16", gate = "swiglu" }\n', ""))
+    assert kinds(path) == ("bf16", "gated", "n_major", "fp16", "fp8")
+    assert choose(8, 4096, 512, 64, path, dtype="fp16", gate="swiglu") is None
+    assert choose(8, 4096, 512, 64, path, gate="geglu") is not None
+    assert {config.in_dtype for config in listed(path, "fp16")} == {"fp16"}
+    assert len(listed(path)) == 10
+
+
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
         ("rows = [9", "lines = [9", "lines is none of groups, n, k, rows, rows_per_group"),
         ('kernel = "few"', 'kernel = "fewer"', "fewer"),
-        (", 64]\n[gated", "]\n[gated", "zip"),
+        (", 64]\n[kinds", "]\n[kinds", "zip"),
         ("[kernels]", "[kernels", "grouped.toml"),
     ],
 )

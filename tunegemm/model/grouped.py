@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tunegemm.errors import BadValueError
 from tunegemm.generate.grouped.config import GroupedConfig
@@ -18,11 +18,6 @@ from tunegemm.resources import data_path
 _FACTS = ("groups", "n", "k", "rows", "rows_per_group")
 FP8 = "fp8_e4m3"
 """Products with scales of rows and columns, in bf16."""
-_SHIPPED: tuple[dict[str, str], ...] = (
-    {}, {"gate": "swiglu"}, {"major": "n"}, {"dtype": "fp16"}, {"dtype": "fp16", "gate": "swiglu"},
-    {"dtype": FP8},
-)  # fmt: skip
-"""What ships of each kernel; what else is asked for is compiled then."""
 _VARIANTS = ("gated", "n_major")
 """Tables of what is other in kernels of such products."""
 _LAUNCH = {"swizzle_size": 8, "l2_hint": 0}
@@ -76,21 +71,47 @@ def choose(
 
     Raises BadValueError for a damaged table.
     """
+    table = _table(path)
+    asked = dtype, bool(gate), major
+    if asked not in [(kind.dtype, bool(kind.gate), kind.major) for kind in table.kinds.values()]:
+        return None
     facts = dict(zip(_FACTS, (groups, n, k, rows, rows / groups), strict=True))
-    held = (rule.of(dtype, gate, major) for rule in _rules(path) if rule.holds(facts))
+    held = (rule.of(dtype, gate, major) for rule in table.rules if rule.holds(facts))
     if gate:
         return next(filter(None, held), None)
     return next(held, None)
 
 
-def listed(path: Path | None = None) -> tuple[GroupedConfig, ...]:
-    """All kernels of the table, which ship compiled. Raises BadValueError for a damaged one."""
-    found = [rule.of(**variant) for variant in _SHIPPED for rule in _rules(path)]
+def listed(path: Path | None = None, kind: str = "") -> tuple[GroupedConfig, ...]:
+    """All kernels of the table, or of one of its kinds: they ship compiled.
+
+    Raises BadValueError for a damaged table.
+    """
+    table = _table(path)
+    found = [
+        rule.of(*each) for name, each in table.kinds.items() if kind in ("", name) for rule in table.rules
+    ]
     return tuple(dict.fromkeys(choice.config for choice in found if choice is not None))
 
 
+def kinds(path: Path | None = None) -> tuple[str, ...]:
+    """The kinds of product that are served, by name. Raises BadValueError for a damaged table."""
+    return tuple(_table(path).kinds)
+
+
+class _Kind(NamedTuple):
+    dtype: str = "bf16"
+    gate: str = ""
+    major: str = "k"
+
+
+class _Table(NamedTuple):
+    kinds: Mapping[str, _Kind]
+    rules: tuple[_Rule, ...]
+
+
 @cache
-def _rules(path: Path | None) -> tuple[_Rule, ...]:
+def _table(path: Path | None) -> _Table:
     import tomllib  # with the first such product: other programs do without
 
     path = path or data_path("db", "grouped.toml")
@@ -104,7 +125,8 @@ def _rules(path: Path | None) -> tuple[_Rule, ...]:
             name: {v: replace(config, **table.get(v, {}).get(name, {})) for v in _VARIANTS}
             for name, config in kernels.items()
         }
-        return tuple(_rule(words, kernels, variants) for words in table["choices"])
+        served = {name: _Kind(**words) for name, words in table["kinds"].items()}
+        return _Table(served, tuple(_rule(words, kernels, variants) for words in table["choices"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadValueError(f"{path}: {type(error).__name__}: {error}; install the package anew") from None
 
