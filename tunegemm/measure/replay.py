@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from tunegemm.describe.device import ARCHITECTURES, PARTS, Device, Fingerprint
+from tunegemm.describe.device import ARCHITECTURES, Device, Fingerprint
 from tunegemm.describe.problem import DTYPE_BYTES, Problem, default_out_dtype
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import DeviceError, ProblemError
-from tunegemm.generate.families import completed
 from tunegemm.measure.outcome import Failure, Measurement, Outcome, Stage
 from tunegemm.measure.settings import Job
 from tunegemm.resources import data_path
@@ -54,7 +53,7 @@ def read_device(path: Path, spec: str) -> Device:
     try:
         data = json.loads(path.read_text())
         architecture = ARCHITECTURES[tuple(data.pop("capability"))]
-        fingerprint = _fingerprint(data.pop("fingerprint"))
+        fingerprint = Fingerprint(**data.pop("fingerprint"))
         return Device(spec=spec, architecture=architecture, fingerprint=fingerprint, **data)
     except _UNREADABLE as error:
         raise DeviceError(f"{path}: not a readable device ({_one_line(error)}); restore it") from None
@@ -71,8 +70,7 @@ def _from_columns(data: Mapping[str, Any], recorded_at: str) -> dict[Candidate, 
         family = columns["family"]
         tables = [_rows(columns[table], count) for table in ("compile", "launch")]
         for compile_params, launch_params in zip(*tables, strict=True):
-            candidate = Candidate.make(family, compile_params, launch_params)
-            candidates.append(completed(candidate) if data["format"] < FORMAT else candidate)
+            candidates.append(Candidate.make(family, compile_params, launch_params))
     outcomes: dict[int, Outcome] = {}
     for row, interleave, samples, error, telemetry in _zip_columns(
         data["measured"], "row", "interleave", "samples_us", "relative_error", "evidence"
@@ -109,28 +107,18 @@ def read_sweep(path: Path, problem: Problem) -> Sweep:
     """The sweep of one problem. Raises DeviceError for a file that cannot be read as one."""
     try:
         data = json.loads(lzma.decompress(path.read_bytes()))
-        if data["format"] not in range(1, FORMAT + 1):
-            raise ValueError(f"format {data['format']}, not 1 to {FORMAT}")
+        if data["format"] != FORMAT:
+            raise ValueError(f"format {data['format']}, not {FORMAT}")
         if data["problem"] != stem(problem):
             raise ValueError(f"it holds {data['problem']}")
         return Sweep(
             problem, _from_columns(data, data["recorded_at"]), data["recorded_at"], data["command"],
-            _fingerprint(data["fingerprint"]),
+            Fingerprint(**data["fingerprint"]),
         )  # fmt: skip
     except _UNREADABLE as error:
         raise DeviceError(
             f"{path}: not a readable sweep ({_one_line(error)}); restore or delete it"
         ) from None
-
-
-def _fingerprint(data: Mapping[str, Any]) -> Fingerprint:
-    """Recordings of 2026-11 have one hash of all kernel sources, and no capability, MIG or SM budget."""
-    if "capability" not in data:
-        part = next(part for part in PARTS.values() if part.device_name == data["device_name"])
-        capability = ".".join(map(str, part.capability))
-        data = dict(data) | {"capability": capability, "mig": "", "sm_budget": data["sm_count"]}
-        data.pop("kernel_source")
-    return Fingerprint(**data)
 
 
 def sweep_path(folder: Path, problem: Problem) -> Path:
