@@ -68,11 +68,9 @@ class _Sum(Step):
         super().__init__(shared, "residual")
         self._between: Any = between
 
-    def is_next(self, between: Any) -> bool:
-        """Whether nothing is done to the result before: between is the dropout that was, and does nothing."""
-        if between is None or between is not self._between:
-            return between is self._between
-        return not (between.training and between.p) and not has_hooks(between)
+    def does_nothing(self, between: Any) -> bool:
+        """Whether what stands between is the dropout that did, and none now."""
+        return between is self._between and not (between.training and between.p) and not has_hooks(between)
 
 
 class Gated(Step):
@@ -137,7 +135,7 @@ class Added(_Sum):
     says = "what is added to it in the product's kernel"
 
     def __call__(self, layer: Any, x: Any, stream: Any, between: Any = None) -> torch.Tensor:
-        if not self.is_next(between):
+        if between is not None and not self.does_nothing(between):
             pass
         elif _is_compiling():
             if isinstance(stream, torch.Tensor) and self.may_be_traced(x, layer):
@@ -218,7 +216,7 @@ class Passed(_Sum):
     def _may_pass(self, child: Any, between: Any) -> bool:
         return (
             type(child) is self.type
-            and self.is_next(between)
+            and (between is None or self.does_nothing(between))
             and child._compiled_call_impl is None
             and self.calls_as_known(child, child._modules.get(self._place))
         )
