@@ -42,15 +42,21 @@ def device_of(meta: Mapping[str, Any]) -> Device:
     return find_device(f"model:{part}")
 
 
+def source(gpu: str, name: str) -> Path:
+    """A GPU's file of what was measured. Raises TunegemmError where it is not there."""
+    path = RESULTS / gpu / name
+    if not path.exists():
+        raise TunegemmError(f"{path} is not there; `python -m benchmarks.{name.split('.')[0]}` writes it")
+    return path
+
+
 def measured(gpu: str, most_rows: int) -> tuple[dict[str, Any], list[dict[str, Any]], Device]:
     """The head of a GPU's file of `benchmarks.choices`, its products of so many rows at most, and the GPU.
 
     Raises TunegemmError where there is no such file.
     """
-    path = RESULTS / gpu / "choices.json.xz"
-    if not path.exists():
-        raise TunegemmError(f"{path} is not there; `python -m benchmarks.choices` writes it")
-    head, *rest = (json.loads(line) for line in lzma.decompress(path.read_bytes()).decode().splitlines())
+    content = lzma.decompress(source(gpu, "choices.json.xz").read_bytes()).decode()
+    head, *rest = map(json.loads, content.splitlines())
     head["products"] = len(rest)
     rows = [row for row in rest if row["m"] <= most_rows and row["launches"]]
     return head, rows, device_of(head["meta"])

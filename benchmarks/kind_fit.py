@@ -35,6 +35,7 @@ from benchmarks.fits import (
     Mask,
     boosted,
     device_of,
+    source,
     trees_of,
     validated,
     write,
@@ -80,10 +81,10 @@ class Frame:
     """All launches of all products as rows."""
 
     def __init__(self, gpu: str) -> None:
-        told = json.loads((RESULTS / gpu / "kind_choices.json").read_text(encoding="utf-8"))
-        self.meta = told["meta"]
+        data = json.loads(source(gpu, "kind_choices.json").read_text(encoding="utf-8"))
+        self.meta = data["meta"]
         device = device_of(self.meta)
-        self.rows = [row for row in told["rows"] if row["m"] <= RANGES[-1]]
+        self.rows = [row for row in data["rows"] if row["m"] <= RANGES[-1]]
         tables, logs, product = [], [], []
         for number, row in enumerate(self.rows):
             shape = f"{row['m']}x{row['n']}x{row['k']}"

@@ -85,7 +85,7 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
             if row["tune_seconds"] is None and (old := results.find(row)) is not None:
                 row["tune_seconds"] = old.get("tune_seconds")
             results.put(row)
-    print("", *told(results.rows), f"written: {results.path}", sep="\n")
+    print("", *summary(results.rows), f"written: {results.path}", sep="\n")
 
 
 def compared(
@@ -115,7 +115,7 @@ def compared(
         print(f"[{index + 1}/{len(problems)}] {problem}: {brief} us ({seconds:.0f} s)", flush=True)
 
 
-def told(rows: list[dict[str, Any]]) -> Iterator[str]:
+def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
     """The rows as a table with its means and losses, as documents have it, and what was skipped and why."""
     names = dict.fromkeys(name for row in rows for name in row["providers"] if name != "torch")
     yield from filter(None, providers(rows, tuple(names)))

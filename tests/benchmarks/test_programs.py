@@ -145,13 +145,13 @@ def test_what_is_no_result_file_is_refused(tmp_path, content):
     assert path.read_text() == content
 
 
-def test_what_is_told_has_ratios_geometric_means_losses_and_skips():
+def test_the_summary_has_ratios_geometric_means_losses_and_skips():
     rows = [
         row(1, torch=4.0, quack=2.0, tunegemm=2.0),
         row(2, torch=4.0, quack="not installed", tunegemm=5.0),
         row(3, torch=4.0, quack=8.0, tunegemm=4.0),
     ]
-    text = "\n".join(peers.told(rows))
+    text = "\n".join(peers.summary(rows))
     assert "| 1x8x8 | 4.0 us, 0 | **2.000** | **2.000** |" in text
     assert f"| *geometric mean* |  | 1.000 (2) | {(2 * 0.8 * 1) ** (1 / 3):.3f} |" in text
     assert "Where tunegemm loses: 2x8x8 (torch: 25.0 % faster)." in text
@@ -247,7 +247,7 @@ def test_a_row_reports_the_best_contender_and_the_reasons_of_the_others(monkeypa
     assert torch_row["tflops"] == pytest.approx(SMALL.flops / torch_row["median_us"] / 1e6, abs=0.01)
     assert {"m", "n", "k", "batch", "dtype", "layout", "epilogue", "providers", "tune_seconds"} <= got.keys()
     json.dumps(got)
-    assert "skipped none: not installed" in "\n".join(peers.told([got]))
+    assert "skipped none: not installed" in "\n".join(peers.summary([got]))
 
 
 def test_our_kernels_are_skipped_where_nothing_is_recorded(monkeypatch, device, tmp_path):
