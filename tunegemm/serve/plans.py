@@ -103,9 +103,9 @@ class State:
         """By that and the elements of `a`: a weight's products alternate where batch sizes do."""
         self.sites: dict[str, Plan] = {}
         """The plans of compiled code, by what it says of its operands."""
-        self.torchs: set[tuple[Any, ...]] = set()
-        """What torch computes until records are looked at again: the id of a layer's weight, or what else is
-        asked for, and the elements of `a`."""
+        self.torchs: set[tuple[int, ...]] = set()
+        """What torch computes until records are looked at again: the id of a layer's weight, or those of what
+        else is asked for, and the elements of `a`. By ids, so that nothing is kept alive."""
         self.snapshot = snapshot
         self.modified = modified
         self.devices: dict[int, Device | None] = {}
@@ -167,7 +167,7 @@ class State:
         for kept in (self.checked, self.recent, self.earlier, self.sites, self.torchs):
             kept.clear()
 
-    def remember_torchs(self, *key: Any) -> None:
+    def remember_torchs(self, *key: int) -> None:
         """That torch computes this, see `torchs`."""
         if len(self.torchs) >= _MOST_TORCHS:
             self.torchs.clear()

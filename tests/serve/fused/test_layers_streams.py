@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -140,6 +142,19 @@ def test_what_has_no_kernel_is_not_passed_until_the_next_look(serve, kernel):
     assert seen.pop(), "there might be a record now"
     serve()
     assert len(serves(kernel, model, plain, given())) == 2 and seen[-2], "there is"
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+def test_nothing_of_a_model_that_is_gone_is_kept(serve, is_served):
+    serve(*(() if is_served else (Problem(1, 8, 8),)))
+    model = made(lambda: nn.Sequential(DirectParent(), Attention()))
+    fuse(model)
+    for _ in range(3):
+        by_torch(model, given())
+    kept = [weakref.ref(each) for each in model.modules()]
+    del model
+    gc.collect()
+    assert not [each() for each in kept if each() is not None]
 
 
 def _left(model: nn.Module, why: str) -> None:

@@ -168,11 +168,11 @@ class Shared:
             return True
         planner = api.dispatcher.planner
         known = planner.state.torchs
-        return bool(known) and (what, id(self), x.numel()) in known and monotonic() < planner.next_look
+        return bool(known) and (id(what), id(self), x.numel()) in known and monotonic() < planner.next_look
 
     def remember_missed(self, what: object, x: torch.Tensor) -> None:
         """There is no kernel, until the planner next looks."""
-        api.dispatcher.planner.state.remember_torchs(what, id(self), x.numel())
+        api.dispatcher.planner.state.remember_torchs(id(what), id(self), x.numel())
 
     def product(self, form: Form, x: Any, *others: torch.Tensor) -> torch.Tensor | None:
         """What the form makes of x and all weights, by one kernel, below autograd; None where there is none.
