@@ -6,6 +6,9 @@ SHAPE ?= 8448x9216x256
 DTYPE ?= bf16
 LAYOUT ?= tn
 
+# Where it is set each process compiles what it imports: a compiler's imports take three times as long.
+unexport PYTHONDONTWRITEBYTECODE
+
 comma := ,
 # torch's own wheels for GPUs are CUDA 13; without a GPU the DSL's CUDA 13 libraries are not needed.
 CUDA := $(if $(shell command -v nvidia-smi 2>/dev/null),$(comma)cu13)
@@ -28,7 +31,7 @@ step = @printf '%s ... ' "$(1)"; start=$$(date +%s); mkdir -p $(VENV); \
 	if $(2) >>$(LOG) 2>&1; then echo "$$(( $$(date +%s) - start )) s"; else echo failed; tail -n 12 $(LOG); \
 	echo "make: this step failed: $(1). $(3); then the same make goes on from here (all output: $(LOG))"; exit 1; fi
 
-.PHONY: tune test test-engines check format docs kernels wheel clean
+.PHONY: ready tune test test-engines check format docs kernels wheel clean
 
 tune: $(TUNING)
 	@echo "Tuning $(SHAPE) $(DTYPE) $(LAYOUT), with the kernels that this asks for; make kernels compiles all that ship."
@@ -69,6 +72,8 @@ db/kernels/manifest.json: $(TUNING) db/selector.toml db/invariant.toml db/groupe
 
 wheel: $(READY) kernels
 	$(RUN) -m hatchling build -t wheel
+
+ready: $(READY)
 
 # Set-up, done again when what is to be installed changes.
 $(RUN):
