@@ -41,7 +41,7 @@ METHOD = (
     "half of which is timed, so that the chip's clocks are its own, else one replay of some ms; medians over "
     "rounds; noise of timing torch twice a round; loop: torch.mm for each group, whose sizes the host knows; "
     "share_of_bound: of the larger of two times, of the bytes of the experts that are used at what copies "
-    "reach, and of flops at 720 Tflop/s, of fp8 twice that"
+    "reach, and of flops at 720 Tflop/s"
 )
 #: Groups, N, K of gate and up, and of down: Mixtral 8x7B, Qwen3-30B-A3B, an eighth of DeepSeek-V3.
 LAYERS = {
@@ -106,11 +106,6 @@ class Case:
         a = torch.randn(rows, k, device=weights.device).to(weights.dtype)
         return cls(a, weights, divisions, gate)
 
-    @property
-    def is_fp8(self) -> bool:
-        """Whether rows and weights are, and have scales, which are ones."""
-        return self.weights.dtype is torch.float8_e4m3fn
-
     def gated(self, product: torch.Tensor) -> torch.Tensor:
         """What torch makes of the product."""
         if not self.gate:
@@ -122,9 +117,7 @@ class Case:
         """What is timed, by name; each takes the number of a division."""
         a, weights = self.a, self.weights
         b = weights.mT
-        out = torch.empty(a.shape[0], weights.shape[1], device=a.device, dtype=torch.bfloat16)
-        scales = torch.ones(a.shape[0], device=a.device), torch.ones(weights.shape[:2], device=a.device)
-        words: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        out = a.new_empty((a.shape[0], weights.shape[1]))
         gated_out = out[:, : out.shape[1] // 2].contiguous() if self.gate else out
         ends = [torch.tensor(sizes, device=a.device).cumsum(0).to(torch.int32) for sizes in self.divisions]
 
@@ -132,24 +125,14 @@ class Case:
             first = 0
             for group, size in enumerate(self.divisions[number]):
                 if size:
-                    part = a[first : first + size], b[group]
-                    target = out[first : first + size]
-                    if self.is_fp8:
-                        of_part = scales[0][first : first + size, None], scales[1][group][None]
-                        torch._scaled_mm(*part, *of_part, **words, out=target)
-                    else:
-                        torch.mm(*part, out=target)
+                    torch.mm(a[first : first + size], b[group], out=out[first : first + size])
                 first += size
             return self.gated(out)
 
         def torchs(number: int) -> torch.Tensor:
-            if self.is_fp8:
-                return torch._scaled_grouped_mm(a, b, *scales, offs=ends[number], **words)
             return self.gated(torch._grouped_mm(a, b, offs=ends[number]))
 
         def ours(number: int) -> torch.Tensor:
-            if self.is_fp8:
-                return tunegemm.scaled_grouped_mm(a, b, *scales, offs=ends[number], **words)
             result = grouped.groups(a, b, ends[number], None, self.gate)
             return self.gated(tunegemm.grouped_mm(a, b, offs=ends[number])) if result is None else result
 
@@ -162,11 +145,8 @@ class Case:
         if each_kernel:
             blocks = torch.cuda.get_device_properties(a.device).multi_processor_count
             major = "k" if weights.stride(2) == 1 else "m"
-            wanted = ("fp8_e4m3", "scale_rowwise", "k") if self.is_fp8 else ("bf16", self.gate, major)
-            more = (scales[1], scales[0]) if self.is_fp8 else (None, None)
-            for config in listed():
-                if (config.in_dtype, config.epilogue, config.a_major) != wanted:
-                    continue
+            kind = "gated" if self.gate else "bf16" if major == "k" else "n_major"
+            for config in listed(kind=kind):
                 artifact = packs.find(kernels.kernel_key(config))
                 if artifact is None or config.tile_n < 64 <= a.shape[0] / len(weights) / 4:
                     continue
@@ -179,10 +159,7 @@ class Case:
                 ):
 
                     def run(i: int, kernel: Any = kernel, launch: Any = launch) -> torch.Tensor:
-                        bias, of_rows = more
-                        kernel.launch(
-                            a, weights, gated_out, ends[i], bias, scales=of_rows, blocks=blocks, **launch
-                        )
+                        kernel.launch(a, weights, gated_out, ends[i], blocks=blocks, **launch)
                         return gated_out
 
                     how = " ".join(f"{name[0]}{value}" for name, value in launch.items())
@@ -206,9 +183,8 @@ class Case:
         rows = self.a.shape[0]
         used = statistics.mean(sum(size > 0 for size in sizes) for sizes in self.divisions)
         bandwidth = next((rate for name, rate in _BANDWIDTH.items() if name in device.name), math.nan)
-        each = self.weights.element_size()
-        moved = each * (used * n * k + rows * k) + 2 * rows * n // (2 if self.gate else 1)
-        return max(moved / bandwidth, rows * n * k * each / _FLOPS) * 1e6
+        moved = 2 * (used * n * k + rows * (n // (2 if self.gate else 1) + k))
+        return max(moved / bandwidth, 2 * rows * n * k / _FLOPS) * 1e6
 
 
 @dataclass
@@ -261,7 +237,7 @@ class Graph:
 def measure(case: Case, skew: str, device: Device, rounds: int, *, each_kernel: bool) -> dict[str, Any]:
     """A row."""
     sides = case.sides(each_kernel=each_kernel)
-    right = case.error(sides["tunegemm"](0)) < _ERROR * (3 if case.is_fp8 else 1)
+    right = case.error(sides["tunegemm"](0)) < _ERROR
     graphs = {name: Graph.capture(side, len(case.divisions)) for name, side in sides.items()}
     rows = case.a.shape[0]
     turn_ms = _TURN_MS if rows >= _STEADY_ROWS else 0.0
@@ -274,10 +250,9 @@ def measure(case: Case, skew: str, device: Device, rounds: int, *, each_kernel: 
     us = {name: statistics.median(times) for name, times in samples.items()}
     count, n, k = case.weights.shape
     major = "k" if case.weights.stride(2) == 1 else "n"
-    dtype = "fp8_e4m3" if case.is_fp8 else "bf16"
-    chosen_here = choose(count, n, k, rows, gate=case.gate, major=major, dtype=dtype)
+    chosen_here = choose(count, n, k, rows, gate=case.gate, major=major)
     row: dict[str, Any] = {
-        "dtype": dtype, "groups": count, "n": n, "k": k, "rows": rows, "skew": skew, "epilogue": case.gate,
+        "dtype": "bf16", "groups": count, "n": n, "k": k, "rows": rows, "skew": skew, "epilogue": case.gate,
         "layout": "tn" if major == "k" else "nn",
         "kernel": chosen_here.config.label if chosen_here else "torch",
         "torch_us": round(us["torch"], 2), "tunegemm_us": round(us["tunegemm"], 2),
@@ -306,7 +281,6 @@ def cases(options: argparse.Namespace, device: Device) -> Iterator[tuple[Case, s
         weights = weights.mT if options.n_major else weights
         for each in weights:
             each.normal_(std=k**-0.5)
-        weights = weights.to(torch.float8_e4m3fn) if options.fp8 else weights
         for rows in options.rows:
             for skew in options.skews:
                 yield Case.make(weights, int(rows), skew, l2_bytes, "swiglu" if options.gates else ""), skew
@@ -333,7 +307,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _brief(row: dict[str, Any]) -> str:
     text = (
-        f"{row['groups']}x{row['n']}x{row['k']} {row['dtype']} {row['layout']} {row['epilogue']} "
+        f"{row['groups']}x{row['n']}x{row['k']} {row['layout']} {row['epilogue']} "
         f"{row['rows']} {row['skew']}: torch {row['torch_us']:.1f} us, "
         f"{row['ratio']:.3f} x torch, {row['ratio_to_best_peer']:.3f} x {row['best_peer']}, "
         f"{row['share_of_bound']:.2f} of the bound ({row['kernel']})"
@@ -373,7 +347,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seconds", type=float, default=0, help="begin no further row after so many")
     parser.add_argument("--gates", action="store_true", help="gate and up with swiglu; layers -up are meant")
-    parser.add_argument("--fp8", action="store_true", help="fp8 with scales of rows and columns")
     parser.add_argument("--n-major", action="store_true", help="weights with n contiguous, not k")
     parser.add_argument("--kernels", action="store_true", help="time each kernel of the table, too")
     options = parser.parse_args(arguments)

@@ -24,9 +24,7 @@ many = ["cooperative", 128, 256, 64, 4, 32, 64]
 bf16 = {}
 gated = { gate = "swiglu" }
 n_major = { major = "n" }
-fp16 = { dtype = "fp16" }
-fp16_gated = { dtype = "fp16", gate = "swiglu" }
-fp8 = { dtype = "fp8_e4m3" }
+gated_more = { gate = "swiglu", more = true, served = false }
 [gated]
 few = { epi_n = 16 }
 [n_major]
@@ -55,41 +53,34 @@ def test_the_first_choice_that_holds_is_taken(tmp_path: Path) -> None:
     assert {few.config, many.config} < set(listed(path))
 
 
-def test_gated_kernels_and_those_of_fp16_are_variants(tmp_path: Path) -> None:
+def test_gated_and_n_major_kernels_are_variants(tmp_path: Path) -> None:
     path = tmp_path / "grouped.toml"
     path.write_text(TABLE)
     plain, gated = (choose(8, 4096, 512, 64, path, gate=gate) for gate in ("", "swiglu"))
     assert plain is not None and gated is not None
     assert (gated.config.epilogue, gated.config.epi_n, gated.l2_hint) == ("swiglu", 16, 1)
     assert gated.config == replace(plain.config, epilogue="swiglu", epi_n=16)
-    half = choose(8, 4096, 512, 64, path, dtype="fp16", gate="geglu")
-    assert half is not None and (half.config.in_dtype, half.config.epilogue) == ("fp16", "geglu")
     # Where torch's is as fast, its gate is one kernel more.
     assert choose(8, 4096, 512, 65, path) is None
     other = choose(8, 4096, 512, 65, path, gate="swiglu")
     assert other is not None and other.config.tile_n == 256
     found = listed(path)
-    assert len(found) == len(set(found)) == 12
-    assert {(config.in_dtype, config.epilogue) for config in found} == {
-        ("bf16", ""), ("bf16", "swiglu"), ("fp16", ""), ("fp16", "swiglu"),
-        ("fp8_e4m3", "scale_rowwise"),
-    }  # fmt: skip
-    scaled = choose(8, 1024, 512, 65, path, dtype="fp8_e4m3")
-    assert scaled is not None and (scaled.config.tile_k, scaled.config.out_dtype) == (128, "bf16")
-    assert choose(8, 1024, 512, 65, path, dtype="fp8_e4m3", major="n") is None
+    assert len(found) == len(set(found)) == 6
+    assert {(config.epilogue, config.a_major) for config in found} == {("", "k"), ("swiglu", "k"), ("", "m")}
     along_n = choose(8, 1024, 512, 65, path, major="n")
     assert along_n is not None and (along_n.config.a_major, along_n.config.narrow) == ("m", 128)
     assert choose(8, 1024, 512, 65, path, major="n", gate="swiglu") is None
 
 
-def test_a_kind_without_a_line_is_torchs(tmp_path: Path) -> None:
+def test_a_kind_that_is_not_served_is_torchs(tmp_path: Path) -> None:
     path = tmp_path / "grouped.toml"
-    path.write_text(TABLE.replace('fp16_gated = { dtype = "fp16", gate = "swiglu" }\n', ""))
-    assert kinds(path) == ("bf16", "gated", "n_major", "fp16", "fp8")
-    assert choose(8, 4096, 512, 64, path, dtype="fp16", gate="swiglu") is None
-    assert choose(8, 4096, 512, 64, path, gate="geglu") is not None
-    assert {config.in_dtype for config in listed(path, "fp16")} == {"fp16"}
-    assert len(listed(path)) == 10
+    path.write_text(TABLE.replace('n_major = { major = "n" }\n', ""))
+    assert kinds(path) == ("bf16", "gated", "gated_more")
+    assert choose(8, 1024, 512, 65, path, major="n") is None
+    for words in ({"gate": "geglu"}, {"gate": "swiglu", "more": True}):
+        assert choose(8, 4096, 512, 64, path, **words) is None  # type: ignore[arg-type]
+        assert choose(8, 4096, 512, 64, path, **words, every=True) is not None  # type: ignore[arg-type]
+    assert listed(path, "gated_more") == listed(path, "gated") and len(listed(path)) == 4
 
 
 @pytest.mark.parametrize(

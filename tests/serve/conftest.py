@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.support.serving import ByAddress, Kernel, Row
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
+from tunegemm.model.grouped import choose
 from tunegemm.serve import api, grouped
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
@@ -55,6 +57,7 @@ def by_address(serve):
 @pytest.fixture
 def loops(serve, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loops]:
     found = Loops()
+    monkeypatch.setattr(grouped, "choose", partial(choose, every=True))  # kinds that are not served yet, too
     monkeypatch.setattr(grouped, "groups", grouped.Groups(found.load))
     before = api.serve_by(serve())
     yield found

@@ -162,11 +162,12 @@ def test_with_gradients_or_a_gate_of_ones_own_kernels_compute_the_products(loops
     assert len(loops.calls) == 5 and all(len(call) == 4 for call in loops.calls)
 
 
-def test_fp16_is_served(loops: Loops) -> None:
-    given = layer(dtype=torch.float16)
-    result = tunegemm.experts(**given)
-    torch.testing.assert_close(result.float(), by_loops(**given), rtol=1e-2, atol=1e-2)
-    assert len(loops.calls) == 2
+def test_fx_traces_a_call() -> None:
+    graph = torch.fx.symbolic_trace(lambda x, g, d, i, w: tunegemm.experts(x, g, d, i, w, activation="relu"))
+    given = layer()
+    assert torch.equal(graph(*given.values()), tunegemm.experts(**given, activation="relu"))
+    with pytest.raises(TypeError):
+        tunegemm.experts(3, *list(given.values())[1:])  # type: ignore[arg-type]
 
 
 WRONG: dict[str, tuple[dict[str, Callable[[Any], Any]], str]] = {

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tunegemm
 from tests.support.grouped import Loops
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmWarning
+from tunegemm.model.grouped import choose
 from tunegemm.serve import api, grouped
 from tunegemm.serve.torch import takeover
 from tunegemm.serve.torch.enabled import Counts
@@ -48,6 +49,19 @@ def test_b_may_have_n_contiguous(loops: Loops) -> None:
     assert len(loops.calls) == 1
     assert grouped.groups(a, columns, offs, None, "swiglu") is None  # rows that alternate in TMA's lines
     assert grouped.groups(a, b, offs, None, "swiglu") is not None
+
+
+def test_what_no_gpu_has_shown_right_is_torchs(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "choose", choose)
+    a, b, offs = operands()
+    bias = torch.randn(GROUPS, N, dtype=BF16)
+    assert grouped.groups(a, b, offs, None, "swiglu") is not None
+    assert grouped.groups(a, b, offs, bias) is not None
+    assert grouped.groups(a, b, offs, bias, "swiglu") is None
+    assert grouped.groups(a, b, offs, None, "swiglu", True) is None
+    assert grouped.groups(a, b, offs, None, "geglu") is None
+    assert grouped.groups(a, b.contiguous(), offs, None) is None
+    assert len(loops.calls) == 2
 
 
 def test_a_bias_is_for_all_groups_or_of_each(loops: Loops) -> None:

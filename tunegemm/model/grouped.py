@@ -16,8 +16,6 @@ from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.resources import data_path
 
 _FACTS = ("groups", "n", "k", "rows", "rows_per_group")
-FP8 = "fp8_e4m3"
-"""Products with scales of rows and columns, in bf16."""
 _VARIANTS = ("gated", "n_major")
 """Tables of what is other in kernels of such products."""
 _LAUNCH = {"swizzle_size": 8, "l2_hint": 0}
@@ -44,65 +42,62 @@ class _Rule:
     def holds(self, facts: Mapping[str, float]) -> bool:
         return all(low <= facts[name] <= high for name, low, high in self.bounds)
 
-    def of(self, dtype: str = "bf16", gate: str = "", major: str = "k") -> GroupedChoice | None:
-        """The choice for a dtype, a gate and a major of B."""
-        if self.choice is None or (gate and major == "n") or (dtype == FP8 and (gate or major == "n")):
+    def of(self, gate: str = "", major: str = "k") -> GroupedChoice | None:
+        """The choice for a gate and a major of B."""
+        if self.choice is None or (gate and major == "n"):
             return None
         config = self.choice.config
         if gate or major == "n":
             config = self.variants["gated" if gate else "n_major"]
-        config = replace(
-            config, in_dtype=dtype, out_dtype=dtype, epilogue=gate, a_major="m" if major == "n" else "k"
-        )
-        if dtype == FP8:
-            config = replace(config, tile_k=2 * config.tile_k, out_dtype="bf16", epilogue="scale_rowwise")
+        config = replace(config, epilogue=gate, a_major="m" if major == "n" else "k")
         return replace(self.choice, config=config)
 
 
 def choose(
     groups: int, n: int, k: int, rows: int, path: Path | None = None, *,
-    dtype: str = "bf16", gate: str = "", major: str = "k",
+    gate: str = "", major: str = "k", more: bool = False, every: bool = False,
 ) -> GroupedChoice | None:  # fmt: skip
     """The kernel for A of rows x K and B of groups x N x K; None where torch's own is not known to be slower.
 
     gate: a gated step of `tunegemm.describe.epilogue`, such as swiglu; N counts rows of gate and up. Such a
     kernel saves torch one that reads and writes the product: it is named where that of the product is not.
-    major: k or n, whichever lies contiguous in B; gated products, and those of `FP8`, are of k.
+    major: k or n, whichever lies contiguous in B; gated products are of k.
+    more: whether a gated product has a bias, or rows of gate and up that alternate.
+    every: of kinds that are not served, too.
 
     Raises BadValueError for a damaged table.
     """
     table = _table(path)
-    asked = dtype, bool(gate), major
-    if asked not in [(kind.dtype, bool(kind.gate), kind.major) for kind in table.kinds.values()]:
+    if not every and _Kind(gate, major, more) not in table.kinds.values():
         return None
     facts = dict(zip(_FACTS, (groups, n, k, rows, rows / groups), strict=True))
-    held = (rule.of(dtype, gate, major) for rule in table.rules if rule.holds(facts))
+    held = (rule.of(gate, major) for rule in table.rules if rule.holds(facts))
     if gate:
         return next(filter(None, held), None)
     return next(held, None)
 
 
 def listed(path: Path | None = None, kind: str = "") -> tuple[GroupedConfig, ...]:
-    """All kernels of the table, or of one of its kinds: they ship compiled.
+    """All kernels of what is served, which ship compiled; or of a kind by its name, served or not.
 
     Raises BadValueError for a damaged table.
     """
     table = _table(path)
-    found = [
-        rule.of(*each) for name, each in table.kinds.items() if kind in ("", name) for rule in table.rules
-    ]
+    asked = [each for name, each in table.kinds.items() if name == kind or (not kind and each.served)]
+    found = [rule.of(each.gate, each.major) for each in asked for rule in table.rules]
     return tuple(dict.fromkeys(choice.config for choice in found if choice is not None))
 
 
 def kinds(path: Path | None = None) -> tuple[str, ...]:
-    """The kinds of product that are served, by name. Raises BadValueError for a damaged table."""
+    """The names of all kinds of product, served or not. Raises BadValueError for a damaged table."""
     return tuple(_table(path).kinds)
 
 
 class _Kind(NamedTuple):
-    dtype: str = "bf16"
     gate: str = ""
     major: str = "k"
+    more: bool = False
+    served: bool = True
 
 
 class _Table(NamedTuple):

@@ -14,6 +14,7 @@ from tunegemm.serve import grouped
 from tunegemm.serve.api import Activation
 from tunegemm.serve.grouped import grouped_mm
 from tunegemm.serve.guards import deterministic
+from tunegemm.serve.torch.fx import node_of, rank
 
 _GATES = {activation: gate for gate, activation in GATED.items()}
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -41,8 +42,8 @@ def experts(
 
     Row t of the result is the sum over j of ``weights[t, j] * expert(index[t, j], x[t])``, where expert e is
     ``(activation(gate) * up) @ down[e].T`` and gate and up are the halves of ``x[t] @ gate_up[e].T``. Both
-    products are `grouped_mm`'s, and served where it is; without gradients the first one's kernel takes the
-    gate, too.
+    products are `grouped_mm`'s, and served where it is; without gradients and biases the first one's
+    kernel takes the gate of silu, too.
 
     x: (tokens, hidden). gate_up: (experts, 2 inner, hidden). down: (experts, hidden, inner). index, weights:
     (tokens, chosen): which experts a token goes to, int64 or int32, and how much each counts, rounded to the
@@ -57,6 +58,15 @@ def experts(
     Has gradients. Nothing waits for the device, so that a CUDA graph holds for other choices of the router.
     Raises ProblemError for shapes that do not fit, with what they are.
     """
+    try:
+        rank(x)
+    except TypeError as error:  # of a proxy
+        words = {
+            "gate_up_bias": gate_up_bias, "down_bias": down_bias, "activation": activation,
+            "interleaved": interleaved, "elsewhere": elsewhere,
+        }  # fmt: skip
+        result: torch.Tensor = node_of(error, experts, (x, gate_up, down, index, weights), words)
+        return result
     _check(x, gate_up, down, index, weights, activation)
     count, chosen = gate_up.shape[0], index.shape[1]
     ids, order = index.reshape(-1).sort()
@@ -77,10 +87,10 @@ def experts(
         if nobodys is not None:
             both = both.masked_fill(nobodys, 0)
         inner = _gate(both, activation, interleaved)
-    result = grouped_mm(inner, down.mT, offs=ends, bias=down_bias)
+    of_rows = grouped_mm(inner, down.mT, offs=ends, bias=down_bias)
     if nobodys is not None:
-        result = result.masked_fill(nobodys, 0)
-    return _combined(result, order, weights).to(x.dtype)
+        of_rows = of_rows.masked_fill(nobodys, 0)
+    return _combined(of_rows, order, weights).to(x.dtype)
 
 
 def _gate(both: torch.Tensor, activation: Any, interleaved: bool) -> torch.Tensor:

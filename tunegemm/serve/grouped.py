@@ -18,7 +18,7 @@ from tunegemm.describe.device import find_device
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmError, one_line
 from tunegemm.generate import grouped as kernels
 from tunegemm.generate.grouped import GroupedKernel
-from tunegemm.model.grouped import FP8, GroupedChoice, choose
+from tunegemm.model.grouped import GroupedChoice, choose
 from tunegemm.serve import api
 from tunegemm.serve.background import BackgroundCompiler, make_pool
 from tunegemm.serve.guards import (
@@ -37,10 +37,10 @@ from tunegemm.serve.torch.autograd import PLAIN
 from tunegemm.serve.torch.fx import node_of, rank
 from tunegemm.store import packs
 
-#: What kernels multiply, by its name.
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: FP8}
+#: Bytes of an element.
+_ELEMENT = 2
 #: Launches into an output: of a, the weights as (groups, N, K), the output, the groups' ends, the bias, and
-#: whether gate and up are interleaved; of fp8 products scales of a's rows, and in the bias' place of b's.
+#: whether gate and up are interleaved.
 Launch = Callable[..., None]
 
 
@@ -59,14 +59,13 @@ def grouped_mm(
     may be empty, and of any size; rows behind the last group are left as the memory was. `bias`, which torch
     refuses, is (n), or (groups, n): a line for each group.
 
-    Our kernels serve bf16 and fp16 on Hopper where they are known to be faster: b's k or n contiguous, n a
-    multiple of 8, addresses and strides of 16 bytes. Nothing needs tuning; `refresh` and
-    ``TUNEGEMM_MODE=off`` do what they do for `matmul`, and of policies `max_sms`. All else is torch's call
-    with the arguments that were given: both operands of two or of three dimensions, another `out_dtype`,
-    other devices, subclasses, modes, transforms, deterministic mode. Gradients are grouped products again:
-    that of a is served likewise, that of b is torch's. A CUDA graph holds for other divisions of as many
-    rows, too, and has our kernel if the call was made once before. torch.compile holds it as the operator
-    `tunegemm::grouped_mm`.
+    Our kernels serve bf16 on Hopper where they are known to be faster: b's k contiguous, as a weight
+    (groups, n, k) transposed has it, n a multiple of 8, addresses and strides of 16 bytes. Nothing needs
+    tuning; `refresh` and ``TUNEGEMM_MODE=off`` do what they do for `matmul`, and of policies `max_sms`. All
+    else is torch's call with the arguments that were given: both operands of two or of three dimensions,
+    another `out_dtype`, other devices, subclasses, modes, transforms, deterministic mode. Gradients are
+    torch's grouped products. A CUDA graph holds for other divisions of as many rows, too, and has our kernel
+    if the call was made once before. torch.compile holds it as the operator `tunegemm::grouped_mm`.
 
     Raises what torch raises, or ProblemError that names what is wrong with groups or bias. The values of
     `offs`, which are on the device, nobody checks: no group reaches beyond the rows, whatever they are.
@@ -141,36 +140,30 @@ class Groups:
         bias: Any,
         gate: str = "",
         interleaved: bool = False,
-        scales: Any = None,
     ) -> torch.Tensor | None:
-        """The same without a look at gradients: for calls below autograd.
-
-        scales: of rows of fp8, those of b's columns are then in the place of bias.
-        """
+        """The same without a look at gradients: for calls below autograd."""
         state = api.dispatcher.planner.state
         if state is not self._state:  # by `refresh`, another policy, a fork
             self._state, self._plans, self._launches = state, {}, {}
         addresses = a.data_ptr() | b.data_ptr()
         key: tuple[Any, ...] = (
             a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device, offs.shape,
-            offs.stride(), offs.dtype, offs.device, addresses % ALIGNMENT == 0, gate,
+            offs.stride(), offs.dtype, offs.device, addresses % ALIGNMENT == 0, gate, interleaved,
         )  # fmt: skip
         if bias is not None:
             key += (bias.shape, bias.stride(), bias.dtype, bias.device)
-        if scales is not None:
-            key += (scales.shape, scales.stride(), scales.dtype, scales.device)
         plan = self._plans.get(key)
         if plan is None or time.monotonic() > plan.again:
-            plan = self._make_plan(key, a, b, offs, bias, gate, scales)
+            more = bool(gate) and (interleaved or bias is not None)
+            plan = self._make_plan(key, a, b, offs, bias, gate, more)
         if plan.launch is None or any(map(is_lazy, (a, b) if bias is None else (a, b, bias))):
             return None
         weights = b.mT
-        dtype = a.dtype if scales is None else torch.bfloat16
-        result = a.new_empty((a.shape[0], weights.shape[1] // (2 if gate else 1)), dtype=dtype)
+        result = a.new_empty((a.shape[0], weights.shape[1] // (2 if gate else 1)))
         if bias is not None and bias.ndim == 1:
             bias = bias.expand(weights.shape[:2])
         try:
-            plan.launch(a, weights, result, offs, bias, interleaved=interleaved, scales=scales)
+            plan.launch(a, weights, result, offs, bias, interleaved=interleaved)
         except (RuntimeError, ValueError) as error:
             if capturing(a.device):
                 raise
@@ -182,29 +175,27 @@ class Groups:
             return None
         return result
 
-    def _make_plan(
-        self, key: Hashable, a: Any, b: Any, offs: Any, bias: Any, gate: str, scales: Any
-    ) -> _Plan:
+    def _make_plan(self, key: Hashable, a: Any, b: Any, offs: Any, bias: Any, gate: str, more: bool) -> _Plan:
         planner = api.dispatcher.planner
-        if planner.is_off or not fits(a, b, offs, bias, planner.device_type, gated=bool(gate), scales=scales):
+        if planner.is_off or not fits(a, b, offs, bias, planner.device_type, gated=bool(gate)):
             plan = _TORCHS
         elif torch.cuda._is_in_bad_fork() or capturing(a.device):
             return _TORCHS  # not kept: a kernel is not loaded now
         else:
-            plan = self._found(a, b, gate)
+            plan = self._found(a, b, gate, more)
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
         if planner.state is self._state:
             self._plans[key] = plan
         return plan
 
-    def _found(self, a: Any, b: Any, gate: str) -> _Plan:
+    def _found(self, a: Any, b: Any, gate: str, more: bool) -> _Plan:
         """The plan for operands that fit."""
         planner = api.dispatcher.planner
         try:
             extents = b.shape[0], b.shape[2], b.shape[1], a.shape[0]
             major = "k" if b.stride(1) == 1 else "n"
-            choice = choose(*extents, dtype=_DTYPES[a.dtype], gate=gate, major=major)
+            choice = choose(*extents, gate=gate, major=major, more=more)
             if choice is None:
                 return _TORCHS
             place = choice, a.device.index or 0
@@ -263,26 +254,14 @@ def fits(
     device_type: str = "cuda",
     *,
     gated: bool = False,
-    scales: Any = None,
 ) -> bool:
     """Whether kernels read these operands as they lie, but for their addresses."""
     if not (a.ndim == 2 and b.ndim == 3 and offs.ndim == 1 and a.device.type == device_type):
         return False
     rows, k = a.shape
     count, n = b.shape[0], b.shape[2]
-    if (a.dtype is torch.float8_e4m3fn) != (scales is not None and bias is not None):
-        return False
-    if scales is not None and not (
-        scales.dtype is torch.float32
-        and scales.device == a.device
-        and scales.shape == (rows,)
-        and scales.is_contiguous()
-        and bias.shape == (count, n)
-        and b.stride(1) == 1
-    ):
-        return False
     if bias is not None and not (
-        bias.dtype is (a.dtype if scales is None else torch.float32)
+        bias.dtype is torch.bfloat16
         and bias.device == a.device
         and (bias.shape == (n,) or (bias.shape == (count, n) and bias.stride(0) >= 0))
         and bias.stride(-1) == 1
@@ -290,22 +269,20 @@ def fits(
         return False
     step, across, along = b.stride()
     return (
-        a.dtype in _DTYPES
-        and b.dtype is a.dtype
+        a.dtype is torch.bfloat16
+        and b.dtype is torch.bfloat16
         and offs.dtype is torch.int32
         and a.device == b.device == offs.device
         and b.shape[1] == k
         and offs.shape == (count,)
         and (offs.stride(0) == 1 or count == 1)
         and 0 not in (rows, k, count, n)
-        and n % (16 if gated or scales is not None else 8) == 0
+        and n % (16 if gated else 8) == 0
         and a.stride(1) == 1
         and a.stride(0) >= k
         and (across == 1 and along >= k and step >= n * along)
         | (along == 1 and across >= n and step >= k * across and not gated)
-        and not any(
-            stride * a.element_size() % ALIGNMENT for stride in (a.stride(0), max(across, along), step)
-        )
+        and not any(stride * _ELEMENT % ALIGNMENT for stride in (a.stride(0), max(across, along), step))
         and max(rows, k, n, count) < 2**31
     )
 

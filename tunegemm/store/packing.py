@@ -163,10 +163,11 @@ def _shortlisted() -> dict[str, tuple[str, Key]]:
     return found
 
 
-def _grouped() -> dict[str, tuple[str, Key]]:
-    """By its name each kernel of grouped products."""
+def _grouped(kind: str = "") -> dict[str, tuple[str, Key]]:
+    """By its name each kernel of grouped products that ships, or of a kind."""
     return {
-        f"grouped {config.label}": (grouped.NAME, grouped.kernel_key(config)) for config in listed_of_groups()
+        f"grouped {config.label}": (grouped.NAME, grouped.kernel_key(config))
+        for config in listed_of_groups(kind=kind)
     }
 
 
@@ -192,9 +193,9 @@ class Provided:
         return self.artifacts.get(_name(key))
 
 
-def provide_grouped() -> Provided:
-    """The objects of grouped products' kernels. As `provide`."""
-    return _provide(_grouped(), families_module=grouped.__name__)
+def provide_grouped(kind: str = "") -> Provided:
+    """The objects of grouped products' kernels that ship, or of a kind. As `provide`."""
+    return _provide(_grouped(kind), families_module=grouped.__name__)
 
 
 def provide(
