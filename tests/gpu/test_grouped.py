@@ -152,7 +152,7 @@ def test_many_divisions_are_exact(thorough: bool, kind: str) -> None:
             of_row = torch.searchsorted(ends, number, right=True)
             right = products[of_row.clamp(max=groups - 1), number.long()]
             right = torch.where((of_row < groups)[:, None], right, POISON)
-            wrong += ((out - right).abs() > bound * right.abs() + bound).any()
+            wrong += (~((out - right).abs() <= bound * right.abs() + bound)).any()  # NaN is wrong
         assert int(wrong) == 0, label
 
 
@@ -198,7 +198,7 @@ def test_calls_with_n_contiguous_are_served(rows: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 33, 700])
 def test_layers_of_experts_are_served(tokens: int) -> None:
     torch.manual_seed(0)
-    count, hidden, inner = 16, 256, 192
+    count, hidden, inner = 16, 256, 256
     x = torch.randn(tokens, hidden, device="cuda", dtype=BF16)
     gate_up = torch.randn(count, 2 * inner, hidden, device="cuda", dtype=BF16) * hidden**-0.5
     down = torch.randn(count, hidden, inner, device="cuda", dtype=BF16) * inner**-0.5

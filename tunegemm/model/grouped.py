@@ -62,7 +62,7 @@ def choose(
     gate: a gated step of `tunegemm.describe.epilogue`, such as swiglu; N counts rows of gate and up. Such a
     kernel saves torch one that reads and writes the product: it is named where that of the product is not.
     major: k or n, whichever lies contiguous in B; gated products are of k.
-    more: whether a gated product has a bias, or rows of gate and up that alternate.
+    more: whether a gated product has a bias, rows of gate and up that alternate, or ends inside a tile.
     every: of kinds that are not served, too.
 
     Raises BadValueError for a damaged table.
