@@ -24,6 +24,7 @@ from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.families import completed, kernel_source_hash
 from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.replay import open_replay
+from tunegemm.model import rank
 from tunegemm.store import Database
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import read_shipped
@@ -342,3 +343,21 @@ def test_refused_rows_are_refused_together(rows, device, ratios, extents, wins):
         for other in {low, (low + min(high, 20000)) // 2, min(high, 20000)}:
             again = neighbourhood(made, Problem(other, *SQUARE), device)
             assert (again.options, again.refusal, again.rows) == ((), found.refusal, found.rows), (m, other)
+
+
+def test_torch_at_its_best_is_told_in_a_millisecond(device):
+    """Of each number of rows between two records it is asked: steps of a serving engine have ever other ones.
+    One tile after the other took 16 ms (a CPU of 2026)."""
+    problems = [Problem(m, *SQUARE) for m in range(1030, 2030, 50)]
+    neighbours.library_us(problems[0], device)
+    begin = time.process_time()
+    found = [neighbours.library_us(problem, device) for problem in problems[1:]]
+    assert (time.process_time() - begin) / len(found) < 0.005
+    tiles = [
+        kernel(m, n, stages=6, schedule="cooperative")
+        for m in (128, 256)
+        for n in (128, 256)
+        if m * n <= 2**15
+    ]
+    for problem, us in zip(problems[1:], found, strict=True):
+        assert us <= 1.001 * min(rank.predict_us(problem, tile, device) for tile in tiles)

@@ -45,6 +45,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import SpaceError
 from tunegemm.generate import families
 from tunegemm.model import rank as model
+from tunegemm.model.terms import Columns, terms
 
 if TYPE_CHECKING:
     from tunegemm.choose.snapshot import Snapshot
@@ -234,5 +235,9 @@ def _offer(neighbour: Record, problem: Problem, device: Device, least: float, ma
 @functools.lru_cache(maxsize=4096)
 def library_us(problem: Problem, device: Device) -> float:
     """The model's time of the best tile that the vendor's library could choose: torch at its best."""
-    tiles = _TILES_OF_FEW_ROWS if problem.m <= _FEW_ROWS else _TILES
-    return min(model.predict_us(problem, tile, device) for tile in tiles)
+    return float(terms(problem, _tile_columns(problem.m <= _FEW_ROWS), device).total_us.min())
+
+
+@functools.cache
+def _tile_columns(few_rows: bool) -> Columns:
+    return Columns.of(_TILES_OF_FEW_ROWS if few_rows else _TILES)
