@@ -154,8 +154,9 @@ class Groups:
             key += (bias.shape, bias.stride(), bias.dtype, bias.device)
         plan = self._plans.get(key)
         if plan is None or time.monotonic() > plan.again:
-            ends_inside = b.shape[2] % 256 != 0 or b.shape[1] % 64 != 0
-            more = bool(gate) and (interleaved or bias is not None or ends_inside)
+            more = bool(gate) and (
+                interleaved or bias is not None or b.shape[2] % 256 != 0 or b.shape[1] % 64 != 0
+            )
             plan = self._make_plan(key, a, b, offs, bias, gate, more)
         if plan.launch is None or any(map(is_lazy, (a, b) if bias is None else (a, b, bias))):
             return None
