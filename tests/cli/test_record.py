@@ -126,6 +126,12 @@ SENT = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIG
 Recorded = Callable[[str], subprocess.Popen[bytes]]
 
 
+def heed_signals() -> None:
+    """Those that whoever runs the tests may ignore, as `nohup` does: its children would inherit that."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.fixture
 def recorded_group(tmp_path: Path) -> Iterator[Recorded]:
     """`tunegemm record` in a process group of its own, its program ready; no process outlives a test."""
@@ -135,6 +141,7 @@ def recorded_group(tmp_path: Path) -> Iterator[Recorded]:
         run = subprocess.Popen(
             [*TUNEGEMM, "record", "--", sys.executable, script(tmp_path, text)], cwd=tmp_path,
             stderr=subprocess.PIPE, start_new_session=True, env=os.environ | {"TMPDIR": str(tmp_path)},
+            preexec_fn=heed_signals,
         )  # fmt: skip
         started.append(run)
         until((tmp_path / "ready").exists)
