@@ -2,8 +2,8 @@
 
 The logarithm of a candidate's speed is taken to be the sum of a constant, a multiple of each opinion of the
 model, a part that kernels like it have and a part that launches like it have. So what a launch gained on one
-kernel is expected on its like. All candidates are looked at, and the one of the largest expected improvement
-is suggested (Jones et al., 1998): none is infeasible, and none is found by a search of its own.
+kernel is expected on its like. Every kernel is looked at, and launches of the fastest ones; of all these that
+with the largest expected improvement is suggested (Jones et al., 1998).
 
 Lengths and variances are fixed. Over 16 sweeps of an H100, each also without a fifth of its candidates, the
 regret after 64 trials was no smaller with lengths fitted to the results, and much the same for lengths of 0.2
