@@ -134,24 +134,32 @@ def first_use(data: Data) -> list[str]:
 
 
 def experts(results: Path) -> str:
-    """Grouped products beside torch's, by rows: what its table serves, of the race that drew it."""
+    """`tunegemm.grouped_mm` beside torch's, and gate and up with swiglu, by rows."""
     parts = []
     for folder in sorted(results.parent.glob("h*")):
-        data = load(folder, "experts_race.json")
+        data = load(folder, "experts.json")
         if data is None:
             continue
+        groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        for row in data["rows"]:
+            groups.setdefault((row.get("epilogue", ""), row["rows"]), []).append(row)
         lines = []
-        for count in sorted({row["rows"] for row in data["rows"]}):
-            rows = [row for row in data["rows"] if row["rows"] == count]
-            mean, best, share = (
+        for (gate, count), rows in sorted(groups.items()):
+            mean, peer, share = (
                 f"{geometric_mean([row[name] for row in rows]):.3f}"
-                for name in ("ratio", "best_ratio", "share_of_bound")
+                for name in ("ratio", "ratio_to_best_peer", "share_of_bound")
             )
-            worst = f"{min(row['ratio'] for row in rows):.3f}"
-            lines.append([str(count), str(len(rows)), mean, worst, best, share])
-        header = ["rows in all", "timed", "times torch's", "worst", "fastest kernel", "share of bound"]
+            ratios, noise = [row["ratio"] for row in rows], max(row["noise"] for row in rows)
+            lines.append(
+                [gate or "none", str(count), str(len(rows)), mean, f"{min(ratios):.3f}", peer, share,
+                 f"{noise:.1%}"]
+            )  # fmt: skip
+        header = [
+            "gate", "rows in all", "timed", "times torch's", "worst", "times the best of torch's and a loop",
+            "share of bound", "most noise",
+        ]  # fmt: skip
         parts += [machine_line(data["meta"]), markdown_table(header, lines)]
-    return "\n\n".join(parts) or not_measured(results, "experts_race.json")
+    return "\n\n".join(parts) or not_measured(results, "experts.json")
 
 
 #: A table of all numbers of rows tells those up to that from those above.
