@@ -355,13 +355,29 @@ class Planner:
         For code that is compiled: a and b may be tensors without memory. any_m: whether a record of another m
         is enough. Warns where there is none.
         """
-        found = self._expected(form, a, b, index, any_m)
-        if found is None or isinstance(found, bool):
-            return bool(found) or (any_m and self._is_any_predicted(form, a, b, index))
+        if any_m and self._has_records(form, a, b):
+            return True
+        found = self._expected(form, a, b, index)
+        if found is None:
+            return any_m and self._is_any_predicted(form, a, b, index)
         problem, known, expected = found
         if self.state.policy.is_batch_invariant:  # the compiler's product is torch's
             return True
         return expected.ratio >= least_ratio(problem, known)
+
+    def has_kernel(self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int) -> bool:
+        """What `serves` says, of a kernel that need not gain in compiled code."""
+        return self._expected(form, a, b, index) is not None
+
+    def _has_records(self, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether anything is recorded for some number of rows."""
+        if self.is_off or deterministic() or self._mode == "exact":
+            return False
+        with self.lock, torch.inference_mode(False), torch.no_grad():
+            operands = described(form, a, b, None)
+            if isinstance(operands, Refusal):
+                return False
+            return bool(self._records(self.state, form.name(a)).extents(operands.problem))
 
     def _is_any_predicted(self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int) -> bool:
         """Engines trace with the rows of a long prompt, for which little is predicted, and generate by the
@@ -371,36 +387,24 @@ class Planner:
         few = (torch.empty_strided((m, a.shape[1]), a.stride(), dtype=a.dtype, device="meta") for m in _FEW)
         return any(self.serves(form, one, b, index) for one in few)
 
-    def has_kernel(self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int) -> bool:
-        """What `serves` says, of a kernel that need not gain in compiled code."""
-        return self._expected(form, a, b, index) is not None
-
     def _expected(
-        self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int, any_m: bool = False
-    ) -> tuple[Problem, Device, Prepared | Compiling] | bool | None:
-        """What is expected of which problem; True where any m is enough and another has a record."""
+        self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int
+    ) -> tuple[Problem, Device, Prepared | Compiling] | None:
+        """Which problem it is, on which device, and its kernel, which is there or being compiled."""
         if self.is_off or deterministic():
             return None
         with self.lock, torch.inference_mode(False), torch.no_grad():
             operands = described(form, a, b, None)
             if isinstance(operands, Refusal):
                 return None
-            state, name = self.state, form.name(a)
-            snapshot = self._records(state, name)
-            if any_m and self._mode != "exact" and snapshot.extents(operands.problem):
-                return True
-            device = torch.device(self.device_type, index)
-            prepared = self._prepared(state, operands.problem, device, name)
+            problem, state = operands.problem, self.state
+            prepared = self._prepared(state, problem, torch.device(self.device_type, index), form.name(a))
             known = state.devices.get(index)
             # Code that is compiled now is kept, on disk, too: it is to find the kernel once that is there.
-            compiling = state.compiling.get((operands.problem, index))
-        if known is None:
-            return None
-        if compiling is not None:
-            return operands.problem, known, compiling
-        if prepared is None or prepared.launch is None:
-            return None
-        return operands.problem, known, prepared
+            expected: Prepared | Compiling | None = state.compiling.get((problem, index))
+        if expected is None and prepared is not None and prepared.launch is not None:
+            expected = prepared
+        return None if known is None or expected is None else (problem, known, expected)
 
     def fingerprint(self, *, anywhere: bool = False) -> str:
         """Some letters that change with what `serves` goes by; anywhere: not with a host's file times."""
