@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional
 
 import tunegemm
-from tests.serve.fused.test_layers import (
+from tests.support.fusing import close
+from tests.support.layers import (
     INNER,
     TOLERANCE,
     WIDTH,
@@ -22,7 +23,6 @@ from tests.serve.fused.test_layers import (
     given,
     made,
 )
-from tests.support.fusing import close
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmWarning
 

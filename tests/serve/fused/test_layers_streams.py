@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional
 
 import tunegemm
-from tests.serve.fused.test_layers import TOLERANCE, WIDTH, Attention, by_torch, fuse, fused, given, made
 from tests.support.fusing import close
+from tests.support.layers import TOLERANCE, WIDTH, Attention, by_torch, fuse, fused, given, made
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError, TunegemmWarning
 from tunegemm.serve import api
