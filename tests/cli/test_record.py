@@ -116,7 +116,7 @@ for number in map(int, pathlib.Path("numbers").read_text().split()):
 a = torch.ones(8, 8)
 a @ a
 open("ready", "w").close()
-while not os.path.exists("end"):
+while not os.path.exists("end"):  # signals are what is tested: none says that this is over
     time.sleep(0.05)
 a @ a
 """

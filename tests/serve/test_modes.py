@@ -124,7 +124,7 @@ def test_the_budget_is_the_processs(monkeypatch, device):
     def measuring(device: Device):
         def measure(problem: Problem, options: object, most: float) -> None:
             seconds.append(most)
-            time.sleep(0.06)
+            time.sleep(0.06)  # a measurement of known length, which the budget is to count
 
         yield measure
 
