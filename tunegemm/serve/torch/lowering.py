@@ -41,11 +41,24 @@ def lower(serving: Callable[[], Dispatcher]) -> None:
         _lower(serving)
 
 
+def _inductor() -> tuple[Any, Any, Any, Any]:
+    """What of Inductor is taught; it is imported late, as it takes seconds."""
+    select, ir, lowering, virtualized = (
+        importlib.import_module(f"torch._inductor.{name}")
+        for name in ("select_algorithm", "ir", "lowering", "virtualized")
+    )
+    return select, ir, lowering, virtualized.V
+
+
+def _as_traced(ir: Any, node: Any, traced: Any) -> Any:
+    """An operand in memory, with the strides that it was traced with."""
+    return ir.ExternKernel.require_exact_strides(
+        ir.ExternKernel.realize_input(node), traced.meta["val"].stride()
+    )
+
+
 def _lower(serving: Callable[[], Dispatcher]) -> None:
-    inductor: Any = importlib.import_module("torch._inductor.select_algorithm")
-    ir: Any = importlib.import_module("torch._inductor.ir")
-    lowering: Any = importlib.import_module("torch._inductor.lowering")
-    graphs: Any = importlib.import_module("torch._inductor.virtualized").V
+    inductor, ir, lowering, graphs = _inductor()
     if hasattr(inductor.extern_kernels, _NAME):
         return
 
@@ -92,10 +105,7 @@ def _lower(serving: Callable[[], Dispatcher]) -> None:
         choice: Any, operands: Sequence[Any], traced: Sequence[Any], columns: Any, **words: Any
     ) -> Any:
         values = [argument.meta["val"] for argument in traced]
-        nodes = [
-            ir.ExternKernel.require_exact_strides(ir.ExternKernel.realize_input(node), value.stride())
-            for node, value in zip(operands, values, strict=True)
-        ]
+        nodes = [_as_traced(ir, node, source) for node, source in zip(operands, traced, strict=True)]
         size = [*nodes[0].get_size()[:-1], columns]
         dtype = graphs.graph.current_node.meta["val"].dtype
         layout = ir.FixedLayout(nodes[0].get_device(), dtype, size)
@@ -155,10 +165,7 @@ def lower_to_function(operator: Any, function: Callable[..., torch.Tensor], name
     tensors among the arguments, which are dense and come first.
     """
     with suppress(ImportError, AttributeError):
-        inductor: Any = importlib.import_module("torch._inductor.select_algorithm")
-        ir: Any = importlib.import_module("torch._inductor.ir")
-        lowering: Any = importlib.import_module("torch._inductor.lowering")
-        graphs: Any = importlib.import_module("torch._inductor.virtualized").V
+        inductor, ir, lowering, graphs = _inductor()
         if hasattr(inductor.extern_kernels, name):
             return
         by_operator = lowering.fallback_handler(operator, add_to_fallback_set=False)
@@ -172,9 +179,7 @@ def lower_to_function(operator: Any, function: Callable[..., torch.Tensor], name
             nodes, others = [], {}
             for key, argument, source in zip(parameters, arguments, traced.args, strict=True):
                 if isinstance(argument, ir.TensorBox):
-                    node = ir.ExternKernel.realize_input(argument)
-                    strides = source.meta["val"].stride()
-                    nodes.append(ir.ExternKernel.require_exact_strides(node, strides))
+                    nodes.append(_as_traced(ir, argument, source))
                 else:
                     others[key] = argument
             layout = ir.FixedLayout(nodes[0].get_device(), traced.meta["val"].dtype, size(*nodes))
