@@ -299,6 +299,7 @@ def breakdown(problem: Problem, device: Device) -> dict[str, Call]:
     """The parts of ``tunegemm.matmul(a, b)``, each as a call of its own, and the ways through it."""
     import torch
 
+    from tunegemm.generate.workspace import Workspace
     from tunegemm.serve import api, guards
     from tunegemm.serve.forms import MATMUL, form_of
     from tunegemm.serve.slow_path import SlowPath
@@ -315,6 +316,7 @@ def breakdown(problem: Problem, device: Device) -> dict[str, Call]:
     addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
     stream = torch._C._cuda_getCurrentRawStream
     plain, slowly = form_of(MATMUL, ""), SlowPath(served.planner, served.product, served.fused).compute
+    sums = Workspace(4 * problem.m * problem.n, 64, index)
     return {
         "nothing (a Python call)": lambda: None,
         "check of the operands": lambda: recent.check(a, b),
@@ -327,6 +329,8 @@ def breakdown(problem: Problem, device: Device) -> dict[str, Call]:
         "output by torch.empty_like": lambda: torch.empty_like(out),
         "stream": lambda: stream(index),
         "launch": lambda: launch(*addresses),
+        # What a launch of a kernel that splits k does besides.
+        "workspace of k splits": lambda: sums.take(stream(index)),
         "launch of tensors": lambda: plan.launch(a, b, out),
         "dispatcher, known product": lambda: served.product(MATMUL, a, b),
         "dispatcher, slow path": lambda: slowly(plain, a, b, (), (), None),
