@@ -142,24 +142,44 @@ def experts(results: Path) -> str:
             continue
         groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
         for row in data["rows"]:
-            groups.setdefault((row.get("epilogue", ""), row["rows"]), []).append(row)
+            named = "n-major" if row.get("layout") == "nn" else row.get("epilogue", "") or "plain"
+            kind = " ".join(word for word in (row["dtype"], named) if word != "bf16")
+            groups.setdefault((kind, row["rows"]), []).append(row)
         lines = []
-        for (gate, count), rows in sorted(groups.items()):
+        for (kind, count), rows in sorted(groups.items()):
             mean, peer, share = (
                 f"{geometric_mean([row[name] for row in rows]):.3f}"
                 for name in ("ratio", "ratio_to_best_peer", "share_of_bound")
             )
             ratios, noise = [row["ratio"] for row in rows], max(row["noise"] for row in rows)
             lines.append(
-                [gate or "none", str(count), str(len(rows)), mean, f"{min(ratios):.3f}", peer, share,
+                [kind, str(count), str(len(rows)), mean, f"{min(ratios):.3f}", peer, share,
                  f"{noise:.1%}"]
             )  # fmt: skip
         header = [
-            "gate", "rows in all", "timed", "times torch's", "worst", "times the best of torch's and a loop",
+            "product", "rows in all", "timed", "times torch's", "worst", "of torch's and a loop's best",
             "share of bound", "most noise",
         ]  # fmt: skip
         parts += [machine_line(data["meta"]), markdown_table(header, lines)]
     return "\n\n".join(parts) or not_measured(results, "experts.json")
+
+
+@of_file("expert_layers.json")
+def expert_layers(data: Data) -> list[str]:
+    """Layers of transformers' models by `tunegemm.experts` beside transformers' own ways."""
+    lines = []
+    for row in data["rows"]:
+        theirs, ours = row["us"][row["best_peer"]], row["us"]["tunegemm"]
+        times = [row["best_peer"], f"{theirs:.0f}", f"{ours:.0f}"]
+        ratios = [f"{row[name]:.3f}" for name in ("ratio", "eager_ratio")]
+        lines.append([row["model"], str(row["rows"]), *times, *ratios])
+    header = [
+        "layer", "tokens", "best of transformers", "its us", "tunegemm's us", "times in a graph",
+        "times in eager calls",
+    ]  # fmt: skip
+    found = [row["ratio"] for row in data["rows"]]
+    mean = f"In the mean {geometric_mean(found):.3f} in a graph, the least {min(found):.3f}."
+    return [markdown_table(header, lines), mean]
 
 
 #: A table of all numbers of rows tells those up to that from those above.

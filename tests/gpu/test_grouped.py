@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 import tunegemm
 from tunegemm.generate import grouped as kernels
 from tunegemm.generate.grouped import GroupedKernel
-from tunegemm.model.grouped import choose, kinds, listed
+from tunegemm.model.grouped import kinds, listed
 from tunegemm.serve import grouped
 from tunegemm.store import packing
 
@@ -50,7 +50,7 @@ def of_kind(kind: str) -> dict[str, GroupedKernel]:
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, GroupedKernel]:
     """The kernels that are served."""
-    return of_kind("bf16") | of_kind("gated")
+    return of_kind("bf16") | of_kind("gated") | of_kind("n_major")
 
 
 def operands(sizes: list[int], n: int, k: int, extra: int = 0) -> tuple[torch.Tensor, ...]:
@@ -167,14 +167,6 @@ def only_ours(loaded: dict[str, GroupedKernel], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(grouped, "by_torch", refuse)
 
 
-@pytest.fixture
-def every_kind(only_ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kinds that are not served yet are, too."""
-    for kind in kinds():
-        packing.provide_grouped(kind)
-    monkeypatch.setattr(grouped, "choose", partial(choose, every=True))
-
-
 @pytest.mark.usefixtures("only_ours")
 @pytest.mark.parametrize("rows", [1, 16, 300, 1200])
 def test_calls_are_served(rows: int) -> None:
@@ -185,7 +177,7 @@ def test_calls_are_served(rows: int) -> None:
         assert error(result, expected(sizes, a, weights, reference)) < 4e-3
 
 
-@pytest.mark.usefixtures("every_kind")
+@pytest.mark.usefixtures("only_ours")
 @pytest.mark.parametrize("rows", [1, 16, 300, 1200])
 def test_calls_with_n_contiguous_are_served(rows: int) -> None:
     sizes = [rows // 3, 0, rows - rows // 3, 0]
@@ -273,7 +265,7 @@ def test_compiled_code_is_served(mode: str) -> None:
     assert error(result, 2 * expected(sizes, a, weights, bias)) < 4e-3
 
 
-@pytest.mark.usefixtures("every_kind")
+@pytest.mark.usefixtures("only_ours")
 def test_a_takeover_serves_torchs_operator_and_the_gradient_of_a() -> None:
     sizes = [50, 0, 30, 20]
     a, weights, ends, _ = operands(sizes, 512, 256)

@@ -24,7 +24,7 @@ many = ["cooperative", 128, 256, 64, 4, 32, 64]
 bf16 = {}
 gated = { gate = "swiglu" }
 n_major = { major = "n" }
-gated_more = { gate = "swiglu", more = true, served = false }
+geglu = { gate = "geglu", served = false }
 [gated]
 few = { epi_n = 16 }
 [n_major]
@@ -33,6 +33,10 @@ many = { narrow = 128 }
 rows_per_group = [0, 8]
 kernel = "few"
 l2_hint = 1
+[[choices]]
+major = "n"
+groups = [64, 128]
+kernel = "few"
 [[choices]]
 rows = [9, 4096]
 n = [4096, 8192]
@@ -72,20 +76,30 @@ def test_gated_and_n_major_kernels_are_variants(tmp_path: Path) -> None:
     assert choose(8, 1024, 512, 65, path, major="n", gate="swiglu") is None
 
 
+def test_a_choice_may_be_for_one_major(tmp_path: Path) -> None:
+    path = tmp_path / "grouped.toml"
+    path.write_text(TABLE)
+    along_k, along_n = (choose(64, 1024, 512, 1024, path, major=major) for major in "kn")
+    assert along_k is not None and along_k.config.tile_n == 256
+    assert along_n is not None and (along_n.config.tile_n, along_n.config.a_major) == (32, "m")
+    assert all(config.tile_n == 32 for config in listed(path) if config.epi_n == 16)
+
+
 def test_a_kind_that_is_not_served_is_torchs(tmp_path: Path) -> None:
     path = tmp_path / "grouped.toml"
     path.write_text(TABLE.replace('n_major = { major = "n" }\n', ""))
-    assert kinds(path) == ("bf16", "gated", "gated_more")
+    assert kinds(path) == ("bf16", "gated", "geglu")
     assert choose(8, 1024, 512, 65, path, major="n") is None
-    for words in ({"gate": "geglu"}, {"gate": "swiglu", "more": True}):
-        assert choose(8, 4096, 512, 64, path, **words) is None  # type: ignore[arg-type]
-        assert choose(8, 4096, 512, 64, path, **words, every=True) is not None  # type: ignore[arg-type]
-    assert listed(path, "gated_more") == listed(path, "gated") and len(listed(path)) == 4
+    for gate in ("geglu", "geglu_tanh"):  # not served, and not in the table
+        assert choose(8, 4096, 512, 64, path, gate=gate) is None
+        assert choose(8, 4096, 512, 64, path, gate=gate, every=True) is not None
+    assert len(listed(path, "geglu")) == 2 and len(listed(path)) == 4
 
 
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
+        ('major = "n"\ngroups', 'major = "m"\ngroups', "major 'm' is neither k nor n"),
         ("rows = [9", "lines = [9", "lines is none of groups, n, k, rows, rows_per_group"),
         ('kernel = "few"', 'kernel = "fewer"', "fewer"),
         (", 64]\n[kinds", "]\n[kinds", "zip"),

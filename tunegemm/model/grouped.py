@@ -35,16 +35,20 @@ class GroupedChoice:
 class _Rule:
     bounds: tuple[tuple[str, float, float], ...]
     """Facts, and what they are from and to, both inside."""
+    major: str
+    """The major of B that it is for; empty: any."""
     choice: GroupedChoice | None
     variants: Mapping[str, GroupedConfig]
     """The kernel of each of `_VARIANTS`; empty without a choice."""
 
-    def holds(self, facts: Mapping[str, float]) -> bool:
-        return all(low <= facts[name] <= high for name, low, high in self.bounds)
+    def holds(self, facts: Mapping[str, float], major: str) -> bool:
+        return self.major in ("", major) and all(
+            low <= facts[name] <= high for name, low, high in self.bounds
+        )
 
     def of(self, gate: str = "", major: str = "k") -> GroupedChoice | None:
         """The choice for a gate and a major of B."""
-        if self.choice is None or (gate and major == "n"):
+        if self.choice is None or (gate and major == "n") or self.major not in ("", major):
             return None
         config = self.choice.config
         if gate or major == "n":
@@ -55,23 +59,22 @@ class _Rule:
 
 def choose(
     groups: int, n: int, k: int, rows: int, path: Path | None = None, *,
-    gate: str = "", major: str = "k", more: bool = False, every: bool = False,
+    gate: str = "", major: str = "k", every: bool = False,
 ) -> GroupedChoice | None:  # fmt: skip
     """The kernel for A of rows x K and B of groups x N x K; None where torch's own is not known to be slower.
 
     gate: a gated step of `tunegemm.describe.epilogue`, such as swiglu; N counts rows of gate and up. Such a
     kernel saves torch one that reads and writes the product: it is named where that of the product is not.
     major: k or n, whichever lies contiguous in B; gated products are of k.
-    more: whether a gated product has a bias, rows of gate and up that alternate, or ends inside a tile.
     every: of kinds that are not served, too.
 
     Raises BadValueError for a damaged table.
     """
     table = _table(path)
-    if not every and _Kind(gate, major, more) not in table.kinds.values():
+    if not every and _Kind(gate, major) not in table.kinds.values():
         return None
     facts = dict(zip(_FACTS, (groups, n, k, rows, rows / groups), strict=True))
-    held = (rule.of(gate, major) for rule in table.rules if rule.holds(facts))
+    held = (rule.of(gate, major) for rule in table.rules if rule.holds(facts, major))
     if gate:
         return next(filter(None, held), None)
     return next(held, None)
@@ -96,7 +99,6 @@ def kinds(path: Path | None = None) -> tuple[str, ...]:
 class _Kind(NamedTuple):
     gate: str = ""
     major: str = "k"
-    more: bool = False
     served: bool = True
 
 
@@ -140,9 +142,12 @@ def _rule(
     variants: Mapping[str, Mapping[str, GroupedConfig]],
 ) -> _Rule:
     rest = dict(words)
-    kernel, launch = rest.pop("kernel"), {name: rest.pop(name, value) for name, value in _LAUNCH.items()}
+    kernel, major = rest.pop("kernel"), rest.pop("major", "")
+    launch = {name: rest.pop(name, value) for name, value in _LAUNCH.items()}
+    if major not in ("", "k", "n"):
+        raise ValueError(f"major {major!r} is neither k nor n")
     if unknown := sorted(rest.keys() - set(_FACTS)):
         raise ValueError(f"{unknown[0]} is none of {', '.join(_FACTS)}")
     bounds = tuple((name, float(low), float(high)) for name, (low, high) in rest.items())
     choice = GroupedChoice(kernels[kernel], **launch) if kernel else None
-    return _Rule(bounds, choice, variants[kernel] if kernel else {})
+    return _Rule(bounds, major, choice, variants[kernel] if kernel else {})

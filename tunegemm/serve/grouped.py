@@ -59,8 +59,8 @@ def grouped_mm(
     may be empty, and of any size; rows behind the last group are left as the memory was. `bias`, which torch
     refuses, is (n), or (groups, n): a line for each group.
 
-    Our kernels serve bf16 on Hopper where they are known to be faster: b's k contiguous, as a weight
-    (groups, n, k) transposed has it, n a multiple of 8, addresses and strides of 16 bytes. Nothing needs
+    Our kernels serve bf16 on Hopper where they are known to be faster: b's k or n contiguous, n a multiple
+    of 8, addresses and strides of 16 bytes. Nothing needs
     tuning; `refresh` and ``TUNEGEMM_MODE=off`` do what they do for `matmul`, and of policies `max_sms`. All
     else is torch's call with the arguments that were given: both operands of two or of three dimensions,
     another `out_dtype`, other devices, subclasses, modes, transforms, deterministic mode. Gradients are
@@ -154,10 +154,7 @@ class Groups:
             key += (bias.shape, bias.stride(), bias.dtype, bias.device)
         plan = self._plans.get(key)
         if plan is None or time.monotonic() > plan.again:
-            more = bool(gate) and (
-                interleaved or bias is not None or b.shape[2] % 256 != 0 or b.shape[1] % 64 != 0
-            )
-            plan = self._make_plan(key, a, b, offs, bias, gate, more)
+            plan = self._make_plan(key, a, b, offs, bias, gate)
         if plan.launch is None or any(map(is_lazy, (a, b) if bias is None else (a, b, bias))):
             return None
         weights = b.mT
@@ -177,27 +174,27 @@ class Groups:
             return None
         return result
 
-    def _make_plan(self, key: Hashable, a: Any, b: Any, offs: Any, bias: Any, gate: str, more: bool) -> _Plan:
+    def _make_plan(self, key: Hashable, a: Any, b: Any, offs: Any, bias: Any, gate: str) -> _Plan:
         planner = api.dispatcher.planner
         if planner.is_off or not fits(a, b, offs, bias, planner.device_type, gated=bool(gate)):
             plan = _TORCHS
         elif torch.cuda._is_in_bad_fork() or capturing(a.device):
             return _TORCHS  # not kept: a kernel is not loaded now
         else:
-            plan = self._found(a, b, gate, more)
+            plan = self._found(a, b, gate)
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
         if planner.state is self._state:
             self._plans[key] = plan
         return plan
 
-    def _found(self, a: Any, b: Any, gate: str, more: bool) -> _Plan:
+    def _found(self, a: Any, b: Any, gate: str) -> _Plan:
         """The plan for operands that fit."""
         planner = api.dispatcher.planner
         try:
             extents = b.shape[0], b.shape[2], b.shape[1], a.shape[0]
             major = "k" if b.stride(1) == 1 else "n"
-            choice = choose(*extents, gate=gate, major=major, more=more)
+            choice = choose(*extents, gate=gate, major=major)
             if choice is None:
                 return _TORCHS
             place = choice, a.device.index or 0
