@@ -1,4 +1,4 @@
-# make tune [SHAPE=MxNxK] | test [SLOW=1] | test-engines | check | format | docs | kernels | wheel | clean
+# make tune [SHAPE=MxNxK] | test [SLOW=1] | test-gpu | test-engines | check | format | docs | kernels | wheel | clean
 PYTHON ?= python3
 VENV ?= .venv
 # A product where the project's kernels win, and which is recorded for a machine without a GPU.
@@ -31,7 +31,7 @@ step = @printf '%s ... ' "$(1)"; start=$$(date +%s); mkdir -p $(VENV); \
 	if $(2) >>$(LOG) 2>&1; then echo "$$(( $$(date +%s) - start )) s"; else echo failed; tail -n 12 $(LOG); \
 	echo "make: this step failed: $(1). $(3); then the same make goes on from here (all output: $(LOG))"; exit 1; fi
 
-.PHONY: ready tune test test-engines check format docs kernels wheel clean
+.PHONY: ready tune test test-gpu test-engines check format docs kernels wheel clean
 
 tune: $(TUNING)
 	@echo "Tuning $(SHAPE) $(DTYPE) $(LAYOUT), with the kernels that this asks for; make kernels compiles all that ship."
@@ -44,6 +44,14 @@ PYTEST ?= -q $(if $(shell command -v nvidia-smi 2>/dev/null),,-n 2 --dist workst
 SLOW ?=
 test: $(READY)
 	$(RUN) -m pytest $(PYTEST) $(if $(SLOW),,-m "not slow")
+
+# Those of a GPU alone: what only computes in so many processes at once, a file in each, which took 165 s on 16 cores;
+# then, one at a time, what measures.
+GPU_WORKERS ?= 9
+MEASURING := tests/gpu/test_feedback.py tests/gpu/test_measure.py $(filter-out tests/gpu/ tests/engines/ tests/__%,$(wildcard tests/*/))
+test-gpu: $(READY)
+	$(RUN) -m pytest -q -m gpu -n $(GPU_WORKERS) --dist loadfile tests/gpu $(patsubst %,--ignore=%,$(filter tests/gpu/%,$(MEASURING)))
+	$(RUN) -m pytest -q -m gpu $(MEASURING)
 
 # Beside the real vLLM and SGLang, from the package index into build/engines (some GB), and what pip would install
 # beside them.

@@ -46,6 +46,16 @@ def test_tuning_installs_no_test_tools_and_compiles_no_other_kernels(clone: Path
     assert "-e '.[test,dev" in make(clone, "-n", "test").stdout
 
 
+def test_what_measures_has_the_gpu_to_itself(clone: Path) -> None:
+    measuring = ["tests/gpu/test_feedback.py", "tests/gpu/test_measure.py"]
+    for name in ("gpu", "cli", "engines"):
+        (clone / "tests" / name).mkdir(parents=True)
+    together, alone = (line.split() for line in make(clone, "-n", "test-gpu").stdout.splitlines()[-2:])
+    assert "-n" in together and "tests/gpu" in together and "tests/cli/" not in together
+    assert all(f"--ignore={one}" in together and (ROOT / one).exists() for one in measuring)
+    assert "-n" not in alone and alone[-3:] == [*measuring, "tests/cli/"]
+
+
 def test_each_step_is_a_line_with_its_seconds(clone: Path) -> None:
     """An interpreter that makes a copy of itself in place of an environment, and installs nothing."""
     program = python(clone, 'echo noise; [ "$2" = venv ] && mkdir -p .venv/bin && cp "$0" .venv/bin/; exit 0')
