@@ -200,6 +200,12 @@ def test_a_fall_back_is_torchs_call_until_the_next_look(serve, kernel, monkeypat
         with torch.enable_grad():
             layer(X).sum().backward()
         assert layer.weight.grad is not None and len(asked) > learned
+        layer.weight.requires_grad_(False)
+        learned = len(asked)
+        with torch.enable_grad():
+            assert torch.equal(layer(X), expected) and len(asked) == learned, "frozen"
+            layer(X.clone().requires_grad_()).sum().backward()
+        assert len(asked) > learned, "the input has one"
         layer(X[:16])
         assert asked.pop() == ("fused" if bias else "product"), "another number of rows"
         asked.clear()

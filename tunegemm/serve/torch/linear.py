@@ -27,7 +27,7 @@ class TunedLinear(torch.nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if _is_compiling():
             return api.linear(input, self.weight, self.bias)
-        weight: torch.Tensor | None
+        weight: Any
         bias: torch.Tensor | None
         try:  # as attributes of the module the two cost the host a third of the call
             weight, bias = self._parameters["weight"], self._parameters["bias"]
@@ -39,8 +39,9 @@ class TunedLinear(torch.nn.Linear):
             known
             and type(input) in PLAIN
             and (id(weight), input.numel()) in known
-            and not grad_enabled()  # of which the products might have kernels
             and monotonic() < planner.next_look
+            # The products of a gradient might have kernels.
+            and not (grad_enabled() and (input.requires_grad or weight.requires_grad))
         ):
             return _torchs(input, weight, bias)
         try:
