@@ -3,7 +3,7 @@
     python -m benchmarks.experts                           # layers, rows and skews, all of them: 2 minutes
     python -m benchmarks.experts --rows 16384 --skews hot  # some of them
     python -m benchmarks.experts --kernels                 # each kernel of db/grouped.toml, too: a row's `us`
-    python -m benchmarks.experts --gates                   # gate and up with their gate
+    python -m benchmarks.experts --kinds gated,fp8         # other kinds of the table, served or not
 
 A skew is how a router divides the rows: *uniform*, *typical* (shares of a gamma distribution), *hot* (one
 expert has most). Nothing is tuned. Writes results/GPU/experts.json after each row, so that it can run in
@@ -13,6 +13,7 @@ slices.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import random
 import statistics
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,9 +33,9 @@ from tunegemm.describe.device import Device, find_device
 from tunegemm.generate import grouped as kernels
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.measure.statistics import aa_noise
-from tunegemm.model.grouped import choose, listed
+from tunegemm.model.grouped import FP8, choose, kinds, listed
 from tunegemm.serve import grouped
-from tunegemm.store import packs
+from tunegemm.store import packing, packs
 
 METHOD = (
     "each side in one CUDA graph over divisions of the rows whose weights together pass 3x the L2; all sides "
@@ -41,7 +43,7 @@ METHOD = (
     "half of which is timed, so that the chip's clocks are its own, else one replay of some ms; medians over "
     "rounds; noise of timing torch twice a round; loop: torch.mm for each group, whose sizes the host knows; "
     "share_of_bound: of the larger of two times, of the bytes of the experts that are used at what copies "
-    "reach, and of flops at 720 Tflop/s"
+    "reach, and of flops at 720 Tflop/s, of fp8 twice that"
 )
 #: Groups, N, K of gate and up, and of down: Mixtral 8x7B, Qwen3-30B-A3B, an eighth of DeepSeek-V3.
 LAYERS = {
@@ -54,6 +56,7 @@ LAYERS = {
 }
 ROWS = ("1", "16", "64", "256", "1024", "4096", "16384")
 SKEWS = ("uniform", "typical", "hot")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, FP8: torch.float8_e4m3fn}
 #: What of the datasheet's bandwidth copies reach, B/s, and what dense products keep up, flop/s.
 _BANDWIDTH = {"H100": 3.0e12, "H200": 4.3e12}
 _FLOPS = 720e12
@@ -91,11 +94,18 @@ class Case:
     a: torch.Tensor
     weights: torch.Tensor
     divisions: list[list[int]]
-    gate: str
-    """swiglu where the product is gated; else empty."""
+    kind: str
+    """Of the table's."""
+    scales: tuple[torch.Tensor, torch.Tensor]
+    """Of fp8: of a's rows, and of each group's columns."""
+
+    @property
+    def gate(self) -> str:
+        """swiglu where the product is gated; else empty."""
+        return "swiglu" if self.kind == "gated" else ""
 
     @classmethod
-    def make(cls, weights: torch.Tensor, rows: int, skew: str, least_bytes: int, gate: str = "") -> Case:
+    def make(cls, weights: torch.Tensor, rows: int, skew: str, least_bytes: int, kind: str) -> Case:
         """As many divisions as together read so many bytes of weights."""
         count, n, k = weights.shape
         divisions: list[list[int]] = []
@@ -104,7 +114,8 @@ class Case:
             divisions.append(divide(count, rows, skew))
             used += sum(size > 0 for size in divisions[-1]) * n * k * weights.element_size()
         a = torch.randn(rows, k, device=weights.device).to(weights.dtype)
-        return cls(a, weights, divisions, gate)
+        scales = torch.rand(rows, device=a.device) + 0.5, torch.rand(count, n, device=a.device) + 0.5
+        return cls(a, weights, divisions, kind, scales)
 
     def gated(self, product: torch.Tensor) -> torch.Tensor:
         """What torch makes of the product."""
@@ -117,22 +128,33 @@ class Case:
         """What is timed, by name; each takes the number of a division."""
         a, weights = self.a, self.weights
         b = weights.mT
-        out = a.new_empty((a.shape[0], weights.shape[1]))
+        is_fp8, (scale_a, scale_b) = self.kind == "fp8", self.scales
+        fast: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        dtype = torch.bfloat16 if is_fp8 else a.dtype
+        out = a.new_empty((a.shape[0], weights.shape[1]), dtype=dtype)
         gated_out = out[:, : out.shape[1] // 2].contiguous() if self.gate else out
         ends = [torch.tensor(sizes, device=a.device).cumsum(0).to(torch.int32) for sizes in self.divisions]
 
         def loop(number: int) -> torch.Tensor:
             first = 0
             for group, size in enumerate(self.divisions[number]):
-                if size:
-                    torch.mm(a[first : first + size], b[group], out=out[first : first + size])
+                own = slice(first, first + size)
+                if size and is_fp8:
+                    of_group = scale_a[own, None], scale_b[group, None]
+                    torch._scaled_mm(a[own], b[group], *of_group, out=out[own], **fast)
+                elif size:
+                    torch.mm(a[own], b[group], out=out[own])
                 first += size
             return self.gated(out)
 
         def torchs(number: int) -> torch.Tensor:
+            if is_fp8:
+                return torch._scaled_grouped_mm(a, b, scale_a, scale_b, offs=ends[number], **fast)
             return self.gated(torch._grouped_mm(a, b, offs=ends[number]))
 
         def ours(number: int) -> torch.Tensor:
+            if is_fp8:
+                return tunegemm.scaled_grouped_mm(a, b, scale_a, scale_b, offs=ends[number], **fast)
             result = grouped.groups(a, b, ends[number], None, self.gate)
             return self.gated(tunegemm.grouped_mm(a, b, offs=ends[number])) if result is None else result
 
@@ -144,9 +166,8 @@ class Case:
         }
         if each_kernel:
             blocks = torch.cuda.get_device_properties(a.device).multi_processor_count
-            major = "k" if weights.stride(2) == 1 else "m"
-            kind = "gated" if self.gate else "bf16" if major == "k" else "n_major"
-            for config in listed(kind=kind):
+            given = {"bias": scale_b, "scales": scale_a} if is_fp8 else {}
+            for config in listed(kind=self.kind):
                 artifact = packs.find(kernels.kernel_key(config))
                 if artifact is None or config.tile_n < 64 <= a.shape[0] / len(weights) / 4:
                     continue
@@ -159,7 +180,7 @@ class Case:
                 ):
 
                     def run(i: int, kernel: Any = kernel, launch: Any = launch) -> torch.Tensor:
-                        kernel.launch(a, weights, gated_out, ends[i], blocks=blocks, **launch)
+                        kernel.launch(a, weights, gated_out, ends[i], blocks=blocks, **launch, **given)
                         return gated_out
 
                     how = " ".join(f"{name[0]}{value}" for name, value in launch.items())
@@ -172,6 +193,8 @@ class Case:
         for group, size in enumerate(self.divisions[0]):
             if size:
                 product = self.a[first : first + size].float() @ self.weights[group].float().t()
+                if self.kind == "fp8":
+                    product *= self.scales[0][first : first + size, None] * self.scales[1][group]
                 parts.append(self.gated(product))
             first += size
         reference = torch.cat(parts)
@@ -183,8 +206,9 @@ class Case:
         rows = self.a.shape[0]
         used = statistics.mean(sum(size > 0 for size in sizes) for sizes in self.divisions)
         bandwidth = next((rate for name, rate in _BANDWIDTH.items() if name in device.name), math.nan)
-        moved = 2 * (used * n * k + rows * (n // (2 if self.gate else 1) + k))
-        return max(moved / bandwidth, 2 * rows * n * k / _FLOPS) * 1e6
+        each = self.a.element_size()
+        moved = each * (used * n * k + rows * k) + 2 * rows * (n // (2 if self.gate else 1))
+        return max(moved / bandwidth, 2 * rows * n * k / _FLOPS * each / 2) * 1e6
 
 
 @dataclass
@@ -237,7 +261,9 @@ class Graph:
 def measure(case: Case, skew: str, device: Device, rounds: int, *, each_kernel: bool) -> dict[str, Any]:
     """A row."""
     sides = case.sides(each_kernel=each_kernel)
-    right = case.error(sides["tunegemm"](0)) < _ERROR
+    error = case.error(sides["tunegemm"](0))
+    # Tensor cores add up fp8 in fewer bits than fp32 has, torch's as ours.
+    right = error < _ERROR or (case.kind == "fp8" and error < 1.2 * case.error(sides["torch"](0)))
     graphs = {name: Graph.capture(side, len(case.divisions)) for name, side in sides.items()}
     rows = case.a.shape[0]
     turn_ms = _TURN_MS if rows >= _STEADY_ROWS else 0.0
@@ -249,10 +275,11 @@ def measure(case: Case, skew: str, device: Device, rounds: int, *, each_kernel: 
             samples[name].append(graphs[name].time(turn_ms / 3 if brief else turn_ms))
     us = {name: statistics.median(times) for name, times in samples.items()}
     count, n, k = case.weights.shape
-    major = "k" if case.weights.stride(2) == 1 else "n"
-    chosen_here = choose(count, n, k, rows, gate=case.gate, major=major)
+    major = "n" if case.kind == "n_major" else "k"
+    dtype = next(name for name, each in _DTYPES.items() if each is case.a.dtype)
+    chosen_here = choose(count, n, k, rows, dtype=dtype, gate=case.gate, major=major, every=True)
     row: dict[str, Any] = {
-        "dtype": "bf16", "groups": count, "n": n, "k": k, "rows": rows, "skew": skew, "epilogue": case.gate,
+        "dtype": dtype, "groups": count, "n": n, "k": k, "rows": rows, "skew": skew, "epilogue": case.gate,
         "layout": "tn" if major == "k" else "nn",
         "kernel": chosen_here.config.label if chosen_here else "torch",
         "torch_us": round(us["torch"], 2), "tunegemm_us": round(us["tunegemm"], 2),
@@ -274,16 +301,19 @@ def measure(case: Case, skew: str, device: Device, rounds: int, *, each_kernel: 
 def cases(options: argparse.Namespace, device: Device) -> Iterator[tuple[Case, str]]:
     """Each case and its skew, layer after layer."""
     l2_bytes = 3 * device.l2_bytes
-    for name in options.layers:
+    dtypes = {"fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+    for kind, name in itertools.product(options.kinds, options.layers):
+        if kind == "gated" and not name.endswith("-up"):
+            continue
         count, n, k = LAYERS[name]
-        extents = (count, k, n) if options.n_major else (count, n, k)
-        weights = torch.empty(*extents, device=options.device, dtype=torch.bfloat16)
-        weights = weights.mT if options.n_major else weights
+        extents = (count, k, n) if kind == "n_major" else (count, n, k)
+        weights = torch.empty(*extents, device=options.device, dtype=dtypes.get(kind, torch.bfloat16))
         for each in weights:
-            each.normal_(std=k**-0.5)
+            each.copy_(torch.randn(each.shape, device=each.device) * k**-0.5)
+        weights = weights.mT if kind == "n_major" else weights
         for rows in options.rows:
             for skew in options.skews:
-                yield Case.make(weights, int(rows), skew, l2_bytes, "swiglu" if options.gates else ""), skew
+                yield Case.make(weights, int(rows), skew, l2_bytes, kind), skew
 
 
 def run(options: argparse.Namespace) -> int:
@@ -292,6 +322,9 @@ def run(options: argparse.Namespace) -> int:
     torch.cuda.set_device(device.index)
     random.seed(0)
     torch.manual_seed(0)
+    grouped.choose = partial(choose, every=True)  # type: ignore[attr-defined]
+    for kind in options.kinds:
+        packing.provide_grouped(kind)
     results = Results(results_path(options.out, device, "experts.json"), meta(device, METHOD))
     begun, found = time.monotonic(), []
     for case, skew in cases(options, device):
@@ -307,7 +340,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _brief(row: dict[str, Any]) -> str:
     text = (
-        f"{row['groups']}x{row['n']}x{row['k']} {row['layout']} {row['epilogue']} "
+        f"{row['groups']}x{row['n']}x{row['k']} {row['dtype']} {row['layout']} {row['epilogue']} "
         f"{row['rows']} {row['skew']}: torch {row['torch_us']:.1f} us, "
         f"{row['ratio']:.3f} x torch, {row['ratio_to_best_peer']:.3f} x {row['best_peer']}, "
         f"{row['share_of_bound']:.2f} of the bound ({row['kernel']})"
@@ -346,11 +379,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--rounds", type=int, default=7, help="interleaved rounds; half of that from 4096 rows on"
     )
     parser.add_argument("--seconds", type=float, default=0, help="begin no further row after so many")
-    parser.add_argument("--gates", action="store_true", help="gate and up with swiglu; layers -up are meant")
-    parser.add_argument("--n-major", action="store_true", help="weights with n contiguous, not k")
+    parser.add_argument("--kinds", default="bf16", help=f"of {', '.join(kinds())}: default %(default)s")
     parser.add_argument("--kernels", action="store_true", help="time each kernel of the table, too")
     options = parser.parse_args(arguments)
-    choose_names(options, layers=tuple(LAYERS), rows=ROWS, skews=SKEWS)
+    choose_names(options, layers=tuple(LAYERS), rows=ROWS, skews=SKEWS, kinds=kinds())
     return run(options)
 
 

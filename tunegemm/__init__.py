@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         mm,
         policy,
         refresh,
+        scaled_grouped_mm,
         scaled_mm,
     )
     from tunegemm.serve.operation import Operation
@@ -46,7 +47,7 @@ __all__ = [
     "Candidate", "Database", "Device", "Epilogue", "Failure", "Measurement", "Operation", "Problem",
     "Progress", "Record", "Space", "TuneResult", "TunegemmError", "TunegemmWarning", "addmm", "baddbmm",
     "bmm", "disable", "enable", "experts", "explain", "gated_linear", "grouped_mm", "interleave",
-    "linear", "matmul", "mm", "patch", "policy", "record", "refresh", "scaled_mm",
+    "linear", "matmul", "mm", "patch", "policy", "record", "refresh", "scaled_grouped_mm", "scaled_mm",
     "tune", "unpatch",
 ]  # fmt: skip
 
@@ -82,6 +83,7 @@ _HOMES = {
     "policy": "serve",
     "record": "serve.torch.recording",
     "refresh": "serve",
+    "scaled_grouped_mm": "serve",
     "scaled_mm": "serve",
     "tune": "tuning.tuner",
     "unpatch": "serve.torch.takeover",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -12,14 +12,16 @@ import torch
 import tunegemm
 from tunegemm.generate import grouped as kernels
 from tunegemm.generate.grouped import GroupedKernel
-from tunegemm.model.grouped import kinds, listed
+from tunegemm.model.grouped import choose, kinds, listed
 from tunegemm.serve import grouped
 from tunegemm.store import packing
 
 pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
-POISON = 777.0
+DTYPES = {"bf16": BF16, "fp16": torch.float16, "fp8_e4m3": torch.float8_e4m3fn}
+POISON = 776.0
+"""What all types of output hold."""
 #: Rows of each group, N and K. Tiles end inside groups, and hang over N and K.
 DIVISIONS: dict[str, tuple[list[int], int, int]] = {
     "exact": ([256, 256], 256, 128),
@@ -53,15 +55,17 @@ def loaded() -> dict[str, GroupedKernel]:
     return of_kind("bf16") | of_kind("gated") | of_kind("n_major")
 
 
-def operands(sizes: list[int], n: int, k: int, extra: int = 0) -> tuple[torch.Tensor, ...]:
+def operands(
+    sizes: list[int], n: int, k: int, extra: int = 0, dtype: torch.dtype = BF16
+) -> tuple[torch.Tensor, ...]:
     """a, the weights, the groups' ends and a bias for each; `extra` rows behind the last group are NaN."""
     torch.manual_seed(0)
     rows = sum(sizes)
-    a = torch.randn(rows + extra, k, device="cuda", dtype=BF16)
+    a = torch.randn(rows + extra, k, device="cuda")
     a[rows:] = float("nan")
-    weights = torch.randn(len(sizes), n, k, device="cuda", dtype=BF16) * k**-0.5
+    a, weights = a.to(dtype), (torch.randn(len(sizes), n, k, device="cuda") * k**-0.5).to(dtype)
     ends = torch.tensor(sizes, device="cuda").cumsum(0).to(torch.int32)
-    return a, weights, ends, torch.randn(len(sizes), n, device="cuda", dtype=BF16)
+    return a, weights, ends, torch.randn(len(sizes), n, device="cuda").to(dtype)
 
 
 def expected(
@@ -76,6 +80,19 @@ def expected(
         parts.append(part)
         first += size
     return torch.cat(parts)
+
+
+def scaled(product: torch.Tensor, sizes: list[int], scale_a: Any, scale_b: Any) -> torch.Tensor:
+    """A product with a scale for each row, and of each group for each column."""
+    group = torch.tensor([g for g, size in enumerate(sizes) for _ in range(size)], device="cuda").long()
+    return product * scale_a[: len(group), None] * scale_b[group]
+
+
+def ones(kernel: GroupedKernel, groups: int, n: int, rows: int) -> tuple[Any, Any]:
+    """What stands for the bias, and the rows' scales, of kernels that have to have them."""
+    if not kernel.config.fused.scales:
+        return None, None
+    return torch.ones(groups, n, device="cuda"), torch.ones(rows, device="cuda")
 
 
 def as_config(weights: torch.Tensor, kernel: GroupedKernel) -> torch.Tensor:
@@ -95,18 +112,27 @@ def test_each_kernel_is_right_and_writes_no_other_rows(kind: str, name: str) -> 
     sizes, n, k = DIVISIONS[name]
     rows = sum(sizes)
     for label, kernel in of_kind(kind).items():
-        gate = kernel.config.fused.gate if kernel.config.fused.gated else None
-        a, weights, ends, bias = operands(sizes, n * (1 if gate is None else 2), k, extra=37)
-        weights = as_config(weights, kernel)
+        config, dtype = kernel.config, DTYPES[kernel.config.in_dtype]
+        gate = config.fused.gate if config.fused.gated else None
+        a, weights, ends, bias = operands(sizes, n * (1 if gate is None else 2), k, 37, dtype)
+        weights, scales = as_config(weights, kernel), None
+        if config.fused.scales:
+            scales, bias = torch.rand(a.shape[0], device="cuda") + 0.5, bias.float().abs() + 0.5
         for blocks, given, swizzle, turns in (
             (132, None, 8, False), (7, bias, 1, True), (132, bias, 3, False), (132, None, 2, True),
         ):  # fmt: skip
-            memory = torch.full((32 + a.shape[0] + 32, n), POISON, device="cuda", dtype=BF16)
+            if scales is not None and given is None:
+                continue
+            memory = torch.full((32 + a.shape[0] + 32, n), POISON, device="cuda").to(DTYPES[config.out_dtype])
             out = memory[32:-32]
             kernel.launch(
-                a, weights, out, ends, given, blocks=blocks, swizzle_size=swizzle, interleaved=turns
-            )
-            reference = expected(sizes, a, weights, given, gate, turns)
+                a, weights, out, ends, given,
+                blocks=blocks, swizzle_size=swizzle, interleaved=turns, scales=scales,
+            )  # fmt: skip
+            if scales is None:
+                reference = expected(sizes, a, weights, given, gate, turns)
+            else:
+                reference = scaled(expected(sizes, a, weights), sizes, scales, given)
             assert error(out[:rows], reference) < 4e-3, (label, blocks, turns)
             assert bool((memory[:32] == POISON).all()) and bool((memory[32 + rows :] == POISON).all()), label
 
@@ -116,9 +142,14 @@ def test_no_offsets_make_a_kernel_write_outside(kind: str) -> None:
     for ends in ([80, 40, 120], [-5, 30, 2**31 - 1], [2**31 - 1, -(2**31), 7], [200, 300, 400], [-1, -2, -3]):
         given = torch.tensor(ends, device="cuda", dtype=torch.int32)
         for label, kernel in of_kind(kind).items():
-            a, weights, _, _ = operands([40, 40, 40], 256 if kernel.config.fused.gated else 128, 128)
-            memory = torch.full((32 + 120 + 32, 128), POISON, device="cuda", dtype=BF16)
-            kernel.launch(a, as_config(weights, kernel), memory[32:-32], given, blocks=132)
+            config = kernel.config
+            a, weights, _, _ = operands(
+                [40, 40, 40], 256 if config.fused.gated else 128, 128, dtype=DTYPES[config.in_dtype]
+            )
+            memory = torch.full((32 + 120 + 32, 128), POISON, device="cuda").to(DTYPES[config.out_dtype])
+            bias, scales = ones(kernel, 3, 128, 120)
+            weights = as_config(weights, kernel)
+            kernel.launch(a, weights, memory[32:-32], given, bias, blocks=132, scales=scales)
             outside = torch.cat((memory[:32], memory[-32:]))
             assert bool((outside == POISON).all()), (label, ends)
 
@@ -135,20 +166,22 @@ def test_many_divisions_are_exact(thorough: bool, kind: str) -> None:
     number = torch.arange(rows, device="cuda", dtype=torch.int32)
     wrong = torch.zeros((), device="cuda", dtype=torch.int64)
     for label, kernel in of_kind(kind).items():
-        fused = kernel.config.fused
-        a, weights = whole_a.to(BF16), whole_weights.to(BF16)
+        fused, dtype = kernel.config.fused, DTYPES[kernel.config.in_dtype]
+        out_dtype = DTYPES[kernel.config.out_dtype]
+        a, weights = whole_a.to(dtype), whole_weights.to(dtype)
         sums = torch.einsum("rk,gnk->grn", a.float(), weights.float())
         bound = 0.0
         if fused.gated:
-            products, bound = fused.gate(sums[..., :n], sums[..., n:]).to(BF16), 2.0**-7
+            products, bound = fused.gate(sums[..., :n], sums[..., n:]).to(out_dtype), 2.0**-7
         else:
-            products, weights = sums[..., :n].to(BF16), weights[:, :n]
+            products, weights = sums[..., :n].to(out_dtype), weights[:, :n]
+        bias, scales = ones(kernel, groups, n, rows)
         weights = as_config(weights, kernel)
         for _ in range(20000 if thorough else 400 if kind == "bf16" else 60):
             share = torch.rand(groups, device="cuda") ** torch.randint(1, 9, (1,), device="cuda")
             ends = (share.cumsum(0) / share.sum() * rows).round().to(torch.int32).clamp_(max=rows)
-            out = torch.full((rows, n), POISON, device="cuda", dtype=BF16)
-            kernel.launch(a, weights, out, ends, blocks=132)
+            out = torch.full((rows, n), POISON, device="cuda", dtype=out_dtype)
+            kernel.launch(a, weights, out, ends, bias, blocks=132, scales=scales)
             of_row = torch.searchsorted(ends, number, right=True)
             right = products[of_row.clamp(max=groups - 1), number.long()]
             right = torch.where((of_row < groups)[:, None], right, POISON)
@@ -165,6 +198,14 @@ def only_ours(loaded: dict[str, GroupedKernel], monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("torch's grouped product")
 
     monkeypatch.setattr(grouped, "by_torch", refuse)
+
+
+@pytest.fixture
+def every_kind(only_ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kinds that are not served yet are, too."""
+    for kind in kinds():
+        packing.provide_grouped(kind)
+    monkeypatch.setattr(grouped, "choose", partial(choose, every=True))
 
 
 @pytest.mark.usefixtures("only_ours")
@@ -184,6 +225,37 @@ def test_calls_with_n_contiguous_are_served(rows: int) -> None:
     a, weights, ends, bias = operands(sizes, 512, 256)
     result = tunegemm.grouped_mm(a, weights.mT.contiguous(), offs=ends, bias=bias)
     assert error(result, expected(sizes, a, weights, bias)) < 4e-3
+
+
+@pytest.mark.usefixtures("every_kind")
+@pytest.mark.parametrize("rows", [1, 16, 300, 1200])
+def test_calls_of_fp16_are_served(rows: int) -> None:
+    sizes = [rows // 3, 0, rows - rows // 3, 0]
+    a, weights, ends, bias = operands(sizes, 512, 256, dtype=torch.float16)
+    result = tunegemm.grouped_mm(a, weights.mT, offs=ends, bias=bias)
+    assert result.dtype is torch.float16 and error(result, expected(sizes, a, weights, bias)) < 4e-3
+
+
+@pytest.mark.usefixtures("every_kind")
+@pytest.mark.parametrize("rows", [1, 16, 300, 1200])
+def test_calls_of_fp8_are_served_as_torchs(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    sizes = [rows // 3, 0, rows - rows // 3, 0]
+    a, weights, ends, _ = operands(sizes, 512, 256, dtype=torch.float8_e4m3fn)
+    scale_a, scale_b = torch.rand(rows, device="cuda") + 0.5, torch.rand(4, 512, device="cuda") + 0.5
+    arguments = a, weights.mT, scale_a, scale_b
+    words: dict[str, Any] = {"offs": ends, "out_dtype": BF16, "use_fast_accum": True}
+    theirs = torch._scaled_grouped_mm(*arguments, **words)
+    with tunegemm.enable():
+        taken_over = torch._scaled_grouped_mm(*arguments, **words)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("torch's grouped product")
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", refuse)
+    result = tunegemm.scaled_grouped_mm(*arguments, **words)
+    reference = scaled(expected(sizes, a, weights), sizes, scale_a, scale_b)
+    for found in (result, taken_over, theirs):
+        assert error(found, reference) < 4e-3
 
 
 @pytest.mark.usefixtures("only_ours")

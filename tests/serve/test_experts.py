@@ -125,9 +125,9 @@ def test_kernels_take_the_gate_too(loops: Loops) -> None:
         assert loops.calls == [(rows, EXPERTS, 2 * INNER, HIDDEN, "swiglu"), (rows, EXPERTS, HIDDEN, INNER)]
     loops.calls.clear()
     given["index"][0] = EXPERTS  # rows that no kernel writes
-    result = tunegemm.experts(**given, elsewhere=True, activation="gelu_tanh")
+    result = tunegemm.experts(**given, elsewhere=True)
     assert not bool(result[0].any()) and bool(result.isfinite().all())
-    assert [call[4:] for call in loops.calls] == [("geglu_tanh",), ()]
+    assert [call[4:] for call in loops.calls] == [("swiglu",), ()]
 
 
 def test_compiled_code_has_the_gated_product_as_an_operator(loops: Loops) -> None:
@@ -140,7 +140,7 @@ def test_compiled_code_has_the_gated_product_as_an_operator(loops: Loops) -> Non
         torch.testing.assert_close(result.float(), by_loops(**given), rtol=5e-2, atol=3e-2)
         assert [call[4:] for call in loops.calls] == [("swiglu",), ()]
     rows, ends = given["x"], torch.tensor([2, 4, 4, 7, 11, 11], dtype=torch.int32)
-    arguments = rows, given["gate_up"].mT, ends, None, "geglu", True
+    arguments = rows, given["gate_up"].mT, ends, None, "swiglu", True
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.tunegemm.gated_grouped_mm.default, arguments, test_utils=tests)
     served = torch.ops.tunegemm.gated_grouped_mm(*arguments)

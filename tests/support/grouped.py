@@ -26,15 +26,19 @@ class Loops:
 
     def __call__(
         self, fused: Epilogue, a: Any, weights: Any, out: Any, offs: Any, bias: Any = None, *,
-        interleaved: bool,
+        interleaved: bool, scales: Any = None,
     ) -> None:  # fmt: skip
         assert 1 in weights.stride()[1:] and (bias is None or bias.ndim == 2)
+        assert (scales is not None) == fused.scales
         self.calls.append((a.shape[0], *weights.shape, *fused.steps))
         first = 0
         for group, end in enumerate(offs.tolist()):
             if end > first:
                 rows = a[first:end].float() @ weights[group].float().t()
-                rows = rows if bias is None else rows + bias[group].float()
+                if fused.scales:
+                    rows = rows * scales[first:end, None] * bias[group]
+                elif bias is not None:
+                    rows = rows + bias[group].float()
                 if fused.gated:
                     halves = (rows[:, 0::2], rows[:, 1::2]) if interleaved else rows.chunk(2, dim=1)
                     rows = fused.gate(*halves)

@@ -22,8 +22,9 @@ from tunegemm.serve.api import (
 )
 from tunegemm.serve.gated_experts import experts
 from tunegemm.serve.grouped import grouped_mm
+from tunegemm.serve.scaled_groups import scaled_grouped_mm
 
 __all__ = [
     "addmm", "baddbmm", "bmm", "experts", "gated_linear", "grouped_mm", "interleave", "linear", "matmul",
-    "mm", "policy", "refresh", "scaled_mm",
+    "mm", "policy", "refresh", "scaled_grouped_mm", "scaled_mm",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from tunegemm.describe.device import find_device
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmError, one_line
 from tunegemm.generate import grouped as kernels
 from tunegemm.generate.grouped import GroupedKernel
-from tunegemm.model.grouped import GroupedChoice, choose
+from tunegemm.model.grouped import FP8, GroupedChoice, choose
 from tunegemm.serve import api
 from tunegemm.serve.background import BackgroundCompiler, make_pool
 from tunegemm.serve.guards import (
@@ -37,10 +37,10 @@ from tunegemm.serve.torch.autograd import PLAIN
 from tunegemm.serve.torch.fx import node_of, rank
 from tunegemm.store import packs
 
-#: Bytes of an element.
-_ELEMENT = 2
+#: What kernels multiply, as the table names it.
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: FP8}
 #: Launches into an output: of a, the weights as (groups, N, K), the output, the groups' ends, the bias, and
-#: whether gate and up are interleaved.
+#: whether gate and up are interleaved; of fp8 products scales of a's rows, and in the bias' place of b's.
 Launch = Callable[..., None]
 
 
@@ -140,8 +140,12 @@ class Groups:
         bias: Any,
         gate: str = "",
         interleaved: bool = False,
+        scales: Any = None,
     ) -> torch.Tensor | None:
-        """The same without a look at gradients: for calls below autograd."""
+        """The same without a look at gradients: for calls below autograd.
+
+        scales: of rows of fp8; those of b's columns are then in the place of bias.
+        """
         state = api.dispatcher.planner.state
         if state is not self._state:  # by `refresh`, another policy, a fork
             self._state, self._plans, self._launches = state, {}, {}
@@ -152,17 +156,20 @@ class Groups:
         )  # fmt: skip
         if bias is not None:
             key += (bias.shape, bias.stride(), bias.dtype, bias.device)
+        if scales is not None:
+            key += (scales.shape, scales.stride(), scales.dtype, scales.device)
         plan = self._plans.get(key)
         if plan is None or time.monotonic() > plan.again:
-            plan = self._make_plan(key, a, b, offs, bias, gate)
+            plan = self._make_plan(key, a, b, offs, bias, gate, scales)
         if plan.launch is None or any(map(is_lazy, (a, b) if bias is None else (a, b, bias))):
             return None
         weights = b.mT
-        result = a.new_empty((a.shape[0], weights.shape[1] // (2 if gate else 1)))
+        dtype = a.dtype if scales is None else torch.bfloat16
+        result = a.new_empty((a.shape[0], weights.shape[1] // (2 if gate else 1)), dtype=dtype)
         if bias is not None and bias.ndim == 1:
             bias = bias.expand(weights.shape[:2])
         try:
-            plan.launch(a, weights, result, offs, bias, interleaved=interleaved)
+            plan.launch(a, weights, result, offs, bias, interleaved=interleaved, scales=scales)
         except (RuntimeError, ValueError) as error:
             if capturing(a.device):
                 raise
@@ -174,9 +181,11 @@ class Groups:
             return None
         return result
 
-    def _make_plan(self, key: Hashable, a: Any, b: Any, offs: Any, bias: Any, gate: str) -> _Plan:
+    def _make_plan(
+        self, key: Hashable, a: Any, b: Any, offs: Any, bias: Any, gate: str, scales: Any
+    ) -> _Plan:
         planner = api.dispatcher.planner
-        if planner.is_off or not fits(a, b, offs, bias, planner.device_type, gated=bool(gate)):
+        if planner.is_off or not fits(a, b, offs, bias, planner.device_type, gated=bool(gate), scales=scales):
             plan = _TORCHS
         elif torch.cuda._is_in_bad_fork() or capturing(a.device):
             return _TORCHS  # not kept: a kernel is not loaded now
@@ -194,7 +203,7 @@ class Groups:
         try:
             extents = b.shape[0], b.shape[2], b.shape[1], a.shape[0]
             major = "k" if b.stride(1) == 1 else "n"
-            choice = choose(*extents, gate=gate, major=major)
+            choice = choose(*extents, dtype=_DTYPES[a.dtype], gate=gate, major=major)
             if choice is None:
                 return _TORCHS
             place = choice, a.device.index or 0
@@ -253,14 +262,26 @@ def fits(
     device_type: str = "cuda",
     *,
     gated: bool = False,
+    scales: Any = None,
 ) -> bool:
     """Whether kernels read these operands as they lie, but for their addresses."""
     if not (a.ndim == 2 and b.ndim == 3 and offs.ndim == 1 and a.device.type == device_type):
         return False
     rows, k = a.shape
     count, n = b.shape[0], b.shape[2]
+    if (a.dtype is torch.float8_e4m3fn) != (scales is not None and bias is not None):
+        return False
+    if scales is not None and not (
+        scales.dtype is torch.float32
+        and scales.device == a.device
+        and scales.shape == (rows,)
+        and scales.is_contiguous()
+        and bias.shape == (count, n)
+        and b.stride(1) == 1
+    ):
+        return False
     if bias is not None and not (
-        bias.dtype is torch.bfloat16
+        bias.dtype is (a.dtype if scales is None else torch.float32)
         and bias.device == a.device
         and (bias.shape == (n,) or (bias.shape == (count, n) and bias.stride(0) >= 0))
         and bias.stride(-1) == 1
@@ -268,20 +289,22 @@ def fits(
         return False
     step, across, along = b.stride()
     return (
-        a.dtype is torch.bfloat16
-        and b.dtype is torch.bfloat16
+        a.dtype in _DTYPES
+        and b.dtype is a.dtype
         and offs.dtype is torch.int32
         and a.device == b.device == offs.device
         and b.shape[1] == k
         and offs.shape == (count,)
         and (offs.stride(0) == 1 or count == 1)
         and 0 not in (rows, k, count, n)
-        and n % (16 if gated else 8) == 0
+        and n % (16 if gated or scales is not None else 8) == 0
         and a.stride(1) == 1
         and a.stride(0) >= k
         and (across == 1 and along >= k and step >= n * along)
         | (along == 1 and across >= n and step >= k * across and not gated)
-        and not any(stride * _ELEMENT % ALIGNMENT for stride in (a.stride(0), max(across, along), step))
+        and not any(
+            stride * a.element_size() % ALIGNMENT for stride in (a.stride(0), max(across, along), step)
+        )
         and max(rows, k, n, count) < 2**31
     )
 

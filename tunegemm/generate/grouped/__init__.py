@@ -61,7 +61,7 @@ def compile(key: Mapping[str, str | int | bool], out: Path) -> Resources:
 
         return Gemm(config)
 
-    return compile_object(make, 3, str(key["target"]), out, addresses=2)
+    return compile_object(make, 3, str(key["target"]), out, addresses=3)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class GroupedKernel:
 
     def launch(
         self, a: Any, weights: Any, out: Any, offsets: Any, bias: Any = None, *,
-        interleaved: bool = False, blocks: int, swizzle_size: int = 8, l2_hint: int = 0,
+        scales: Any = None, interleaved: bool = False, blocks: int, swizzle_size: int = 8, l2_hint: int = 0,
     ) -> None:  # fmt: skip
         """out[r] = a[r] weights[g]^T + bias[g] for the rows r of each group g; gated if the kernel is.
 
@@ -86,6 +86,7 @@ class GroupedKernel:
         offsets: int32 (E). bias: (E, N), its columns contiguous.
         With a gate weights are (E, 2 N, K), the rows of gate before those of up, or `interleaved`: a row of
         either in turns; bias is as they are.
+        scales: of a kernel with scales, fp32 (rows); bias are then those of the weights' rows, fp32.
         blocks: the grid, at most as many as are resident. swizzle_size: tiles of rows that share weights.
         l2_hint: 1 where lines of the weights are to leave the L2 first.
         """
@@ -101,5 +102,6 @@ class GroupedKernel:
             weights.data_ptr(), a.data_ptr(), out.data_ptr(), n, a.shape[0], k, groups, row_stride,
             a.stride(0), out.stride(0), weights.stride(0), 0 if bias is None else bias.stride(0), up_stride,
             swizzle_size, blocks, l2_hint, offsets.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            0 if scales is None else scales.data_ptr(),
             current_stream(a.device.index),
         )  # fmt: skip

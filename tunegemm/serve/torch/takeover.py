@@ -12,7 +12,7 @@ import torch
 from tunegemm.choose.operators import OPERATORS
 from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
-from tunegemm.serve import api, grouped
+from tunegemm.serve import api, grouped, scaled_groups
 from tunegemm.serve.forms import BELOW_AUTOGRAD, form_of
 from tunegemm.serve.guards import deterministic, tf32_allowed
 from tunegemm.serve.library import addmm_steps, call_of, is_sum
@@ -61,7 +61,7 @@ def enable() -> Takeover:
 
     This holds for the whole process: for ``torch.mm``, ``matmul``, ``@``, ``bmm``, ``einsum``, ``addmm``,
     ``baddbmm``, ``nn.Linear``, ``torch._scaled_mm``, ``torch.nn.functional.scaled_mm``, ``_int_mm`` and
-    ``torch.nn.functional.grouped_mm``, whose kernels need no record, eager,
+    ``torch.nn.functional.grouped_mm`` and ``torch._scaled_grouped_mm``, whose kernels need no record, eager,
     under autograd (all three products) and autocast, in the output of torch.compile, and in CUDA graphs
     captured meanwhile. A block ``with tunegemm.enable():`` ends with itself, a call with `disable`. Blocks
     may be nested.
@@ -212,8 +212,19 @@ def _grouping(kernel: Any) -> Callable[..., Any]:
     return serve
 
 
+def _scaled_grouping(kernel: Any) -> Callable[..., Any]:
+    """For ``_scaled_grouped_mm``."""
+
+    def serve(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+        result = scaled_groups.below_autograd(*arguments, **keywords)
+        return kernel.call_boxed(keyset, *arguments, **keywords) if result is None else result
+
+    return serve
+
+
 _SERVED = {name: _serving(name) for name, operator in OPERATORS.items() if operator.served} | {
     "_grouped_mm": _grouping,
+    "_scaled_grouped_mm": _scaled_grouping,
 }
 
 

@@ -38,10 +38,12 @@ class Epilogue:
     """Address of D."""
     ldd: Int64
     bias: Int64
-    """Address of the bias; 0 without one."""
+    """Address of the bias, or of scales in its place, fp32, a value for each column of a group; 0 without."""
     bias_stride: Int64
     alternates: Int32
     """1 where rows of gate and up alternate in the weights, and so in the bias."""
+    scales: Int64
+    """Address of the rows' scales, fp32."""
     group: Int32
     """Which of the consumer warpgroups this is."""
     thread: Int32
@@ -56,15 +58,16 @@ class Epilogue:
     @cute.jit
     def bias_of(self, place):
         """What is added to this thread's two columns of each part of a tile, or to its column's gate and up;
-        zeros without a bias.
+        or what scales them. Zeros without a bias.
         """
         atoms, gated = self.config.atoms_per_warpgroup, const_expr(self.config.fused.gated)
         values = cute.make_rmem_tensor(2 * atoms, Float32)
         values.fill(0.0)
+        dtype = Float32 if self.config.fused.scales else self.out
+        bytes_each = dtype.width // 8
         if self.bias != 0:
-            bytes_each = const_expr(self.out.width // 8)
             address = self.bias + Int64(place.group) * self.bias_stride * bytes_each
-            pointer = cute.make_ptr(self.out, address, cute.AddressSpace.gmem, assumed_align=bytes_each)
+            pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=bytes_each)
             vector = cute.make_tensor(pointer, cute.make_layout(2**31 - 1))
             for half in cutlass.range_constexpr(2 * atoms):
                 first = self.column_of(place, half // 2)
@@ -108,6 +111,11 @@ class Epilogue:
                         fragment[value] = sums[source] + bias[2 * atom]
                         up[value] = sums[source + 2] + bias[2 * atom + 1]
                     fragment.store(config.fused.gate(fragment.load(), up.load()))
+                elif const_expr(config.fused.scales):
+                    scales = self.scales_of(place, subtile)
+                    for value in cutlass.range_constexpr(values):
+                        scale = bias[2 * atom + value // 2 % 2] * scales[value // 4 * 2 + value % 2]
+                        fragment[value] = sums[index * values + value] * scale
                 else:
                     for value in cutlass.range_constexpr(values):
                         fragment[value] = sums[index * values + value] + bias[2 * atom + value // 2 % 2]
@@ -120,6 +128,17 @@ class Epilogue:
                 self.store_rows(place, atom, subtile, buffer)
                 turn = 1 - turn
         return turn
+
+    @cute.jit
+    def scales_of(self, place, subtile: cutlass.Constexpr):
+        """The scales of this thread's rows of a subtile, two of each 8; behind the last row that one's."""
+        pointer = cute.make_ptr(Float32, self.scales, cute.AddressSpace.gmem, assumed_align=4)
+        vector = cute.make_tensor(pointer, cute.make_layout(2**31 - 1))
+        values = cute.make_rmem_tensor(self.config.epi_n // 4, Float32)
+        for value in cutlass.range_constexpr(self.config.epi_n // 4):
+            row = subtile * self.config.epi_n + value // 2 * 8 + self.thread % 4 * 2 + value % 2
+            values[value] = vector[place.row + cutlass.min(row, place.rows - 1)]
+        return values
 
     @cute.jit
     def store_rows(self, place, atom: cutlass.Constexpr, subtile: cutlass.Constexpr, buffer):

@@ -66,7 +66,9 @@ class Arguments(NamedTuple):
     offsets_address: Int64
     """The groups' ends, int32."""
     bias_address: Int64
-    """(E, N), as B's rows; 0 without."""
+    """(E, N), as B's rows; or scales in its place, fp32; 0 without either."""
+    scales_address: Int64
+    """Of A's rows, fp32; 0 without."""
 
 
 class Gemm:
@@ -123,7 +125,8 @@ class Gemm:
         if given.up_stride < given.weights_stride:
             alternates = Int32(1)
         out = (
-            given.n, given.out_address, given.out_stride, given.bias_address, given.bias_stride, alternates
+            given.n, given.out_address, given.out_stride, given.bias_address, given.bias_stride, alternates,
+            given.scales_address,
         )  # fmt: skip
 
         self.kernel(

@@ -1,0 +1,79 @@
+"""`scaled_grouped_mm`: `grouped_mm` of fp8, with a scale for each row of a and each column of each group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tunegemm.serve import grouped
+from tunegemm.serve.guards import deterministic, dispatch_modes, functorch_level, tracing
+from tunegemm.serve.torch.autograd import PLAIN
+
+
+def scaled_grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    *,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """Products of groups of fp8, with the meaning of ``torch._scaled_grouped_mm``.
+
+    For a (rows, k) and b (groups, k, n), k contiguous in both, row r of the result is
+    ``(a[r].float() @ b[g].float()) * scale_a[r] * scale_b[g]``, where g is the group that r is in, as for
+    `grouped_mm`. scale_a: fp32 (rows). scale_b: fp32 (groups, n).
+
+    Our kernels serve float8_e4m3fn on Hopper with ``use_fast_accum=True`` and `out_dtype` bf16: sums are the
+    tensor cores' own. All else is torch's call with the arguments that were given. While torch.compile
+    traces, it is torch's operator, which `enable` serves when it runs. Raises what torch raises.
+    """
+    words = offs, bias, scale_result, out_dtype, use_fast_accum
+    if not torch.compiler.is_compiling():
+        tensors = a, b, scale_a, scale_b, offs
+        plain = all(type(each) in PLAIN for each in tensors)
+        if plain and not (dispatch_modes() or functorch_level() is not None or tracing()):
+            result = below_autograd(a, b, scale_a, scale_b, *words)
+            if result is not None:
+                return result
+    return torch._scaled_grouped_mm(
+        a,
+        b,
+        scale_a,
+        scale_b,
+        offs=offs,
+        bias=bias,
+        scale_result=scale_result,
+        out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+    )
+
+
+def below_autograd(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: Any = None,
+    scale_result: Any = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor | None:
+    """The product, by a kernel; None where torch is to compute it."""
+    if (
+        offs is None
+        or bias is not None
+        or scale_result is not None
+        or out_dtype is not torch.bfloat16
+        or not use_fast_accum
+        or deterministic()
+        or any(scale.requires_grad for scale in (scale_a, scale_b))
+    ):
+        return None
+    return grouped.groups.below_autograd(a, b, offs, scale_b, scales=scale_a)
