@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import tunegemm
+from tests.support.forks import Forks
 
 PACKAGE = Path(tunegemm.__file__).parent
 
@@ -219,9 +221,13 @@ def test_import_is_cheap() -> None:
     assert not loaded & {"tunegemm.generate", "tunegemm.tuning", "tunegemm.cli"}
 
 
-def test_dispatch_leaves_tuning_out() -> None:
+def test_dispatch_leaves_tuning_out(forks: Forks) -> None:
     """The hot path of `tunegemm.matmul` knows neither search nor SQL; only torch is loaded."""
-    loaded = loaded_after("import tunegemm; tunegemm.matmul")
+    run = forks.run(
+        "import tunegemm; tunegemm.matmul; import sys; print(*sorted(sys.modules))", env=os.environ
+    )
+    loaded = set(run.stdout.split())
+    assert "tunegemm.serve.api" in loaded, run.stderr
     assert loaded & {"optuna", "sqlalchemy", "alembic", "pandas", "typer"} == set()
     assert not loaded & {"tunegemm.search", "tunegemm.tuning", "tunegemm.cli"}
 

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -14,9 +14,12 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.support.forks import Forks
 from tests.support.processes import ROOT, environment
 from tunegemm.errors import ExtraError, TunegemmError
 from tunegemm.extras import EXTRAS, lack, named, require
+
+Run = Callable[[str], subprocess.CompletedProcess[str]]
 
 #: What pip installs of each engine; see the files.
 ENGINES = {path.stem: path for path in sorted((ROOT / "tests" / "data" / "engines").glob("*.txt"))}
@@ -29,6 +32,8 @@ class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in self.names:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+for name in [name for name in sys.modules if name.partition(".")[0] in Blocker.names]:  # torch has some
+    del sys.modules[name]
 sys.meta_path.insert(0, Blocker())
 """
 
@@ -79,20 +84,21 @@ print(served)
 """
 
 
-def run(code: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    own = environment(TUNEGEMM_DB="", HOME=str(folder), XDG_DATA_HOME=str(folder / "data"), **variables)
-    command = [sys.executable, "-c", _BLOCKED + code]
-    return subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=170)
+@pytest.fixture
+def run(forks: Forks, tmp_path: Path) -> Run:
+    """Runs a program on a host without the extras, in a folder that is its home."""
+    own = environment(TUNEGEMM_DB="", HOME=str(tmp_path), XDG_DATA_HOME=str(tmp_path / "data"))
+    return lambda code: forks.run(_BLOCKED + code, env=own, cwd=tmp_path)
 
 
-def test_a_host_without_extras_serves(tmp_path: Path) -> None:
-    done = run(_SERVES, tmp_path)
+def test_a_host_without_extras_serves(run: Run, tmp_path: Path) -> None:
+    done = run(_SERVES)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("cute_sm90") >= 4, done.stdout  # the record's kernel, not torch's product
     assert (tmp_path / "shapes.json").exists()
 
 
-def test_what_is_missing_is_named_with_its_extra(tmp_path: Path) -> None:
+def test_what_is_missing_is_named_with_its_extra(run: Run) -> None:
     done = run(
         """
 import tunegemm
@@ -104,8 +110,7 @@ for call in (lambda: tunegemm.tune("64x64x64", device="model:h200"), lambda: tun
         print(error)
 from tunegemm.cli import main
 main()
-""",
-        tmp_path,
+"""
     )
     remedy = "is not installed; pip install 'tunegemm[tune]' brings it"
     assert done.stdout.splitlines() == ["explain", f"alembic {remedy}", f"sqlalchemy {remedy}"], done.stderr
@@ -115,14 +120,14 @@ main()
     assert done.returncode == 2
 
 
-def test_a_database_on_a_server_is_a_warning(tmp_path: Path) -> None:
+def test_a_database_on_a_server_is_a_warning(run: Run) -> None:
     asked = "from tunegemm.store.layers import read_lookups; print(*read_lookups()[2])"
-    done = run(f"import os; os.environ['TUNEGEMM_DB'] = 'postgresql://host/name'; {asked}", tmp_path)
+    done = run(f"import os; os.environ['TUNEGEMM_DB'] = 'postgresql://host/name'; {asked}")
     assert "tunegemm[tune]" in done.stdout, done.stderr
     assert len(done.stdout.splitlines()) == 1
 
 
-def test_online_tuning_says_what_it_lacks(tmp_path: Path) -> None:
+def test_online_tuning_says_what_it_lacks(run: Run) -> None:
     done = run(
         """
 from tunegemm.describe.device import find_device
@@ -132,14 +137,13 @@ online = OnlineTuning(wait=lambda device: True)
 online.later(Problem(64, 64, 64), find_device("model:h200"), (), lambda _, warning: print(warning))
 while not online.is_idle:
     pass
-""",
-        tmp_path,
+"""
     )
     assert done.stdout.startswith("tuning online failed") and "'tunegemm[tune]'" in done.stdout, done
 
 
 @pytest.mark.slow  # starts the command three times
-def test_commands_that_need_more_say_so_in_one_line(tmp_path: Path) -> None:
+def test_commands_that_need_more_say_so_in_one_line(run: Run) -> None:
     """With the command line alone, as a host that serves may have it."""
     code = """
 for names in {names}:
@@ -149,19 +153,16 @@ sys.argv = ["tunegemm", *{words}]
 main()
 """
     names = [*EXTRAS["cli"], "click"]
-    done = run(
-        code.format(names=names, words=["tune", "--shape", "64x64x64", "--device", "model:h200"]), tmp_path
-    )
+    done = run(code.format(names=names, words=["tune", "--shape", "64x64x64", "--device", "model:h200"]))
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.splitlines() == [
         "tunegemm: sqlalchemy is not installed; pip install 'tunegemm[tune]' brings it"
     ]
     done = run(
-        code.format(names=names, words=["explain", "--shape", "512x6144x4096", "--device", "model:h200"]),
-        tmp_path,
+        code.format(names=names, words=["explain", "--shape", "512x6144x4096", "--device", "model:h200"])
     )
     assert done.returncode == 0, done.stderr
-    done = run(code.format(names=names, words=["doctor"]), tmp_path)
+    done = run(code.format(names=names, words=["doctor"]))
     assert "tunegemm[tune]" in done.stdout and "Traceback" not in done.stderr, done
 
 

@@ -37,17 +37,12 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | Non
     return become
 
 
-def test_keys_name_the_build_that_compiles() -> None:
-    code = "import sys, cutlass; print(sys.modules['cutlass._mlir._mlir_libs._cutlass_ir'].__file__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
-    assert done.returncode == 0, done.stderr
-    build = Path(done.stdout.strip()).name.split(".")[1]
-    assert key()["cutlass_dsl"] == f"{package_version('nvidia-cutlass-dsl')}+{build}"
-
-
-def test_the_dsl_looks_up_no_source_lines_while_it_compiles() -> None:
-    """Its switch is there and obeys: where another version has none, compiling takes half as long again."""
+@pytest.fixture(scope="module")
+def said() -> list[str]:
+    """By a process that has the DSL: the file of its build, and its switch while it compiles and later."""
     code = """
+import sys, cutlass
+print(sys.modules["cutlass._mlir._mlir_libs._cutlass_ir"].__file__)
 from cutlass._mlir_helpers import op
 from cutlass.base_dsl import dsl
 from tunegemm.compile.cute_object import _without_locations
@@ -58,7 +53,18 @@ dsl._set_enable_frame_filtering(True)
 print(op._ENABLE_FRAME_FILTERING)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
-    assert done.stdout.split() == ["False", "True"], done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_keys_name_the_build_that_compiles(said: list[str]) -> None:
+    build = Path(said[0]).name.split(".")[1]
+    assert key()["cutlass_dsl"] == f"{package_version('nvidia-cutlass-dsl')}+{build}"
+
+
+def test_the_dsl_looks_up_no_source_lines_while_it_compiles(said: list[str]) -> None:
+    """Its switch is there and obeys: where another version has none, compiling takes half as long again."""
+    assert said[1:] == ["False", "True"]
 
 
 def test_a_worker_does_not_ask_the_driver_what_gpu_there_is(tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
 """The kernel that readers begin with compiles as written; tests/gpu/test_kernel_minimal.py runs it."""
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.forks import Forks
 from tests.support.minimal import compile_minimal
 from tunegemm.generate.cute_launch import load_function
 from tunegemm.generate.cute_sm90 import kernel_minimal
@@ -27,9 +27,11 @@ def test_it_fits_shared_memory() -> None:
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a GPU: tests/gpu/test_kernel_minimal.py runs it"
 )
-def test_without_a_gpu_it_says_so_in_one_line() -> None:
-    words = [sys.executable, "-m", "tunegemm.generate.cute_sm90.kernel_minimal"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+def test_without_a_gpu_it_says_so_in_one_line(forks: Forks) -> None:
+    program = (
+        "import runpy; runpy.run_module('tunegemm.generate.cute_sm90.kernel_minimal', run_name='__main__')"
+    )
+    done = forks.run(program, env=os.environ)
     assert done.returncode == 1 and not done.stdout
     assert done.stderr.splitlines() == [
         "kernel_minimal wants a Hopper GPU (compute capability 9.0), and there is none here"

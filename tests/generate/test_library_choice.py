@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from tests.support.forks import Forks
 from tests.support.processes import environment
 from tunegemm.describe.problem import Problem
 from tunegemm.generate.cublaslt import binding, names
@@ -64,13 +63,14 @@ def test_a_label_has_the_same_as_torch_has_rows_and_columns() -> None:
     assert parse_label("unknown: error") is None
 
 
-def test_before_torch_has_begun_on_a_gpu_nothing_is_known() -> None:
+def test_before_torch_has_begun_on_a_gpu_nothing_is_known(forks: Forks) -> None:
     program = (
         "from tunegemm.describe.problem import Problem\n"
         "from tunegemm.generate.cublaslt.choice import first_choice\n"
         "assert first_choice(Problem.parse('64x4096x4096'), 0) is None\n"
     )
-    subprocess.run([sys.executable, "-c", program], env=environment(), check=True, timeout=120)
+    run = forks.run(program, env=environment())
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.gpu

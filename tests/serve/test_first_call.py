@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import database as synthetic
+from tests.support.forks import Forks
 from tests.support.processes import environment
 from tests.support.stores import damage
 from tunegemm.compile import cute_object
@@ -93,16 +92,15 @@ print(json.dumps({"launched": len(launched), "seconds": seconds, "records": len(
 
 
 def test_a_first_call_imports_no_compiler_and_no_sqlalchemy(
-    artifact: Artifact, many_records: Path, folder: Path
+    artifact: Artifact, many_records: Path, folder: Path, forks: Forks
 ) -> None:
     """CPU time, which other processes do not lengthen much: 0.1 s, and twice that to compile bytecode."""
     variables = environment(
         TUNEGEMM_DB=str(many_records),
         TUNEGEMM_CACHE_DIR=str(folder / "cache"),
         XDG_DATA_HOME=str(folder / "none"),
-        PYTHONWARNINGS="error",
     )
-    done = subprocess.run([sys.executable, "-c", _FIRST_CALL], capture_output=True, text=True, env=variables)
+    done = forks.run(_FIRST_CALL, env=variables)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["launched"] == 1 and found["records"] > 10_000

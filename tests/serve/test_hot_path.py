@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import warnings
 from contextlib import suppress
@@ -289,18 +287,15 @@ def test_a_known_product_that_fails_to_launch_is_torchs(by_address):
     assert torch.equal(quietly(dispatcher.matmul, a, b), torch.matmul(a, b))
 
 
-def test_hot_path_imports_neither_search_nor_sqlalchemy():
+def test_hot_path_imports_neither_search_nor_sqlalchemy(forks):
     code = (
         "import sys, tunegemm.serve\n"
         "heavy = {'optuna', 'sqlalchemy', 'pandas', 'cutlass', 'tunegemm.search', "
         "'tunegemm.store.database'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
-    )
-    assert done.stdout.strip() == "[]"
+    done = forks.run(code, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_threads_agree_and_prepare_once(device, kernel):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 import time
 from contextlib import contextmanager
 
@@ -142,9 +141,10 @@ def test_the_budget_is_the_processs(monkeypatch, device):
     assert seconds[1:] == [15] and any("'much' is not a number of seconds" in words for words in said)
 
 
-def test_online_loads_the_search_when_it_is_needed_only():
+def test_online_loads_the_search_when_it_is_needed_only(forks):
     code = (
         "import sys, tunegemm.serve.online as online\n"
         "assert not {'optuna', 'sqlalchemy', 'tunegemm.tuning.tuner'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = forks.run(code, env=os.environ)
+    assert done.returncode == 0, done.stderr

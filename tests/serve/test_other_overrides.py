@@ -5,8 +5,7 @@ Theirs is what torch computes by then: it goes on, is counted, and may begin and
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -119,7 +118,7 @@ def test_enable_leaves_products_of_other_devices_and_layouts_to_torch(serve, ker
     assert torch.equal(sparse, a.float() @ b.float()) and not kernel.calls
 
 
-def test_both_forget_nothing_at_the_end_of_a_process():
+def test_both_forget_nothing_at_the_end_of_a_process(forks):
     """Whichever library goes first when the interpreter ends."""
     program = (
         "import torch, tunegemm, warnings; warnings.simplefilter('ignore');"
@@ -128,5 +127,5 @@ def test_both_forget_nothing_at_the_end_of_a_process():
         "other.impl('mm', lambda a, b: a @ b, 'Meta', allow_override=True);"
         "print(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).sum().item())"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    run = forks.run(program, env=os.environ)
     assert (run.returncode, run.stdout, run.stderr) == (0, "8.0\n", "")

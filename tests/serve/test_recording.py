@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -15,6 +13,8 @@ import torch
 from torch import nn
 
 import tunegemm
+from tests.support.forks import Forks
+from tests.support.processes import environment
 from tests.support.serving import serve_with
 from tunegemm.describe.workload import Product, Workload, demands
 from tunegemm.errors import WorkloadError
@@ -273,18 +273,19 @@ class TestScope:
 
 
 class TestFile:
-    def test_a_forked_child_leaves_the_file_alone(self, tmp_path: Path) -> None:
+    def test_a_forked_child_leaves_the_file_alone(self, forks: Forks, tmp_path: Path) -> None:
         path = tmp_path / "shapes.json"
         code = (
             "import os, sys, torch, tunegemm\n"
-            "with tunegemm.record(sys.argv[1]):\n"
+            "with tunegemm.record('shapes.json'):\n"
             "    torch.mm(torch.ones(8, 16), torch.ones(16, 24))\n"
             "    if not os.fork():\n"
             "        torch.mm(torch.ones(2, 2), torch.ones(2, 2)); sys.exit()\n"
             "    os.wait()\n"
-            "    assert not os.path.exists(sys.argv[1])\n"
+            "    assert not os.path.exists('shapes.json')\n"
         )
-        subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=100)
+        run = forks.run(code, env=environment(), cwd=tmp_path)
+        assert run.returncode == 0, run.stderr
         assert [p["m"] for p in json.loads(path.read_text())["products"]] == [8]
 
     def test_after_an_exception(self, tmp_path: Path) -> None:

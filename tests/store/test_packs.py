@@ -7,8 +7,6 @@ import io
 import json
 import random
 import resource
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +17,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.forks import Forks
 from tests.support.processes import environment
 from tunegemm.choose.snapshot import read_snapshot
 from tunegemm.cli import app
@@ -136,6 +135,8 @@ class Block(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in BLOCKED:
             raise ModuleNotFoundError(name, name=name)
+for name in [name for name in sys.modules if name.partition(".")[0] in BLOCKED]:  # torch may have some
+    del sys.modules[name]
 sys.meta_path.insert(0, Block())
 from tunegemm.generate import families
 from tunegemm.describe.device import find_device
@@ -159,9 +160,9 @@ print(sorted(found))
 """
 
 
-def test_serving_needs_only_torch_and_the_loaders(made: packing.Packed, home: Path) -> None:
+def test_serving_needs_only_torch_and_the_loaders(made: packing.Packed, home: Path, forks: Forks) -> None:
     places = environment(TUNEGEMM_PACK=str(made.path))
-    done = subprocess.run([sys.executable, "-c", _SERVE], capture_output=True, text=True, env=places)
+    done = forks.run(_SERVE, env=places)
     assert done.stdout == "['cute_sm90', 'triton_tma']\n", done.stderr
 
 

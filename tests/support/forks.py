@@ -51,13 +51,21 @@ class Forks:
     def __init__(self) -> None:
         self._server: subprocess.Popen[str] | None = None
 
-    def run(self, code: str, *, env: Mapping[str, str], cwd: Path) -> CompletedProcess[str]:
-        """As `subprocess.run` does with `python -c` and that text; it reads nothing from its stdin."""
+    def run(self, code: str, *, env: Mapping[str, str], cwd: Path | None = None) -> CompletedProcess[str]:
+        """As `subprocess.run` does with `python -c` and that text; it reads nothing from its stdin.
+
+        env: not heeded are variables that Python reads as it starts, such as PYTHONWARNINGS.
+        """
         with tempfile.TemporaryDirectory() as folder:
             streams = [os.devnull, *(str(Path(folder, name)) for name in ("stdout", "stderr"))]
             for place in streams[1:]:
                 Path(place).touch()
-            request = {"code": code, "environment": dict(env), "folder": str(cwd), "streams": streams}
+            request = {
+                "code": code,
+                "environment": dict(env),
+                "folder": str(cwd or Path.cwd()),
+                "streams": streams,
+            }
             ended = self._ask(json.dumps(request))
             said, complained = (Path(place).read_text() for place in streams[1:])
         return CompletedProcess(["python", "-c", code], ended, said, complained)
