@@ -12,6 +12,7 @@ from torch.nn import functional
 import tunegemm
 from tests.support.grouped import Loops
 from tunegemm.errors import ProblemError
+from tunegemm.serve import gated_experts
 
 EXPERTS, HIDDEN, INNER, CHOSEN = 6, 64, 48, 2
 
@@ -128,6 +129,57 @@ def test_kernels_take_the_gate_too(loops: Loops) -> None:
     result = tunegemm.experts(**given, elsewhere=True)
     assert not bool(result[0].any()) and bool(result.isfinite().all())
     assert [call[4:] for call in loops.calls] == [("swiglu",), ()]
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(1, 5), (11, 6)])
+def test_a_layer_asks_torch_for_few_operators(loops: Loops, tokens: int, most: int) -> None:
+    """What costs the host's time in eager calls: beside views, memory and the two launches."""
+    given = layer(tokens, dtype=torch.bfloat16)
+    if tokens > 1:
+        given["index"][0, 0] = EXPERTS
+    more = {"elsewhere": tokens > 1}
+    with torch.no_grad():
+        tunegemm.experts(**given, **more)
+        loops.calls.clear()
+        loops.quiet = True
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            tunegemm.experts(**given)
+        loops.quiet = False
+        result = tunegemm.experts(**given, **more)
+    assert len(loops.calls) == 4
+    torch.testing.assert_close(result.float(), by_loops(**given), rtol=5e-2, atol=3e-2)
+    free = {
+        "to",
+        "reshape",
+        "view",
+        "mT",
+        "slice",
+        "new_empty",
+        "empty_like",
+        "unsqueeze",
+        "expand",
+        "contiguous",
+    }
+    of_torch = [
+        event.name.removeprefix("aten::")
+        for event in profile.events()
+        if event.name.startswith("aten::") and not (event.cpu_parent and "aten::" in event.cpu_parent.name)
+    ]
+    asked = [name for name in of_torch if name not in free or name == "contiguous"]
+    assert len(asked) <= most, asked
+
+
+def test_numbers_are_kept_where_nothing_looks_on() -> None:
+    kept = gated_experts.kept_numbers
+    kept.clear()
+    given = layer(70, dtype=torch.bfloat16)
+    first = tunegemm.experts(**given)
+    assert {(step, size) for _, step, size in kept} == {(1, 4096), (CHOSEN, 4096)}
+    tensors = dict(kept)
+    with torch._subclasses.FakeTensorMode() as mode:
+        tunegemm.experts(**{name: mode.from_tensor(each) for name, each in given.items()})
+    assert torch.equal(tunegemm.experts(**given), first)
+    assert kept.keys() == tensors.keys() and all(kept[key] is each for key, each in tensors.items())
 
 
 def test_compiled_code_has_the_gated_product_as_an_operator(loops: Loops) -> None:

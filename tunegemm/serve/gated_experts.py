@@ -13,7 +13,7 @@ from tunegemm.errors import ProblemError
 from tunegemm.serve import grouped
 from tunegemm.serve.api import Activation
 from tunegemm.serve.grouped import grouped_mm
-from tunegemm.serve.guards import deterministic
+from tunegemm.serve.guards import capturing, deterministic
 from tunegemm.serve.torch.fx import node_of, rank
 
 _GATES = {activation: gate for gate, activation in GATED.items()}
@@ -68,29 +68,61 @@ def experts(
         result: torch.Tensor = node_of(error, experts, (x, gate_up, down, index, weights), words)
         return result
     _check(x, gate_up, down, index, weights, activation)
-    count, chosen = gate_up.shape[0], index.shape[1]
+    operands = x, gate_up, down, index, weights, gate_up_bias, down_bias
+    traced = torch.compiler.is_compiling()
+    # Without gradients and all that surrounds a call: asked once, not at each product.
+    plain = not traced and grouped.are_plain(*operands) and not grouped.has_gradient(*operands)
+    count, (tokens, chosen) = gate_up.shape[0], index.shape
     ids, order = index.reshape(-1).sort()
     # Where each group ends: how many rows have an expert up to it.
-    numbers = torch.arange(count, device=ids.device, dtype=ids.dtype)
+    numbers = _numbers(count, ids, plain)
     ends = torch.searchsorted(ids, numbers, right=True, out_int32=True)
-    rows = x[order // chosen]
+    rows = x[order // chosen] if tokens > 1 else x.expand(chosen, -1).contiguous()
     # Rows behind the last group: results are memory as it was.
     nobodys = (ids >= count)[:, None] if elsewhere else None
     if nobodys is not None and rows.requires_grad:  # whose gradients are there memory as it was
         rows = rows.masked_fill(nobodys, 0)
+    multiply = grouped.groups.below_autograd if plain else grouped.groups
     inner = None
     if activation in _GATES:
-        gated = _traced if torch.compiler.is_compiling() else grouped.groups
+        gated = _traced if traced else multiply
         inner = gated(rows, gate_up.mT, ends, gate_up_bias, _GATES[activation], interleaved)
     if inner is None:
-        both = grouped_mm(rows, gate_up.mT, offs=ends, bias=gate_up_bias)
+        both = multiply(rows, gate_up.mT, ends, gate_up_bias) if plain else None
+        if both is None:
+            both = grouped_mm(rows, gate_up.mT, offs=ends, bias=gate_up_bias)
         if nobodys is not None:
             both = both.masked_fill(nobodys, 0)
         inner = _gate(both, activation, interleaved)
-    of_rows = grouped_mm(inner, down.mT, offs=ends, bias=down_bias)
+    of_rows = multiply(inner, down.mT, ends, down_bias) if plain else None
+    if of_rows is None:
+        of_rows = grouped_mm(inner, down.mT, offs=ends, bias=down_bias)
     if nobodys is not None:
         of_rows = of_rows.masked_fill(nobodys, 0)
-    return _combined(of_rows, order, weights).to(x.dtype)
+    return _combined(of_rows, order, weights, plain).to(x.dtype)
+
+
+#: By device, step and size the first multiples of a step. They stay: captured graphs read them.
+kept_numbers: dict[tuple[torch.device, int, int], torch.Tensor] = {}
+_LEAST_KEPT, _MOST_KEPT = 4096, 1 << 20
+
+
+def _numbers(count: int, like: torch.Tensor, plain: bool, step: int = 1) -> torch.Tensor:
+    """0, step, 2 step, ...: so many, of the dtype and on the device of a tensor.
+
+    plain: whether they may be kept, for all layers and calls.
+    """
+    if plain and count <= _MOST_KEPT and like.dtype is torch.int64:
+        size = max(_LEAST_KEPT, 1 << (count - 1).bit_length())
+        key = like.device, step, size
+        found = kept_numbers.get(key)
+        if found is None and not capturing(like.device):
+            # From the host, for which it waits: any stream may read them from then on.
+            found = torch.arange(0, size * step, step, device="cpu").to(like.device)
+            kept_numbers[key] = found
+        if found is not None:
+            return found[:count]
+    return torch.arange(0, count * step, step, device=like.device, dtype=like.dtype)
 
 
 def _gate(both: torch.Tensor, activation: Any, interleaved: bool) -> torch.Tensor:
@@ -146,7 +178,7 @@ _kept: list[Any] = []
 _define()
 
 
-def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, plain: bool) -> torch.Tensor:
     """Rows in the experts' order, weighted and added up for each token, in fp32."""
     if torch.compiler.is_compiling() or (
         torch.is_grad_enabled() and (result.requires_grad or weights.requires_grad)
@@ -154,11 +186,14 @@ def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) 
         # To copy rows back by their numbers has a gradient that is a look-up, where a look-up's would add.
         of_tokens = torch.empty_like(result).index_copy(0, order, result).view(*weights.shape, -1)
         return (of_tokens * weights.unsqueeze(-1)).sum(dim=1)
-    numbers = torch.arange(order.shape[0], device=order.device)
-    place = torch.empty_like(order).scatter_(0, order, numbers)
-    return functional.embedding_bag(
-        place.view(weights.shape), result, mode="sum", per_sample_weights=weights.to(result.dtype)
-    )
+    tokens, chosen = weights.shape
+    weights = weights.to(result.dtype).reshape(-1)
+    if tokens == 1:
+        return torch.mv(result.mT, weights[order])[None]
+    place = torch.empty_like(order).scatter_(0, order, _numbers(order.shape[0], order, plain))
+    first = _numbers(tokens, order, plain, chosen)
+    # Mode 0 is a sum. torch.nn.functional's makes `first` anew at each call.
+    return torch.embedding_bag(result, place, first, False, 0, False, weights)[0]
 
 
 def _check(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, activation: Any) -> None:

@@ -118,18 +118,12 @@ class Groups:
 
         gate: a gated step such as ``swiglu``; b's columns are then gate's and up's, halves or `interleaved`.
         """
-        if not (type(a) in PLAIN and type(b) in PLAIN and type(offs) in PLAIN):
+        if not are_plain(a, b, offs, bias):
             return None
-        if bias is not None and type(bias) not in PLAIN:
-            return None
-        if deterministic() or dispatch_modes() or functorch_level() is not None or tracing():
-            return None
-        if grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias)):
-            if gate or forward_ad._current_level >= 0 or not is_traced_well(a, b, offs):
+        if has_gradient(a, b, bias):
+            if gate or not is_traced_well(a, b, offs):
                 return None
             return _added(torch.ops.tunegemm.grouped_mm(a, b, offs, None), offs, bias)
-        if forward_ad._current_level >= 0:
-            return None
         return self.below_autograd(a, b, offs, bias, gate, interleaved)
 
     def below_autograd(
@@ -252,6 +246,22 @@ class Groups:
                     launch(*tensors, **words)
 
         return launch_there
+
+
+def are_plain(*operands: torch.Tensor | None) -> bool:
+    """Whether kernels may compute what is asked of operands: no subclasses, and no modes or transforms."""
+    return all(each is None or type(each) in PLAIN for each in operands) and not (
+        deterministic()
+        or dispatch_modes()
+        or functorch_level() is not None
+        or tracing()
+        or forward_ad._current_level >= 0
+    )
+
+
+def has_gradient(*operands: torch.Tensor | None) -> bool:
+    """Whether a gradient of a product of operands is asked for."""
+    return grad_enabled() and any(each is not None and each.requires_grad for each in operands)
 
 
 def fits(
