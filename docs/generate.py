@@ -37,6 +37,7 @@ from benchmarks.tables.programs import (
     layers,
     search,
     tuning_many,
+    tuning_time,
     vllm,
 )
 from benchmarks.tables.reading import DocsError, load
@@ -180,6 +181,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "first-use-kinds": first_use_kinds,
     "experts": experts,
     "expert-layers": expert_layers,
+    "tuning-time": tuning_time,
     "tuning-many": tuning_many,
     "search": search,
     "campaign": campaign,

@@ -93,7 +93,7 @@ def row(m: int, n: int, k: int, providers: dict[str, Any], **more: Any) -> dict[
 
 class TestBlocks:
     def test_without_results_nothing_is_claimed(self, generate: ModuleType, tmp_path: Path) -> None:
-        for name in ("peers", "tuning-many"):
+        for name in ("peers", "tuning-time"):
             text = generate.refresh(f"<!-- generated: {name} -->\nold 1.234\n<!-- end -->\n", tmp_path)
             assert "Nothing measured yet" in text
             assert "1.234" not in text
@@ -171,6 +171,13 @@ class TestBlocks:
         write_peers(tmp_path, row(8, 8, 8, timed(tunegemm=1.0)))
         with pytest.raises(generate.DocsError, match="8x8x8: no time of 'torch'"):
             generate.peers(tmp_path)
+
+    def test_tuning_time(self, generate: ModuleType, tmp_path: Path) -> None:
+        times = {"cold_s": 12.34, "first_s": 3.96, "warm_s": 1.94, "searched_s": 1.04, "next_s": 0.6}
+        row = {"m": 64, "n": 64, "k": 128, "at_cap": True, "measured": 51, "compiled": 7, "ratio": 1.0123}
+        (tmp_path / "tuning_time.json").write_text(json.dumps({"meta": {}, "rows": [row | times]}))
+        table = generate.tuning_time(tmp_path)
+        assert "| 64x64x128 | at the cap | 12.3 | 4.0 | 1.9 | 1.0 | 0.6 | 51 | 7 | 1.012 |" in table
 
     def test_tuning_many(self, generate: ModuleType, tmp_path: Path) -> None:
         own = {"mode": "without library"}

@@ -24,6 +24,22 @@ from benchmarks.tables.reading import (
 _POWER = {"at the cap": True, "below it": False, "": None}
 
 
+@of_file("tuning_time.json")
+def tuning_time(data: Data) -> list[str]:
+    """How long one product takes in a process of its own: nothing compiled, and with its kernels."""
+    lines = []
+    for row in data["rows"]:
+        seconds = [f"{row[key]:.1f}" for key in ("cold_s", "first_s", "warm_s", "searched_s", "next_s")]
+        where = "at the cap" if row["at_cap"] else "below it"
+        counts = [str(row[key]) for key in ("measured", "compiled")]
+        lines.append([shape_of(row), where, *seconds, *counts, f"{row['ratio']:.3f}"])
+    header = [
+        "M x N x K", "power", "cold s", "first measurement s", "warm s", "but for imports s", "next s",
+        "measured", "compiled", "times torch.mm",
+    ]  # fmt: skip
+    return [markdown_table(header, lines)]
+
+
 @of_file("tuning_many.json")
 def tuning_many(data: Data) -> list[str]:
     """How long the command took for the products of several models, and what peers took for one each."""

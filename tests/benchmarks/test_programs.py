@@ -13,13 +13,14 @@ import warnings
 import pytest
 import torch
 
-from benchmarks import dispatch, first_call, peers, results, shapes, sweep
+from benchmarks import dispatch, first_call, peers, results, shapes, sweep, tuning_time
 from benchmarks.interleave import interleave
 from benchmarks.providers import PROVIDERS, Contender, Options, OutOfTime, Skip, deadline
 from tests.support.planted.cpu_backend import CpuBackend, ThrottledBackend, work
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError
+from tunegemm.tuning.tuner import open_device
 
 SMALL = Problem(64, 48, 32)
 
@@ -119,7 +120,7 @@ def test_rows_are_written_as_they_come_and_replaced_in_place(tmp_path):
 
 
 def test_rows_of_two_efforts_stand_beside_each_other(tmp_path):
-    file = results.Results(tmp_path / "tuning_many.json", META)
+    file = results.Results(tmp_path / "tuning_time.json", META)
     file.put({"m": 1, "n": 1, "k": 1, "effort": "quick"})
     file.put({"m": 1, "n": 1, "k": 1, "effort": "full"})
     assert len(file.rows) == 2
@@ -268,10 +269,23 @@ def test_a_peer_that_tunes_too_long_is_stopped_even_if_it_catches_exceptions():
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0), "no alarm comes late"
 
 
+# Tuning
+
+
+@pytest.mark.slow
+def test_a_process_of_its_own_times_a_tuning(tmp_path):
+    """Nothing may be compiled: the library's algorithms are measured, and what ships where it was made."""
+    problem, device = Problem.parse("4096x4096x4096"), open_device("replay:h200")
+    found = tuning_time.process(problem, device, "warm", tmp_path)
+    assert found["imports_s"] > 0 and 0 < found["next_s"] < found["seconds"]
+    assert found["compiled"] == 0
+    assert found["ratio"] >= 1
+
+
 # Command lines
 
 
-@pytest.mark.parametrize("module", [peers, sweep])
+@pytest.mark.parametrize("module", [peers, tuning_time, sweep])
 @pytest.mark.parametrize("arguments", [["--shapes", "squares"], ["--device", "cuda:99"]])
 def test_bad_input_is_one_line_and_exit_code_2(module, arguments, capsys):
     assert module.main(arguments) == 2

@@ -1,13 +1,31 @@
-"""Kernels of every family and reduction, each called by threads that share streams."""
+"""Whether threads that share streams get their own products, of every family and reduction.
+
+    python -m benchmarks.threads                # 1,000,000 calls or a little more
+    python -m benchmarks.threads --calls 50000
+
+Eight threads call `tunegemm.matmul`, each with operands of its own and one weight, on one stream or on four,
+without and with a ninth thread that captures the product in CUDA graphs and replays them. Every result is
+compared, bit by bit, with that of the same operands computed alone. Writes results/GPU/threads.json: a row
+`{family, reduction, threads, streams, captures, calls, wrong, host_us}` for each, the last being the host's
+time of one call of a single thread.
+"""
 
 from __future__ import annotations
 
+import statistics
+import sys
+import tempfile
 import threading
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from tunegemm.describe.device import Device
+from benchmarks.command import command, parser_of
+from benchmarks.dispatch import host_times, place
+from benchmarks.results import Results, meta, results_path
+from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import TunegemmError
@@ -15,6 +33,12 @@ from tunegemm.errors import TunegemmError
 THREADS = 8
 #: Calls of a thread between two comparisons.
 AT_ONCE = 50
+#: In which the host's time of every kernel is taken, in shuffled order.
+ROUNDS = 31
+METHOD = (
+    f"{THREADS} threads, operands of their own, {AT_ONCE} calls between comparisons; a result is wrong where "
+    "a bit differs from the product of its operands computed alone"
+)
 
 _CUTE: dict[str, Value] = {
     "schedule": "cooperative", "tile_m": 64, "tile_n": 64, "tile_k": 64, "stages": 6, "cluster_m": 1,
@@ -93,6 +117,56 @@ def _of_library(problem: Problem, device: Device) -> list[Case]:
     return [Case("cublaslt", reduction, problem, one) for reduction, one in sorted(found.items())]
 
 
+@command
+def main(arguments: Sequence[str] | None = None) -> int | None:
+    """1 where a result was wrong."""
+    parser = parser_of("threads", __doc__)
+    parser.add_argument("--calls", type=int, default=1_000_000, help="of all rows together, at least")
+    options = parser.parse_args(arguments)
+    device = find_device(options.device)
+    results = Results(results_path(options.out, device, "threads.json"), meta(device, METHOD))
+    with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
+        place(Path(folder))
+        wrong = run(device, options.calls, results)
+    return 1 if wrong else 0
+
+
+def run(device: Device, calls: int, results: Results) -> int:
+    """Writes the rows; how many results were wrong."""
+    import torch
+
+    compiled = cases(device)
+    for case in compiled:
+        prepare(case, device)
+    settings = [(streams, captures) for streams in (1, 4) for captures in (False, True)]
+    each = -(-calls // (len(compiled) * len(settings) * THREADS * AT_ONCE)) * AT_ONCE
+    rows, total = [], 0
+    trials = [Trial(case, device) for case in compiled]
+    took = host_times(
+        {str(index): trial.call for index, trial in enumerate(trials)}, ROUNDS, torch.cuda.synchronize
+    )
+    for index, trial in enumerate(trials):
+        case, host_us = trial.case, round(statistics.median(took[str(index)]), 2)
+        trial.serve()
+        for streams, captures in settings:
+            wrong = trial.wrong(each, streams, captures)
+            row = {
+                "m": case.problem.m, "n": case.problem.n, "k": case.problem.k, "dtype": case.problem.in_dtype,
+                "label": trial.label, "family": case.family, "reduction": case.reduction,
+                "threads": THREADS, "streams": streams, "captures": captures, "calls": each * THREADS,
+                "wrong": wrong, "host_us": host_us,
+            }  # fmt: skip
+            total += wrong
+            rows.append(row)
+            print(f"{case.family} {case.reduction}, {streams} streams, captures {captures}: {wrong} wrong of "
+                  f"{each * THREADS}", flush=True)  # fmt: skip
+    results.rows = []
+    results.summary = {"calls": sum(row["calls"] for row in rows), "wrong": total}
+    results.put(*rows)
+    print(results.summary)
+    return total
+
+
 def prepare(case: Case, device: Device) -> None:
     """Compiles a case's kernel into the user's store."""
     import tunegemm
@@ -145,6 +219,10 @@ class Trial:
     def serve(self) -> None:
         """From now on `tunegemm.matmul` launches this kernel."""
         self._serve_by(self._dispatcher)
+
+    def call(self) -> Any:
+        """One product, whatever `tunegemm.matmul` launches."""
+        return self._dispatcher.matmul(self._inputs[0], self._transposed)
 
     def _check_served(self) -> None:
         plans = self._planner.state.plans.values()
@@ -209,3 +287,7 @@ class Trial:
             raise errors[0]
         self._check_served()
         return int(counted.sum())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

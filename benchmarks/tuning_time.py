@@ -1,0 +1,150 @@
+"""How long a tuning takes: a process that tunes one product, nothing compiled, and again with its kernels.
+
+    python -m benchmarks.tuning_time                             # on a GPU
+    python -m benchmarks.tuning_time --shapes 16x4096x4096 --shapes 8192x8192x8192
+
+Writes results/GPU/tuning_time.json. For each product two processes in empty folders, so that nothing of the
+user's and nothing that ships is used but the package: `cold_s` is the first one from its start to its end,
+imports included. The second has the kernels of the first and tries no others (`--compiled-only`): `first_s`
+from its start to the first measurements of our own kernels, imports included (the library's algorithms are
+measured before); `warm_s` its tuning but for its own imports; `ready_s` from its start until the process that
+measures has its imports, too, and a CUDA context; `searched_s`, which is `imports_s + warm_s - ready_s`, the
+tuning but for the imports of both; `next_s` the tuning once more in that process. Each has an empty database.
+`measured` and `compiled` are of the first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import shapes
+from benchmarks.command import command, parser_of
+from benchmarks.results import Results, meta, problem_fields, results_path
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.errors import TunegemmError
+
+#: At the power cap of an H200, then below it.
+SHAPES = (
+    "4096x4096x4096", "8192x8192x8192", "2048x8192x3584", "3072x3072x3072", "4096x1024x4096",
+    "1024x1024x1024", "16x4096x4096", "128x7168x16384", "64x24576x1536",
+)  # fmt: skip
+
+METHOD = "wall time of processes of their own, quick; see benchmarks/tuning_time.py"
+
+#: Prints times since the process was started (argv[4], by time.time()), and what was found.
+_PROCESS = """
+import json, sys, threading, time
+from tunegemm.measure.worker import Child
+child = Child() if sys.argv[2].startswith("cuda") else None  # first of all, as the command does
+ready = []
+if child:  # its first message says that it has a device
+    def wait():
+        if child.connection.poll(60):
+            ready.append(time.time())
+
+    threading.Thread(target=wait, daemon=True).start()
+from pathlib import Path
+from tunegemm.describe.problem import Problem
+from tunegemm.measure.outcome import Measurement
+from tunegemm.store import Database
+from tunegemm.tuning.tuner import Tuner, open_device
+imported = time.time()
+shape, spec, warm, started = sys.argv[1], sys.argv[2], sys.argv[3] == "warm", float(sys.argv[4])
+first = []
+
+def on_progress(progress):
+    if progress.measured and not first:
+        first.append(time.time())
+
+found = {}
+with Tuner(open_device(spec), compiled_only=warm, child=child) as tuner:
+    for name in ("seconds", "next_s") if warm else ("seconds",):
+        begin = imported if name == "seconds" else time.time()
+        with Database.open(Path(f"{name}.sqlite")) as tuner.database:
+            result = tuner.tune(Problem.parse(shape), on_progress=on_progress)
+        found[name] = round(time.time() - begin, 2)
+measured = [one for one in result.outcomes if isinstance(one, Measurement)]
+print(json.dumps(found | {
+    "first_s": round(first[0] - started, 2) if first else None,
+    "imports_s": round(imported - started, 2),
+    "ready_s": round(ready[0] - started, 2) if ready else None,
+    "at_cap": any(one.is_steady for one in measured),
+    "measured": len({one.candidate for one in measured}),
+    "failed": len(result.outcomes) - len(measured),
+    "compiled": result.compiled,
+    "ratio": round(result.best.ratio, 4) if result.best else None,
+    "best": result.labels.get(result.best.candidate.digest, "") if result.best else "",
+    "note": result.note,
+}))
+"""
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of("tuning_time", __doc__)
+    parser.add_argument("--shapes", action="append", default=[], help="a group, MxNxK or pattern")
+    options = parser.parse_args(arguments)
+    problems = shapes.select(options.shapes) if options.shapes else [Problem.parse(s) for s in SHAPES]
+    device = find_device(options.device)
+    results = Results(results_path(options.out, device, "tuning_time.json"), meta(device, METHOD))
+    for problem in problems:
+        row = timed(problem, device)
+        results.put(row)
+        print(json.dumps(row), flush=True)
+
+
+def timed(problem: Problem, device: Device) -> dict[str, Any]:
+    """The row of one product."""
+    with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
+        begin = time.time()
+        cold = process(problem, device, "cold", Path(folder))
+        cold_s = time.time() - begin
+        warm = process(problem, device, "warm", Path(folder))
+    return problem_fields(problem) | {
+        "at_cap": cold["at_cap"],
+        "first_s": warm["first_s"],
+        "warm_s": warm["seconds"],
+        "next_s": warm["next_s"],
+        "cold_s": round(cold_s, 2),
+        "imports_s": warm["imports_s"],
+        "ready_s": warm["ready_s"],
+        "searched_s": round(warm["imports_s"] + warm["seconds"] - (warm["ready_s"] or warm["imports_s"]), 2),
+        "measured": cold["measured"],
+        "compiled": cold["compiled"],
+        "ratio": cold["ratio"],
+        "warm_ratio": warm["ratio"],
+        "best": cold["best"],
+        "note": cold["note"] or warm["note"],
+    }
+
+
+def process(problem: Problem, device: Device, name: str, root: Path) -> dict[str, Any]:
+    """What it printed. Its databases are its own; the kernels under `root` are the next one's, too."""
+    work = root / name
+    work.mkdir()
+    paths = os.pathsep.join(filter(None, sys.path))
+    environment = os.environ | {
+        "TUNEGEMM_CACHE_DIR": str(root / "cache"),
+        "TUNEGEMM_DB": str(work / "none.sqlite"),
+        "XDG_DATA_HOME": str(root / "data"),
+        "PYTHONPATH": paths,
+    }
+    words = [sys.executable, "-c", _PROCESS, problem.shape, device.spec, name, str(time.time())]
+    ran = subprocess.run(words, cwd=work, env=environment, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise TunegemmError(f"tuning {problem} in a process of its own ended with:\n{ran.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
