@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.backends.cuda import matmul
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -336,6 +337,30 @@ def test_compiled_code_minds_the_settings(monkeypatch, settings):
             kernel.calls.clear()
             api.dispatcher.compiled(site_of((a, b)), form, a, b, (), (), out)
             assert len(kernel.calls) == allowed
+
+
+def test_sites_promise_all_but_rows() -> None:
+    """Traced operands: of one number of rows, of any, and those whose other extents may change."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    environment = ShapeEnv()
+    rows, other = (environment.create_unbacked_symint() for _ in range(2))
+    with FakeTensorMode(shape_env=environment):
+
+        def traced(*shape: int | torch.SymInt) -> torch.Tensor:
+            for extent in shape:
+                torch._check(extent >= 2)
+            return torch.empty(shape, dtype=BF16)
+
+        b = traced(64, 48)
+        of_rows = traced(rows, 64), b
+        sites = [site_of(of_rows), *(site_of((traced(m, 64), b)) for m in (16, 32))]
+        assert (
+            all(sites) and len({*sites, site_of(of_rows, "relu"), site_of((*of_rows, traced(rows, 48)))}) == 5
+        )
+        for operands in ((traced(16, 64), traced(64, other)), (*of_rows, traced(other, 48))):
+            assert not site_of(operands)
+        assert not site_of((traced(64, rows).t(), b)), "strides change with rows"
 
 
 # What a fall-back costs

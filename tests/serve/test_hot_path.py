@@ -6,15 +6,17 @@ import os
 import threading
 import warnings
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
 
-from tests.support.serving import BF16, ByAddress, Row, at, calls_of, is_slow, operands, quietly
+from tests.support.serving import BF16, ByAddress, Row, at, calls_of, is_slow, operands, quietly, serve_with
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmWarning
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, operand_reader
+from tunegemm.serve import api
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import MATMUL, form_of
 from tunegemm.serve.launchers import TORCH, Prepared
@@ -149,7 +151,9 @@ def test_compiled_code_is_not_asked_again_what_it_promises(by_address):
     assert python[first + 1].startswith("tests.support.")
     assert "check" not in c[: c.index("append")] and len(kernel.calls) == 2
     dispatcher.compiled("", plain, a, b, (), (), out)
-    assert list(dispatcher.planner.state.sites) == ["32x48x64"], "symbolic extents are looked at each time"
+    assert list(dispatcher.planner.state.sites) == ["32x48x64"], (
+        "extents that may change are looked at each time"
+    )
     torch.use_deterministic_algorithms(True)
     try:
         call()
@@ -164,6 +168,53 @@ def test_compiled_code_is_not_asked_again_what_it_promises(by_address):
     assert not dispatcher.planner.state.sites
     call()
     assert len(kernel.calls) == 4
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_compiled_code_for_any_rows_finds_what_it_did_by_their_number(monkeypatch, serve, bias):
+    """As steps of serving engines have them: no check of operands, whether a kernel serves or torch does, and
+    one layer's weight stands for all alike."""
+    launchers = {m: ByAddress(Problem(m, 48, 64)) for m in (16, 32)}
+    dispatcher = serve(
+        *([] if bias else [each.problem for each in launchers.values()]),
+        prepare=lambda record, _: Prepared(launchers[record.problem.m].launcher, tma=True),
+    )
+    serve_with(monkeypatch, dispatcher)
+    planner = dispatcher.planner
+    monkeypatch.setattr(planner, "serves", lambda *_, **__: True)
+    a, b = operands()
+    layers = torch.nn.ModuleList(torch.nn.Linear(64, 48, bias, dtype=BF16) for _ in range(2))
+    for layer in layers.requires_grad_(False):
+        layer.weight.copy_(b.t())
+
+    @partial(torch.compile, dynamic=True, fullgraph=True)
+    def compiled(x):
+        return [api.linear(x + 1, layer.weight, layer.bias) for layer in layers]
+
+    with (
+        warnings.catch_warnings(),
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        torch.no_grad(),
+    ):
+        warnings.simplefilter("ignore", TunegemmWarning)
+        for m in (32, 16, 7, 32, 16, 7):
+            for layer, result in zip(layers, compiled(a[:m]), strict=True):
+                assert torch.equal(result, layer(a[:m] + 1)), m
+        for m in (16, 7, 32):
+            python, c = calls_of(lambda m=m: compiled(a[:m]))
+            ours = [name for name in python if name.startswith("tunegemm.")]
+            served = m != 7 and not bias
+            assert ours.count("tunegemm.serve.dispatcher.compiled") == 2
+            assert len(ours) <= 2 * (3 + bias), ours
+            assert served or c.count("addmm" if bias else "mm") == 2
+        assert len(planner.state.sites) == (0 if bias else 2)
+        assert len(planner.state.sites_of_torch) == (3 if bias else 1)
+        planner.next_look = 0.0
+        compiled(a[:7])
+        assert planner.next_look > 0, "records that are published later are not found"
+    planner.state.forget_checks()
+    assert not planner.state.sites_of_torch
 
 
 def test_modes_that_take_turns_are_both_served_the_short_way(by_address):

@@ -15,7 +15,7 @@ is a new view each time.) Code that was compiled for certain operands does witho
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from tunegemm.serve.guards import (
     dispatch_modes,
     grad_enabled,
     only_checks_operators,
+    reductions_allowed,
 )
 from tunegemm.serve.operands import ALIGNMENT
 from tunegemm.serve.planning import Planner
@@ -37,6 +38,7 @@ from tunegemm.serve.plans import Recent, are_apart, is_apart_from
 from tunegemm.serve.slow_path import SlowPath, by_torch
 from tunegemm.serve.torch.autograd import DTYPES, PLAIN
 from tunegemm.serve.torch.fx import data_ptr
+from tunegemm.serve.unfused import one_function_into
 
 #: The forms of products that are stored as they are, by their call.
 _PLAIN_FORMS = {call: form_of(call, "") for call in (MATMUL, LINEAR, BELOW_AUTOGRAD, BMM, ADDMM, SCALED_MM)}
@@ -194,7 +196,7 @@ class Dispatcher:
 
     def compiled(
         self,
-        site: str,
+        site: Hashable,
         form: Form,
         a: torch.Tensor,
         b: torch.Tensor,
@@ -204,10 +206,16 @@ class Dispatcher:
     ) -> torch.Tensor:
         """What a form makes of a product, for a compiler's code, which has made sure of all but addresses.
 
-        site: the dtypes, extents, strides and devices of all operands in words; empty where they may change.
+        site: the dtypes, extents, strides and devices of all operands in words, with the number of rows where
+        that is not in them; empty where others may change.
         """
-        plan = self.planner.state.sites.get(site)
-        if plan is not None and plan.launch_at is not None:
+        state = self.planner.state
+        plan = state.sites.get(site)
+        if plan is None:
+            torchs = state.sites_of_torch.get(site)
+            if torchs is not None and time.monotonic() < self.planner.next_look:
+                return torchs(a, b, *tensors, out=out)
+        elif plan.launch_at is not None:
             a_address, b_address, out_address = a.data_ptr(), b.data_ptr(), out.data_ptr()
             words = () if plan.words is None else plan.words(tensors, numbers)
             if not (
@@ -229,9 +237,15 @@ class Dispatcher:
         result = self.fused(form, a, b, tensors, numbers, out)
         state = self.planner.state
         recent = state.recent.get(b.data_ptr() | 2 | form.tag)
-        if recent is None or recent.plan is None or recent.plan.reduces or a.dtype is torch.float32:
-            return result  # where a setting of torch's may forbid the kernel, each call looks at it again
-        if site and recent.check(a, b, *tensors, out):
+        # Where a setting of torch's may forbid the kernel, each call looks at it again.
+        if not site or recent is None or a.dtype is torch.float32 or not recent.check(a, b, *tensors, out):
+            return result
+        if recent.plan is None:
+            torchs = one_function_into(form)
+            matrices = a.ndim == b.ndim == 2 and all(tensor.ndim == 1 for tensor in tensors)
+            if torchs is not None and matrices and all(reductions_allowed(a.dtype)):
+                state.sites_of_torch[site] = torchs
+        elif not recent.plan.reduces:
             state.sites[site] = recent.plan
         return result
 

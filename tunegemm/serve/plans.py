@@ -101,8 +101,10 @@ class State:
         """By the address of `b`, and the form's tag. A hint: `Recent.check` decides."""
         self.earlier: dict[tuple[int, int], Recent] = {}
         """By that and the elements of `a`: a weight's products alternate where batch sizes do."""
-        self.sites: dict[str, Plan] = {}
+        self.sites: dict[Hashable, Plan] = {}
         """The plans of compiled code, by what it says of its operands."""
+        self.sites_of_torch: dict[Hashable, Callable[..., Any]] = {}
+        """Where it has none: torch's function of the tensors and ``out``, until the next look at records."""
         self.torchs: set[tuple[int, ...]] = set()
         """What torch computes until records are looked at again: the id of a layer's weight, or those of what
         else is asked for, and the elements of `a`. By ids, so that nothing is kept alive."""
@@ -164,7 +166,7 @@ class State:
 
     def forget_checks(self) -> None:
         """Every call makes a key again."""
-        for kept in (self.checked, self.recent, self.earlier, self.sites, self.torchs):
+        for kept in (self.checked, self.recent, self.earlier, self.sites, self.sites_of_torch, self.torchs):
             kept.clear()
 
     def remember_torchs(self, *key: int) -> None:

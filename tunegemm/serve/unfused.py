@@ -59,6 +59,19 @@ def one_function(form: Form) -> Callable[..., Any] | None:
     return linear if form.call == LINEAR and form.text == "bias_n" and form.out_dtype is None else None
 
 
+@cache
+def one_function_into(form: Form) -> Callable[..., Any] | None:
+    """The same of two matrices, a bias of one dimension if any, and ``out=``: what compiled code asks for."""
+    if form.call != MATMUL or form.out_dtype is not None:
+        return None
+    functions: dict[str, Callable[..., Any]] = {"": torch.mm, "bias_n": _added_into}
+    return functions.get(form.text)
+
+
+def _added_into(a: Any, b: Any, bias: Any, *, out: Any) -> Any:
+    return torch.addmm(bias, a, b, out=out)
+
+
 def _none(*_: Any) -> None:
     return None
 

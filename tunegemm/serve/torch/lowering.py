@@ -22,14 +22,23 @@ from tunegemm.serve.forms import MATMUL, form_of
 from tunegemm.serve.torch.together import Layout, Tensors, is_gated, operands_of
 
 _NAME = "tunegemm_product"
+#: What the sites begin with whose number of rows may change.
+_ANY_ROWS = "any rows; "
 
 
 def site_of(operands: Sequence[torch.Tensor], *form: object) -> str:
-    """What compiled code promises of operands, traced ones; empty where an extent or a stride may change."""
-    if any(type(extent) is not int for each in operands for extent in (*each.shape, *each.stride())):
-        return ""
-    places = (f"{each.device} {each.dtype} {tuple(each.shape)} {each.stride()}" for each in operands)
-    return "; ".join((*places, *map(str, form)))
+    """What compiled code promises of operands, traced ones; empty where an extent or a stride may change, but
+    for the number of rows, the first extent of `a` and of whatever has as many."""
+    rows = operands[0].shape[0]
+    is_symbolic, places = type(rows) is not int, []
+    for each in operands:
+        shape = list(each.shape)
+        if is_symbolic and shape and type(shape[0]) is not int and str(shape[0]) == str(rows):
+            shape[0] = 0
+        if any(type(extent) is not int for extent in (*shape, *each.stride())):
+            return ""
+        places.append(f"{each.device} {each.dtype} {tuple(shape)} {each.stride()}")
+    return _ANY_ROWS * is_symbolic + "; ".join((*places, *map(str, form)))
 
 
 def lower(serving: Callable[[], Dispatcher]) -> None:
@@ -63,21 +72,26 @@ def _lower(serving: Callable[[], Dispatcher]) -> None:
         return
 
     # Names and arguments are in code that Inductor keeps on disk: see `ops.CALLS`.
-    def product(a: torch.Tensor, b: torch.Tensor, *, site: str, out: torch.Tensor) -> torch.Tensor:
-        return serving().compiled(site, plain, a, b, (), (), out)
+    def product(
+        a: torch.Tensor, b: torch.Tensor, *, site: str, any_rows: bool, out: torch.Tensor
+    ) -> torch.Tensor:
+        return serving().compiled((site, a.size(0)) if any_rows else site, plain, a, b, (), (), out)
 
     def fused_product(
-        a: torch.Tensor, b: torch.Tensor, *operands: torch.Tensor, site: str, numbers: Sequence[float],
-        epilogue: str, out_dtype: torch.dtype | None, accumulation: str, out: torch.Tensor,
+        a: torch.Tensor, b: torch.Tensor, *operands: torch.Tensor, site: str, any_rows: bool,
+        numbers: Sequence[float], epilogue: str, out_dtype: torch.dtype | None, accumulation: str,
+        out: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         form = form_of(MATMUL, epilogue, out_dtype, accumulation)
-        return serving().compiled(site, form, a, b, operands, numbers, out)
+        return serving().compiled((site, a.size(0)) if any_rows else site, form, a, b, operands, numbers, out)
 
     def several_product(
-        x: torch.Tensor, *others: torch.Tensor, site: str, weights: int, epilogue: str, out: torch.Tensor
-    ) -> torch.Tensor:
+        x: torch.Tensor, *others: torch.Tensor, site: str, any_rows: bool, weights: int, epilogue: str,
+        out: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
         right, bias = merged(site, others[:weights], others[weights:], epilogue)
-        return serving().compiled(site, form_of(MATMUL, epilogue), x, right, bias, (), out)
+        form = form_of(MATMUL, epilogue)
+        return serving().compiled((site, x.size(0)) if any_rows else site, form, x, right, bias, (), out)
 
     layouts: dict[str, tuple[Layout | None, Layout | None]] = {}
 
@@ -109,7 +123,9 @@ def _lower(serving: Callable[[], Dispatcher]) -> None:
         size = [*nodes[0].get_size()[:-1], columns]
         dtype = graphs.graph.current_node.meta["val"].dtype
         layout = ir.FixedLayout(nodes[0].get_device(), dtype, size)
-        found = choice.bind(nodes, layout, site=site_of(values, *words.values()), **words).output_node()
+        site = site_of(values, *words.values())
+        any_rows = site.startswith(_ANY_ROWS)
+        found = choice.bind(nodes, layout, site=site, any_rows=any_rows, **words).output_node()
         return found[0] if isinstance(found, tuple) else found
 
     def plainly(a: Any, b: Any, *, records: str = "") -> Any:

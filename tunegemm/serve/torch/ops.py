@@ -30,7 +30,7 @@ DEVICE_TYPE = "cuda"
 
 #: How Inductor's code calls us, see `lowering`: to be changed with names and arguments there, for what it
 #: keeps on disk is of any age.
-CALLS = "calls-2"
+CALLS = "calls-3"
 
 Operands: TypeAlias = Sequence[torch.Tensor]
 Numbers: TypeAlias = Sequence[float]
