@@ -1,4 +1,4 @@
-"""compute-sanitizer on a sample of the Hopper kernel's schedules, where CUDA's tools are installed."""
+"""compute-sanitizer on a sample of the Hopper schedules and on grouped kernels, where it is installed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 
 from tests.support import processes, sanitized
 from tests.support.kernels import Kernels
+from tunegemm.model.grouped import kinds, listed
+from tunegemm.store import packing
 
 pytestmark = pytest.mark.gpu
 
@@ -28,6 +30,8 @@ def compiled(kernels: Kernels) -> Path:
         kernels.begin(operation.problem, operation.candidate)
     for operation in operations:
         kernels.compiled(operation.problem, operation.candidate)
+    for kind in kinds():
+        assert not packing.provide_grouped(kind).failures
     return kernels.pool.store.root.parent
 
 
@@ -52,6 +56,7 @@ def test_nothing_is_found(compiled: Path, tool: str) -> None:
         pytest.skip("compute-sanitizer does not support the device of this machine")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert done.stdout.count(" right") == len(sanitized.CASES)
+    assert done.stdout.count("grouped") == sum(len(listed(kind=kind)) for kind in kinds())
 
 
 def test_memory_that_is_too_small_is_found(compiled: Path) -> None:

@@ -1,4 +1,4 @@
-"""A kernel of grouped products for CPU tensors."""
+"""A kernel of grouped products for CPU tensors, and the types of real ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from tunegemm.describe.epilogue import Epilogue
+
+#: By the names that kernels' configs have.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8_e4m3": torch.float8_e4m3fn}
 
 
 class Loops:

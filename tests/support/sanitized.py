@@ -1,4 +1,4 @@
-"""Launches a sample of the Hopper kernel's schedules, for compute-sanitizer to look at.
+"""Launches a sample of the Hopper kernel's schedules, and grouped kernels, for compute-sanitizer to look at.
 
     compute-sanitizer --tool memcheck python -m tests.support.sanitized STORE
 
@@ -13,12 +13,17 @@ from pathlib import Path
 
 import torch
 
+from tests.support.grouped import DTYPES
 from tests.support.hopper import hopper
 from tests.support.numerics import Case
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
+from tunegemm.generate import grouped
+from tunegemm.generate.grouped import GroupedKernel
+from tunegemm.model.grouped import kinds, listed
 from tunegemm.serve.operation import Operation
+from tunegemm.store import packing
 
 _PINGPONG = {"schedule": "pingpong", "cluster_n": 1}
 _NARROW = {"tile_m": 64, "tile_n": 16, "epi_n": 16, "cluster_n": 1, "swap_ab": True}
@@ -80,6 +85,31 @@ def main(folder: str, planted: bool = False) -> None:
         print(operation.problem, operation.candidate, objection or "right", flush=True)
         if objection and not planted:
             raise SystemExit(1)
+    if not planted:
+        launch_grouped()
+
+
+def launch_grouped() -> None:
+    """Each grouped kernel over ragged groups, empty ones, and rows behind the last."""
+    for kind in kinds():
+        provided = packing.provide_grouped(kind)
+        for config in listed(kind=kind):
+            artifact = provided.of(grouped.kernel_key(config))
+            assert artifact is not None, config.label
+            kernel, gates = GroupedKernel.load(config, artifact.path), 1 + config.fused.gated
+            dtype, out_dtype = DTYPES[config.in_dtype], DTYPES[config.out_dtype]
+            a = torch.ones(150, 208, device="cuda").to(dtype)
+            shape = (5, 208, gates * 144) if config.a_major == "m" else (5, gates * 144, 208)
+            weights = torch.ones(shape, device="cuda").to(dtype)
+            weights = weights.mT if config.a_major == "m" else weights
+            columns, of_rows = (torch.ones(size, device="cuda") for size in ((5, gates * 144), (150,)))
+            bias = columns if config.fused.scales else columns.to(dtype)
+            out = torch.zeros(150, 144, device="cuda", dtype=out_dtype)
+            for ends in ([1, 1, 132, 140, 147], [0, 0, 0, 0, 150], [-5, 40, 20, 2**31 - 1, 7]):
+                offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
+                kernel.launch(a, weights, out, offsets, bias, scales=of_rows, blocks=16)
+                torch.cuda.synchronize()
+            print("grouped", config.label, flush=True)
 
 
 if __name__ == "__main__":
