@@ -320,8 +320,8 @@ def _clear(*, compiled: bool, place: torch.device) -> None:
     """The memory of a row that is over, also of one that failed."""
     if compiled:
         torch.compiler.reset()
-    gc.collect()
     if place.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import json
 import os
@@ -46,15 +47,22 @@ def room(module: str) -> str:
     return parts[1] if len(parts) > 1 and parts[1] != "__main__" else ""
 
 
-def imports(package: Path) -> Iterator[tuple[str, int, str]]:
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+@functools.cache
+def imports(package: Path) -> list[tuple[str, int, str]]:
     """Each import of a module of the package: who, in which line, which one.
 
     Of every scope and form, those for type checkers too: what only types need is needed all the same.
     """
     files = {module_of(path, package): path for path in package.rglob("*.py")}
+    all_found = []
     for module, path in sorted(files.items()):
         inside = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -71,7 +79,8 @@ def imports(package: Path) -> Iterator[tuple[str, int, str]]:
                 beginnings = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
                 found = next((one for one in beginnings if one in files), None)
                 if found is not None and found != module:
-                    yield module, node.lineno, found
+                    all_found.append((module, node.lineno, found))
+    return all_found
 
 
 def upward(package: Path) -> list[str]:
@@ -135,7 +144,7 @@ def test_no_module_imports_from_the_package_root() -> None:
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in PACKAGE.rglob("*.py")
         if room(module_of(path))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.ImportFrom) and node.module == "tunegemm" and not node.level
         and {alias.name for alias in node.names} & set(PUBLIC)
     ]  # fmt: skip
@@ -154,14 +163,19 @@ def private_names(folder: Path) -> set[str]:
     """Names with one underscore that the files of a folder define or assign to."""
     found: set[str] = set()
     for path in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 found.add(node.id)
-            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+            elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self":
                 found.add(node.attr)
     return {name for name in found if name.startswith("_") and not name.endswith("_")}
+
+
+def last_name(node: ast.expr) -> str:
+    """Of what is called, as `setattr` of `monkeypatch.setattr`."""
+    return str(getattr(node, "attr", getattr(node, "id", "")))
 
 
 def touches(text: str, private: set[str]) -> Iterator[tuple[int, str]]:
@@ -171,7 +185,7 @@ def touches(text: str, private: set[str]) -> Iterator[tuple[int, str]]:
             base = ast.unparse(node.value)
             if base not in ("self", "cls") and not base.startswith("torch"):
                 yield node.lineno, node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "getattr", "patch")):
+        elif isinstance(node, ast.Call) and last_name(node.func).endswith(("setattr", "getattr", "patch")):
             for argument in node.args:
                 if isinstance(argument, ast.Constant) and argument.value in private:
                     yield node.lineno, argument.value

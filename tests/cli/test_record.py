@@ -44,36 +44,47 @@ def script(folder: Path, text: str = PROGRAM) -> str:
     return str(path)
 
 
-def test_a_script(tmp_path: Path) -> None:
-    program = [sys.executable, script(tmp_path), "3", "--out", "x"]
+def test_a_script_and_its_costliest_products_and_what_is_known_of_them(tmp_path: Path) -> None:
+    """Ten of thirteen; of the one that ships a record its ratio; the command to copy alone on its line."""
+    text = "half = dict(dtype=torch.bfloat16)\n"
+    text += "for n in range(1, 12):\n    torch.randn(8, 64, **half) @ torch.randn(64 * n, 64, **half).t()\n"
+    text += "torch.nn.functional.linear(torch.randn(512, 4096, **half), torch.randn(6144, 4096, **half))\n"
+    program = [sys.executable, script(tmp_path, PROGRAM + text), "3", "--out", "x"]
     run = process("record", "--", *program, cwd=tmp_path)
     assert run.stdout == "done __main__ ['3', '--out', 'x']\n"
-    assert "1 product, 3 calls in 1 process, in shapes.json" in run.stderr
-    assert calls(tmp_path / "shapes.json") == {"8x24x16": 3}
+    recorded = calls(tmp_path / "shapes.json")
+    assert len(recorded) == 13 and recorded["8x24x16"] == 3 and sum(recorded.values()) == 15
     assert json.loads((tmp_path / "shapes.json").read_text())["program"] == program
     assert sorted(path.name for path in tmp_path.iterdir()) == ["shapes.json", "train.py"]
+    lines = run.stderr.splitlines()
+    assert "13 products, 15 calls in 1 process, in shapes.json" in lines[0]
+    assert "10 costliest" in lines[1]
+    rows = [line for line in lines if " bf16 tn " in line or " bf16 nn " in line]
+    assert len(rows) == 10 and "512x6144x4096" in rows[0]
+    record = read_snapshot().find(Problem.parse("512x6144x4096"), open_device().fingerprint)
+    known = "none" if record is None else f"{record.ratio:.3f} x torch.mm"
+    assert known in rows[0] and "none" in rows[1]
+    assert lines[-1] == "  tunegemm tune --from shapes.json --budget 10m"
 
 
-def test_what_no_kernel_is_called_for_is_said(tmp_path: Path) -> None:
-    """And a program of such products alone is not told to tune them."""
-    more = "for _ in range(3):\n    torch.mm(a, b).addmm_(a, b)\n"
-    run = process("record", "--", sys.executable, script(tmp_path, PROGRAM + more), "2", cwd=tmp_path)
+def test_its_exit_code_and_what_came_before_an_exception_and_what_has_no_kernel(tmp_path: Path) -> None:
+    """And a program of products that no kernel is called for is not told to tune them."""
+    more = "for _ in range(3):\n    torch.mm(a, b).addmm_(a, b)\nraise SystemExit(7)"
+    failing = script(tmp_path, PROGRAM + more)
+    run = process("record", "--out", "a.json", sys.executable, failing, "2", cwd=tmp_path, code=7)
+    products = json.loads((tmp_path / "a.json").read_text())["products"]
+    assert sorted((product["op"], product["calls"]) for product in products) == [("addmm", 3), ("mm", 5)]
     assert "2 products, 8 calls in 1 process," in run.stderr
     assert (
         "1 of them, 3 calls, are torch's whatever is tuned, the first because: addmm 8x24x16: in place"
         in (run.stderr)
     )
-    assert "tunegemm tune --from shapes.json" in run.stderr
+    assert "tunegemm tune --from a.json" in run.stderr
     alone = script(tmp_path, "import torch\ntorch.ones(8, 16) @ torch.ones(16, 24)\n")
     run = process("record", "--", sys.executable, alone, cwd=tmp_path)
+    assert "1 product, 1 call in 1 process, in shapes.json" in run.stderr
     assert "mm 8x24x16: fp32 operands have kernels where tf32 is allowed" in run.stderr
     assert "Tune them" not in run.stderr
-
-
-def test_its_exit_code_and_what_came_before_an_exception(tmp_path: Path) -> None:
-    failing = script(tmp_path, PROGRAM + "raise SystemExit(7)")
-    process("record", "--out", "a.json", sys.executable, failing, "2", cwd=tmp_path, code=7)
-    assert calls(tmp_path / "a.json") == {"8x24x16": 2}
 
 
 @pytest.mark.slow
@@ -177,7 +188,13 @@ def test_a_program_gets_each_signal_once_and_its_recording_is_kept(
     assert run.returncode == 0 and calls(tmp_path / "shapes.json") == {"8x8x8": 2}
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM, signal.SIGINT,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGHUP, signal.SIGUSR1)),
+    ],
+)  # fmt: skip
 def test_a_group_that_is_ended(tmp_path: Path, recorded_group: Recorded, number: signal.Signals) -> None:
     """By a signal that the program does not handle, and once more while its recording is written."""
     run = recorded_group(PROGRAM.replace("sys.argv[1]", "2") + WAITING)
@@ -310,20 +327,3 @@ class TestTuneFrom:
     )
     def test_bad_input(self, arguments: tuple[str, ...], named: str) -> None:
         assert named in here("tune", *arguments, code=2).stderr
-
-
-def test_it_ends_with_the_costliest_products_and_what_is_known_of_them(tmp_path: Path) -> None:
-    """Ten of twelve; of the one that ships a record its ratio; the command to copy alone on its line."""
-    text = "import torch\nhalf = dict(dtype=torch.bfloat16)\n"
-    text += "for n in range(1, 12):\n    torch.randn(8, 64, **half) @ torch.randn(64 * n, 64, **half).t()\n"
-    text += "torch.nn.functional.linear(torch.randn(512, 4096, **half), torch.randn(6144, 4096, **half))\n"
-    run = process("record", "--", sys.executable, script(tmp_path, text), cwd=tmp_path)
-    lines = run.stderr.splitlines()
-    assert "12 products, 12 calls in 1 process" in lines[0]
-    assert "10 costliest" in lines[1]
-    rows = [line for line in lines if " bf16 tn " in line]
-    assert len(rows) == 10 and "512x6144x4096" in rows[0]
-    record = read_snapshot().find(Problem.parse("512x6144x4096"), open_device().fingerprint)
-    known = "none" if record is None else f"{record.ratio:.3f} x torch.mm"
-    assert known in rows[0] and "none" in rows[1]
-    assert lines[-1] == "  tunegemm tune --from shapes.json --budget 10m"

@@ -159,13 +159,6 @@ def test_each_killer_fails_alone_and_the_rest_is_measured(worker: MeasureWorker,
     assert good.telemetry["interleaved"] == 2
 
 
-def test_a_users_epilogue_is_known_to_the_child(worker: MeasureWorker) -> None:
-    worker.close()  # a new child, which has seen nothing
-    problem = replace(PROBLEM, epilogue=str(kept))
-    (outcome,) = worker.measure(problem, [planted("good")], QUICK)
-    assert isinstance(outcome, Measurement)
-
-
 def test_slow_candidates_drop_out_with_the_samples_they_have(worker: MeasureWorker) -> None:
     settings = RaceSettings(rounds=8, min_replay_ms=0.05, race_after=2, race_margin=0.5)
     outcomes = {o.candidate: o for o in worker.measure(PROBLEM, [planted("good"), planted("slow")], settings)}
@@ -254,11 +247,13 @@ def test_jobs_beyond_one_interleave_form_another(worker: MeasureWorker) -> None:
 
 
 def test_an_abandoned_request_does_not_leak_into_the_next(worker: MeasureWorker) -> None:
+    """Which is of a user's epilogue: a new child, which has seen nothing, knows it."""
     stream = worker.measure(PROBLEM, [planted("wrong"), planted("good")], QUICK)
     assert isinstance(next(stream), Failure)
     stream.close()
     assert worker.pid is None
-    (outcome,) = worker.measure(Problem(32, 48, 64), [planted("good")], QUICK)
+    problem = Problem(32, 48, 64, epilogue=str(kept))
+    (outcome,) = worker.measure(problem, [planted("good")], QUICK)
     assert isinstance(outcome, Measurement)
 
 

@@ -10,6 +10,7 @@ from tunegemm.describe.space import SearchSpace
 from tunegemm.generate import families
 from tunegemm.generate.feasibility import parameters_read
 from tunegemm.report.space import take_census
+from tunegemm.testing.suite import drawn
 
 PROBLEMS = [Problem.parse("512x6144x4096"), Problem.parse("16x4096x4096"), Problem.parse("1000x520x264x3")]
 
@@ -17,12 +18,12 @@ PROBLEMS = [Problem.parse("512x6144x4096"), Problem.parse("16x4096x4096"), Probl
 @pytest.mark.parametrize("name", families.NAMES)
 def test_only_launch_parameters_that_rules_read_decide(name: str) -> None:
     family, space, device = families.get(name), families.load_space(name), find_device("model:h200")
-    kernels = list(space.kernels())
+    kernels = list(drawn(name, 1000))
     read = parameters_read(family.rules if family.compiled else ())
-    drawn = random.Random(0)
+    generator = random.Random(0)
     for problem in PROBLEMS:
-        for kernel in drawn.sample(kernels, min(len(kernels), 300)):
-            launch = {name: drawn.choice(values) for name, values in space.launch_values.items()}
+        for kernel in generator.sample(kernels, min(len(kernels), 300)):
+            launch = {name: generator.choice(values) for name, values in space.launch_values.items()}
             first = {name: values[0] for name, values in space.launch_values.items()}
             reduced = first | {n: launch[n] for n in read & launch.keys()}
             verdicts = [
@@ -57,12 +58,11 @@ def test_counts_equal_those_of_checking_every_candidate() -> None:
 
 @pytest.mark.parametrize("name", families.NAMES)
 def test_what_a_rule_without_extents_rejects_is_rejected_for_all_extents(name: str) -> None:
-    family, space, device = families.get(name), families.load_space(name), find_device("model:h200")
-    kernels = list(space.kernels())
+    family, device = families.get(name), find_device("model:h200")
     rules = family.rules if family.compiled else ()
     by_extents = {rule.name for rule in rules if rule.reads_extents}
     first, *others = [Problem.parse(shape) for shape in ("4096x4096x4096", "16x4096x512", "1000x520x264x3")]
-    for kernel in random.Random(1).sample(kernels, min(len(kernels), 600)):
+    for kernel in drawn(name, 600):
         rule = family.check(first, kernel, device).rule
         if rule is not None and rule not in by_extents:
             assert not any(family.check(problem, kernel, device) for problem in others), (kernel, rule)

@@ -69,10 +69,9 @@ def key(device: Device) -> Key:
 
 
 @pytest.fixture(scope="module")
-def compiled(device: Device, key: Key, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compiled(pool: CompilePool, key: Key) -> Path:
     """The object, as another host made it."""
-    with CompilePool(ArtifactStore(tmp_path_factory.mktemp("other")), workers=1) as pool:
-        artifact = pool.submit(FAMILY.name, key).result().artifact
+    artifact = pool.submit(FAMILY.name, key).result().artifact
     assert artifact is not None
     return artifact.path
 
@@ -90,6 +89,20 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[CompilePool]:
         **planning.Planner.__init__.__kwdefaults__, "pool": make,
     })  # fmt: skip
     return made
+
+
+@pytest.fixture
+def known(pools: list[CompilePool], compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools find the object when they are asked for it: that it is compiled is shown elsewhere."""
+    make = Flawed(0, "", KeyError(), compiled)
+
+    def kept() -> CompilePool:
+        pools.append(make())
+        return pools[-1]
+
+    monkeypatch.setattr(planning.Planner.__init__, "__kwdefaults__", {
+        **planning.Planner.__init__.__kwdefaults__, "pool": kept,
+    })  # fmt: skip
 
 
 @pytest.fixture
@@ -229,6 +242,7 @@ def test_nothing_is_compiled_in_a_forked_child(serving, pools) -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
+@pytest.mark.usefixtures("known")
 def test_nothing_is_begun_while_a_graph_is_captured(serving, kernel, pools, monkeypatch) -> None:
     """Neither by a call, nor where compiled code asks what is served."""
     dispatcher, (a, b) = serving(), matrices()
@@ -335,13 +349,13 @@ def test_what_always_fails_is_given_up_and_said_once(
     assert len(logged) == 1 and logged[0].exc_info
 
 
-def test_a_planner_that_cannot_be_told_does_not_end_the_thread(device, caplog) -> None:
+def test_a_planner_that_cannot_be_told_does_not_end_the_thread(device, compiled, caplog) -> None:
     def ready(kernel: str) -> None:
         told.append(kernel)
         raise KeyError("planner")
 
     told: list[str] = []
-    compiler = background.BackgroundCompiler(ready)
+    compiler = background.BackgroundCompiler(ready, Flawed(0, "", KeyError(), compiled))
     for problem in (PROBLEM, replace(PROBLEM, in_dtype="fp16", out_dtype="fp16")):
         assert compiler.ask(Row(problem, device.fingerprint, CANDIDATE), device).kernel
         until(lambda: not compiler.waiting)
@@ -384,7 +398,8 @@ def test_without_the_dsl_what_is_missing_is_said_once(serving, device, pools, la
     assert not pools
 
 
-def test_a_policy_that_torch_cannot_keep_is_said_not_to_hold_meanwhile(serving, kernel, pools) -> None:
+@pytest.mark.usefixtures("known")
+def test_a_policy_that_torch_cannot_keep_is_said_not_to_hold_meanwhile(serving, kernel) -> None:
     dispatcher = serving()
     dispatcher.planner.use(Policy("batch_invariant"))
     with pytest.warns(TunegemmWarning, match="batch_invariant does not hold until then"):

@@ -62,12 +62,19 @@ def agree(rule: Rule, one: Problem, other: Problem) -> bool:
 
 
 def drawn(name: str, count: int) -> Iterator[Candidate]:
-    """Kernels of the space, feasible or not, without listing it; each is made when it is asked for."""
-    values, generator = families.load_space(name).compile_values, random.Random(0)
-    for _ in range(count):
-        yield Candidate.make(
-            name, {parameter: generator.choice(list_) for parameter, list_ in values.items()}
-        )
+    """Kernels of the space by chance, feasible or not, without listing it; each is made when it is asked for.
+
+    Where there are no more than `count`, each once.
+    """
+    space, generator = families.load_space(name), random.Random(0)
+    size = space.compile_size
+    for number in generator.sample(range(size), size) if size <= count else range(count):
+        place = number if size <= count else generator.randrange(size)
+        chosen = {}
+        for parameter, values in space.compile_values.items():
+            place, index = divmod(place, len(values))
+            chosen[parameter] = values[index]
+        yield Candidate.make(name, chosen)
 
 
 def accepted(name: str, problem: Problem, device: Device, count: int) -> list[Candidate]:

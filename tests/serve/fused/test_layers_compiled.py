@@ -70,7 +70,7 @@ def test_modes_and_ragged_rows(serve, kernel):
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_has_no_kernel_is_layer_by_layer_but_for_few_rows(serve, kernel, monkeypatch, bias):
     """Of up to 256 rows q, k and v are one product of torch's."""
 
