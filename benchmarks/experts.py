@@ -4,6 +4,7 @@
     python -m benchmarks.experts --rows 16384 --skews hot  # some of them
     python -m benchmarks.experts --kernels                 # each kernel of db/grouped.toml, too: a row's `us`
     python -m benchmarks.experts --kinds gated,fp8         # other kinds of the table, served or not
+    python -m benchmarks.experts --quack                   # quack's kernel, too, if it is installed
 
 A skew is how a router divides the rows: *uniform*, *typical* (shares of a gamma distribution), *hot* (one
 expert has most). Nothing is tuned. Writes results/GPU/experts.json after each row, so that it can run in
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -60,6 +62,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, FP8: torch.float8_e4m3
 #: What of the datasheet's bandwidth copies reach, B/s, and what dense products keep up, flop/s.
 _BANDWIDTH = {"H100": 3.0e12, "H200": 4.3e12}
 _FLOPS = 720e12
+_PEERS = ("torch", "loop", "quack")
 _STEADY_ROWS = 4096
 _TURN_MS = 120.0
 _SHORT_MS = 1.5
@@ -124,7 +127,7 @@ class Case:
         gate, up = product.chunk(2, dim=1)
         return torch.nn.functional.silu(gate) * up
 
-    def sides(self, *, each_kernel: bool = False) -> dict[str, Side]:
+    def sides(self, *, each_kernel: bool = False, with_quack: bool = False) -> dict[str, Side]:
         """What is timed, by name; each takes the number of a division."""
         a, weights = self.a, self.weights
         b = weights.mT
@@ -164,6 +167,16 @@ class Case:
             "tunegemm": ours,
             "loop": loop,
         }
+        if with_quack and not is_fp8:
+            from quack.gemm_interface import gemm
+
+            starts = [torch.nn.functional.pad(each, (1, 0)) for each in ends]
+
+            def quacks(number: int) -> torch.Tensor:
+                # Its own kernel for such products: to tune each takes it up to a minute.
+                return self.gated(gemm(a, b, out=out, cu_seqlens_m=starts[number], tuned=False))
+
+            found["quack"] = quacks
         if each_kernel:
             blocks = torch.cuda.get_device_properties(a.device).multi_processor_count
             given = {"bias": scale_b, "scales": scale_a} if is_fp8 else {}
@@ -258,9 +271,10 @@ class Graph:
         return start.elapsed_time(end) * 1e3 / self.calls / replays
 
 
-def measure(case: Case, skew: str, device: Device, rounds: int, *, each_kernel: bool) -> dict[str, Any]:
+def measure(case: Case, skew: str, device: Device, options: argparse.Namespace) -> dict[str, Any]:
     """A row."""
-    sides = case.sides(each_kernel=each_kernel)
+    each_kernel, rounds = options.kernels, options.rounds
+    sides = case.sides(each_kernel=each_kernel, with_quack=options.quack)
     error = case.error(sides["tunegemm"](0))
     # Tensor cores add up fp8 in fewer bits than fp32 has, torch's as ours.
     right = error < _ERROR or (case.kind == "fp8" and error < 1.2 * case.error(sides["torch"](0)))
@@ -274,6 +288,7 @@ def measure(case: Case, skew: str, device: Device, rounds: int, *, each_kernel: 
             brief = name in ("torch again", "loop") and not each_kernel
             samples[name].append(graphs[name].time(turn_ms / 3 if brief else turn_ms))
     us = {name: statistics.median(times) for name, times in samples.items()}
+    best = min((name for name in _PEERS if name in us), key=us.__getitem__)
     count, n, k = case.weights.shape
     major = "n" if case.kind == "n_major" else "k"
     dtype = next(name for name, each in _DTYPES.items() if each is case.a.dtype)
@@ -286,8 +301,7 @@ def measure(case: Case, skew: str, device: Device, rounds: int, *, each_kernel: 
         "ratio": round(statistics.median(
             theirs / ours for theirs, ours in zip(samples["torch"], samples["tunegemm"], strict=True)
         ), 4),
-        "best_peer": "loop" if us["loop"] < us["torch"] else "torch",
-        "ratio_to_best_peer": round(min(us["loop"], us["torch"]) / us["tunegemm"], 4),
+        "best_peer": best, "ratio_to_best_peer": round(us[best] / us["tunegemm"], 4),
         "share_of_bound": round(case.bound_us(device) / us["tunegemm"], 4),
         "torch_share_of_bound": round(case.bound_us(device) / us["torch"], 4),
         "noise": round(aa_noise(samples["torch again"], samples["torch"]), 5),
@@ -331,7 +345,7 @@ def run(options: argparse.Namespace) -> int:
         if options.seconds and time.monotonic() - begun > options.seconds:
             print(f"stopped after {options.seconds} s", flush=True)
             break
-        found.append(measure(case, skew, device, options.rounds, each_kernel=options.kernels))
+        found.append(measure(case, skew, device, options))
         results.put(found[-1])
         print(_brief(found[-1]), flush=True)
     print(*_summary(found), sep="\n")
@@ -380,8 +394,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seconds", type=float, default=0, help="begin no further row after so many")
     parser.add_argument("--kinds", default="bf16", help=f"of {', '.join(kinds())}: default %(default)s")
+    parser.add_argument("--quack", action="store_true", help="time quack's kernel, too, as it comes")
     parser.add_argument("--kernels", action="store_true", help="time each kernel of the table, too")
     options = parser.parse_args(arguments)
+    if options.quack and find_spec("quack") is None:
+        parser.error("quack-kernels is not installed: pip install quack-kernels, or leave out --quack")
     choose_names(options, layers=tuple(LAYERS), rows=ROWS, skews=SKEWS, kinds=kinds())
     return run(options)
 
