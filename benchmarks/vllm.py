@@ -38,15 +38,16 @@ from tunegemm.measure.statistics import aa_noise
 
 METHOD = (
     "tokens per second of vLLM's LLM.generate, with and without the plug-in in shuffled order in each round "
-    "(two engines that wait for each other), a sample of runs that take at least 1 s together, medians over "
-    "rounds; decode is the time of 129 tokens less that of 1; ratio the median over rounds of one engine's "
-    "sample to the other's; noise of asking vLLM's twice a round; logits of one prompt and three tokens "
-    "behind it, as long as the tokens are the same, the largest difference over their standard deviation"
+    "(two engines that wait for each other), a sample of runs that take 0.3 s together at least, medians "
+    "over rounds; decode is the time of 129 tokens less that of 1; ratio the median over rounds of one "
+    "engine's sample to the other's; noise of asking vLLM's twice a round; logits of one prompt and three "
+    "tokens behind it, as long as the tokens are the same, the largest difference over their standard "
+    "deviation"
 )
 KINDS = ("bf16", "fp8", "invariant")
 PHASES = ("decode", "prefill")
 #: What is done before samples, and rounds of samples that there are at least.
-WARM_SECONDS, LEAST_ROUNDS = 0.2, 2
+WARM_SECONDS, LEAST_ROUNDS = 0.6, 3
 #: Prompts that are computed beside one whose logits are compared, where bits are to be the same.
 _OTHERS = (15, 63, 255)
 

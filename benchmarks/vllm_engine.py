@@ -30,8 +30,9 @@ GENERATED = 128
 STEP = 8192
 #: Of an engine's cache of keys and values: more than 256 prompts fit.
 CACHE_BYTES = 5 << 30
-#: What makes a sample: the engine's own processes delay single runs by tens of milliseconds.
-SAMPLE_SECONDS = 1.0
+#: What makes a sample. The engine's own processes delay single runs by tens of milliseconds, and the host's
+#: clock changes within seconds: many short samples in turns say more than few long ones.
+SAMPLE_SECONDS = 0.3
 #: Where a process waits for the engine, which compiles as it starts.
 START_SECONDS = 240.0
 WORK_SECONDS = 120.0
