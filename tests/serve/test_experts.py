@@ -62,6 +62,13 @@ def test_a_layer_is_what_loops_give(tokens: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(result.float(), by_loops(**given), **bound)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_of_no_tokens_is_empty(loops: Loops, dtype: torch.dtype) -> None:
+    given = layer(1, dtype)
+    nothing = {name: given[name][:0] for name in ("x", "index", "weights")}
+    assert tunegemm.experts(**given | nothing).shape == (0, HIDDEN)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 def test_activations_biases_and_rows_that_alternate(activation: Any) -> None:
     given = layer()

@@ -42,8 +42,8 @@ def experts(
 
     Row t of the result is the sum over j of ``weights[t, j] * expert(index[t, j], x[t])``, where expert e is
     ``(activation(gate) * up) @ down[e].T`` and gate and up are the halves of ``x[t] @ gate_up[e].T``. Both
-    products are `grouped_mm`'s, and served where it is; without gradients and biases the first one's
-    kernel takes the gate of silu, too.
+    products are `grouped_mm`'s, and served where it is; without gradients the first one's kernel takes the
+    gate of silu, too.
 
     x: (tokens, hidden). gate_up: (experts, 2 inner, hidden). down: (experts, hidden, inner). index, weights:
     (tokens, chosen): which experts a token goes to, int64 or int32, and how much each counts, rounded to the
@@ -77,7 +77,7 @@ def experts(
     # Where each group ends: how many rows have an expert up to it.
     numbers = _numbers(count, ids, plain)
     ends = torch.searchsorted(ids, numbers, right=True, out_int32=True)
-    rows = x[order // chosen] if tokens > 1 else x.expand(chosen, -1).contiguous()
+    rows = x.expand(chosen, -1).contiguous() if tokens == 1 else x[order // chosen]
     # Rows behind the last group: results are memory as it was.
     nobodys = (ids >= count)[:, None] if elsewhere else None
     if nobodys is not None and rows.requires_grad:  # whose gradients are there memory as it was

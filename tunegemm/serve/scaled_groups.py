@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from tunegemm.serve import grouped
-from tunegemm.serve.guards import deterministic, dispatch_modes, functorch_level, tracing
-from tunegemm.serve.torch.autograd import PLAIN
+from tunegemm.serve.guards import deterministic
 
 
 def scaled_grouped_mm(
@@ -34,24 +33,14 @@ def scaled_grouped_mm(
     traces, it is torch's operator, which `enable` serves when it runs. Raises what torch raises.
     """
     words = offs, bias, scale_result, out_dtype, use_fast_accum
-    if not torch.compiler.is_compiling():
-        tensors = a, b, scale_a, scale_b, offs
-        plain = all(type(each) in PLAIN for each in tensors)
-        if plain and not (dispatch_modes() or functorch_level() is not None or tracing()):
-            result = below_autograd(a, b, scale_a, scale_b, *words)
-            if result is not None:
-                return result
+    if not torch.compiler.is_compiling() and grouped.are_plain(a, b, scale_a, scale_b, offs):
+        result = below_autograd(a, b, scale_a, scale_b, *words)
+        if result is not None:
+            return result
     return torch._scaled_grouped_mm(
-        a,
-        b,
-        scale_a,
-        scale_b,
-        offs=offs,
-        bias=bias,
-        scale_result=scale_result,
-        out_dtype=out_dtype,
+        a, b, scale_a, scale_b, offs=offs, bias=bias, scale_result=scale_result, out_dtype=out_dtype,
         use_fast_accum=use_fast_accum,
-    )
+    )  # fmt: skip
 
 
 def below_autograd(
