@@ -235,6 +235,9 @@ class TestBlocks:
         assert "| prefill, eager | 2 | 2.000 | 1.900 | 1.050 | 0.4 % | 1.00e-02 | 9.00e-03 |" in text
         assert "| prefill, max-autotune | 2 | 2.000 |  |  | 0.4 % | 1.00e-02 |  |" in text
         assert text.endswith("more than the noise: prefill graph (0.990).")
+        assert "clients_fused.json` is not there" in generate.clients_fused(tmp_path)
+        (tmp_path / "clients.json").rename(tmp_path / "clients_fused.json")
+        assert generate.clients_fused(tmp_path) == text
 
     def test_every_command_is_listed(self, generate: ModuleType, tmp_path: Path) -> None:
         text = generate.cli(tmp_path)

@@ -264,8 +264,7 @@ def dispatch(data: Data) -> list[str]:
     return [table, said]
 
 
-@of_file("clients.json")
-def clients(data: Data) -> list[str]:
+def _clients(data: Data) -> list[str]:
     """A model end to end: milliseconds by workload and mode, with and without tunegemm."""
     lines = []
     for row in data["rows"]:
@@ -286,6 +285,10 @@ def clients(data: Data) -> list[str]:
     ]
     said = f"Slower than torch by more than the noise: {', '.join(slower) or 'none'}."
     return [markdown_table(header, lines), said]
+
+
+clients = of_file("clients.json")(_clients)
+clients_fused = of_file("clients_fused.json")(_clients)
 
 
 @of_file("layers.json")
