@@ -28,7 +28,7 @@ from benchmarks.choices import extent_of
 from benchmarks.command import command, parser_of
 from benchmarks.interleave import METHOD, interleave
 from benchmarks.results import Results, meta, problem_fields, results_path
-from tunegemm.choose.fused import FEW_ROWS, best_ranked
+from tunegemm.choose.fused import FEW_ROWS, best_ranked, is_gated
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import Problem
@@ -104,6 +104,8 @@ def drawn(
         while True:
             start, end, _ = chance.choices(ranges, weights)[0]
             n, k = (max(UNIT, extent_of(chance) // UNIT * UNIT) for _ in range(2))
+            if is_gated(kind):
+                n *= chance.choice((1, 2))  # two weights as one
             problem = replace(kind, m=round(2 ** chance.uniform(start, end)), n=n, k=k)
             if problem.flops <= MAX_FLOP and problem.bytes <= MAX_BYTES:
                 break

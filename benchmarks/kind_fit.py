@@ -44,7 +44,7 @@ from benchmarks.fits import (
 from benchmarks.results import geometric_mean
 from tunegemm.choose.compiled_code import kernels_after
 from tunegemm.choose.forest import written
-from tunegemm.choose.fused import features_of, name_of
+from tunegemm.choose.fused import features_of, is_gated, name_of
 from tunegemm.choose.invariance import Ranked
 from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import Problem
@@ -90,6 +90,7 @@ class Frame:
             shape = f"{row['m']}x{row['n']}x{row['k']}"
             problem = Problem.parse(shape, dtype=row["dtype"], epilogue=row["epilogue"])
             row["kind"], row["alike"] = name_of(problem), _alike(problem)
+            row["gated"] = is_gated(problem)
             row["saves"] = kernels_after(problem) > 0
             launches = [one for one in row["launches"] if one[4] is not None]
             library = LibraryChoice(*row["library"]) if row["library"] else None
@@ -160,7 +161,11 @@ def fit(options: argparse.Namespace) -> None:
             "date": frame.meta["date"][:10],
         },
         "rows": list(RANGES),
-        "extents": [int(extreme(row[name] for row in frame.rows for name in "nk")) for extreme in (min, max)],
+        # Of gates, which are two weights as one, too few are wider than other products.
+        "extents": [
+            int(extreme(row[name] for row in frame.rows if not row["gated"] for name in "nk"))
+            for extreme in (min, max)
+        ],
         "margins": margins,
         "served": {
             kind: {name: one[name] for name in ("products", "under_099")} for kind, one in report.items()

@@ -38,8 +38,8 @@ def device() -> Device:
     return find_device("model:h200")
 
 
-def problems(count: int) -> list[Problem]:
-    found = drawn("tests", kinds_of(""))
+def problems(count: int, kinds: str = "") -> list[Problem]:
+    found = drawn("tests", kinds_of(kinds))
     return [next(found) for _ in range(count)]
 
 
@@ -68,6 +68,18 @@ def test_few_rows_of_fp8_are_served(device: Device) -> None:
     facts = json.loads(json.dumps(told.asdict(), allow_nan=False))
     assert facts["predicted"]["least_ratio"] == pytest.approx(found.predictions[0].bound)
     assert select(Snapshot(), SERVED, device, near=False).outcome == "miss"
+
+
+def test_gates_and_residuals_of_many_rows_are_served_where_they_were_measured(device: Device) -> None:
+    tanh = Problem.parse("4096x18432x2560", epilogue="geglu_tanh")
+    assert select(Snapshot(), tanh, device).outcome == "predicted"
+    assert "nothing is predicted" in select(Snapshot(), tanh, find_device("model:h100-sxm")).why
+    stream = Problem.parse("4096x3072x4096", epilogue="residual")
+    assert select(Snapshot(), stream, device).predictions[0].bound > 1
+    wide = Problem.parse("2048x57344x2560", epilogue="swiglu")
+    assert "N and K from 272 to 28672" in select(Snapshot(), wide, device).why
+    halves = {problem.n > 28672 for problem in problems(400, "swiglu")}
+    assert halves == {False, True}, "gates are drawn as wide as two weights"
 
 
 def test_between_ends_that_are_surely_refused_nothing_passes(device: Device, monkeypatch) -> None:

@@ -78,6 +78,11 @@ def name_of(problem: Problem) -> str:
     return f"{'bf16' if problem.in_dtype == 'fp16' else problem.in_dtype} {problem.epilogue}"
 
 
+def is_gated(problem: Problem) -> bool:
+    """Whether two columns of the product become one."""
+    return any(step in GATED for step in problem.fused.steps)
+
+
 def best_ranked(problem: Problem, device: Device) -> list[Ranked]:
     """The shipped kernels that are expected to be nearest to the best, and run."""
     order: Sequence[Ranked] = ranked(problem, shortlist.ordered_kernels(problem), device)
@@ -105,7 +110,7 @@ def features_of(
         seen, columns, costs, [one.candidate.family for one in found], modelled, library,
         behind=np.array([one.expected for one in found]),
         one_byte=DTYPE_BYTES[problem.in_dtype] == 1,
-        gated=any(step in GATED for step in problem.fused.steps),
+        gated=is_gated(problem),
         adds="residual" in problem.fused.steps,
         after=after_us / costs.total_us,
     )  # fmt: skip
