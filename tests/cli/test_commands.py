@@ -41,7 +41,7 @@ TUNE = (
 @pytest.fixture(scope="module")
 def documents() -> list[dict[str, Any]]:
     """A replayed tuning as JSON. Its kernels stay compiled for the other tests."""
-    run = process(*TUNE, "--json")
+    run = here(*TUNE, "--json")
     assert run.stderr == ""
     return [json.loads(line) for line in run.stdout.splitlines()]
 

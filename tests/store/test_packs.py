@@ -58,7 +58,7 @@ RECORDS = [
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> packing.Packed:
     """A pack of two kernels, compiled here."""
-    return packing.pack(RECORDS, tmp_path_factory.mktemp("made") / "a.pack", workers=2)
+    return packing.pack(RECORDS, tmp_path_factory.mktemp("made") / "a.pack", workers=1)
 
 
 @pytest.fixture
