@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 import tunegemm
@@ -45,6 +46,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if gpu_items and not cuda_device_count():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; there is none here"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where slow tests are left out, a third of hypothesis's usual number of cases is drawn."""
+    if "not slow" in config.option.markexpr:
+        hypothesis.settings.register_profile("quick", max_examples=33)
+        hypothesis.settings.load_profile("quick")
 
 
 @pytest.fixture(scope="session")

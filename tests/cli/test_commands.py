@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.support.commands import TUNEGEMM, here, process
+from tests.support.commands import TUNEGEMM, here
 from tests.support.stores import damage
 from tunegemm.store.schema import OLDEST_SCHEMA, VERSION_TABLE
 

@@ -130,7 +130,7 @@ def found(database: Database, problem: Problem = PROBLEM) -> Found | None:
     return None if record is None else (record.candidate, round(record.ratio, 2), record.confirmed)
 
 
-SEQUENCES = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+SEQUENCES = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")
