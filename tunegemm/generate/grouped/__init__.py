@@ -95,7 +95,7 @@ class GroupedKernel:
         groups, _, k = weights.shape
         n, up_stride = out.shape[1], 0
         row_stride = weights.stride(1 if self.config.a_major == "k" else 2)
-        if self.config.epilogue:
+        if self.config.fused.gated:
             up_stride = row_stride if interleaved else n * row_stride
             row_stride *= 1 + interleaved
         self.function(
