@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import signal
@@ -103,22 +104,6 @@ def test_processes_of_a_shell(tmp_path: Path) -> None:
     assert "in 4 processes" in run.stderr
 
 
-def test_a_process_that_is_killed(tmp_path: Path) -> None:
-    """What was written before SIGTERM is kept; `tunegemm record` hands the signal on."""
-    waiting = script(tmp_path, PROGRAM + "import signal; signal.alarm(100); signal.pause()")
-    process = subprocess.Popen(
-        [*TUNEGEMM, "record", "--", sys.executable, waiting, "2"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-    )  # fmt: skip
-    assert process.stdout is not None and process.stdout.readline().startswith("done")
-    until(lambda: any(calls(part) for part in tmp_path.glob("tunegemm-record-*/[!.]*.json")))
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert calls(tmp_path / "shapes.json") == {"8x24x16": 2}
-
-
 COUNTING = """
 import os, pathlib, signal, time, torch
 log = open("heard", "a", buffering=1)
@@ -134,7 +119,7 @@ a @ a
 SENT = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGRTMIN]
 
 
-Recorded = Callable[[str], subprocess.Popen[bytes]]
+Recorded = Callable[..., subprocess.Popen[bytes]]
 
 
 def heed_signals() -> None:
@@ -148,14 +133,15 @@ def recorded_group(tmp_path: Path) -> Iterator[Recorded]:
     """`tunegemm record` in a process group of its own, its program ready; no process outlives a test."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(text: str) -> subprocess.Popen[bytes]:
+    def start(text: str, folder: Path = tmp_path) -> subprocess.Popen[bytes]:
+        folder.mkdir(exist_ok=True)
         run = subprocess.Popen(
-            [*TUNEGEMM, "record", "--", sys.executable, script(tmp_path, text)], cwd=tmp_path,
-            stderr=subprocess.PIPE, start_new_session=True, env=os.environ | {"TMPDIR": str(tmp_path)},
+            [*TUNEGEMM, "record", "--", sys.executable, script(folder, text)], cwd=folder,
+            stderr=subprocess.PIPE, start_new_session=True, env=os.environ | {"TMPDIR": str(folder)},
             preexec_fn=heed_signals,
         )  # fmt: skip
         started.append(run)
-        until((tmp_path / "ready").exists)
+        until((folder / "ready").exists)
         return run
 
     yield start
@@ -188,29 +174,35 @@ def test_a_program_gets_each_signal_once_and_its_recording_is_kept(
     assert run.returncode == 0 and calls(tmp_path / "shapes.json") == {"8x8x8": 2}
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGTERM, signal.SIGINT,
-        *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGHUP, signal.SIGUSR1)),
-    ],
-)  # fmt: skip
-def test_a_group_that_is_ended(tmp_path: Path, recorded_group: Recorded, number: signal.Signals) -> None:
-    """By a signal that the program does not handle, and once more while its recording is written."""
-    run = recorded_group(PROGRAM.replace("sys.argv[1]", "2") + WAITING)
-    until(lambda: any(calls(part) for part in tmp_path.glob("tunegemm-record-*/[!.]*.json")))
-    os.killpg(run.pid, number)
-    for _ in range(20):
-        if run.poll() is not None:
-            break
-        with contextlib.suppress(ProcessLookupError):
+def has_written(folder: Path) -> bool:
+    return any(calls(part) for part in folder.glob("tunegemm-record-*/[!.]*.json"))
+
+
+def test_programs_that_are_ended(tmp_path: Path, recorded_group: Recorded, thorough: bool) -> None:
+    """What was written is kept: `tunegemm record` hands on a signal that it alone gets; or a group is ended
+    by one that the program does not handle, and once more while its recording is written.
+    """
+    ends = [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, True)]
+    ends += [(signal.SIGHUP, True), (signal.SIGUSR1, True)] if thorough else []
+    folders = [tmp_path / f"{number.name} {is_to_all}" for number, is_to_all in ends]
+    runs = [recorded_group(PROGRAM.replace("sys.argv[1]", "2") + WAITING, folder) for folder in folders]
+    for folder, run, (number, is_to_all) in zip(folders, runs, ends, strict=True):
+        until(functools.partial(has_written, folder))
+        if is_to_all:
             os.killpg(run.pid, number)
-        time.sleep(0.05)  # signals that come too close are one
-    run.communicate(timeout=60)
-    # The program's code (Python's own after SIGINT is 130), unless all was written when the last signal came.
-    assert run.returncode in (128 + number, -number)
-    assert calls(tmp_path / "shapes.json") == {"8x24x16": 2}
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith("tunegemm-record-")]
+            for _ in range(20):
+                if run.poll() is not None:
+                    break
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(run.pid, number)
+                time.sleep(0.05)  # signals that come too close are one
+        else:
+            run.send_signal(number)
+        run.communicate(timeout=60)
+        # The program's code (Python's own after SIGINT is 130), unless all was written when the last came.
+        assert run.returncode in ((128 + number, -number) if is_to_all else (128 + number,))
+        assert calls(folder / "shapes.json") == {"8x24x16": 2}
+        assert not [path for path in folder.iterdir() if path.name.startswith("tunegemm-record-")]
 
 
 WAITING = "open('ready', 'w').close(); import signal; signal.alarm(100); signal.pause()"
