@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate.feasibility import Rule, Verdict
-from tunegemm.generate.launching import Launcher
 from tunegemm.generate.workspace import Workspace
+
+if TYPE_CHECKING:
+    from tunegemm.generate.launching import Launcher
 
 
 class Family(Protocol):

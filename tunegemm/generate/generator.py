@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device, package_version
@@ -15,11 +15,13 @@ from tunegemm.describe.problem import Problem, swapped_dtype
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import ArtifactError
 from tunegemm.generate.feasibility import Rule, Verdict, apply_rules, epilogue
-from tunegemm.generate.launching import Launcher
 from tunegemm.generate.sources import hash_of_code, kernel_sources
 from tunegemm.generate.tiles import majors
 from tunegemm.generate.workspace import Workspace, exceeded_workspace
 from tunegemm.resources import data_path
+
+if TYPE_CHECKING:
+    from tunegemm.generate.launching import Launcher
 
 Key = Mapping[str, str | int | bool]
 

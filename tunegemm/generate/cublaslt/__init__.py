@@ -9,15 +9,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate, SearchSpace
 from tunegemm.generate.feasibility import FEASIBLE, Verdict, apply_rules, rule
-from tunegemm.generate.launching import Launcher
 from tunegemm.generate.workspace import Workspace, exceeded_workspace
 from tunegemm.resources import data_path
+
+if TYPE_CHECKING:
+    from tunegemm.generate.launching import Launcher
 
 #: What names one algorithm of cuBLASLt.
 ALGORITHM_PARAMETERS = (
