@@ -115,9 +115,9 @@ def test_marks_explain_themselves_to_keyboard_and_mouse(page: Browser) -> None:
     # One stop of the Tab key per figure.
     assert page.evaluate("document.querySelectorAll('#roofline .mark[tabindex=\"0\"]').length") == 1
     spot = page.evaluate(
-        "(mark => { mark.scrollIntoView({behavior: 'instant', block: 'center'});"
-        "const at = mark.getBoundingClientRect(); return [at.x + at.width / 2, at.y + at.height / 2]; })"
-        "(document.querySelector('#roofline .mark'))"
+        "(cell => { cell.scrollIntoView({behavior: 'instant', block: 'center'});"
+        "const at = cell.getBoundingClientRect(); return [at.x + 5, at.y + 5]; })"
+        "(document.querySelector('.heat td.top'))"
     )
     page.call("Input.dispatchMouseEvent", type="mouseMoved", x=spot[0], y=spot[1])
     assert "\u00d7 torch.mm" in page.evaluate(tip)
@@ -148,7 +148,7 @@ def test_labels_of_kernels_are_on_one_line_and_a_tip_has_several(page: Browser) 
     page.evaluate("document.querySelector('.shape:not([hidden]) details').open = true")
     heights = page.evaluate("[...document.querySelectorAll('td .mono')].map(e => e.getClientRects().length)")
     assert set(heights) - {0} == {1}
-    tips = page.evaluate("[...document.querySelectorAll('#roofline [data-tip]')].map(e => e.dataset.tip)")
+    tips = page.evaluate("[...document.querySelectorAll('.heat [data-tip]')].map(e => e.dataset.tip)")
     assert tips and all("\n" in tip and "\\n" not in tip for tip in tips)
 
 
@@ -180,6 +180,16 @@ def test_what_is_wider_than_a_phone_says_that_it_scrolls(page: Browser) -> None:
     assert "Roofline" in [name for name, _ in cut]
     assert {display for _, display in cut} == {"block"}
     page.see(width=1280)
+
+
+def test_names_in_the_roofline_do_not_overlap(page: Browser) -> None:
+    boxes = page.evaluate(
+        "[...document.querySelectorAll('#roofline [data-row] text')]"
+        ".map(text => text.getBoundingClientRect()).map(box => [box.left, box.top, box.right, box.bottom])"
+    )
+    assert len(boxes) == 6
+    for one, other in itertools.combinations(boxes, 2):
+        assert one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
 
 
 @pytest.mark.parametrize("width", [360, 768, 1200, 1800])
@@ -220,4 +230,4 @@ def test_it_prints_with_every_shape_and_on_white(browser: Browser, pages: Path) 
         browser.call("Emulation.setEmulatedMedia", media="")
     pdf = browser.pdf()
     assert pdf.startswith(b"%PDF-")
-    assert 6 <= pdf.count(b"/Type /Page\n") <= 16
+    assert 8 <= pdf.count(b"/Type /Page\n") <= 24

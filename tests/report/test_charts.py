@@ -22,7 +22,7 @@ def contents() -> Contents:
 @pytest.mark.parametrize(
     ("draw", "expected"),
     [
-        (inline_roofline, ["989.4 TFLOP/s, tensor cores", "4.8 TB/s, memory"]),
+        (inline_roofline, ["989.4 TFLOP/s, tensor cores", *SHAPES]),
         (lambda contents: inline_convergence(contents.details[0]), ["best so far", SHAPES[1]]),
     ],
     ids=["roofline", "convergence"],

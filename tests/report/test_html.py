@@ -128,6 +128,7 @@ class TestDatabase:
         assert "Measured on NVIDIA H200." in text
         assert "Recorded" not in text
         assert "1 tuned product runs at 1.111 \u00d7 the speed of torch.mm" in text
+        assert "Too few candidates were tried to tell." in text
         assert "No candidate failed" in text
 
     def test_failures_by_reason(self, stored: Contents) -> None:

@@ -19,7 +19,7 @@ from tunegemm.generate.feasibility import FEASIBLE, Verdict
 from tunegemm.search import Portfolio, Search
 from tunegemm.search.samplers import sampler_of
 from tunegemm.search.space import StudySpace
-from tunegemm.search.study import ProblemStudy, Told, importances, of_family
+from tunegemm.search.study import ProblemStudy, Told, finished_trials, importances, of_family
 from tunegemm.tuning.efforts import EFFORTS, Effort
 
 LAUNCHES = {"raster_order": ("along_m", "along_n"), "swizzle_size": (1, 2, 4, 8)}
@@ -227,18 +227,9 @@ def test_charts_and_importances_of_optunas_run_on_it() -> None:
 
 
 def test_importances_find_what_was_made_to_matter() -> None:
-    results = [(c, 1 + c["tile_m"] / 100 + c["stages"] / 1e4) for c in kernels("cute_sm90")]
-    space = StudySpace([], candidates=[candidate for candidate, _ in results])
-    study = optuna.create_study(direction="maximize")
-    study.add_trials(
-        [
-            optuna.trial.create_trial(
-                params=space.params(one), distributions=space.distributions(one), value=ratio
-            )
-            for one, ratio in results
-        ]
+    found = importances(
+        finished_trials((c, 1 + c["tile_m"] / 100 + c["stages"] / 1e4) for c in kernels("cute_sm90"))
     )
-    found = importances(study)
     shares = found["cute_sm90"]
     assert next(iter(shares)) == "tile_m" and shares["tile_m"] > 0.6
     assert set(shares) == set(TILES), "launches never varied, so they cannot matter"

@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+from tunegemm.describe.space import Candidate
+from tunegemm.measure.evidence import SCREEN
 from tunegemm.measure.statistics import NOISE_FLOOR
 from tunegemm.report.contents import Details, Winner
+from tunegemm.report.leaderboard import VENDOR_FAMILY
+from tunegemm.search.study import finished_trials
+from tunegemm.search.study import importances as importances_of
 from tunegemm.store.record import Record
+
+#: Trials of a family whose parameters are weighed, at most.
+MOST_WEIGHED = 300
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The best candidate of each tile shape, for one family and schedule."""
+
+    title: str
+    tile_m: tuple[int, ...]
+    tile_n: tuple[int, ...]
+    best: Mapping[tuple[int, int], Record]
+    """By (tile_m, tile_n); tiles that were not tried are missing."""
 
 
 def best_so_far(trials: Sequence[Record]) -> list[tuple[int, float]]:
@@ -32,6 +52,50 @@ def gap(details: Details) -> str:
         f"The search measured the record's candidate at {own[-1]:.3f}, in few rounds beside many others; its "
         f"{record.ratio:.3f} is of {race}, of {details.winner.rounds} rounds. The two do not compare."
     )
+
+
+def tile_grids(trials: Sequence[Record]) -> list[Grid]:
+    """The best of each tile per family and schedule; the fastest grid first. Libraries have no tiles.
+
+    Of the search alone, where there is one: ratios of its trials and of a race do not compare.
+    """
+    found: dict[tuple[str, str], dict[tuple[int, int], Record]] = {}
+    for trial in [trial for trial in trials if trial.method == SCREEN] or trials:
+        params = trial.candidate.params
+        tile_m, tile_n = params.get("tile_m"), params.get("tile_n")
+        if (
+            trial.candidate.family == VENDOR_FAMILY
+            or not isinstance(tile_m, int)
+            or not isinstance(tile_n, int)
+        ):
+            continue
+        grid = found.setdefault((trial.candidate.family, str(params.get("schedule", ""))), {})
+        old = grid.get((tile_m, tile_n))
+        if old is None or trial.ratio > old.ratio:
+            grid[tile_m, tile_n] = trial
+    # One set of tiles for all schedules of a family, so that they can be compared at a glance.
+    grids = []
+    for (family, schedule), best in found.items():
+        tiles = {tile for (other, _), grid in found.items() if other == family for tile in grid}
+        rows, columns = sorted({m for m, _ in tiles}), sorted({n for _, n in tiles})
+        grids.append(Grid(" ".join(filter(None, (family, schedule))), tuple(rows), tuple(columns), best))
+    return sorted(grids, key=lambda grid: -max(trial.ratio for trial in grid.best.values()))
+
+
+def importances(trials: Iterable[Record]) -> dict[str, dict[str, float]]:
+    """How much each parameter decides, by family; a library's and families with too few trials are left out.
+
+    Some of many trials are weighed, evenly from the fastest to the slowest: Optuna takes a millisecond each.
+    """
+    ratios: dict[str, dict[Candidate, float]] = {}
+    for trial in trials:
+        if trial.candidate.family != VENDOR_FAMILY and trial.method == SCREEN:
+            ratios.setdefault(trial.candidate.family, {})[trial.candidate] = trial.ratio
+    weighed: list[tuple[Candidate, float]] = []
+    for found in ratios.values():
+        ranked = sorted(found.items(), key=lambda one: -one[1])
+        weighed += ranked[:: -(-len(ranked) // MOST_WEIGHED)]
+    return importances_of(finished_trials(weighed)) if weighed else {}
 
 
 def ratio_limits(winners: Sequence[Winner]) -> tuple[float, float]:

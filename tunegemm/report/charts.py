@@ -10,7 +10,7 @@ import io
 import math
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from tunegemm.report import analysis
 from tunegemm.report.contents import Contents, Details, Verdict, Winner
 from tunegemm.report.leaderboard import VENDOR_FAMILY
 from tunegemm.report.text import clean, significant
+from tunegemm.store.record import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,8 +50,15 @@ _VARIABLES = {
 
 #: Above so many records, marks of the roofline are plain dots without names: some 20 bytes each.
 NAMED_MARKS = 600
+_LABELLED = 24
 #: Above so many trials a dot each would only blacken the figure: every n-th is drawn.
 _MOST_DOTS = 1500
+#: Where a name may stand beside its mark, best first: alignment, and offset in points.
+_PLACES = (
+    ("left", 8, -3), ("right", -8, -3), ("left", 5, 7), ("right", -5, 7), ("left", 5, -13),
+    ("right", -5, -13), ("center", 0, 11), ("center", 0, -18), ("left", 5, 17), ("right", -5, 17),
+    ("left", 5, -23), ("right", -5, -23),
+)  # fmt: skip
 
 
 def inline_roofline(contents: Contents) -> str:
@@ -75,7 +83,7 @@ def inline_roofline(contents: Contents) -> str:
             f'<g class="mark m-{verdict}" data-row="{row}" data-tip="{told}" role="img" aria-label="{told}"'
         )
 
-    return re.sub(r'<g id="(mark|base)-(\d+)"', attributes, text)
+    return re.sub(r'<g id="(mark|base|name)-(\d+)"', attributes, text)
 
 
 def inline_convergence(details: Details) -> str:
@@ -105,6 +113,18 @@ def inline_convergence(details: Details) -> str:
     )
     dots = " ".join(f"{100 * place:.4f}" for place in places)
     return text.replace("<svg", f'<svg data-dots="{dots}"', 1)
+
+
+def heat_class(ratio: float) -> str:
+    """One of eight steps around torch.mm; the number stands in the cell as well."""
+    for limit, kind in ((1.03, "h3"), (1.01, "h2"), (1.0, "h1"), (0.95, "h-1"), (0.85, "h-2"), (0.7, "h-3")):
+        if ratio >= limit:
+            return kind
+    return "h-4"
+
+
+def trial_told(trial: Record) -> str:
+    return f"{clean(trial.label)}\n{trial.ratio:.3f} \u00d7 torch.mm, {significant(trial.median_us)} \u00b5s"
 
 
 def _told(winner: Winner) -> str:
@@ -146,7 +166,7 @@ def _inline(draw: Callable[[Figure], None], words: str, attributes: str) -> str:
     body = re.sub(
         r' id="([^"]+)"',
         lambda m: (
-            f' id="{prefix}{m[1]}"' if m[1] in used else m[0] if re.match(r"(mark|base)-", m[1]) else ""
+            f' id="{prefix}{m[1]}"' if m[1] in used else m[0] if re.match(r"(mark|base|name)-", m[1]) else ""
         ),
         body,
     )
@@ -169,16 +189,19 @@ def _roofline(figure: Figure, contents: Contents) -> None:
     ridge = peak / memory if peak else max(intensities)
     low, high = min(*intensities, ridge) / 1.7, max(*intensities, ridge) * 1.7
     axes.set(xlim=(low, high), ylim=(min(rates) / 1.6, max(*rates, peak) * 1.35))
+    texts = []
     if peak:
         axes.plot([low, ridge, high], [low * memory, peak, peak], color=_INK, lw=2)
         beside: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
-        axes.annotate(f"{peak:g} TFLOP/s, tensor cores", (high, peak), (0, 9), ha="right", **beside)
+        texts.append(
+            axes.annotate(f"{peak:g} TFLOP/s, tensor cores", (high, peak), (0, 9), ha="right", **beside)
+        )
         # Above the roof, where no mark can be: beside the slope if there is room.
         fits = math.log(0.85 * ridge / low) > 0.25 * math.log(high / low)
         place, offset, align = (
             ((0.85 * ridge, 0.85 * peak), (-8, 3), "right") if fits else ((low, peak), (4, 9), "left")
         )
-        axes.annotate(f"{memory:g} TB/s, memory", place, offset, ha=align, **beside)
+        texts.append(axes.annotate(f"{memory:g} TB/s, memory", place, offset, ha=align, **beside))
     if len(winners) > NAMED_MARKS:
         for verdict, colour in _COLOURS.items():
             found = [w for w in winners if w.verdict == verdict]
@@ -193,6 +216,7 @@ def _roofline(figure: Figure, contents: Contents) -> None:
                 x, winner.tflops, _MARKERS[winner.verdict], ms=7, color=colour,
                 mfc=_GROUND if winner.verdict == "equal" else colour, mew=1.5, zorder=3, gid=f"mark-{row}",
             )  # fmt: skip
+        _name_marks(figure, axes, winners[:_LABELLED], texts)
     _legend(axes, winners)
     from matplotlib.ticker import LogFormatter
 
@@ -211,6 +235,35 @@ def _legend(axes: Axes, winners: Sequence[Winner]) -> None:
     if len(winners) <= NAMED_MARKS:
         handles += axes.plot([], [], "_", ms=9, color=_MUTED, label="torch.mm")
     axes.legend(handles=handles, frameon=False, loc="lower right")
+
+
+def _name_marks(figure: Figure, axes: Axes, winners: Sequence[Winner], texts: Iterable[Any]) -> None:
+    """The shape beside each mark where it covers neither marks nor names; else no name."""
+    figure.draw_without_rendering()
+    scale, frame = figure.dpi / 72, axes.bbox
+    marks, bases = (
+        [axes.transData.transform((w.record.problem.arithmetic_intensity, rate)) for w, rate in rates]
+        for rates in ([(w, w.tflops) for w in winners], [(w, w.baseline_tflops) for w in winners])
+    )
+    taken = [text.get_window_extent().extents for text in texts]
+    taken += [(x - 5 * scale, y - 5 * scale, x + 5 * scale, y + 5 * scale) for x, y in [*marks, *bases]]
+    for row, (winner, (x, y)) in enumerate(zip(winners, marks, strict=True)):
+        wide, tall = 5.2 * scale * len(winner.record.problem.shape), 9 * scale
+        for align, dx, dy in _PLACES:
+            left = x + dx * scale - {"left": 0.0, "right": wide, "center": wide / 2}[align]
+            box = (left, y + dy * scale, left + wide, y + dy * scale + tall)
+            inside = frame.x0 < box[0] and frame.y0 < box[1] and box[2] < frame.x1 and box[3] < frame.y1
+            if inside and not any(_overlap(box, other) for other in taken):
+                taken.append(box)
+                at = winner.record.problem.arithmetic_intensity, winner.tflops
+                name = axes.annotate(winner.record.problem.shape, at, (dx, dy), textcoords="offset points",
+                                     fontsize=8, ha=align, gid=f"name-{row}")  # fmt: skip
+                name.set_in_layout(False)
+                break
+
+
+def _overlap(one: Sequence[float], other: Sequence[float]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def _dots(axes: Axes, points: Sequence[tuple[float, float]], colour: str) -> None:

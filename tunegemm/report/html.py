@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 import tunegemm
 from tunegemm.describe.device import Fingerprint
@@ -73,6 +73,8 @@ def report(contents: Contents, *, command: str = "tunegemm report") -> str:
         ticks=_ticks(limits),
         forest=lambda winner: _forest(winner, limits),
         significant=significant,
+        heat=charts.heat_class,
+        told=lambda trial: Markup(escape(charts.trial_told(trial))),  # of several lines, which are kept
         roofline=Markup(charts.inline_roofline(contents)),
         named=len(winners) <= charts.NAMED_MARKS,
         replayed=any(details.sequence != details.trials for details in contents.details),
@@ -114,6 +116,8 @@ def _anchor(problem: Problem) -> str:
 def _shape(details: Details) -> dict[str, Any]:
     """What the page shows of one problem's search."""
     tried = details.tried
+    grids = analysis.tile_grids(details.trials)
+    tiles = [trial for grid in grids for trial in grid.best.values()]
     return {
         "problem": details.problem,
         "winner": details.winner,
@@ -124,6 +128,9 @@ def _shape(details: Details) -> dict[str, Any]:
         "convergence": Markup(charts.inline_convergence(details)),
         "gap": analysis.gap(details),
         "listed": sorted(enumerate(tried, 1), key=lambda one: -one[1].ratio)[:MOST_TRIALS],
+        "importances": analysis.importances(details.trials),
+        "grids": grids,
+        "top": max(tiles, key=lambda trial: trial.ratio, default=None),
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.describe.space import Candidate
@@ -21,6 +22,7 @@ from tunegemm.search.space import StudySpace
 
 if TYPE_CHECKING:
     import optuna
+    from optuna.distributions import BaseDistribution
 
     from tunegemm.search.roofline import OrderedSampler
     from tunegemm.search.surrogate import Features, Surrogate
@@ -226,11 +228,11 @@ def _alike(done: Sequence[optuna.trial.FrozenTrial]) -> optuna.Study:
         found = optuna.create_study(direction="maximize")
     found.add_trials(
         [
-            optuna.trial.create_trial(
-                params={name: trial.params[name] for name in names},
-                distributions={name: trial.distributions[name] for name in names},
-                value=trial.value,
-                user_attrs=trial.user_attrs,
+            _measured(
+                {name: trial.params[name] for name in names},
+                {name: trial.distributions[name] for name in names},
+                trial.value,
+                trial.user_attrs,
             )
             for trial in done
         ]
@@ -238,14 +240,42 @@ def _alike(done: Sequence[optuna.trial.FrozenTrial]) -> optuna.Study:
     return found
 
 
-def importances(study: optuna.Study) -> dict[str, dict[str, float]]:
+def _measured(
+    params: dict[str, Any],
+    distributions: dict[str, BaseDistribution],
+    value: float | None,
+    attributes: dict[str, Any] | None = None,
+) -> optuna.trial.FrozenTrial:
+    """A complete trial of no study yet. `optuna.trial.create_trial` compares each parameter with each choice,
+    as adding it to a study does once more: of hundreds of trials that is most of the time.
+    """
+    import optuna
+
+    now = datetime.now()
+    return optuna.trial.FrozenTrial(
+        number=-1, trial_id=-1, state=_states().COMPLETE, value=value, datetime_start=now,
+        datetime_complete=now, params=params, distributions=distributions, user_attrs=attributes or {},
+        system_attrs={}, intermediate_values={},
+    )  # fmt: skip
+
+
+def finished_trials(results: Iterable[tuple[Candidate, float]]) -> list[optuna.trial.FrozenTrial]:
+    """Measured candidates and their speeds relative to torch.mm, as trials of no study yet."""
+    listed = list(results)
+    space = StudySpace([], candidates=[candidate for candidate, _ in listed])
+    return [_measured(space.params(one), space.distributions(one), ratio) for one, ratio in listed]
+
+
+def importances(trials: optuna.Study | Sequence[optuna.trial.FrozenTrial]) -> dict[str, dict[str, float]]:
     """Which of each family's parameters decide about speed, the most first: by Optuna's PED-ANOVA, which asks
     how the best tenth of the trials differs from all. Families with too few trials to tell are left out.
+
+    trials: a study, or finished trials.
     """
     import optuna
 
     families: dict[str, list[optuna.trial.FrozenTrial]] = {}
-    for trial in _complete(study):
+    for trial in _complete(trials) if isinstance(trials, optuna.Study) else trials:
         families.setdefault(trial.params[FAMILY], []).append(trial)
     found = {}
     for family, done in families.items():
