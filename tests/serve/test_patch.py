@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -100,17 +99,6 @@ def test_pruned_layers_are_served_what_is_left(model, kernel):
         first = nn.functional.linear(X, model[0].weight)
         assert torch.equal(quietly(model[0], X), first) and kernel.calls
     assert tunegemm.unpatch(model) == 2 and type(model[0]) is nn.Linear
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    distributed = pytest.importorskip("torch.distributed")
-    if not distributed.is_available():
-        pytest.skip("this torch has no torch.distributed")
-    store = distributed.FileStore(str(tmp_path / "store"), 1)
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 def test_fully_sharded_layers_are_unpatched(model, one_rank):

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 import tunegemm
@@ -60,22 +61,78 @@ def _tied(model: nn.Module) -> None:
     model.tied.weight = model.mlp.w1.weight
 
 
+def _narrow(model: nn.Module) -> None:
+    model.mlp.w3.half()
+
+
+def _quantized(model: nn.Module) -> None:
+    class Packed(nn.Parameter):  # as bitsandbytes has its own
+        pass
+
+    model.mlp.w3.weight = Packed(model.mlp.w3.weight.detach())
+
+
 LEFT = {
+    "differ in dtype: bfloat16, float16": _narrow, "a weight is a Packed": _quantized,
     "has hooks": _hooked, "ways of its own": _parametrized, "requires_grad": _frozen, "float32": _wide,
     "on meta": _meta, "Own has ways": _subclassed, "another module's": _tied,
 }  # fmt: skip
+
+
+#: Which torch cannot compute either.
+_NOT_RUN = ("float32", "on meta", "differ in dtype: bfloat16, float16")
 
 
 @pytest.mark.parametrize("why", LEFT)
 def test_what_cannot_be_joined_is_left_with_a_reason(why):
     model = made()
     LEFT[why](model)
-    expected = by_torch(model, given()) if why not in ("float32", "on meta") else None
+    expected = by_torch(model, given()) if why not in _NOT_RUN else None
     report = fuse(model)
     assert any(line.name.startswith("mlp") and why in line.why for line in report.of("left")), str(report)
     assert "mlp.{w1,w3}" not in fused(report) and "attention.{q,k,v}" in fused(report)
     if expected is not None:
         assert torch.equal(by_torch(model, given()), expected)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_weights_that_are_sharded_unlike_are_left(one_rank, both):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh, model = init_device_mesh("cpu", (1,)), made()
+    layers = [model.mlp.w1, model.mlp.w3][: 1 + both]
+    for layer, placement in zip(layers, (Shard(0), Replicate()), strict=False):
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [placement]))
+    before = [model.mlp.w1.weight, model.mlp.w3.weight]
+    report = fuse(model)
+    left = {line.name: line.why for line in report.of("left")}
+    assert "sharded" in left["mlp.{w1,w3}"] and "attention.{q,k,v}" in fused(report)
+    assert list(map(id, before)) == [id(model.mlp.w1.weight), id(model.mlp.w3.weight)]
+
+
+def test_code_that_reads_a_weight_itself_reads_what_was_there(serve, kernel):
+    """Within the module, where the layer is not called, and from outside."""
+
+    class Reads(Gates):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gate = functional.linear(x, self.w1.weight)
+            return self.w2(functional.silu(gate) * self.w3(x))
+
+    model, plain = made(), made()
+    assert "{w1,w3}" not in fused(fuse(made(Reads)))
+    fuse(model)
+    serve()
+    x = given()
+    with torch.no_grad():
+        model(x)
+        for name in ("mlp.w1", "mlp.w3", "attention.q", "attention.k", "attention.v"):
+            weight, expected = model.get_submodule(name).weight, plain.get_submodule(name).weight
+            assert torch.equal(weight, expected)
+            close(functional.linear(x, weight), functional.linear(x, expected), TOLERANCE)
+        model.mlp.w1.weight.mul_(2)
+        plain.mlp.w1.weight.mul_(2)
+        close(model(x), plain(x), TOLERANCE)
 
 
 def test_hooks_that_come_later_fire(serve, kernel):
