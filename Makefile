@@ -45,8 +45,8 @@ SLOW ?=
 test: $(READY)
 	$(RUN) -m pytest $(PYTEST) $(if $(SLOW),,-m "not slow")
 
-# Those of a GPU alone: what only computes in so many processes at once, a file in each, which took 188 s on 16 cores of an H100;
-# then, one at a time, what measures (two minutes).
+# Those of a GPU alone: what only computes in so many processes at once, a file in each (188 s on 16 cores beside
+# an H100); then, one at a time, what measures (two minutes).
 GPU_WORKERS ?= 9
 MEASURING := tests/gpu/test_feedback.py tests/gpu/test_measure.py $(filter-out tests/gpu/ tests/engines/ tests/__%,$(wildcard tests/*/))
 test-gpu: $(READY)
