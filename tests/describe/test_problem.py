@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -168,6 +169,61 @@ class TestFigures:
 
 def operand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
+
+
+class TestGroups:
+    P = Problem.parse("4096x2048x7168", groups=32)
+
+    def test_rows_are_of_all_groups_and_weights_of_each(self) -> None:
+        assert (self.P.groups, self.P.is_grouped, self.P.batch, self.P.shape) == (
+            32,
+            True,
+            32,
+            "4096x2048x7168",
+        )
+        assert str(self.P) == "4096x2048x7168 bf16 tn groups32"
+        assert self.P.flops == Problem.parse("4096x2048x7168").flops
+        weights, rest = 2048 * 7168 * 2, (4096 * 7168 + 4096 * 2048) * 2
+        assert (self.P.bytes, self.P.memory_bytes) == (rest + weights, rest + 32 * weights)
+        assert not self.P.fused and self.P.out_n == 2048
+        assert (self.P.torch_call, Problem(8, 8, 8).torch_call) == ("torch._grouped_mm", "torch.mm")
+
+    def test_none_and_one_are_plain(self) -> None:
+        plain = Problem.parse("64x64x64")
+        assert Problem.parse("64x64x64", groups=0) == plain == Problem.parse("64x64x64", groups=1)
+        assert plain.groups == 0 and plain.as_modelled is plain and plain.memory_bytes == plain.bytes
+
+    def test_the_model_sees_equal_groups_as_kernels_do(self) -> None:
+        seen = Problem.parse("100x2048x7168", groups=32).as_modelled
+        assert (seen.m, seen.n, seen.k, seen.batch, seen.out_major) == (2048, 4, 7168, 32, "m")
+
+    @pytest.mark.parametrize(
+        ("arguments", "named"),
+        [
+            ({"shape": "64x64x64x2"}, "a batch of 2"),
+            ({"epilogue": "relu"}, "epilogue relu"),
+            ({"dtype": "fp8_e4m3"}, "in_dtype 'fp8_e4m3'"),
+            ({"out_dtype": "fp32"}, "out_dtype 'fp32'"),
+            ({"layout": "tt"}, "b_major 'n'"),
+            ({"shape": "64x64x60"}, "alignment 8"),
+            ({"groups": -1}, "batch=-1"),
+        ],
+    )
+    def test_refusals(self, arguments: dict[str, Any], named: str) -> None:
+        with pytest.raises(ProblemError, match=re.escape(named)):
+            Problem.parse(**{"shape": "64x64x64", "groups": 4} | arguments)
+
+    def test_there_are_no_gradients(self) -> None:
+        with pytest.raises(ProblemError, match="gradients of grouped products"):
+            self.P.backward()
+
+    def test_keys_of_plain_products_have_no_other_fields(self) -> None:
+        """Records in databases and in the package are found by these."""
+        names = [field.name for field in dataclasses.fields(Problem)]
+        assert names == [
+            "m", "n", "k", "batch", "in_dtype", "out_dtype", "a_major", "b_major", "out_major", "alignment",
+            "epilogue", "accumulation",
+        ]  # fmt: skip
 
 
 class TestFromTensors:

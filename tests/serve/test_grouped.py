@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,9 +14,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tunegemm
 from tests.support.grouped import Loops
+from tests.support.serving import Row
+from tunegemm.choose.snapshot import Snapshot
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmWarning
-from tunegemm.model.grouped import choose
+from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.generate.families import kernel_source_hash
+from tunegemm.model.grouped import GroupedChoice, choose
 from tunegemm.serve import api, grouped
+from tunegemm.serve.dispatcher import Dispatcher
+from tunegemm.serve.planning import Planner
 from tunegemm.serve.torch import takeover
 from tunegemm.serve.torch.enabled import Counts
 
@@ -327,3 +337,78 @@ def test_fx_traces_a_call(loops: Loops) -> None:
     a, b, offs = operands()
     assert torch.equal(graph(a, b, offs), torchs(a, b, offs=offs))
     assert any(node.target is tunegemm.grouped_mm for node in graph.graph.nodes)
+
+
+RECORDED = Candidate.make(
+    "grouped",
+    {"schedule": "pingpong", "tile_m": 64, "tile_n": 32, "tile_k": 64, "stages": 16, "epi_n": 32,
+     "narrow": 8},
+    {"swizzle_size": 2, "l2_hint": "weights_first"},
+)  # fmt: skip
+
+
+@pytest.fixture
+def recorded(loops: Loops, device: Device) -> Callable[..., list[GroupedChoice]]:
+    """Serves by a record of so many rows; which kernels were asked for."""
+    asked: list[GroupedChoice] = []
+
+    def make(rows: int, candidate: Candidate = RECORDED, **facts: Any) -> list[GroupedChoice]:
+        def load(choice: GroupedChoice, index: int) -> Callable[..., None] | None:
+            asked.append(choice)
+            return loops.load(choice, index)
+
+        problem = Problem.parse(f"{rows}x{N}x{K}", groups=GROUPS)
+        row = Row(problem, device.fingerprint, candidate, kernel_source=kernel_source_hash(candidate.family))
+        row = replace(row, **facts)
+        planner = Planner(device_type="cpu", read=lambda: Snapshot([row]), find=lambda spec: device)
+        api.serve_by(Dispatcher(planner))
+        grouped.groups = grouped.Groups(load)
+        return asked
+
+    return make
+
+
+@pytest.mark.parametrize("rows", [13, 16])
+def test_a_record_of_the_bucket_serves(recorded: Callable[..., list[GroupedChoice]], rows: int) -> None:
+    asked = recorded(rows)
+    a, b, offs = operands()
+    assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
+    (choice,) = asked
+    assert (choice.config.label, choice.swizzle_size, choice.l2_hint) == ("pp64x32x64 s16 e32 w8", 2, 1)
+    bias = torch.randn(N, dtype=BF16)
+    assert tunegemm.grouped_mm(a, b, offs=offs, bias=bias).shape == (13, N)
+    assert asked == [choice]
+
+
+@pytest.mark.parametrize(
+    ("rows", "major"), [(17, "k"), (8, "k"), (13, "n")], ids=["more rows", "fewer rows", "b's n contiguous"]
+)
+def test_what_a_record_is_not_of_the_table_serves(
+    recorded: Callable[..., list[GroupedChoice]], rows: int, major: str
+) -> None:
+    asked = recorded(rows)
+    a, b, offs = operands()
+    b = b if major == "k" else b.contiguous()
+    assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
+    (choice,) = asked
+    assert choice == choose(GROUPS, N, K, 13, major=major, every=True)
+
+
+def test_a_record_of_torchs_kernel_is_torchs(recorded: Callable[..., list[GroupedChoice]]) -> None:
+    asked = recorded(13, TORCH_MM, ratio=1.0)
+    a, b, offs = operands()
+    assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
+    assert asked == []
+
+
+def test_a_record_that_cannot_run_is_told_of_and_is_torchs(
+    recorded: Callable[..., list[GroupedChoice]],
+) -> None:
+    wide = Candidate.make(
+        "grouped", dict(RECORDED.compile_params) | {"tile_n": 24}, dict(RECORDED.launch_params)
+    )
+    asked = recorded(13, wide)
+    a, b, offs = operands()
+    with pytest.warns(TunegemmWarning, match=r"groups4 cannot run here: .*tile_n 24"):
+        assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
+    assert asked == []

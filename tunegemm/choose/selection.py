@@ -63,6 +63,8 @@ def select(
     further measurements of a problem, which are asked for only where the policy wants another candidate than
     the fastest.
     """
+    if problem.is_grouped:
+        return _in_groups(snapshot, problem, device, near)
     record = snapshot.find(problem, device.fingerprint)
     if policy.is_batch_invariant:
         return _batch_invariant(snapshot, record, problem, device, policy, rivals, near)
@@ -93,6 +95,18 @@ def select(
         return Selection("miss", (), f"{why}; {around.refusal}", neighbours=around.neighbours, rows=rows)
     options = tuple(option.record for option in around.options)
     return Selection("near", options, str(around.options[0]), around.options, around.neighbours)
+
+
+def _in_groups(snapshot: Snapshot, problem: Problem, device: Device, near: bool) -> Selection:
+    """As `tunegemm.grouped_mm` does it: without a record by the table that ships."""
+    from tunegemm.choose.in_groups import recorded, without_record
+
+    record = recorded(snapshot, problem, device.fingerprint, near=near)
+    if record is None:
+        why, is_ours = without_record(problem)
+        return Selection("predicted" if is_ours else "miss", (), why)
+    rows = "" if record.problem.m == problem.m else f"by the record of {record.problem.m} rows"
+    return Selection("hit", (record,), "; ".join(filter(None, (rows, _grade(record, device)))))
 
 
 def _grade(record: Record, device: Device) -> str:

@@ -161,10 +161,19 @@ def parse_problems(
             help="How sums of fp8 products are kept: fast, or two_level, in fp32 from every 128 of k on.",
         ),
     ] = "fast",
+    groups: Annotated[
+        int,
+        typer.Option(
+            "--groups",
+            metavar="E",
+            min=0,
+            help="M rows in so many groups, each with weights of its own, as tunegemm.grouped_mm takes them.",
+        ),
+    ] = 0,
 ) -> list[Problem]:
     """The problems of a command line, in order, without repetitions. Raises ProblemError."""
     how: dict[str, Any] = {"dtype": dtype, "out_dtype": out_dtype, "layout": layout, "alignment": alignment}
-    how |= {"epilogue": epilogue, "accumulation": accumulation}
+    how |= {"epilogue": epilogue, "accumulation": accumulation, "groups": groups}
     return list(dict.fromkeys(Problem.parse(text, **how) for text in expanded(shape)))
 
 

@@ -86,6 +86,7 @@ def verdict_line(result: TuneResult, where: str) -> str:
     from tunegemm.generate.cublaslt import is_torch
 
     problem, best, seconds = result.problem, result.best, f"{result.seconds:.1f} s"
+    torchs, ours = problem.torch_call, "grouped_mm" if problem.is_grouped else "matmul(a, b)"
     if best is None and not result.predictions:
         if not result.outcomes:
             return ""
@@ -97,15 +98,15 @@ def verdict_line(result: TuneResult, where: str) -> str:
             f"{seconds}, {counted(result.compiled, 'kernel')} compiled."
         )
     if is_torch(best.candidate):
-        won = "no kernel is faster than torch.mm beyond the noise"
+        won = f"no kernel is faster than {torchs} beyond the noise"
     else:
-        times = f"{significant(best.median_us)} us, torch.mm {significant(best.baseline_median_us)} us"
-        won = f"{result.labels.get(best.candidate.digest, best.candidate)} wins, {best.ratio:.3f} x torch.mm"
+        times = f"{significant(best.median_us)} us, {torchs} {significant(best.baseline_median_us)} us"
+        won = f"{result.labels.get(best.candidate.digest, best.candidate)} wins, {best.ratio:.3f} x {torchs}"
         won += f" ({times})" if best.baseline_us else ""
         won += ", which is within the noise" if best.ratio < 1 + best.noise else ""
     if result.source == "measured":
-        calls = "calls torch.mm" if is_torch(best.candidate) else "uses this kernel"
-        use = f"tunegemm.matmul(a, b) now {calls} for {problem} (from {where})"
+        calls = f"calls {torchs}" if is_torch(best.candidate) else "uses this kernel"
+        use = f"tunegemm.{ours} now {calls} for {problem} (from {where})"
     else:
         use = "replayed, not measured here; nothing stored"
     return f"{problem}: {won}; {use}. {seconds}, {counted(result.compiled, 'kernel')} compiled."

@@ -37,7 +37,8 @@ def tune_command(problem: Problem, **more: object) -> str:
         "out-dtype": problem.out_dtype if problem.out_dtype != default_out_dtype(problem.in_dtype) else None,
         "layout": problem.layout,
         "alignment": problem.alignment if problem.alignment != problem.packed_alignment else None,
-        "epilogue": problem.epilogue,
+        "groups": problem.groups or None,
+        "epilogue": None if problem.is_grouped else problem.epilogue,
         "accumulation": problem.accumulation if problem.accumulation != "fast" else None,
     }
     return command_line("tune", {**options, **more})

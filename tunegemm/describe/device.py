@@ -187,9 +187,9 @@ class Device:
 
         Packed ones; those of a program may share memory, as entries of a batch do that are one matrix.
         """
-        if problem.bytes <= self.memory_bytes:
+        if problem.memory_bytes <= self.memory_bytes:
             return None
-        need_gb, have_gb = problem.bytes / 1e9, self.memory_bytes / 1e9
+        need_gb, have_gb = problem.memory_bytes / 1e9, self.memory_bytes / 1e9
         return f"{problem}: operands and output of {need_gb:.4g} GB > {have_gb:.4g} GB of {self.name}"
 
     def peak_tflops_of(self, problem: Problem) -> float:

@@ -67,6 +67,9 @@ _MAX_EXTENT = 2**31 - 1  # TMA coordinates are signed 32-bit
 #: Fields of a problem that are words.
 _TEXTS = ("in_dtype", "out_dtype", "a_major", "b_major", "out_major", "epilogue", "accumulation")
 
+#: The epilogue of a product whose rows are in groups: it has no steps, and the batch counts the groups.
+GROUPED = "grouped"
+
 #: The widest load of one thread and what TMA wants: more alignment than this changes no kernel.
 MAX_ALIGNMENT = 16
 
@@ -127,7 +130,8 @@ class Problem:
     k: int
     """Columns of A, rows of B: the reduced extent."""
     batch: int = 1
-    """Number of independent products with the same shape."""
+    """Number of independent products with the same shape; of `GROUPED` ones that of groups, whose rows
+    together are m."""
     in_dtype: str = "bf16"
     """Element type of A and B."""
     out_dtype: str = "bf16"
@@ -142,7 +146,8 @@ class Problem:
     """Bytes, a power of two: the most, up to 16, that divides the addresses of A and B and the strides of
     their leading dimensions and batch entries. 0, the default, becomes that of packed operands."""
     epilogue: str = ""
-    """What becomes of the product before it is stored, as `describe.epilogue` writes it; empty: nothing."""
+    """What becomes of the product before it is stored, as `describe.epilogue` writes it; empty: nothing.
+    `GROUPED`: nothing, and rows are in groups, each with a B of its own (`tunegemm.grouped_mm`)."""
     accumulation: str = "fast"
     """How sums over k are kept: one of `ACCUMULATIONS`; ``two_level`` for fp8 only."""
 
@@ -195,8 +200,22 @@ class Problem:
             )
         if self.epilogue and self.out_dtype == "int32":
             raise ProblemError(f"epilogue {self.epilogue} of an int32 product: epilogues compute in fp32")
+        if self.is_grouped:
+            self._check_groups()
         if self.fused.gated and self.n % 2:
             raise ProblemError(f"n={self.n} with epilogue {self.epilogue}: gates take pairs of columns")
+
+    def _check_groups(self) -> None:
+        """Raises ProblemError for what no grouped product is tuned with."""
+        fixed = {
+            "in_dtype": "bf16", "out_dtype": "bf16", "a_major": "k", "b_major": "k", "out_major": "n",
+            "alignment": MAX_ALIGNMENT, "accumulation": "fast",
+        }  # fmt: skip
+        for name, value in fixed.items():
+            if (given := getattr(self, name)) != value:
+                raise ProblemError(
+                    f"{name} {given!r} with {self.groups} groups: use {value!r}, which is tuned"
+                )
 
     @classmethod
     def parse(
@@ -209,10 +228,12 @@ class Problem:
         alignment: int | None = None,
         epilogue: str = "",
         accumulation: str = "fast",
+        groups: int = 0,
     ) -> Problem:
         """Read ``MxNxK`` or ``MxNxKxL`` and names of dtype and layout, as on the command line.
 
-        alignment: by default that of packed operands; lines with gaps may have another one.
+        alignment: by default that of packed operands; lines with gaps may have another one. groups: of a
+        product whose M rows are in so many groups, each with a B of its own; 0 and 1 are a plain product.
         """
         match = _SHAPE.fullmatch(str(shape).strip().lower())  # whatever it is, the error shows it
         if match is None:
@@ -220,6 +241,11 @@ class Problem:
         if str(layout).lower() not in LAYOUTS:
             raise ProblemError(f"layout {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
         m, n, k, batch = (int(group) if group else 1 for group in match.groups())
+        if groups not in (0, 1):
+            if batch != 1 or epilogue:
+                more = f"epilogue {epilogue}" if epilogue else f"a batch of {batch}"
+                raise ProblemError(f"{groups} groups with {more}: leave one out")
+            batch, epilogue = groups, GROUPED
         in_dtype = normalize_dtype(dtype, OUTPUT_DTYPES)
         a_major, b_major = LAYOUTS[layout.lower()]
         problem = cls(
@@ -292,6 +318,8 @@ class Problem:
         Each has the layout of its operand, as autograd computes it: the gradient of a column-major operand is
         computed transposed.
         """
+        if self.is_grouped:
+            raise ProblemError(f"{self}: gradients of grouped products are not tuned; leave them out")
         if self.out_dtype != self.in_dtype:
             raise ProblemError(f"{self}: no gradients where the output is of another dtype than the operands")
         a, b = (self.m, self.k, self.a_major == "k"), (self.k, self.n, self.b_major == "n")
@@ -312,7 +340,32 @@ class Problem:
     @property
     def shape(self) -> str:
         """``MxNxK``, with ``xL`` when there is a batch."""
-        return f"{self.m}x{self.n}x{self.k}" + (f"x{self.batch}" if self.batch != 1 else "")
+        batch = 1 if self.is_grouped else self.batch
+        return f"{self.m}x{self.n}x{self.k}" + (f"x{batch}" if batch != 1 else "")
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether its rows are in groups, each with a B of its own."""
+        return self.epilogue == GROUPED
+
+    @property
+    def groups(self) -> int:
+        """The number of its groups; 0 of a plain product."""
+        return self.batch if self.is_grouped else 0
+
+    @property
+    def torch_call(self) -> str:
+        """What a record of it is compared with: torch's own call."""
+        return "torch._grouped_mm" if self.is_grouped else "torch.mm"
+
+    @property
+    def as_modelled(self) -> Problem:
+        """What the model takes a product for: of groups the batch of as many equal ones, as their kernels see
+        them, whose rows are B's columns. Others are what they are.
+        """
+        if not self.is_grouped:
+            return self
+        return Problem(self.n, -(-self.m // self.batch), self.k, self.batch, out_major="m")
 
     @property
     def dtypes(self) -> str:
@@ -328,7 +381,7 @@ class Problem:
     @property
     def fused(self) -> Epilogue:
         """The epilogue; false where there is none."""
-        return Epilogue.parse(self.epilogue)
+        return Epilogue.parse("" if self.is_grouped else self.epilogue)
 
     @property
     def out_n(self) -> int:
@@ -357,12 +410,16 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions: 2 m n k per batch entry."""
-        return 2 * self.m * self.n * self.k * self.batch
+        """Multiplications and additions: 2 m n k per batch entry, of groups in all."""
+        return 2 * self.m * self.n * self.k * (1 if self.is_grouped else self.batch)
 
     @property
     def bytes(self) -> int:
-        """Fewest bytes through device memory: each operand read once, the output written once."""
+        """Fewest bytes through device memory: each operand read once, the output written once. Of groups the
+        weights of one, which may have all rows.
+        """
+        if self.is_grouped:
+            return replace(self, batch=1, epilogue="").bytes
         inputs = (self.m * self.k + self.k * self.n) * DTYPE_BYTES[self.in_dtype]
         out = self.m * self.out_n * DTYPE_BYTES[self.out_dtype]
         fused = sum(
@@ -371,6 +428,12 @@ class Problem:
             if operand.kind == "matrix"
         )
         return (inputs + out) * self.batch + fused
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that its operands and output take: of groups all weights."""
+        others = (self.batch - 1) * self.k * self.n if self.is_grouped else 0
+        return self.bytes + others * DTYPE_BYTES[self.in_dtype]
 
     def operand_shape(self, operand: Operand) -> tuple[int, ...]:
         """Shape of an epilogue's operand; a number has none. C is added before columns gate each other."""
@@ -390,7 +453,7 @@ class Problem:
         words = [self.shape, self.dtypes, self.layout]
         words += ["out-m"] if self.out_major != "n" else []
         words += [f"align{self.alignment}"] if self.alignment < MAX_ALIGNMENT else []
-        words += [self.epilogue] if self.epilogue else []
+        words += [f"groups{self.groups}" if self.is_grouped else self.epilogue] if self.epilogue else []
         return " ".join(words)
 
 

@@ -30,7 +30,7 @@ GROUP = "tunegemm.families"
 """The group of entry points."""
 SHIPPED = {
     name: f"tunegemm.generate.{name}"
-    for name in ("cute_sm90", "gluon_wgmma", "triton_tma", "cute_sm80", "skinny", "cublaslt")
+    for name in ("cute_sm90", "gluon_wgmma", "triton_tma", "cute_sm80", "skinny", "grouped", "cublaslt")
 }
 """The module of each family that ships, as in pyproject.toml, in the order in which they are tried."""
 

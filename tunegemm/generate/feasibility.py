@@ -169,6 +169,14 @@ def epilogue(problem: Problem, candidate: Candidate, device: Device) -> str | No
     return None
 
 
+@rule("epilogue")
+def rows_together(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Rows in groups, each with a B of its own, need a kernel that reads where groups end."""
+    if problem.is_grouped:
+        return f"{candidate.family} multiplies all rows by one B, not {problem.epilogue} ones"
+    return None
+
+
 @rule("stages")
 def ring_depth(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """One stage is being multiplied: with 1 nothing could be loaded meanwhile."""

@@ -14,7 +14,7 @@ from tunegemm.describe.device import Device, package_version
 from tunegemm.describe.problem import Problem, swapped_dtype
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import ArtifactError
-from tunegemm.generate.feasibility import Rule, Verdict, apply_rules, epilogue
+from tunegemm.generate.feasibility import Rule, Verdict, apply_rules, epilogue, rows_together
 from tunegemm.generate.sources import hash_of_code, kernel_sources
 from tunegemm.generate.tiles import majors
 from tunegemm.generate.workspace import Workspace, exceeded_workspace
@@ -175,11 +175,13 @@ class TileGenerator:
     edges_inside: bool = False
     fuses: bool = False
     """Whether kernels take an epilogue."""
+    grouped: bool = False
+    """Whether kernels are for rows in groups, and for no others."""
     compiled: ClassVar[Literal[True]] = True
 
     def __post_init__(self) -> None:
-        if not self.fuses:
-            object.__setattr__(self, "rules", (epilogue, *self.rules))
+        if not self.grouped:
+            object.__setattr__(self, "rules", (rows_together if self.fuses else epilogue, *self.rules))
 
     @property
     def space_file(self) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import re
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def _string(quote: str) -> str:
 
 #: A comment or a string: nothing else in Python holds a `#` or a quote.
 _TOKEN = re.compile("|".join([r"#[^\n]*", *map(_string, ('"""', "'''", '"', "'"))]), re.DOTALL)
+_OF_FAMILY = re.compile(r"^from tunegemm\.generate\.(\w+)\.", re.MULTILINE)
 _PREFIX = re.compile(r"\b[rbuf]{1,2}\Z", re.IGNORECASE)
 _REST_OF_LINE = re.compile(r"[ \t]*(?:#[^\n]*)?(?:\n|\Z)")
 
@@ -30,6 +32,7 @@ _REST_OF_LINE = re.compile(r"[ \t]*(?:#[^\n]*)?(?:\n|\Z)")
 def kernel_sources(folder: Path) -> tuple[Path, ...]:
     """The files that end up in a family's kernels: in its folder ``config.py``, ``kernel*.py``, and those of
     a folder ``kernel``; of the ``kernel*.py`` here, which families share, those that one of these imports.
+    Behind them those of another family, if one of these imports any.
 
     But not ``kernel_minimal.py``, which no candidate runs.
     """
@@ -41,7 +44,9 @@ def kernel_sources(folder: Path) -> tuple[Path, ...]:
         for path in Path(__file__).parent.glob("kernel*.py")
         if any(f"from tunegemm.generate.{path.stem} import" in content for content in contents)
     }
-    return tuple(sorted(own | shared))
+    imported = {name for content in contents for name in _OF_FAMILY.findall(content)} - {folder.name}
+    others = (kernel_sources(folder.with_name(name)) for name in sorted(imported))
+    return (*sorted(own | shared), *itertools.chain.from_iterable(others))
 
 
 @functools.cache

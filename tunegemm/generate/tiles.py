@@ -25,8 +25,10 @@ def seen_by_kernel(problem: Problem, candidate: Candidate) -> Problem:
     """The product that the kernel computes: with swap_ab it is D^T = B^T A^T, n x m, from the same memory.
 
     What becomes of it before it is stored is left out, as it is written for D; so is D's dtype, which may
-    depend on that.
+    depend on that. Of rows in groups it is the batch of equal ones.
     """
+    if problem.is_grouped:
+        return problem.as_modelled
     return _transposed(problem) if candidate.params.get("swap_ab", False) else problem
 
 

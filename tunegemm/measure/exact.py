@@ -44,15 +44,15 @@ def make_exact(problem: Problem, device: torch.device, seed: int) -> Operands:
     at = torch.arange(k, device=device)
     used = torch.ones(k, dtype=torch.bool, device=device)
     summed = k * parts[0] * parts[1]
-    if summed > (_MOST_FUSED if problem.epilogue else _MOST_SUMMED):
+    if summed > (_MOST_FUSED if problem.fused else _MOST_SUMMED):
         used = (at < _NEAR) | (at >= k - _NEAR) | (at % _BOUNDARY == 0) | (at % _BOUNDARY == _BOUNDARY - 1)
         summed = float(used.sum()) * parts[0] * parts[1]
     # An epilogue bends at 1.
-    unit = 2.0 ** -round(math.log2(summed) / 2) if problem.epilogue and problem.in_dtype != "int8" else 1.0
+    unit = 2.0 ** -round(math.log2(summed) / 2) if problem.fused and problem.in_dtype != "int8" else 1.0
     for matrix, part, of_a in ((operands.a, parts[0], True), (operands.b.mT, parts[1], False)):
         for entry in matrix if matrix.ndim == 3 else (matrix,):
             _fill(entry, part, used, unit if of_a else 1.0, generator)
-    if problem.in_dtype == "int8" and problem.epilogue:  # whose first scale is for other values
+    if problem.in_dtype == "int8" and problem.fused:  # whose first scale is for other values
         names = [operand.name for operand in problem.fused.operands]
         if "scale_a" in names:
             operands.fused[names.index("scale_a")].mul_(data.INT8_VARIANCE * math.sqrt(k / summed))
@@ -85,7 +85,7 @@ def objection(problem: Problem, operands: Operands, wanted: torch.Tensor) -> str
     """None when the result of an exact set is right; else one line with the numbers."""
     checked = data.check(operands, wanted)
     limit = data.tolerance(problem)
-    if problem.epilogue:
+    if problem.fused:
         if (said := checked.objection(limit)) is not None:
             return f"of exact sums: {said}"
         if not checked.element_error <= (most := data.ELEMENT_FACTOR / 4 * limit):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.describe.epilogue import Operand, operand_dtype
@@ -58,10 +59,10 @@ class Operands:
     a: torch.Tensor
     b: torch.Tensor
     out: torch.Tensor
-    guards: tuple[torch.Tensor, torch.Tensor]
+    guards: tuple[torch.Tensor, ...]
     """Bytes right before and right behind the output; no kernel may write them."""
     fused: tuple[Any, ...] = ()
-    """What the problem's epilogue takes, in its order: tensors and numbers."""
+    """What the problem's epilogue takes, in its order: tensors and numbers; of groups where each ends."""
     amax: torch.Tensor | None = None
     """The one of them that it writes; 0 before a launch."""
 
@@ -124,8 +125,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def count_sets(problem: Problem, l2_bytes: int, free_bytes: int) -> int:
     """Operand sets to make: past `L2_MULTIPLE` x L2, within 25 % of the free memory, at least 1."""
-    wanted = math.ceil(L2_MULTIPLE * l2_bytes / problem.bytes)
-    affordable = (free_bytes // 4) // problem.bytes
+    wanted = math.ceil(L2_MULTIPLE * l2_bytes / problem.memory_bytes)
+    affordable = (free_bytes // 4) // problem.memory_bytes
     return max(1, min(wanted, affordable, MAX_SETS))
 
 
@@ -137,7 +138,8 @@ def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands
     a and b have the problem's alignment, neither more nor less: packed where that gives it, else by gaps
     between lines, or by their addresses where there are none to step over. With an epilogue, a is scaled so
     that products have a variance of 1: that is where activations bend, and where a bias shows. Of int8, whose
-    values are what they are, the first scale does that.
+    values are what they are, the first scale does that. Where rows are in groups, what says how is missing:
+    `tunegemm.measure.groups` adds it.
     """
     import torch
 
@@ -148,14 +150,14 @@ def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands
     spread_of_a = 3 / math.sqrt(problem.k) if fused else 1.0
 
     def random(
-        rows: int, columns: int, row_major: bool, dtype: torch.dtype, spread: float = 1.0
+        rows: int, columns: int, row_major: bool, dtype: torch.dtype, batch: int, spread: float = 1.0
     ) -> torch.Tensor:
         lines, extent = (rows, columns) if row_major else (columns, rows)
         pitch = _pitch(problem, extent)
-        start = unit if lines == problem.batch == 1 and problem.alignment < problem.packed_alignment else 0
-        room = _uniform(start + problem.batch * lines * pitch, dtype, device, generator, spread)
-        values = room[start:].view(problem.batch, lines, pitch)
-        values = (values[0] if problem.batch == 1 else values)[..., :extent]
+        start = unit if lines == batch == 1 and problem.alignment < problem.packed_alignment else 0
+        room = _uniform(start + batch * lines * pitch, dtype, device, generator, spread)
+        values = room[start:].view(batch, lines, pitch)
+        values = (values[0] if batch == 1 else values)[..., :extent]
         return values if row_major else values.mT
 
     def given(operand: Operand) -> Any:
@@ -173,10 +175,11 @@ def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands
         value = torch.empty(lines, dtype=dtype_here, device=device).uniform_(low, high, generator=generator)
         return value.mT if turned else value
 
-    out, guards = _guarded_output(problem, device)
+    of_rows = replace(problem, batch=1, epilogue="") if problem.is_grouped else problem
+    out, guards = _guarded_output(of_rows, device)
     a_dtype, b_dtype = map(torch_dtype, operand_dtypes(problem.in_dtype))
-    a = random(problem.m, problem.k, problem.a_major == "k", a_dtype, spread_of_a)
-    b = random(problem.k, problem.n, problem.b_major == "n", b_dtype)
+    a = random(problem.m, problem.k, problem.a_major == "k", a_dtype, of_rows.batch, spread_of_a)
+    b = random(problem.k, problem.n, problem.b_major == "n", b_dtype, problem.batch)
     operands = tuple(map(given, fused.operands))
     amax = operands[-1] if "amax" in fused.steps else None
     return Operands(a, b, out, guards, operands, amax)
@@ -264,6 +267,8 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def expected(problem: Problem, operands: Operands) -> torch.Tensor:
     """What a right kernel stores, in fp32: the product, and what the problem's epilogue makes of it."""
+    if problem.is_grouped:
+        return _of_groups(operands)
     product = reference(operands.a, operands.b)
     fused = problem.fused
     if not fused:
@@ -271,6 +276,19 @@ def expected(problem: Problem, operands: Operands) -> torch.Tensor:
     named = {operand.name: value for operand, value in zip(fused.operands, operands.fused, strict=True)}
     result: torch.Tensor = fused.reference(product.float(), named)
     return result
+
+
+def _of_groups(operands: Operands) -> torch.Tensor:
+    """Each group's rows by its own b, one after the other."""
+    import torch
+
+    (ends,) = operands.fused
+    products = [
+        reference(operands.a[first:end], operands.b[group])
+        for group, (first, end) in enumerate(pairwise([0, *ends.tolist()]))
+        if end > first
+    ]
+    return torch.cat(products)
 
 
 def check(operands: Operands, wanted: torch.Tensor) -> Check:

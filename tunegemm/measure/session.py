@@ -19,7 +19,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError, one_line
 from tunegemm.generate.launching import Launcher
-from tunegemm.measure import exact
+from tunegemm.measure import exact, groups
 from tunegemm.measure import operands as data
 from tunegemm.measure.backend import LONGEST_METERING, Backend, metered_mj, warm_us
 from tunegemm.measure.messages import Broken, Discover, Done, Measure, Result, Step
@@ -68,9 +68,10 @@ class _Bench:
 
     problem: Problem
     seed: int
-    sets: list[data.Operands]
-    references: dict[int, Any]
-    """fp32 references of the first and the last set, by index."""
+    sets: list[list[data.Operands]]
+    """Those that a replay goes through; of rows in groups for each skew, which share what they have."""
+    references: list[tuple[Any, Any]]
+    """For each list of sets the fp32 references of the first and the last."""
     exact: data.Operands
     """A set whose sums are exact, which is checked and not timed."""
     exact_reference: Any
@@ -124,9 +125,13 @@ class Session:
         self._step(None, "load")
         bench = self._prepare(problem, settings.seed)
         baseline = self._backend.family(TORCH_MM.family).load(problem, TORCH_MM, self._device, None)
-        product_us = warm_us(self._backend, baseline, bench.sets)
-        passes = self._passes(product_us, len(bench.sets), settings)
-        replays: list[Replay] = [self._backend.capture(baseline, bench.sets, passes) for _ in range(2)]
+        product_us = [warm_us(self._backend, baseline, sets) for sets in bench.sets]
+        passes = self._passes(product_us, bench, settings)
+        captured = [
+            [self._backend.capture(baseline, *each) for each in zip(bench.sets, passes, strict=True)]
+            for _ in range(2)
+        ]
+        replays = list(map(_together, captured))
         for replay in replays:
             replay.start()
             replay.finish()
@@ -166,8 +171,8 @@ class Session:
         noise = aa_noise(samples[0], samples[1])
         common = {f"{name}_before": value for name, value in before.items()} | after
         common |= {
-            "operand_sets": len(bench.sets),
-            "operand_bytes": len(bench.sets) * problem.bytes,
+            "operand_sets": len(bench.sets[0]),
+            "operand_bytes": len(bench.sets[0]) * problem.memory_bytes,
             "l2_bytes": self._device.l2_bytes,
             "interleaved": len(entries),
             "seed": settings.seed,
@@ -184,6 +189,9 @@ class Session:
                 "of_rounds": most,
                 "products_per_replay": entry.products,
             }
+            if problem.is_grouped:
+                replay = replays[1] if entry.candidate == TORCH_MM else entry.replay
+                telemetry["skews"] = groups.ratios(replay, replays[0])
             if len(own) == most and (energy_mj := self._energy_mj(entry, settings)) is not None:
                 telemetry["energy_mj"] = energy_mj
             measurement = Measurement(
@@ -221,7 +229,7 @@ class Session:
         return reading, bool(reading.get("throttle_reasons"))
 
     def _admit(
-        self, bench: _Bench, index: int, job: Job, settings: RaceSettings, baseline_us: float
+        self, bench: _Bench, index: int, job: Job, settings: RaceSettings, baseline_us: list[float]
     ) -> _Entry | Failure:
         """Load, check and capture one job."""
         candidate, problem = job.candidate, bench.problem
@@ -232,7 +240,7 @@ class Session:
             )
         except (TunegemmError, ValueError, RuntimeError) as error:
             return self._failed(candidate, "load", error)
-        self._step(index, "launch", device_seconds=_SLOWEST * baseline_us * 1e-6)
+        self._step(index, "launch", device_seconds=_SLOWEST * sum(baseline_us) * 1e-6)
         try:
             return self._check_and_capture(bench, index, candidate, launcher, settings, baseline_us)
         except (TunegemmError, ValueError, RuntimeError) as error:
@@ -245,51 +253,64 @@ class Session:
         candidate: Candidate,
         launcher: Launcher,
         settings: RaceSettings,
-        baseline_us: float,
+        baseline_us: list[float],
     ) -> _Entry | Failure:
-        first, last = bench.sets[0], bench.sets[-1]
-        data.restore(first)
-        self._backend.launch(launcher, first)
-        checked = data.check(first, bench.references[0])
+        # Poisoned, launched and compared, one set of each skew.
         limit = data.tolerance(bench.problem)
-        if objection := checked.objection(limit):
-            return Failure(candidate, "wrong", objection)
+        worst = 0.0
+        for sets, (wanted, _) in zip(bench.sets, bench.references, strict=True):
+            data.restore(sets[0])
+            self._backend.launch(launcher, sets[0])
+            checked = _check(launcher, sets[0], wanted)
+            if objection := checked.objection(limit):
+                return Failure(candidate, "wrong", objection)
+            worst = max(worst, checked.relative_error)
         # As many products as the baseline's replay has, since to begin one takes some 5 us, of which each
         # bears its part (H200, 2026-11-22). Only the slow get fewer:
         # they will drop out and should not take long to do so.
-        passes = self._passes(baseline_us, len(bench.sets), settings)
+        passes = self._passes(baseline_us, bench, settings)
         self._step(index, "launch", _SLOWEST * self._replay_seconds(baseline_us, passes, bench))
-        replay, own_us = self._capture(bench, launcher, passes)
-        if (
-            own_us > _SLOW * baseline_us
-            and (fewer := self._passes(own_us, len(bench.sets), settings)) < passes
-        ):
+        replay, own_us, again = self._capture(bench, launcher, passes)
+        slow = [own > _SLOW * theirs for own, theirs in zip(own_us, baseline_us, strict=True)]
+        choices = zip(slow, self._passes(own_us, bench, settings), passes, strict=True)
+        if (fewer := [min(few, many) if is_slow else many for is_slow, few, many in choices]) != passes:
             passes = fewer
-            replay, own_us = self._capture(bench, launcher, passes)
+            replay, own_us, again = self._capture(bench, launcher, passes)
         # The second check is of the graph, on other operands: it finds a launcher that holds on to the
         # pointers it saw first, and a kernel that fails only back to back with itself.
-        again = data.check(last, bench.references[len(bench.sets) - 1])
-        if objection := again.objection(limit):
-            return Failure(candidate, "wrong", f"in a graph: {objection}")
+        for checked in again:
+            if objection := checked.objection(limit):
+                return Failure(candidate, "wrong", f"in a graph: {objection}")
+            worst = max(worst, checked.relative_error)
         # The third is to the bit: what leaves out a little of a long k is lost in the rounding of the others.
-        self._step(index, "launch", _SLOWEST * baseline_us * 1e-6)
+        self._step(index, "launch", _SLOWEST * max(baseline_us) * 1e-6)
         data.restore(bench.exact)
         self._backend.launch(launcher, bench.exact)
+        _take_result(launcher, bench.exact)
         if objection := exact.objection(bench.problem, bench.exact, bench.exact_reference):
             return Failure(candidate, "wrong", objection)
-        worst = max(checked.relative_error, again.relative_error)
         seconds = self._replay_seconds(own_us, passes, bench)
-        return _Entry(index, candidate, replay, worst, passes * len(bench.sets), seconds)
+        products = sum(each * len(sets) for each, sets in zip(passes, bench.sets, strict=True))
+        return _Entry(index, candidate, replay, worst, products, seconds)
 
-    def _capture(self, bench: _Bench, launcher: Launcher, passes: int) -> tuple[Replay, float]:
-        """A replay, and its microseconds per product when it ran first, with the last output poisoned."""
-        try:
-            replay = self._backend.capture(launcher, bench.sets, passes)
-        except RuntimeError as error:
-            raise _Lost("launch", f"cannot be captured in a graph: {one_line(error)}") from None
-        data.restore(bench.sets[-1])
-        replay.start()
-        return replay, replay.finish()
+    def _capture(
+        self, bench: _Bench, launcher: Launcher, passes: list[int]
+    ) -> tuple[Replay, list[float], list[data.Check]]:
+        """A replay; for each list of sets its microseconds per product when it ran first, and what its last
+        output is worth.
+        """
+        replays, times, checks = [], [], []
+        for sets, count, (_, wanted) in zip(bench.sets, passes, bench.references, strict=True):
+            try:
+                replay = self._backend.capture(launcher, sets, count)
+            except RuntimeError as error:
+                raise _Lost("launch", f"cannot be captured in a graph: {one_line(error)}") from None
+            replays.append(replay)
+            data.restore(sets[-1])
+            replay.start()
+            times.append(replay.finish())
+            checks.append(_check(launcher, sets[-1], wanted))
+        return _together(replays), times, checks
 
     def _prepare(self, problem: Problem, seed: int) -> _Bench:
         """Operand sets and references; those of the last problem are freed first."""
@@ -302,9 +323,15 @@ class Session:
         count = data.count_sets(problem, self._device.l2_bytes, free_bytes)
         device = self._backend.torch_device
         sets = [data.make_operands(problem, device, seed * data.MAX_SETS + i) for i in range(count)]
-        references = {i: data.expected(problem, sets[i]) for i in {0, count - 1}}
-        exact_set = exact.make_exact(problem, device, seed)
-        self._bench = _Bench(problem, seed, sets, references, exact_set, data.expected(problem, exact_set))
+        lists, exact_set = [sets], exact.make_exact(problem, device, seed)
+        if problem.is_grouped:
+            lists = groups.over_skews(problem, sets, self._device.l2_bytes, seed)
+            exact_set = groups.divided(problem, exact_set, groups.RAGGED, seed)
+        references = []
+        for each in lists:
+            first = data.expected(problem, each[0])
+            references.append((first, first if len(each) == 1 else data.expected(problem, each[-1])))
+        self._bench = _Bench(problem, seed, lists, references, exact_set, data.expected(problem, exact_set))
         return self._bench
 
     def _failed(self, candidate: Candidate, stage: Stage, error: Exception) -> Failure:
@@ -312,12 +339,18 @@ class Session:
             raise _Lost("crash", one_line(error)) from None
         return Failure(candidate, stage, one_line(error))
 
-    def _passes(self, product_us: float, sets: int, settings: RaceSettings) -> int:
-        wanted = math.ceil(settings.min_replay_ms * 1e3 / (product_us * sets))
-        return max(1, min(wanted, _MAX_PRODUCTS // sets))
+    def _passes(self, product_us: list[float], bench: _Bench, settings: RaceSettings) -> list[int]:
+        """For each list of sets how often a replay goes through it, if a product takes so long there."""
+        return [
+            max(
+                1, min(math.ceil(settings.min_replay_ms * 1e3 / (us * len(sets))), _MAX_PRODUCTS // len(sets))
+            )
+            for us, sets in zip(product_us, bench.sets, strict=True)
+        ]
 
-    def _replay_seconds(self, product_us: float, passes: int, bench: _Bench) -> float:
-        return product_us * passes * len(bench.sets) * 1e-6
+    def _replay_seconds(self, product_us: list[float], passes: list[int], bench: _Bench) -> float:
+        each = zip(product_us, passes, bench.sets, strict=True)
+        return sum(us * count * len(sets) for us, count, sets in each) * 1e-6
 
     def _telemetry_under(self, replays: list[Replay]) -> dict[str, Any]:
         """Read while the device works: an idle GPU shows other clocks."""
@@ -356,6 +389,21 @@ class Session:
             except (TunegemmError, RuntimeError) as error:
                 self._send(Broken(self._job, one_line(error)))
                 return
+
+
+def _together(replays: list[Replay]) -> Replay:
+    return replays[0] if len(replays) == 1 else groups.OverSkews(replays)
+
+
+def _check(launcher: Launcher, operands: data.Operands, wanted: Any) -> data.Check:
+    _take_result(launcher, operands)
+    return data.check(operands, wanted)
+
+
+def _take_result(launcher: Launcher, operands: data.Operands) -> None:
+    """What a launcher that takes no output made last is put there."""
+    if (result := getattr(launcher, "result", None)) is not None:
+        operands.out.copy_(result[: operands.out.shape[0]])
 
 
 def _keep_busy(replays: Sequence[Replay], for_ms: float) -> None:

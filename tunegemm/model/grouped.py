@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import BadValueError
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.resources import data_path
@@ -55,6 +57,18 @@ def choose(
     if rule is None or not rule.kernel:
         return None
     return GroupedChoice(table.configs[kind, rule.kernel], **rule.launch)
+
+
+def shipped_kernel(problem: Problem) -> Candidate | None:
+    """What `choose` names for a grouped problem, as a search knows it; None for torch's."""
+    from tunegemm.generate.grouped import FAMILY, L2_HINTS
+
+    choice = choose(problem.groups, problem.n, problem.k, problem.m)
+    if choice is None:
+        return None
+    names = FAMILY.parameters["compile"]
+    launch: dict[str, Value] = {"swizzle_size": choice.swizzle_size, "l2_hint": L2_HINTS[choice.l2_hint]}
+    return Candidate.make("grouped", {name: getattr(choice.config, name) for name in names}, launch)
 
 
 def listed(path: Path | None = None, kind: str = "") -> tuple[GroupedConfig, ...]:

@@ -101,7 +101,7 @@ def predictions(problem: Problem, candidates: Sequence[Candidate], device: Devic
     """The predictions of many candidates, in their order."""
     if not candidates:
         return []
-    columns = Columns.of(candidates)
+    problem, columns = problem.as_modelled, Columns.of(candidates)
     found = terms(problem, columns, device)
     return _predictions(candidates, found, steady(problem, columns, found, device))
 
@@ -130,7 +130,7 @@ def rank(problem: Problem, candidates: Iterable[Candidate], device: Device) -> l
     candidates = list(candidates)
     if not candidates:
         return []
-    columns = Columns.of(candidates)
+    problem, columns = problem.as_modelled, Columns.of(candidates)
     found = terms(problem, columns, device)
     lasting = steady(problem, columns, found, device)
     ranked = _predictions(candidates, found, lasting)
@@ -158,6 +158,7 @@ def is_memory_bound(problem: Problem) -> bool:
     Of nine products of 64 rows at an H200's power cap the kernel that led in the screen was 0.5 % behind the
     winner in steady state in the mean; of twelve of 256 rows 1.9 % (2026-11-26).
     """
+    problem = problem.as_modelled
     return min(problem.m, problem.n) <= _MEMORY_BOUND
 
 
@@ -169,6 +170,7 @@ def steady_ratios(
 
     Raises SpaceError for a candidate without a tile shape.
     """
+    problem = problem.as_modelled
     found = predictions(problem, list(ratios), device)
     if min(problem.m, problem.n) <= _STEADY_ABOVE:
         return dict(ratios)
@@ -215,6 +217,7 @@ def rank_kernels(
     """
     if not kernels:
         return []
+    problem = problem.as_modelled
     columns = Columns.of(kernels) if columns is None else columns
     launches = _best_launches(problem, kernels, columns, launch_values, device, feasible)
     columns = columns.launched(**_launch_columns(launches))

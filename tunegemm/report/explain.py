@@ -7,8 +7,8 @@ L2; the truth lies between the two. See S. Williams et al., "Roofline", CACM 52(
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from math import ceil, isnan
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -105,7 +105,9 @@ class Explanation:
     """The best other measured candidate; None where the database keeps no other measurement of the
     problem, as for shipped records."""
     why: str
-    """What there is to say about a hit, or a near hit's figures; empty for a miss and a plain hit."""
+    """What there is to say about a hit, or a near hit's figures; what serves groups without a record. Empty
+    for a miss and a plain hit.
+    """
     why_not: str
     """Why torch computes the product, in one clause; empty when it does not, or is the recorded winner."""
     change: str
@@ -116,7 +118,7 @@ class Explanation:
         """The floor over the record's measured time; None for a near hit, which was not measured."""
         if self.record is None or self.near is not None:
             return None
-        return 100 * self.roofline_us / self.record.median_us
+        return 100 * self.device.roofline_us(self.record.problem) / self.record.median_us
 
     @property
     def percent_of_peak(self) -> float | None:
@@ -205,14 +207,16 @@ class Explanation:
             if self.why_not:
                 yield "", f"but torch computes it: {self.why_not}"
         elif record is None and self.near is None:
-            yield "dispatch", f"torch: {self.why_not}"
+            yield "dispatch", f"torch: {self.why_not}" if self.why_not else self.why
         else:
             if self.near is not None:
                 yield "dispatch", f"near hit, {(record or self.near.record).label} {self.near}"
             elif record is not None:
+                torchs = self.problem.torch_call
+                label = torchs if is_torch(record.candidate) else record.label
                 yield (
                     "dispatch",
-                    f"{record.label}: {record.median_us:.1f} us, {record.ratio:.3f} x torch.mm, "
+                    f"{label}: {record.median_us:.1f} us, {record.ratio:.3f} x {torchs}, "
                     f"{self.percent_of_roofline:.1f} % of the roofline, {self.percent_of_peak:.1f} % of peak",
                 )
             if self.why_not:
@@ -221,6 +225,8 @@ class Explanation:
                 yield "", self.why
             if record is not None:
                 yield "evidence", _evidence(record)
+                if skews := over_skews(record.telemetry):
+                    yield "", skews
         if (found := self.feedback) is not None:
             yield (
                 "predicted",
@@ -230,7 +236,7 @@ class Explanation:
         if (second := self.runner_up) is not None:
             yield (
                 "runner-up",
-                f"{second.label}: {second.median_us:.1f} us, {second.ratio:.3f} x torch.mm "
+                f"{second.label}: {second.median_us:.1f} us, {second.ratio:.3f} x {self.problem.torch_call} "
                 f"in {_proof(second)}",
             )
         command, _, purpose = self.change.rpartition(": ")
@@ -300,7 +306,12 @@ def explain_problem(
     near = next((one for one in selection.nears if one.record is chosen), None)
     predicted = next((one for one in selection.predictions if one.record is chosen), None)
     record = near.origin if near is not None else None if predicted is not None else chosen
-    why_not = "; ".join([selection.why, *warnings]) if chosen is None else ""
+    by_table = chosen is None and selection.outcome == "predicted"
+    if record is not None and problem.is_grouped:
+        record = _with_skews(
+            record, entries if record.problem == problem else _read(record.problem, database)[1]
+        )
+    why_not = "; ".join([selection.why, *warnings]) if chosen is None and not by_table else ""
     if mode == "off":
         why_not = "TUNEGEMM_MODE=off"
     elif chosen is not None:
@@ -325,7 +336,7 @@ def explain_problem(
         predicted=predicted,
         feedback=_feedback(entries, device),
         runner_up=_runner_up(record, entries, device) if near is None else None,
-        why="" if chosen is None or near is not None or predicted is not None else selection.why,
+        why=selection.why if by_table or not (chosen is None or near or predicted) else "",
         why_not=why_not,
         change=_change(problem, selection, record, why_not),
     )
@@ -436,13 +447,30 @@ def _refusal_to_load(record: StoredRecord, device: Device) -> str:
     return ""
 
 
+def _with_skews(record: StoredRecord, entries: Sequence[StoredRecord]) -> StoredRecord:
+    """The record with what its measurement says of each division of the rows, where that is stored."""
+    same = [entry for entry in entries if entry.candidate == record.candidate and "skews" in entry.telemetry]
+    return replace(record, telemetry=leaders(same)[0].telemetry) if same else record
+
+
+def over_skews(telemetry: Mapping[str, Any]) -> str:
+    """What a record of rows in groups says of each division of them; empty for others."""
+    found = telemetry.get("skews")
+    if not isinstance(found, Mapping) or not all(isinstance(one, float) for one in found.values()):
+        return ""
+    each = ", ".join(f"{skew} {ratio:.3f}" for skew, ratio in found.items())
+    worst = min(found, key=lambda skew: found[skew])
+    return f"over divisions of the rows: {each}; worst {worst}"
+
+
 def _evidence(record: StoredRecord) -> str:
     proof = "of a search, not confirmed by a final race"
     if record.confirmed:
         proof = "confirmed: it won a final race"
     return (
-        f"{record.median_us:.1f} us, torch.mm {record.baseline_median_us:.1f} us, noise {record.noise:.1%}, "
-        f"{proof}, {record.measured_at:%Y-%m-%d}" + (f"  [{record.layer} layer]" if record.layer else "")
+        f"{record.median_us:.1f} us, {record.problem.torch_call} {record.baseline_median_us:.1f} us, "
+        f"noise {record.noise:.1%}, {proof}, {record.measured_at:%Y-%m-%d}"
+        + (f"  [{record.layer} layer]" if record.layer else "")
     )
 
 

@@ -1,7 +1,8 @@
 """`grouped_mm`: rows in groups, each multiplied by weights of its own, as layers of experts do.
 
 The kernel reads on the device where groups end, so that a launch, and a CUDA graph of it, holds for every
-division of the rows. What no kernel is known to be faster for is torch's own call.
+division of the rows. Which kernel that is a record says (`tunegemm tune --groups`), or else the table that
+ships; what no kernel is known to be faster for is torch's own call.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import torch
 from torch.autograd import forward_ad
 
 from tunegemm.describe.device import find_device
+from tunegemm.describe.problem import GROUPED, Problem
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmError, one_line
 from tunegemm.generate import grouped as kernels
+from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.model.grouped import FP8, GroupedChoice, choose
 from tunegemm.serve import api
@@ -36,6 +39,8 @@ from tunegemm.serve.planning import LOOK_SECONDS, MAX_PLANS
 from tunegemm.serve.torch.autograd import PLAIN
 from tunegemm.serve.torch.fx import node_of, rank
 from tunegemm.store import packs
+from tunegemm.store.checks import record_objection
+from tunegemm.store.record import Record
 
 #: What kernels multiply, as the table names it.
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: FP8}
@@ -108,7 +113,8 @@ class Groups:
         self._load = load or self._load_compiled
         self._state: object = None
         self._plans: dict[Hashable, _Plan] = {}
-        self._launches: dict[tuple[GroupedChoice, int], Launch] = {}
+        self.launches: dict[tuple[GroupedChoice, int], Launch] = {}
+        """What was loaded, by kernel and device."""
         self._compiler = BackgroundCompiler(lambda kernel: None, partial(make_pool, kernels.__name__))
 
     def __call__(
@@ -142,7 +148,7 @@ class Groups:
         """
         state = api.dispatcher.planner.state
         if state is not self._state:  # by `refresh`, another policy, a fork
-            self._state, self._plans, self._launches = state, {}, {}
+            self._state, self._plans, self.launches = state, {}, {}
         addresses = a.data_ptr() | b.data_ptr()
         key: tuple[Any, ...] = (
             a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device, offs.shape,
@@ -197,11 +203,16 @@ class Groups:
         try:
             extents = b.shape[0], b.shape[2], b.shape[1], a.shape[0]
             major = "k" if b.stride(1) == 1 else "n"
-            choice = choose(*extents, dtype=_DTYPES[a.dtype], gate=gate, major=major)
+            dtype = _DTYPES[a.dtype]
+            record = self._record(*extents, a.device) if (dtype, gate, major) == ("bf16", "", "k") else None
+            if record is None:
+                choice = choose(*extents, dtype=dtype, gate=gate, major=major)
+            else:
+                choice = _choice_of(record)
             if choice is None:
                 return _TORCHS
             place = choice, a.device.index or 0
-            launch = self._launches.get(place) or self._load(*place)
+            launch = self.launches.get(place) or self._load(*place)
         except (TunegemmError, OSError, RuntimeError) as error:
             planner.notices.warn(
                 f"kernels of groups cannot run on {a.device}: {one_line(error)}; tunegemm.grouped_mm falls "
@@ -210,8 +221,16 @@ class Groups:
             return _TORCHS
         if launch is None:
             return _Plan(None, time.monotonic() + LOOK_SECONDS)
-        self._launches[place] = launch
+        self.launches[place] = launch
         return _Plan(launch)
+
+    @staticmethod
+    def _record(groups: int, n: int, k: int, rows: int, device: torch.device) -> Record | None:
+        """What was tuned of such a product; one group, or k that TMA does not take, nobody tunes."""
+        if groups < 2 or k % 8:
+            return None
+        problem = Problem(rows, n, k, groups, epilogue=GROUPED)
+        return api.dispatcher.planner.recorded_groups(problem, device.index or 0)
 
     def _load_compiled(self, choice: GroupedChoice, index: int) -> Launch | None:
         planner = api.dispatcher.planner
@@ -262,6 +281,16 @@ def are_plain(*operands: torch.Tensor | None) -> bool:
 def has_gradient(*operands: torch.Tensor | None) -> bool:
     """Whether a gradient of a product of operands is asked for."""
     return grad_enabled() and any(each is not None and each.requires_grad for each in operands)
+
+
+def _choice_of(record: Record) -> GroupedChoice | None:
+    """The kernel of a record; None where it says that torch's is the fastest. Raises ArtifactError."""
+    if is_torch(record.candidate):
+        return None
+    if wrong := record_objection(record):
+        raise ArtifactError(f"the record of {record.problem} cannot run here: {wrong}")
+    config = kernels.config_of(record.problem, record.candidate)
+    return GroupedChoice(config, *kernels.launch_arguments(record.candidate))
 
 
 def fits(

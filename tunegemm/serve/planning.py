@@ -445,6 +445,19 @@ class Planner:
             self._online.later(problem, known, predictions, notify)
         return found
 
+    def recorded_groups(self, problem: Problem, index: int) -> Record | None:
+        """The record of a product of rows in groups on the device of an index; None where there is none."""
+        from tunegemm.choose.in_groups import recorded
+
+        with self.lock, within(READ_SECONDS), self._finder.guarded(self.state):
+            snapshot = self._records(self.state, "grouped_mm")
+            if snapshot.extents(problem):
+                known = self._finder.device(self.state, index, "grouped_mm")
+                if known is not None:
+                    near = self._mode != "exact"
+                    return recorded(snapshot, problem, known.fingerprint, near=near)
+        return None
+
     def _serve_compiled(self, kernel: str) -> None:
         """A kernel is there now, or will never be: calls that wait for it are planned anew."""
         with self.lock:

@@ -51,6 +51,8 @@ _FIELDS = [
     *(Problem.parse("512x768x1024", layout=layout) for layout in LAYOUTS),
     Problem(512, 768, 1024, out_major="m"),
     Problem.parse("512x768x1024", alignment=8),
+    *(Problem.parse(shape, groups=7) for shape in ("512x768x1024", "60x768x1024", "512x104x1024")),
+    *(Problem.parse("512x768x1024", groups=groups) for groups in (2, 64)),
     *(Problem.parse("512x768x1024", epilogue=text) for text in ("bias_n+gelu", "swiglu", "beta_c+amax")),
 ]
 
@@ -346,12 +348,14 @@ class GeneratorTests(FamilyTests):
             assert any(character.isdigit() for character in verdict.reason), verdict
 
     def test_every_rule_can_object(self, name: str) -> None:
-        """No rule is dead: each has an example, or a test elsewhere. That of epilogues comes by itself."""
+        """No rule is dead: each has an example, or a test elsewhere. Those of epilogues and of rows in groups
+        come by themselves.
+        """
         if self.examples is None:
             pytest.skip(f'{name} has no Examples; CONTRIBUTING.md, "Adding things", says what they are')
         examples, rules = self.examples, self.generator.rules
         seen = {case.rule for case in examples.rejected} | {rule for rule, *_ in examples.objections}
-        assert {rule.name for rule in rules} - {"epilogue"} == seen | examples.elsewhere
+        assert {rule.name for rule in rules} - {"epilogue", "rows_together"} == seen | examples.elsewhere
         fused = Problem.parse(SHAPES[0], epilogue="relu")
         takes_none = refusal(rules, name, fused) == f"{name} stores products as they are, without relu"
         assert takes_none == ("epilogue" in {rule.name for rule in rules})

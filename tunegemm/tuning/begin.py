@@ -19,6 +19,7 @@ from tunegemm.generate.feasibility import FEASIBLE, Verdict
 from tunegemm.measure.evidence import Evidence
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
 from tunegemm.model import rank as model
+from tunegemm.model.grouped import shipped_kernel
 from tunegemm.search import Portfolio, Search, first_of_each_kernel
 from tunegemm.search.budget import budget_for
 from tunegemm.search.space import StudySpace
@@ -288,10 +289,13 @@ def seeds_of(
     database: Database | None, problem: Problem, device: Device, kernels: Kernels
 ) -> list[Candidate]:
     """What was best of this problem elsewhere: under other software, of older sources, on another GPU of its
-    kind. On a real device also what records know of related problems, the shipped ones among them.
+    kind; of groups also what serves them without a record. On a real device also what records know of
+    related problems, the shipped ones among them.
     """
     here = device.fingerprint
     found = [] if database is None else seeds(database, problem, here)
+    if problem.is_grouped and (shipped := shipped_kernel(problem)) is not None:
+        found.append(shipped)
     if device.is_real:
         records = read_texts()[0] + (database.records() if database else [])
         found += related((r for r in records if r.candidate.family in kernels.generators), problem, here)

@@ -37,6 +37,8 @@ class PlantedFamily:
         if what == "load-abort":
             os.abort()
         seen: list[Any] = []
+        if problem.is_grouped:
+            return grouped_launcher(what)
 
         def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
             seen.append(out)
@@ -74,6 +76,30 @@ class PlantedFamily:
 
         launch.capturable = what != "not-capturable"  # type: ignore[attr-defined]
         return launch
+
+
+def grouped_launcher(what: str) -> Any:
+    """Rows in groups, each by its own b."""
+    known: list[list[int]] = []
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, ends: torch.Tensor) -> None:
+        known.append(ends.tolist())
+        first = 0
+        for group, end in enumerate(known[0] if what == "groups-first-offsets" else known[-1]):
+            torch.mm(a[first:end], b[group], out=out[first:end])
+            first = end
+        if what == "groups-neighbour" and first > 1:  # the last group of a tile reaches into the one before
+            torch.mm(a[:1], b[-1], out=out[:1])
+        elif what == "groups-behind" and first < len(a):
+            torch.mm(
+                a[first : first + 1],
+                b[-1],
+                out=out.as_strided(
+                    (1, out.shape[1]), out.stride(), out.storage_offset() + first * out.stride(0)
+                ),
+            )
+
+    return launch
 
 
 def work(seconds: float) -> None:

@@ -25,7 +25,11 @@ _FP8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 def torch_mm(problem: Problem) -> Launcher:
-    """One call, or with an epilogue eager torch, kernel by kernel, the last one into the given output."""
+    """One call, or with an epilogue eager torch, kernel by kernel, the last one into the given output; of
+    rows in groups a `GroupedProduct`.
+    """
+    if problem.is_grouped:
+        return GroupedProduct()
     if not problem.epilogue:
         return plain_product(problem)
     compute = composed(problem)
@@ -38,6 +42,20 @@ def torch_mm(problem: Problem) -> Launcher:
             operands[-1].copy_(shown.abs().amax())
 
     return with_tf32(launch) if problem.in_dtype == "tf32" else launch
+
+
+class GroupedProduct:
+    """torch's product of rows in groups, of (a, b, out, ends of groups), which takes no output: what it made
+    last is `result`, so that timing it has no copy.
+    """
+
+    def __init__(self) -> None:
+        self.result: Any = None
+
+    def __call__(self, a: Any, b: Any, out: Any, offsets: Any) -> None:
+        import torch
+
+        self.result = torch._grouped_mm(a, b, offs=offsets)
 
 
 def composed(problem: Problem) -> Callable[..., Any]:

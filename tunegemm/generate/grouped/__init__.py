@@ -1,7 +1,7 @@
-"""Kernels `grouped`: products of groups of rows, each with its own weights, on `cute_sm90`'s parts.
+"""Kernel family `grouped`: products of groups of rows, each with its own weights, on `cute_sm90`'s parts.
 
-They are no family: no `Problem` describes such a product, and no search looks at them. For a compile pool
-this module is what `tunegemm.generate.families` is for others: `get` and `import_compiler`.
+Those that ship are named by db/grouped.toml, some with a gate, which no `Problem` describes. For a compile
+pool of such keys this module is what `tunegemm.generate.families` is for others: `get` and `import_compiler`.
 """
 
 from __future__ import annotations
@@ -11,23 +11,34 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tunegemm.compile.cute_object import compile_object, toolchain
 from tunegemm.compile.ptxas import Resources
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.generate.cute_launch import load_function
 from tunegemm.generate.families import import_compiler
-from tunegemm.generate.generator import CUTE_DSL, TVM_FFI
+from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, TileGenerator
 from tunegemm.generate.grouped.config import GroupedConfig
+from tunegemm.generate.grouped.rules import RULES, config_from, config_of
 from tunegemm.generate.sources import hash_of_code, kernel_sources
+from tunegemm.generate.workspace import Workspace
+
+if TYPE_CHECKING:
+    from tunegemm.generate.launching import Launcher
 
 __all__ = [
-    "NAME", "TARGET", "GroupedKernel", "compile", "get", "import_compiler", "kernel_key", "unavailable",
+    "FAMILY", "L2_HINTS", "NAME", "TARGET", "GroupedKernel", "compile", "config_of", "get",
+    "import_compiler", "kernel_key", "launch_arguments", "unavailable",
 ]  # fmt: skip
 
 NAME = "grouped"
 _FOLDER = Path(__file__).parent
 TARGET = "sm_90a"
+#: The launch parameter `l2_hint`, in the order of its numbers: `GroupedKernel.launch`.
+L2_HINTS = ("none", "weights_first")
 
 
 def get(name: str) -> ModuleType:
@@ -37,13 +48,12 @@ def get(name: str) -> ModuleType:
 
 def kernel_key(config: GroupedConfig) -> Mapping[str, str | int | bool]:
     """Everything the compiled object depends on: never extents or numbers of groups."""
-    sources = (*kernel_sources(_FOLDER), *kernel_sources(_FOLDER.with_name("cute_sm90")))
     return {
         **{name: getattr(config, name) for name in config.__dataclass_fields__},
         "family": NAME,
         "target": TARGET,
         **toolchain(),
-        "source": hash_of_code(sources),
+        "source": hash_of_code(kernel_sources(_FOLDER)),
     }
 
 
@@ -105,3 +115,51 @@ class GroupedKernel:
             0 if scales is None else scales.data_ptr(),
             current_stream(a.device.index),
         )  # fmt: skip
+
+
+class _Named(GroupedConfig):
+    """What a label is made of: a config of a candidate's parameters, for which no problem stands."""
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Any:
+        return config_from({name: value for name, value in values.items() if value != ""})
+
+
+def launcher(
+    problem: Problem, candidate: Candidate, device: Device, artifact: Path, workspace: Workspace | None
+) -> Launcher:
+    """Takes a, b (groups, K, N) with k contiguous, out, and the groups' ends."""
+    kernel = GroupedKernel.load(config_of(problem, candidate), artifact)
+    swizzle_size, l2_hint = launch_arguments(candidate)
+
+    def launch(a: Any, b: Any, out: Any, offsets: Any) -> None:
+        kernel.launch(
+            a, b.mT, out, offsets, blocks=device.sm_count, swizzle_size=swizzle_size, l2_hint=l2_hint
+        )
+
+    return launch
+
+
+def launch_arguments(candidate: Candidate) -> tuple[int, int]:
+    """A candidate's `swizzle_size` and `l2_hint` as `GroupedKernel.launch` takes them."""
+    return int(candidate["swizzle_size"]), L2_HINTS.index(candidate["l2_hint"])
+
+
+FAMILY = TileGenerator(
+    name=NAME,
+    parameters={
+        "compile": ("schedule", "tile_m", "tile_n", "tile_k", "stages", "epi_n", "narrow"),
+        "launch": ("swizzle_size", "l2_hint"),
+    },
+    folder=_FOLDER,
+    config=_Named,
+    config_of=config_of,
+    rules=RULES,
+    grouped=True,
+    fuses=True,
+    tma=True,
+    compile=compile,
+    launcher=launcher,
+    toolchain=toolchain,
+    packages=(CUTE_DSL, TVM_FFI),
+)

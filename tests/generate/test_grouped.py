@@ -1,0 +1,86 @@
+"""Examples of the family for rows in groups, and what only it has. No GPU needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate import families, grouped
+from tunegemm.generate.grouped import FAMILY, config_of, kernel_key
+from tunegemm.generate.sources import hash_of_code
+from tunegemm.model.grouped import listed
+from tunegemm.testing import TOO_LARGE, Examples, Rejection
+
+SHAPE = "4096x2048x7168"
+GOOD = {
+    "schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 6, "epi_n": 32,
+    "narrow": 16,
+}  # fmt: skip
+LAUNCH = {"swizzle_size": 8, "l2_hint": "none"}
+PROBLEMS = [Problem.parse(SHAPE, groups=32), Problem.parse("64x1536x2048", groups=128)]
+
+EXAMPLES = Examples(
+    "grouped",
+    GOOD,
+    LAUNCH,
+    PROBLEMS,
+    corners=[
+        (PROBLEMS[0], {"tile_m": 256, "stages": 4}),
+        (PROBLEMS[1], {"tile_m": 64, "tile_n": 32, "stages": 16, "narrow": 8}),
+        (PROBLEMS[0], {"tile_n": 256, "stages": 4, "narrow": 64}),
+    ],
+    rejected=[Rejection("shared_memory", {"stages": 8}, TOO_LARGE)],
+    objections=[
+        ("aligned_lines", Problem.parse("4096x2044x7168", groups=32), {}),
+        ("ring_rows", PROBLEMS[0], {"tile_k": 128}),
+        ("ring_depth", PROBLEMS[0], {"stages": 1}),
+        ("mma_tile", PROBLEMS[0], {"tile_m": 192}),
+        ("mma_tile", PROBLEMS[0], {"tile_n": 512}),
+        ("epilogue_tile", PROBLEMS[0], {"epi_n": 64}),
+        ("narrow_widths", PROBLEMS[0], {"narrow": 8}),
+        ("narrow_widths", PROBLEMS[0], {"narrow": 12}),
+        ("narrow_enough", PROBLEMS[0], {"narrow": 64}),
+        ("accumulators", PROBLEMS[0], {"tile_m": 256, "tile_n": 256, "narrow": 64}),
+        ("accumulators", PROBLEMS[0], {"schedule": "pingpong", "tile_n": 256, "narrow": 64}),
+        ("ring_filled", PROBLEMS[0], {"stages": 4}),
+    ],
+    elsewhere=frozenset({"rows_in_groups", "architecture"}),
+)
+
+
+def test_rows_in_groups_are_for_this_family_alone(h200: Device) -> None:
+    good, plain = EXAMPLES.candidate(), Problem.parse(SHAPE)
+    assert FAMILY.check(PROBLEMS[0], good, h200)
+    assert FAMILY.check(plain, good, h200).rule == "rows_in_groups"
+    for name in families.SHIPPED:
+        family = families.get(name)
+        if family.compiled and name != "grouped":
+            verdict = family.check(PROBLEMS[0], Candidate(name), h200)
+            assert verdict.rule in ("rows_together", "epilogue"), (name, verdict)
+    assert families.refusal_by_all(PROBLEMS[0]) == "" == families.refusal_by_all(plain)
+
+
+def test_a_tuned_kernel_is_the_object_that_ships(h200: Device) -> None:
+    """The key of a candidate is that of the config in db/grouped.toml: one object, one hash of sources."""
+    plain = [config for config in listed(kind="bf16") if not config.epilogue]
+    assert plain
+    for config in plain:
+        names = FAMILY.parameters["compile"]
+        candidate = Candidate.make("grouped", {name: getattr(config, name) for name in names})
+        assert config_of(PROBLEMS[0], candidate) == config
+        assert FAMILY.kernel_key(PROBLEMS[0], candidate, h200) == kernel_key(config)
+
+
+def test_its_hash_is_of_the_parts_that_it_takes_from_cute_sm90() -> None:
+    theirs = families.generator("cute_sm90").sources
+    assert FAMILY.sources[-len(theirs) :] == theirs and len(FAMILY.sources) > len(theirs)
+    assert families.kernel_source_hash("grouped") == hash_of_code(FAMILY.sources)
+
+
+@pytest.mark.parametrize(("hint", "number"), [("none", 0), ("weights_first", 1)])
+def test_launch_parameters_are_the_kernels_arguments(hint: str, number: int) -> None:
+    candidate = EXAMPLES.candidate({"l2_hint": hint})
+    assert grouped.launch_arguments(candidate) == (8, number)
+    assert FAMILY.label(candidate) == f"co128x128x64 s6 e32 w16 w8{' hw' * number}"

@@ -1,0 +1,148 @@
+"""Rows in groups as they are measured: divisions, checks that see a neighbour's rows, times over skews."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.measure.test_worker import BACKEND, QUICK
+from tunegemm.describe.device import find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.measure import exact, groups
+from tunegemm.measure import operands as data
+from tunegemm.measure.groups import RAGGED, SKEWS, OverSkews, divide, divided, over_skews
+from tunegemm.measure.outcome import Failure, Measurement, Outcome
+from tunegemm.measure.settings import Job
+from tunegemm.measure.worker import MeasureWorker
+
+PROBLEM = Problem.parse("96x64x128", groups=5)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("rows", [1, 7, 96, 40_000])
+@pytest.mark.parametrize("skew", SKEWS)
+def test_all_rows_are_divided(skew: str, rows: int) -> None:
+    sizes = divide(5, rows, skew, seed=3)
+    assert len(sizes) == 5 and sum(sizes) == rows and min(sizes) >= 0
+    assert sizes == divide(5, rows, skew, seed=3)
+
+
+def test_skews_differ_as_they_say() -> None:
+    uniform, typical, hot = (divide(32, 4096, skew) for skew in SKEWS)
+    assert set(uniform) == {128}
+    assert max(typical) > 2 * 128 and sum(map(bool, typical)) > 16
+    assert sorted(hot)[-2:] == [0, 4096]
+    assert divide(4, 10, "one_hot", seed=6) == [0, 0, 10, 0]
+
+
+def test_a_ragged_division_has_groups_without_rows_and_rows_behind_the_last() -> None:
+    sizes = divide(6, 96, RAGGED)
+    assert sum(sizes) == 84 and sizes[1] == sizes[4] == 0
+
+
+def test_sets_of_one_hot_group_go_from_group_to_group() -> None:
+    sets = [data.make_operands(PROBLEM, CPU, 0)]
+    lists = over_skews(PROBLEM, sets, l2_bytes=64 * 128 * 2, seed=0)
+    assert [len(each) for each in lists] == [1, 1, 3]
+    ends = [one.fused[0].tolist() for one in lists[2]]
+    assert len(set(map(tuple, ends))) == 3
+    assert all(one.out.data_ptr() == sets[0].out.data_ptr() for each in lists for one in each)
+
+
+def loop(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, ends: torch.Tensor, spill: int = 0) -> None:
+    """Each group by itself; spill: rows that it writes beyond its end."""
+    first = 0
+    for group, end in enumerate(ends.tolist()):
+        last = end + spill
+        rows = out.as_strided(
+            (last - first, out.shape[1]), out.stride(), out.storage_offset() + first * out.stride(0)
+        )
+        if last > first:
+            source = torch.cat([a[first:last], a[: max(0, last - len(a))]])
+            rows.copy_(source.float() @ b[group].float())
+        first = end
+
+
+def checks(operands: data.Operands, spill: int) -> str | None:
+    data.restore(operands)
+    loop(*operands.arguments, spill=spill)
+    return data.check(operands, data.expected(PROBLEM, operands)).objection(data.tolerance(PROBLEM))
+
+
+@pytest.mark.parametrize("skew", [*SKEWS, RAGGED])
+def test_a_right_product_passes_and_one_that_writes_behind_the_last_group_does_not(skew: str) -> None:
+    operands = divided(PROBLEM, data.make_operands(PROBLEM, CPU, 0), skew, 0)
+    assert checks(operands, 0) is None
+    assert checks(operands, 1) == "wrote outside its output"
+
+
+def test_exact_sums_show_a_k_that_is_left_out() -> None:
+    operands = divided(PROBLEM, exact.make_exact(PROBLEM, CPU, 0), RAGGED, 0)
+    wanted = data.expected(PROBLEM, operands)
+    data.restore(operands)
+    loop(*operands.arguments)
+    assert exact.objection(PROBLEM, operands, wanted) is None
+    loop(operands.a[:, :-2], operands.b[:, :-2], operands.out, *operands.fused)
+    assert "some of k is left out" in str(exact.objection(PROBLEM, operands, wanted))
+
+
+class Fixed:
+    """A replay of a known time."""
+
+    def __init__(self, us: float) -> None:
+        self.us = us
+
+    def start(self, untimed: int = 0, timed: int = 1) -> None: ...
+
+    def finish(self) -> float:
+        return self.us
+
+
+def test_the_time_over_skews_is_the_geometric_mean_and_each_ratio_is_told() -> None:
+    own, baseline = (
+        OverSkews([Fixed(1.0), Fixed(2.0), Fixed(4.0)]),
+        OverSkews([Fixed(2.0), Fixed(3.0), Fixed(2.0)]),
+    )
+    for replay in (own, baseline):
+        replay.start()
+    assert own.finish() == pytest.approx(2.0) and baseline.finish() == pytest.approx(math.cbrt(12))
+    assert groups.ratios(own, baseline) == {"uniform": 2.0, "typical": 1.5, "one_hot": 0.5}
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[MeasureWorker]:
+    with MeasureWorker(find_device("model:h200"), timeout_s=20, backend=BACKEND) as worker:
+        yield worker
+
+
+def planted(what: str) -> Candidate:
+    return Candidate.make("planted", {"what": what})
+
+
+def test_a_worker_times_over_skews_and_finds_what_writes_a_neighbours_rows(worker: MeasureWorker) -> None:
+    whats = ("groups", "groups-neighbour", "groups-behind", "groups-first-offsets")
+    jobs = [Job(planted(what)) for what in whats] + [Job(TORCH_MM)]
+    found: dict[Candidate, Outcome] = {o.candidate: o for o in worker.measure(PROBLEM, jobs, QUICK)}
+    for candidate in (planted("groups"), TORCH_MM):
+        measured = found[candidate]
+        assert isinstance(measured, Measurement), measured
+        skews: Any = measured.telemetry["skews"]
+        assert list(skews) == list(SKEWS) and all(ratio > 0 for ratio in skews.values())
+        assert 1e-4 < measured.relative_error < 8e-3
+    reasons = {what: str(getattr(found[planted(what)], "reason", "")) for what in whats[1:]}
+    assert all(isinstance(found[planted(what)], Failure) for what in whats[1:]), reasons
+    assert "relative error" in reasons["groups-neighbour"]
+    assert reasons["groups-behind"] == "wrote outside its output"
+    assert "relative error" in reasons["groups-first-offsets"] or "NaN" in reasons["groups-first-offsets"]
+
+
+def test_a_plain_product_has_no_skews(worker: MeasureWorker) -> None:
+    (plain,) = worker.measure(replace(PROBLEM, batch=1, epilogue=""), [Job(TORCH_MM)], QUICK)
+    assert isinstance(plain, Measurement) and "skews" not in plain.telemetry

@@ -1,0 +1,43 @@
+"""Which kernel serves rows in groups: a record of as many groups, N and K, and about as many rows."""
+
+from __future__ import annotations
+
+import math
+
+from tunegemm.choose.snapshot import Snapshot
+from tunegemm.describe.device import Fingerprint
+from tunegemm.describe.problem import Problem
+from tunegemm.measure.evidence import may_be_record
+from tunegemm.model.grouped import choose
+from tunegemm.store.record import Record
+
+
+def bucket(rows: int) -> int:
+    """Numbers of rows that share records: those up to the same power of two."""
+    return (rows - 1).bit_length()
+
+
+def recorded(
+    snapshot: Snapshot, problem: Problem, fingerprint: Fingerprint, *, near: bool = True
+) -> Record | None:
+    """The record of a grouped product, of torch's kernel, too; None where there is none to go by.
+
+    near: whether it may be of other rows of the same `bucket`, of which the nearest number counts.
+    """
+    usable = [
+        record
+        for record in snapshot.usable(problem, fingerprint)
+        if may_be_record(record)
+        and (record.problem.m == problem.m or (near and bucket(record.problem.m) == bucket(problem.m)))
+    ]
+    return min(usable, key=lambda record: abs(math.log(record.problem.m / problem.m)), default=None)
+
+
+def without_record(problem: Problem) -> tuple[str, bool]:
+    """What computes a grouped product that has no record, in one clause, and whether it is a kernel of ours:
+    by the table that ships.
+    """
+    choice = choose(problem.groups, problem.n, problem.k, problem.m)
+    if choice is None:
+        return "no record, and no kernel that ships is known to be faster", False
+    return f"{choice.config.label}, which db/grouped.toml names for such groups; no record", True

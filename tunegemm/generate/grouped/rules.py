@@ -1,0 +1,150 @@
+"""What a grouped kernel may be: one function per physical cause (see `tunegemm.generate.feasibility`)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate, Value
+from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, SMEM_LIMIT, WARPGROUP_THREADS
+from tunegemm.generate.feasibility import architecture, exceeded_smem, ring_depth, rule
+from tunegemm.generate.grouped.config import GroupedConfig
+
+#: Registers beside the accumulators, and beside those of one WGMMA: as `tunegemm.generate.cute_sm90.rules`
+#: has them for the same main loop.
+_OVERHEAD_REGISTERS = 32
+_WGMMA_REGISTERS = 26
+#: Widths of which a kernel has a main loop each, at most.
+_MOST_WIDTHS = 4
+#: Columns of D in the 16 bytes of one access.
+_UNIT = 8
+
+_FIXED: dict[str, Any] = {
+    "tile_k": 64, "cluster_m": 1, "cluster_n": 1, "in_dtype": "bf16", "out_dtype": "bf16", "a_major": "k",
+    "b_major": "k", "out_major": "m",
+}  # fmt: skip
+
+
+def config_from(values: Mapping[str, Any]) -> GroupedConfig:
+    """The config of some parameters: all else is as in every kernel of plain bf16 rows."""
+    return GroupedConfig(**_FIXED | dict(values))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _config(params: tuple[tuple[str, Value], ...]) -> GroupedConfig:
+    return config_from(dict(params))
+
+
+def config_of(problem: Problem, candidate: Candidate) -> GroupedConfig:
+    """The compile-time choices of a candidate: the same for all problems that it is feasible for."""
+    return _config(candidate.compile_params)
+
+
+@rule("epilogue")
+def rows_in_groups(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """The kernel takes the ends of groups for an operand, and rows of D for what TMA does not write."""
+    if not problem.is_grouped:
+        return f"{candidate.family} is for rows in groups (--groups), of which this product has none"
+    return None
+
+
+@rule("n", "k")
+def aligned_lines(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Lines of A, B and D are read and written by 16 bytes, which are 8 elements."""
+    for name in ("n", "k"):
+        if (extent := getattr(problem, name)) % _UNIT:
+            return f"{name} {extent} is not a multiple of the {_UNIT} elements of 16 B"
+    return None
+
+
+@rule("schedule", "tile_m", "tile_n")
+def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A tile is whole WGMMAs: 64 of the weights' rows each, and 8 to 256 rows of A by 8."""
+    tile_m, tile_n = candidate["tile_m"], candidate["tile_n"]
+    if tile_m not in (MMA_ATOM_M, 2 * MMA_ATOM_M, 4 * MMA_ATOM_M):
+        return f"tile_m {tile_m} is not 64, 128 or 256"
+    if tile_n % 8 or not 8 <= tile_n <= 256:
+        return f"tile_n {tile_n} is not a multiple of 8 from 8 to 256"
+    return None
+
+
+@rule("tile_k")
+def ring_rows(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A stage has one row of the 128-byte smem swizzle along k."""
+    if candidate["tile_k"] != 64:
+        return f"tile_k {candidate['tile_k']} is not 64, a row of 128 B"
+    return None
+
+
+@rule("tile_n", "epi_n")
+def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Subtiles of 16 or 32 rows, which stmatrix stores, cover the tile exactly."""
+    tile_n, epi_n = candidate["tile_n"], candidate["epi_n"]
+    if epi_n not in (16, 32) or tile_n % epi_n:
+        return f"epi_n {epi_n} is not 16 or 32, or does not divide tile_n {tile_n}"
+    return None
+
+
+@rule("tile_n", "narrow")
+def narrow_widths(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Each width, from `narrow` by doubling to the tile's, is a main loop of its own: code that is cached."""
+    tile_n, narrow = candidate["tile_n"], candidate["narrow"]
+    if narrow % 8 or not 8 <= narrow <= tile_n:
+        return f"narrow {narrow} is not a multiple of 8 from 8 to tile_n {tile_n}"
+    if narrow << _MOST_WIDTHS - 1 < tile_n:
+        return f"narrow {narrow} of tile_n {tile_n} makes more than {_MOST_WIDTHS} widths"
+    return None
+
+
+@rule("tile_n", "narrow", runs=True)
+def narrow_enough(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Few rows that are left of a group cost what the narrowest width does."""
+    tile_n, narrow = candidate["tile_n"], candidate["narrow"]
+    if narrow > max(8, tile_n // 4):
+        return f"narrow {narrow} is more than a quarter of tile_n {tile_n}"
+    return None
+
+
+@rule("schedule", "tile_m", "tile_n")
+def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Accumulators and bookkeeping must fit the consumer's setmaxnreg budget, and one WGMMA what a thread is
+    launched with, or ptxas spills.
+    """
+    config = GroupedConfig.from_mapping(
+        {**_FIXED, "stages": 2, "epi_n": 32, **{n: candidate[n] for n in ("schedule", "tile_m", "tile_n")}}
+    )
+    sums, budget = config.accumulator_registers, config.registers[1]
+    if sums + _OVERHEAD_REGISTERS > budget:
+        return f"{sums} accumulators + {_OVERHEAD_REGISTERS} > setmaxnreg {budget}"
+    need = config.tile_n * MMA_ATOM_M // WARPGROUP_THREADS + _WGMMA_REGISTERS
+    if need > config.launch_registers:
+        return f"WGMMA 64x{config.tile_n} needs {need} registers > {config.launch_registers} of a thread"
+    return None
+
+
+@rule("schedule", "tile_m", "tile_n", "tile_k", "stages", "epi_n", "narrow", "device")
+def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Ring, staging buffers and barriers must fit one block's shared memory."""
+    return exceeded_smem(config_of(problem, candidate).smem_bytes, device.architecture)
+
+
+@rule("schedule", "tile_m", "tile_n", "tile_k", "stages", "epi_n", "narrow", runs=True)
+def ring_filled(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A block has a multiprocessor for itself: a ring that leaves memory for half as many stages more only
+    hides less of what loads take.
+    """
+    config, stages = config_of(problem, candidate), candidate["stages"]
+    deeper = config.smem_bytes + stages // 2 * config.stage_bytes
+    if deeper <= SMEM_LIMIT:
+        return f"stages {stages}: {stages + stages // 2} fit, in {deeper} B <= {SMEM_LIMIT} B smem"
+    return None
+
+
+#: Cheapest first.
+RULES = (
+    rows_in_groups, architecture, aligned_lines, ring_rows, ring_depth, mma_tile, epilogue_tile,
+    narrow_widths, narrow_enough, accumulators, shared_memory, ring_filled,
+)  # fmt: skip

@@ -1,0 +1,110 @@
+"""Rows in groups: how they are divided while a grouped product is measured, checked and timed.
+
+Which rows are whose only the device knows when such a product is computed, and its record has to be fast for
+all. So each kernel is timed over the divisions of `SKEWS`, and its time is their geometric mean.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from tunegemm.describe.problem import Problem
+from tunegemm.measure.operands import L2_MULTIPLE, MAX_SETS, Operands
+from tunegemm.measure.race import Replay
+
+#: How rows are divided. Uniform: evenly. Typical: by shares of a gamma distribution, as a router's tokens
+#: are. One hot: all to one group.
+SKEWS = ("uniform", "typical", "one_hot")
+#: Its shape: with 0.5 the largest of 32 groups has some 5 times the mean.
+_GAMMA = 0.5
+#: Rows that are drawn one by one; more are dealt by their shares.
+_MOST_DRAWN = 1 << 14
+#: In place of a skew, for a check: ends inside tiles, groups without rows, and rows behind the last group.
+RAGGED = "ragged"
+
+
+def divide(groups: int, rows: int, skew: str, seed: int = 0) -> list[int]:
+    """Rows of each group. The same for the same seed."""
+    generator = random.Random(seed)
+    if skew == "uniform":
+        return [rows // groups + (group < rows % groups) for group in range(groups)]
+    sizes = [0] * groups
+    if skew == "one_hot":
+        sizes[seed % groups] = rows
+        return sizes
+    shares = [generator.gammavariate(_GAMMA, 1.0) for _ in range(groups)]
+    if skew == RAGGED:
+        shares = [0.0 if group % 3 == 1 else share for group, share in enumerate(shares)]
+        rows -= rows // 8
+    if rows <= _MOST_DRAWN:
+        for group in generator.choices(range(groups), shares, k=rows):
+            sizes[group] += 1
+        return sizes
+    sizes = [int(rows * share / sum(shares)) for share in shares]
+    sizes[max(range(groups), key=sizes.__getitem__)] += rows - sum(sizes)
+    return sizes
+
+
+def divided(problem: Problem, operands: Operands, skew: str, seed: int) -> Operands:
+    """A set of a grouped problem whose rows are divided so.
+
+    Rows behind the last group nobody may write: the output ends before them, and they belong to what guards
+    it.
+    """
+    import torch
+
+    sizes = divide(problem.groups, problem.m, skew, seed)
+    ends = torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=operands.a.device)
+    if (used := sum(sizes)) == problem.m:
+        return replace(operands, fused=(ends,))
+    behind = operands.out[used:].view(torch.uint8).view(-1)
+    return replace(operands, out=operands.out[:used], guards=(*operands.guards, behind), fused=(ends,))
+
+
+def over_skews(problem: Problem, sets: Sequence[Operands], l2_bytes: int, seed: int) -> list[list[Operands]]:
+    """For each skew the sets to go through; those of one hot group go from group to group, as few of their
+    weights would stay in the L2.
+    """
+    weights = len(sets) * problem.groups
+    cold = min(weights, math.ceil(L2_MULTIPLE * l2_bytes / (problem.n * problem.k * 2)), MAX_SETS)
+    counts = {"one_hot": max(len(sets), cold)}
+    return [
+        [
+            divided(problem, sets[number % len(sets)], skew, seed + number // len(sets))
+            for number in range(counts.get(skew, len(sets)))
+        ]
+        for skew in SKEWS
+    ]
+
+
+class OverSkews:
+    """A replay of each skew, one after the other, as one: its time is their geometric mean."""
+
+    def __init__(self, replays: Sequence[Replay]) -> None:
+        self._replays = replays
+        self.samples: list[list[float]] = [[] for _ in replays]
+        """The time of a product of each skew, microseconds, of every run."""
+
+    def start(self, untimed: int = 0, timed: int = 1) -> None:
+        """As `Replay.start`: what is not timed comes before each skew."""
+        for replay in self._replays:
+            replay.start(untimed, timed)
+
+    def finish(self) -> float:
+        """The geometric mean of their times of a product, microseconds."""
+        for replay, samples in zip(self._replays, self.samples, strict=True):
+            samples.append(replay.finish())
+        return math.exp(sum(math.log(samples[-1]) for samples in self.samples) / len(self.samples))
+
+
+def ratios(replay: Any, baseline: Any) -> dict[str, float]:
+    """How many times as fast a replay over skews was as the baseline's, by skew: medians over their runs."""
+    from statistics import median
+
+    pairs = zip(SKEWS, replay.samples, baseline.samples, strict=True)
+    return {skew: median(theirs) / median(own) for skew, own, theirs in pairs}
