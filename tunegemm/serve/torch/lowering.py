@@ -72,13 +72,14 @@ def _lower(serving: Callable[[], Dispatcher]) -> None:
         return
 
     # Names and arguments are in code that Inductor keeps on disk: see `ops.CALLS`.
+    # What vLLM keeps goes by records alone, and says nothing of rows where it is of before `any_rows`.
     def product(
-        a: torch.Tensor, b: torch.Tensor, *, site: str, any_rows: bool, out: torch.Tensor
+        a: torch.Tensor, b: torch.Tensor, *, site: str, any_rows: bool = False, out: torch.Tensor
     ) -> torch.Tensor:
         return serving().compiled((site, a.size(0)) if any_rows else site, plain, a, b, (), (), out)
 
     def fused_product(
-        a: torch.Tensor, b: torch.Tensor, *operands: torch.Tensor, site: str, any_rows: bool,
+        a: torch.Tensor, b: torch.Tensor, *operands: torch.Tensor, site: str, any_rows: bool = False,
         numbers: Sequence[float], epilogue: str, out_dtype: torch.dtype | None, accumulation: str,
         out: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
@@ -86,8 +87,8 @@ def _lower(serving: Callable[[], Dispatcher]) -> None:
         return serving().compiled((site, a.size(0)) if any_rows else site, form, a, b, operands, numbers, out)
 
     def several_product(
-        x: torch.Tensor, *others: torch.Tensor, site: str, any_rows: bool, weights: int, epilogue: str,
-        out: torch.Tensor,
+        x: torch.Tensor, *others: torch.Tensor, site: str, any_rows: bool = False, weights: int,
+        epilogue: str, out: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         right, bias = merged(site, others[:weights], others[weights:], epilogue)
         form = form_of(MATMUL, epilogue)
