@@ -121,6 +121,16 @@ def test_what_the_library_cannot_do_is_a_verdict() -> None:
     assert FAMILY.check(crossed, TORCH_MM, DEVICE) and FAMILY.check(ragged, TORCH_MM, DEVICE)
 
 
+def test_a_residual_is_the_one_epilogue_that_the_library_adds() -> None:
+    assert FAMILY.check(Problem.parse("64x64x64", epilogue="residual"), ALGORITHM, DEVICE)
+    for words in ({"epilogue": "bias_n+residual"}, {"epilogue": "swiglu"}, {"epilogue": "beta_c"}):
+        assert words["epilogue"] in str(FAMILY.check(Problem.parse("64x64x64", **words), ALGORITHM, DEVICE))
+    ragged = Problem(64, 63, 64, epilogue="residual", alignment=2)
+    many = Problem(64, 64, 64, batch=2, epilogue="residual")
+    for problem in (ragged, many):
+        assert "whole 16 B" in str(FAMILY.check(problem, ALGORITHM, DEVICE))
+
+
 def test_an_incomplete_record_is_refused_in_words() -> None:
     half = Candidate.make("cublaslt", {"algorithm": "cublaslt", "algo_id": 66})
     with pytest.raises(ValueError, match="parameter 'tile'"):

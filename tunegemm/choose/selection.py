@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from tunegemm.choose.policies import FASTEST, Policy
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
+from tunegemm.generate.cublaslt import RESIDUAL
 from tunegemm.measure.evidence import leaders, may_be_record, standing
 from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade, judge_stored
@@ -17,7 +18,7 @@ from tunegemm.store.validity import Grade, judge_stored
 if TYPE_CHECKING:
     from tunegemm.choose.fitted import Predicted
     from tunegemm.choose.invariance import InvariantOption
-    from tunegemm.choose.neighbours import Near
+    from tunegemm.choose.neighbours import Near, Neighbourhood
 
 Outcome = Literal["hit", "predicted", "near", "miss"]
 
@@ -88,6 +89,8 @@ def select(
 
     why = f"{why}; {ahead.refusal}" if ahead.refusal else why
     around = neighbourhood(snapshot, problem, device, policy.refusal)
+    if not around.options and problem.epilogue == RESIDUAL and device.is_real:
+        return _added(snapshot, problem, device, policy, why, around)
     if not around.options:
         rows = None
         if ahead.rows is not None and around.rows is not None:
@@ -107,6 +110,21 @@ def _in_groups(snapshot: Snapshot, problem: Problem, device: Device, near: bool)
         return Selection("predicted" if is_ours else "miss", (), why)
     rows = "" if record.problem.m == problem.m else f"by the record of {record.problem.m} rows"
     return Selection("hit", (record,), "; ".join(filter(None, (rows, _grade(record, device)))))
+
+
+def _added(
+    snapshot: Snapshot, problem: Problem, device: Device, policy: Policy, why: str, around: Neighbourhood
+) -> Selection:
+    """Of a product with a residual, where none of our kernels is expected to gain: torch's library may."""
+    from tunegemm.choose.added import by_the_library
+
+    product = select(snapshot, replace(problem, epilogue=""), device, policy=policy).options
+    ahead = by_the_library(problem, device, product, policy.refusal)
+    if ahead.options:
+        found = tuple(option.record for option in ahead.options)
+        return Selection("predicted", found, str(ahead.options[0]), predictions=ahead.options)
+    why = f"{why}; {around.refusal}; {ahead.refusal}"
+    return Selection("miss", (), why, neighbours=around.neighbours)
 
 
 def _grade(record: Record, device: Device) -> str:

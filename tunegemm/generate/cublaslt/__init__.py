@@ -27,6 +27,9 @@ ALGORITHM_PARAMETERS = (
     "split_k", "reduction_scheme", "cta_swizzling", "workspace_bytes",
 )  # fmt: skip
 
+#: The epilogue that cublasLtMatmul has, as its C.
+RESIDUAL = "residual"
+
 #: The baseline of every interleave, as a candidate.
 TORCH_MM = Candidate.make("cublaslt", {"algorithm": "torch.mm"})
 
@@ -89,10 +92,16 @@ def library_dtypes(problem: Problem, candidate: Candidate, device: Device) -> st
     return None
 
 
-@rule("epilogue")
+@rule("epilogue", "batch", "alignment")
 def library_epilogue(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """The algorithms are asked for plain products; torch itself composes an epilogue from its operations."""
-    return f"algorithms are for plain products, without {problem.epilogue}" if problem.epilogue else None
+    """The algorithms are asked for plain products, and for those to which a matrix is added: cublasLtMatmul
+    reads its C elsewhere than it writes D. torch itself composes other epilogues from its operations.
+    """
+    if problem.epilogue in ("", RESIDUAL):
+        if problem.epilogue and (problem.batch > 1 or problem.alignment != MAX_ALIGNMENT):
+            return f"a residual is added to products without a batch, whose lines are whole {MAX_ALIGNMENT} B"
+        return None
+    return f"algorithms are for products that are plain or have a residual, not with {problem.epilogue}"
 
 
 @rule(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,15 @@ class Plan:
         self.first = self._layout(problem, product.first, problem.in_dtype)
         self.second = self._layout(problem, product.second, problem.in_dtype)
         self.out = self._layout(problem, product.out, problem.out_dtype)
+        self._problem, self._of_out = problem, product.out
+        self._added = {product.out.leading: self.out}
+
+    def added(self, leading: int) -> c_void_p:
+        """The descriptor of a matrix that is added, like D but for its leading dimension."""
+        if (layout := self._added.get(leading)) is None:
+            matrix = replace(self._of_out, leading=leading)
+            layout = self._added[leading] = self._layout(self._problem, matrix, self._problem.out_dtype)
+        return layout
 
     @property
     def descriptors(self) -> tuple[c_void_p, ...]:

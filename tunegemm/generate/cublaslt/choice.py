@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import binding, names
 from tunegemm.generate.cublaslt.operands import packed_strides
 
@@ -62,3 +63,17 @@ def first_choice(problem: Problem, device_index: int) -> LibraryChoice | None:
     if of_tile is None or of_cluster is None:
         return None
     return LibraryChoice(of_tile[1], of_tile[0], of_cluster[1], of_cluster[0], max(1, split_k))
+
+
+def as_torch_chooses(problem: Problem, device_index: int) -> Candidate | None:
+    """The algorithm itself, also of a product with a residual; None where it cannot be asked."""
+    import torch
+
+    from tunegemm.generate.cublaslt import library
+
+    if binding.missing() is not None or not torch.cuda.is_initialized():
+        return None
+    try:
+        return next(iter(library.algorithms(problem, device_index, 1, _WORKSPACE_BYTES)), None)
+    except RuntimeError:
+        return None

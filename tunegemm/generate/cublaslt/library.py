@@ -16,7 +16,13 @@ from tunegemm.generate.cublaslt import binding
 from tunegemm.generate.cublaslt.binding import LibraryError, Plan
 from tunegemm.generate.cublaslt.names import name_of, number_of
 from tunegemm.generate.cublaslt.operands import Strides, packed_strides
-from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, never_unloaded
+from tunegemm.generate.launching import (
+    AddressLaunch,
+    AddressLauncher,
+    Launcher,
+    never_unloaded,
+    words_reader,
+)
 from tunegemm.generate.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
 COMPILE_ATTRIBUTES = ("tile", "stages", "inner_shape", "cluster_shape", "custom_option")
 LAUNCH_ATTRIBUTES = ("split_k", "reduction_scheme", "cta_swizzling")
 
-_ALPHA, _BETA = c_float(1), c_float(0)
+_ALPHA, _NOT_ADDED, _ADDED = c_float(1), c_float(0), c_float(1)
 
 
 def algorithms(problem: Problem, device_index: int, requested: int, workspace_bytes: int) -> list[Candidate]:
@@ -71,17 +77,22 @@ def launcher(
         matmul = binding.library().cublasLtMatmul
         # What does not change is converted once. `byref` keeps what it points to.
         description, of_first, of_second, _, of_out = (pointer(one.value) for one in plan.descriptors)
-        alpha, beta, chosen = byref(_ALPHA), byref(_BETA), byref(algorithm)
+        alpha, chosen = byref(_ALPHA), byref(algorithm)
+        beta = byref(_ADDED if problem.epilogue else _NOT_ADDED)
         room = c_size_t.from_param(int(candidate["workspace_bytes"]))
 
-        def launch(a: int, b: int, out: int) -> None:
+        def launch(a: int, b: int, out: int, added: int = 0, leading: int = 0, *rest: int) -> None:
+            """added, leading: the address of a residual, and elements from one of its lines to the next."""
             stream = current_stream(device_index)
             address, _, memory = (None, 0, None) if workspace is None else workspace.take(stream)
             first, second = (b, a) if first_is_b else (a, b)
             to = pointer(out)
+            c, of_c = to, of_out
+            if added:
+                c, of_c = pointer(added), pointer(plan.added(leading).value)
             given = (
                 handle, description, alpha, pointer(first), of_first, pointer(second), of_second,
-                beta, to, of_out, to, of_out, chosen, pointer(address), room, pointer(stream),
+                beta, c, of_c, to, of_out, chosen, pointer(address), room, pointer(stream),
             )  # fmt: skip
             status = matmul(*given)
             if status and ensure_context(device_index):
@@ -103,7 +114,7 @@ def launcher(
 
     make.keep = never_unloaded  # type: ignore[attr-defined]
     make(*packed_strides(problem))  # a refusal is to be heard now
-    return AddressLauncher(read, make)
+    return AddressLauncher(read, make, words_reader(problem) if problem.epilogue else None)
 
 
 def label(candidate: Candidate) -> str:

@@ -1,0 +1,67 @@
+"""Residuals that torch's library adds: its algorithms by themselves, and a product that one serves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tunegemm
+from tests.support.numerics import Case
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.generate.cublaslt import FAMILY, library
+from tunegemm.serve import api
+
+pytestmark = pytest.mark.gpu
+
+PROBLEMS = [
+    Problem(1, 512, 1024), Problem(5, 2056, 776), Problem(300, 1040, 520, in_dtype="fp16", out_dtype="fp16"),
+    Problem(1024, 4096, 4096), Problem(264, 144, 1000, a_major="m", b_major="n", out_major="m"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_its_algorithms_add_a_residual(problem: Problem, device: Device) -> None:
+    problem = replace(problem, epilogue="residual")
+    torch.zeros(1, device="cuda")
+    found = library.algorithms(problem, device.index, 8, 32 << 20)
+    assert found
+    case = Case.of(problem, seed=3)
+    for candidate in found:
+        assert FAMILY.check(problem, candidate, device)
+        case.check(FAMILY.load(problem, candidate, device, None), FAMILY.label(candidate), runs=2)
+
+
+def test_a_residuals_lines_lie_apart(device: Device) -> None:
+    problem = Problem(300, 512, 1024, epilogue="residual")
+    (candidate,) = library.algorithms(problem, device.index, 1, 32 << 20)
+    launch, case = FAMILY.load(problem, candidate, device, None), Case.of(problem, seed=3)
+    operands = case.operands
+    (residual,) = operands.fused
+    for width in (512, 520, 1024, 512):
+        apart = torch.full((300, width), torch.nan, device="cuda", dtype=torch.bfloat16)
+        apart[:, :512] = residual
+        launch(operands.a, operands.b, operands.out, apart[:, :512])
+        assert case.objection() is None
+
+
+def test_a_sum_without_a_record_is_the_librarys() -> None:
+    """Eagerly, in a CUDA graph, and for rows that lie apart."""
+    x, w = (
+        torch.randn(rows, 1000, device="cuda", dtype=torch.bfloat16) / 32 for rows in (20000, 520)
+    )  # more rows than predictions are for
+    stream = torch.randn(20000, 1040, device="cuda", dtype=torch.bfloat16)
+    for residual in (stream[:, :520].contiguous(), stream[:, 520:]):
+        exact = x.float() @ w.float().t() + residual.float()
+        expected = (torch.nn.functional.linear(x, w) + residual).float() - exact
+        graph = torch.cuda.CUDAGraph()
+        first = tunegemm.linear(x, w, None, None, residual)
+        with torch.cuda.graph(graph):
+            second = tunegemm.linear(x, w, None, None, residual)
+        graph.replay()
+        for result in (first, second):
+            assert (result.float() - exact).norm() <= 1.05 * expected.norm()
+    served = {problem: record.candidate for problem, record in api.dispatcher.planner.tuned()}
+    assert served[Problem.parse("20000x520x1000", epilogue="residual")].family == "cublaslt"
