@@ -23,7 +23,8 @@ def record_own(database: Database, tuner: Tuner, problem: Problem, trials: int) 
     database: a scratch one, since the stored ratio of a kernel that lost is made up.
     """
     result = tuner.tune(problem, trials=trials)
-    record = database.best(problem, tuner.device.fingerprint)  # which a race that noise decided leaves to torch
+    # Not what the tuning found best: a race that noise decided leaves the record to torch.
+    record = database.best(problem, tuner.device.fingerprint)
     if record is not None and not is_torch(record.candidate) and record.ratio >= _ENOUGH:
         return True
     measured = [o for o in result.outcomes if isinstance(o, Measurement) and not is_torch(o.candidate)]

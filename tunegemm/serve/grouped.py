@@ -65,12 +65,12 @@ def grouped_mm(
     refuses, is (n), or (groups, n): a line for each group.
 
     Our kernels serve bf16 on Hopper where they are known to be faster, and fp16 where bf16's are: b's k or n
-    contiguous, n a multiple of 8, addresses and strides of 16 bytes. Nothing needs tuning; `refresh` and ``TUNEGEMM_MODE=off`` do what
-    they do for `matmul`, and of policies `max_sms`. All else is torch's call with the arguments that were
-    given: both operands of two or of three dimensions, another `out_dtype`, other devices, subclasses, modes,
-    transforms, deterministic mode. The gradient of a is such a product, too; that of b is torch's. A CUDA
-    graph holds for other divisions of as many rows, too, and has our kernel if the call was made once before.
-    torch.compile holds it as the operator `tunegemm::grouped_mm`.
+    contiguous, n a multiple of 8, addresses and strides of 16 bytes. Nothing needs tuning; `refresh` and
+    ``TUNEGEMM_MODE=off`` do what they do for `matmul`, and of policies `max_sms`. All else is torch's call
+    with the arguments that were given: both operands of two or of three dimensions, another `out_dtype`,
+    other devices, subclasses, modes, transforms, deterministic mode. The gradient of a is such a product,
+    too; that of b is torch's. A CUDA graph holds for other divisions of as many rows, too, and has our kernel
+    if the call was made once before. torch.compile holds it as the operator `tunegemm::grouped_mm`.
 
     Raises what torch raises, or ProblemError that names what is wrong with groups or bias. The values of
     `offs`, which are on the device, nobody checks: no group reaches beyond the rows, whatever they are.
