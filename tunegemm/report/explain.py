@@ -213,7 +213,7 @@ class Explanation:
                 yield "dispatch", f"near hit, {(record or self.near.record).label} {self.near}"
             elif record is not None:
                 torchs = self.problem.torch_call
-                label = torchs if is_torch(record.candidate) else record.label
+                label = torchs if self.problem.is_grouped and is_torch(record.candidate) else record.label
                 yield (
                     "dispatch",
                     f"{label}: {record.median_us:.1f} us, {record.ratio:.3f} x {torchs}, "
