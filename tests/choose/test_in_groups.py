@@ -60,8 +60,11 @@ def test_a_record_of_another_gpu_or_one_that_lost_to_torch_serves_nothing() -> N
     foreign = Row(of_rows(4096), other, KERNEL, 1.2, kernel_source_hash("grouped"))
     for one in (foreign, row(of_rows(4096), ratio=0.9)):
         assert recorded(Snapshot([one]), of_rows(4096), H200.fingerprint) is None
-    torchs = recorded(Snapshot([row(of_rows(4096), TORCH_MM, 1.0)]), of_rows(4096), H200.fingerprint)
+    won = replace(row(of_rows(4096), TORCH_MM, 1.0), confirmed=True)
+    torchs = recorded(Snapshot([won]), of_rows(4096), H200.fingerprint)
     assert torchs is not None and torchs.is_torch
+    alone = replace(won, confirmed=False)
+    assert recorded(Snapshot([alone]), of_rows(4096), H200.fingerprint) is None, "nothing else was measured"
 
 
 def test_a_selection_says_by_what_it_goes() -> None:

@@ -395,7 +395,7 @@ def test_what_a_record_is_not_of_the_table_serves(
 
 
 def test_a_record_of_torchs_kernel_is_torchs(recorded: Callable[..., list[GroupedChoice]]) -> None:
-    asked = recorded(13, TORCH_MM, ratio=1.0)
+    asked = recorded(13, TORCH_MM, ratio=1.0, confirmed=True)
     a, b, offs = operands()
     assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
     assert asked == []

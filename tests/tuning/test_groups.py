@@ -10,6 +10,7 @@ from tests.support.commands import here
 from tests.tuning.planted import DEVICE, Timed, planted_tuner
 from tunegemm.choose.in_groups import recorded
 from tunegemm.choose.snapshot import Snapshot
+from tunegemm.cli.results import verdict_line
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import TORCH_MM
@@ -46,6 +47,22 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                           DEVICE.fingerprint)  # fmt: skip
         assert served is not None and served.candidate == record.candidate
     return path
+
+
+def test_torch_alone_takes_no_products_from_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a budget ends before a kernel is measured."""
+    monkeypatch.setattr(Tuner, "measurer_for", lambda *_: Timed(time_us, is_throttled=lambda _: False))
+    path = tmp_path / "tuning.sqlite"
+    with Database.open(path) as database, planted_tuner(DEVICE, database, cache=tmp_path) as tuner:
+        result = tuner.race(PROBLEM, [])
+        assert result.best is not None and result.best.candidate == TORCH_MM
+        assert "no kernel was measured" in result.note
+        assert "nothing changes" in verdict_line(result, "here")
+        assert recorded(Snapshot(database.records()), PROBLEM, DEVICE.fingerprint) is None
+        lost = tuner.race(PROBLEM, [shipped_kernel(PROBLEM)])
+        assert lost.best is not None and "no kernel was measured" not in lost.note
 
 
 def test_what_was_tuned_is_listed_and_explained(tuned: Path) -> None:

@@ -28,6 +28,7 @@ def recorded(
         record
         for record in snapshot.usable(problem, fingerprint)
         if may_be_record(record)
+        and (record.confirmed or not record.is_torch)  # torch's where it won a race, not for want of others
         and (record.problem.m == problem.m or (near and bucket(record.problem.m) == bucket(problem.m)))
     ]
     return min(usable, key=lambda record: abs(math.log(record.problem.m / problem.m)), default=None)

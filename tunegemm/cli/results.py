@@ -84,6 +84,7 @@ def failure_line(result: TuneResult) -> str:
 def verdict_line(result: TuneResult, where: str) -> str:
     """What won, by how much, and what `matmul` calls from now on; empty without time to try anything."""
     from tunegemm.generate.cublaslt import is_torch
+    from tunegemm.tuning.final import measured_kernels
 
     problem, best, seconds = result.problem, result.best, f"{result.seconds:.1f} s"
     torchs, ours = problem.torch_call, "grouped_mm" if problem.is_grouped else "matmul(a, b)"
@@ -97,6 +98,8 @@ def verdict_line(result: TuneResult, where: str) -> str:
             f"{problem}: {result.label(first)} is first (a model's ranking, no measurement; nothing stored). "
             f"{seconds}, {counted(result.compiled, 'kernel')} compiled."
         )
+    if problem.is_grouped and not measured_kernels(result.outcomes):
+        return f"{problem}: no kernel was measured, so nothing changes; give a larger --budget. {seconds}."
     if is_torch(best.candidate):
         won = f"no kernel is faster than {torchs} beyond the noise"
     else:
