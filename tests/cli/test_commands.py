@@ -351,6 +351,12 @@ class TestProgress:
             "0 s", "30 s", "60 s", "90 s",
         ]  # fmt: skip
 
+    def test_the_last_line_of_a_log_says_what_was_waited_for(self) -> None:
+        seconds = {"start": 3.21, "checks": 0.04, "compiling": 7.0}
+        text = self.lines(False, self.progress(seconds=seconds), self.progress(seconds=seconds, stage="done"))
+        first, last = text.splitlines()
+        assert first.endswith(" · 12 s") and last.endswith(" · 12 s (start 3.2, compiling 7.0)")
+
     def test_before_the_first_measurement(self) -> None:
         nothing = dict.fromkeys(("feasible", "compiled", "to_compile", "library", "measured"), 0)
         text = self.lines(

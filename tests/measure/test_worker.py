@@ -257,6 +257,15 @@ def test_an_abandoned_request_does_not_leak_into_the_next(worker: MeasureWorker)
     assert isinstance(outcome, Measurement)
 
 
+def test_a_worker_says_what_its_phases_took(worker: MeasureWorker) -> None:
+    worker.discover(PROBLEM)
+    before = dict(worker.seconds)
+    [*worker.measure(PROBLEM, [planted("good")], QUICK)]
+    assert before["start"] > 0 and set(worker.seconds) >= {"start", "operands", "baseline", "checks", "races"}
+    assert all(worker.seconds[phase] > before.get(phase, 0.0) for phase in ("checks", "races"))
+    assert worker.seconds["start"] == before["start"]
+
+
 def test_discover_names_torch_mm_where_no_library_can_be_asked(worker: MeasureWorker) -> None:
     assert worker.discover(PROBLEM) == [TORCH_MM]
 

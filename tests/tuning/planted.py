@@ -71,6 +71,7 @@ class Timed:
     ) -> None:
         self.asked: list[tuple[float, list[Candidate]]] = []
         """Of each interleave, for how long a round of steady-state timing is, and its candidates."""
+        self.seconds: dict[str, float] = {}
         self._time_us, self._is_throttled, self._noise = time_us, is_throttled, noise
 
     def discover(self, problem: Problem) -> list[Candidate]:

@@ -9,10 +9,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -31,10 +34,11 @@ from tests.tuning.planted import (
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure.outcome import Failure, Measurement
+from tunegemm.measure.outcome import Failure, Measurement, Outcome
 from tunegemm.measure.settings import FINAL, QUICK_FINAL, SCREEN, Job, RaceSettings
 from tunegemm.model import rank as model
 from tunegemm.store import Database
+from tunegemm.tuning import tuner as tuning
 from tunegemm.tuning.efforts import EFFORTS, Effort
 from tunegemm.tuning.final import finalists, race
 from tunegemm.tuning.progress import Progress
@@ -131,6 +135,7 @@ class Planted:
 
     def __init__(self, outcomes: Sequence[Measurement]) -> None:
         self._outcomes = list(outcomes)
+        self.seconds: dict[str, float] = {}
 
     def discover(self, problem: Problem) -> list[Candidate]:
         return [TORCH_MM]
@@ -378,6 +383,31 @@ class TestEndedAmidIt:
         record = tuner.database.best(PROBLEM, DEVICE.fingerprint)
         assert result.best is not None and record is not None
         assert record.candidate == result.best.candidate == B
+
+    @pytest.mark.parametrize(("start_s", "torchs_s"), [(5000.0, 0.0), (0.0, 997.0)], ids=["start", "reserve"])
+    def test_neither_the_start_nor_torchs_own_race_takes_the_budget_of_kernels(
+        self, tuner: Tuner, monkeypatch: pytest.MonkeyPatch, start_s: float, torchs_s: float
+    ) -> None:
+        """4096x2048x7168 of 32 groups once measured none in 15 s (H100): for 10 s there was no process that
+        measures, and 5 were kept for steady state, as torch's product had met the power cap.
+        """
+        now = time.monotonic
+
+        class Slow(Timed):
+            """Which takes so long for torch's product, by the clock of the tuner."""
+
+            def measure(self, problem: Problem, jobs: Any, settings: RaceSettings) -> Iterator[Outcome]:
+                if not self.asked:
+                    self.seconds["start"] = start_s
+                    monkeypatch.setattr(
+                        tuning, "time", SimpleNamespace(monotonic=lambda: now() + start_s + torchs_s)
+                    )
+                return super().measure(problem, jobs, settings)
+
+        timed = Slow(by_ratio, is_throttled=lambda _: True)
+        monkeypatch.setattr(Tuner, "measurer_for", lambda *_: timed)
+        result = tuner.tune(PROBLEM, trials=4, budget_seconds=1000.0)
+        assert any(one.candidate != TORCH_MM for one in result.outcomes), result.note
 
     def test_kill_9_leaves_no_record_that_is_slower_than_torch(self, tmp_path: Path) -> None:
         """A process of its own that is killed by itself, right after A's outcome was published."""

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Seconds without a line in a log, at most.
 _QUIET_S = 30.0
+#: Phases that are shorter are not named.
+_SHORT_S = 0.05
 
 
 def describe_failures(failures: Mapping[str, int]) -> str:
@@ -36,8 +38,17 @@ def describe_best(progress: Progress) -> str:
     """``best pp128x192x64 at 205.3 us, 1.043 x torch.mm``; nothing before the first one."""
     if progress.best_us is None:
         return ""
-    ratio = f", {progress.best_ratio:.3f} x torch.mm" if progress.best_ratio is not None else ""
+    ratio = ""
+    if progress.best_ratio is not None:
+        ratio = f", {progress.best_ratio:.3f} x {progress.problem.torch_call}"
     return f"best {progress.best_label} at {progress.best_us:.1f} us{ratio}"
+
+
+def describe_seconds(progress: Progress) -> str:
+    """``15 s``; at the end also what of it was waited for: ``15 s (start 3.2, races 4.1, compiling 5.0)``."""
+    phases = [f"{name} {spent:.1f}" for name, spent in progress.seconds.items() if spent >= _SHORT_S]
+    waited = f" ({', '.join(phases)})" if phases and progress.stage == "done" else ""
+    return f"{progress.elapsed_s:.0f} s{waited}"
 
 
 def describe_counts(progress: Progress) -> str:
@@ -96,7 +107,7 @@ class ProgressView:
         stage, told_s = self._told.get(progress.problem, ("", 0.0))
         if progress.stage != stage or progress.elapsed_s - told_s >= _QUIET_S:
             line = [f"{self._place()}{progress.problem}", progress.stage, describe_counts(progress)]
-            line += [describe_best(progress), f"{progress.elapsed_s:.0f} s"]
+            line += [describe_best(progress), describe_seconds(progress)]
             self._console.print(clean(" · ".join(part for part in line if part)), soft_wrap=True)
             self._told[progress.problem] = progress.stage, progress.elapsed_s
 

@@ -31,7 +31,8 @@ class Search:
         typer.Option(
             "--budget",
             metavar="TIME",
-            help="Most time per shape, or with --from in all: 90, 90s, 10m, 1h30m.",
+            help="Most time per shape, or with --from in all: 90, 90s, 10m, 1h30m. "
+            "To start the GPU is not counted.",
         ),
     ] = None
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the search.")] = 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from tunegemm.describe.device import Device
@@ -37,6 +38,12 @@ class Discover:
     problem: Problem
 
 
+def add_seconds(total: dict[str, float], more: Mapping[str, float]) -> None:
+    """Adds what phases took to what they took before."""
+    for name, seconds in more.items():
+        total[name] = total.get(name, 0.0) + seconds
+
+
 # And to the parent:
 @dataclass(frozen=True)
 class Step:
@@ -63,6 +70,8 @@ class Done:
     """A request is answered."""
 
     value: Any = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """What its phases took."""
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,7 @@ class ReplayMeasurer:
 
     def __init__(self, replay: ReplayDevice) -> None:
         self.replay = replay
+        self.seconds: dict[str, float] = {}
 
     def measure(self, problem: Problem, jobs: Iterable[Job], settings: object = None) -> Iterator[Outcome]:
         """The recorded outcome of each job, with ``{"source": "replayed", "recorded_at": ...}`` as telemetry.

@@ -22,7 +22,7 @@ from tunegemm.generate.launching import Launcher
 from tunegemm.measure import exact, groups
 from tunegemm.measure import operands as data
 from tunegemm.measure.backend import LONGEST_METERING, Backend, metered_mj, warm_us
-from tunegemm.measure.messages import Broken, Discover, Done, Measure, Result, Step
+from tunegemm.measure.messages import Broken, Discover, Done, Measure, Result, Step, add_seconds
 from tunegemm.measure.outcome import STEADY_MS, Failure, Measurement, Stage
 from tunegemm.measure.race import Replay, race, steady_race
 from tunegemm.measure.settings import Job, RaceSettings
@@ -96,6 +96,9 @@ class Session:
         self._device, self._backend, self._send = device, backend, send
         self._bench: _Bench | None = None
         self._job: int | None = None
+        self._seconds: dict[str, float] = {}
+        """What the phases of a request took."""
+        self._phase_began = time.monotonic()
 
     def measure(self, request: Measure) -> None:
         """Send a Result for every job.
@@ -124,6 +127,7 @@ class Session:
 
         self._step(None, "load")
         bench = self._prepare(problem, settings.seed)
+        self._end_phase("operands")
         baseline = self._backend.family(TORCH_MM.family).load(problem, TORCH_MM, self._device, None)
         product_us = [warm_us(self._backend, baseline, sets) for sets in bench.sets]
         passes = self._passes(product_us, bench, settings)
@@ -135,6 +139,7 @@ class Session:
         for replay in replays:
             replay.start()
             replay.finish()
+        self._end_phase("baseline")
 
         entries: list[_Entry] = []
         for index, job in enumerate(jobs):
@@ -143,6 +148,7 @@ class Session:
                 self._send(Result(index, outcome))
             else:
                 entries.append(outcome)
+        self._end_phase("checks")
         if not entries:
             return
 
@@ -203,6 +209,7 @@ class Session:
                 telemetry=telemetry,
             )
             self._send(Result(entry.job, measurement))
+        self._end_phase("races")
 
     def _settled(
         self, replays: list[Replay], settings: RaceSettings, replay_seconds: float, throttled: bool
@@ -368,6 +375,11 @@ class Session:
         self._step(entry.job, "launch", LONGEST_METERING * settings.energy_ms * 1e-3)
         return metered_mj(self._backend, entry.replay, entry.products, settings.energy_ms)
 
+    def _end_phase(self, name: str) -> None:
+        now = time.monotonic()
+        add_seconds(self._seconds, {name: now - self._phase_began})
+        self._phase_began = now
+
     def _step(self, job: int | None, stage: Stage, device_seconds: float = 0.0) -> None:
         self._job = job
         self._send(Step(job, stage, device_seconds))
@@ -377,12 +389,15 @@ class Session:
         while True:
             request = requests()
             self._job = None
+            self._seconds, self._phase_began = {}, time.monotonic()
             try:
                 if isinstance(request, Measure):
                     self.measure(request)
-                    self._send(Done())
+                    self._send(Done(seconds=self._seconds))
                 elif isinstance(request, Discover):
-                    self._send(Done(self.discover(request.problem)))
+                    found = self.discover(request.problem)
+                    self._end_phase("library")
+                    self._send(Done(found, self._seconds))
             except _Lost as error:
                 self._send(Broken(self._job, str(error), error.stage))
                 return

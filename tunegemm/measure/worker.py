@@ -62,6 +62,8 @@ class MeasureWorker:
         self._device, self._timeout_s, self._backend = device, timeout_s, backend
         self._child: Child | None = None
         self._early = child
+        self.seconds: dict[str, float] = {}
+        """What was waited for so far: the child's start, and each phase of what it was asked."""
 
     def __enter__(self) -> MeasureWorker:
         return self
@@ -91,6 +93,7 @@ class MeasureWorker:
         while isinstance(message, messages.Step):
             message = self._receive(child, _SETUP_SECONDS)
         if isinstance(message, messages.Done):
+            messages.add_seconds(self.seconds, message.seconds)
             return list(message.value)
         self.close()
         raise MeasureError(f"asking the library for algorithms of {problem} failed: {message.reason}")
@@ -141,6 +144,7 @@ class MeasureWorker:
             elif isinstance(message, messages.Result):
                 yield message.job, message.outcome
             elif isinstance(message, messages.Done):
+                messages.add_seconds(self.seconds, message.seconds)
                 return
             else:
                 self.close()
@@ -162,6 +166,7 @@ class MeasureWorker:
     def _started(self) -> Child:
         """The child, started when there is none. Raises MeasureError when it cannot use the device."""
         if self._child is None:
+            began = time.monotonic()
             self._child, self._early = self._early or Child(self._backend), None
             with suppress(OSError):  # it ended already: what it said is read next
                 self._child.connection.send(messages.Open(self._device))
@@ -169,6 +174,7 @@ class MeasureWorker:
             if not isinstance(message, messages.Done):
                 self.close()
                 raise MeasureError(f"the measuring process cannot use {self._device.spec}: {message.reason}")
+            messages.add_seconds(self.seconds, {"start": time.monotonic() - began})
         return self._child
 
 

@@ -53,7 +53,8 @@ def bar(callback: Callable[[Progress], None] | None = None) -> Iterator[Callable
         def told(progress: Progress) -> None:
             nonlocal stage
             shown.total = max(progress.planned, 1)
-            best = f"best {progress.best_ratio:.3f} x torch.mm" if progress.best_ratio is not None else ""
+            torchs = progress.problem.torch_call
+            best = f"best {progress.best_ratio:.3f} x {torchs}" if progress.best_ratio is not None else ""
             shown.set_description(f"{progress.problem} {progress.stage}", refresh=False)
             shown.set_postfix_str(best, refresh=False)
             done = min(progress.measured + sum(progress.failures.values()), shown.total)
@@ -94,6 +95,8 @@ class Progress:
     best_ratio: float | None
     """Speed of the best so far relative to torch.mm."""
     elapsed_s: float
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """What of it was waited for, by phase: `tunegemm.tuning.run.Run.seconds`."""
 
 
 #: Rows of a result that is printed.
@@ -148,7 +151,8 @@ class TuneResult:
 
     def __repr__(self) -> str:
         if self.best is not None:
-            found = f"{self.best.ratio:.3f} x torch.mm by {self.label(self.best.candidate)}"
+            ratio = f"{self.best.ratio:.3f} x {self.problem.torch_call}"
+            found = f"{ratio} by {self.label(self.best.candidate)}"
         elif self.predictions:
             found = f"ranked by the model, {self.label(self.predictions[0].candidate)} first"
         else:
@@ -191,4 +195,5 @@ class TuneResult:
             )
             for label, one in self.rows()[:_SHOWN]
         ]
-        return [("x torch.mm", "us", "torch.mm us", "kernel"), *rows]
+        torchs = self.problem.torch_call
+        return [(f"x {torchs}", "us", f"{torchs} us", "kernel"), *rows]

@@ -39,6 +39,9 @@ SKIPPED_SHARE = 0.25
 class Measurer(Protocol):
     """What times candidates: the GPU's worker or a recording."""
 
+    seconds: dict[str, float]
+    """What was waited for so far, by phase; empty where nothing is."""
+
     def measure(self, problem: Problem, jobs: Sequence[Job], settings: RaceSettings) -> Iterator[Outcome]:
         """One outcome per job."""
 
@@ -108,6 +111,17 @@ class Run:
         self._waiting: list[Future[CompileResult]] = []
         self._measured: set[Candidate] = set()
         self._skipped: list[Candidate] = []
+        self._compiling_s = 0.0
+        self._seconds_before = {} if measurer is None else dict(measurer.seconds)
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """What this tuning has waited for, by phase: the start of the measuring process, operands, torch's
+        product, checks and races there; kernels that were being compiled. The rest is the search's own.
+        """
+        measured = {} if self.measurer is None else dict(self.measurer.seconds)
+        spent = {name: total - self._seconds_before.get(name, 0.0) for name, total in measured.items()}
+        return spent | {"compiling": self._compiling_s}
 
     @property
     def measured(self) -> int:
@@ -176,7 +190,9 @@ class Run:
         self._waiting = [future for _, future in submitted if future is not None]
         self.report()
         for candidate, future in submitted:
+            began = time.monotonic()
             result = future.result() if future is not None else None
+            self._compiling_s += time.monotonic() - began
             if result is None:
                 job: Job | None = Job(candidate)
             elif result.artifact is None:
@@ -218,8 +234,10 @@ class Run:
     def _slowest(self, candidates: Sequence[Candidate], most: int) -> list[Candidate]:
         """Waits until at most so many of them are not compiled: these."""
         futures = {candidate: self._future(candidate) for candidate in candidates}
+        began = time.monotonic()
         while len(late := [one for one, future in futures.items() if future and not future.done()]) > most:
             wait({future for one in late if (future := futures[one])}, return_when=FIRST_COMPLETED)
+        self._compiling_s += time.monotonic() - began
         return late
 
     def _evaluate(self, batch: Sequence[Candidate], settings: RaceSettings) -> Iterator[Outcome]:
@@ -273,6 +291,7 @@ class Run:
                 best_us=best.median_us if best else None,
                 best_ratio=best.ratio if best else None,
                 elapsed_s=time.monotonic() - self._started,
+                seconds=self.seconds,
             )
         )
 

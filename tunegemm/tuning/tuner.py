@@ -191,6 +191,7 @@ class Tuner:
                 importlib.import_module("tunegemm.search.roofline")
                 read_texts()
             algorithms, measured = library.result()
+            deadline += run.seconds.get("start", 0.0)  # is no part of the search
             search = start_search(
                 run, self.kernels, algorithms,
                 swept=measurer.swept(problem), compiled=self.ahead.compiled(),
@@ -208,7 +209,8 @@ class Tuner:
             # The search asks for a batch. It is compiled, measured beside torch.mm and published, and the
             # search learns how fast each candidate was.
             while batch := search.ask(_BATCH):
-                reserved_s = min(numbers.steady_s, budget_s / 2) if run.at_cap is not None else 0.0
+                # torch's product alone needs no time in steady state: it is raced beside kernels.
+                reserved_s = min(numbers.steady_s, budget_s / 2) if run.at_cap else 0.0
                 if time.monotonic() >= deadline - reserved_s:
                     self.pool.drop_waiting()
                     run.note = (
