@@ -26,10 +26,14 @@ LOG := $(VENV)/setup.log
 TUNING := $(VENV)/.tuning
 READY := $(VENV)/.ready
 
-# $(call step,what,command,remedy): one line with its seconds; what fails says so, why, and how to go on.
+# $(call step,what,command,remedy,GB): one line with its seconds; what fails says so, why, and how to go on. A full disk
+# keeps no log, and programs may not say that it is full: so what is free is said.
+FREE = $$(df -Pm $(1) | awk 'END { printf "%.1f", $$4 / 1024 }') GB
 step = @printf '%s ... ' "$(1)"; start=$$(date +%s); mkdir -p $(VENV); \
-	if $(2) >>$(LOG) 2>&1; then echo "$$(( $$(date +%s) - start )) s"; else echo failed; tail -n 12 $(LOG); \
-	echo "make: this step failed: $(1). $(3); then the same make goes on from here (all output: $(LOG))"; exit 1; fi
+	if said=$$($(2) 2>&1); then echo "$$(( $$(date +%s) - start )) s"; else echo failed; \
+	{ printf '%s\n' "$$said" >>$(LOG); } 2>/dev/null; printf '%s\n' "$$said" | tail -n 12; \
+	echo "make: this step failed: $(1). $(3), and that there is room: $(4) GB here ($(call FREE,.) are free) and 4 GB for pip" \
+	"in $${TMPDIR:-/tmp} ($(call FREE,$${TMPDIR:-/tmp})); then the same make goes on from here (all output: $(LOG))"; exit 1; fi
 
 .PHONY: ready tune test test-gpu test-engines check format docs kernels wheel clean
 
@@ -85,14 +89,14 @@ ready: $(READY)
 
 # Set-up, done again when what is to be installed changes.
 $(RUN):
-	$(call step,Making $(VENV),$(NEW_ENVIRONMENT),Install Python 3.11 or later with venv (Debian: python3-venv) or name one by PYTHON=)
+	$(call step,Making $(VENV),$(NEW_ENVIRONMENT),See that Python is 3.11 or later and has venv (Debian: python3-venv)$(comma) or name one by PYTHON=,8)
 
 $(TUNING): pyproject.toml constraints.txt | $(RUN)
-	$(call step,Installing what tuning needs: a minute or two,$(PIP) -e '.[$(TUNE_EXTRAS)]',See that the package index can be reached and the disk has 8 GB)
+	$(call step,Installing what tuning needs: a minute or two,$(PIP) -e '.[$(TUNE_EXTRAS)]',See that the package index can be reached,8)
 	@touch $@
 
 $(READY): pyproject.toml constraints.txt | $(RUN)
-	$(call step,Installing what tuning and tests need: some minutes,$(PIP) -e '.[$(EXTRAS)]',See that the package index can be reached and the disk has 10 GB)
+	$(call step,Installing what tuning and tests need: some minutes,$(PIP) -e '.[$(EXTRAS)]',See that the package index can be reached,10)
 	@touch $@ $(TUNING)
 
 clean:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -71,7 +72,7 @@ def test_each_step_is_a_line_with_its_seconds(clone: Path) -> None:
 @pytest.mark.parametrize(
     ("fails", "step", "remedy"),
     [
-        ("venv", "Making .venv", "Install Python 3.11 or later"),
+        ("venv", "Making .venv", "See that Python is 3.11 or later"),
         ("pip", "Installing what tuning needs", "the package index can be reached"),
     ],
 )
@@ -88,6 +89,8 @@ def test_a_step_that_fails_says_which_and_how_to_go_on(
     *_, said, line = done.stdout.splitlines()
     assert said == "no such luck"
     assert line.startswith(f"make: this step failed: {step}") and remedy in line and "setup.log" in line
+    assert re.search(r"8 GB here \(\d+\.\d GB are free\) and 4 GB for pip in /\S+ \(\d+\.\d GB\);", line)
+    assert (clone / ".venv" / "setup.log").read_text() == "no such luck\n"
     program = python(clone, '[ "$2" = venv ] && mkdir -p .venv/bin; cp "$0" .venv/bin/python; exit 0')
     shutil.copy(program, clone / ".venv" / "bin" / "python") if fails == "pip" else None
     again = make(clone, "tune", f"PYTHON={program}")

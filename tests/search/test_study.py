@@ -250,6 +250,7 @@ def test_importances_of_few_trials_tell_nothing() -> None:
         ("optuna.samplers:NoSampler", "optuna.samplers has no NoSampler"),
         ("optuna.pruners:MedianPruner", "MedianPruner is no sampler"),
         ("collections:OrderedDict", "OrderedDict is no sampler"),
+        ("optuna.samplers:GridSampler", "make it in Python: tunegemm.tune"),
         ("optuna.samplers:BaseSampler", "cannot be made"),
         ("optuna.samplers:", "package.module:Class"),
         ("", "package.module:Class"),

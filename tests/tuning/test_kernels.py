@@ -85,6 +85,16 @@ def test_the_latest_rankings_are_remembered(kernels: Kernels) -> None:
     assert again is not first and again == first, "of all that were asked for only the latest are kept"
 
 
+def test_families_that_lack_a_package_are_left_out_with_a_word_of_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "cutlass", None)
+    assert "cute_sm90" not in Kernels(DEVICE).families
+    (said,) = caplog.messages
+    assert said.startswith("not tried: cute_sm90, ")
+    assert said.endswith("; nvidia-cutlass-dsl is not installed; pip install nvidia-cutlass-dsl")
+
+
 def test_kernels_are_found_without_torch() -> None:
     """Its import takes a tuning's first process a second and more."""
     program = """

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+import sqlalchemy
 
 from tests.search.test_study import landscape, study_of_landscape
 from tunegemm.errors import StudyError
@@ -99,13 +100,22 @@ def test_the_tuning_database_is_refused(database: Database, form: str) -> None:
             Studies(location, database=own)
 
 
-def test_one_that_will_be_the_tuning_database_is_refused(tmp_path: Path) -> None:
+def test_one_that_will_be_the_tuning_database_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a tuning that stores nothing, as one that replays."""
     later = tmp_path / "later.sqlite"
     (tmp_path / "link").symlink_to(later)
     for location in (f"sqlite:///{later}", str(later), str(tmp_path / "link")):
         with pytest.raises(StudyError, match="is a tuning database"):
             Studies(location, database=later)
+    monkeypatch.setenv("TUNEGEMM_DB", str(later))
+    with pytest.raises(StudyError, match="is a tuning database"):
+        Studies(str(later))
     assert not later.exists()
+    server = sqlalchemy.make_url("postgresql+psycopg://theirs@localhost/tuning")
+    with pytest.raises(StudyError, match="is a tuning database"):
+        Studies("postgresql+psycopg://ours:secret@127.0.0.1:5432/tuning", database=server)
 
 
 def test_a_locked_file_is_named(tmp_path: Path) -> None:

@@ -89,5 +89,8 @@ def _made(found: Any, sampler: str, seed: int) -> optuna.samplers.BaseSampler:
         with quiet_optuna():
             made = found(seed=seed) if takes_seed else found()
     except Exception as error:  # the user's class, or one that is abstract
-        raise SpaceError(f"sampler {shown(sampler)} cannot be made: {one_line(error, 150)}") from None
+        raise SpaceError(
+            f"sampler {shown(sampler)} cannot be made: {one_line(error, 150)}; "
+            "make it in Python: tunegemm.tune(sampler=...)"
+        ) from None
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -21,6 +22,8 @@ from tunegemm.generate.feasibility import Remembered, Verdict, parameters_read
 from tunegemm.model import rank as model
 from tunegemm.model.feasible import extent_check, kernel_check, kernel_facts, possible_kernels
 from tunegemm.model.terms import Columns
+
+_log = logging.getLogger(__name__)
 
 #: The one argument of a launch of which each value is compiled in.
 _ORDER = "cluster_order"
@@ -281,8 +284,10 @@ def _kind(problem: Problem) -> tuple[str | int, ...]:
 
 
 def _usable(names: Sequence[str] | None) -> tuple[str, ...]:
-    """The families asked for, or all that can work here. Raises DeviceError when an asked one cannot."""
-    usable = []
+    """The families asked for, or all that can work here, with a warning of others. Raises DeviceError when an
+    asked one cannot.
+    """
+    usable, missing = [], dict[str, list[str]]()
     for name in names or families.NAMES:
         # The library's family always has torch.mm; to ask for more would import torch, which takes a second.
         reason = None if name == TORCH_MM.family else families.get(name).unavailable()
@@ -290,4 +295,8 @@ def _usable(names: Sequence[str] | None) -> tuple[str, ...]:
             usable.append(name)
         elif names:
             raise DeviceError(f"family {name!r} cannot be used: {reason}")
+        else:
+            missing.setdefault(reason, []).append(name)
+    for reason, left_out in missing.items():
+        _log.warning("not tried: %s; %s", ", ".join(left_out), reason)
     return tuple(usable)

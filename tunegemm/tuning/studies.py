@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunegemm.errors import StudyError, one_line
 from tunegemm.search.delegate import quiet_optuna
+from tunegemm.store.locations import project_location, user_location
 from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
@@ -37,9 +38,13 @@ class Studies:
     """A storage of Optuna's with a study per problem. Raises StudyError for one that cannot be used."""
 
     def __init__(self, location: str | Path, *, database: Path | URL | None = None) -> None:
-        """location: a file, which is made, or a URL. database: the tuning's, which is refused."""
+        """location: a file, which is made, or a URL.
+        database: the tuning's, which is refused; by default the one that a tuning here would store in.
+        """
+        from tunegemm.store.connection import resolve
+
         self.location = str(location)
-        self._storage = _opened(self.location, database)
+        self._storage = _opened(self.location, database or resolve(project_location() or user_location()))
         self._studies: dict[str, optuna.Study] = {}
         self._copied: dict[str, set[int]] = {}
         self._known: dict[str, set[str]] = {}
@@ -146,7 +151,7 @@ def _translated(location: str) -> Iterator[None]:
         ) from None
 
 
-def _opened(location: str, database: Path | URL | None) -> Any:
+def _opened(location: str, database: Path | URL) -> Any:
     import optuna
     from optuna.storages.journal import JournalFileBackend
 
@@ -159,9 +164,11 @@ def _opened(location: str, database: Path | URL | None) -> Any:
         return optuna.storages.JournalStorage(JournalFileBackend(str(path)))
 
 
-def _of_url(location: str, database: Path | URL | None) -> Any:
+def _of_url(location: str, database: Path | URL) -> Any:
     import optuna
     import sqlalchemy
+
+    from tunegemm.store.connection import is_same
 
     url = sqlalchemy.make_url(location)
     is_sqlite = url.get_backend_name() == "sqlite"
@@ -169,10 +176,8 @@ def _of_url(location: str, database: Path | URL | None) -> Any:
         if not url.database or url.database == ":memory:":
             raise StudyError(f"study {location}: in memory it is lost at exit; give sqlite:///FILE")
         _refuse_same(Path(url.database), database, location)
-    elif database is not None and not isinstance(database, Path):
-        theirs, ours = ((one.host, one.port, one.database) for one in (url, database))
-        if theirs == ours:
-            raise StudyError(_refusal(location))
+    elif is_same(url, database):
+        raise StudyError(_refusal(location))
     arguments = {"connect_args": {"timeout": LOCKED_S}} if is_sqlite else {}
     if not is_sqlite or Path(str(url.database)).exists():
         engine = sqlalchemy.create_engine(url, **arguments)
@@ -184,7 +189,7 @@ def _of_url(location: str, database: Path | URL | None) -> Any:
     return optuna.storages.RDBStorage(location, engine_kwargs=arguments)
 
 
-def _check_file(path: Path, database: Path | URL | None) -> None:
+def _check_file(path: Path, database: Path | URL) -> None:
     """Raises StudyError for a file that is no journal, or that another process holds."""
     _refuse_same(path, database, str(path))
     try:
@@ -227,7 +232,7 @@ def _check_lock(path: Path) -> None:
         time.sleep(0.05)
 
 
-def _refuse_same(path: Path, database: Path | URL | None, location: str) -> None:
+def _refuse_same(path: Path, database: Path | URL, location: str) -> None:
     if isinstance(database, Path) and path.resolve() == database.resolve():
         raise StudyError(_refusal(location))
 
