@@ -10,10 +10,12 @@ from torch.nn import functional
 
 from tunegemm.describe.epilogue import GATED
 from tunegemm.errors import ProblemError
-from tunegemm.serve import grouped
+from tunegemm.generate.routing import MOST_CHOICES
+from tunegemm.serve import grouped, routing
 from tunegemm.serve.api import Activation
 from tunegemm.serve.grouped import grouped_mm
 from tunegemm.serve.guards import capturing, deterministic
+from tunegemm.serve.routing import Gate
 from tunegemm.serve.torch.fx import node_of, rank
 
 _GATES = {activation: gate for gate, activation in GATED.items()}
@@ -23,6 +25,9 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "relu": functional.relu,
 }
+
+#: silu's gate, of halves and of rows that take turns.
+_SILUS = tuple(Gate(1.0, float("inf"), 0.0, alternate) for alternate in (False, True))
 
 
 def experts(
@@ -51,7 +56,8 @@ def experts(
     gate_up_bias, down_bias: (experts, 2 inner) and (experts, hidden). Weights that lie the other way round,
     as those of gpt-oss, are given as views, ``.mT``.
     activation: silu, gelu, gelu_tanh, relu, or a function of gate_up's product (rows, 2 inner) that gives
-    (rows, inner). interleaved: whether rows of gate and up alternate, as `interleave` has them.
+    (rows, inner), such as a `Gate`, which has a kernel. interleaved: whether rows of gate and up alternate,
+    as `interleave` has them.
     elsewhere: whether `index` may have numbers from the number of experts on: experts of other processes,
     which add nothing here.
 
@@ -73,15 +79,20 @@ def experts(
     # Without gradients and all that surrounds a call: asked once, not at each product.
     plain = not traced and grouped.are_plain(*operands) and not grouped.has_gradient(*operands)
     count, (tokens, chosen) = gate_up.shape[0], index.shape
-    ids, order = index.reshape(-1).sort()
-    # Where each group ends: how many rows have an expert up to it.
-    numbers = _numbers(count, ids, plain)
-    ends = torch.searchsorted(ids, numbers, right=True, out_int32=True)
-    rows = x.expand(chosen, -1).contiguous() if tokens == 1 else x[order // chosen]
-    # Rows behind the last group: results are memory as it was.
-    nobodys = (ids >= count)[:, None] if elsewhere else None
-    if nobodys is not None and rows.requires_grad:  # whose gradients are there memory as it was
-        rows = rows.masked_fill(nobodys, 0)
+    around = routing.routing if plain else None
+    routed = around.route(x, index, count) if around else None
+    nobodys = None
+    if routed is not None:
+        rows, order, ends = routed
+    else:
+        ids, order = index.reshape(-1).sort()
+        # Where each group ends: how many rows have an expert up to it.
+        ends = torch.searchsorted(ids, _numbers(count, ids, plain), right=True, out_int32=True)
+        rows = x.expand(chosen, -1).contiguous() if tokens == 1 else x[order // chosen]
+        # Rows behind the last group: results are memory as it was.
+        nobodys = (ids >= count)[:, None] if elsewhere else None
+        if nobodys is not None and rows.requires_grad:  # whose gradients are there memory as it was
+            rows = rows.masked_fill(nobodys, 0)
     multiply = grouped.groups.below_autograd if plain else grouped.groups
     inner = None
     if activation in _GATES:
@@ -91,12 +102,25 @@ def experts(
         both = multiply(rows, gate_up.mT, ends, gate_up_bias) if plain else None
         if both is None:
             both = grouped_mm(rows, gate_up.mT, offs=ends, bias=gate_up_bias)
-        if nobodys is not None:
-            both = both.masked_fill(nobodys, 0)
-        inner = _gate(both, activation, interleaved)
+        gate = _SILUS[interleaved] if activation == "silu" else activation
+        if around is not None and isinstance(gate, Gate):
+            inner = around.gate(both, gate)
+        if inner is None:
+            if nobodys is not None:
+                both = both.masked_fill(nobodys, 0)
+            inner = _gate(both, activation, interleaved)
     of_rows = multiply(inner, down.mT, ends, down_bias) if plain else None
     if of_rows is None:
         of_rows = grouped_mm(inner, down.mT, offs=ends, bias=down_bias)
+    # Of few choices torch's way back takes fewer operators, if `route` is not served, than to make places.
+    if around is not None and (routed is not None or order.shape[0] > MOST_CHOICES):
+        place = _inverse(order, plain) if routed is None else routed.place
+        combined = around.combine(of_rows, place, ends, weights)
+        if combined is not None:
+            return combined.to(x.dtype)
+        if routed is not None:  # and the other kernel is not there
+            order = _inverse(place.long(), plain)
+            nobodys = (torch.arange(order.shape[0], device=x.device) >= ends[-1])[:, None]
     if nobodys is not None:
         of_rows = of_rows.masked_fill(nobodys, 0)
     return _combined(of_rows, order, weights, plain).to(x.dtype)
@@ -178,6 +202,11 @@ _kept: list[Any] = []
 _define()
 
 
+def _inverse(order: torch.Tensor, plain: bool) -> torch.Tensor:
+    """Where each number lies in an order of all."""
+    return torch.empty_like(order).scatter_(0, order, _numbers(order.shape[0], order, plain))
+
+
 def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, plain: bool) -> torch.Tensor:
     """Rows in the experts' order, weighted and added up for each token, in fp32."""
     if torch.compiler.is_compiling() or (
@@ -190,10 +219,9 @@ def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, 
     weights = weights.to(result.dtype).reshape(-1)
     if tokens == 1:
         return torch.mv(result.mT, weights[order])[None]
-    place = torch.empty_like(order).scatter_(0, order, _numbers(order.shape[0], order, plain))
     first = _numbers(tokens, order, plain, chosen)
     # Mode 0 is a sum. torch.nn.functional's makes `first` anew at each call.
-    return torch.embedding_bag(result, place, first, False, 0, False, weights)[0]
+    return torch.embedding_bag(result, _inverse(order, plain), first, False, 0, False, weights)[0]
 
 
 def _check(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, activation: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from tunegemm.compile.artifacts import Artifact, Key
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import GROUPED, Problem
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmError, one_line
@@ -115,7 +116,6 @@ class Groups:
         self._plans: dict[Hashable, _Plan] = {}
         self.launches: dict[tuple[GroupedChoice, int], Launch] = {}
         """What was loaded, by kernel and device."""
-        self._compiler = BackgroundCompiler(lambda kernel: None, partial(make_pool, kernels.__name__))
 
     def __call__(
         self, a: Any, b: Any, offs: Any, bias: Any, gate: str = "", interleaved: bool = False
@@ -239,14 +239,8 @@ class Groups:
             raise ArtifactError(f"{device.name} is no Hopper GPU")
         if (missing := kernels.unavailable(launching=True)) is not None:
             raise ArtifactError(missing)
-        key = kernels.kernel_key(choice.config)
-        artifact = packs.find(key)
+        artifact = compiled(kernels.NAME, kernels.kernel_key(choice.config))
         if artifact is None:
-            self._compiler.is_on = planner.compiler.is_on
-            answer = self._compiler.ask_for(kernels.NAME, key)
-            if not answer.kernel:
-                why = answer.failure or answer.refusal or "none is compiled, and TUNEGEMM_COMPILE=0"
-                raise ArtifactError(why)
             return None
         with torch.cuda.device(index):
             kernel = GroupedKernel.load(choice.config, artifact.path)
@@ -265,6 +259,21 @@ class Groups:
                     launch(*tensors, **words)
 
         return launch_there
+
+
+_compiler = BackgroundCompiler(lambda kernel: None, partial(make_pool, kernels.__name__))
+
+
+def compiled(family: str, key: Key) -> Artifact | None:
+    """The object of a kernel; None while it is compiled. Raises ArtifactError where it will not be."""
+    artifact = packs.find(key)
+    if artifact is None:
+        _compiler.is_on = api.dispatcher.planner.compiler.is_on
+        answer = _compiler.ask_for(family, key)
+        if not answer.kernel:
+            why = answer.failure or answer.refusal or "none is compiled, and TUNEGEMM_COMPILE=0"
+            raise ArtifactError(why)
+    return artifact
 
 
 def are_plain(*operands: torch.Tensor | None) -> bool:

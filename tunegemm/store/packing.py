@@ -24,7 +24,7 @@ from tunegemm.describe.device import (
 )
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import PackError, TunegemmError
-from tunegemm.generate import families, grouped
+from tunegemm.generate import families, grouped, routing
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.model import shortlist
@@ -164,11 +164,15 @@ def _shortlisted() -> dict[str, tuple[str, Key]]:
 
 
 def _grouped(kind: str = "") -> dict[str, tuple[str, Key]]:
-    """By its name each kernel of grouped products that ships, or of a kind."""
-    return {
+    """By its name each kernel of grouped products, and around them, that ships; or of a kind."""
+    found = {
         f"grouped {config.label}": (grouped.NAME, grouped.kernel_key(config))
         for config in listed_of_groups(kind=kind)
     }
+    for name, key in routing.kernels().items():
+        if kind == routing.NAME or (not kind and name.split()[0] in routing.SERVED):
+            found[name] = routing.NAME, key
+    return found
 
 
 def _toolchain() -> dict[str, str]:
@@ -194,7 +198,8 @@ class Provided:
 
 
 def provide_grouped(kind: str = "") -> Provided:
-    """The objects of grouped products' kernels that ship, or of a kind. As `provide`."""
+    """The objects of grouped products' kernels that ship, or of a kind; ``routing``: of those around them. As
+    `provide`."""
     return _provide(_grouped(kind), families_module=grouped.__name__)
 
 

@@ -18,6 +18,7 @@ from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.generate import routing
 from tunegemm.generate.cute_launch import load_function
 from tunegemm.generate.families import import_compiler
 from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, TileGenerator
@@ -42,8 +43,8 @@ L2_HINTS = ("none", "weights_first")
 
 
 def get(name: str) -> ModuleType:
-    """This module, whatever the name: what a compile worker asks for the kernel of a key."""
-    return sys.modules[__name__]
+    """What a compile worker asks for the kernel of a key: this module, or that of kernels around products."""
+    return routing if name == routing.NAME else sys.modules[__name__]
 
 
 def kernel_key(config: GroupedConfig) -> Mapping[str, str | int | bool]:

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from tunegemm.serve import grouped
 from tunegemm.serve.gated_experts import experts
+from tunegemm.serve.routing import Gate
 
 NAME = "tunegemm"
 
@@ -63,9 +65,29 @@ _ACTIVATIONS = {
 
 
 def activation_of(layer: Any, default_gate: Any) -> Any:
-    """The name of a layer's activation; its own function of gate and up where it gates in another way."""
+    """The name of a layer's activation; its own function of gate and up where it gates in another way, or
+    the `Gate` that computes what this does."""
     if type(layer)._apply_gate is default_gate:
         found = type(layer.act_fn).__name__
         if found in _ACTIVATIONS and getattr(layer.act_fn, "approximate", "none") == "none":
             return _ACTIVATIONS[found]
+    elif isinstance(limit := getattr(layer, "limit", None), int | float):
+        gate = Gate(getattr(layer, "alpha", 1.0), limit)
+        if not torch.compiler.is_compiling() and _are_equal(layer, gate):
+            return gate
     return layer._apply_gate
+
+
+_equal: dict[tuple[type, Gate], bool] = {}
+
+
+def _are_equal(layer: Any, gate: Gate) -> bool:
+    """Whether a gate computes what a layer's own does, asked of some numbers once for each class."""
+    key = type(layer), gate
+    if key not in _equal and grouped.are_plain():
+        numbers = torch.linspace(-3 * gate.limit, 3 * gate.limit, 64, device="cpu").view(2, 32)
+        try:
+            _equal[key] = torch.allclose(layer._apply_gate(numbers), gate(numbers))
+        except (RuntimeError, TypeError, AttributeError):  # a gate of another kind
+            _equal[key] = False
+    return _equal.get(key, False)

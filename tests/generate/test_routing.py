@@ -1,0 +1,122 @@
+"""Kernels around products of groups: by Triton's interpreter beside torch, and compiled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import environment
+from tunegemm.compile.triton_object import read_object
+from tunegemm.generate import grouped, routing
+
+#: Triton decides at the import whether kernels are interpreted: a process of their own.
+SCRIPT = """
+import itertools, torch
+from tunegemm.generate import routing
+from tunegemm.generate.routing import kernel
+
+torch.manual_seed(0)
+POISON = 776.0
+
+def check_route(tokens, chosen, count, dtype, hidden=72, own_rows=1, far=False):
+    index = torch.randint(-1 if far else 0, count + (5 if far else 0), (tokens, chosen)).to(dtype)
+    wide = torch.randn(tokens, hidden + 16).bfloat16()
+    x, total = wide[:, :hidden], tokens * chosen
+    place, ends = torch.full((total + 2,), -9, dtype=torch.int32), torch.full((count + 2,), -9).int()
+    rows = torch.full((total + 2, hidden), POISON).bfloat16()
+    blocks, numbers = routing.route_numbers(
+        step=dtype.itemsize // 4, tokens=tokens, chosen=chosen, count=count, units=hidden // 8,
+        x_units=wide.stride(0) // 8, own_rows=own_rows)
+    kernel.route[(blocks,)](
+        index.view(torch.int32), wide.view(torch.int64), place, ends, rows.view(torch.int64), **numbers,
+        own_rows=own_rows, others=256, experts=32, words=512)
+    flat = index.reshape(-1).long()
+    flat = torch.where((flat < 0) | (flat >= count), count, flat)
+    ids, order = flat.sort(stable=True)
+    assert torch.equal(ends[:count].long(), torch.searchsorted(ids, torch.arange(count), right=True))
+    assert torch.equal(place[:total].long()[order], torch.arange(total))
+    assert torch.equal(rows[:total], x[order // chosen])
+    assert (place[total:] == -9).all() and (ends[count:] == -9).all() and (rows[total:] == POISON).all()
+
+for tokens, chosen, count, own_rows in (
+    (1, 8, 128, 1), (1, 1, 1, 1), (3, 2, 8, 1), (40, 4, 32, 8), (65, 8, 33, 8), (301, 1, 257, 8),
+):
+    for dtype, far in itertools.product((torch.int32, torch.int64), (False, True)):
+        check_route(tokens, chosen, count, dtype, own_rows=own_rows, far=far)
+check_route(5, 2, 4, torch.int64, hidden=2056)
+
+def check_combine(tokens, chosen, dtype, weights_dtype, place_dtype, hidden=520, count=6):
+    total = tokens * chosen
+    used = total - total // 3
+    rows = torch.randn(total, hidden).to(dtype)
+    rows[used:] = float("nan")
+    weights = torch.rand(tokens, chosen + 3).to(weights_dtype)[:, :chosen]
+    place = torch.randperm(total).to(place_dtype)
+    ends = torch.full((count,), used, dtype=torch.int32)
+    out = torch.full((tokens + 1, hidden), POISON).to(dtype)
+    blocks, numbers = routing.combine_numbers(
+        step=place_dtype.itemsize // 4, tokens=tokens, chosen=chosen, count=count, units=hidden // 8,
+        weights_stride=weights.stride(0))
+    kernel.combine[(blocks,)](
+        rows, place.view(torch.int32), ends, weights, out, **numbers,
+        columns=routing.COLUMNS, together=4)
+    each = rows.float()[place.long()].view(tokens, chosen, hidden)
+    each = torch.where((place < used).view(tokens, chosen, 1), each, 0.0)
+    expected = (each * weights.float()[..., None]).sum(1)
+    torch.testing.assert_close(out[:tokens].float(), expected, rtol=2**-7, atol=1e-2)
+    assert (out[tokens:] == POISON).all()
+
+for chosen, dtype, place_dtype in itertools.product((1, 2, 4, 6, 8), (torch.bfloat16, torch.float16),
+                                                    (torch.int32, torch.int64)):
+    check_combine(5, chosen, dtype, dtype, place_dtype)
+    check_combine(1, chosen, dtype, torch.float32, place_dtype)
+
+def check_gate(rows, inner, dtype, alternate, slope, limit, offset):
+    both = torch.randn(rows, 2 * inner).mul(6).to(dtype)
+    both[0, :4] = float("nan")
+    out = torch.full((rows + 1, inner), POISON).to(dtype)
+    blocks, numbers = routing.gate_numbers(
+        rows=rows, units=inner // 8, slope=slope, limit=limit, offset=offset)
+    kernel.gate[(blocks,)](both, out, **numbers, columns=routing.GATE_COLUMNS, alternate=alternate)
+    gate, up = (both[:, ::2], both[:, 1::2]) if alternate else both.chunk(2, 1)
+    gate, up = gate.float().clamp(max=limit), up.float().clamp(-limit, limit)
+    expected = (up + offset) * gate * torch.sigmoid(slope * gate)
+    torch.testing.assert_close(out[:rows].float(), expected, rtol=2**-7, atol=1e-3, equal_nan=True)
+    assert bool(expected[0].isnan().any()) and (out[rows:] == POISON).all()
+
+for dtype, alternate in itertools.product((torch.bfloat16, torch.float16), (False, True)):
+    check_gate(3, 1032, dtype, alternate, 1.702, 7.0, 1.0)
+    check_gate(2, 96, dtype, alternate, 1.0, float("inf"), 0.0)
+"""
+
+
+@pytest.mark.slow
+def test_each_kernel_is_what_torch_gives() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        env=environment() | {"TRITON_INTERPRET": "1"},
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.slow
+def test_all_compile_with_their_arguments_in_order(tmp_path: Path) -> None:
+    """No GPU needed: without spills, and with pointers first, which a launch takes by their order."""
+    for number, (name, key) in enumerate(routing.kernels().items()):
+        assert grouped.get(routing.NAME).compile(key, tmp_path / str(number)).spill_bytes == 0, name
+        header, _ = read_object((tmp_path / str(number)).read_bytes())
+        kinds = [argument.type for argument in header.arguments]
+        first = kinds.index("i32")
+        assert set(kinds[:first]) == {"pointer"} and set(kinds[first:]) == {"i32"}, name
+
+
+def test_keys_tell_kernels_apart() -> None:
+    found = routing.kernels()
+    assert len({tuple(sorted(key.items())) for key in found.values()}) == len(found) == 10
+    assert {"route 1", "combine bf16 fp32", "gate fp16 True"} <= set(found)
+    assert grouped.get("grouped") is grouped

@@ -1,0 +1,155 @@
+"""Kernels around products of groups on a GPU: each beside torch, and layers that ask torch for no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tunegemm
+from tests.gpu.test_grouped import error
+from tunegemm.serve import api, routing
+from tunegemm.serve.routing import Gate, Routing
+from tunegemm.store import packing
+
+pytestmark = pytest.mark.gpu
+
+EVERY = ("route", "combine", "gate")
+
+
+@pytest.fixture
+def around(monkeypatch: pytest.MonkeyPatch) -> Iterator[Routing]:
+    """All kernels, served or not; none is compiled meanwhile."""
+    assert not packing.provide_grouped("routing").failures
+    assert not packing.provide_grouped("n_major").failures and not packing.provide_grouped("").failures
+    found = Routing(served=EVERY)
+    monkeypatch.setattr(routing, "routing", found)
+    before = api.dispatcher.planner.notices
+    yield found
+    assert api.dispatcher.planner.notices is before and found.served == EVERY
+
+
+def drawn(tokens: int, chosen: int, count: int, dtype: torch.dtype, beyond: int) -> torch.Tensor:
+    index = torch.rand(tokens, count + beyond, device="cuda").topk(chosen).indices
+    return index.to(dtype).contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "count"),
+    [
+        (1, 8, 128),
+        (1, 1, 1),
+        (2, 4, 32),
+        (64, 8, 128),
+        (64, 8, 256),
+        (513, 1, 300),
+        (1024, 8, 257),
+        (2000, 4, 8),
+    ],
+)
+def test_rows_lie_as_a_stable_sort_has_them(
+    around: Routing, tokens: int, chosen: int, count: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    for beyond, hidden in ((0, 2048), (8, 72)):
+        index = drawn(tokens, chosen, count, dtype, beyond)
+        wide = torch.randn(tokens, hidden + 64, device="cuda").bfloat16()
+        x = wide[:, :hidden]
+        found = around.route(x, index, count)
+        assert found is not None
+        ids, order = index.reshape(-1).long().clamp(max=count).sort(stable=True)
+        numbers = torch.arange(count, device="cuda")
+        assert torch.equal(found.ends, torch.searchsorted(ids, numbers, right=True).int())
+        assert torch.equal(found.place[order].long(), torch.arange(len(order), device="cuda"))
+        assert torch.equal(found.rows, x[order // chosen])
+
+
+@pytest.mark.parametrize("place_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "hidden"), [(1, 8, 2048), (64, 4, 2880), (700, 2, 4096), (9, 10, 72)]
+)
+def test_rows_are_weighted_and_added(
+    around: Routing, tokens: int, chosen: int, hidden: int, weights_dtype: Any, place_dtype: Any
+) -> None:
+    torch.manual_seed(0)
+    total = tokens * chosen
+    used = total - total // 3
+    rows = torch.randn(total, hidden, device="cuda").bfloat16()
+    rows[used:] = float("nan")
+    place = torch.randperm(total, device="cuda").to(place_dtype)
+    weights = torch.rand(tokens, chosen, device="cuda").to(weights_dtype)
+    ends = torch.full((5,), used, device="cuda", dtype=torch.int32)
+    found = around.combine(rows, place, ends, weights)
+    assert found is not None
+    each = rows[place.long()].float().view(tokens, chosen, hidden)
+    each = torch.where((place < used).view(tokens, chosen, 1), each, 0.0)
+    assert error(found, (each * weights.float()[..., None]).sum(1)) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gate", [Gate(), Gate(1.0, float("inf"), 0.0, False), Gate(interleaved=False)])
+def test_gates_are_as_torchs(around: Routing, gate: Gate, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for rows, inner in ((4, 2880), (300, 768), (1, 8)):
+        both = (torch.randn(rows, 2 * inner, device="cuda") * 6).to(dtype)
+        found = around.gate(both, gate)
+        assert found is not None and error(found, gate(both.float())) < 4e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 300, 3000])
+@pytest.mark.parametrize("kind", ["silu", "gpt-oss"])
+def test_layers_ask_torch_for_nothing_else(around: Routing, tokens: int, kind: str) -> None:
+    torch.manual_seed(0)
+    count, hidden, inner, chosen = 16, 256, 256, 4
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    gate_up = (torch.randn(count, 2 * inner, hidden, device="cuda") * 4 * hidden**-0.5).bfloat16()
+    down = (torch.randn(count, hidden, inner, device="cuda") * inner**-0.5).bfloat16()
+    weights, index = torch.rand(tokens, count, device="cuda").topk(chosen)
+    more: dict[str, Any] = {}
+    if kind == "gpt-oss":
+        gate_up, down = (each.mT.contiguous().mT for each in (gate_up, down))
+        more = {
+            "activation": Gate(),
+            "gate_up_bias": torch.randn(count, 2 * inner, device="cuda").bfloat16(),
+            "down_bias": torch.randn(count, hidden, device="cuda").bfloat16(),
+        }
+    index[::5, 0] = count
+    reference = torch.zeros(tokens, hidden, device="cuda")
+    for expert in range(count):
+        share = (weights * (index == expert)).sum(1, keepdim=True)
+        both = x.float() @ gate_up[expert].float().t()
+        if more:
+            inner_rows = Gate()(both + more["gate_up_bias"][expert].float())
+        else:
+            inner_rows = Gate(1.0, float("inf"), 0.0, False)(both)
+        found = inner_rows @ down[expert].float().t()
+        reference += share * (found + more["down_bias"][expert].float() if more else found)
+
+    def call() -> torch.Tensor:
+        return tunegemm.experts(x, gate_up, down, index, weights, elsewhere=True, **more)
+
+    assert error(call(), reference) < 8e-3
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        result = call()
+    assert error(result, reference) < 8e-3
+    asked = {event.name for event in profile.events() if event.name.startswith("aten::")}
+    if tokens * chosen <= 8192:
+        assert not asked & {
+            "aten::sort",
+            "aten::searchsorted",
+            "aten::index",
+            "aten::embedding_bag",
+            "aten::mv",
+        }
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    index.copy_(index.roll(1, 0))
+    weights.copy_(weights.roll(1, 0))
+    x.copy_(x.roll(1, 0))
+    graph.replay()
+    assert error(result, reference.roll(1, 0)) < 8e-3

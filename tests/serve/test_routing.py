@@ -1,0 +1,241 @@
+"""What lies around a layer's products, by kernels for CPU tensors: `experts` beside itself without them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tunegemm
+from tests.serve.test_experts import EXPERTS, HIDDEN, INNER, by_loops, layer
+from tests.support.grouped import Loops
+from tests.support.processes import environment
+from tunegemm.generate import routing as kernels
+from tunegemm.serve import routing
+from tunegemm.serve.routing import Gate, Routing
+
+
+class Steps:
+    """Kernels for CPU tensors, in torch."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.found = True
+        self.error: Exception | None = None
+
+    def load(self, name: str, index: int) -> Any:
+        if not self.found:
+            return None
+
+        def bind(ctas: int, **numbers: int) -> Callable[..., None]:
+            def launch(*tensors: torch.Tensor) -> None:
+                if self.error is not None:
+                    raise self.error
+                self.calls.append(name)
+                getattr(self, name.split()[0])(name, numbers, *tensors)
+
+            return launch
+
+        return bind
+
+    def route(self, name: str, numbers: Any, index: Any, x: Any, place: Any, ends: Any, rows: Any) -> None:
+        flat = index.reshape(-1).long()
+        flat = torch.where((flat < 0) | (flat >= numbers["count"]), numbers["count"], flat)
+        ids, order = flat.sort(stable=True)
+        ends.copy_(torch.searchsorted(ids, torch.arange(numbers["count"]), right=True))
+        place[order] = torch.arange(len(order), dtype=torch.int32)
+        rows.copy_(x[order // numbers["chosen"]])
+
+    def combine(
+        self, name: str, numbers: Any, rows: Any, place: Any, ends: Any, weights: Any, out: Any
+    ) -> None:
+        place = place.long().view(weights.shape)
+        each = torch.where((place < ends[-1])[..., None], rows[place].float(), 0.0)
+        out.copy_((each * weights.float()[..., None]).sum(1))
+
+    def gate(self, name: str, numbers: Any, both: Any, out: Any) -> None:
+        slope, limit, offset = (
+            float(torch.tensor(numbers[each], dtype=torch.int32).view(torch.float32))
+            for each in ("slope", "limit", "offset")
+        )
+        out.copy_(Gate(slope, limit, offset, name.endswith("True"))(both.float()))
+
+
+@pytest.fixture
+def steps(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> Steps:
+    found = Steps()
+    monkeypatch.setattr(routing, "routing", Routing(found.load, ("route", "combine", "gate")))
+    return found
+
+
+BOUND = {"rtol": 5e-2, "atol": 3e-2}
+
+
+@pytest.mark.parametrize("tokens", [1, 11, 300])
+@pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
+def test_a_layer_is_four_launches(
+    steps: Steps, loops: Loops, tokens: int, weights_dtype: Any, index_dtype: Any
+) -> None:
+    given = layer(tokens, torch.bfloat16)
+    given |= {"weights": given["weights"].to(weights_dtype), "index": given["index"].to(index_dtype)}
+    result = tunegemm.experts(**given)
+    of_weights = "fp32" if weights_dtype is torch.float32 else "bf16"
+    assert steps.calls == [f"route {1 if tokens < 256 else 8}", f"combine bf16 {of_weights}"]
+    assert len(loops.calls) == 2
+    torch.testing.assert_close(result.float(), by_loops(**given), **BOUND)
+
+
+def test_a_layer_asks_torch_for_memory_alone(steps: Steps, loops: Loops) -> None:
+    given = layer(dtype=torch.bfloat16)
+    tunegemm.experts(**given)
+    loops.quiet = True
+    steps.route = steps.combine = lambda *_: None  # type: ignore[method-assign,assignment]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
+        tunegemm.experts(**given)
+    asked = [
+        event.name.removeprefix("aten::") for event in profile.events()
+        if event.name.startswith("aten::") and not (event.cpu_parent and "aten::" in event.cpu_parent.name)
+    ]  # fmt: skip
+    assert set(asked) <= {"new_empty", "mT", "to"}, asked
+
+
+def test_many_choices_are_sorted_by_torch_and_combined_by_a_kernel(steps: Steps) -> None:
+    tokens = kernels.MOST_CHOICES // 2 + 1
+    given = layer(8, torch.bfloat16)
+    again = torch.arange(tokens) % 8
+    many = given | {name: given[name][again].contiguous() for name in ("x", "index", "weights")}
+    result = tunegemm.experts(**many)
+    assert steps.calls == ["combine bf16 bf16"]
+    torch.testing.assert_close(result.float(), by_loops(**given)[again], **BOUND)
+
+
+def test_numbers_of_no_expert_add_nothing(steps: Steps) -> None:
+    given = layer(dtype=torch.bfloat16)
+    given["index"][::3, 0] = EXPERTS
+    given["index"][5] = EXPERTS + 7
+    expected = by_loops(**given)
+    for steps.found in (True, False):
+        routing.routing.plans.clear()
+        result = tunegemm.experts(**given, elsewhere=True)
+        torch.testing.assert_close(result.float(), expected, **BOUND)
+        assert not bool(result[5].any())
+    given["index"][5] = -1
+    steps.found = True
+    routing.routing.plans.clear()
+    assert torch.equal(tunegemm.experts(**given, elsewhere=True)[:5].isfinite().all(), torch.tensor(True))
+
+
+def test_a_gate_with_limits_has_a_kernel(steps: Steps) -> None:
+    given = layer(dtype=torch.bfloat16)
+    given["gate_up"] = (given["gate_up"] * 20).mT.contiguous().mT  # n contiguous, as gpt-oss has it
+    for gate in (Gate(), Gate(1.0, 2.0, 0.0, interleaved=False)):
+        steps.calls.clear()
+        result = tunegemm.experts(**given, activation=gate)
+        assert steps.calls[1] == f"gate bf16 {gate.interleaved}"
+        expected = tunegemm.experts(**given, activation=lambda both, gate=gate: gate(both))
+        torch.testing.assert_close(result, expected, rtol=5e-2, atol=0.3)
+    steps.calls.clear()
+    tunegemm.experts(**given)  # silu of n-major weights
+    assert steps.calls[1] == "gate bf16 False"
+
+
+def test_what_kernels_do_not_take_is_torchs(steps: Steps) -> None:
+    given = layer(dtype=torch.bfloat16)
+    wrong: tuple[dict[str, Any], ...] = (
+        {"x": given["x"].mT.contiguous().mT},
+        {"index": given["index"].mT.contiguous().mT},
+        {"weights": given["weights"].requires_grad_()},
+    )
+    for changes in wrong:
+        steps.calls.clear()
+        result = tunegemm.experts(**given | changes)
+        torch.testing.assert_close(result.float(), by_loops(**given), **BOUND)
+        assert "route 1" not in steps.calls
+    given["weights"].requires_grad_(False)
+    steps.calls.clear()
+    tunegemm.experts(**layer(dtype=torch.float32))
+    half = given | {"weights": given["weights"].half()}  # another 16 bits than the rows
+    torch.testing.assert_close(tunegemm.experts(**half).float(), by_loops(**given), **BOUND)
+    assert steps.calls == ["route 1"]
+
+
+def test_a_launch_that_fails_costs_the_kernels(steps: Steps) -> None:
+    given = layer(dtype=torch.bfloat16)
+    steps.error = RuntimeError("cuLaunchKernel: refused")
+    with pytest.warns(UserWarning, match="falls back to torch"):
+        result = tunegemm.experts(**given)
+    torch.testing.assert_close(result.float(), by_loops(**given), **BOUND)
+    steps.error = None
+    tunegemm.experts(**given)
+    assert steps.calls == []
+
+
+#: The same by the kernels themselves, which Triton interprets.
+SCRIPT = """
+import torch, tunegemm
+from functools import partial
+from tests.serve.test_experts import by_loops, layer
+from tests.support.grouped import Loops
+from tests.support.serving import Row
+from tunegemm.choose.snapshot import Snapshot
+from tunegemm.describe.device import find_device
+from tunegemm.generate import routing as kernels
+from tunegemm.generate.routing import kernel
+from tunegemm.model.grouped import choose
+from tunegemm.serve import api, grouped, routing
+from tunegemm.serve.dispatcher import Dispatcher
+from tunegemm.serve.planning import Planner
+
+WORDS = {"index": torch.int32, "x": torch.int64, "rows": torch.int64, "place": torch.int32}
+
+def load(name, index):
+    kind, *words = name.split()
+    constants = {
+        "route": lambda rows: {"own_rows": int(rows), "others": 256, "experts": 32, "words": 512},
+        "combine": lambda *_: {"columns": kernels.COLUMNS, "together": 4},
+        "gate": lambda dtype, alternate: {"columns": kernels.GATE_COLUMNS, "alternate": alternate == "True"},
+    }[kind](*words)
+    function = getattr(kernel, kind)
+    def bind(ctas, **numbers):
+        def launch(*tensors):
+            given = [
+                tensor.view(WORDS[one]) if one in WORDS and (kind == "route" or one == "place") else tensor
+                for one, tensor in zip(function.arg_names, tensors)]
+            function[(ctas,)](*given, **numbers, **constants)
+        return launch
+    return bind
+
+device = find_device("model:h200")
+grouped.groups = grouped.Groups(Loops().load)
+routing.routing = routing.Routing(load, ("route", "combine", "gate"))
+api.serve_by(Dispatcher(Planner(device_type="cpu", read=lambda: Snapshot([]), find=lambda spec: device)))
+for tokens, more in ((1, {}), (7, {"elsewhere": True}), (300, {}), (5, {"activation": routing.Gate()})):
+    given = layer(tokens, torch.bfloat16)
+    if more.get("elsewhere"):
+        given["index"][2] = 99
+    result = tunegemm.experts(**given, **more)
+    expected = by_loops(**given) if "activation" not in more else tunegemm.experts(
+        **given, activation=lambda both: routing.Gate()(both))
+    torch.testing.assert_close(result.float(), expected.float(), rtol=5e-2, atol=3e-2)
+    assert len(routing.routing.plans) >= 2
+"""
+
+
+@pytest.mark.slow
+def test_layers_by_the_kernels_themselves() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        env=environment() | {"TRITON_INTERPRET": "1"},
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_sizes_of_the_layer_are_such_that_kernels_take_them() -> None:
+    assert HIDDEN * 2 % kernels.UNIT_BYTES == INNER * 2 % kernels.UNIT_BYTES == 0

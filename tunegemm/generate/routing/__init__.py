@@ -1,0 +1,144 @@
+"""Kernels around products of groups, in Triton: what a layer of experts does beside them. No search has them.
+
+For a compile pool `tunegemm.generate.grouped` finds them by their name.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tunegemm.compile.ptxas import Resources
+from tunegemm.compile.triton_object import build, toolchain
+from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Key
+from tunegemm.generate.sources import hash_of_code, kernel_sources
+
+NAME = "routing"
+TARGET = "sm_90a"
+#: Which kernels serve, and ship: those that a GPU has shown right.
+SERVED: tuple[str, ...] = ()
+UNIT_BYTES = 16
+#: Choices of a block of `route`, by how many there are at most: it compares each with all.
+ROUTE_ROWS = {512: 1, 8192: 8}
+MOST_CHOICES = max(ROUTE_ROWS)
+#: Columns of a block of `combine`, and of `gate`; experts of one of `route`'s.
+COLUMNS, GATE_COLUMNS, EXPERTS = 512, 1024, 32
+_POINTERS = {
+    "route": {"index": "i32", "x": "i64", "place": "i32", "ends": "i32", "rows": "i64"},
+    "combine": {"rows": "", "place": "i32", "ends": "i32", "weights": "", "out": ""},
+    "gate": {"both": "", "out": ""},
+}
+_ALIGNED = {"route": ("x", "rows"), "combine": ("rows", "out"), "gate": ("both", "out")}
+
+
+def kernels() -> dict[str, Key]:
+    """The keys of all kernels, served or not, by their names: the first word is one of `SERVED`'s."""
+    found = [kernel_key("route", own_rows=rows) for rows in ROUTE_ROWS.values()]
+    for dtype in ("bf16", "fp16"):
+        found += [kernel_key("combine", dtype=dtype, weights=weights) for weights in (dtype, "fp32")]
+        found += [kernel_key("gate", dtype=dtype, alternate=alternate) for alternate in (False, True)]
+    common = kernel_key("")
+    return {
+        " ".join(str(value) for name, value in key.items() if name not in common or name == "kernel"): key
+        for key in found
+    }
+
+
+def kernel_key(kernel: str, **choices: str | int | bool) -> Key:
+    """Everything an object depends on. kernel: route, of `own_rows`; combine, of a `dtype` and that of
+    `weights`; gate, of a `dtype`, `alternate` or not."""
+    source = hash_of_code(kernel_sources(Path(__file__).parent))
+    common = {"family": NAME, "target": TARGET, "kernel": kernel, "source": source}
+    return {**common, **toolchain(), **choices}
+
+
+def unavailable(*, launching: bool = False) -> str | None:
+    """None when the packages are installed; else one line that names the missing one."""
+    packages = (CUDA_BINDINGS,) if launching else (CUDA_BINDINGS, TRITON)
+    return next(filter(None, (package.missing() for package in packages)), None)
+
+
+def compile(key: Mapping[str, str | int | bool], out: Path) -> Resources:
+    """Compile the kernel of a key to the object `out`. Raises whatever the compiler raises."""
+    from tunegemm.generate.routing import kernel as source
+
+    name = str(key["kernel"])
+    constants_of: dict[str, dict[str, Any]] = {
+        "route": {"own_rows": key.get("own_rows"), "others": 256, "experts": EXPERTS, "words": 512},
+        "combine": {"columns": COLUMNS, "together": 4},
+        "gate": {"columns": GATE_COLUMNS, "alternate": key.get("alternate")},
+    }
+    constants = constants_of[name]
+    function = getattr(source, name)
+    dtypes = {"": key.get("dtype"), "weights": key.get("weights")}
+    types = {
+        pointer: f"*{dtype or dtypes.get(pointer, dtypes[''])}" for pointer, dtype in _POINTERS[name].items()
+    }
+    arguments = {each: types.get(each, "i32") for each in function.arg_names if each not in constants}
+    # 16 bytes a thread.
+    warps = 2 if name == "combine" else 4
+    return build(function, arguments, constants, out, num_warps=warps, aligned=_ALIGNED[name])
+
+
+def load(artifact: Path, index: int) -> Callable[..., Callable[..., None]]:
+    """Of an object a function of the grid and numbers by name, which gives the launch for tensors in order.
+
+    Raises RuntimeError for what cannot be loaded on the GPU of that index.
+    """
+    from torch._C import _cuda_getCurrentRawStream as current_stream
+
+    from tunegemm.generate import triton_launch
+
+    kernel = triton_launch.load(artifact, index)
+    pointers = [argument.name for argument in kernel.header.arguments if argument.type == "pointer"]
+
+    def bind(ctas: int, **numbers: int) -> Callable[..., None]:
+        kept = triton_launch.Kept()
+
+        def launch(*tensors: Any) -> None:
+            addresses = tuple([tensor.data_ptr() for tensor in tensors])
+            found = kept.get(addresses)
+            if found is None:
+                values = {**numbers, **dict(zip(pointers, addresses, strict=True))}
+                found = kept.keep(addresses, triton_launch.Arguments(kernel.header, values))
+            kernel.launch(ctas, current_stream(index), found)
+
+        return launch
+
+    return bind
+
+
+def route_numbers(
+    *, step: int, tokens: int, chosen: int, count: int, units: int, x_units: int, own_rows: int
+) -> tuple[int, dict[str, int]]:
+    """Blocks and numbers of a launch of `route`, as its kernel has them."""
+    total = tokens * chosen
+    numbers = {
+        "step": step, "total": total, "chosen": chosen, "count": count, "units": units, "x_units": x_units,
+    }  # fmt: skip
+    return math.ceil(total / own_rows) + math.ceil(count / EXPERTS), numbers
+
+
+def combine_numbers(
+    *, step: int, tokens: int, chosen: int, count: int, units: int, weights_stride: int
+) -> tuple[int, dict[str, int]]:
+    """The same of `combine`."""
+    blocks = math.ceil(units * 8 / COLUMNS)
+    numbers = {
+        "step": step, "count": count, "chosen": chosen, "units": units, "blocks": blocks,
+        "weights_stride": weights_stride,
+    }  # fmt: skip
+    return tokens * blocks, numbers
+
+
+def gate_numbers(
+    *, rows: int, units: int, slope: float, limit: float, offset: float
+) -> tuple[int, dict[str, int]]:
+    """The same of `gate`."""
+    blocks = math.ceil(units * 8 / GATE_COLUMNS)
+    bits = {"slope": slope, "limit": limit, "offset": offset}
+    words = {name: struct.unpack("i", struct.pack("f", value))[0] for name, value in bits.items()}
+    return rows * blocks, {"units": units, "blocks": blocks, **words}

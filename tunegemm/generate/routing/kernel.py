@@ -1,0 +1,109 @@
+"""The Triton kernels around products of groups: a router's choice to rows in groups, gates, rows to tokens.
+
+Numbers of experts may be int32 or int64: read are their lower 32 bits, `step` integers apart. Strides and
+lengths come in units of 16 bytes, which lets loads be as wide.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def numbers(index, step, first, total, count, length: tl.constexpr):
+    """`length` experts from a position on; `count` for those that are not here, more behind the last."""
+    positions = first + tl.arange(0, length)
+    found = tl.load(index + positions * step, mask=positions < total, other=0)
+    found = tl.where((found >= 0) & (found < count), found, count)
+    return tl.where(positions < total, found, count + 1), positions
+
+
+@triton.jit
+def route(
+    index, x, place, ends, rows, step, total, chosen, count, units, x_units,
+    own_rows: tl.constexpr, others: tl.constexpr, experts: tl.constexpr, words: tl.constexpr,
+):  # fmt: skip
+    """Where each of `total` choices lies when all are sorted by expert, where experts end, and x's rows so.
+
+    A place is counted: of smaller experts and, of the same one, of those before. So it needs neither a sort
+    nor a second launch, and is the same at each call. The blocks behind those of rows count the ends.
+    index: (tokens, chosen). x, rows: 64-bit words, `x_units` apart and `units` long. place: int32 (total).
+    """
+    program = tl.program_id(0)
+    blocks = (total + own_rows - 1) // own_rows
+    if program < blocks:
+        own, mine = numbers(index, step, program * own_rows, total, count, own_rows)
+        before = tl.zeros((own_rows, others), tl.int32)
+        for first in range(0, total, others):
+            found, positions = numbers(index, step, first, total, count, others)
+            is_same = (found[None, :] == own[:, None]) & (positions[None, :] < mine[:, None])
+            before += ((found[None, :] < own[:, None]) | is_same).to(tl.int32)
+        rank = tl.sum(before, axis=1)
+        tl.store(place + mine, rank, mask=mine < total)
+        source = x + ((mine // chosen).to(tl.int64) * x_units * 2)[:, None]
+        target = rows + (rank.to(tl.int64) * units * 2)[:, None]
+        for word in range(0, units * 2, words):
+            columns = (word + tl.arange(0, words))[None, :]
+            mask = (mine < total)[:, None] & (columns < units * 2)
+            tl.store(target + columns, tl.load(source + columns, mask=mask, other=0), mask=mask)
+    else:
+        expert = (program - blocks) * experts + tl.arange(0, experts)
+        up_to = tl.zeros((experts, others), tl.int32)
+        for first in range(0, total, others):
+            found, _ = numbers(index, step, first, total, count, others)
+            up_to += (found[None, :] <= expert[:, None]).to(tl.int32)
+        tl.store(ends + expert, tl.sum(up_to, axis=1), mask=expert < count)
+
+
+@triton.jit
+def combine(
+    rows, place, ends, weights, out, step, count, chosen, units, blocks, weights_stride,
+    columns: tl.constexpr, together: tl.constexpr,
+):  # fmt: skip
+    """Each token's rows, weighted and added up in fp32, in the order of its choices.
+
+    What no expert here was chosen for lies behind the last group, and adds nothing. place: (tokens, chosen),
+    its integers `step` apart as `numbers` has it. rows, out: `units` long. blocks: those of a token.
+    """
+    program = tl.program_id(0)
+    token, column = program // blocks, (program % blocks) * columns + tl.arange(0, columns)
+    is_inside = column < units * 8
+    used = tl.load(ends + count - 1)
+    sums = tl.zeros((columns,), tl.float32)
+    for first in range(0, chosen, together):
+        for number in tl.static_range(together):
+            choice = first + number
+            at = tl.load(place + (token * chosen + choice) * step, mask=choice < chosen, other=used)
+            weight = tl.load(weights + token * weights_stride + choice, mask=choice < chosen, other=0.0)
+            weight = tl.where(at < used, weight.to(tl.float32), 0.0)
+            row = rows + at.to(tl.int64) * units * 8
+            sums += weight * tl.load(row + column, mask=is_inside & (at < used), other=0.0).to(tl.float32)
+    target = out + token.to(tl.int64) * units * 8 + column
+    tl.store(target, sums.to(out.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def gate(both, out, units, blocks, slope, limit, offset, columns: tl.constexpr, alternate: tl.constexpr):
+    """(up + offset) * gate * sigmoid(slope * gate) of rows of gate and up, `units` each, both limited.
+
+    Gate is limited above, up on both sides. slope, limit, offset: the bits of fp32 numbers. alternate:
+    whether gate and up take turns, else they are halves. blocks: those of a row.
+    """
+    slope, limit = slope.to(tl.float32, bitcast=True), limit.to(tl.float32, bitcast=True)
+    offset = offset.to(tl.float32, bitcast=True)
+    program = tl.program_id(0)
+    row, first = (program // blocks).to(tl.int64), (program % blocks) * columns
+    column = first + tl.arange(0, columns)
+    source = both + row * units * 16
+    if alternate:
+        pairs = first * 2 + tl.arange(0, columns * 2)
+        found = tl.load(source + pairs, mask=pairs < units * 16, other=0.0)
+        gated, up = tl.split(found.reshape(columns, 2))
+    else:
+        gated = tl.load(source + column, mask=column < units * 8, other=0.0)
+        up = tl.load(source + units * 8 + column, mask=column < units * 8, other=0.0)
+    # A NaN stays one, as torch.clamp leaves it.
+    gated = tl.minimum(gated.to(tl.float32), limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.maximum(up.to(tl.float32), -limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+    result = (up + offset) * gated / (1.0 + tl.exp(-slope * gated))
+    tl.store(out + row * units * 8 + column, result.to(out.dtype.element_ty), mask=column < units * 8)
