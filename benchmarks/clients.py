@@ -53,7 +53,7 @@ METHOD = (
 )
 MODES = ("eager", "graph", "compile", "max-autotune")
 #: The mode in which torch.compile tunes for itself, which takes minutes.
-_TUNED_BY_TORCH = "max-autotune"
+TUNED_BY_TORCH = "max-autotune"
 CONTEXT = 512
 #: A sample is made of as many steps as take so long, unless `--sample-ms` says otherwise, and so are those
 #: before it that are not timed: a chip at its power cap takes some 60 ms to find a new work's clocks
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--modes",
         default=",".join(MODES[:-1]),
-        help=f"default: %(default)s; also {_TUNED_BY_TORCH}, which takes long",
+        help=f"default: %(default)s; also {TUNED_BY_TORCH}, which takes long",
     )
     parser.add_argument("--tune", type=float, metavar="SECONDS", help="tune what has no confirmed record")
     parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds")
@@ -370,12 +370,12 @@ def prepare(
     ours: bool,
 ) -> Step:
     """The step of a workload in a mode, warm. ours: the model is tunegemm's, and torch does not tune."""
-    captured = mode in ("graph", _TUNED_BY_TORCH)
+    captured = mode in ("graph", TUNED_BY_TORCH)
     if captured and place.type != "cuda":
         raise ClientError(f"--modes {mode} needs a GPU; use eager,compile with --device {place}")
-    if mode in ("compile", _TUNED_BY_TORCH):
+    if mode in ("compile", TUNED_BY_TORCH):
         # In a CUDA graph of ours, so that what is captured is the same as elsewhere.
-        how = "max-autotune-no-cudagraphs" if mode == _TUNED_BY_TORCH and not ours else "default"
+        how = "max-autotune-no-cudagraphs" if mode == TUNED_BY_TORCH and not ours else "default"
         model = Compiled(model, torch.compile(model, mode=how, dynamic=False))
     step = make(model, size, place)
     if not captured:

@@ -4,11 +4,14 @@
     python -m benchmarks.layers --models llama-3-8b --rows d16,4096 --modes graph
     python -m benchmarks.layers --within 150 --sample-ms 20        # what there is time for, in order
     python -m benchmarks.layers --why --modes graph --rows d16     # what serves each product, and kernels
+    python -m benchmarks.layers --liger --modes graph,max-autotune --rows d16  # peers, which are no default
     python -m benchmarks.layers --device cpu --tiny --modes eager  # without a GPU: results, no times
 
 Two layers in plain torch with random weights. Rows are the tokens of one prompt, or, as in d16, one token for
 each of so many sequences that attend to 512 tokens. *Merged* is torch alone with q, k and v, and gate and up,
-as one product each and a compiled gate, as serving engines have it.
+as one product each and a compiled gate, as serving engines have it. Peers: with --liger torch's layers with
+Liger's norms and gates, where liger-kernel is installed; in mode max-autotune torch and merged are compiled
+so, tunegemm by default, all in CUDA graphs.
 All rows come in the eager and graph modes first, then under torch.compile, which takes seconds to compile.
 Writes results/GPU/layers.json after each model and number of rows, so that it can run in slices.
 """
@@ -27,6 +30,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -34,11 +38,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import tunegemm
-from benchmarks.clients import AGAIN, CONTEXT, Step, interleave, prepare
+from benchmarks.clients import AGAIN, CONTEXT, TUNED_BY_TORCH, Step, interleave, prepare
 from benchmarks.command import choose_names, command, parser_of
 from benchmarks.results import Results, meta, results_path
 from tunegemm.describe.device import find_device
-from tunegemm.errors import TunegemmWarning, one_line
+from tunegemm.errors import BadValueError, TunegemmWarning, one_line
 from tunegemm.measure.statistics import aa_noise
 from tunegemm.serve import api
 
@@ -160,6 +164,22 @@ class MergedMLP(nn.Module):
         return self.down_proj(self.gated(both).unflatten(0, x.shape[:-1]))
 
 
+class LigerMLP(MLP):
+    """With Liger's kernel for the gate."""
+
+    def __init__(self, other: MLP) -> None:
+        from liger_kernel import ops
+
+        nn.Module.__init__(self)
+        self._modules = dict(other._modules)
+        is_silu = isinstance(other.act, nn.SiLU)
+        self.gated: Any = (ops.LigerSiLUMulFunction if is_silu else ops.LigerGELUMulFunction).apply
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
+        return result
+
+
 @cache
 def _gate(is_silu: bool, compiles: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     """Of gate and up beside each other. One for all rows and models, which would take seconds each."""
@@ -197,15 +217,35 @@ def build(size: Size, place: torch.device, sequences: int) -> nn.Sequential:
 
 def merged(model: nn.Sequential, *, compiles: bool) -> nn.Sequential:
     """The same layers with merged weights; compiles: their gates, where nothing else does."""
-    blocks = []
-    for block in model:
-        assert isinstance(block, Block) and isinstance(block.attention, Attention)
-        made = copy.copy(block)
-        made._modules = dict(block._modules)
-        made.attention = MergedAttention(block.attention)
+    blocks = [_copied(block) for block in model]
+    for block in blocks:
+        assert isinstance(block.attention, Attention)
+        block.attention = MergedAttention(block.attention)
         if isinstance(block.mlp, MLP):
-            made.mlp = MergedMLP(block.mlp, compiles=compiles)
-        blocks.append(made)
+            block.mlp = MergedMLP(block.mlp, compiles=compiles)
+    return nn.Sequential(*blocks)
+
+
+def _copied(block: Any) -> Any:
+    """A block with the same modules, of which others may take the places."""
+    made = copy.copy(block)
+    made._modules = dict(block._modules)
+    return made
+
+
+def by_liger(model: nn.Sequential) -> nn.Sequential:
+    """The same layers with Liger's norms and gates, as it puts them into a model of transformers."""
+    from liger_kernel.transformers import LigerRMSNorm
+
+    blocks = [_copied(block) for block in model]
+    for block in blocks:
+        for name in ("before", "between"):
+            weight = getattr(block, name).weight
+            norm = LigerRMSNorm(len(weight), eps=torch.finfo(weight.dtype).eps)
+            norm.weight = weight
+            setattr(block, name, norm)
+        if isinstance(block.mlp, MLP):
+            block.mlp = LigerMLP(block.mlp)
     return nn.Sequential(*blocks)
 
 
@@ -217,7 +257,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rows", default=",".join(ROWS), help="tokens of a prompt, or dN: default %(default)s"
     )
-    parser.add_argument("--modes", default=",".join(MODES), help="default: all of %(default)s")
+    modes = ",".join(MODES)
+    parser.add_argument("--modes", default=modes, help=f"default: %(default)s; also {TUNED_BY_TORCH}")
+    parser.add_argument("--liger", action="store_true", help="Liger's kernels, too, if they are installed")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds")
     parser.add_argument("--sample-ms", type=float, default=100.0, help="default: %(default)s")
     parser.add_argument(
@@ -227,7 +269,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="layers of a few thousand weights")
     parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu, which is not timed")
     options = parser.parse_args(arguments)
-    choose_names(options, models=tuple(SIZES), rows=ROWS, modes=MODES)
+    choose_names(options, models=tuple(SIZES), rows=ROWS, modes=(*MODES, TUNED_BY_TORCH))
+    if options.liger and find_spec("liger_kernel") is None:
+        raise BadValueError("--liger needs liger-kernel: pip install liger-kernel")
     return run(options)
 
 
@@ -241,7 +285,7 @@ def run(options: argparse.Namespace) -> int:
         facts = meta(device, METHOD.format(f"{options.sample_ms:g}"))
         results = Results(results_path(options.out, device, "layers.json"), facts)
     torch._dynamo.config.recompile_limit = 64  # of `_gate`
-    compiled = [mode for mode in options.modes if mode == "compile"]
+    compiled = [mode for mode in options.modes if mode in ("compile", TUNED_BY_TORCH)]
     phases = [[mode for mode in options.modes if mode not in compiled], compiled]
     wrong, begun = 0, time.monotonic()
     for modes, rows, model in itertools.product(filter(None, phases), options.rows, options.models):
@@ -293,8 +337,10 @@ def measure(
     steps: dict[tuple[str, str], Step] = {}
     errors: dict[tuple[str, str], float] = {}
     for mode in modes:
-        of_merged = merged(model, compiles=mode != "compile" and place.type == "cuda")
-        for library, which in (("torch", model), ("merged", of_merged), ("tunegemm", fused)):
+        of_merged = merged(model, compiles=mode in ("eager", "graph") and place.type == "cuda")
+        sides: list[tuple[str, nn.Module]]
+        sides = [("torch", model), ("merged", of_merged), ("tunegemm", fused)]
+        for library, which in [*sides, *([("liger", by_liger(model))] if options.liger else [])]:
             make: Any = partial(_step, x)
             step = prepare(mode, make, which, size, place, ours=library == "tunegemm")  # type: ignore[arg-type]
             errors[mode, library] = ((step().float() - expected).norm() / expected.norm()).item()
@@ -387,10 +433,11 @@ def times(samples: dict[tuple[str, str], list[float]], mode: str) -> dict[str, A
     def ratio(others: Sequence[float]) -> float:
         return round(statistics.median(other / our for other, our in zip(others, ours, strict=True)), 4)
 
+    others = {name: samples[mode, name] for name in ("merged", "liger") if (mode, name) in samples}
     return {
         "torch_ms": round(statistics.median(torchs) / 1e3, 4),
         "ratio": ratio(torchs),
-        "ratio_to_merged": ratio(samples[mode, "merged"]),
+        **{f"ratio_to_{name}": ratio(other) for name, other in others.items()},
         "noise": round(aa_noise(samples[mode, AGAIN], torchs), 5),
         "rounds": len(torchs),
     }
@@ -401,6 +448,8 @@ def _brief(row: dict[str, Any]) -> str:
     if "torch_ms" in row:
         words.append(f"torch {row['torch_ms']:.3f} ms, {row['ratio']:.3f} x torch,")
         words.append(f"{row['ratio_to_merged']:.3f} x merged (noise {100 * row['noise']:.1f} %),")
+        if "ratio_to_liger" in row:
+            words.append(f"{row['ratio_to_liger']:.3f} x Liger's,")
         words.append(f"{row['torch_mib']:.0f} MiB, tunegemm {row['tunegemm_mib']:.0f},")
     words.append(f"error {row['torch_error']:.2e}, tunegemm {row['tunegemm_error']:.2e}")
     return " ".join([*words, *([] if row["right"] else ["WRONG"])])

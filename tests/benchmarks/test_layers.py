@@ -21,7 +21,18 @@ def test_a_rows_ratios_are_to_torch_and_to_merged_weights() -> None:
     names = ("torch", clients.AGAIN, "merged", "tunegemm")
     samples = {("graph", name): [us] * 3 for name, us in zip(names, (2400, 2400, 2200, 2000), strict=True)}
     found = layers.times(samples, "graph")
-    assert found == {"torch_ms": 2.4, "ratio": 1.2, "ratio_to_merged": 1.1, "noise": 0.0, "rounds": 3}
+    expected = {"torch_ms": 2.4, "ratio": 1.2, "ratio_to_merged": 1.1, "noise": 0.0, "rounds": 3}
+    assert found == expected
+    samples["graph", "liger"] = [2300.0] * 3
+    assert layers.times(samples, "graph") == expected | {"ratio_to_liger": 1.15}
+
+
+def test_ligers_layers_have_the_same_weights() -> None:
+    pytest.importorskip("liger_kernel")
+    model = layers.build(layers.Size(64, 96, 4, 2, 16), torch.device("cpu"), 0)
+    other = layers.by_liger(model)
+    assert {id(each) for each in other.parameters()} == {id(each) for each in model.parameters()}
+    assert type(other[0].before).__name__ == "LigerRMSNorm" and type(model[0].before) is torch.nn.RMSNorm
 
 
 @pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
