@@ -47,8 +47,8 @@ from tunegemm.measure.statistics import aa_noise
 from tunegemm.serve import api
 
 METHOD = (
-    "wall time of two layers with the device idle before and after, as many steps a sample as take {} ms, "
-    "after as many that are not timed; torch, torch again, merged and tunegemm in shuffled order in each "
+    "wall time of two layers with the device idle before and after, as many steps a sample as take "
+    "sample_ms, after as many that are not timed; torch, torch again, merged and tunegemm in shuffled order in each "
     "round, of which eager mode has three times as many; ratio and ratio_to_merged are medians over rounds; "
     "noise of timing torch twice a round; errors are relative to the same layers in fp32; memory is that of "
     "the weights and the peak of an eager step"
@@ -171,7 +171,7 @@ class LigerMLP(MLP):
         from liger_kernel import ops
 
         nn.Module.__init__(self)
-        self._modules = dict(other._modules)
+        self.gate_proj, self.up_proj, self.down_proj = other.gate_proj, other.up_proj, other.down_proj
         is_silu = isinstance(other.act, nn.SiLU)
         self.gated: Any = (ops.LigerSiLUMulFunction if is_silu else ops.LigerGELUMulFunction).apply
 
@@ -282,7 +282,7 @@ def run(options: argparse.Namespace) -> int:
     if place.type == "cuda":
         torch.cuda.set_device(place)
         device = find_device(options.device)
-        facts = meta(device, METHOD.format(f"{options.sample_ms:g}"))
+        facts = meta(device, METHOD)
         results = Results(results_path(options.out, device, "layers.json"), facts)
     torch._dynamo.config.recompile_limit = 64  # of `_gate`
     compiled = [mode for mode in options.modes if mode in ("compile", TUNED_BY_TORCH)]
@@ -357,6 +357,7 @@ def measure(
     for mode in modes:
         error, bound = errors[mode, "tunegemm"], max(_TOLERANCE * errors[mode, "torch"], 1e-6)
         row: dict[str, Any] = {"model": name, "rows": rows, "mode": mode, "layers": LAYERS, "dtype": "bf16"}
+        row["sample_ms"] = options.sample_ms
         row |= {"torch_error": errors[mode, "torch"], "tunegemm_error": error, "right": error <= bound}
         found.append(row | times(samples, mode) | memory if samples else row)
     return found
