@@ -47,11 +47,11 @@ from tunegemm.measure.statistics import aa_noise
 from tunegemm.serve import api
 
 METHOD = (
-    "wall time of two layers with the device idle before and after, as many steps a sample as take "
-    "sample_ms, after as many that are not timed; torch, torch again, merged and tunegemm in shuffled order in each "
-    "round, of which eager mode has three times as many; ratio and ratio_to_merged are medians over rounds; "
-    "noise of timing torch twice a round; errors are relative to the same layers in fp32; memory is that of "
-    "the weights and the peak of an eager step"
+    "wall time of two layers with the device idle before and after, as many steps a sample as take a row's "
+    "sample_ms, after as many that are not timed; torch, torch again, merged and tunegemm in shuffled order "
+    "in each round, of which eager mode has three times as many; ratio and ratio_to_merged are medians over "
+    "rounds; noise of timing torch twice a round; errors are relative to the same layers in fp32; memory is "
+    "that of the weights and the peak of an eager step"
 )
 MODES = ("eager", "graph", "compile")
 LAYERS = 2
