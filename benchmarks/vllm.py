@@ -1,17 +1,20 @@
 """Times vLLM with and without tunegemm's plug-in: tokens per second of a Llama model with random weights.
 
-    python -m benchmarks.vllm                                # bf16 and fp8, then VLLM_BATCH_INVARIANT=1
-    python -m benchmarks.vllm --only bf16 --seconds 100      # one kind in a stated time, its start aside
+    python -m benchmarks.vllm                                # bf16, fp8, then VLLM_BATCH_INVARIANT=1
+    python -m benchmarks.vllm --only bf16 --seconds 230      # one kind in a stated time
     python -m benchmarks.vllm --trial                        # does an engine start, and what serves what
 
-The model is Llama-3-8B with 8 layers; nothing is downloaded. Engines of one kind are started together and
-work in turns. Prefill is of prompts of 512 tokens in steps of 8192; decode are 128 tokens of each sequence
-behind prompts of 16, in CUDA graphs. Writes results/GPU/vllm.json.
+The model is Llama-3-8B; nothing is downloaded. Of a quarter of its layers a decode step is 1 ms of the GPU
+and 2 of the host's scheduling: no kernel shows there. The three engines of a kind, two of them without the
+plug-in, start together, have CPUs of their own, and work in turns. Prefill is of prompts of 512 tokens in
+steps of 8192; decode are 64 tokens of each sequence behind prompts of 16, in CUDA graphs. Writes
+results/GPU/vllm.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import signal
 import statistics
@@ -37,17 +40,18 @@ from tunegemm.errors import TunegemmError
 from tunegemm.measure.statistics import aa_noise
 
 METHOD = (
-    "tokens per second of vLLM's LLM.generate, with and without the plug-in in shuffled order in each round "
-    "(two engines that wait for each other), a sample of runs that take 0.3 s together at least, medians "
-    "over rounds; decode is the time of 129 tokens less that of 1; ratio the median over rounds of one "
-    "engine's sample to the other's; noise of asking vLLM's twice a round; logits of one prompt and three "
-    "tokens behind it, as long as the tokens are the same, the largest difference over their standard "
-    "deviation"
+    "tokens per second of vLLM's EngineCore, its scheduler and its worker, of requests that are all there: "
+    "three engines that wait for each other, one with the plug-in and two equal ones without, in shuffled "
+    "order in each round, a sample of each of 0.25 s at least, medians over rounds; of decode the median "
+    "step of all sequences, of prefill the median run (the first 64 prompts of 256); ratio the median over "
+    "rounds of one engine's sample to the mean of the other two's; noise of those two; logits of one prompt "
+    "and three tokens behind it, as long as the tokens are the same, the largest difference over their "
+    "standard deviation"
 )
 KINDS = ("bf16", "fp8", "invariant")
 PHASES = ("decode", "prefill")
 #: What is done before samples, and rounds of samples that there are at least.
-WARM_SECONDS, LEAST_ROUNDS = 0.6, 3
+WARM_SECONDS, LEAST_ROUNDS = 0.3, 3
 #: Prompts that are computed beside one whose logits are compared, where bits are to be the same.
 _OTHERS = (15, 63, 255)
 
@@ -60,10 +64,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default=",".join(KINDS), help="some of %(default)s")
     parser.add_argument("--sequences", default=",".join(map(str, SEQUENCES)), help="some of %(default)s")
     parser.add_argument(
-        "--seconds", type=float, default=200.0,
-        help="of measuring each kind, beside the start of its engines (default: %(default)s)",
+        "--seconds", type=float, default=240.0,
+        help="of each kind, the start of its engines with it (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--layers", type=int, default=8, help="of the model (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=32, help="of the model (default: %(default)s)")
     parser.add_argument(
         "--trial", action="store_true", help="starts one engine with the plug-in, of the first kind"
     )
@@ -79,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
         sequences = [int(n) for n in chosen(options.sequences, [*map(str, SEQUENCES)], "sequences")]
         doors(scratch)
         if options.trial:
-            trial(_setting(kinds[0], True, options.layers), scratch)
+            trial(settings_of(kinds[0], options.layers)[-1], scratch)
         else:
             run(kinds, sequences, options.seconds, options.layers, scratch, options.out)
     except (TunegemmError, EngineError) as error:
@@ -88,9 +92,15 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _setting(kind: str, served: bool, layers: int) -> Setting:
+def settings_of(kind: str, layers: int) -> tuple[Setting, Setting, Setting]:
+    """Two equal engines without the plug-in, and the one with it."""
     is_invariant = kind == "invariant"
-    return Setting("bf16" if is_invariant else kind, served, is_invariant, layers)
+    dtype = "bf16" if is_invariant else kind
+    return (
+        Setting(dtype, False, is_invariant, layers),
+        Setting(dtype, False, is_invariant, layers, again=True),
+        Setting(dtype, True, is_invariant, layers),
+    )
 
 
 def doors(scratch: Path) -> None:
@@ -115,27 +125,29 @@ def doors(scratch: Path) -> None:
 
 
 @contextmanager
-def engines(settings: Sequence[Setting], scratch: Path) -> Iterator[dict[Setting, Engine]]:
-    """Starts engines together, and ends them."""
-    started: dict[Setting, Engine] = {}
+def engines(settings: Sequence[Setting], scratch: Path) -> Iterator[list[Engine]]:
+    """Starts engines together, each on an equal part of the CPUs, and ends them."""
+    started: list[Engine] = []
     began = time.monotonic()
+    cpus = sorted(os.sched_getaffinity(0))
+    share = len(cpus) // len(settings)
     try:
-        for setting in settings:
-            started[setting] = Engine(setting, scratch / setting.name, variables(setting, scratch))
-        for engine in started.values():
+        for number, setting in enumerate(settings):
+            own = cpus[number * share : (number + 1) * share]
+            started.append(Engine(setting, scratch / setting.name, variables(setting, scratch), own))
+        for engine in started:
             engine.wait()
             print(f"{engine.setting.name} started after {engine.seconds:.0f} s", flush=True)
         yield started
     finally:
-        for engine in started.values():
+        for engine in started:
             engine.stop()
         print(f"{len(started)} engines for {time.monotonic() - began:.0f} s", flush=True)
 
 
 def trial(setting: Setting, scratch: Path) -> None:
     """Starts one engine, and prints what it does with 16 sequences and what is served by what."""
-    with engines([setting], scratch) as started:
-        engine = started[setting]
+    with engines([setting], scratch) as (engine,):
         for phase in PHASES:
             engine.ask("sample", phase, 16)
             rates = [engine.ask("sample", phase, 16) for _ in range(3)]
@@ -160,43 +172,38 @@ def run(
     facts["packages"] |= {"vllm": package_version("vllm")}
     results = Results(results_path(out, device, "vllm.json"), facts)
     results.summary = dict(results.earlier_summary)
-    # Engines with and without batch invariance do not fit into one GPU's memory at once.
-    for group in (
-        [kind for kind in kinds if kind != "invariant"],
-        [kind for kind in kinds if kind == "invariant"],
-    ):
-        settings = [_setting(kind, served, layers) for kind in group for served in (False, True)]
-        if not settings:
-            continue
-        with engines(settings, scratch) as started:
-            for kind in group:
-                theirs, ours = (started[_setting(kind, served, layers)] for served in (False, True))
-                begin = time.monotonic()
-                results.summary[f"logits_{kind}"] = compared(theirs, ours, kind == "invariant")
-                results.summary[f"served_{kind}"] = ours.said()
-                print(f"{kind}: {results.summary[f'logits_{kind}']}; {'; '.join(ours.said())}", flush=True)
-                points = [(phase, count) for phase in PHASES for count in sequences]
-                for number, (phase, count) in enumerate(points):
-                    left = begin + seconds - time.monotonic()
-                    row = measure(theirs, ours, phase, count, left / (len(points) - number))
-                    results.put(row)
-                    print(
-                        f"{kind} {phase} {count}: {row['engine_tokens_per_s']:.0f} -> "
-                        f"{row['tokens_per_s']:.0f} tokens/s, {row['ratio']:.3f} "
-                        f"(noise {100 * row['noise']:.1f} %, {row['rounds']} rounds)",
-                        flush=True,
-                    )
-                print(f"{kind}: {time.monotonic() - begin:.0f} s", flush=True)
-                (scratch / ours.setting.name / "plans").write_text("\n".join(ours.ask("plans")) + "\n")
+    for kind in kinds:
+        end = time.monotonic() + seconds
+        with engines(settings_of(kind, layers), scratch) as (theirs, again, ours):
+            results.summary[f"logits_{kind}"] = compared(theirs, ours, kind == "invariant")
+            results.summary[f"served_{kind}"] = ours.said()
+            print(f"{kind}: {results.summary[f'logits_{kind}']}; {'; '.join(ours.said())}", flush=True)
+            points = [(phase, count) for phase in PHASES for count in sequences]
+            for number, (phase, count) in enumerate(points):
+                left = end - time.monotonic()
+                row = measure(theirs, again, ours, phase, count, left / (len(points) - number))
+                results.put(row)
+                print(
+                    f"{kind} {phase} {count}: {row['engine_tokens_per_s']:.0f} -> "
+                    f"{row['tokens_per_s']:.0f} tokens/s, {row['ratio']:.4f} "
+                    f"(noise {100 * row['noise']:.2f} %, {row['rounds']} rounds)",
+                    flush=True,
+                )
+            (scratch / ours.setting.name / "plans").write_text("\n".join(ours.ask("plans")) + "\n")
     _summarize(results)
 
 
-def measure(theirs: Engine, ours: Engine, phase: str, sequences: int, seconds: float) -> dict[str, Any]:
-    """The row of one phase and number of sequences, of as many rounds as take so many seconds."""
+def measure(
+    theirs: Engine, again: Engine, ours: Engine, phase: str, sequences: int, seconds: float
+) -> dict[str, Any]:
+    """The row of one phase and number of sequences, of as many rounds as take so many seconds.
+
+    theirs, again: two equal engines without the plug-in.
+    """
     end = time.monotonic() + seconds
     samples: dict[str, list[float]] = {"vllm": [], "again": [], "tunegemm": []}
-    order = [("vllm", theirs), ("again", theirs), ("tunegemm", ours)]
-    for engine in (theirs, ours):
+    order = [("vllm", theirs), ("again", again), ("tunegemm", ours)]
+    for _, engine in order:
         engine.ask("sample", phase, sequences, WARM_SECONDS)
     source, rounds, longest = random.Random(0), 0, 0.0
     while rounds < LEAST_ROUNDS or time.monotonic() + longest < end:

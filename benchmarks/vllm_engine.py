@@ -1,6 +1,10 @@
 """One vLLM engine in processes of its own, which does what its owner sends it: what `benchmarks.vllm` times.
 
 Whoever starts several has them in turns: an engine without work takes nothing of the GPU but memory.
+
+What is timed are the steps of vLLM's `EngineCore`: its scheduler and its worker, as in the process of an
+engine. That process is this one here, and whatever is outside the core, what reads prompts and what hands
+tokens out, has no part in it: it works beside the core, and delays single steps by more than is looked for.
 """
 
 from __future__ import annotations
@@ -13,26 +17,34 @@ import multiprocessing
 import os
 import re
 import signal
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count, pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+#: vLLM's name of the model.
+ARCHITECTURE = "LlamaForCausalLM"
 #: Numbers of sequences that are timed, and have CUDA graphs.
 SEQUENCES = (1, 16, 64, 256)
 #: Tokens of a prompt, where prompts are timed and where the tokens behind them are.
 PROMPT, SHORT = 512, 16
-#: Tokens that each sequence generates where that is timed.
-GENERATED = 128
+#: Tokens that each sequence generates in a run where that is timed.
+GENERATED = 64
+#: Prompts of a run at most: they are four steps, and more prompts are more of the same steps.
+MOST_PROMPTS = 64
 #: Tokens of a step, as of vLLM's server.
 STEP = 8192
-#: Of an engine's cache of keys and values: more than 256 prompts fit.
-CACHE_BYTES = 5 << 30
-#: What makes a sample. The engine's own processes delay single runs by tens of milliseconds, and the host's
-#: clock changes within seconds: many short samples in turns say more than few long ones.
-SAMPLE_SECONDS = 0.3
+#: Rows that have CUDA graphs: vLLM's own go as far.
+CAPTURED = (*SEQUENCES, PROMPT)
+#: Of an engine's cache of keys and values, for each layer: 32,768 tokens.
+CACHE_BYTES = 128 << 20
+#: What makes a sample. The GPU's and the host's clocks change within seconds: many short samples in turns
+#: say more than few long ones.
+SAMPLE_SECONDS = 0.25
 #: Where a process waits for the engine, which compiles as it starts.
 START_SECONDS = 240.0
 WORK_SECONDS = 120.0
@@ -64,19 +76,20 @@ class Setting:
     served: bool
     """Whether by tunegemm's plug-in."""
     is_invariant: bool = False
-    layers: int = 8
+    layers: int = 32
+    again: bool = False
+    """Whether it is the second of two equal ones."""
 
     @property
     def name(self) -> str:
-        return "-".join(
-            (self.dtype, *(["invariant"] if self.is_invariant else []), "tunegemm" if self.served else "vllm")
-        )
+        words = [self.dtype, "invariant" * self.is_invariant, "tunegemm" if self.served else "vllm"]
+        return "-".join(filter(None, (*words, "again" * self.again)))
 
 
 def model_config(setting: Setting) -> dict[str, Any]:
-    """Of a model like Llama-3-8B with fewer layers, as `transformers` reads it."""
+    """Of a model like Llama-3-8B with so many layers, as `transformers` reads it."""
     facts: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
+        "architectures": [ARCHITECTURE], "model_type": "llama", "hidden_size": 4096,
         "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
         "num_hidden_layers": setting.layers, "vocab_size": 128256, "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "tie_word_embeddings": False,
@@ -92,8 +105,11 @@ class EngineError(RuntimeError):
 class Engine:
     """Owner's side: starts the processes and asks them, one question at a time."""
 
-    def __init__(self, setting: Setting, folder: Path, variables: dict[str, str]) -> None:
-        """folder: gets the model's config and the output. variables: of the environment."""
+    def __init__(
+        self, setting: Setting, folder: Path, variables: dict[str, str], cores: Sequence[int] = ()
+    ) -> None:
+        """folder: gets the model's config and the output. variables: of the environment. cores: the CPUs that
+        it stays on; all where there are none."""
         self.setting = setting
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "log"
@@ -102,7 +118,7 @@ class Engine:
         self._began = time.monotonic()
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_live, args=(theirs, setting, folder, variables))
+        self._process = context.Process(target=_live, args=(theirs, setting, folder, variables, cores))
         self._process.start()
         theirs.close()
 
@@ -150,14 +166,22 @@ class Engine:
 
 def settle() -> None:
     """A plug-in of vLLM's, for a shorter start: kernels of routers, which this model has none of, stay
-    uncompiled."""
+    uncompiled, and the model's class is not looked at in a process of its own."""
     with contextlib.suppress(ImportError):
         routers: Any = importlib.import_module("vllm.model_executor.kernels.linear.cute_dsl.ll_bf16")
         routers._cutedsl_available = False
+    with contextlib.suppress(ImportError):
+        models: Any = importlib.import_module("vllm.model_executor.models")
+        llama: Any = importlib.import_module("vllm.model_executor.models.llama")
+        models.ModelRegistry.register_model(ARCHITECTURE, llama.LlamaForCausalLM)
 
 
-def _live(pipe: Connection, setting: Setting, folder: Path, variables: dict[str, str]) -> None:
+def _live(
+    pipe: Connection, setting: Setting, folder: Path, variables: dict[str, str], cores: Sequence[int]
+) -> None:
     os.setsid()
+    if cores:
+        os.sched_setaffinity(0, cores)
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -166,6 +190,7 @@ def _live(pipe: Connection, setting: Setting, folder: Path, variables: dict[str,
         llm = _start(setting, folder)
         gc.collect()
         gc.freeze()
+        gc.disable()  # between samples it collects
         pipe.send((True, None))
         while True:
             what, arguments = pipe.recv()
@@ -186,8 +211,9 @@ def arguments(setting: Setting, folder: Path) -> dict[str, Any]:
     return {
         "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
         "seed": 0, "max_model_len": 2048, "max_num_seqs": max(SEQUENCES), "max_num_batched_tokens": STEP,
-        "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": CACHE_BYTES, "enable_prefix_caching": False,
-        "compilation_config": {"cudagraph_capture_sizes": list(SEQUENCES)}, "max_logprobs": -1,
+        "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": CACHE_BYTES * setting.layers,
+        "enable_prefix_caching": False, "compilation_config": {"cudagraph_capture_sizes": list(CAPTURED)},
+        "max_logprobs": -1,
         "logprobs_mode": "raw_logits", "kernel_config": {"enable_cutedsl_warmup": False},
     }  # fmt: skip
 
@@ -220,45 +246,73 @@ def fill(model: Any) -> None:
                     part.copy_((values * size).to(data.dtype))
 
 
-def _prompts(count: int, length: int, seed: int) -> list[dict[str, list[int]]]:
+def prompts_of(count: int, length: int, seed: int) -> list[dict[str, list[int]]]:
     import random
 
     source = random.Random(seed)
     return [{"prompt_token_ids": source.choices(range(10, 128000), k=length)} for _ in range(count)]
 
 
-def _parameters(tokens: int, **more: Any) -> Any:
+def sampling(tokens: int, **more: Any) -> Any:
     vllm: Any = importlib.import_module("vllm")
     return vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more)
 
 
-def _timed(llm: Any, prompts: list[dict[str, list[int]]], tokens: int) -> float:
-    parameters = _parameters(tokens)
-    begin = time.perf_counter()
-    outputs = llm.generate(prompts, parameters, use_tqdm=False)
-    seconds = time.perf_counter() - begin
-    assert all(len(output.outputs[0].token_ids) == tokens for output in outputs)
-    return seconds
+_names = count()
+
+
+def _steps(llm: Any, prompts: Sequence[dict[str, list[int]]], tokens: int) -> list[tuple[float, int]]:
+    """Has the core generate tokens behind prompts that are all there at once; the time at which each of its
+    steps gave tokens, in seconds, and to how many prompts: first the time at which it began, and none.
+
+    Ends what is left once `MOST_PROMPTS` have a single token that was asked for.
+    """
+    api: Any = importlib.import_module("vllm.v1.engine")
+    client = llm.llm_engine.engine_core
+    core, names = client.engine_core, [f"timed-{next(_names)}" for _ in prompts]
+    for name, prompt in zip(names, prompts, strict=True):
+        client.add_request(
+            api.EngineCoreRequest(
+                request_id=name, prompt_token_ids=prompt["prompt_token_ids"], mm_features=None,
+                sampling_params=sampling(tokens), pooling_params=None, arrival_time=time.time(),
+                lora_request=None, cache_salt=None, data_parallel_rank=None,
+            )
+        )  # fmt: skip
+    times, done, is_over = [(time.perf_counter(), 0)], 0, False
+    while core.scheduler.has_requests() or core.batch_queue:
+        outputs, executed = core.step_fn()
+        core.post_step(executed)
+        given = sum(len(each.outputs) for each in (outputs or {}).values())
+        if given and not is_over:
+            times.append((time.perf_counter(), given))
+            done += given
+            if tokens == 1 and done >= MOST_PROMPTS:
+                is_over = True
+                core.abort_requests(names)
+    assert done >= min(len(prompts), MOST_PROMPTS) * tokens, f"{done} tokens of {len(prompts)} prompts"
+    return times
 
 
 def sample(llm: Any, phase: str, sequences: int, at_least: float = SAMPLE_SECONDS) -> float:
-    """Tokens per second: of prompts in prefill, of what is generated behind the first token in decode.
+    """Tokens per second: of prompts in prefill, of what is generated behind the first tokens in decode.
 
-    at_least: seconds of the engine's work; of so many runs all tokens and all times are added up.
+    Of decode the median over steps of all sequences, of prefill that over runs of all prompts.
+    at_least: seconds of the engine's work.
     """
-    spent, taken, runs = 0.0, 0.0, 0
+    gc.collect()
+    is_prefill, rates, spent, runs = phase == "prefill", list[float](), 0.0, 0
     while not runs or spent < at_least:
-        prompts = _prompts(sequences, PROMPT if phase == "prefill" else SHORT, runs)
-        first = _timed(llm, prompts, 1)
-        spent += first
-        if phase == "prefill":
-            taken += first
+        prompts = prompts_of(sequences, PROMPT if is_prefill else SHORT, runs)
+        times = _steps(llm, prompts, 1 if is_prefill else GENERATED + 1)
+        begin, end = times[0][0], times[-1][0]
+        if is_prefill:
+            rates.append(PROMPT * sum(given for _, given in times) / (end - begin))
         else:
-            seconds = _timed(llm, prompts, GENERATED + 1)
-            spent += seconds
-            taken += seconds - first
+            full = [at for at, given in times if given == sequences]
+            rates += [sequences / (later - earlier) for earlier, later in pairwise(full[1:])]
+        spent += end - begin
         runs += 1
-    return runs * sequences * (PROMPT if phase == "prefill" else GENERATED) / taken
+    return statistics.median(rates)
 
 
 def logits(llm: Any, tokens: int, others: int = 0) -> list[tuple[int, bytes]]:
@@ -268,8 +322,8 @@ def logits(llm: Any, tokens: int, others: int = 0) -> list[tuple[int, bytes]]:
     """
     import numpy
 
-    prompts = _prompts(1, 64, 1234) + [_prompts(1, 16 + 3 * i, i)[0] for i in range(others)]
-    parameters = [_parameters(tokens, logprobs=-1)] + [_parameters(tokens) for _ in range(others)]
+    prompts = prompts_of(1, 64, 1234) + [prompts_of(1, 16 + i % 64, i)[0] for i in range(others)]
+    parameters = [sampling(tokens, logprobs=-1)] + [sampling(tokens) for _ in range(others)]
     output = llm.generate(prompts, parameters, use_tqdm=False)[0].outputs[0]
     found = []
     for token, position in zip(output.token_ids, output.logprobs, strict=True):
@@ -320,6 +374,7 @@ def variables(setting: Setting, scratch: Path) -> dict[str, str]:
         "TUNEGEMM_VLLM": "1" if setting.served else "0",
         "VLLM_BATCH_INVARIANT": "1" if setting.is_invariant else "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions are sent to the processes that compute
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CACHE_ROOT": str(cache / "vllm"),

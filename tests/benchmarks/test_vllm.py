@@ -36,13 +36,34 @@ def test_entry_points_lead_to_the_plug_in_and_to_what_settles(tmp_path, monkeypa
     vllm_engine.settle()  # without vLLM nothing
 
 
-def test_an_engines_caches_are_its_own(tmp_path):
-    settings = [vllm_engine.Setting(dtype, served) for dtype in ("bf16", "fp8") for served in (False, True)]
-    settings.append(vllm_engine.Setting("bf16", served=True, is_invariant=True))
+def test_an_engines_folders_are_its_own(tmp_path):
+    settings = [each for kind in vllm.KINDS for each in vllm.settings_of(kind, 8)]
     made = [vllm_engine.variables(setting, tmp_path) for setting in settings]
-    assert len({each["VLLM_CACHE_ROOT"] for each in made}) == len(settings)
-    assert [each["TUNEGEMM_VLLM"] for each in made] == ["0", "1", "0", "1", "1"]
-    assert [each["VLLM_BATCH_INVARIANT"] for each in made] == ["0"] * 4 + ["1"]
+    assert len({each["VLLM_CACHE_ROOT"] for each in made}) == len({each.name for each in settings}) == 9
+    assert [each["TUNEGEMM_VLLM"] for each in made] == ["0", "0", "1"] * 3
+    assert [each["VLLM_BATCH_INVARIANT"] for each in made] == ["0"] * 6 + ["1"] * 3
+
+
+class Told:
+    """In an engine's place: a rate of each round, and what it was asked for."""
+
+    def __init__(self, *rates, setting=None):
+        self.rates, self.asked, self.setting = iter(rates), [], setting
+
+    def ask(self, what, phase, sequences, *seconds):
+        self.asked.append((what, phase, sequences))
+        return 0.0 if seconds else next(self.rates)
+
+
+def test_a_ratio_is_that_of_a_round_and_noise_that_of_equal_engines():
+    """The host is half as fast in the second round: of all three engines."""
+    ours = vllm_engine.Setting("fp8", served=True)
+    engines = Told(100, 50, 101), Told(102, 51, 103), Told(111.1, 55.55, 112.2, setting=ours)
+    row = vllm.measure(*engines, "decode", 16, 0.0)
+    assert row["ratio"] == pytest.approx(1.1) and row["noise"] == pytest.approx(0.02, abs=1e-3)
+    assert row["tokens_per_s"] == 111.1 and row["engine_tokens_per_s"] == 100.5
+    assert [row[name] for name in ("dtype", "phase", "sequences", "rounds")] == ["fp8", "decode", 16, 3]
+    assert all(engine.asked == [("sample", "decode", 16)] * 4 for engine in engines)
 
 
 def test_the_table_says_what_noise_cannot_explain(tmp_path):

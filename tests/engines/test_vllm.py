@@ -427,3 +427,48 @@ found["calls"] = calls
     assert "policy fastest, records " in said[0], output
     differing = [line for line in output.splitlines() if "are not those of the process that started" in line]
     assert len(differing) == 1, output
+
+
+_LIVE = """
+import os
+from pathlib import Path
+from benchmarks import vllm_engine
+from benchmarks.vllm import doors
+doors(Path.cwd())
+import vllm.platforms
+from tests.support.vllm_worker import Worker
+vllm.platforms.current_platform.device_type = "cpu"
+def start(setting, **more):
+    arguments = vllm_engine.arguments(setting, Path.cwd() / setting.name) | more
+    stand_in = {"worker_cls": "tests.support.vllm_worker.Worker", "distributed_executor_backend": "uni"}
+    return vllm.LLM(**stand_in, **arguments)
+"""
+
+
+@engine
+def test_the_benchmark_times_the_steps_of_a_core(engine: str, run: Run) -> None:
+    """vLLM's whole engine but for what computes: steps are as large as the benchmark says, and end."""
+    found = run(
+        engine,
+        _LIVE
+        + """
+llm = start(vllm_engine.Setting("bf16", served=False, layers=2))
+for phase, sequences in (("decode", 1), ("decode", 256), ("prefill", 1), ("prefill", 64), ("prefill", 256)):
+    Worker.steps.clear()
+    rate = vllm_engine.sample(llm, phase, sequences, 0.0)
+    found[f"{phase} {sequences}"] = [rate > 0, *filter(None, Worker.steps)]
+generated = llm.generate(vllm_engine.prompts_of(2, 16, 0), vllm_engine.sampling(3), use_tqdm=False)
+found["then generates"] = [list(each.outputs[0].token_ids) for each in generated]
+""",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        HF_HUB_OFFLINE="1",
+    )
+    output = found.pop("output")
+    assert found == {
+        "decode 1": [True, 16] + [1] * 64,
+        "decode 256": [True, 16 * 256] + [256] * 64,
+        "prefill 1": [True, 512],
+        "prefill 64": [True] + [8192] * 4,
+        "prefill 256": [True] + [8192] * 5,  # one is on its way while the fourth's tokens are taken
+        "then generates": [[7, 7, 7]] * 2,
+    }, output
