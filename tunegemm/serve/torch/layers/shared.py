@@ -203,22 +203,28 @@ class Shared:
         return None if self.trains(x) or not x.is_floating_point() else x.to(dtype)
 
     def parts(self, x: Any) -> Sequence[torch.Tensor] | None:
-        """The result of each layer, as views of one product; None where each is to be computed by itself."""
+        """The result of each layer, as parts of one product; None where each is to be computed by itself."""
+        whole = self.whole(x)
+        return None if whole is None else torch.unsafe_split_with_sizes(whole, self.rows, -1)
+
+    def whole(self, x: Any) -> torch.Tensor | None:
+        """The results of all layers beside each other, by one product; None where it is not to be one."""
         right, form = self._right, PLAIN_FORMS[len(self._bias)]
         whole = None if self.is_missed(form, x) else self.product(form, x)
         if whole is None:
             whole = self._by_torch(x)
-        elif self.trains(x):
-            return Joined.apply(whole, x, right, *self.parameters("weight"), *self.parameters("bias"))
-        return None if whole is None else torch.unsafe_split_with_sizes(whole, self.rows, -1)
+        if whole is None or not self.trains(x):
+            return whole
+        return Joined.apply(whole, x, right, *self.parameters("weight"), *self.parameters("bias"))
 
     def _by_torch(self, x: Any) -> torch.Tensor | None:
-        """torch's product of x and all weights, where that is faster than layer by layer and means the same.
+        """torch's product of x and all weights, where that is faster than layer by layer and means the same:
+        of few rows, and where gradients are wanted, which are fewer products, too. Below autograd.
 
         Not where a row's bits are not to depend on how many there are, or where everything is to be torch's.
         """
         weight = self._weight
-        if weight is None or type(x) not in PLAIN or x.numel() > self._most_joined or tracing():
+        if weight is None or type(x) not in PLAIN or tracing():
             return None
         planner = api.dispatcher.planner
         if (
@@ -226,7 +232,7 @@ class Shared:
             or planner.is_off
             or planner.state.policy.is_batch_invariant
             or x.device != weight.device
-            or self.trains(x)
+            or (x.numel() > self._most_joined and not self.trains(x))
             or not self.is_in_place()
             or dispatch_modes()
             or is_transformed()
@@ -236,7 +242,8 @@ class Shared:
             return None
         if x.dtype is not weight.dtype:
             return None
-        return linear(x, weight, *self._bias)
+        with torch.no_grad():
+            return linear(x, weight, *self._bias)
 
     def lies_together(self) -> bool:
         """Whether a graph that is made now may take the weights as one: for Dynamo a constant."""

@@ -18,6 +18,7 @@ from tunegemm.errors import TunegemmError
 from tunegemm.serve import api
 from tunegemm.serve.forms import BELOW_AUTOGRAD, form_of
 from tunegemm.serve.torch.autograd import PLAIN
+from tunegemm.serve.torch.layers.gates import Gate, takes
 from tunegemm.serve.torch.layers.shared import PLAIN_FORMS, Shared
 from tunegemm.serve.torch.several import traced_gated, traced_part
 
@@ -83,7 +84,7 @@ class Gated(Step):
             self.form = PLAIN_FORMS[bool(shared.parameters("bias"))]
         self.says = f"one product with its gate, {name}"
         if not shared.in_turns:
-            self.says = f"one product, the results as views; {name} and the product with it are torch's"
+            self.says = f"one product of both, and {name} of one half times the other"
 
     def __call__(self, gate: Any, up: Any, x: Any, *given: Activation) -> torch.Tensor:
         """given: the activation, where it is a module of forward's."""
@@ -96,15 +97,18 @@ class Gated(Step):
                     return traced_gated(x, *shared.traced_parameters(), self.name)
                 parameters = shared.traced_parameters()
                 return activation(traced_part(x, *parameters, 0)) * traced_part(x, *parameters, 1)
-        elif self.may_run(x, gate, up, *given):
-            if not shared.in_turns:  # as for training: the activation's own gradient is torch's
-                parts = shared.parts(x)
-                if parts is not None:
-                    return activation(parts[0]) * parts[1]
-            elif not shared.trains(x):
-                result = shared.product(self.form, x)
-                if result is not None:
+        elif not shared.in_turns:  # as for training
+            whole = shared.whole(x) if self.calls_as_known(gate, up, *given) else None
+            if whole is not None:
+                if takes(whole):
+                    result: torch.Tensor = Gate.apply(whole, self.name)
                     return result
+                first, second = torch.unsafe_split_with_sizes(whole, shared.rows, -1)
+                return activation(first) * second
+        elif self.may_run(x, gate, up, *given) and not shared.trains(x):
+            product = shared.product(self.form, x)
+            if product is not None:
+                return product
         return activation(gate(x)) * up(x)
 
 
