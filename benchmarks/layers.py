@@ -49,14 +49,15 @@ from tunegemm.serve import api
 METHOD = (
     "wall time of two layers with the device idle before and after, as many steps a sample as take a row's "
     "sample_ms, after as many that are not timed; torch, torch again, merged and tunegemm in shuffled order "
-    "in each round, of which eager mode has three times as many; ratio and ratio_to_merged are medians over "
-    "rounds; noise of timing torch twice a round; errors are relative to the same layers in fp32; memory is "
-    "that of the weights and the peak of an eager step"
+    "in each round, of which modes eager and compile have five times as many, of a quarter as long; ratio "
+    "and ratio_to_merged are medians over rounds; noise of timing torch twice a round; errors are relative "
+    "to the same layers in fp32; memory is that of the weights and the peak of an eager step"
 )
 MODES = ("eager", "graph", "compile")
 LAYERS = 2
-#: Times as many rounds as other modes have: where the host's time counts, samples differ more.
-_EAGER_ROUNDS = 3
+#: Modes where the host's time counts, in which samples differ more: times as many rounds, and how short.
+_HOSTS = ("eager", "compile")
+_HOSTS_ROUNDS, _HOSTS_SHARE = 5, 0.25
 #: A result may be this much further from fp32 than torch's own.
 _TOLERANCE = 1.25
 
@@ -348,8 +349,10 @@ def measure(
     samples: dict[tuple[str, str], list[float]] = {}
     for mode in modes if place.type == "cuda" else ():
         some = {key: step for key, step in steps.items() if key[0] == mode}
-        rounds = options.rounds * (_EAGER_ROUNDS if mode == "eager" else 1)
-        samples |= interleave(some, rounds, options.sample_ms)
+        rounds, sample_ms = options.rounds, options.sample_ms
+        if mode in _HOSTS:
+            rounds, sample_ms = _HOSTS_ROUNDS * rounds, _HOSTS_SHARE * sample_ms
+        samples |= interleave(some, rounds, sample_ms)
     memory = {}
     if place.type == "cuda":
         memory = {"torch_mib": _peak_mib(model, x), "tunegemm_mib": _peak_mib(fused, x)}
@@ -400,7 +403,8 @@ def explain(name: str, size: Size, rows: str, place: torch.device) -> None:
     for message in {str(each.message) for each in caught}:
         print(f"torch's {message}")
     if place.type == "cuda":
-        for library, which in (("torch", model), ("tunegemm", fused)):
+        of_merged = merged(model, compiles=True)
+        for library, which in (("torch", model), ("merged", of_merged), ("tunegemm", fused)):
             print(f"{library}:", *kernels(_step(x, which, size, place)), sep="\n  ", flush=True)
 
 
