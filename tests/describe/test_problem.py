@@ -201,10 +201,14 @@ class TestGroups:
         ("arguments", "named"),
         [
             ({"shape": "64x64x64x2"}, "a batch of 2"),
-            ({"epilogue": "relu"}, "epilogue relu"),
-            ({"dtype": "fp8_e4m3"}, "in_dtype 'fp8_e4m3'"),
+            ({"epilogue": "relu"}, "epilogue 'relu' of bf16 with 4 groups: use none, or one of reglu"),
+            ({"epilogue": "bias_n+swiglu"}, "(a bias needs no tuning)"),
+            ({"epilogue": "swiglu", "dtype": "fp8_e4m3"}, "with 4 groups: use scale_rowwise"),
+            ({"dtype": "fp8_e5m2"}, "in_dtype 'fp8_e5m2' with 4 groups: use one of bf16, fp16, fp8_e4m3"),
             ({"out_dtype": "fp32"}, "out_dtype 'fp32'"),
-            ({"layout": "tt"}, "b_major 'n'"),
+            ({"layout": "nn"}, "a_major 'm'"),
+            ({"layout": "tt", "epilogue": "swiglu"}, "b_major 'n'"),
+            ({"epilogue": "swiglu", "shape": "64x63x64"}, "n=63"),
             ({"shape": "64x64x60"}, "alignment 8"),
             ({"groups": -1}, "batch=-1"),
         ],
@@ -212,6 +216,34 @@ class TestGroups:
     def test_refusals(self, arguments: dict[str, Any], named: str) -> None:
         with pytest.raises(ProblemError, match=re.escape(named)):
             Problem.parse(**{"shape": "64x64x64", "groups": 4} | arguments)
+
+    @pytest.mark.parametrize(
+        ("given", "kind", "said"),
+        [
+            ({}, {}, "64x128x64 bf16 tn groups4"),
+            ({"dtype": "fp16", "epilogue": "swiglu"}, {"dtype": "fp16", "gate": "swiglu"},
+             "64x128x64 fp16 tn groups4 swiglu"),
+            ({"layout": "tt"}, {"b_major": "n"}, "64x128x64 bf16 tt groups4"),
+            ({"dtype": "fp8_e4m3"}, {"dtype": "fp8_e4m3"}, "64x128x64 fp8_e4m3 tn groups4 scale_rowwise"),
+        ],
+    )  # fmt: skip
+    def test_kinds(self, given: dict[str, Any], kind: dict[str, str], said: str) -> None:
+        problem = Problem.parse("64x128x64", groups=4, **given)
+        assert problem == Problem.of_groups(64, 128, 64, 4, **kind) and str(problem) == said
+        assert (problem.is_grouped, problem.gate) == (True, kind.get("gate", ""))
+        assert problem.out_n == (64 if problem.gate else 128)
+        assert problem.as_modelled.in_dtype == problem.in_dtype and not problem.as_modelled.is_grouped
+        assert problem.as_modelled.a_major == ("m" if problem.b_major == "n" else "k")
+
+    def test_scales_are_of_rows_and_of_each_groups_columns(self) -> None:
+        problem = Problem.of_groups(64, 128, 64, 4, dtype="fp8_e4m3")
+        assert [problem.operand_shape(one) for one in problem.fused.operands] == [(64,), (4, 128)]
+        assert problem.torch_call == "torch._scaled_grouped_mm"
+
+    @pytest.mark.parametrize("epilogue", ["grouped+", "groupedswiglu", "grouped+swiglu+swiglu", "grouped"])
+    def test_a_text_that_is_no_groups_is_refused(self, epilogue: str) -> None:
+        with pytest.raises(ProblemError):
+            Problem(64, 64, 64, 4 if epilogue != "grouped" else 1, epilogue=epilogue)
 
     def test_there_are_no_gradients(self) -> None:
         with pytest.raises(ProblemError, match="gradients of grouped products"):

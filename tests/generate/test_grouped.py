@@ -10,7 +10,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate import families, grouped
 from tunegemm.generate.grouped import FAMILY, config_of, kernel_key
 from tunegemm.generate.sources import hash_of_code
-from tunegemm.model.grouped import listed
+from tunegemm.model.grouped import GroupedChoice, candidate_of, kinds, listed
 from tunegemm.testing import TOO_LARGE, Examples, Rejection
 
 SHAPE = "4096x2048x7168"
@@ -39,6 +39,9 @@ EXAMPLES = Examples(
         ("mma_tile", PROBLEMS[0], {"tile_m": 192}),
         ("mma_tile", PROBLEMS[0], {"tile_n": 512}),
         ("epilogue_tile", PROBLEMS[0], {"epi_n": 64}),
+        ("epilogue_tile", Problem.of_groups(64, 1536, 2048, 8, gate="swiglu"), {"tile_n": 32, "narrow": 8}),
+        ("aligned_lines", Problem.of_groups(64, 1528, 2048, 8, gate="swiglu"), {}),
+        ("aligned_lines", Problem.of_groups(64, 1528, 2048, 8, dtype="fp8_e4m3"), {}),
         ("narrow_widths", PROBLEMS[0], {"narrow": 8}),
         ("narrow_widths", PROBLEMS[0], {"narrow": 12}),
         ("narrow_enough", PROBLEMS[0], {"narrow": 64}),
@@ -64,13 +67,21 @@ def test_rows_in_groups_are_for_this_family_alone(h200: Device) -> None:
 
 def test_a_tuned_kernel_is_the_object_that_ships(h200: Device) -> None:
     """The key of a candidate is that of the config in db/grouped.toml: one object, one hash of sources."""
-    plain = [config for config in listed(kind="bf16") if not config.epilogue]
-    assert plain
-    for config in plain:
-        names = FAMILY.parameters["compile"]
-        candidate = Candidate.make("grouped", {name: getattr(config, name) for name in names})
-        assert config_of(PROBLEMS[0], candidate) == config
-        assert FAMILY.kernel_key(PROBLEMS[0], candidate, h200) == kernel_key(config)
+    for config in (config for kind in kinds() for config in listed(kind=kind)):
+        gate = config.epilogue if config.fused.gated else ""
+        problem = Problem.of_groups(
+            4096,
+            2048,
+            7168,
+            32,
+            dtype=config.in_dtype,
+            gate=gate,
+            b_major="n" if config.a_major == "m" else "k",
+        )
+        candidate = candidate_of(GroupedChoice(config, 8, 0))
+        assert FAMILY.check(problem, candidate, h200).runs
+        assert config_of(problem, candidate) == config
+        assert FAMILY.kernel_key(problem, candidate, h200) == kernel_key(config)
 
 
 def test_its_hash_is_of_the_parts_that_it_takes_from_cute_sm90() -> None:

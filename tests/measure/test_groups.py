@@ -143,6 +143,31 @@ def test_a_worker_times_over_skews_and_finds_what_writes_a_neighbours_rows(worke
     assert "relative error" in reasons["groups-first-offsets"] or "NaN" in reasons["groups-first-offsets"]
 
 
+@pytest.mark.parametrize(
+    "kind", [{"gate": "swiglu"}, {"gate": "geglu"}, {"dtype": "fp16"}, {"b_major": "n"}], ids=str
+)
+def test_a_worker_measures_every_kind(worker: MeasureWorker, kind: dict[str, str]) -> None:
+    """Beside what torch does: of fp16 a product of each group, which sees how many rows it has."""
+    problem = Problem.of_groups(96, 64, 128, 5, **kind)
+    jobs = [Job(planted("groups")), Job(TORCH_MM), Job(planted("groups-neighbour"))]
+    ours, torchs, wrong = worker.measure(problem, jobs, QUICK)
+    if isinstance(ours, Failure):
+        ours, torchs, wrong = torchs, wrong, ours
+    assert isinstance(ours, Measurement) and isinstance(torchs, Measurement), (ours, torchs)
+    assert isinstance(wrong, Failure) and wrong.stage == "wrong"
+
+
+def test_scales_are_of_rows_and_of_each_groups_columns() -> None:
+    problem = Problem.of_groups(96, 64, 128, 5, dtype="fp8_e4m3")
+    operands = divided(problem, data.make_operands(problem, CPU, 0), RAGGED, 0)
+    ends, scale_a, scale_b = operands.fused
+    wanted = data.expected(problem, operands)
+    group = next(index for index, end in enumerate(ends.tolist()) if end > 3)
+    row = (operands.a[3].float() @ operands.b[group].float()) * scale_a[3] * scale_b[group]
+    torch.testing.assert_close(wanted[3], row)
+    assert operands.out.dtype == torch.bfloat16 and len(wanted) == ends[-1] == len(operands.out)
+
+
 def test_a_plain_product_has_no_skews(worker: MeasureWorker) -> None:
     (plain,) = worker.measure(replace(PROBLEM, batch=1, epilogue=""), [Job(TORCH_MM)], QUICK)
     assert isinstance(plain, Measurement) and "skews" not in plain.telemetry

@@ -13,7 +13,7 @@ from torch.nn.functional import grouped_mm as torchs
 from torch.utils.flop_counter import FlopCounterMode
 
 import tunegemm
-from tests.support.grouped import Loops
+from tests.support.grouped import DTYPES, Loops
 from tests.support.serving import Row
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device
@@ -22,6 +22,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmWarning
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.families import kernel_source_hash
+from tunegemm.generate.grouped import config_of
 from tunegemm.model.grouped import GroupedChoice, choose
 from tunegemm.serve import api, grouped
 from tunegemm.serve.dispatcher import Dispatcher
@@ -352,12 +353,14 @@ def recorded(loops: Loops, device: Device) -> Callable[..., list[GroupedChoice]]
     """Serves by a record of so many rows; which kernels were asked for."""
     asked: list[GroupedChoice] = []
 
-    def make(rows: int, candidate: Candidate = RECORDED, **facts: Any) -> list[GroupedChoice]:
+    def make(
+        rows: int, candidate: Candidate = RECORDED, kind: dict[str, str] | None = None, **facts: Any
+    ) -> list[GroupedChoice]:
         def load(choice: GroupedChoice, index: int) -> Callable[..., None] | None:
             asked.append(choice)
             return loops.load(choice, index)
 
-        problem = Problem.parse(f"{rows}x{N}x{K}", groups=GROUPS)
+        problem = Problem.of_groups(rows, N, K, GROUPS, **kind or {})
         row = Row(problem, device.fingerprint, candidate, kernel_source=kernel_source_hash(candidate.family))
         row = replace(row, **facts)
         planner = Planner(device_type="cpu", read=lambda: Snapshot([row]), find=lambda spec: device)
@@ -378,6 +381,40 @@ def test_a_record_of_the_bucket_serves(recorded: Callable[..., list[GroupedChoic
     bias = torch.randn(N, dtype=BF16)
     assert tunegemm.grouped_mm(a, b, offs=offs, bias=bias).shape == (13, N)
     assert asked == [choice]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [{"gate": "swiglu"}, {"gate": "geglu_tanh"}, {"gate": "swiglu", "dtype": "fp16"}, {"dtype": "fp16"},
+     {"b_major": "n"}, {"dtype": "fp8_e4m3"}],
+    ids=lambda kind: " ".join(kind.values()),
+)  # fmt: skip
+def test_records_of_every_kind_serve_it_alone(
+    recorded: Callable[..., list[GroupedChoice]], kind: dict[str, str]
+) -> None:
+    """Gates that no table names, and fp8, whose kernels wait for their times, too."""
+    candidate = Candidate.make(
+        "grouped", dict(RECORDED.compile_params) | {"epi_n": 16}, dict(RECORDED.launch_params)
+    )
+    asked = recorded(16, candidate, kind)
+    a, b, offs = operands()
+    gate, dtype = kind.get("gate", ""), DTYPES[kind.get("dtype", "bf16")]
+    a, b = a.to(dtype), b.contiguous() if "b_major" in kind else b.mT.to(dtype).mT
+    if a.element_size() == 1:
+        scale_a, scale_b = torch.rand(len(a)) + 0.5, torch.rand(GROUPS, N) + 0.5
+        words = {"offs": offs, "out_dtype": BF16, "use_fast_accum": True}
+        assert tunegemm.scaled_grouped_mm(a, b, scale_a, scale_b, **words).shape == (13, N)
+    elif gate:
+        for interleaved in (False, True):
+            result = grouped.groups(a, b, offs, None, gate, interleaved)
+            assert result is not None and result.shape == (13, N // 2)
+    else:
+        tunegemm.grouped_mm(a, b, offs=offs)
+    problem = Problem.of_groups(16, N, K, GROUPS, **kind)
+    assert {choice.config for choice in asked} == {config_of(problem, candidate)}
+    asked.clear()
+    grouped.groups(a.to(BF16), b.to(BF16), offs, None)  # another kind
+    assert all(choice.config != config_of(problem, candidate) for choice in asked)
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,8 @@ def test_what_was_tuned_is_listed_and_explained(tuned: Path) -> None:
     ("words", "part"),
     [
         (("--shape", "64x64x64x2", "--groups", "4"), "4 groups with a batch of 2"),
-        (("--shape", "64x64x64", "--groups", "4", "--epilogue", "relu"), "4 groups with epilogue relu"),
-        (("--shape", "64x64x64", "--groups", "4", "--dtype", "fp16"), "in_dtype 'fp16' with 4 groups"),
+        (("--shape", "64x64x64", "--groups", "4", "--epilogue", "relu"), "epilogue 'relu' of bf16 with 4"),
+        (("--shape", "64x64x64", "--groups", "4", "--dtype", "tf32"), "in_dtype 'tf32' with 4 groups"),
         (("--shape", "64x64x60", "--groups", "4"), "alignment 8 with 4 groups"),
         (("--shape", "64x64x64", "--groups", "-1"), "-1"),
     ],

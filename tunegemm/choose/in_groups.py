@@ -8,7 +8,7 @@ from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.measure.evidence import may_be_record
-from tunegemm.model.grouped import choose
+from tunegemm.model.grouped import chosen
 from tunegemm.store.record import Record
 
 
@@ -38,7 +38,7 @@ def without_record(problem: Problem) -> tuple[str, bool]:
     """What computes a grouped product that has no record, in one clause, and whether it is a kernel of ours:
     by the table that ships.
     """
-    choice = choose(problem.groups, problem.n, problem.k, problem.m)
+    choice = chosen(problem)
     if choice is None:
         return "no record, and no kernel that ships is known to be faster", False
     return f"{choice.config.label}, which db/grouped.toml names for such groups; no record", True

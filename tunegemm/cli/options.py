@@ -167,7 +167,8 @@ def parse_problems(
             "--groups",
             metavar="E",
             min=0,
-            help="M rows in so many groups, each with weights of its own, as tunegemm.grouped_mm takes them.",
+            help="M rows in so many groups, each with weights of its own, as tunegemm.grouped_mm takes them. "
+            "--epilogue may be a gate, such as swiglu.",
         ),
     ] = 0,
 ) -> list[Problem]:

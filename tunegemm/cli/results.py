@@ -87,7 +87,7 @@ def verdict_line(result: TuneResult, where: str) -> str:
     from tunegemm.tuning.final import measured_kernels
 
     problem, best, seconds = result.problem, result.best, f"{result.seconds:.1f} s"
-    torchs, ours = problem.torch_call, "grouped_mm" if problem.is_grouped else "matmul(a, b)"
+    torchs, ours = problem.torch_call, problem.our_call if problem.is_grouped else "matmul(a, b)"
     if best is None and not result.predictions:
         if not result.outcomes:
             return ""

@@ -269,8 +269,8 @@ def say_gpu_command(context: typer.Context, asked_for: Sequence[Problem]) -> Non
     """The same command, as it measures on a GPU."""
     given = {flag.removeprefix("--"): context.params[name] for name, flag in given_options(context).items()}
     given |= {"shape": [problem.shape for problem in asked_for], "device": None, "db": None}
-    served = "grouped_mm" if any(problem.is_grouped for problem in asked_for) else "matmul"
-    printing.say_command(f"On your GPU this measures, and stores it for tunegemm.{served}:",
+    served = " and ".join(dict.fromkeys(f"tunegemm.{problem.our_call}" for problem in asked_for))
+    printing.say_command(f"On your GPU this measures, and stores it for {served}:",
                         command_line("tune", {"shape": None} | given))  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tunegemm.describe.epilogue import Epilogue, Operand, operand_dtype
+from tunegemm.describe.epilogue import GATED, Epilogue, Operand, operand_dtype
 from tunegemm.errors import ProblemError
 from tunegemm.untrusted import shown
 
@@ -67,8 +67,11 @@ _MAX_EXTENT = 2**31 - 1  # TMA coordinates are signed 32-bit
 #: Fields of a problem that are words.
 _TEXTS = ("in_dtype", "out_dtype", "a_major", "b_major", "out_major", "epilogue", "accumulation")
 
-#: The epilogue of a product whose rows are in groups: it has no steps, and the batch counts the groups.
+#: The first word of the epilogue of a product whose rows are in groups, which its batch counts. Behind it may
+#: be a gate, of which gate and up are the halves of B's columns; of fp8 products their scales are.
 GROUPED = "grouped"
+#: Input dtypes of such products, and the one step that those must have which others cannot.
+_OF_GROUPS = {"bf16": "", "fp16": "", "fp8_e4m3": "scale_rowwise"}
 
 #: The widest load of one thread and what TMA wants: more alignment than this changes no kernel.
 MAX_ALIGNMENT = 16
@@ -147,7 +150,7 @@ class Problem:
     their leading dimensions and batch entries. 0, the default, becomes that of packed operands."""
     epilogue: str = ""
     """What becomes of the product before it is stored, as `describe.epilogue` writes it; empty: nothing.
-    `GROUPED`: nothing, and rows are in groups, each with a B of its own (`tunegemm.grouped_mm`)."""
+    It begins with `GROUPED` where rows are in groups, each with a B of its own (`tunegemm.grouped_mm`)."""
     accumulation: str = "fast"
     """How sums over k are kept: one of `ACCUMULATIONS`; ``two_level`` for fp8 only."""
 
@@ -206,16 +209,41 @@ class Problem:
             raise ProblemError(f"n={self.n} with epilogue {self.epilogue}: gates take pairs of columns")
 
     def _check_groups(self) -> None:
-        """Raises ProblemError for what no grouped product is tuned with."""
+        """Raises ProblemError for what no kernel of grouped products computes."""
+        if self.batch == 1:
+            raise ProblemError(f"epilogue {self.epilogue} of one product: give --groups, from 2 on")
+        if self.in_dtype not in _OF_GROUPS:
+            given, known = repr(self.in_dtype), ", ".join(_OF_GROUPS)
+            raise ProblemError(f"in_dtype {given} with {self.groups} groups: use one of {known}")
+        step, scales = str(self.fused), _OF_GROUPS[self.in_dtype]
+        if self.epilogue.endswith("+"):
+            raise ProblemError(f"epilogue {self.epilogue!r} ends in +: leave that out")
+        if step != scales and (scales or step not in GATED):
+            given = f"epilogue {step!r}" if step else "no epilogue"
+            remedy = scales or f"none, or one of {', '.join(GATED)}"
+            raise ProblemError(
+                f"{given} of {self.in_dtype} with {self.groups} groups: use {remedy} (a bias needs no tuning)"
+            )
         fixed = {
-            "in_dtype": "bf16", "out_dtype": "bf16", "a_major": "k", "b_major": "k", "out_major": "n",
+            "out_dtype": default_out_dtype(self.in_dtype), "a_major": "k", "out_major": "n",
             "alignment": MAX_ALIGNMENT, "accumulation": "fast",
         }  # fmt: skip
+        if step:  # gate and up, and fp8, are read along k
+            fixed["b_major"] = "k"
         for name, value in fixed.items():
             if (given := getattr(self, name)) != value:
                 raise ProblemError(
                     f"{name} {given!r} with {self.groups} groups: use {value!r}, which is tuned"
                 )
+
+    @classmethod
+    def of_groups(
+        cls, m: int, n: int, k: int, groups: int, *, dtype: str = "bf16", gate: str = "", b_major: str = "k"
+    ) -> Problem:
+        """A product of m rows in groups, of fp8 with scales. Raises ProblemError for what is not tuned."""
+        steps = filter(None, (GROUPED, gate, _OF_GROUPS.get(dtype)))
+        out = default_out_dtype(dtype)
+        return cls(m, n, k, groups, dtype, out, b_major=b_major, epilogue="+".join(steps))
 
     @classmethod
     def parse(
@@ -234,6 +262,7 @@ class Problem:
 
         alignment: by default that of packed operands; lines with gaps may have another one. groups: of a
         product whose M rows are in so many groups, each with a B of its own; 0 and 1 are a plain product.
+        Their `epilogue` may be a gate; without one fp8 has that of scales.
         """
         match = _SHAPE.fullmatch(str(shape).strip().lower())  # whatever it is, the error shows it
         if match is None:
@@ -241,12 +270,12 @@ class Problem:
         if str(layout).lower() not in LAYOUTS:
             raise ProblemError(f"layout {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
         m, n, k, batch = (int(group) if group else 1 for group in match.groups())
-        if groups not in (0, 1):
-            if batch != 1 or epilogue:
-                more = f"epilogue {epilogue}" if epilogue else f"a batch of {batch}"
-                raise ProblemError(f"{groups} groups with {more}: leave one out")
-            batch, epilogue = groups, GROUPED
         in_dtype = normalize_dtype(dtype, OUTPUT_DTYPES)
+        if groups not in (0, 1):
+            if batch != 1:
+                raise ProblemError(f"{groups} groups with a batch of {batch}: leave one out")
+            steps = str(epilogue) or _OF_GROUPS.get(in_dtype, "")
+            batch, epilogue = groups, "+".join(filter(None, (GROUPED, steps)))
         a_major, b_major = LAYOUTS[layout.lower()]
         problem = cls(
             m,
@@ -346,7 +375,7 @@ class Problem:
     @property
     def is_grouped(self) -> bool:
         """Whether its rows are in groups, each with a B of its own."""
-        return self.epilogue == GROUPED
+        return self.epilogue.partition("+")[0] == GROUPED
 
     @property
     def groups(self) -> int:
@@ -354,9 +383,25 @@ class Problem:
         return self.batch if self.is_grouped else 0
 
     @property
+    def gate(self) -> str:
+        """The gated step of its epilogue; empty without one."""
+        return next((step for step in self.fused.steps if step in GATED), "")
+
+    @property
     def torch_call(self) -> str:
-        """What a record of it is compared with: torch's own call."""
-        return "torch._grouped_mm" if self.is_grouped else "torch.mm"
+        """What a record of it is compared with: torch's own call; of fp16 groups, which torch multiplies one
+        after the other once the device has said how many rows each has, those products alone.
+        """
+        calls = {"bf16": "torch._grouped_mm", "fp16": "torch.mm", "fp8_e4m3": "torch._scaled_grouped_mm"}
+        return calls[self.in_dtype] if self.is_grouped else "torch.mm"
+
+    @property
+    def our_call(self) -> str:
+        """The function of ours that a record of it serves; others that compute the same product, too."""
+        if not self.is_grouped:
+            return "matmul"
+        scaled = "scaled_" if self.fused.scales else ""
+        return "experts" if self.gate else f"{scaled}grouped_mm"
 
     @property
     def as_modelled(self) -> Problem:
@@ -365,7 +410,10 @@ class Problem:
         """
         if not self.is_grouped:
             return self
-        return Problem(self.n, -(-self.m // self.batch), self.k, self.batch, out_major="m")
+        rows, a_major = -(-self.m // self.batch), "k" if self.b_major == "k" else "m"
+        return Problem(
+            self.n, rows, self.k, self.batch, self.in_dtype, self.out_dtype, a_major, out_major="m"
+        )
 
     @property
     def dtypes(self) -> str:
@@ -380,8 +428,8 @@ class Problem:
 
     @property
     def fused(self) -> Epilogue:
-        """The epilogue; false where there is none."""
-        return Epilogue.parse("" if self.is_grouped else self.epilogue)
+        """The epilogue, without the word of groups; false where there is none."""
+        return Epilogue.parse(self.epilogue.partition("+")[2] if self.is_grouped else self.epilogue)
 
     @property
     def out_n(self) -> int:
@@ -419,7 +467,7 @@ class Problem:
         weights of one, which may have all rows.
         """
         if self.is_grouped:
-            return replace(self, batch=1, epilogue="").bytes
+            return replace(self, batch=1, epilogue=str(self.fused)).bytes
         inputs = (self.m * self.k + self.k * self.n) * DTYPE_BYTES[self.in_dtype]
         out = self.m * self.out_n * DTYPE_BYTES[self.out_dtype]
         fused = sum(
@@ -436,9 +484,13 @@ class Problem:
         return self.bytes + others * DTYPE_BYTES[self.in_dtype]
 
     def operand_shape(self, operand: Operand) -> tuple[int, ...]:
-        """Shape of an epilogue's operand; a number has none. C is added before columns gate each other."""
+        """Shape of an epilogue's operand; a number has none. C is added before columns gate each other. In
+        groups each has a line for its columns.
+        """
         if operand.kind in ("number", "scalar"):
             return ()
+        if operand.kind == "n" and self.is_grouped:
+            return (self.groups, self.n)
         if operand.kind in ("n", "m"):
             return (self.n if operand.kind == "n" else self.m,)
         columns = self.n if operand.name == "c" else self.out_n
@@ -453,7 +505,8 @@ class Problem:
         words = [self.shape, self.dtypes, self.layout]
         words += ["out-m"] if self.out_major != "n" else []
         words += [f"align{self.alignment}"] if self.alignment < MAX_ALIGNMENT else []
-        words += [f"groups{self.groups}" if self.is_grouped else self.epilogue] if self.epilogue else []
+        words += [f"groups{self.groups}"] if self.is_grouped else []
+        words += [str(self.fused)] if self.fused else []
         return " ".join(words)
 
 

@@ -13,7 +13,8 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from tunegemm.describe.problem import Problem
+from tunegemm.describe.problem import DTYPE_BYTES, Problem
+from tunegemm.generate.cublaslt.eager import SIZES
 from tunegemm.measure.operands import L2_MULTIPLE, MAX_SETS, Operands
 from tunegemm.measure.race import Replay
 
@@ -60,10 +61,12 @@ def divided(problem: Problem, operands: Operands, skew: str, seed: int) -> Opera
 
     sizes = divide(problem.groups, problem.m, skew, seed)
     ends = torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=operands.a.device)
+    vars(ends)[SIZES] = sizes
+    fused = ends, *operands.fused
     if (used := sum(sizes)) == problem.m:
-        return replace(operands, fused=(ends,))
+        return replace(operands, fused=fused)
     behind = operands.out[used:].view(torch.uint8).view(-1)
-    return replace(operands, out=operands.out[:used], guards=(*operands.guards, behind), fused=(ends,))
+    return replace(operands, out=operands.out[:used], guards=(*operands.guards, behind), fused=fused)
 
 
 def over_skews(problem: Problem, sets: Sequence[Operands], l2_bytes: int, seed: int) -> list[list[Operands]]:
@@ -71,7 +74,8 @@ def over_skews(problem: Problem, sets: Sequence[Operands], l2_bytes: int, seed: 
     weights would stay in the L2.
     """
     weights = len(sets) * problem.groups
-    cold = min(weights, math.ceil(L2_MULTIPLE * l2_bytes / (problem.n * problem.k * 2)), MAX_SETS)
+    of_one = problem.n * problem.k * DTYPE_BYTES[problem.in_dtype]
+    cold = min(weights, math.ceil(L2_MULTIPLE * l2_bytes / of_one), MAX_SETS)
     counts = {"one_hot": max(len(sets), cold)}
     return [
         [

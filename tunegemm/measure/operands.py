@@ -62,7 +62,7 @@ class Operands:
     guards: tuple[torch.Tensor, ...]
     """Bytes right before and right behind the output; no kernel may write them."""
     fused: tuple[Any, ...] = ()
-    """What the problem's epilogue takes, in its order: tensors and numbers; of groups where each ends."""
+    """What the problem's epilogue takes, in its order: tensors and numbers. Before them where groups end."""
     amax: torch.Tensor | None = None
     """The one of them that it writes; 0 before a launch."""
 
@@ -175,7 +175,7 @@ def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands
         value = torch.empty(lines, dtype=dtype_here, device=device).uniform_(low, high, generator=generator)
         return value.mT if turned else value
 
-    of_rows = replace(problem, batch=1, epilogue="") if problem.is_grouped else problem
+    of_rows = replace(problem, batch=1, epilogue=str(fused)) if problem.is_grouped else problem
     out, guards = _guarded_output(of_rows, device)
     a_dtype, b_dtype = map(torch_dtype, operand_dtypes(problem.in_dtype))
     a = random(problem.m, problem.k, problem.a_major == "k", a_dtype, of_rows.batch, spread_of_a)
@@ -268,7 +268,7 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def expected(problem: Problem, operands: Operands) -> torch.Tensor:
     """What a right kernel stores, in fp32: the product, and what the problem's epilogue makes of it."""
     if problem.is_grouped:
-        return _of_groups(operands)
+        return _of_groups(problem, operands)
     product = reference(operands.a, operands.b)
     fused = problem.fused
     if not fused:
@@ -278,17 +278,25 @@ def expected(problem: Problem, operands: Operands) -> torch.Tensor:
     return result
 
 
-def _of_groups(operands: Operands) -> torch.Tensor:
-    """Each group's rows by its own b, one after the other."""
+def _of_groups(problem: Problem, operands: Operands) -> torch.Tensor:
+    """Each group's rows by its own b, one after the other; with a gate, whose columns are b's halves, or the
+    scales of its rows and columns.
+    """
     import torch
 
-    (ends,) = operands.fused
-    products = [
-        reference(operands.a[first:end], operands.b[group])
-        for group, (first, end) in enumerate(pairwise([0, *ends.tolist()]))
-        if end > first
-    ]
-    return torch.cat(products)
+    ends, *given = operands.fused
+    results = []
+    for group, (first, end) in enumerate(pairwise([0, *ends.tolist()])):
+        if end > first:
+            product = reference(operands.a[first:end], operands.b[group])
+            if problem.fused.gated:  # alternately, as the epilogue has them
+                product = product.unflatten(1, (2, -1)).mT.flatten(1)
+            named = {
+                operand.name: value[first:end] if operand.kind == "m" else value[group]
+                for operand, value in zip(problem.fused.operands, given, strict=True)
+            }
+            results.append(problem.fused.reference(product, named))
+    return torch.cat(results)
 
 
 def check(operands: Operands, wanted: torch.Tensor) -> Check:

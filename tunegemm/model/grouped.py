@@ -15,6 +15,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import BadValueError
 from tunegemm.generate.grouped.config import GroupedConfig
+from tunegemm.generate.grouped.rules import config_from
 from tunegemm.resources import data_path
 
 _FACTS = ("groups", "n", "k", "rows", "rows_per_group")
@@ -59,16 +60,28 @@ def choose(
     return GroupedChoice(table.configs[kind, rule.kernel], **rule.launch)
 
 
+def chosen(problem: Problem) -> GroupedChoice | None:
+    """`choose` for a grouped problem."""
+    return choose(
+        problem.groups, problem.n, problem.k, problem.m,
+        dtype=problem.in_dtype, gate=problem.gate, major=problem.b_major,
+    )  # fmt: skip
+
+
 def shipped_kernel(problem: Problem) -> Candidate | None:
-    """What `choose` names for a grouped problem, as a search knows it; None for torch's."""
+    """What is `chosen` for a problem, as a search knows it; None for torch's."""
+    choice = chosen(problem)
+    return None if choice is None else candidate_of(choice)
+
+
+def candidate_of(choice: GroupedChoice) -> Candidate:
+    """A choice as a search knows it."""
     from tunegemm.generate.grouped import FAMILY, L2_HINTS
 
-    choice = choose(problem.groups, problem.n, problem.k, problem.m)
-    if choice is None:
-        return None
-    names = FAMILY.parameters["compile"]
+    parameters = {name: getattr(choice.config, name) for name in FAMILY.parameters["compile"]}
+    parameters["tile_k"] //= 1 + (choice.config.in_dtype == FP8)
     launch: dict[str, Value] = {"swizzle_size": choice.swizzle_size, "l2_hint": L2_HINTS[choice.l2_hint]}
-    return Candidate.make("grouped", {name: getattr(choice.config, name) for name in names}, launch)
+    return Candidate.make("grouped", parameters, launch)
 
 
 def listed(path: Path | None = None, kind: str = "") -> tuple[GroupedConfig, ...]:
@@ -96,16 +109,8 @@ class _Kind(NamedTuple):
     served: bool = True
 
     def config_of(self, parameters: Mapping[str, Any]) -> GroupedConfig:
-        """A kernel of this kind. Parameters are of two-byte elements: of fp8 a tile is as many bytes."""
-        fixed: dict[str, Any] = {
-            "cluster_m": 1, "cluster_n": 1, "in_dtype": self.dtype, "out_dtype": self.dtype,
-            "a_major": "m" if self.major == "n" else "k", "b_major": "k", "out_major": "m",
-            "epilogue": self.gate,
-        }  # fmt: skip
-        if self.dtype == FP8:
-            fixed |= {"out_dtype": "bf16", "epilogue": "scale_rowwise"}
-            parameters = {**parameters, "tile_k": 2 * parameters["tile_k"]}
-        return GroupedConfig(**fixed | dict(parameters))
+        """A kernel of this kind."""
+        return config_from(parameters, dtype=self.dtype, gate=self.gate, major=self.major)
 
 
 @dataclass(frozen=True)

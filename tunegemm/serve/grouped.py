@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from tunegemm.compile.artifacts import Artifact, Key
 from tunegemm.describe.device import find_device
-from tunegemm.describe.problem import GROUPED, Problem
+from tunegemm.describe.problem import Problem
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmError, one_line
 from tunegemm.generate import grouped as kernels
 from tunegemm.generate.cublaslt import is_torch
@@ -202,9 +202,8 @@ class Groups:
         planner = api.dispatcher.planner
         try:
             extents = b.shape[0], b.shape[2], b.shape[1], a.shape[0]
-            major = "k" if b.stride(1) == 1 else "n"
-            dtype = _DTYPES[a.dtype]
-            record = self._record(*extents, a.device) if (dtype, gate, major) == ("bf16", "", "k") else None
+            dtype, major = _DTYPES[a.dtype], "k" if b.stride(1) == 1 else "n"
+            record = _record(*extents, a.device, dtype=dtype, gate=gate, b_major=major)
             if record is None:
                 choice = choose(*extents, dtype=dtype, gate=gate, major=major)
             else:
@@ -223,14 +222,6 @@ class Groups:
             return _Plan(None, time.monotonic() + LOOK_SECONDS)
         self.launches[place] = launch
         return _Plan(launch)
-
-    @staticmethod
-    def _record(groups: int, n: int, k: int, rows: int, device: torch.device) -> Record | None:
-        """What was tuned of such a product; one group, or k that TMA does not take, nobody tunes."""
-        if groups < 2 or k % 8:
-            return None
-        problem = Problem(rows, n, k, groups, epilogue=GROUPED)
-        return api.dispatcher.planner.recorded_groups(problem, device.index or 0)
 
     def _load_compiled(self, choice: GroupedChoice, index: int) -> Launch | None:
         planner = api.dispatcher.planner
@@ -290,6 +281,15 @@ def are_plain(*operands: torch.Tensor | None) -> bool:
 def has_gradient(*operands: torch.Tensor | None) -> bool:
     """Whether a gradient of a product of operands is asked for."""
     return grad_enabled() and any(each is not None and each.requires_grad for each in operands)
+
+
+def _record(groups: int, n: int, k: int, rows: int, device: torch.device, **kind: str) -> Record | None:
+    """What was tuned of such a product."""
+    try:
+        problem = Problem.of_groups(rows, n, k, groups, **kind)
+    except ProblemError:  # which nobody tunes: one group, or lines that TMA does not take packed
+        return None
+    return api.dispatcher.planner.recorded_groups(problem, device.index or 0)
 
 
 def _choice_of(record: Record) -> GroupedChoice | None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tunegemm.describe.device import Device
+from tunegemm.describe.epilogue import Epilogue
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import ArtifactError
 from tunegemm.generate import families
@@ -38,7 +39,7 @@ class PlantedFamily:
             os.abort()
         seen: list[Any] = []
         if problem.is_grouped:
-            return grouped_launcher(what)
+            return grouped_launcher(what, problem.gate)
 
         def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
             seen.append(out)
@@ -78,25 +79,26 @@ class PlantedFamily:
         return launch
 
 
-def grouped_launcher(what: str) -> Any:
-    """Rows in groups, each by its own b."""
+def grouped_launcher(what: str, gate: str) -> Any:
+    """Rows in groups, each by its own b, or gated by it."""
     known: list[list[int]] = []
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        found = a.float() @ b.float()
+        return Epilogue((gate,)).gate(*found.chunk(2, dim=1)) if gate else found
 
     def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, ends: torch.Tensor) -> None:
         known.append(ends.tolist())
         first = 0
         for group, end in enumerate(known[0] if what == "groups-first-offsets" else known[-1]):
-            torch.mm(a[first:end], b[group], out=out[first:end])
+            out[first:end] = product(a[first:end], b[group])
             first = end
         if what == "groups-neighbour" and first > 1:  # the last group of a tile reaches into the one before
-            torch.mm(a[:1], b[-1], out=out[:1])
+            out[:1] = product(a[:1], b[-1])
         elif what == "groups-behind" and first < len(a):
-            torch.mm(
-                a[first : first + 1],
-                b[-1],
-                out=out.as_strided(
-                    (1, out.shape[1]), out.stride(), out.storage_offset() + first * out.stride(0)
-                ),
+            behind = out.storage_offset() + first * out.stride(0)
+            out.as_strided((1, out.shape[1]), out.stride(), behind).copy_(
+                product(a[first : first + 1], b[-1])
             )
 
     return launch

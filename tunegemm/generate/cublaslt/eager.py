@@ -29,7 +29,7 @@ def torch_mm(problem: Problem) -> Launcher:
     rows in groups a `GroupedProduct`.
     """
     if problem.is_grouped:
-        return GroupedProduct()
+        return GroupedProduct(problem)
     if not problem.epilogue:
         return plain_product(problem)
     compute = composed(problem)
@@ -44,18 +44,44 @@ def torch_mm(problem: Problem) -> Launcher:
     return with_tf32(launch) if problem.in_dtype == "tf32" else launch
 
 
+#: By this name a tensor of groups' ends may hold, among its attributes, how many rows each has.
+SIZES = "sizes"
+
+
 class GroupedProduct:
-    """torch's product of rows in groups, of (a, b, out, ends of groups), which takes no output: what it made
-    last is `result`, so that timing it has no copy.
+    """torch's product of rows in groups, of (a, b, out, ends of groups, scales), which takes no output: what
+    it made last is `result`, so that timing it has no copy. A gate follows as two kernels, as in a model.
+
+    For fp16 torch waits until the host knows how many rows each group has. Here it knows (`SIZES`), so that
+    what is timed is less than what a call takes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.result: Any = None
+        self._problem = problem
 
-    def __call__(self, a: Any, b: Any, out: Any, offsets: Any) -> None:
+    def __call__(self, a: Any, b: Any, out: Any, offsets: Any, *scales: Any) -> None:
         import torch
 
-        self.result = torch._grouped_mm(a, b, offs=offsets)
+        dtype, steps = self._problem.in_dtype, self._problem.fused.steps
+        if dtype == "fp16":
+            sizes = vars(offsets)[SIZES]
+            product = out.new_empty((sum(sizes), b.shape[2]))
+            of_groups = zip(a[: sum(sizes)].split(sizes), product.split(sizes), b, strict=True)
+            for rows, part, weights in of_groups:
+                if len(rows):
+                    torch.mm(rows, weights, out=part)
+        elif scales:
+            scale_a, scale_b = scales
+            product = torch._scaled_grouped_mm(
+                a, b, scale_a, scale_b, offs=offsets, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+        else:
+            product = torch._grouped_mm(a, b, offs=offsets)
+        if self._problem.fused.gated:
+            gate, up = product.chunk(2, dim=-1)
+            product = torch.mul(_activate(GATED[steps[0]], gate, None), up)
+        self.result = product
 
 
 def composed(problem: Problem) -> Callable[..., Any]:
@@ -169,8 +195,6 @@ def step_of(name: str, dtype: Any) -> Step:
     """One step but amax as torch's own operation; dtype: what products are computed in."""
     import torch
 
-    aten = torch.ops.aten
-
     def column(vector: Any) -> Any:
         return vector[:, None]
 
@@ -183,19 +207,8 @@ def step_of(name: str, dtype: Any) -> Step:
             return _into(out, x)
         return torch.add(x, given["c"], alpha=given["beta"], out=out)
 
-    def activate(which: str, x: Any, out: Any) -> Any:
-        if which.startswith("gelu"):
-            approximate = "tanh" if which == "gelu_tanh" else "none"
-            if out is None:
-                return aten.gelu(x, approximate=approximate)
-            if not out.is_contiguous():  # gelu.out does not write a transposed output (torch 2.13, CPU)
-                return out.copy_(aten.gelu(x, approximate=approximate))
-            return aten.gelu.out(x, approximate=approximate, out=out)
-        operation = getattr(aten, which)
-        return operation(x) if out is None else operation.out(x, out=out)
-
     def gate(x: Any, out: Any) -> Any:
-        return torch.mul(activate(GATED[name], x[..., 0::2], None), x[..., 1::2], out=out)
+        return torch.mul(_activate(GATED[name], x[..., 0::2], None), x[..., 1::2], out=out)
 
     steps: dict[str, Step] = {
         "alpha": lambda x, given, out: torch.mul(x, given["alpha"], out=out),
@@ -210,4 +223,16 @@ def step_of(name: str, dtype: Any) -> Step:
         return steps[name]
     if name in GATED:
         return lambda x, given, out: gate(x, out)
-    return lambda x, given, out: activate(name, x, out)
+    return lambda x, given, out: _activate(name, x, out)
+
+
+def _activate(name: str, x: Any, out: Any) -> Any:
+    """An activation as torch's own operation."""
+    import torch
+
+    operation, words = getattr(torch.ops.aten, name.removesuffix("_tanh")), {}
+    if name.startswith("gelu"):
+        words["approximate"] = "tanh" if name == "gelu_tanh" else "none"
+        if out is not None and not out.is_contiguous():
+            return out.copy_(operation(x, **words))  # gelu.out writes no transposed output (torch 2.13, CPU)
+    return operation(x, **words) if out is None else operation.out(x, **words, out=out)

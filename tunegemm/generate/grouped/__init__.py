@@ -123,20 +123,21 @@ class _Named(GroupedConfig):
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Any:
-        return config_from({name: value for name, value in values.items() if value != ""})
+        return config_from({"tile_k": 64} | {name: value for name, value in values.items() if value != ""})
 
 
 def launcher(
     problem: Problem, candidate: Candidate, device: Device, artifact: Path, workspace: Workspace | None
 ) -> Launcher:
-    """Takes a, b (groups, K, N) with k contiguous, out, and the groups' ends."""
+    """Takes a, b (groups, K, N), out, the groups' ends, and of fp8 the scales of rows and columns."""
     kernel = GroupedKernel.load(config_of(problem, candidate), artifact)
     swizzle_size, l2_hint = launch_arguments(candidate)
 
-    def launch(a: Any, b: Any, out: Any, offsets: Any) -> None:
+    def launch(a: Any, b: Any, out: Any, offsets: Any, scale_a: Any = None, scale_b: Any = None) -> None:
         kernel.launch(
-            a, b.mT, out, offsets, blocks=device.sm_count, swizzle_size=swizzle_size, l2_hint=l2_hint
-        )
+            a, b.mT, out, offsets, scale_b, scales=scale_a,
+            blocks=device.sm_count, swizzle_size=swizzle_size, l2_hint=l2_hint,
+        )  # fmt: skip
 
     return launch
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunegemm.describe.device import Device
-from tunegemm.describe.problem import Problem
+from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, SMEM_LIMIT, WARPGROUP_THREADS
 from tunegemm.generate.feasibility import architecture, exceeded_smem, ring_depth, rule
@@ -19,28 +19,35 @@ _OVERHEAD_REGISTERS = 32
 _WGMMA_REGISTERS = 26
 #: Widths of which a kernel has a main loop each, at most.
 _MOST_WIDTHS = 4
-#: Columns of D in the 16 bytes of one access.
-_UNIT = 8
-
-_FIXED: dict[str, Any] = {
-    "tile_k": 64, "cluster_m": 1, "cluster_n": 1, "in_dtype": "bf16", "out_dtype": "bf16", "a_major": "k",
-    "b_major": "k", "out_major": "m",
-}  # fmt: skip
+#: What rules read of a problem that ask for its config.
+_KIND = ("in_dtype", "epilogue", "b_major")
 
 
-def config_from(values: Mapping[str, Any]) -> GroupedConfig:
-    """The config of some parameters: all else is as in every kernel of plain bf16 rows."""
-    return GroupedConfig(**_FIXED | dict(values))
+def config_from(
+    parameters: Mapping[str, Any], *, dtype: str = "bf16", gate: str = "", major: str = "k"
+) -> GroupedConfig:
+    """The config of a candidate's parameters for a kind of product. They are of two-byte elements: of fp8 a
+    tile is as many bytes.
+
+    gate: a gated step of `tunegemm.describe.epilogue`. major: k or n, whichever lies contiguous in B.
+    """
+    of_fp8 = dtype.startswith("fp8")
+    fixed: dict[str, Any] = {
+        "cluster_m": 1, "cluster_n": 1, "in_dtype": dtype, "out_dtype": "bf16" if of_fp8 else dtype,
+        "a_major": "m" if major == "n" else "k", "b_major": "k", "out_major": "m",
+        "epilogue": "scale_rowwise" if of_fp8 else gate,
+    }  # fmt: skip
+    return GroupedConfig(**fixed | dict(parameters) | {"tile_k": parameters["tile_k"] * (1 + of_fp8)})
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _config(params: tuple[tuple[str, Value], ...]) -> GroupedConfig:
-    return config_from(dict(params))
+def _config(params: tuple[tuple[str, Value], ...], dtype: str, gate: str, major: str) -> GroupedConfig:
+    return config_from(dict(params), dtype=dtype, gate=gate, major=major)
 
 
 def config_of(problem: Problem, candidate: Candidate) -> GroupedConfig:
-    """The compile-time choices of a candidate: the same for all problems that it is feasible for."""
-    return _config(candidate.compile_params)
+    """The compile-time choices of a candidate: the same for all problems of a kind."""
+    return _config(candidate.compile_params, problem.in_dtype, problem.gate, problem.b_major)
 
 
 @rule("epilogue")
@@ -51,12 +58,13 @@ def rows_in_groups(problem: Problem, candidate: Candidate, device: Device) -> st
     return None
 
 
-@rule("n", "k")
+@rule("n", "k", *_KIND)
 def aligned_lines(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Lines of A, B and D are read and written by 16 bytes, which are 8 elements."""
-    for name in ("n", "k"):
-        if (extent := getattr(problem, name)) % _UNIT:
-            return f"{name} {extent} is not a multiple of the {_UNIT} elements of 16 B"
+    """Lines of A, B and D are read and written by 16 bytes; with a gate D has a line of half as much."""
+    elements = 16 // DTYPE_BYTES[problem.in_dtype]
+    for name, unit in (("n", max(elements, 16 if problem.fused else 8)), ("k", elements)):
+        if (extent := getattr(problem, name)) % unit:
+            return f"{name} {extent} is not a multiple of the {unit} whose lines have 16 B"
     return None
 
 
@@ -79,12 +87,13 @@ def ring_rows(problem: Problem, candidate: Candidate, device: Device) -> str | N
     return None
 
 
-@rule("tile_n", "epi_n")
+@rule("tile_n", "epi_n", "epilogue")
 def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Subtiles of 16 or 32 rows, which stmatrix stores, cover the tile exactly."""
+    """Subtiles of 16 or 32 rows, which stmatrix stores, or with a gate of twice as many, cover the tile."""
     tile_n, epi_n = candidate["tile_n"], candidate["epi_n"]
-    if epi_n not in (16, 32) or tile_n % epi_n:
-        return f"epi_n {epi_n} is not 16 or 32, or does not divide tile_n {tile_n}"
+    rows = epi_n * (1 + problem.fused.gated)
+    if epi_n not in (16, 32) or tile_n % rows:
+        return f"epi_n {epi_n} is not 16 or 32, or its {rows} rows do not divide tile_n {tile_n}"
     return None
 
 
@@ -113,8 +122,9 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
     """Accumulators and bookkeeping must fit the consumer's setmaxnreg budget, and one WGMMA what a thread is
     launched with, or ptxas spills.
     """
-    config = GroupedConfig.from_mapping(
-        {**_FIXED, "stages": 2, "epi_n": 32, **{n: candidate[n] for n in ("schedule", "tile_m", "tile_n")}}
+    config = config_from(
+        {"stages": 2, "epi_n": 32, "tile_k": 64}
+        | {name: candidate[name] for name in ("schedule", "tile_m", "tile_n")}
     )
     sums, budget = config.accumulator_registers, config.registers[1]
     if sums + _OVERHEAD_REGISTERS > budget:
@@ -125,13 +135,13 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
     return None
 
 
-@rule("schedule", "tile_m", "tile_n", "tile_k", "stages", "epi_n", "narrow", "device")
+@rule("schedule", "tile_m", "tile_n", "tile_k", "stages", "epi_n", "narrow", *_KIND, "device")
 def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Ring, staging buffers and barriers must fit one block's shared memory."""
     return exceeded_smem(config_of(problem, candidate).smem_bytes, device.architecture)
 
 
-@rule("schedule", "tile_m", "tile_n", "tile_k", "stages", "epi_n", "narrow", runs=True)
+@rule("schedule", "tile_m", "tile_n", "tile_k", "stages", "epi_n", "narrow", *_KIND, runs=True)
 def ring_filled(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """A block has a multiprocessor for itself: a ring that leaves memory for half as many stages more only
     hides less of what loads take.
