@@ -1,14 +1,18 @@
 """Times layers of experts: `tunegemm.grouped_mm` beside torch's grouped product and a loop of torch.mm.
 
-    python -m benchmarks.experts                           # layers, rows and skews, all of them: 2 minutes
-    python -m benchmarks.experts --rows 16384 --skews hot  # some of them
+    python -m benchmarks.experts                           # layers, rows and skews, all of them: 3 minutes
+    python -m benchmarks.experts --layers anchor           # the six layers that the table was drawn from
+    python -m benchmarks.experts --rows 16384 --skews hot  # some rows and skews
+    python -m benchmarks.experts --drawn 40                # so many layers that are in no list, once each
     python -m benchmarks.experts --kernels                 # each kernel of db/grouped.toml, too: a row's `us`
     python -m benchmarks.experts --kinds gated,fp8         # other kinds of the table, served or not
     python -m benchmarks.experts --quack                   # quack's kernel, too, if it is installed
 
 A skew is how a router divides the rows: *uniform*, *typical* (shares of a gamma distribution), *hot* (one
 expert has most). Nothing is tuned. Writes results/GPU/experts.json after each row, so that it can run in
-slices.
+slices: all layers take turns, each with other rows and another skew, so that `--seconds`, which kinds share
+evenly, ends it with as many of each. With `--kernels` it writes experts_kernels.json, from which
+`benchmarks.expert_choices` draws.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ import tunegemm
 from benchmarks.command import choose_names, command, parser_of
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import Device, find_device
+from tunegemm.errors import one_line
 from tunegemm.generate import grouped as kernels
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.measure.statistics import aa_noise
@@ -47,24 +52,39 @@ METHOD = (
     "share_of_bound: of the larger of two times, of the bytes of the experts that are used at what copies "
     "reach, and of flops at 720 Tflop/s, of fp8 twice that"
 )
-#: Groups, N, K of gate and up, and of down: Mixtral 8x7B, Qwen3-30B-A3B, an eighth of DeepSeek-V3.
-LAYERS = {
-    "mixtral-up": (8, 28672, 4096),
-    "mixtral-down": (8, 4096, 14336),
-    "qwen3-30b-up": (128, 1536, 2048),
-    "qwen3-30b-down": (128, 2048, 768),
-    "deepseek-v3-up": (32, 4096, 7168),
-    "deepseek-v3-down": (32, 7168, 2048),
+#: Experts, hidden, inner of models' layers; by TP inner is divided, by EP the experts.
+MODELS = {
+    "mixtral": (8, 4096, 14336),
+    "qwen3-30b": (128, 2048, 768),
+    "deepseek-v3": (32, 7168, 2048),  # EP 8
+    "mixtral-tp4": (8, 4096, 3584),
+    "qwen3-30b-ep8": (16, 2048, 768),
+    "qwen3-235b": (128, 4096, 1536),
+    "qwen3-235b-tp4": (128, 4096, 384),
+    "deepseek-v3-tp8": (256, 7168, 256),
+    "gpt-oss-20b": (32, 2880, 2880),
+    "gpt-oss-120b": (128, 2880, 2880),
+    "glm-4.5-air": (128, 4096, 1408),
+    "glm-4.5-ep8": (20, 5120, 1536),
 }
+#: Groups, N, K of gate and up, and of down.
+LAYERS = {
+    f"{name}-{part}": (count, *((2 * inner, hidden) if part == "up" else (hidden, inner)))
+    for name, (count, hidden, inner) in MODELS.items()
+    for part in ("up", "down")
+}
+#: What the choices of db/grouped.toml were drawn from.
+ANCHOR = tuple(LAYERS)[:6]
 ROWS = ("1", "16", "64", "256", "1024", "4096", "16384")
 SKEWS = ("uniform", "typical", "hot")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, FP8: torch.float8_e4m3fn}
 #: What of the datasheet's bandwidth copies reach, B/s, and what dense products keep up, flop/s.
 _BANDWIDTH = {"H100": 3.0e12, "H200": 4.3e12}
 _FLOPS = 720e12
-_PEERS = ("torch", "loop", "quack")
+#: Peers beside torch's grouped product, which some rows do without.
+_OPTIONAL = ("loop", "quack")
 _STEADY_ROWS = 4096
-_TURN_MS = 120.0
+_TURN_MS, _RACE_TURN_MS = 120.0, 30.0
 _SHORT_MS = 1.5
 _MOST_DIVISIONS = 24
 #: Relative to fp32: what rounding to bf16 leaves.
@@ -226,30 +246,38 @@ class Case:
 
 @dataclass
 class Graph:
-    """A side, captured over all divisions."""
+    """A side over all divisions: captured, or where it waits for the host as it is called."""
 
-    graph: torch.cuda.CUDAGraph
+    replay: Callable[[], None]
     calls: int
+    is_captured: bool
 
     @classmethod
     def capture(cls, side: Side, divisions: int) -> Graph:
+        """Raises RuntimeError for a side that does not compute this."""
+
+        def all_of(again: int) -> None:
+            for _ in range(again):
+                for number in range(divisions):
+                    side(number)
+
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for number in range(divisions):
-            side(number)
+        all_of(1)
         start.record()
-        for number in range(divisions):
-            side(number)
+        all_of(1)
         end.record()
         end.synchronize()
         one_ms = start.elapsed_time(end) / divisions
         again = max(1, min(int(_SHORT_MS / one_ms / divisions), 400 // divisions))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(again):
-                for number in range(divisions):
-                    side(number)
+        try:
+            with torch.cuda.graph(graph):
+                all_of(again)
+        except RuntimeError:  # torch's grouped product of fp16 asks the device for the sizes
+            torch.cuda.synchronize()
+            return cls(lambda: all_of(1), divisions, False)
         graph.replay()
-        return cls(graph, again * divisions)
+        return cls(graph.replay, again * divisions, True)
 
     def time(self, turn_ms: float) -> float:
         """us a call: of one replay, or of the second half of a turn."""
@@ -257,18 +285,31 @@ class Graph:
         replays = 1
         if turn_ms:
             start.record()
-            self.graph.replay()
+            self.replay()
             end.record()
             end.synchronize()
             replays = max(1, math.ceil(turn_ms / 2 / start.elapsed_time(end)))
             for _ in range(replays):
-                self.graph.replay()
+                self.replay()
         start.record()
         for _ in range(replays):
-            self.graph.replay()
+            self.replay()
         end.record()
         end.synchronize()
         return start.elapsed_time(end) * 1e3 / self.calls / replays
+
+
+def captured(sides: dict[str, Side], divisions: int) -> dict[str, Graph]:
+    """Each side; peers that cannot compute this, as cuBLAS some numbers of fp8 rows, are left out."""
+    found = {}
+    for name, side in sides.items():
+        try:
+            found[name] = Graph.capture(side, divisions)
+        except RuntimeError as error:
+            if name not in _OPTIONAL:
+                raise
+            print(f"without {name}: {one_line(error)}", flush=True)
+    return found
 
 
 def measure(case: Case, skew: str, device: Device, options: argparse.Namespace) -> dict[str, Any]:
@@ -278,9 +319,9 @@ def measure(case: Case, skew: str, device: Device, options: argparse.Namespace) 
     error = case.error(sides["tunegemm"](0))
     # Tensor cores add up fp8 in fewer bits than fp32 has, torch's as ours.
     right = error < _ERROR or (case.kind == "fp8" and error < 1.2 * case.error(sides["torch"](0)))
-    graphs = {name: Graph.capture(side, len(case.divisions)) for name, side in sides.items()}
+    graphs = captured(sides, len(case.divisions))
     rows = case.a.shape[0]
-    turn_ms = _TURN_MS if rows >= _STEADY_ROWS else 0.0
+    turn_ms = (_RACE_TURN_MS if each_kernel else _TURN_MS) if rows >= _STEADY_ROWS else 0.0
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(rounds if not turn_ms else max(3, rounds // 2)):
         for name in random.sample(list(graphs), len(graphs)):
@@ -288,7 +329,7 @@ def measure(case: Case, skew: str, device: Device, options: argparse.Namespace) 
             brief = name in ("torch again", "loop") and not each_kernel
             samples[name].append(graphs[name].time(turn_ms / 3 if brief else turn_ms))
     us = {name: statistics.median(times) for name, times in samples.items()}
-    best = min((name for name in _PEERS if name in us), key=us.__getitem__)
+    best = min((name for name in ("torch", *_OPTIONAL) if name in us), key=us.__getitem__)
     count, n, k = case.weights.shape
     major = "n" if case.kind == "n_major" else "k"
     dtype = next(name for name, each in _DTYPES.items() if each is case.a.dtype)
@@ -305,49 +346,81 @@ def measure(case: Case, skew: str, device: Device, options: argparse.Namespace) 
         "share_of_bound": round(case.bound_us(device) / us["tunegemm"], 4),
         "torch_share_of_bound": round(case.bound_us(device) / us["torch"], 4),
         "noise": round(aa_noise(samples["torch again"], samples["torch"]), 5),
-        "turn_ms": turn_ms, "right": right,
+        "turn_ms": turn_ms, "torch_captured": graphs["torch"].is_captured, "right": right,
     }  # fmt: skip
     if each_kernel:
         row["us"] = {name: round(value, 2) for name, value in us.items()}
     return row
 
 
-def cases(options: argparse.Namespace, device: Device) -> Iterator[tuple[Case, str]]:
-    """Each case and its skew, layer after layer."""
+def drawn(count: int) -> dict[str, tuple[int, int, int]]:
+    """Layers that are in no list: as many, of up to 4 GiB, the same at each call."""
+    chance = random.Random(0)
+    found: dict[str, tuple[int, int, int]] = {}
+    while len(found) < count:
+        groups = chance.choice((4, 6, 12, 16, 24, 40, 48, 64, 72, 96, 160, 192, 256))
+        n, k = (64 * round(2 ** chance.uniform(2.5, 8)) for _ in range(2))
+        if groups * n * k < 1 << 31 and (groups, n, k) not in LAYERS.values():
+            found[f"drawn-{groups}x{n}x{k}-up"] = groups, n, k
+    return found
+
+
+def order(layers: Sequence[str], rows: Sequence[str], skews: Sequence[str]) -> Iterator[tuple[str, int, str]]:
+    """All of them; each time that the layers were all there, each has had other rows and another skew."""
+    pairs = [(int(each), skew) for skew in skews for each in rows]
+    random.Random(0).shuffle(pairs)
+    for turn in range(len(pairs)):
+        for number, layer in enumerate(layers):
+            yield layer, *pairs[(turn + number) % len(pairs)]
+
+
+def cases(kind: str, options: argparse.Namespace, device: Device) -> Iterator[tuple[Case, str]]:
+    """Each case of a kind and its skew."""
     l2_bytes = 3 * device.l2_bytes
-    dtypes = {"fp16": torch.float16, "fp8": torch.float8_e4m3fn}
-    for kind, name in itertools.product(options.kinds, options.layers):
-        if kind == "gated" and not name.endswith("-up"):
-            continue
-        count, n, k = LAYERS[name]
-        extents = (count, k, n) if kind == "n_major" else (count, n, k)
-        weights = torch.empty(*extents, device=options.device, dtype=dtypes.get(kind, torch.bfloat16))
-        for each in weights:
-            each.copy_(torch.randn(each.shape, device=each.device) * k**-0.5)
-        weights = weights.mT if kind == "n_major" else weights
-        for rows in options.rows:
-            for skew in options.skews:
-                yield Case.make(weights, int(rows), skew, l2_bytes, kind), skew
+    dtype = {"fp16": torch.float16, "fp8": torch.float8_e4m3fn}.get(kind, torch.bfloat16)
+    layers = LAYERS
+    names = [name for name in options.layers if kind != "gated" or name.endswith("-up")]
+    plan = order(names, options.rows, options.skews)
+    if options.drawn:
+        layers = drawn(options.drawn)
+        some = [*itertools.product(map(int, options.rows), options.skews)]
+        random.Random(1).shuffle(some)
+        plan = ((name, *pair) for name, pair in zip(layers, itertools.cycle(some), strict=False))
+    kept: dict[str, torch.Tensor] = {}
+    for name, rows, skew in plan:
+        count, n, k = layers[name]
+        if name not in kept:
+            if options.drawn:
+                kept.clear()
+            extents = (count, k, n) if kind == "n_major" else (count, n, k)
+            weights = torch.empty(*extents, device=options.device, dtype=dtype)
+            for each in weights:
+                each.copy_(torch.randn(each.shape, device=each.device) * k**-0.5)
+            kept[name] = weights.mT if kind == "n_major" else weights
+        random.seed(f"{name} {rows} {skew}")
+        yield Case.make(kept[name], rows, skew, l2_bytes, kind), skew
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints and writes a row for each case; 1 where a result is wrong."""
     device = find_device(options.device)
     torch.cuda.set_device(device.index)
-    random.seed(0)
     torch.manual_seed(0)
     grouped.choose = partial(choose, every=True)  # type: ignore[attr-defined]
     for kind in options.kinds:
         packing.provide_grouped(kind)
-    results = Results(results_path(options.out, device, "experts.json"), meta(device, METHOD))
+    name = "experts_kernels.json" if options.kernels else "experts.json"
+    results = Results(results_path(options.out, device, name), meta(device, METHOD))
     begun, found = time.monotonic(), []
-    for case, skew in cases(options, device):
-        if options.seconds and time.monotonic() - begun > options.seconds:
-            print(f"stopped after {options.seconds} s", flush=True)
-            break
-        found.append(measure(case, skew, device, options))
-        results.put(found[-1])
-        print(_brief(found[-1]), flush=True)
+    for number, kind in enumerate(options.kinds):
+        until = options.seconds * (number + 1) / len(options.kinds)
+        for case, skew in cases(kind, options, device):
+            if options.seconds and time.monotonic() - begun > until:
+                print(f"{kind}: stopped after {until} s", flush=True)
+                break
+            found.append(measure(case, skew, device, options))
+            results.put(found[-1])
+            print(_brief(found[-1]), flush=True)
     print(*_summary(found), sep="\n")
     return 0 if all(row["right"] for row in found) else 1
 
@@ -366,11 +439,11 @@ def _brief(row: dict[str, Any]) -> str:
 
 
 def _summary(found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    for rows in sorted({row["rows"] for row in found}):
-        of = [row for row in found if row["rows"] == rows]
-        yield _line(f"{rows} rows", of)
-    if found:
-        yield _line("all", found)
+    for kind in dict.fromkeys((row["dtype"], row["layout"], row["epilogue"]) for row in found):
+        own = [row for row in found if (row["dtype"], row["layout"], row["epilogue"]) == kind]
+        for rows in sorted({row["rows"] for row in own}):
+            yield _line(f"{rows} rows", [row for row in own if row["rows"] == rows])
+        yield _line(f"all of {' '.join(filter(None, kind))}", own)
 
 
 def _line(name: str, rows: Sequence[dict[str, Any]]) -> str:
@@ -386,7 +459,10 @@ def _line(name: str, rows: Sequence[dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a result is wrong."""
     parser = parser_of("experts", __doc__)
-    parser.add_argument("--layers", default=",".join(LAYERS), help="default: all of %(default)s")
+    parser.add_argument(
+        "--layers", default=",".join(LAYERS), help="or `anchor`, the first six; default: all of %(default)s"
+    )
+    parser.add_argument("--drawn", type=int, default=0, help="so many layers that are in no list, instead")
     parser.add_argument("--rows", default=",".join(ROWS), help="of all groups together: default %(default)s")
     parser.add_argument("--skews", default=",".join(SKEWS), help="default: all of %(default)s")
     parser.add_argument(
@@ -399,6 +475,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.quack and find_spec("quack") is None:
         parser.error("quack-kernels is not installed: pip install quack-kernels, or leave out --quack")
+    if options.layers == "anchor":
+        options.layers = ",".join(ANCHOR)
     choose_names(options, layers=tuple(LAYERS), rows=ROWS, skews=SKEWS, kinds=kinds())
     return run(options)
 

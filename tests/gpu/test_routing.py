@@ -10,13 +10,12 @@ import torch
 
 import tunegemm
 from tests.gpu.test_grouped import error
+from tunegemm.generate import routing as kernels
 from tunegemm.serve import api, routing
 from tunegemm.serve.routing import Gate, Routing
 from tunegemm.store import packing
 
 pytestmark = pytest.mark.gpu
-
-EVERY = ("route", "combine", "gate")
 
 
 @pytest.fixture
@@ -24,11 +23,11 @@ def around(monkeypatch: pytest.MonkeyPatch) -> Iterator[Routing]:
     """All kernels, served or not; none is compiled meanwhile."""
     assert not packing.provide_grouped("routing").failures
     assert not packing.provide_grouped("n_major").failures and not packing.provide_grouped("").failures
-    found = Routing(served=EVERY)
+    found = Routing(served=kernels.ALL)
     monkeypatch.setattr(routing, "routing", found)
     before = api.dispatcher.planner.notices
     yield found
-    assert api.dispatcher.planner.notices is before and found.served == EVERY
+    assert api.dispatcher.planner.notices is before and found.served == kernels.ALL
 
 
 def drawn(tokens: int, chosen: int, count: int, dtype: torch.dtype, beyond: int) -> torch.Tensor:

@@ -68,7 +68,7 @@ class Steps:
 @pytest.fixture
 def steps(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> Steps:
     found = Steps()
-    monkeypatch.setattr(routing, "routing", Routing(found.load, ("route", "combine", "gate")))
+    monkeypatch.setattr(routing, "routing", Routing(found.load, kernels.ALL))
     return found
 
 

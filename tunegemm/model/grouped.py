@@ -97,6 +97,11 @@ def listed(path: Path | None = None, kind: str = "") -> tuple[GroupedConfig, ...
     return tuple(table.configs[pair] for pair in dict.fromkeys(found))
 
 
+def configs(kind: str, path: Path | None = None) -> dict[str, GroupedConfig]:
+    """The kernels of a kind by their names in the table. Raises BadValueError for a damaged one."""
+    return {name: config for (of, name), config in _table(path).configs.items() if of == kind}
+
+
 def kinds(path: Path | None = None) -> tuple[str, ...]:
     """The names of all kinds of product, served or not. Raises BadValueError for a damaged table."""
     return tuple(_table(path).kinds)

@@ -117,7 +117,7 @@ def experts(
         place = _inverse(order, plain) if routed is None else routed.place
         combined = around.combine(of_rows, place, ends, weights)
         if combined is not None:
-            return combined.to(x.dtype)
+            return combined if combined.dtype is x.dtype else combined.to(x.dtype)
         if routed is not None:  # and the other kernel is not there
             order = _inverse(place.long(), plain)
             nobodys = (torch.arange(order.shape[0], device=x.device) >= ends[-1])[:, None]
@@ -230,13 +230,12 @@ def _check(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, activation
         raise ProblemError(
             f"activation {activation!r} has no gated form; use {', '.join(_ACTIVATIONS)}, or a function"
         )
-    shapes = tuple(tuple(tensor.shape) for tensor in (x, gate_up, down))
     if not (x.ndim == 2 and gate_up.ndim == down.ndim == 3) or (
         gate_up.shape[2] != x.shape[1] or down.shape != (gate_up.shape[0], x.shape[1], gate_up.shape[1] // 2)
     ):
         raise ProblemError(
-            f"x {shapes[0]}, gate_up {shapes[1]}, down {shapes[2]}; give (tokens, hidden), "
-            "(experts, 2 inner, hidden) and (experts, hidden, inner)"
+            f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}, down {tuple(down.shape)}; give (tokens, "
+            "hidden), (experts, 2 inner, hidden) and (experts, hidden, inner)"
         )
     if index.ndim != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
         raise ProblemError(

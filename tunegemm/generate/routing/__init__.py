@@ -18,7 +18,8 @@ from tunegemm.generate.sources import hash_of_code, kernel_sources
 
 NAME = "routing"
 TARGET = "sm_90a"
-#: Which kernels serve, and ship: those that a GPU has shown right.
+#: What kernels do, and which of them serve, and ship: those that a GPU has shown right.
+ALL = ("route", "combine", "gate")
 SERVED: tuple[str, ...] = ()
 UNIT_BYTES = 16
 #: Choices of a block of `route`, by how many there are at most: it compares each with all.

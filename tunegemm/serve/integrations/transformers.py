@@ -43,8 +43,11 @@ def experts_forward(
     gate_up, down = self.gate_up_proj, self.down_proj
     if getattr(self, "is_transposed", False):
         gate_up, down = gate_up.mT, down.mT
+    dtype = hidden_states.dtype
+    if dtype is not gate_up.dtype:  # autocast leaves fp32 before a layer
+        hidden_states = hidden_states.to(gate_up.dtype)
     result = experts(
-        hidden_states.to(gate_up.dtype),  # autocast leaves fp32 before a layer
+        hidden_states,
         gate_up,
         down,
         top_k_index,
@@ -54,7 +57,7 @@ def experts_forward(
         activation=activation_of(self, getattr(moe, "_default_apply_gate", None)),
         elsewhere=getattr(self, "_is_expert_parallel", True),
     )
-    return result.to(hidden_states.dtype)
+    return result if result.dtype is dtype else result.to(dtype)
 
 
 #: Classes of `transformers.activations` and of torch by what they compute.
