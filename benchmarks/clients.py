@@ -3,13 +3,14 @@
     python -m benchmarks.clients --tune 60                        # tunes the model's products first, for 60 s
     python -m benchmarks.clients --workloads decode-16 --modes graph,max-autotune
     python -m benchmarks.clients --fuse                           # with patch(fuse=True): clients_fused.json
+    python -m benchmarks.clients --fuse --model 1B --workloads train
     python -m benchmarks.clients --device cpu --tiny              # without a GPU: the results alone, no times
 
-The layers are those of an 8B model with random weights; nothing is downloaded. Prefill is one prompt of 4096
-tokens, decode one token for each of 1 to 256 sequences behind 512 tokens of context, train one step of AdamW
-on 4096 tokens. Each runs eagerly, in a CUDA graph of the eager code, and under torch.compile. The mode
-`max-autotune`, which is to be asked for, is torch.compile's own tuning beside tunegemm under torch.compile
-without it, both in a CUDA graph.
+The layers are those of an 8B model, or all of a 1B model, with random weights; nothing is downloaded. Prefill
+is one prompt of 4096 tokens, decode one token for each of 1 to 256 sequences behind 512 tokens of context,
+train one step of AdamW on 4096 tokens, with `--fuse` of a model that is patched alone, too. Each runs
+eagerly, in a CUDA graph of the eager code, and under torch.compile. The mode `max-autotune`, which is to be
+asked for, is torch.compile's own tuning beside tunegemm under torch.compile without it, both in a CUDA graph.
 Writes results/GPU/clients.json after each workload, so that it can run in slices.
 """
 
@@ -49,7 +50,8 @@ METHOD = (
     "as many that are not timed, so that the chip runs at the clocks that this variant leaves it; "
     "with and without tunegemm in shuffled order in each round, medians, ratio the median over rounds of "
     "torch's sample to tunegemm's; noise of timing torch's step twice a round; errors are relative to the "
-    "same model in fp32, of logits, for train of a weight's gradient; AdamW has a learning rate of 0"
+    "same model in fp32, of logits, for train of a weight's gradient; AdamW has a learning rate of 0; peak "
+    "memory is that of a step, with weights and gradients, outside of CUDA graphs"
 )
 MODES = ("eager", "graph", "compile", "max-autotune")
 #: The mode in which torch.compile tunes for itself, which takes minutes.
@@ -82,18 +84,26 @@ class Size:
     prompt: int = 4096
     context: int = CONTEXT
 
+    tied: bool = False
+    """Whether the head's weight is the embedding's."""
+
     @classmethod
-    def tiny(cls, layers: int) -> Size:
-        """For a test of the parts: says nothing of speed."""
-        return cls(layers, 128, 256, 4, 2, 512, 64, 16)
+    def of(cls, model: str, layers: int | None) -> Size:
+        """8B, of which two layers by default; 1B; or tiny, for a test of the parts: says nothing of speed."""
+        if model == "tiny":
+            return cls(layers or 2, 128, 256, 4, 2, 512, 64, 16)
+        return cls(layers or 16, 2048, 8192, tied=True) if model == "1B" else cls(layers or 2)
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a result is further from fp32 than torch's allows."""
     parser = parser_of("clients", __doc__)
-    parser.add_argument("--layers", type=int, default=2, help="decoder layers (default: 2; the model has 32)")
-    parser.add_argument("--tiny", action="store_true", help="a model of a few thousand weights")
+    parser.add_argument("--model", choices=("8B", "1B"), default="8B", help="default: %(default)s")
+    parser.add_argument("--layers", type=int, help="decoder layers (default: 2 of the 32 of 8B, all of 1B)")
+    parser.add_argument(
+        "--tiny", dest="model", action="store_const", const="tiny", help="a model of a few thousand weights"
+    )
     parser.add_argument("--fuse", action="store_true", help="layers are fused, see tunegemm.patch")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: all of %(default)s")
     parser.add_argument(
@@ -116,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     """Checks and times what was asked for, a row for each workload and mode; prints and writes them."""
     place = torch.device(options.device)
-    size = Size.tiny(options.layers) if options.tiny else Size(options.layers)
+    size = Size.of(options.model, options.layers)
     device = find_device(options.device) if place.type == "cuda" else None
     if device is None and options.tune:
         raise ClientError("--tune needs a GPU; leave it out with --device cpu")
@@ -139,9 +149,13 @@ def run(options: argparse.Namespace) -> int:
         if time.monotonic() - begun > options.within:
             print(f"{name}: no time is left")
             continue
+        variants = {"torch": model, "tunegemm": tuned}
         if options.fuse:
-            tuned = fused(model, name == "train")
-        rows = measure(name, model, tuned, size, place, options)
+            variants["tunegemm"] = fused(model, name == "train")
+            if name == "train":
+                variants["patched"] = tuned
+        rows = measure(name, variants, size, place, options)
+        variants.clear()
         if results is not None:
             results.put(*rows)
         wrong += sum(not row["right"] for row in rows)
@@ -166,6 +180,7 @@ def build(size: Size, place: torch.device) -> LlamaForCausalLM:
         num_key_value_heads=size.kv_heads,
         max_position_embeddings=2 * size.prompt,
         attn_implementation="sdpa",
+        tie_word_embeddings=size.tied,
     )
     torch.manual_seed(0)
     with place:
@@ -313,44 +328,50 @@ def _context(model: LlamaForCausalLM, batch: int, size: Size, place: torch.devic
 
 def measure(
     workload: str,
-    model: LlamaForCausalLM,
-    tuned: LlamaForCausalLM,
+    models: Mapping[str, LlamaForCausalLM],
     size: Size,
     place: torch.device,
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """A row for each mode; without times on a CPU."""
+    """A row for each mode; without times on a CPU.
+
+    models: torch, tunegemm, and patched where that is another.
+    """
     make, modes, rounds = WORKLOADS[workload], options.modes, options.rounds
-    reference = copy.deepcopy(model).float()
+    reference = copy.deepcopy(models["torch"]).float()
     expected = make(reference, size, place)().float().clone()
     del reference
     steps: dict[tuple[str, str], Step] = {}
     errors: dict[tuple[str, str], float] = {}
+    peaks: dict[tuple[str, str], float] = {}
     left: set[str] = set()
     for mode in modes:
-        for library, which in (("torch", model), ("tunegemm", tuned)):
+        for library, model in models.items():
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", TunegemmWarning)
-                step = prepare(mode, make, which, size, place, ours=library == "tunegemm")
+                step = prepare(mode, make, model, size, place, ours=library != "torch")
                 got = step().float()
             said = (str(warning.message) for warning in caught if warning.category is TunegemmWarning)
             left |= {message for message in said if "to torch" in message}
             errors[mode, library] = ((got - expected).norm() / expected.norm()).item()
             steps[mode, library] = step
             del got
+            if place.type == "cuda" and not isinstance(step, _Replay):
+                peaks[mode, library] = peak_mib(step, model)
     for message in sorted(left):
         print(f"  {workload}: {message}")
     samples = interleave(steps, rounds, options.sample_ms) if place.type == "cuda" else {}
     rows = []
     for mode in modes:
         bound = max(_TOLERANCE * errors[mode, "torch"], 1e-6)
-        error = errors[mode, "tunegemm"]
-        row: dict[str, Any] = {"workload": workload, "mode": mode, "layers": size.layers, "dtype": "bf16"}
-        row |= {"torch_error": errors[mode, "torch"], "tunegemm_error": error}
-        row["right"] = error <= bound
+        row: dict[str, Any] = {"workload": workload, "mode": mode, "model": options.model}
+        row |= {"layers": size.layers, "dtype": "bf16"}
+        row |= {f"{library}_error": errors[mode, library] for library in models}
+        row["right"] = all(errors[mode, library] <= bound for library in models)
         if samples:
             row |= _times(samples, mode)
             row |= {"rounds": rounds, "left_to_torch": len(left), "sample_ms": options.sample_ms}
+        row |= {f"{library}_peak_mib": round(peak, 1) for (of, library), peak in peaks.items() if of == mode}
         rows.append(row)
     steps.clear()
     torch.compiler.reset()
@@ -358,6 +379,19 @@ def measure(
     if place.type == "cuda":
         torch.cuda.empty_cache()
     return rows
+
+
+def peak_mib(step: Step, model: torch.nn.Module) -> float:
+    """What the model takes at most in a step, but for its optimizer's state; other models may lie there."""
+    torch.cuda.synchronize()
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [each.grad for each in model.parameters() if each.grad is not None]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return (sum(storages.values()) + torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def prepare(
@@ -469,13 +503,16 @@ def _time_us(step: Step, calls: int) -> float:
 
 def _times(samples: Mapping[tuple[str, str], Sequence[float]], mode: str) -> dict[str, Any]:
     torchs = samples[mode, "torch"]
-    ours = samples[mode, "tunegemm"]
-    return {
+    times: dict[str, Any] = {
         "torch_us": round(statistics.median(torchs), 1),
         "noise": round(aa_noise(samples[mode, AGAIN], torchs), 5),
-        "tunegemm_us": round(statistics.median(ours), 1),
-        "ratio": round(statistics.median(t / o for t, o in zip(torchs, ours, strict=True)), 4),
     }
+    for (of, library), ours in samples.items():
+        if of == mode and library not in ("torch", AGAIN):
+            times[f"{library}_us"] = round(statistics.median(ours), 1)
+            ratio = statistics.median(t / o for t, o in zip(torchs, ours, strict=True))
+            times["ratio" if library == "tunegemm" else f"{library}_ratio"] = round(ratio, 4)
+    return times
 
 
 def _brief(row: Mapping[str, Any]) -> str:
@@ -483,7 +520,11 @@ def _brief(row: Mapping[str, Any]) -> str:
     if "torch_us" in row:
         words.append(f"torch {row['torch_us'] / 1e3:.3f} ms")
         words.append(f"tunegemm {row['tunegemm_us'] / 1e3:.3f} ms, {row['ratio']:.3f} x torch")
+        if "patched_ratio" in row:
+            words.append(f"(patched alone {row['patched_ratio']:.3f})")
         words.append(f"(noise {100 * row['noise']:.1f} %)")
+    if "torch_peak_mib" in row:
+        words.append(f"peak {row['torch_peak_mib']:.0f}, {row['tunegemm_peak_mib']:.0f} MiB")
     words.append(f"error {row['torch_error']:.2e}")
     words.append(f"tunegemm {row['tunegemm_error']:.2e}{'' if row['right'] else ' WRONG'}")
     return " ".join(words)

@@ -235,6 +235,17 @@ class TestBlocks:
         assert "| prefill, eager | 2 | 2.000 | 1.900 | 1.050 | 0.4 % | 1.00e-02 | 9.00e-03 |" in text
         assert "| prefill, max-autotune | 2 | 2.000 |  |  | 0.4 % | 1.00e-02 |  |" in text
         assert text.endswith("more than the noise: prefill graph (0.990).")
+        more = {"model": "1B", "patched_ratio": 1.01, "torch_peak_mib": 100.0, "tunegemm_peak_mib": 97.0}
+        more |= {"workload": "train", "mode": "eager"}
+        (tmp_path / "clients.json").write_text(
+            json.dumps({"meta": {}, "rows": [rows[0], shared | timed_too | more]})
+        )
+        trained = generate.clients(tmp_path)
+        assert "| prefill, eager | 2 | 2.000 | 1.900 | 1.050 | 0.4 % |  |  | 1.00e-02 |" in trained
+        assert (
+            "| train, eager | 2 of 1B | 2.000 | 1.900 | 1.050 | 0.4 % | 1.010 | 0.970 | 1.00e-02 |" in trained
+        )
+        (tmp_path / "clients.json").write_text(json.dumps({"meta": {}, "rows": rows}))
         assert "clients_fused.json` is not there" in generate.clients_fused(tmp_path)
         (tmp_path / "clients.json").rename(tmp_path / "clients_fused.json")
         assert generate.clients_fused(tmp_path) == text

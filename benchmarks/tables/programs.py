@@ -266,21 +266,31 @@ def dispatch(data: Data) -> list[str]:
 
 def _clients(data: Data) -> list[str]:
     """A model end to end: milliseconds by workload and mode, with and without tunegemm."""
+    rows: Sequence[Mapping[str, Any]] = data["rows"]
+    more = {  # columns that some files have
+        "patched alone": lambda row: f"{row['patched_ratio']:.3f}" if "patched_ratio" in row else "",
+        "peak memory, times torch's": lambda row: (
+            f"{row['tunegemm_peak_mib'] / row['torch_peak_mib']:.3f}" if "torch_peak_mib" in row else ""
+        ),
+    }
+    shown = {name: of for name, of in more.items() if any(map(of, rows))}
     lines = []
-    for row in data["rows"]:
+    for row in rows:
         ours = [f"{row['tunegemm_us'] / 1e3:.3f}", f"{row['ratio']:.3f}"] if "ratio" in row else ["", ""]
         errors = [
             "" if row[name] is None else f"{row[name]:.2e}" for name in ("torch_error", "tunegemm_error")
         ]
-        cells = [f"{row['workload']}, {row['mode']}", str(row["layers"]), f"{row['torch_us'] / 1e3:.3f}"]
-        lines.append([*cells, *ours, f"{100 * row['noise']:.1f} %", *errors])
+        layers = f"{row['layers']} of {row['model']}" if "model" in row else str(row["layers"])
+        cells = [f"{row['workload']}, {row['mode']}", layers, f"{row['torch_us'] / 1e3:.3f}"]
+        others = [of(row) for of in shown.values()]
+        lines.append([*cells, *ours, f"{100 * row['noise']:.1f} %", *others, *errors])
     header = [
-        "workload, mode", "layers", "torch, ms", "tunegemm, ms", "times torch", "noise", "torch's error",
-        "tunegemm's error",
+        "workload, mode", "layers", "torch, ms", "tunegemm, ms", "times torch", "noise", *shown,
+        "torch's error", "tunegemm's error",
     ]  # fmt: skip
     slower = [
         f"{row['workload']} {row['mode']} ({row['ratio']:.3f})"
-        for row in data["rows"]
+        for row in rows
         if "ratio" in row and 1 - row["ratio"] > row["noise"]
     ]
     said = f"Slower than torch by more than the noise: {', '.join(slower) or 'none'}."

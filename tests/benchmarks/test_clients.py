@@ -36,6 +36,16 @@ def test_every_workload_gives_torchs_results(capsys: pytest.CaptureFixture[str])
     assert told == [f"{name} eager" for name in clients.WORKLOADS]
 
 
+def test_a_training_step_of_a_fused_model_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    assert clients.main([*CPU, "--modes", "eager", "--fuse", "--workloads", "train", "--layers", "1"]) == 0
+    assert "train eager: error" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("model", "layers"), [("8B", 2), ("1B", 16), ("tiny", 2)])
+def test_sizes(model: str, layers: int) -> None:
+    assert clients.Size.of(model, None).layers == layers and clients.Size.of(model, 3).layers == 3
+
+
 def test_a_wrong_result_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(model: torch.nn.Module) -> int:
         head = model.lm_head
