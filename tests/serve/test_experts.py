@@ -236,6 +236,8 @@ WRONG: dict[str, tuple[dict[str, Callable[[Any], Any]], str]] = {
     "halves": ({"gate_up": lambda g: g[:, :-2]}, r"gate_up \(6, 94, 64\)"),
     "weights": ({"weights": lambda w: w[:, :1]}, r"index \(11, 2\) and weights \(11, 1\) of 11 tokens"),
     "tokens": ({"x": lambda x: x[:5]}, "of 5 tokens"),
+    "dtypes": ({"x": lambda x: x.half()}, r"x is torch.float16, gate_up torch.float32, down torch.float32"),
+    "none": ({"gate_up": lambda g: g[:0], "down": lambda d: d[:0]}, r"gate_up \(0, 96, 64\) has no experts"),
     "floats": ({"index": lambda i: i.float()}, r"index is torch.float32; give numbers of experts"),
 }
 
@@ -246,6 +248,23 @@ def test_operands_that_are_no_layer_are_named(name: str) -> None:
     given = layer()
     with pytest.raises(ProblemError, match=words):
         tunegemm.experts(**given | {key: change(given.get(key)) for key, change in changes.items()})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_of_experts_are_looked_at_where_that_is_asked_for(
+    loops: Loops, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNEGEMM_CHECK_GROUPS", "1")
+    tunegemm.refresh()
+    given = layer(dtype=dtype)
+    tunegemm.experts(**given)
+    given["index"][3, 1] = EXPERTS
+    with pytest.raises(ProblemError, match="index names expert 6 of 6; give numbers from 0 on"):
+        tunegemm.experts(**given)
+    tunegemm.experts(**given, elsewhere=True)
+    given["index"][3, 1] = -1
+    with pytest.raises(ProblemError, match="index names expert -1 of 6"):
+        tunegemm.experts(**given, elsewhere=True)
 
 
 # ---- transformers -----------------------------------------------------------------------------------

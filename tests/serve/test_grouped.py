@@ -449,3 +449,53 @@ def test_a_record_that_cannot_run_is_told_of_and_is_torchs(
     with pytest.warns(TunegemmWarning, match=r"groups4 cannot run here: .*tile_n 24"):
         assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
     assert asked == []
+
+
+#: Ends of 4 groups of 10 rows, and what a look at them says.
+WRONG_ENDS = {
+    "descend": ([8, 3, 8, 10], r"offs\[1\] is 3, behind 8 and of 10 rows; give ends that ascend"),
+    "exceed": ([3, 8, 8, 14], r"offs\[3\] is 14, behind 8 and of 10 rows"),
+    "negative": ([-1, 3, 8, 10], r"offs\[0\] is -1, behind 0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ENDS)
+def test_ends_are_looked_at_where_that_is_asked_for(
+    loops: Loops, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends, words = WRONG_ENDS[name]
+    a, b = torch.randn(10, 64).bfloat16(), torch.randn(4, 48, 64).bfloat16().mT
+    tunegemm.grouped_mm(a, b, offs=torch.tensor(ends, dtype=torch.int32))  # nobody looks
+    monkeypatch.setenv("TUNEGEMM_CHECK_GROUPS", "1")
+    tunegemm.refresh()
+    for rows in (a, a.clone().requires_grad_(), a.float()):
+        with pytest.raises(ProblemError, match=words):
+            tunegemm.grouped_mm(rows, b.to(rows.dtype), offs=torch.tensor(ends, dtype=torch.int32))
+    few = torch.tensor([1, 1, 3, 3], dtype=torch.int32)
+    assert tunegemm.grouped_mm(a, b, offs=few).shape == (10, 48)
+    tunegemm.grouped_mm(a.to("meta"), b.to("meta"), offs=few.to("meta"))
+    monkeypatch.delenv("TUNEGEMM_CHECK_GROUPS")
+    tunegemm.refresh()
+    tunegemm.grouped_mm(a, b, offs=torch.tensor(ends, dtype=torch.int32))
+
+
+WRONG_LINES: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
+    "lines of a": (lambda a, b: (torch.randn(10, 65).bfloat16()[:, :64], b), r"a has strides \(65, 1\)"),
+    "lines of b": (
+        lambda a, b: (a, torch.randn(4, 48, 65).bfloat16()[..., :64].mT), r"b has strides \(3120, 1, 65\)",
+    ),
+    "no line of b": (
+        lambda a, b: (a, torch.randn(4, 48, 128).bfloat16()[..., ::2].mT),
+        r"b has strides \(6144, 2, 128\); give one with k or n contiguous",
+    ),
+    "dtypes": (lambda a, b: (a, b.half()), r"a is torch.bfloat16, b torch.float16; give both of one dtype"),
+    "one row": (lambda a, b: (a[0], b), r"a has shape \(64,\); give \(rows, k\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_LINES)
+def test_operands_that_torch_refuses_are_named(name: str) -> None:
+    change, words = WRONG_LINES[name]
+    a, b = change(torch.randn(10, 64).bfloat16(), torch.randn(4, 48, 64).bfloat16().mT)
+    with pytest.raises(ProblemError, match=words):
+        tunegemm.grouped_mm(a, b, offs=torch.tensor([3, 8, 8, 10], dtype=torch.int32))

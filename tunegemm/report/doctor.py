@@ -253,23 +253,24 @@ def _refusal_to_write(folder: Path) -> str:
 
 #: Variables that users set; `record` and `run` hand the last two to child processes.
 VARIABLES = (
-    "TUNEGEMM_CACHE_DIR", "TUNEGEMM_COMPILE", "TUNEGEMM_DB", "TUNEGEMM_ENABLE", "TUNEGEMM_MODE",
-    "TUNEGEMM_ONLINE_BUDGET", "TUNEGEMM_PACK", "TUNEGEMM_POLICY", "TUNEGEMM_SGLANG", "TUNEGEMM_SUMMARY",
-    "TUNEGEMM_TEST_SAMPLE", "TUNEGEMM_VLLM",
+    "TUNEGEMM_CACHE_DIR", "TUNEGEMM_CHECK_GROUPS", "TUNEGEMM_COMPILE", "TUNEGEMM_DB", "TUNEGEMM_ENABLE",
+    "TUNEGEMM_MODE", "TUNEGEMM_ONLINE_BUDGET", "TUNEGEMM_PACK", "TUNEGEMM_POLICY", "TUNEGEMM_SGLANG",
+    "TUNEGEMM_SUMMARY", "TUNEGEMM_TEST_SAMPLE", "TUNEGEMM_VLLM", "TUNEGEMM_VLLM_EXPERTS",
     "TUNEGEMM_ENABLE_PARTS", "TUNEGEMM_RECORD_PARTS",
 )  # fmt: skip
 
 
 def _environment() -> Check:
     from tunegemm.search.budget import online_budget
-    from tunegemm.serve.modes import read_compile, read_engine, read_mode, read_policy, read_summary
+    from tunegemm.serve import modes
 
     warnings: list[str] = []
-    mode, policy = read_mode(warnings.append), read_policy(warnings.append)
-    read_compile(warnings.append)
-    read_summary(warnings.append)
+    mode, policy = modes.read_mode(warnings.append), modes.read_policy(warnings.append)
+    for read in (modes.read_compile, modes.read_summary, modes.read_check_groups):
+        read(warnings.append)
     for engine in ("vllm", "sglang"):
-        read_engine(engine, warnings.append)
+        modes.read_engine(engine, warnings.append)
+    modes.read_engine_experts("vllm", warnings.append)
     if problem := online_budget()[1]:
         warnings.append(problem)
     for name in sorted(os.environ):

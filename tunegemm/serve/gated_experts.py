@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch.nn import functional
 from tunegemm.describe.epilogue import GATED
 from tunegemm.errors import ProblemError
 from tunegemm.generate.routing import MOST_CHOICES
+from tunegemm.model.grouped import choose
 from tunegemm.serve import grouped, routing
 from tunegemm.serve.api import Activation
 from tunegemm.serve.grouped import grouped_mm
-from tunegemm.serve.guards import capturing, deterministic
+from tunegemm.serve.guards import capturing, deterministic, dispatch_modes
 from tunegemm.serve.routing import Gate
 from tunegemm.serve.torch.fx import node_of, rank
 
@@ -74,11 +76,64 @@ def experts(
         result: torch.Tensor = node_of(error, experts, (x, gate_up, down, index, weights), words)
         return result
     _check(x, gate_up, down, index, weights, activation)
+    given = x, gate_up, down, index, weights, gate_up_bias, down_bias
+    computed = _layer(*given, activation, interleaved, elsewhere)
+    assert computed is not None
+    return computed
+
+
+def served(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """`experts` with silu's gate; None where torch's products would compute it, or gradients are asked."""
+    count, rows = gate_up.shape[0], index.numel()
+    if not _are_chosen(count, tuple(gate_up.shape[1:]), tuple(down.shape[1:]), rows, x.dtype):
+        return None
+    given = x, gate_up, down, index, weights, gate_up_bias, down_bias
+    return _layer(*given, "silu", False, False, served=True)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _are_chosen(
+    count: int, up: tuple[int, int], down: tuple[int, int], rows: int, dtype: torch.dtype
+) -> bool:
+    """Whether the table that ships has kernels for both products, the first one gated."""
+    if dtype is not torch.bfloat16 or not rows:
+        return False
+    gated = choose(count, *up, rows, gate=_GATES["silu"])
+    return gated is not None and choose(count, *down, rows) is not None
+
+
+def _layer(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: Any,
+    interleaved: bool,
+    elsewhere: bool,
+    served: bool = False,
+) -> torch.Tensor | None:
+    """What `experts` computes. served: None where the first product has no kernel."""
     operands = x, gate_up, down, index, weights, gate_up_bias, down_bias
     traced = torch.compiler.is_compiling()
     # Without gradients and all that surrounds a call: asked once, not at each product.
     plain = not traced and grouped.are_plain(*operands) and not grouped.has_gradient(*operands)
+    if served and not plain:
+        return None
     count, (tokens, chosen) = gate_up.shape[0], index.shape
+    if not traced and grouped.groups.are_checked():
+        _check_index(index, count, elsewhere)
     around = routing.routing if plain else None
     routed = around.route(x, index, count) if around else None
     nobodys = None
@@ -99,6 +154,8 @@ def experts(
         gated = _traced if traced else multiply
         inner = gated(rows, gate_up.mT, ends, gate_up_bias, _GATES[activation], interleaved)
     if inner is None:
+        if served:
+            return None
         both = multiply(rows, gate_up.mT, ends, gate_up_bias) if plain else None
         if both is None:
             both = grouped_mm(rows, gate_up.mT, offs=ends, bias=gate_up_bias)
@@ -237,6 +294,12 @@ def _check(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, activation
             f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}, down {tuple(down.shape)}; give (tokens, "
             "hidden), (experts, 2 inner, hidden) and (experts, hidden, inner)"
         )
+    if not gate_up.shape[0]:
+        raise ProblemError(f"gate_up {tuple(gate_up.shape)} has no experts; give one at least")
+    if x.dtype is not gate_up.dtype or down.dtype is not gate_up.dtype:
+        raise ProblemError(
+            f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; give all of one dtype"
+        )
     if index.ndim != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
         raise ProblemError(
             f"index {tuple(index.shape)} and weights {tuple(weights.shape)} of {x.shape[0]} tokens; "
@@ -244,3 +307,15 @@ def _check(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, activation
         )
     if index.dtype not in (torch.int64, torch.int32):
         raise ProblemError(f"index is {index.dtype}; give numbers of experts: index.to(torch.int64)")
+
+
+def _check_index(index: torch.Tensor, count: int, elsewhere: bool) -> None:
+    """Raises ProblemError for numbers of no expert. Waits for the device."""
+    if index.device.type == "meta" or dispatch_modes() or capturing(index.device):
+        return
+    least, most = index.min().item() if index.numel() else 0, index.max().item() if index.numel() else 0
+    if least < 0 or (most >= count and not elsewhere):
+        raise ProblemError(
+            f"index names expert {least if least < 0 else most} of {count}; give numbers from 0 on, those "
+            "of experts of other processes with elsewhere=True"
+        )

@@ -35,6 +35,7 @@ from tunegemm.serve.guards import (
     is_lazy,
     tracing,
 )
+from tunegemm.serve.modes import read_check_groups
 from tunegemm.serve.operands import ALIGNMENT
 from tunegemm.serve.planning import LOOK_SECONDS, MAX_PLANS
 from tunegemm.serve.torch.autograd import PLAIN
@@ -74,7 +75,8 @@ def grouped_mm(
     if the call was made once before. torch.compile holds it as the operator `tunegemm::grouped_mm`.
 
     Raises what torch raises, or ProblemError that names what is wrong with groups or bias. The values of
-    `offs`, which are on the device, nobody checks: no group reaches beyond the rows, whatever they are.
+    `offs`, which are on the device, nobody checks, unless ``TUNEGEMM_CHECK_GROUPS=1``: no group reaches
+    beyond the rows, whatever they are.
     """
     try:
         if torch.compiler.is_compiling():
@@ -113,6 +115,7 @@ class Groups:
         """load: the launch of a choice on a device by its number, or None until it is compiled."""
         self._load = load or self._load_compiled
         self._state: object = None
+        self._are_checked = False
         self._plans: dict[Hashable, _Plan] = {}
         self.launches: dict[tuple[GroupedChoice, int], Launch] = {}
         """What was loaded, by kernel and device."""
@@ -132,6 +135,14 @@ class Groups:
             return _added(torch.ops.tunegemm.grouped_mm(a, b, offs, None), offs, bias)
         return self.below_autograd(a, b, offs, bias, gate, interleaved)
 
+    def are_checked(self) -> bool:
+        """Whether values on the device are looked at, for which the host waits: ``TUNEGEMM_CHECK_GROUPS``."""
+        planner = api.dispatcher.planner
+        if planner.state is not self._state:  # by `refresh`, another policy, a fork
+            self._state, self._plans, self.launches = planner.state, {}, {}
+            self._are_checked = read_check_groups(planner.notices.warn)
+        return self._are_checked
+
     def below_autograd(
         self,
         a: Any,
@@ -146,9 +157,8 @@ class Groups:
 
         scales: of rows of fp8; those of b's columns are then in the place of bias.
         """
-        state = api.dispatcher.planner.state
-        if state is not self._state:  # by `refresh`, another policy, a fork
-            self._state, self._plans, self.launches = state, {}, {}
+        if self.are_checked():
+            check_ends(offs, a.shape[0])
         addresses = a.data_ptr() | b.data_ptr()
         key: tuple[Any, ...] = (
             a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device, offs.shape,
@@ -377,10 +387,29 @@ def by_torch(
         raise
 
 
+def check_ends(offs: torch.Tensor, rows: int) -> None:
+    """Raises ProblemError for ends of groups that do not ascend from 0 to so many rows. Waits for the device.
+
+    While a graph is captured nothing is known of values, nor of tensors without memory.
+    """
+    if offs.device.type == "meta" or dispatch_modes() or capturing(offs.device):
+        return
+    before = 0
+    for group, end in enumerate(offs.reshape(-1).tolist()):
+        if not before <= end <= rows:
+            raise ProblemError(
+                f"offs[{group}] is {end}, behind {before} and of {rows} rows; give ends that ascend: "
+                "sizes.cumsum(0)"
+            )
+        before = end
+
+
 def _wrong_groups(a: Any, b: Any, offs: Any) -> str:
     """What is wrong with the groups of a product that torch refused; empty where it is something else."""
-    if not isinstance(offs, torch.Tensor) or a.ndim != 2 or b.ndim != 3:
+    if not isinstance(offs, torch.Tensor) or b.ndim != 3:
         return ""
+    if a.ndim != 2:
+        return "" if a.ndim == 3 else f"a has shape {tuple(a.shape)}; give (rows, k)"
     if offs.dtype is not torch.int32:
         return f"offs are {offs.dtype}; give int32 ones: offs.to(torch.int32)"
     if offs.shape != b.shape[:1]:
@@ -389,6 +418,17 @@ def _wrong_groups(a: Any, b: Any, offs: Any) -> str:
         return f"a is on {a.device}, b on {b.device}, offs on {offs.device}; give all on one device"
     if a.shape[1] != b.shape[1]:
         return f"a has k {a.shape[1]} and b {b.shape[1]}; give a (rows, k) and b (groups, k, n)"
+    if a.dtype is not b.dtype:
+        return f"a is {a.dtype}, b {b.dtype}; give both of one dtype"
+    for name, each in (("a", a), ("b", b)):
+        *_, across, along = each.stride()
+        if 1 not in (across, along):
+            return f"{name} has strides {each.stride()}; give one with k or n contiguous: {name}.contiguous()"
+        if any(stride * each.element_size() % ALIGNMENT for stride in each.stride() if stride != 1):
+            return (
+                f"{name} has strides {each.stride()}, of {each.element_size()} bytes; give multiples of "
+                f"{ALIGNMENT} bytes: {name}.contiguous(), of n and k that are multiples"
+            )
     return ""
 
 

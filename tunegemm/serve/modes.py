@@ -46,6 +46,16 @@ def read_engine(engine: str, warn: Callable[[str], None]) -> bool:
     return _switch(f"TUNEGEMM_{engine.upper()}", True, warn)
 
 
+def read_engine_experts(engine: str, warn: Callable[[str], None]) -> bool:
+    """``TUNEGEMM_VLLM_EXPERTS``: whether an engine's layers of experts are served, too."""
+    return _switch(f"TUNEGEMM_{engine.upper()}_EXPERTS", False, warn)
+
+
+def read_check_groups(warn: Callable[[str], None]) -> bool:
+    """``TUNEGEMM_CHECK_GROUPS``: whether the ends of groups and experts' numbers are looked at."""
+    return _switch("TUNEGEMM_CHECK_GROUPS", False, warn)
+
+
 def _switch(name: str, default: bool, warn: Callable[[str], None]) -> bool:
     """A variable that is 0 or 1; what is neither is a warning, and the default."""
     text = os.environ.get(name, "")

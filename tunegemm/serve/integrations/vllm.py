@@ -19,6 +19,8 @@ from tunegemm.errors import one_line
 from tunegemm.serve import api
 from tunegemm.serve.integrations import engines
 from tunegemm.serve.integrations.engines import Misfit, of_engine, replace
+from tunegemm.serve.integrations.vllm_experts import serve_experts
+from tunegemm.serve.modes import read_engine_experts
 
 #: Its parent is vLLM's, which shows lines of this level.
 _log = logging.getLogger("vllm.tunegemm")
@@ -35,6 +37,7 @@ _HOPPER = 90
 
 def register() -> None:
     """Serves the engine of this process. May be called again, and where there is no GPU; raises nothing."""
+    experts = {"layers of experts": serve_experts} if read_engine_experts("vllm", _log.warning) else {}
     engines.install(
         "vllm",
         _log,
@@ -42,6 +45,7 @@ def register() -> None:
             "bf16 and fp16 layers": _sixteen_bits,
             "batch invariance": _batch_invariance,
             "fp8 layers": _fp8,
+            **experts,
             "the compile cache's key": _configuration,
             "the line at the start": _start,
         },

@@ -1,0 +1,83 @@
+"""vLLM: layers of bf16 experts, by `tunegemm.experts`. Written for 0.26 to 0.33.
+
+vLLM has classes of experts, of which the first that supports a layer computes it: on Hopper that is Triton's.
+Ours is a subclass, and leaves to it all that grouped products do not serve: what is quantised, LoRA, experts
+that a map places on other ranks, other gates, and batches for which no kernel is known to be faster. Tensor
+parallelism shows in the weights' sizes alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tunegemm.serve import gated_experts
+from tunegemm.serve.integrations.engines import of_engine, plain, replace
+
+#: The class, as vLLM's log names it.
+EXPERTS = "TunegemmExperts"
+_FUSED = "vllm.model_executor.layers.fused_moe"
+_PARAMETERS = (
+    "self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation",
+    "global_num_experts", "expert_map", "a1q_scale", "a2_scale", "workspace13", "workspace2",
+    "expert_tokens_meta", "apply_router_weight_on_input",
+)  # fmt: skip
+
+
+def serve_experts() -> None:
+    """Puts the class before Triton's. Raises Misfit for a version that is not known."""
+    triton = f"{_FUSED}.experts.triton_moe.TritonExperts"
+    _, own_class = of_engine(triton)
+    of_engine(f"{triton}.apply", _PARAMETERS)
+    ours = _class(own_class)
+
+    def make(own: Any) -> Any:
+        def backend_to_kernel_cls(backend: Any) -> list[Any]:
+            found = list(own(backend))
+            return [ours, *found] if found[:1] == [own_class] else found
+
+        return backend_to_kernel_cls
+
+    replace(f"{_FUSED}.oracle.unquantized.backend_to_kernel_cls", ("backend",), make)
+
+
+def _class(own: Any) -> type:
+    """The class of experts: Triton's, whose products of 16 bits are ours where they are served."""
+    _, silu = of_engine(f"{_FUSED}.activation.MoEActivation.SILU")
+
+    class Experts(own):  # type: ignore[misc]
+        @staticmethod
+        def _supports_batch_invariance() -> bool:
+            return False  # the kernel goes by the number of rows
+
+        def apply(self, *arguments: Any, **words: Any) -> None:
+            given = dict(zip(_PARAMETERS[1:], arguments, strict=False)) | words
+            result = _computed(self, given) if given["activation"] == silu else None
+            if result is None:
+                super().apply(**given)
+            else:
+                given["output"].copy_(result)
+
+    Experts.__name__ = Experts.__qualname__ = EXPERTS
+    return Experts
+
+
+def _computed(experts: Any, given: dict[str, Any]) -> torch.Tensor | None:
+    """A layer with silu's gate; None where Triton is to compute it."""
+    config = experts.quant_config
+    if (
+        given["expert_map"] is not None
+        or given["a1q_scale"] is not None
+        or given["a2_scale"] is not None
+        or given["apply_router_weight_on_input"]
+        or config.quant_dtype is not None
+        or config.weight_quant_dtype is not None
+        or config.gemm1_clamp_limit is not None
+        or getattr(experts, "_lora_context", None) is not None
+    ):
+        return None
+    return gated_experts.served(
+        given["hidden_states"], plain(given["w1"]), plain(given["w2"]), given["topk_ids"],
+        given["topk_weights"], gate_up_bias=config.w1_bias, down_bias=config.w2_bias,
+    )  # fmt: skip
