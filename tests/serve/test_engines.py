@@ -7,6 +7,8 @@ import subprocess
 import sys
 import tomllib
 import types
+from collections import Counter
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -201,15 +203,59 @@ def test_a_known_fall_back_enters_few_functions(serve, kernel, own) -> None:
     four = scaled(16, by_row=True)
     functions = torch._inductor.select_algorithm.extern_kernels
 
-    def call() -> None:
-        functions.tunegemm_engine_scaled_mm(*four, bias=None, out_dtype=BF16, name="scaled_mm")
+    def call(**site: str) -> None:
+        functions.tunegemm_engine_scaled_mm(*four, bias=None, out_dtype=BF16, name="scaled_mm", **site)
 
     with torch.inference_mode():
-        for _ in range(2):
-            call()
-        python, c = calls_of(call)
-    before = python[1 : python.index("tests.serve.test_engines.scaled_mm")]
-    assert len(before) <= 8 and not {"acquire", "stride"} & set(c), before
+        for site, most in ({}, 8), ({"site": "of tests"}, 2):
+            for _ in range(2):
+                call(**site)
+            python, c = calls_of(lambda site=site: call(**site))
+            before = python[2 : python.index("tests.serve.test_engines.scaled_mm")]
+            assert len(before) <= most and not {"acquire", "stride"} & set(c), before
+
+
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+@pytest.mark.parametrize("bias", [None, BIAS])
+def test_compiled_code_knows_what_is_the_engines_by_the_number_of_rows(serve, kernel, own, bias) -> None:
+    """Until records are looked at again, which may have a kernel; and only what was no accident of a call."""
+    dispatcher = serve(*(Problem(32, 48, 64, epilogue=text) for text in ("", "bias_n")))
+    engines.lower()
+    weight = operands()[1].t()
+    _, b, _, of_columns = scaled(32, by_row=True)
+
+    @partial(torch.compile, fullgraph=True)
+    def compiled(x):
+        of_rows = x[:, :1].float() / 4 + 2
+        scaled_mm = torch.ops.tunegemm.engine_scaled_mm(
+            x.to(FP8), b, of_rows, of_columns, bias, BF16, "scaled_mm"
+        )
+        return torch.ops.tunegemm.engine_linear(x, weight, bias, "linear"), scaled_mm
+
+    def known() -> dict[int, int]:
+        return Counter(key[1] for key in dispatcher.planner.state.sites_of_torch)
+
+    with torch.inference_mode():
+        for rows, served in ((7, 0), (32, 1), (7, 0), (9, 0)):
+            own.clear()
+            kernel.calls.clear()
+            x = operands(rows)[0]
+            torch._dynamo.mark_dynamic(x, 0)
+            for result, other in zip(compiled(x), compiled(x), strict=True):
+                assert torch.equal(result, other)
+            assert len(kernel.calls) == 2 * served and own.count("linear") == 2 * (not served)
+            assert own.count("scaled_mm") == 2
+        assert known() == {7: 2, 9: 2, 32: 1}
+        odd = torch.zeros(11 * 64 + 1, dtype=BF16)[1:].view(11, 64)  # no kernel reads at such an address
+        torch._inductor.select_algorithm.extern_kernels.tunegemm_engine_linear(
+            odd, weight, bias=bias, name="linear", site="a site"
+        )
+        assert known()[11] == 0
+        dispatcher.planner.next_look = 0.0
+        compiled(x)
+        assert dispatcher.planner.next_look > 0
+    dispatcher.planner.state.forget_checks()
+    assert not known()
 
 
 @pytest.mark.parametrize("rows", [1, 16])

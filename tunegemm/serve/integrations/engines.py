@@ -8,8 +8,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,6 +29,9 @@ _ROWS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
 #: Weights that a line names.
 _MOST_NAMED = 8
 
+#: What the dispatcher was asked for: a form, and a, b and what its epilogue takes.
+_Asked: TypeAlias = tuple[Form, tuple[torch.Tensor, ...]]
+
 #: The engines' own functions, by the names that graphs call them by.
 own: dict[str, Callable[..., torch.Tensor]] = {}
 
@@ -39,17 +43,26 @@ _library.define(
 )
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, name: str) -> torch.Tensor:
-    """``x @ weight.T + bias``; own: of (x, weight, bias)."""
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, name: str, site: str = ""
+) -> torch.Tensor:
+    """``x @ weight.T + bias``; own: of (x, weight, bias). site: see `_known`."""
+    if site and (known := _known(site, x)) is not None:
+        return known(x, weight, bias)
     rows, right = x.reshape(-1, x.shape[-1]), _bare(weight).t()
     result = None
+    asked: list[_Asked] = [(form_of(BELOW_AUTOGRAD, ""), (rows, right))]
     if bias is not None:
-        result = api.dispatcher.fused(form_of(BELOW_AUTOGRAD, "bias_n"), rows, right, (_bare(bias),))
+        form, added = form_of(BELOW_AUTOGRAD, "bias_n"), _bare(bias)
+        asked.append((form, (rows, right, added)))
+        result = api.dispatcher.fused(form, rows, right, (added,))
     if result is None:
         result = api.dispatcher.below_autograd(rows, right)
         if result is not None and bias is not None:
             result = result + bias
     if result is None:
+        if site:
+            _remember(site, x, name, asked)
         return own[name](x, weight, bias)
     return result.view(*x.shape[:-1], weight.shape[0])
 
@@ -62,16 +75,44 @@ def _scaled_mm(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     name: str,
+    site: str = "",
 ) -> torch.Tensor:
     """``(a * scale_a) @ (b * scale_b) + bias`` of scales for a whole operand, or for each row of a, (m, 1),
-    and each column of b, in any shape; own: of these six."""
+    and each column of b, in any shape; own: of these six. site: see `_known`."""
+    if site and (known := _known(site, a)) is not None:
+        return known(a, b, scale_a, scale_b, bias, out_dtype)
     form, scales = scaled_form(a, b, scale_a, scale_b, bias, out_dtype)
+    asked: list[_Asked] = []
     if form is not None:
-        tensors = scales if bias is None else (*scales, _bare(bias))
-        result = api.dispatcher.fused(form, a, _bare(b), tensors)
+        right, tensors = _bare(b), scales if bias is None else (*scales, _bare(bias))
+        result = api.dispatcher.fused(form, a, right, tensors)
         if result is not None:
             return result
+        asked.append((form, (a, right, *tensors)))
+    if site:
+        _remember(site, a, name, asked)
     return own[name](a, b, scale_a, scale_b, bias, out_dtype)
+
+
+def _known(site: str, a: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """The engine's own function, where nothing served a site of compiled code with as many rows, until
+    records are looked at again.
+
+    site: what the code promises of its operands but for their rows, as for `Dispatcher.compiled`.
+    """
+    planner = api.dispatcher.planner
+    known = planner.state.sites_of_torch.get((site, a.size(0)))
+    return known if known is not None and time.monotonic() < planner.next_look else None
+
+
+def _remember(site: str, a: torch.Tensor, name: str, asked: Sequence[_Asked]) -> None:
+    """For `_known`, unless an address or a mode of this call was why nothing served what was asked for."""
+    state = api.dispatcher.planner.state
+    for form, operands in asked:
+        recent = state.recent.get(operands[1].data_ptr() | form.tag)
+        if recent is None or recent.plan is not None or not recent.check(*operands):
+            return
+    state.sites_of_torch[site, a.size(0)] = own[name]
 
 
 _library.impl("engine_linear", _linear, "CompositeExplicitAutograd")

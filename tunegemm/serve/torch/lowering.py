@@ -178,8 +178,8 @@ def lower_to_function(operator: Any, function: Callable[..., torch.Tensor], name
     """Teach Inductor to call a function of an operator's arguments in its place, once: a way through torch's
     dispatcher and back costs the host some 6 us.
 
-    name: under which Inductor's code has the function. size: of the result, of Inductor's nodes for the
-    tensors among the arguments, which are dense and come first.
+    name: under which Inductor's code has the function, which gets ``site=`` with them: `site_of`. size: of
+    the result, of Inductor's nodes for the tensors among the arguments, which are dense and come first.
     """
     with suppress(ImportError, AttributeError):
         inductor, ir, lowering, graphs = _inductor()
@@ -193,12 +193,14 @@ def lower_to_function(operator: Any, function: Callable[..., torch.Tensor], name
             if graphs.graph.cpp_wrapper:  # C++ calls no Python functions, but operators
                 return by_operator(*arguments)
             traced = graphs.graph.current_node
-            nodes, others = [], {}
+            nodes, values, others = [], [], {}
             for key, argument, source in zip(parameters, arguments, traced.args, strict=True):
                 if isinstance(argument, ir.TensorBox):
                     nodes.append(_as_traced(ir, argument, source))
+                    values.append(source.meta["val"])
                 else:
                     others[key] = argument
+            others["site"] = site_of(values, name, *others.values())
             layout = ir.FixedLayout(nodes[0].get_device(), traced.meta["val"].dtype, size(*nodes))
             found = choice.bind(nodes, layout, **others).output_node()
             return found[0] if isinstance(found, tuple) else found
