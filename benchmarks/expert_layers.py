@@ -2,6 +2,7 @@
 
     python -m benchmarks.expert_layers              # all models and numbers of tokens: a minute
     python -m benchmarks.expert_layers --tokens 16  # some of them
+    python -m benchmarks.expert_layers --vllm       # beside vLLM's Triton method, too, if vLLM is installed
 
 One layer of each model, random weights of its size, a router that chooses by chance. Needs transformers. A
 row has the time of a CUDA graph's replay (`us`), as servers decode, and of eager calls (`eager_us`), as a
@@ -11,11 +12,13 @@ program that calls the model does. Writes results/GPU/expert_layers.json after e
 from __future__ import annotations
 
 import argparse
+import importlib
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -33,7 +36,8 @@ METHOD = (
     "weights together pass 3x the L2, all ways in shuffled order in each round, medians; from 1024 tokens on "
     "each has turn_ms to itself, the second half of which is timed; eager: 10 calls in a row, 3 from 256 "
     "tokens on, without a graph, after two that do not count; "
-    "ratio: the faster of transformers' grouped_mm and batched_mm (up to 16 tokens) to ours"
+    "ratio: the faster of transformers' grouped_mm and batched_mm (up to 16 tokens) to ours; vllm_ratio: "
+    "vLLM's fused_experts, of its tables' Triton kernels, to ours, in a graph"
 )
 #: Experts, of a token, hidden, inner; the class of the layer in transformers.
 MODELS = {
@@ -46,12 +50,11 @@ _DRAWS = 6
 _STEADY_TOKENS = 1024
 _TURN_MS = 120.0
 _MOST_BATCHED = 16
+_VLLM = "vllm.model_executor.layers.fused_moe.fused_moe"
 
 
 def layer_of(name: str) -> torch.nn.Module:
     """The layer of a model, its weights drawn by chance."""
-    import importlib
-
     from transformers import AutoConfig
 
     count, each, hidden, inner, place = MODELS[name]
@@ -89,8 +92,8 @@ def timed(run: Callable[[], Any], times: int) -> float:
     return start.elapsed_time(end) * 1e3 / times
 
 
-def measure(name: str, layer: torch.nn.Module, tokens: int, rounds: int) -> dict[str, Any]:
-    """A row."""
+def measure(name: str, layer: torch.nn.Module, tokens: int, rounds: int, vllm: Any = None) -> dict[str, Any]:
+    """A row. vllm: its function of a layer, where it is timed, too."""
     config: Any = layer.config
     count, each, hidden, _, _ = MODELS[name]
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
@@ -99,11 +102,17 @@ def measure(name: str, layer: torch.nn.Module, tokens: int, rounds: int) -> dict
         weights, index = torch.rand(tokens, count, device="cuda").topk(each)
         routes.append((index, (weights / weights.sum(1, keepdim=True)).to(torch.bfloat16)))
     ways = ["grouped_mm", "tunegemm"] + (["batched_mm"] if tokens <= _MOST_BATCHED else [])
+    if vllm is not None and not getattr(layer, "is_transposed", False):
+        ways.append("vllm")
+        # As vLLM's router leaves them.
+        theirs_routes = [(weights.float(), index.int()) for index, weights in routes]
     results, graphs = {}, {}
     samples: dict[str, list[float]] = {way: [] for way in ways}
     eager: dict[str, list[float]] = {way: [] for way in ways}
 
     def run(way: str, draw: int) -> torch.Tensor:
+        if way == "vllm":
+            return vllm(x, layer.gate_up_proj, layer.down_proj, *theirs_routes[draw])
         config._experts_implementation = way
         result: torch.Tensor = layer(x, *routes[draw])
         return result
@@ -124,12 +133,14 @@ def measure(name: str, layer: torch.nn.Module, tokens: int, rounds: int) -> dict
             eager[way].append(timed(lambda way=way: run(way, 0), 10 if tokens < 256 else 3))  # type: ignore[misc]
     us, eager_us = ({w: statistics.median(t) for w, t in of.items()} for of in (samples, eager))
     reference = results["grouped_mm"]
-    theirs = {way: value for way, value in us.items() if way != "tunegemm"}
+    theirs = {way: value for way, value in us.items() if way in ("grouped_mm", "batched_mm")}
+    more = {"vllm_ratio": round(us["vllm"] / us["tunegemm"], 4)} if "vllm" in us else {}
     best = min(theirs, key=theirs.__getitem__)
     return {
         "model": name, "rows": tokens, "dtype": "bf16", "best_peer": best,
         "ratio": round(us[best] / us["tunegemm"], 4),
         "eager_ratio": round(min(eager_us[way] for way in theirs) / eager_us["tunegemm"], 4),
+        **more,
         "us": {way: round(value, 2) for way, value in us.items()},
         "eager_us": {way: round(value, 2) for way, value in eager_us.items()},
         "error": round(float((results["tunegemm"] - reference).norm() / reference.norm()), 5),
@@ -149,6 +160,7 @@ def run(options: argparse.Namespace) -> int:
         routing.routing = routing.Routing(served=kernels.ALL)
     results = Results(results_path(options.out, device, "expert_layers.json"), meta(device, METHOD))
     begun, found = time.monotonic(), []
+    vllm = importlib.import_module(_VLLM).fused_experts if options.vllm else None
     for name in options.models:
         torch.set_default_dtype(torch.bfloat16)
         with torch.device("cuda"):
@@ -161,11 +173,12 @@ def run(options: argparse.Namespace) -> int:
             if options.seconds and time.monotonic() - begun > options.seconds:
                 print(f"stopped after {options.seconds} s", flush=True)
                 break
-            row = measure(name, layer, tokens, options.rounds)
+            row = measure(name, layer, tokens, options.rounds, vllm)
             found.append(row)
             results.put(row)
             print(
-                f"{name} {tokens}: {row['ratio']:.3f} x {row['best_peer']}, eager {row['eager_ratio']:.3f}; "
+                f"{name} {tokens}: {row['ratio']:.3f} x {row['best_peer']}, eager {row['eager_ratio']:.3f}, "
+                f"vLLM {row.get('vllm_ratio', '-')}; "
                 f"{row['us']} {row['eager_us']}{'' if row['error'] < 0.02 else ' WRONG'}", flush=True
             )  # fmt: skip
     if found:
@@ -182,8 +195,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", default=",".join(TOKENS), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds")
     parser.add_argument("--seconds", type=float, default=0, help="begin no further row after so many")
+    parser.add_argument("--vllm", action="store_true", help="time vLLM's Triton method, too")
     parser.add_argument("--every", action="store_true", help="with kernels that are not served yet, too")
     options = parser.parse_args(arguments)
+    if options.vllm and find_spec("vllm") is None:
+        parser.error("vllm is not installed: pip install vllm, or leave out --vllm")
     choose_names(options, models=tuple(MODELS), tokens=TOKENS)
     return run(options)
 

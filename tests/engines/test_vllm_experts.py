@@ -75,7 +75,7 @@ parallel = Facts(dp_size=1)
 def moe(**more):
     words = dict(
         is_lora_enabled=False, moe_backend="auto", activation=MoEActivation.SILU, is_act_and_mul=True,
-        moe_parallel_config=parallel, hidden_dim=64,
+        moe_parallel_config=parallel, hidden_dim=64, num_experts=6,
     )
     return Facts(**words | more)
 _, cls = unquantized.select_unquantized_moe_backend(moe())
@@ -116,6 +116,10 @@ for name, more in {
 own._lora_context = object()
 found["others"]["LoRA"] = call(own)[1:]
 own._lora_context = None
+own.activation_config = SimpleNamespace(clamp_limit=7.0)
+found["others"]["limits"] = call(own)[1:]
+own.activation_config = SimpleNamespace(clamp_limit=None)
+found["served again"] = call(own)[1:]
 loops.found = False
 grouped.groups = grouped.Groups(loops.load)
 found["others"]["no kernel yet"] = call(own)[1:]
@@ -126,5 +130,6 @@ found["others"]["no kernel yet"] = call(own)[1:]
     assert found["class"] == "TunegemmExperts", output
     assert found["with LoRA"] == "TunegemmExperts" and found["invariant"] == "TritonExperts", output
     assert found["served"] == [True, 2, 0], output
-    names = ("map", "on input", "scales", "gelu", "fp32", "LoRA", "no kernel yet")
+    names = ("map", "on input", "scales", "gelu", "fp32", "LoRA", "limits", "no kernel yet")
+    assert found["served again"] == [2, 0], output
     assert found["others"] == {name: [0, 1] for name in names}, output

@@ -74,6 +74,7 @@ def _computed(experts: Any, given: dict[str, Any]) -> torch.Tensor | None:
         or config.quant_dtype is not None
         or config.weight_quant_dtype is not None
         or config.gemm1_clamp_limit is not None
+        or getattr(getattr(experts, "activation_config", None), "clamp_limit", None) is not None
         or getattr(experts, "_lora_context", None) is not None
     ):
         return None
