@@ -93,7 +93,7 @@ def test_what_has_no_kernel_is_layer_by_layer_but_for_few_rows(serve, kernel, mo
             assert calls(2, 128) == 1 + bias, "gate and up, too, where they lie after one another"
             assert calls(2, 129) == 0, "it gains nothing there"
             assert calls(2, 129, dynamic=True) == 1 + bias, "it may be fewer later"
-        assert calls() == 0, "gradients are wanted"
+        assert calls(2, 129) == 1 + bias, "gradients are wanted, which are fewer products so"
         monkeypatch.setenv("TUNEGEMM_MODE", "off")
         serve()
         with torch.no_grad():
@@ -137,6 +137,76 @@ def test_gradients_of_compiled_layers(serve, kernel, backend, train):
         assert one.grad is not None and one.grad.shape == other.grad.shape, name
         close(one.grad, other.grad, 6e-2)
     assert (MERGED in widths(kernel)) and ((2 * INNER in widths(kernel)) == train)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_are_of_one_product_each(serve, kernel, backend):
+    """The input's of q, k and v, and all their weights'; of gate and up as well."""
+    make = {"attention": Attention, "gates": lambda: Gates(bias=True)}
+    for name, merged in (("attention", MERGED), ("gates", 2 * INNER)):
+        plain, model = made(make[name], train=True), made(make[name], train=True)
+        fuse(model)
+        serve()
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        for each, call in ((plain, plain), (model, compiled)):
+            x = given().requires_grad_()
+            kernel.calls.clear()
+            call(x).square().mean().backward()
+            each.seen = [x.grad, *(one.grad for one in each.parameters())]
+        for ours, torchs in zip(model.seen, plain.seen, strict=True):
+            close(ours, torchs, TOLERANCE)
+        asked = [[*shapes[0], *shapes[1], *shapes[2]] for shapes in kernel.calls]
+        assert sum(merged in shapes for shapes in asked) == 3, asked
+
+
+def test_layers_that_do_not_read_what_the_first_read_are_apart(serve):
+    """The others are given something else, one is frozen, one is not asked for."""
+
+    class Between(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, x = self.q(x), x * 2
+            return torch.cat((q, self.k(x), self.v(x)), -1)
+
+    class Without(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.q(x) + functional.pad(self.k(x), (0, WIDTH - 32))
+
+    for make in (Between, Without, Attention):
+        plain, model = made(make, train=True), made(make, train=True)
+        # As they are seen where the input is not written into.
+        model.__class__ = Attention
+        fuse(model)
+        model.__class__ = make
+        serve()
+        for each in (plain, model):
+            each.k.weight.requires_grad_(make is not Attention)
+        for backend in BACKENDS:
+            torch._dynamo.reset()
+            found = []
+            for each in (plain, torch.compile(model, backend=backend, fullgraph=True)):
+                x = given().requires_grad_()
+                each(x).square().mean().backward()
+                layers = getattr(each, "_orig_mod", each)
+                found.append([x.grad, *(getattr(layers, name).weight.grad for name in "qkv")])
+                layers.zero_grad()
+            for ours, torchs in zip(*found, strict=True):
+                assert (ours is None) == (torchs is None)
+                if ours is not None:
+                    close(ours, torchs, TOLERANCE)
+
+
+def test_gradients_of_gradients_of_graphs_that_run_eagerly(serve):
+    plain, model = made(Gates, train=True), made(Gates, train=True)
+    fuse(model)
+    serve()
+    found = []
+    for each in (plain, torch.compile(model, backend="eager", fullgraph=True)):
+        x = given().requires_grad_()
+        (of_x,) = torch.autograd.grad(each(x).float().square().mean(), x, create_graph=True)
+        of_x.float().square().sum().backward()
+        found.append([of_x.detach(), x.grad, *(one.grad for one in each.parameters())])
+    for ours, torchs in zip(*found, strict=True):
+        close(ours, torchs, 6e-2)
 
 
 def test_hooks_and_replaced_layers_are_called(serve):

@@ -3,7 +3,8 @@
 `tunegemm::part` is the result of one of several linear layers that read one input, `tunegemm::gated` that of
 a pair with its gate. When a graph is made they become `tunegemm::several`, one product of all weights, where
 a kernel is recorded or predicted for it, or the rows are few, and else torch's operators, layer by layer.
-Equal calls of `several` are one: by torch's partitioner where gradients are wanted, elsewhere by `lowering`.
+Equal calls of `several` are one by `lowering`. Where gradients are wanted, the first layer's `part` makes the
+results of all, which the others take: backward is then one product for the input, and one for all weights.
 
 Where the weights lie is seen when the graph runs: a graph holds no address. What was put elsewhere meanwhile
 is copied together, at each call.
@@ -11,7 +12,9 @@ is copied together, at each call.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from operator import is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +25,7 @@ from tunegemm.generate.cublaslt.eager import step_of
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import BELOW_AUTOGRAD, MATMUL, form_of
 from tunegemm.serve.torch import ops
-from tunegemm.serve.torch.autograd import gradients
-from tunegemm.serve.torch.together import MAX_JOINED_ROWS, Tensors, is_gated, operands_of
+from tunegemm.serve.torch.together import MAX_JOINED_ROWS, Tensors, is_gated, operands_of, put_together
 from tunegemm.serve.unfused import unfused
 
 _library = torch.library.Library("tunegemm", "FRAGMENT")
@@ -42,11 +44,40 @@ class _Right(NamedTuple):
         return self.strides
 
 
+class _Held(threading.local):
+    """Of each thread the results of layers that it is still to trace, by their places."""
+
+    x: torch.Tensor | None = None
+    version = 0
+    """Of x, which something may be written into."""
+    weights: Tensors = ()
+    parts: dict[int, torch.Tensor] | None = None
+
+    def hold(self, x: torch.Tensor, weights: Tensors, parts: Tensors) -> None:
+        self.x, self.version, self.weights = x, x._version, list(weights)
+        self.parts = dict(enumerate(parts))
+
+    def take(self, x: torch.Tensor, weights: Tensors, index: int) -> torch.Tensor | None:
+        """Each once; None where it is of something else."""
+        if self.x is not x or self.version != x._version or self.parts is None:
+            return None
+        if len(weights) != len(self.weights) or any(map(is_not, weights, self.weights)):
+            return None
+        part = self.parts.pop(index, None)
+        if not self.parts:
+            self.x, self.weights, self.parts = None, (), None
+        return part
+
+
+_held = _Held()
+
+
 def define(serving: Callable[[], Dispatcher]) -> None:
     """Registers the operators, whose products are computed by what `serving` returns at each call."""
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
     layers = "Tensor x, Tensor[] weights, Tensor[] biases"
     _library.define(f"several({layers}, str epilogue, *, str records='') -> Tensor", tags=tags)
+    _library.define("several_backward(Tensor grad, Tensor[] weights, *, str records='') -> Tensor", tags=tags)
     _library.define(f"part({layers}, int index, *, str records='') -> Tensor", tags=tags)
     _library.define(f"gated({layers}, str gate, *, str records='') -> Tensor", tags=tags)
 
@@ -68,6 +99,14 @@ def define(serving: Callable[[], Dispatcher]) -> None:
         columns = sum(weight.shape[0] for weight in weights)
         return x.new_empty((*x.shape[:-1], columns // 2 if is_gated(epilogue) else columns))
 
+    def backward(grad: torch.Tensor, weights: Tensors, *, records: str = "") -> torch.Tensor:
+        right = put_together(weights).t()
+        result = serving().below_autograd(grad, right) if grad.device.type == ops.DEVICE_TYPE else None
+        return torch.matmul(grad, right) if result is None else result
+
+    def fake_backward(grad: torch.Tensor, weights: Tensors, *, records: str = "") -> torch.Tensor:
+        return grad.new_empty((*grad.shape[:-1], weights[0].shape[1]))
+
     def right_of(x: torch.Tensor, weights: Tensors) -> Any:
         """All weights as far as they are known; None where an operator of ours may not read them."""
         first = weights[0]
@@ -80,13 +119,15 @@ def define(serving: Callable[[], Dispatcher]) -> None:
         right = right_of(x, weights)
         return right is not None and ops.is_served(serving(), form_of(MATMUL, epilogue), x, right)
 
-    def is_joined(x: torch.Tensor, weights: Tensors) -> bool:
+    def is_joined(x: torch.Tensor, weights: Tensors, trains: bool) -> bool:
         """Whether one product of torch's takes the layers' place, as in eager code: see `MAX_JOINED_ROWS`."""
         right, planner = right_of(x, weights), serving().planner
         if right is None or not ops.may_be_served(x, right):
             return False
         if planner.is_off or planner.state.policy.is_batch_invariant:
             return False
+        if trains:
+            return True
         size = x.numel()  # for symbolic rows any number is taken: what is lost for many is little
         return not isinstance(size, int) or size <= MAX_JOINED_ROWS * right.shape[0]
 
@@ -103,31 +144,51 @@ def define(serving: Callable[[], Dispatcher]) -> None:
         trains = torch.is_grad_enabled() and any(
             tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
         )
-        if not is_served(x, weights, "bias_n" if biases else "") and (trains or not is_joined(x, weights)):
+        epilogue = "bias_n" if biases else ""
+        if not is_served(x, weights, epilogue) and not is_joined(x, weights, trains):
             return ops.traced_linear(x, weight, bias)
-        if trains:
-            return Part.apply(x, weight, bias, weights, biases, index)
-        return slice_of(x, weights, biases, index)
+        if not trains:
+            whole = whole_of(x, weights, biases, epilogue)
+            start = sum(weight.shape[0] for weight in weights[:index])
+            return whole[..., start : start + weight.shape[0]]
+        if index == 0:
+            whole = Whole.apply(len(weights), x, *weights, *biases)
+            rows = [weight.shape[0] for weight in weights]
+            _held.hold(x, weights, torch.unsafe_split_with_sizes(whole, rows, -1))
+        found = _held.take(x, weights, index)
+        return ops.traced_linear(x, weight, bias) if found is None else found
 
-    def slice_of(x: torch.Tensor, weights: Tensors, biases: Tensors, index: int) -> torch.Tensor:
-        whole = whole_of(x, weights, biases, "bias_n" if biases else "")
-        start = sum(weight.shape[0] for weight in weights[:index])
-        return whole[..., start : start + weights[index].shape[0]]
-
-    class Part(torch.autograd.Function):
-        """Forward is one product of all weights; backward are the products of one."""
+    class Whole(torch.autograd.Function):
+        """The results of all layers beside each other; backward is a product for the input, and one for all
+        weights."""
 
         @staticmethod
-        def forward(ctx: Any, x: Any, weight: Any, bias: Any, *others: Any) -> torch.Tensor:
-            ctx.save_for_backward(x, weight)
-            return slice_of(x, *others)
+        def forward(ctx: Any, count: int, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+            """count: of the weights, which come before the biases, if any."""
+            weights, biases = list(parameters[:count]), list(parameters[count:])
+            ctx.save_for_backward(x, *weights)
+            return whole_of(x, weights, biases, "bias_n" if biases else "")
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            x, weight = ctx.saved_tensors
-            of_x, of_weight = gradients(ops.traced_matmul, grad, (x, weight.t()), ctx.needs_input_grad[:2])
-            of_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-            return of_x, None if of_weight is None else of_weight.t(), of_bias, None, None, None
+            x, *weights = ctx.saved_tensors
+            _, wants_x, *wanted = ctx.needs_input_grad
+            rows, of_x = [weight.shape[0] for weight in weights], None
+            if (
+                wants_x and torch.is_grad_enabled()
+            ):  # somebody differentiates this, with graphs that run eagerly
+                of_x = ops.traced_matmul(grad, torch.cat(weights))
+            elif wants_x:
+                of_x = torch.ops.tunegemm.several_backward(grad.contiguous(), weights, records=ops.CALLS)
+            grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+            found: list[torch.Tensor | None] = []
+            for wants, whole in (
+                (wanted[: len(rows)], lambda: ops.traced_matmul(grad.t(), x)),
+                (wanted[len(rows) :], lambda: grad.sum(0)),
+            ):
+                parts = whole().split(rows) if any(wants) else wants
+                found += [part if want else None for part, want in zip(parts, wants, strict=True)]
+            return None, of_x, *found
 
     def gated(
         x: torch.Tensor, weights: Tensors, biases: Tensors, gate: str, *, records: str = ""
@@ -155,6 +216,8 @@ def define(serving: Callable[[], Dispatcher]) -> None:
 
     _library.impl("several", compute, "CompositeExplicitAutograd")
     torch.library.register_fake("tunegemm::several", fake, lib=_library)
+    _library.impl("several_backward", backward, "CompositeExplicitAutograd")
+    torch.library.register_fake("tunegemm::several_backward", fake_backward, lib=_library)
     _library.impl("part", part, "CompositeImplicitAutograd")
     _library.impl("gated", gated, "CompositeImplicitAutograd")
     for name in ("part", "gated"):
