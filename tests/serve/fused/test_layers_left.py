@@ -72,7 +72,21 @@ def _quantized(model: nn.Module) -> None:
     model.mlp.w3.weight = Packed(model.mlp.w3.weight.detach())
 
 
+def _sparse(model: nn.Module) -> None:
+    model.mlp.w3.weight = nn.Parameter(model.mlp.w3.weight.detach().to_sparse())
+
+
+def _empty(model: nn.Module) -> None:
+    model.mlp.w1, model.mlp.w3 = (nn.Linear(WIDTH, 0, bias=False, dtype=BF16) for _ in range(2))
+    model.mlp.w2 = nn.Linear(0, WIDTH, bias=False, dtype=BF16)
+
+
+def _twice(model: nn.Module) -> None:
+    model.mlp.w3 = model.mlp.w1
+
+
 LEFT = {
+    "is sparse": _sparse, "no elements": _empty, "called twice": _twice,
     "differ in dtype: bfloat16, float16": _narrow, "a weight is a Packed": _quantized,
     "has hooks": _hooked, "ways of its own": _parametrized, "requires_grad": _frozen, "float32": _wide,
     "on meta": _meta, "Own has ways": _subclassed, "another module's": _tied,
@@ -80,7 +94,7 @@ LEFT = {
 
 
 #: Which torch cannot compute either.
-_NOT_RUN = ("float32", "on meta", "differ in dtype: bfloat16, float16")
+_NOT_RUN = ("is sparse", "float32", "on meta", "differ in dtype: bfloat16, float16")
 
 
 @pytest.mark.parametrize("why", LEFT)
@@ -89,7 +103,8 @@ def test_what_cannot_be_joined_is_left_with_a_reason(why):
     LEFT[why](model)
     expected = by_torch(model, given()) if why not in _NOT_RUN else None
     report = fuse(model)
-    assert any(line.name.startswith("mlp") and why in line.why for line in report.of("left")), str(report)
+    said = [line for line in report.of("left") if line.name.startswith("mlp") and why in line.why]
+    assert said and len(set(said)) == len(said), str(report)
     assert "mlp.{w1,w3}" not in fused(report) and "attention.{q,k,v}" in fused(report)
     if expected is not None:
         assert torch.equal(by_torch(model, given()), expected)
@@ -145,6 +160,30 @@ def test_hooks_that_come_later_fire(serve, kernel):
     with torch.no_grad():
         close(model(given()), made()(given()), TOLERANCE)
     assert fired == ["attention.k", "mlp.w1", "mlp.activation", "plain.up"]
+
+
+@pytest.mark.parametrize("name", ["mlp.w1", "attention.k", "attention.v", "attention.o", "plain.down"])
+def test_a_bias_that_comes_or_goes_later_counts(serve, name):
+    model, plain = made(), made()
+    fuse(model)
+    for each in (model, plain):
+        layer = each.get_submodule(name)
+        has_none = layer.bias is None
+        layer.bias = nn.Parameter(torch.linspace(-4, 4, layer.out_features).to(BF16)) if has_none else None
+    x = given()
+    serve()
+    with torch.no_grad():
+        close(model(x), plain(x), TOLERANCE)
+        exported = torch.export.export(model, (x,)).module()
+        for each in (exported, torch.compile(model, backend="aot_eager")):
+            close(each(x), plain(x), TOLERANCE)
+        for layers in zip(model.attention.children(), plain.attention.children(), strict=True):
+            close(*(layer(x) for layer in layers), TOLERANCE)
+
+
+def test_what_torch_has_compiled_is_left():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+    assert not fuse(scripted).of("fused")
 
 
 def test_a_forward_that_somebody_put_into_a_layer_is_called(serve):
@@ -296,6 +335,14 @@ def test_torchs_own_layers(serve, kernel):
     assert any(shapes[2][-1] == INNER for shapes in kernel.calls)
     tunegemm.unpatch(layer)
     assert type(layer) is nn.TransformerEncoderLayer
+
+
+def test_torchs_fast_path_is_kept(serve, kernel):
+    layer = made(lambda: nn.TransformerEncoderLayer(WIDTH, 4, INNER, batch_first=True))
+    plain = by_torch(layer, given())
+    fuse(layer)
+    serve()
+    assert torch.equal(by_torch(layer, given()), plain) and not kernel.calls
 
 
 def test_what_forward_does_otherwise_is_not_replaced():

@@ -31,7 +31,7 @@ def end_of(module: Any) -> End | None:
     cls: Any = type(module)
     if is_tuned(cls):
         cls = untuned(cls)  # which does the same
-    method = cls.forward
+    method = inspect.getattr_static(cls, "forward", None)  # what torch.jit has there cannot be asked for
     if not isinstance(method, FunctionType) or hasattr(method, "__wrapped__") or "forward" in vars(module):
         return None
     end = _end_of(method)

@@ -25,7 +25,8 @@ def lines_of(model: torch.nn.Module, *, fuse: bool) -> list[Line]:
         owners = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
         # Children first: what a parent adds to their results depends on what became of them.
         found = [list(_fuse_module(name, one, owners)) for name, one in reversed(list(model.named_modules()))]
-        lines = [line for some in reversed(found) for line in some]
+        # Gate and up that cannot be one product are looked at twice, to the same effect.
+        lines = list(dict.fromkeys(line for some in reversed(found) for line in some))
     said = {name for line in lines for name in _names_of(line)}
     for name, module in model.named_modules():
         if name not in said:

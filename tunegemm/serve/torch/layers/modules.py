@@ -8,9 +8,19 @@ from typing import Any
 
 import torch
 
+from tunegemm.serve.torch.layers.halves import refusal
 from tunegemm.serve.torch.layers.recognise import Match, compiled, matches, replace, traced
 from tunegemm.serve.torch.layers.shared import Shared
-from tunegemm.serve.torch.layers.steps import Activated, Added, Gated, Passed, Step, has_hooks
+from tunegemm.serve.torch.layers.steps import (
+    GATE_OF,
+    Activated,
+    Added,
+    Gated,
+    Halved,
+    Passed,
+    Step,
+    has_hooks,
+)
 from tunegemm.serve.torch.linear import TunedLinear
 
 _is_compiling = torch.compiler.is_compiling
@@ -78,6 +88,8 @@ def share(layers: Sequence[torch.nn.Linear], *, in_turns: bool = False) -> Share
     shared = layers[0].__dict__.get("_fused_with")
     if shared is not None and list(map(id, shared.layers)) == list(map(id, layers)):
         return shared  # of a copy
+    if len(set(map(id, layers))) < len(layers):
+        return "a layer is called twice"
     for layer in layers:
         if type(layer) is not TunedLinear:
             return f"a layer is a {type(layer).__name__}"
@@ -130,7 +142,8 @@ def _step(module: torch.nn.Module, match: Match) -> Step | str:
     # Gradients want the two results, which gated kernels do not write; a bias with gaps is slow for torch.
     trains = module.training and any(p.requires_grad for layer in layers for p in layer.parameters())
     in_turns = match.kind == "gated" and not trains and all(layer.bias is None for layer in layers)
-    shared = share(layers, in_turns=in_turns)
+    wrong = refusal(layers[0], GATE_OF[match.name]) if match.kind == "halved" else ""
+    shared = wrong or share(layers, in_turns=in_turns)
     if isinstance(shared, str):
         return shared
     between = None if match.between is None else module.get_submodule(str(match.between.target))
@@ -139,6 +152,8 @@ def _step(module: torch.nn.Module, match: Match) -> Step | str:
         return Passed(shared, module.get_submodule(match.child), match.end.place, between)
     if match.kind == "gated":
         return Gated(shared, activation, match.name)
+    if match.kind == "halved":
+        return Halved(shared, activation, match.name)
     return Added(shared, between) if match.kind == "added" else Activated(shared, activation, match.name)
 
 

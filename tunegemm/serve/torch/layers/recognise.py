@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 from torch.nn import functional
 
 from tunegemm.serve.torch.layers.ends import End, end_of
@@ -43,7 +44,8 @@ class Match:
     """Calls of a traced forward that one kernel may do."""
 
     kind: str
-    """gated, activated, added, or passed: added to what a child gives, whose last result is a layer's."""
+    """gated, halved (gated by the halves of one result), activated, added, or passed: added to what a child
+    gives, whose last result is a layer's."""
     node: fx.Node
     """Whose value that is."""
     layers: tuple[fx.Node, ...]
@@ -58,6 +60,8 @@ class Match:
     """How a child ends, whose call is what `layers` has."""
     child: str = ""
     """Its name."""
+    cuts: tuple[fx.Node, ...] = ()
+    """What takes the halves of a result apart."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -197,6 +201,9 @@ def matches(module: torch.nn.Module, graph: fx.Graph) -> list[Match]:
                     if name := activation_name(module, act):
                         take(Match("gated", node, (gate, up), act, name))
                     break
+                if (cuts := _halves(module, graph, node, act, up)) and (name := activation_name(module, act)):
+                    take(Match("halved", node, cuts[:1], act, name, cuts=cuts[1:]))
+                    break
     for node in graph.nodes:
         layer = _activated(module, node)
         if layer is not None and not {node, layer} & taken and (name := activation_name(module, node)):
@@ -213,6 +220,48 @@ def matches(module: torch.nn.Module, graph: fx.Graph) -> list[Match]:
                     take(match)
                     break
     return found
+
+
+def _halves(
+    module: torch.nn.Module, graph: fx.Graph, node: fx.Node, act: Any, up: Any
+) -> tuple[fx.Node, ...]:
+    """The layer of whose result an activation takes the first half and `up` is the second, and what cuts it
+    so, by the values that this gives; empty where it is something else.
+
+    node: the product of the activation and `up`.
+    """
+    if not (isinstance(act, fx.Node) and isinstance(up, fx.Node)) or len(act.all_input_nodes) != 1:
+        return ()
+    gate, between, todo = act.all_input_nodes[0], {act, node}, [act.all_input_nodes[0], up]
+    while todo:
+        each = todo.pop()
+        if each not in between and each.op != "call_module":
+            between.add(each)
+            todo += each.all_input_nodes
+    cuts = [each for each in graph.nodes if each in between and each not in (act, node)]
+    layers = {each for cut in cuts for each in cut.all_input_nodes} - between
+    if len(layers) != 1 or act.args[:1] != (gate,) or act not in node.args:
+        return ()
+    (layer,) = layers
+    is_ours = all(set(each.users) <= between for each in (layer, act, *cuts))
+    if not is_ours or not _is_called(module, layer):
+        return ()
+    width: int = module.get_submodule(str(layer.target)).out_features  # type: ignore[assignment]
+    whole = torch.arange(6.0 * width, device="cpu").view(2, 3, width)
+    values: dict[fx.Node, Any] = {layer: whole}
+    try:
+        for cut in cuts:
+            arguments: list[Any]
+            arguments, keywords = map_arg((list(cut.args), cut.kwargs), values.__getitem__)
+            function: Any = cut.target
+            if cut.op == "call_method":
+                function, *arguments = getattr(arguments[0], str(cut.target)), *arguments[1:]
+            values[cut] = function(*arguments, **keywords)
+        halves = values[gate], values[up]
+        is_so = all(map(torch.equal, halves, whole.split(width // 2, -1)))
+    except Exception:  # whatever somebody's code does with it
+        return ()
+    return (layer, *cuts) if is_so and width % 2 == 0 else ()
 
 
 def _passed(module: torch.nn.Module, graph: fx.Graph, node: fx.Node, side: int) -> Match | None:
@@ -260,16 +309,20 @@ def _extras(node: fx.Node, most: int = 1) -> bool:
     return len(node.args) != most or bool(node.kwargs)
 
 
-def _is_layer(module: torch.nn.Module, node: Any) -> bool:
-    """Whether this is the result of a patched layer, used once."""
+def _is_called(module: torch.nn.Module, node: Any) -> bool:
+    """Whether this is the result of a patched layer."""
     return (
         isinstance(node, fx.Node)
         and node.op == "call_module"
         and isinstance(module.get_submodule(str(node.target)), TunedLinear)
         and not _extras(node)
         and isinstance(node.args[0], fx.Node)
-        and len(node.users) == 1
     )
+
+
+def _is_layer(module: torch.nn.Module, node: Any) -> bool:
+    """Whether this is the result of a patched layer, used once."""
+    return _is_called(module, node) and len(node.users) == 1
 
 
 def _activated(module: torch.nn.Module, node: Any) -> fx.Node | None:
@@ -317,6 +370,7 @@ def replace(graph: fx.Graph, match: Match, place: str) -> None:
         match.node,
         *([match.activation] if match.activation not in (None, match.node) else []),
         *([match.between] if match.between is not None else []),
+        *match.cuts,
         *match.layers,
     ]
     with graph.inserting_before(match.node):

@@ -20,6 +20,7 @@ from tunegemm.serve import api
 from tunegemm.serve.forms import BELOW_AUTOGRAD, Form, form_of
 from tunegemm.serve.guards import any_autocast, dispatch_modes, grad_enabled, is_transformed, tracing
 from tunegemm.serve.torch.autograd import DTYPES, PLAIN
+from tunegemm.serve.torch.layers import halves
 from tunegemm.serve.torch.layers.joined import Joined
 from tunegemm.serve.torch.several import traced_part
 from tunegemm.serve.torch.together import MAX_JOINED_ROWS, together
@@ -71,6 +72,7 @@ class Shared:
         self._weight: torch.Tensor | None = None  # the same, (n, k)
         self._bias: tuple[torch.Tensor, ...] = ()
         self._places: tuple[tuple[Any, str, int, Any, Any], ...] = ()
+        self._without_bias: tuple[Any, ...] = ()
         self._turn = _Turn()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,6 +111,7 @@ class Shared:
             for parameter in [layer._parameters[name]]
             if parameter is not None
         )
+        self._without_bias = () if biases else tuple(layer._parameters for layer in self.layers)
         return ""
 
     def unpack(self) -> None:
@@ -149,6 +152,10 @@ class Shared:
             ):
                 self._forget()  # which frees what is not shared any more
                 return False
+        for parameters in self._without_bias:
+            if parameters.get("bias") is not None:  # somebody has given it one
+                self._forget()
+                return False
         return True
 
     def trains(self, x: torch.Tensor, *others: torch.Tensor) -> bool:
@@ -180,14 +187,31 @@ class Shared:
         For a form that is not `is_missed`. form: of BELOW_AUTOGRAD; others: what its epilogue takes after the
         bias.
         """
-        if not self.is_in_place() or dispatch_modes() or is_transformed() or x.ndim < 2:
-            return None
-        if any_autocast() and (x := self._autocast(x)) is None:
+        if (x := self._taken(x)) is None:
             return None
         result: torch.Tensor | None = api.dispatcher.fused(form, x, self._right, (*self._bias, *others))
         if result is None:
             self.remember_missed(form, x)
         return result
+
+    def of_halves(self, form: Form, x: Any) -> torch.Tensor | None:
+        """The gate of one layer's halves, see `halves`; None where there is no kernel.
+
+        For a form that is not `is_missed`.
+        """
+        if (x := self._taken(x)) is None:
+            return None
+        assert self._weight is not None
+        result = halves.gated(x, self._weight, self._bias)
+        if result is None:
+            self.remember_missed(form, x)
+        return result
+
+    def _taken(self, x: Any) -> Any:
+        """The input as kernels take it; None where a call means more than its product."""
+        if not self.is_in_place() or dispatch_modes() or is_transformed() or x.ndim < 2:
+            return None
+        return self._autocast(x) if any_autocast() else x
 
     def _autocast(self, x: torch.Tensor) -> torch.Tensor | None:
         """The input as autocast gives it to these layers; None where it casts their weights, too, or where
@@ -233,22 +257,19 @@ class Shared:
             or planner.state.policy.is_batch_invariant
             or x.device != weight.device
             or (x.numel() > self._most_joined and not self.trains(x))
-            or not self.is_in_place()
-            or dispatch_modes()
-            or is_transformed()
+            or (x := self._taken(x)) is None
+            or x.dtype is not weight.dtype
         ):
-            return None
-        if any_autocast() and (x := self._autocast(x)) is None:
-            return None
-        if x.dtype is not weight.dtype:
             return None
         with torch.no_grad():
             return linear(x, weight, *self._bias)
 
     def lies_together(self) -> bool:
         """Whether a graph that is made now may take the weights as one: for Dynamo a constant."""
+        if not torch.compiler.is_exporting():
+            return self.is_in_place()
         # What exports puts fake tensors in the parameters' place, of which no address can be asked.
-        return self.is_packed if torch.compiler.is_exporting() else self.is_in_place()
+        return self.is_packed and all((layer.bias is None) != bool(self._bias) for layer in self.layers)
 
     lies_together._dynamo_marked_constant = True  # type: ignore[attr-defined] # see `ops`
 
@@ -316,6 +337,8 @@ def refusal(layers: Sequence[Any], *, in_turns: bool = False) -> str:
                 return f"some have no {name}, or one that something else makes"
             if type(parameter) is not torch.nn.Parameter:
                 return f"a {name} is a {type(parameter).__name__}, sharded or quantized"
+            if parameter.layout is not torch.strided or not parameter.numel():
+                return f"a {name} is sparse, or has no elements"
             if parameter.is_meta:
                 return f"a {name} is on meta; patch the model once it has memory"
             if parameter.dtype not in DTYPES:

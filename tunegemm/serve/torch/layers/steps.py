@@ -25,7 +25,7 @@ from tunegemm.serve.torch.several import traced_gated, traced_part
 _is_compiling = torch.compiler.is_compiling
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
-_GATE_OF = {activation: gate for gate, activation in GATED.items()}
+GATE_OF = {activation: gate for gate, activation in GATED.items()}
 
 
 class Step:
@@ -78,7 +78,7 @@ class Gated(Step):
     """``activation(gate(x)) * up(x)``."""
 
     def __init__(self, shared: Shared, activation: Activation, name: str) -> None:
-        self.name = _GATE_OF[name]
+        self.name = GATE_OF[name]
         super().__init__(shared, self.name, activation)
         if not shared.in_turns:
             self.form = PLAIN_FORMS[bool(shared.parameters("bias"))]
@@ -110,6 +110,25 @@ class Gated(Step):
             if product is not None:
                 return product
         return activation(gate(x)) * up(x)
+
+
+class Halved(Step):
+    """``activation(gate) * up`` of the halves of one layer's result."""
+
+    def __init__(self, shared: Shared, activation: Activation, name: str) -> None:
+        super().__init__(shared, GATE_OF[name], activation)
+        self.says = f"{name} of its first half, times the second, in the product's kernel"
+
+    def __call__(self, layer: Any, x: Any, *given: Activation) -> torch.Tensor:
+        activation = given[0] if given else self.activation
+        assert activation is not None
+        # A compiler fuses the two steps itself, behind one product.
+        if not _is_compiling() and self.may_run(x, layer, *given) and not self.shared.trains(x):
+            result = _anew(self.shared).of_halves(self.form, x)
+            if result is not None:
+                return result
+        gate, up = layer(x).chunk(2, -1)
+        return activation(gate) * up
 
 
 class Activated(Step):

@@ -1,0 +1,152 @@
+"""Gates of one layer whose weight is gate's rows and then up's: kernels of groups read it as it lies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import tunegemm
+from tests.support.fusing import close
+from tests.support.layers import INNER, TOLERANCE, WIDTH, by_torch, fuse, fused, given, made
+from tunegemm.serve.torch.layers import halves
+
+
+class Merged(nn.Module):
+    """Phi-3's MLP."""
+
+    def __init__(self, bias: bool = False, activation: nn.Module | None = None) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(WIDTH, 2 * INNER, bias), nn.Linear(INNER, WIDTH, bias=False)
+        self.activation = activation or nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.gate_up(x)
+        gate, up = up.chunk(2, dim=-1)
+        return self.down(up * self.activation(gate))
+
+
+def _split(both: torch.Tensor) -> torch.Tensor:
+    gate, up = both.split(INNER, dim=-1)
+    return functional.silu(gate) * up
+
+
+def _sliced(both: torch.Tensor) -> torch.Tensor:
+    half = both.shape[-1] // 2
+    return functional.silu(both[..., :half]) * both[..., half:]
+
+
+def _unflattened(both: torch.Tensor) -> torch.Tensor:
+    gate, up = torch.unbind(both.unflatten(-1, (2, INNER)), -2)
+    return torch.mul(up, functional.silu(gate))
+
+
+def _swapped(both: torch.Tensor) -> torch.Tensor:
+    up, gate = torch.chunk(both, 2, -1)
+    return functional.silu(gate) * up
+
+
+def _in_turns(both: torch.Tensor) -> torch.Tensor:
+    return functional.silu(both[..., ::2]) * both[..., 1::2]
+
+
+def _twice(both: torch.Tensor) -> torch.Tensor:
+    gate, up = both.chunk(2, -1)
+    return functional.silu(gate) * up + gate
+
+
+def _whole(both: torch.Tensor) -> torch.Tensor:
+    gate, up = both.chunk(2, -1)
+    return functional.silu(gate) * up * both.sum()
+
+
+def of(gate: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    class Own(Merged):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(gate(self.gate_up(x)))
+
+    return made(Own)
+
+
+@pytest.fixture
+def served(loops: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(halves, "SERVED", ((1, 512),))
+    return loops
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_halves_are_gated_as_they_lie(served, bias):
+    model = made(lambda: Merged(bias))
+    expected, weight = by_torch(model, given()), model.gate_up.weight
+    place, before = weight.data_ptr(), weight.detach().clone()
+    assert fused(fuse(model)) == ["gate_up"]
+    for x in (given(), given(1, 3, 2), given(512)):
+        served.calls.clear()
+        close(by_torch(model, x), by_torch(made(lambda: Merged(bias)), x), TOLERANCE)
+        assert served.calls == [(x.numel() // WIDTH, 1, 2 * INNER, WIDTH, "swiglu")]
+    assert model.gate_up.weight is weight and weight.data_ptr() == place and torch.equal(weight, before)
+    close(by_torch(copy.deepcopy(model), given()), expected, TOLERANCE)
+    tunegemm.unpatch(model)
+    assert type(model) is Merged and weight.data_ptr() == place
+    assert torch.equal(by_torch(model, given()), expected)
+
+
+@pytest.mark.parametrize("gate", [_split, _sliced, _unflattened])
+def test_ways_to_cut_a_result(served, gate):
+    model = of(gate)
+    expected = by_torch(model, given())
+    assert fused(fuse(model)) == ["gate_up"]
+    close(by_torch(model, given()), expected, TOLERANCE)
+    assert len(served.calls) == 1
+
+
+@pytest.mark.parametrize("gate", [_swapped, _in_turns, _twice, _whole])
+def test_what_is_no_gate_of_halves(served, gate):
+    model = of(gate)
+    expected = by_torch(model, given())
+    assert not any("half" in line.why for line in fuse(model))
+    close(by_torch(model, given()), expected)
+    assert not served.calls
+
+
+def test_other_gates_and_dtypes_are_left_with_a_reason(served):
+    for make, dtype in ((lambda: Merged(activation=nn.GELU()), torch.bfloat16), (Merged, torch.float16)):
+        model = made(make, dtype=dtype)
+        (line,) = fuse(model).of("left")
+        assert line.name == "gate_up" and "silu's, in bf16" in line.why
+        by_torch(model, given().to(dtype))
+    assert not served.calls
+
+
+def test_what_is_not_served_is_torchs_to_the_bit(served, monkeypatch):
+    model = made(Merged)
+    expected = {count: by_torch(model, given(count)) for count in (16, 513)}
+    fuse(model)
+    assert torch.equal(by_torch(model, given(513)), expected[513])
+    with tunegemm.policy("batch_invariant"):
+        assert torch.equal(by_torch(model, given(16)), expected[16])
+    monkeypatch.setattr(halves, "SERVED", ())
+    tunegemm.refresh()
+    assert torch.equal(by_torch(model, given(16)), expected[16]) and not served.calls
+
+
+def test_gradients_hooks_and_compilers_have_the_layer_as_it_is(served):
+    model, plain = made(Merged), made(Merged)
+    fuse(model)
+    for each in (model, plain):
+        each(given()).float().square().mean().backward()
+    close(model.gate_up.weight.grad, plain.gate_up.weight.grad, TOLERANCE)
+    with torch.no_grad():
+        result = torch.compile(model, backend="aot_eager", fullgraph=True)(given())
+        close(result, plain(given()), TOLERANCE)
+        exported = torch.export.export(model, (given(),)).module()(given())
+        close(exported, plain(given()), TOLERANCE)
+        fired: list[torch.Tensor] = []
+        model.gate_up.register_forward_hook(lambda *_: fired.append(_[2]))
+        close(model(given()), plain(given()), TOLERANCE)
+    assert fired[0].shape[-1] == 2 * INNER and not served.calls
