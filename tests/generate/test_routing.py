@@ -27,12 +27,24 @@ def check_route(tokens, chosen, count, dtype, hidden=72, own_rows=1, far=False):
     x, total = wide[:, :hidden], tokens * chosen
     place, ends = torch.full((total + 2,), -9, dtype=torch.int32), torch.full((count + 2,), -9).int()
     rows = torch.full((total + 2, hidden), POISON).bfloat16()
-    blocks, numbers = routing.route_numbers(
+    given = dict(
         step=dtype.itemsize // 4, tokens=tokens, chosen=chosen, count=count, units=hidden // 8,
-        x_units=wide.stride(0) // 8, own_rows=own_rows)
-    kernel.route[(blocks,)](
-        index.view(torch.int32), wide.view(torch.int64), place, ends, rows.view(torch.int64), **numbers,
-        own_rows=own_rows, others=256, experts=32, words=512)
+        x_units=wide.stride(0) // 8)
+    blocks, numbers = routing.route_numbers(**given, own_rows=own_rows or 1)
+    tensors = place, ends, rows.view(torch.int64)
+    if own_rows:
+        kernel.route[(blocks,)](
+            index.view(torch.int32), wide.view(torch.int64), *tensors, **numbers, own_rows=own_rows,
+            others=256, experts=32, words=512)
+    else:
+        blocks, numbers = routing.spread_numbers(**given)
+        counts = torch.empty(blocks * routing.BINS, dtype=torch.int32)
+        few = {name: numbers[name] for name in ("step", "total", "count")}
+        constants = {"own_rows": routing.SPREAD_ROWS, "bins": routing.BINS}
+        kernel.tally[(blocks,)](index.view(torch.int32), counts, **few, **constants)
+        kernel.spread[(blocks,)](
+            index.view(torch.int32), wide.view(torch.int64), counts, *tensors, **numbers, **constants,
+            others=32, words=32, together=16)
     flat = index.reshape(-1).long()
     flat = torch.where((flat < 0) | (flat >= count), count, flat)
     ids, order = flat.sort(stable=True)
@@ -41,12 +53,14 @@ def check_route(tokens, chosen, count, dtype, hidden=72, own_rows=1, far=False):
     assert torch.equal(rows[:total], x[order // chosen])
     assert (place[total:] == -9).all() and (ends[count:] == -9).all() and (rows[total:] == POISON).all()
 
-for tokens, chosen, count, own_rows in (
-    (1, 8, 128, 1), (1, 1, 1, 1), (3, 2, 8, 1), (40, 4, 32, 8), (65, 8, 33, 8), (301, 1, 257, 8),
+for tokens, chosen, count, own_rows, dtype, far in (
+    (1, 8, 128, 1, torch.int64, False), (1, 1, 1, 1, torch.int32, False), (3, 2, 8, 1, torch.int64, True),
+    (40, 4, 32, 8, torch.int32, True), (65, 8, 33, 8, torch.int64, True), (260, 1, 9, 8, torch.int32, False),
 ):
-    for dtype, far in itertools.product((torch.int32, torch.int64), (False, True)):
-        check_route(tokens, chosen, count, dtype, own_rows=own_rows, far=far)
+    check_route(tokens, chosen, count, dtype, own_rows=own_rows, far=far)
 check_route(5, 2, 4, torch.int64, hidden=2056)
+check_route(300, 3, 129, torch.int64, own_rows=0, far=True)
+check_route(1100, 4, 8, torch.int32, own_rows=0)
 
 def check_combine(tokens, chosen, dtype, weights_dtype, place_dtype, hidden=520, count=6):
     total = tokens * chosen
@@ -69,10 +83,11 @@ def check_combine(tokens, chosen, dtype, weights_dtype, place_dtype, hidden=520,
     torch.testing.assert_close(out[:tokens].float(), expected, rtol=2**-7, atol=1e-2)
     assert (out[tokens:] == POISON).all()
 
-for chosen, dtype, place_dtype in itertools.product((1, 2, 4, 6, 8), (torch.bfloat16, torch.float16),
-                                                    (torch.int32, torch.int64)):
-    check_combine(5, chosen, dtype, dtype, place_dtype)
-    check_combine(1, chosen, dtype, torch.float32, place_dtype)
+for chosen, dtype, weights_dtype, place_dtype in (
+    (1, torch.bfloat16, torch.float32, torch.int64), (2, torch.float16, torch.float16, torch.int32),
+    (6, torch.bfloat16, torch.bfloat16, torch.int32), (8, torch.float16, torch.float32, torch.int64),
+):
+    check_combine(3, chosen, dtype, weights_dtype, place_dtype)
 
 def check_gate(rows, inner, dtype, alternate, slope, limit, offset):
     both = torch.randn(rows, 2 * inner).mul(6).to(dtype)
@@ -117,6 +132,6 @@ def test_all_compile_with_their_arguments_in_order(tmp_path: Path) -> None:
 
 def test_keys_tell_kernels_apart() -> None:
     found = routing.kernels()
-    assert len({tuple(sorted(key.items())) for key in found.values()}) == len(found) == 10
+    assert len({tuple(sorted(key.items())) for key in found.values()}) == len(found) == 12
     assert {"route 1", "combine bf16 fp32", "gate fp16 True"} <= set(found)
     assert grouped.get("grouped") is grouped

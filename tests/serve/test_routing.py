@@ -50,6 +50,12 @@ class Steps:
         place[order] = torch.arange(len(order), dtype=torch.int32)
         rows.copy_(x[order // numbers["chosen"]])
 
+    def tally(self, name: str, numbers: Any, index: Any, counts: Any) -> None:
+        assert counts.numel() == -(-index.numel() // kernels.SPREAD_ROWS) * kernels.BINS
+
+    def spread(self, name: str, numbers: Any, index: Any, x: Any, counts: Any, *others: Any) -> None:
+        self.route(name, numbers, index, x, *others)
+
     def combine(
         self, name: str, numbers: Any, rows: Any, place: Any, ends: Any, weights: Any, out: Any
     ) -> None:
@@ -104,14 +110,19 @@ def test_a_layer_asks_torch_for_memory_alone(steps: Steps, loops: Loops) -> None
     assert set(asked) <= {"new_empty", "mT", "to"}, asked
 
 
-def test_many_choices_are_sorted_by_torch_and_combined_by_a_kernel(steps: Steps) -> None:
-    tokens = kernels.MOST_CHOICES // 2 + 1
+def test_many_choices_take_two_launches_and_more_are_sorted_by_torch(steps: Steps) -> None:
     given = layer(8, torch.bfloat16)
-    again = torch.arange(tokens) % 8
-    many = given | {name: given[name][again].contiguous() for name in ("x", "index", "weights")}
-    result = tunegemm.experts(**many)
-    assert steps.calls == ["combine bf16 bf16"]
-    torch.testing.assert_close(result.float(), by_loops(**given)[again], **BOUND)
+    expected = by_loops(**given)
+    for tokens, calls in (
+        (kernels.MOST_CHOICES // 2 + 1, ["tally", "spread", "combine bf16 bf16"]),
+        (kernels.MOST_SPREAD // 2 + 1, ["combine bf16 bf16"]),
+    ):
+        steps.calls.clear()
+        again = torch.arange(tokens) % 8
+        many = given | {name: given[name][again].contiguous() for name in ("x", "index", "weights")}
+        result = tunegemm.experts(**many)
+        assert steps.calls == calls
+        torch.testing.assert_close(result.float(), expected[again], **BOUND)
 
 
 def test_numbers_of_no_expert_add_nothing(steps: Steps) -> None:

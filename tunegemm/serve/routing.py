@@ -21,7 +21,8 @@ from tunegemm.serve.operands import ALIGNMENT
 from tunegemm.serve.planning import LOOK_SECONDS, MAX_PLANS
 
 #: Gives the launch, which takes tensors, of a kernel's blocks and numbers: `tunegemm.generate.routing.load`.
-Bind = Callable[..., Callable[..., None]]
+Bind = Callable[..., "Launch"]
+Launch = Callable[..., None]
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -65,7 +66,7 @@ class Routing:
         self.served = served
         """The kernels that may serve, by the first word of their names; none after a failed launch."""
         self._state: object = None
-        self.plans: dict[Hashable, tuple[Callable[..., None] | None, float]] = {}
+        self.plans: dict[Hashable, tuple[Launch | None, float]] = {}
         """Launches, and when to look for one again."""
 
     def route(self, x: Any, index: Any, count: int) -> Routed | None:
@@ -119,7 +120,7 @@ class Routing:
 
     def _launch(
         self, key: tuple[Any, ...], plan: Callable[..., Planned | None], *given: Any
-    ) -> Callable[..., None] | None:
+    ) -> Launch | None:
         """The launch of a key; `plan` says of the operands which kernel it takes."""
         planner = api.dispatcher.planner
         if planner.state is not self._state:  # by `refresh`, another policy, a fork
@@ -138,19 +139,27 @@ class Routing:
                 self.plans[key] = found
         return found[0]
 
-    def _found(self, planned: Planned | None, index: int) -> tuple[Callable[..., None] | None, float]:
+    def _found(self, planned: Planned | None, index: int) -> tuple[Launch | None, float]:
         if planned is None:
             return None, float("inf")
+        names = ("tally", "spread") if planned.name == "spread" else (planned.name,)
+        if any(name.split()[0] not in self.served for name in names):
+            return None, float("inf")
         try:
-            bind = self._load(planned.name, index)
+            binds = [self._load(name, index) for name in names]
         except (TunegemmError, OSError, RuntimeError) as error:
             _warn(error)
             return None, float("inf")
-        if bind is None:
+        found = [bind for bind in binds if bind is not None]
+        if len(found) < len(binds):
             return None, time.monotonic() + LOOK_SECONDS
-        return bind(planned.ctas, **planned.numbers), float("inf")
+        launch = found[-1](planned.ctas, **planned.numbers)
+        if planned.name == "spread":
+            few = {name: planned.numbers[name] for name in ("step", "total", "count")}
+            launch = _in_two(found[0](planned.ctas, **few), launch, planned.ctas)
+        return launch, float("inf")
 
-    def _done(self, launch: Callable[..., None], tensors: tuple[Any, ...]) -> bool:
+    def _done(self, launch: Launch, tensors: tuple[Any, ...]) -> bool:
         try:
             launch(*tensors)
         except RuntimeError as error:
@@ -161,6 +170,17 @@ class Routing:
             self.plans = {}
             return False
         return True
+
+
+def _in_two(tally: Launch, spread: Launch, ctas: int) -> Launch:
+    """What `route` launches, of many choices: the counts of the first launch are memory of its own."""
+
+    def launch(index: Any, x: Any, place: Any, ends: Any, rows: Any) -> None:
+        counts = place.new_empty(ctas * kernels.BINS)
+        tally(index, counts)
+        spread(index, x, counts, place, ends, rows)
+
+    return launch
 
 
 class Planned(NamedTuple):
@@ -177,7 +197,7 @@ def _route(x: Any, index: Any, count: int) -> Planned | None:
     if not (
         x.dtype in _DTYPES
         and index.device == x.device
-        and 0 < total <= kernels.MOST_CHOICES
+        and 0 < total <= (kernels.MOST_SPREAD if count + 2 <= kernels.BINS else kernels.MOST_CHOICES)
         and count
         and index.is_contiguous()
         and x.stride(1) == 1
@@ -185,13 +205,15 @@ def _route(x: Any, index: Any, count: int) -> Planned | None:
         and x.data_ptr() % ALIGNMENT == 0
     ):
         return None
-    own_rows = next(rows for most, rows in kernels.ROUTE_ROWS.items() if total <= most)
     units, x_units = (lines * size // kernels.UNIT_BYTES for lines in (hidden, x.stride(0)))
-    blocks, numbers = kernels.route_numbers(
-        step=index.element_size() // 4, tokens=tokens, chosen=chosen, count=count, units=units,
-        x_units=x_units, own_rows=own_rows,
-    )  # fmt: skip
-    return Planned(f"route {own_rows}", blocks, numbers)
+    given = {
+        "step": index.element_size() // 4, "tokens": tokens, "chosen": chosen, "count": count,
+        "units": units, "x_units": x_units,
+    }  # fmt: skip
+    if total > kernels.MOST_CHOICES:
+        return Planned("spread", *kernels.spread_numbers(**given))
+    own_rows = next(rows for most, rows in kernels.ROUTE_ROWS.items() if total <= most)
+    return Planned(f"route {own_rows}", *kernels.route_numbers(**given, own_rows=own_rows))
 
 
 def _combine(rows: Any, place: Any, ends: Any, weights: Any) -> Planned | None:

@@ -19,25 +19,43 @@ from tunegemm.generate.sources import hash_of_code, kernel_sources
 NAME = "routing"
 TARGET = "sm_90a"
 #: What kernels do, and which of them serve, and ship: those that a GPU has shown right.
-ALL = ("route", "combine", "gate")
+ALL = ("route", "tally", "spread", "combine", "gate")
 SERVED: tuple[str, ...] = ()
 UNIT_BYTES = 16
 #: Choices of a block of `route`, by how many there are at most: it compares each with all.
 ROUTE_ROWS = {512: 1, 8192: 8}
 MOST_CHOICES = max(ROUTE_ROWS)
+#: The same of `tally` and `spread`, which take more; their bins, and how many choices they take.
+SPREAD_ROWS, BINS, MOST_SPREAD = 256, 512, 1 << 16
 #: Columns of a block of `combine`, and of `gate`; experts of one of `route`'s.
 COLUMNS, GATE_COLUMNS, EXPERTS = 512, 1024, 32
 _POINTERS = {
     "route": {"index": "i32", "x": "i64", "place": "i32", "ends": "i32", "rows": "i64"},
+    "tally": {"index": "i32", "counts": "i32"},
+    "spread": {
+        "index": "i32",
+        "x": "i64",
+        "counts": "i32",
+        "place": "i32",
+        "ends": "i32",
+        "rows": "i64",
+    },
     "combine": {"rows": "", "place": "i32", "ends": "i32", "weights": "", "out": ""},
     "gate": {"both": "", "out": ""},
 }
-_ALIGNED = {"route": ("x", "rows"), "combine": ("rows", "out"), "gate": ("both", "out")}
+_ALIGNED = {
+    "route": ("x", "rows"),
+    "tally": ("counts",),
+    "spread": ("x", "counts", "rows"),
+    "combine": ("rows", "out"),
+    "gate": ("both", "out"),
+}
 
 
 def kernels() -> dict[str, Key]:
     """The keys of all kernels, served or not, by their names: the first word is one of `SERVED`'s."""
     found = [kernel_key("route", own_rows=rows) for rows in ROUTE_ROWS.values()]
+    found += [kernel_key("tally"), kernel_key("spread")]
     for dtype in ("bf16", "fp16"):
         found += [kernel_key("combine", dtype=dtype, weights=weights) for weights in (dtype, "fp32")]
         found += [kernel_key("gate", dtype=dtype, alternate=alternate) for alternate in (False, True)]
@@ -69,6 +87,8 @@ def compile(key: Mapping[str, str | int | bool], out: Path) -> Resources:
     name = str(key["kernel"])
     constants_of: dict[str, dict[str, Any]] = {
         "route": {"own_rows": key.get("own_rows"), "others": 256, "experts": EXPERTS, "words": 512},
+        "tally": {"own_rows": SPREAD_ROWS, "bins": BINS},
+        "spread": {"own_rows": SPREAD_ROWS, "bins": BINS, "others": 32, "words": 32, "together": 16},
         "combine": {"columns": COLUMNS, "together": 4},
         "gate": {"columns": GATE_COLUMNS, "alternate": key.get("alternate")},
     }
@@ -79,8 +99,7 @@ def compile(key: Mapping[str, str | int | bool], out: Path) -> Resources:
         pointer: f"*{dtype or dtypes.get(pointer, dtypes[''])}" for pointer, dtype in _POINTERS[name].items()
     }
     arguments = {each: types.get(each, "i32") for each in function.arg_names if each not in constants}
-    # 16 bytes a thread.
-    warps = 2 if name == "combine" else 4
+    warps = {"combine": 2, "spread": 8}.get(name, 4)
     return build(function, arguments, constants, out, num_warps=warps, aligned=_ALIGNED[name])
 
 
@@ -121,6 +140,15 @@ def route_numbers(
         "step": step, "total": total, "chosen": chosen, "count": count, "units": units, "x_units": x_units,
     }  # fmt: skip
     return math.ceil(total / own_rows) + math.ceil(count / EXPERTS), numbers
+
+
+def spread_numbers(
+    *, step: int, tokens: int, chosen: int, count: int, units: int, x_units: int
+) -> tuple[int, dict[str, int]]:
+    """The same of `spread`; `tally`'s blocks are as many, its numbers some of them."""
+    return math.ceil(tokens * chosen / SPREAD_ROWS), route_numbers(
+        step=step, tokens=tokens, chosen=chosen, count=count, units=units, x_units=x_units, own_rows=1
+    )[1]
 
 
 def combine_numbers(

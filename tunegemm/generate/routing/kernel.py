@@ -55,6 +55,54 @@ def route(
 
 
 @triton.jit
+def tally(index, counts, step, total, count, own_rows: tl.constexpr, bins: tl.constexpr):
+    """How many of a block's `own_rows` choices are each expert's: of many choices the first of two launches.
+
+    counts: int32 (blocks, bins); bins: more than `count` + 1.
+    """
+    program = tl.program_id(0)
+    own, _ = numbers(index, step, program * own_rows, total, count, own_rows)
+    tl.store(counts + program * bins + tl.arange(0, bins), tl.histogram(own, bins))
+
+
+@triton.jit
+def spread(
+    index, x, counts, place, ends, rows, step, total, chosen, count, units, x_units,
+    own_rows: tl.constexpr, bins: tl.constexpr, others: tl.constexpr, words: tl.constexpr,
+    together: tl.constexpr,
+):  # fmt: skip
+    """What `route` does, by what `tally` counted: a block compares its choices with no others."""
+    program = tl.program_id(0)
+    blocks = (total + own_rows - 1) // own_rows
+    expert = tl.arange(0, bins)
+    everywhere = tl.zeros((bins,), tl.int32)
+    before = tl.zeros((bins,), tl.int32)
+    for first in range(0, blocks, together):
+        block = first + tl.arange(0, together)
+        found = tl.load(
+            counts + block[:, None] * bins + expert[None, :], mask=(block < blocks)[:, None], other=0
+        )
+        everywhere += tl.sum(found, axis=0)
+        before += tl.sum(tl.where(block[:, None] < program, found, 0), axis=0)
+    end = tl.cumsum(everywhere, axis=0)
+    if program == 0:
+        tl.store(ends + expert, end, mask=expert < count)
+    own, mine = numbers(index, step, program * own_rows, total, count, own_rows)
+    same = tl.zeros((own_rows, others), tl.int32)
+    for first in range(program * own_rows, (program + 1) * own_rows, others):
+        found, positions = numbers(index, step, first, total, count, others)
+        same += ((found[None, :] == own[:, None]) & (positions[None, :] < mine[:, None])).to(tl.int32)
+    rank = tl.gather(end - everywhere + before, own, axis=0) + tl.sum(same, axis=1)
+    tl.store(place + mine, rank, mask=mine < total)
+    source = x + ((mine // chosen).to(tl.int64) * x_units * 2)[:, None]
+    target = rows + (rank.to(tl.int64) * units * 2)[:, None]
+    for word in range(0, units * 2, words):
+        columns = (word + tl.arange(0, words))[None, :]
+        mask = (mine < total)[:, None] & (columns < units * 2)
+        tl.store(target + columns, tl.load(source + columns, mask=mask, other=0), mask=mask)
+
+
+@triton.jit
 def combine(
     rows, place, ends, weights, out, step, count, chosen, units, blocks, weights_stride,
     columns: tl.constexpr, together: tl.constexpr,
