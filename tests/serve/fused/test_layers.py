@@ -288,12 +288,13 @@ def test_frozen_weights_and_inputs_keep_nothing(serve):
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_derivatives_of_joined_results(bias):
+def test_derivatives_of_joined_results(bias, apart):
     def run(x: torch.Tensor, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         weight, rest = torch.cat(parameters[:2]).detach(), parameters[2:]
         whole = functional.linear(x, weight, torch.cat(rest) if rest else None).detach()
-        return torch.unsafe_split_with_sizes(Joined.apply(whole, x, weight.t(), *parameters), (4, 2), -1)
+        return Joined.apply(whole, x, weight.t(), apart, *parameters)
 
     shapes = [(2, 3, 5), (4, 5), (2, 5), *([(4,), (2,)] if bias else [])]
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]

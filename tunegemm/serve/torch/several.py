@@ -25,7 +25,15 @@ from tunegemm.generate.cublaslt.eager import step_of
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import BELOW_AUTOGRAD, MATMUL, form_of
 from tunegemm.serve.torch import ops
-from tunegemm.serve.torch.together import MAX_JOINED_ROWS, Tensors, is_gated, operands_of, put_together
+from tunegemm.serve.torch.together import (
+    MAX_JOINED_ROWS,
+    Tensors,
+    beside,
+    is_gated,
+    operands_of,
+    parts_of,
+    put_together,
+)
 from tunegemm.serve.unfused import unfused
 
 _library = torch.library.Library("tunegemm", "FRAGMENT")
@@ -152,43 +160,37 @@ def define(serving: Callable[[], Dispatcher]) -> None:
             start = sum(weight.shape[0] for weight in weights[:index])
             return whole[..., start : start + weight.shape[0]]
         if index == 0:
-            whole = Whole.apply(len(weights), x, *weights, *biases)
-            rows = [weight.shape[0] for weight in weights]
-            _held.hold(x, weights, torch.unsafe_split_with_sizes(whole, rows, -1))
+            _held.hold(x, weights, All.apply(len(weights), x, *weights, *biases))
         found = _held.take(x, weights, index)
         return ops.traced_linear(x, weight, bias) if found is None else found
 
-    class Whole(torch.autograd.Function):
-        """The results of all layers beside each other; backward is a product for the input, and one for all
-        weights."""
+    class All(torch.autograd.Function):
+        """The results of all layers; backward is one product for the input, and one for all weights."""
 
         @staticmethod
-        def forward(ctx: Any, count: int, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        def forward(ctx: Any, count: int, x: torch.Tensor, *parameters: torch.Tensor) -> Any:
             """count: of the weights, which come before the biases, if any."""
             weights, biases = list(parameters[:count]), list(parameters[count:])
             ctx.save_for_backward(x, *weights)
-            return whole_of(x, weights, biases, "bias_n" if biases else "")
+            ctx.set_materialize_grads(False)
+            whole = whole_of(x, weights, biases, "bias_n" if biases else "")
+            return tuple(torch.unsafe_split_with_sizes(whole, [weight.shape[0] for weight in weights], -1))
 
         @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
             x, *weights = ctx.saved_tensors
             _, wants_x, *wanted = ctx.needs_input_grad
             rows, of_x = [weight.shape[0] for weight in weights], None
-            if (
-                wants_x and torch.is_grad_enabled()
-            ):  # somebody differentiates this, with graphs that run eagerly
+            wanted = [want and grads[index % len(rows)] is not None for index, want in enumerate(wanted)]
+            grad = beside(grads, rows)
+            if wants_x and torch.is_grad_enabled():  # of graphs that run eagerly, somebody differentiates it
                 of_x = ops.traced_matmul(grad, torch.cat(weights))
             elif wants_x:
-                of_x = torch.ops.tunegemm.several_backward(grad.contiguous(), weights, records=ops.CALLS)
+                of_x = torch.ops.tunegemm.several_backward(grad, weights, records=ops.CALLS)
             grad, x = grad.flatten(0, -2), x.flatten(0, -2)
-            found: list[torch.Tensor | None] = []
-            for wants, whole in (
-                (wanted[: len(rows)], lambda: ops.traced_matmul(grad.t(), x)),
-                (wanted[len(rows) :], lambda: grad.sum(0)),
-            ):
-                parts = whole().split(rows) if any(wants) else wants
-                found += [part if want else None for part, want in zip(parts, wants, strict=True)]
-            return None, of_x, *found
+            of_weights = parts_of(lambda: ops.traced_matmul(grad.t(), x), rows, wanted[: len(rows)])
+            of_biases = parts_of(lambda: grad.sum(0), rows, wanted[len(rows) :])
+            return None, of_x, *of_weights, *of_biases
 
     def gated(
         x: torch.Tensor, weights: Tensors, biases: Tensors, gate: str, *, records: str = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -75,3 +75,26 @@ def operands_of(weights: Tensors, biases: Tensors, epilogue: str) -> tuple[torch
 def is_gated(epilogue: str) -> bool:
     """Of the epilogues of `several`: whether two columns make one."""
     return epilogue.removeprefix("bias_n").removeprefix("+") != ""
+
+
+def beside(parts: Sequence[torch.Tensor | None], columns: Sequence[int]) -> torch.Tensor:
+    """Gradients of results beside each other; what was not used, None, has none, which counts as zeros."""
+    found = next(part for part in parts if part is not None)
+    filled = [
+        found.new_zeros((*found.shape[:-1], width)) if part is None else part
+        for part, width in zip(parts, columns, strict=True)
+    ]
+    return filled[0] if len(filled) == 1 else torch.cat(filled, -1)
+
+
+def parts_of(
+    whole: Callable[[], torch.Tensor], rows: Sequence[int], wanted: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """The parts of it that are wanted; it is not computed where none is."""
+    if not any(wanted):
+        return [None] * len(wanted)
+    made = whole()
+    # Of unsafe_split torch has no form for is_grads_batched.
+    is_mapped = torch._C._functorch.is_legacy_batchedtensor(made)
+    parts = made.split(rows) if is_mapped else torch.unsafe_split_with_sizes(made, rows)
+    return [part if one else None for part, one in zip(parts, wanted, strict=True)]

@@ -227,19 +227,31 @@ class Shared:
         return None if self.trains(x) or not x.is_floating_point() else x.to(dtype)
 
     def parts(self, x: Any) -> Sequence[torch.Tensor] | None:
-        """The result of each layer, as parts of one product; None where each is to be computed by itself."""
-        whole = self.whole(x)
-        return None if whole is None else torch.unsafe_split_with_sizes(whole, self.rows, -1)
+        """The result of each layer, of one product; None where each is to be computed by itself."""
+        whole = self._product_of_all(x)
+        if whole is None:
+            return None
+        return (
+            self._joined_results(whole, x, True)
+            if self.trains(x)
+            else torch.unsafe_split_with_sizes(whole, self.rows, -1)
+        )
 
     def whole(self, x: Any) -> torch.Tensor | None:
-        """The results of all layers beside each other, by one product; None where it is not to be one."""
-        right, form = self._right, PLAIN_FORMS[len(self._bias)]
+        """The same beside each other, in one tensor."""
+        whole = self._product_of_all(x)
+        return whole if whole is None or not self.trains(x) else self._joined_results(whole, x, False)
+
+    def _joined_results(self, whole: torch.Tensor, x: torch.Tensor, apart: bool) -> Any:
+        return Joined.apply(
+            whole, x, self._right, apart, *self.parameters("weight"), *self.parameters("bias")
+        )
+
+    def _product_of_all(self, x: Any) -> torch.Tensor | None:
+        """Below autograd."""
+        form = PLAIN_FORMS[len(self._bias)]
         whole = None if self.is_missed(form, x) else self.product(form, x)
-        if whole is None:
-            whole = self._by_torch(x)
-        if whole is None or not self.trains(x):
-            return whole
-        return Joined.apply(whole, x, right, *self.parameters("weight"), *self.parameters("bias"))
+        return self._by_torch(x) if whole is None else whole
 
     def _by_torch(self, x: Any) -> torch.Tensor | None:
         """torch's product of x and all weights, where that is faster than layer by layer and means the same:
