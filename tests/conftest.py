@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -49,7 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where slow tests are left out, a third of hypothesis's usual number of cases is drawn."""
+    """Where slow tests are left out, a third of hypothesis's usual number of cases is drawn.
+
+    And garbage of cycles is looked for more seldom: there is little of it beside all that is imported here,
+    and to look as often as Python does takes a tenth of the time. A test of what is freed collects itself.
+    """
+    gc.set_threshold(20_000, 50, 100)
     if "not slow" in config.option.markexpr:
         hypothesis.settings.register_profile("quick", max_examples=33)
         hypothesis.settings.load_profile("quick")
@@ -120,10 +126,11 @@ def h200() -> Device:
 @pytest.fixture(scope="session")
 def pool(shared_folder: Path) -> Iterator[CompilePool]:
     """Its workers import the compilers once; what any process of the session has compiled is there."""
+    from tests.support.processes import compile_workers
     from tunegemm.compile.artifacts import ArtifactStore
     from tunegemm.compile.pool import CompilePool
 
-    with CompilePool(ArtifactStore(shared_folder / "objects")) as pool:
+    with CompilePool(ArtifactStore(shared_folder / "objects"), workers=compile_workers()) as pool:
         yield pool
 
 

@@ -48,8 +48,9 @@ def room(module: str) -> str:
 
 
 @functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
+def nodes(path: Path) -> list[ast.AST]:
+    """All of a file."""
+    return [*ast.walk(ast.parse(path.read_text(), str(path)))]
 
 
 @functools.cache
@@ -62,7 +63,7 @@ def imports(package: Path) -> list[tuple[str, int, str]]:
     all_found = []
     for module, path in sorted(files.items()):
         inside = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -144,7 +145,7 @@ def test_no_module_imports_from_the_package_root() -> None:
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in PACKAGE.rglob("*.py")
         if room(module_of(path))
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.ImportFrom) and node.module == "tunegemm" and not node.level
         and {alias.name for alias in node.names} & set(PUBLIC)
     ]  # fmt: skip
@@ -163,7 +164,7 @@ def private_names(folder: Path) -> set[str]:
     """Names with one underscore that the files of a folder define or assign to."""
     found: set[str] = set()
     for path in folder.rglob("*.py"):
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -45,7 +45,7 @@ _WITHOUT_GPU = re.compile(r"\Atunegemm: .*(on a GPU|no CUDA device here).*\n\Z")
 PROGRAM = """
 import torch
 half = {"dtype": torch.bfloat16}
-torch.nn.functional.linear(torch.randn(512, 4096, **half), torch.randn(6144, 4096, **half))
+torch.nn.functional.linear(torch.ones(512, 4096, **half), torch.ones(6144, 4096, **half))
 """
 #: Of the model that the guide names, what its layers need.
 CONFIG = """{

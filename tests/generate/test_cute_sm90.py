@@ -107,7 +107,6 @@ EXAMPLES = Examples(
         Rejection("mma_tile", {"tile_n": 20, "epi_n": 4}, "8 <= N <= 256"),
         Rejection("mma_tile", {"tile_n": 272, "epi_n": 16}, "8 <= N <= 256"),
         Rejection("accumulators", {"tile_m": 256, "tile_n": 224}, "spills"),
-        Rejection("accumulators", {"tile_m": 256, "tile_n": 256}, "spills"),
         Rejection("accumulators", {"schedule": "pingpong", "tile_n": 224}, "spills"),
         Rejection(
             "accumulators", {"schedule": "pingpong", "tile_m": 192, "tile_n": 144, "epi_n": 16}, "spills"
