@@ -16,9 +16,11 @@ import tunegemm
 from tests.support.forks import Forks
 from tests.support.processes import environment
 from tests.support.serving import serve_with
+from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import Product, Workload, demands
 from tunegemm.errors import WorkloadError
 from tunegemm.serve import api
+from tunegemm.serve.api import Activation
 from tunegemm.serve.torch.recording import Recording
 
 BF16 = torch.bfloat16
@@ -66,6 +68,59 @@ class TestOperators:
         assert (kind.a_major, kind.b_major, kind.out_major) == ("k", "n", "n")
         assert (product.calls, product.timed, product.captured, product.replayed) == (2, 2, 0, 0)
         assert product.median_us is not None and product.median_us > 0
+
+    @pytest.mark.parametrize("gradients", [False, True])
+    def test_products_of_groups_count_once_as_what_they_look_up(self, gradients: bool) -> None:
+        """By torch's operator and ours, with a bias, too; the gradient of weights has groups along k."""
+        a = bf16(13, 64).requires_grad_(gradients)
+        b, ends = bf16(3, 48, 64).mT, torch.tensor([4, 4, 13], dtype=torch.int32)
+        b = b.contiguous() if gradients else b
+        b.requires_grad_(gradients)
+        with tunegemm.record() as recording:
+            tunegemm.grouped_mm(a, b, offs=ends)
+            tunegemm.grouped_mm(a, b, offs=ends, bias=bf16(3, 48))
+            result = nn.functional.grouped_mm(a, b, offs=ends)
+            if gradients:
+                result.backward(torch.ones_like(result))
+        wanted = Problem.of_groups(13, 48, 64, 3, b_major="n" if gradients else "k")
+        found, refused = demands(recording.products)
+        assert [(one.problem, one.calls) for one in found if one.problem.n == 48] == [(wanted, 3)]
+        if gradients:
+            assert [one.problem for one in found if one.problem.n == 64] == [Problem.of_groups(13, 64, 48, 3)]
+            (why,) = refused
+            assert why.startswith("grouped_mm 64x48x13 groups3: its groups lie along k")
+        assert {one.kind.op for one in recording.products} == {"grouped_mm"}
+
+    @pytest.mark.parametrize("activation", ["silu", "gelu"])
+    def test_a_layer_of_experts_is_a_gated_product_and_another(self, activation: Activation) -> None:
+        x, gate_up, down = bf16(5, 64), bf16(4, 96, 64), bf16(4, 64, 48)
+        weights, chosen = torch.rand(5, 4, dtype=BF16).topk(2)
+        expected = tunegemm.experts(x, gate_up, down, chosen, weights, activation=activation)
+        with tunegemm.record() as recording:
+            found = tunegemm.experts(x, gate_up, down, chosen, weights, activation=activation)
+        assert torch.equal(found, expected)
+        gate = {"silu": "swiglu", "gelu": "geglu"}[activation]
+        problems = {one.problem: one.calls for one in demands(recording.products)[0]}
+        assert problems == {
+            Problem.of_groups(10, 96, 64, 4, gate=gate): 1, Problem.of_groups(10, 64, 48, 4): 1
+        }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("call", "why"),
+        [
+            (lambda a, b, ends: torch._grouped_mm(a, b[..., :44], offs=ends), "lie otherwise"),
+            (lambda a, b, ends: torch._grouped_mm(a.float(), b.float(), offs=ends), "of another dtype"),
+            (lambda a, b, ends: torch._grouped_mm(a.expand(3, 13, 64), b), "not groups of a's rows"),
+            (lambda a, b, ends: torch._grouped_mm(a, b[:1], offs=ends[:1]), "of one product"),
+        ],
+        ids=["k", "fp32", "batch", "one"],
+    )  # fmt: skip
+    def test_groups_that_no_kernel_computes_say_why(self, call: Callable[..., object], why: str) -> None:
+        ends = torch.tensor([4, 4, 13], dtype=torch.int32)
+        with tunegemm.record() as recording:
+            call(bf16(13, 64), bf16(3, 48, 64).mT, ends)
+        ((refusal,),) = [demands(recording.products)[1]]
+        assert why in refusal and one(recording).kind.op == "grouped_mm"
 
     def test_results_are_torchs(self) -> None:
         a, b = torch.randn(8, 16), torch.randn(16, 24)

@@ -104,9 +104,10 @@ def _show_costliest(workload: Workload) -> None:
         table.add_column(heading, justify="left" if heading in ("product", "record") else "right")
     for demand in found[:_COSTLIEST]:
         record = snapshot.find(demand.problem, device.fingerprint)
-        known = "none" if record is None else f"{record.ratio:.3f} x torch.mm"
+        torchs = demand.problem.torch_call
+        known = "none" if record is None else f"{record.ratio:.3f} x {torchs}"
         if record is not None and is_torch(record.candidate):
-            known = "torch.mm is fastest"
+            known = f"{torchs} is fastest"
         share = f"{100 * cost_us(demand) / whole:.1f}"
         cells = (str(demand.problem), f"{demand.calls:,}", share, significant(demand.call_us or 0.0), known)
         table.add_row(*(Text(clean(cell)) for cell in cells))

@@ -203,7 +203,7 @@ def progress_line(tuned: TunedDemand, done: int, of: int) -> str:
     if tuned.after_us is not None:
         ratio = tuned.before_us / tuned.after_us
         before, after = significant(tuned.before_us), significant(tuned.after_us)
-        parts.append(f"{before} -> {after} us, {ratio:.3f} x torch.mm")
+        parts.append(f"{before} -> {after} us, {ratio:.3f} x {result.problem.torch_call}")
         parts.append(f"saves {seconds(tuned.saving_s)}")
     else:
         parts.append(result.note or "nothing could be timed")

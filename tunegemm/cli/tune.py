@@ -269,7 +269,7 @@ def say_gpu_command(context: typer.Context, asked_for: Sequence[Problem]) -> Non
     """The same command, as it measures on a GPU."""
     given = {flag.removeprefix("--"): context.params[name] for name, flag in given_options(context).items()}
     given |= {"shape": [problem.shape for problem in asked_for], "device": None, "db": None}
-    served = " and ".join(dict.fromkeys(f"tunegemm.{problem.our_call}" for problem in asked_for))
+    served = " and ".join(dict.fromkeys(f"tunegemm.{one.our_call}" for one in asked_for)) or "its calls"
     printing.say_command(f"On your GPU this measures, and stores it for {served}:",
                         command_line("tune", {"shape": None} | given))  # fmt: skip
 

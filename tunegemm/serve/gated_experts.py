@@ -13,12 +13,13 @@ from tunegemm.describe.epilogue import GATED
 from tunegemm.errors import ProblemError
 from tunegemm.generate.routing import MOST_CHOICES
 from tunegemm.model.grouped import choose
-from tunegemm.serve import grouped, routing
+from tunegemm.serve import api, grouped, routing
 from tunegemm.serve.api import Activation
 from tunegemm.serve.grouped import grouped_mm
 from tunegemm.serve.guards import capturing, deterministic, dispatch_modes
 from tunegemm.serve.routing import Gate
 from tunegemm.serve.torch.fx import node_of, rank
+from tunegemm.serve.torch.recorded_groups import GroupedCall
 
 _GATES = {activation: gate for gate, activation in GATED.items()}
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -151,7 +152,7 @@ def _layer(
     multiply = grouped.groups.below_autograd if plain else grouped.groups
     inner = None
     if activation in _GATES:
-        gated = _traced if traced else multiply
+        gated = _traced if traced else _gated if plain else multiply
         inner = gated(rows, gate_up.mT, ends, gate_up_bias, _GATES[activation], interleaved)
     if inner is None:
         if served:
@@ -214,6 +215,25 @@ def _gate(both: torch.Tensor, activation: Any, interleaved: bool) -> torch.Tenso
     return _ACTIVATIONS[activation](gate) * up
 
 
+def _gated(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None,
+    gate: str,
+    interleaved: bool,
+) -> torch.Tensor | None:
+    """The gated product by a kernel, or by torch where it is recorded, as one; None where it is not."""
+    result = grouped.groups.below_autograd(a, b, offs, bias, gate, interleaved)
+    if result is None and (observe := api.dispatcher.planner.observe_groups) is not None:
+        call = GroupedCall("experts", a, b, offs, bias, gate=gate)
+        observed: torch.Tensor = observe(
+            call, lambda: _gate(grouped_mm(a, b, offs=offs, bias=bias), GATED[gate], interleaved)
+        )
+        return observed
+    return result
+
+
 def _traced(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -242,8 +262,7 @@ def _define() -> None:
     )
 
     def compute(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor:
-        given = a, b, offs, bias, gate, interleaved
-        result = None if deterministic() else grouped.groups.below_autograd(*given)
+        result = None if deterministic() else _gated(a, b, offs, bias, gate, interleaved)
         if result is not None:
             return result
         return _gate(grouped_mm(a, b, offs=offs, bias=bias), GATED[gate], interleaved)

@@ -104,6 +104,7 @@ class Planner:
         self.allocate: Any = allocation(device_type)
         """Makes outputs, from (shape, strides, dtype)."""
         self.observe: Observe | None = None
+        self.observe_groups: Callable[..., Any] | None = None
         """Who computes products while torch does, and writes down what they would have asked for."""
         _planners.add(self)
 
@@ -137,10 +138,13 @@ class Planner:
                 self.state = State(policy, before.snapshot, before.modified) if known is None else known
             return before.policy
 
-    def suspend(self, observe: Observe | None = None) -> Callable[[], None]:
+    def suspend(
+        self, observe: Observe | None = None, observe_groups: Callable[..., Any] | None = None
+    ) -> Callable[[], None]:
         """From now on torch computes every product, until the function that is returned is called.
 
-        observe: computes them meanwhile, all but those below autograd, by the function that it is given last.
+        observe: computes them meanwhile, all but those below autograd, by the function that it is given last;
+        observe_groups likewise those of groups that are gated.
         """
         if self._mode is None:
             self._begin()
@@ -148,11 +152,11 @@ class Planner:
             mode, self._mode = self._mode, "off"
             before = self._others[self.state.policy] = self.state
             self.state = State(before.policy, before.snapshot, before.modified)
-            self.observe = observe
+            self.observe, self.observe_groups = observe, observe_groups
 
         def resume() -> None:
             with self.lock:
-                self._mode, self.observe = mode, None
+                self._mode, self.observe, self.observe_groups = mode, None, None
                 policy = self.state.policy
                 self.state = self._others.pop(policy) if policy in self._others else State(policy)
 

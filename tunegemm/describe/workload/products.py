@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from tunegemm.describe.problem import GROUPED
 from tunegemm.errors import BadValueError, WorkloadError
 from tunegemm.files import write_text
 from tunegemm.untrusted import line, listed, members, number, shown, whole
@@ -70,8 +71,9 @@ class Kind:
 
     @property
     def shape(self) -> str:
-        """``MxNxK``, with ``xL`` when there is a batch."""
-        return f"{self.m}x{self.n}x{self.k}" + (f"x{self.batch}" if self.batch != 1 else "")
+        """``MxNxK``, with ``xL`` when there is a batch, or the number of groups."""
+        more = f" groups{self.batch}" if self.epilogue.partition("+")[0] == GROUPED else f"x{self.batch}"
+        return f"{self.m}x{self.n}x{self.k}" + (more if self.batch != 1 else "")
 
 
 @dataclass(frozen=True)

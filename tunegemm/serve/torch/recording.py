@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,18 +23,20 @@ import torch
 from torch._guards import CompileContext
 
 from tunegemm.choose.operators import OPERATORS
-from tunegemm.describe.problem import MAX_ALIGNMENT, alignment_of, contiguous_mode, normalize_dtype
+from tunegemm.describe.problem import MAX_ALIGNMENT, alignment_of
 from tunegemm.describe.workload import Product, Workload, merge
 from tunegemm.describe.workload.products import Kind
-from tunegemm.errors import ProblemError, WorkloadError
+from tunegemm.errors import WorkloadError
 from tunegemm.files import impossible
 from tunegemm.serve import api
 from tunegemm.serve.forms import LINEAR, Form, Named, named
 from tunegemm.serve.guards import tf32_allowed
 from tunegemm.serve.library import call_of
 from tunegemm.serve.operands import Refusal
+from tunegemm.serve.torch import recorded_groups
 from tunegemm.serve.torch.aten import Layer, replacements
 from tunegemm.serve.torch.processes import Writer
+from tunegemm.serve.torch.recorded_groups import GroupedCall, dtype_of, mode_of
 
 #: Timed calls per product; the median of so many is stable, and later calls cost no events.
 _TIMED = 32
@@ -214,7 +216,7 @@ class _Interception:
         """CUDA graphs that are being captured, the last begun last."""
         self._graphs: weakref.WeakKeyDictionary[Any, list[_Key]] = weakref.WeakKeyDictionary()
         """What each captured graph computes."""
-        self._named: dict[_Key, Named | Refusal] = {}
+        self._named: dict[_Key, Any] = {}
         self._kinds: dict[_Key, Kind] = {}
         self._timed: Counter[_Key] = Counter()
         """Timed calls since the last recording began."""
@@ -244,11 +246,11 @@ class _Interception:
         self._pending.clear()
 
     def _install(self) -> None:
-        layer = Layer(tuple(OPERATORS), ("CPU", "CUDA"), self._wrap)
+        layer = Layer((*OPERATORS, *recorded_groups.OPERATORS), ("CPU", "CUDA"), self._wrap)
         replacements.put("recording", layer)
         self._undo.append(lambda: replacements.remove("recording"))
         # Our own products are torch's, and are seen as what they ask for.
-        self._undo.append(api.dispatcher.planner.suspend(self._observe))
+        self._undo.append(api.dispatcher.planner.suspend(self._observe, self._observe_groups))
         if torch.backends.cuda.is_built():
             self._watch_graphs()
 
@@ -261,11 +263,16 @@ class _Interception:
         def kernel(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
             if self._is_apart():
                 return original.call_boxed(keyset, *arguments, **keywords)
+            if name in recorded_groups.OPERATORS:
+                return self._observe_groups(
+                    GroupedCall.of(name, arguments, keywords),
+                    lambda: original.call_boxed(keyset, *arguments, **keywords),
+                )
             call = call_of(name, arguments, keywords)
             kind = _Asked(
                 name.strip("_").removesuffix("_v2"), call.form, call.refusal, _activation(name, keywords)
             )
-            return self._count(
+            return self._count_named(
                 kind, call.a, call.b, call.tensors, call.out,
                 lambda: original.call_boxed(keyset, *arguments, **keywords),
             )  # fmt: skip
@@ -282,16 +289,38 @@ class _Interception:
         right = b.t() if form.call == LINEAR and b.ndim == 2 else b
         if self._is_apart() or _refusal(named(form, a, right, tensors, out)):
             return compute()
-        return self._count(_Asked(form.name(a), form), a, right, tensors, out, compute)
+        return self._count_named(_Asked(form.name(a), form), a, right, tensors, out, compute)
+
+    def _observe_groups(self, call: GroupedCall, compute: Callable[[], Any]) -> Any:
+        """A product of groups, and the gate that is taken of it."""
+        if self._is_apart():
+            return compute()
+        return self._count(
+            call.key, call.a, call.b, call.tensors, None, compute,
+            lambda: None, lambda _, result: call.kind(result),
+        )  # fmt: skip
 
     def _is_apart(self) -> bool:
         """Whether what is computed now is no call of the program: Inductor runs candidates while it compiles,
         and some kernels call others."""
         return CompileContext.try_get() is not None or getattr(self._inside, "on", False)
 
-    def _count(
+    def _count_named(
         self, asked: _Asked, a: Any, b: Any, tensors: Sequence[Any], out: Any, compute: Callable[[], Any]
     ) -> Any:
+        return self._count(
+            asked, a, b, tensors, out, compute,
+            lambda: named(asked.form, a, b, tensors, out),
+            lambda found, result: _kind(asked, found, a, b, result),
+        )  # fmt: skip
+
+    def _count(
+        self, asked: Hashable, a: Any, b: Any, tensors: Sequence[Any], out: Any, compute: Callable[[], Any],
+        name: Callable[[], Any], kind: Callable[[Any, Any], Kind],
+    ) -> Any:  # fmt: skip
+        """What `compute` returns. name: what is to be known of operands before it has changed them, of which,
+        and of the result, `kind` makes what is counted; both are called once for equal calls.
+        """
         low = (a.data_ptr() | b.data_ptr()) % MAX_ALIGNMENT
         call: _Key = (
             asked, a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype, a.device.type, low & -low,
@@ -302,7 +331,7 @@ class _Interception:
             call += (tensor.shape, tensor.stride(), tensor.dtype, low & -low)
         found = None
         if call not in self._named:  # before it is computed, which may give an output another size
-            found = named(asked.form, a, b, tensors, out)
+            found = name()
         captured = a.is_cuda and torch.cuda.is_current_stream_capturing()
         clock = None if captured or self._timed[call] >= _TIMED else _Clock(a)
         self._inside.on = True
@@ -317,10 +346,9 @@ class _Interception:
         key = (*call, result.dtype, result.stride())
         with self.lock:
             self._timed[call] += clock is not None
-            if found is not None:
-                self._named[call] = found
+            self._named.setdefault(call, found)
             if key not in self._kinds:
-                self._kinds[key] = _kind(asked, self._named[call], a, b, result)
+                self._kinds[key] = kind(self._named[call], result)
             for recording in self.recordings:
                 tally = recording._tallies.setdefault(key, _Tally(self._kinds[key]))
                 tally.calls += not captured
@@ -422,33 +450,19 @@ def _kind(asked: _Asked, found: Named | Refusal, a: torch.Tensor, b: torch.Tenso
     reason = asked.refusal or _refusal(found)
     if isinstance(found, Named) and not reason:
         return Kind(**{name: getattr(found.operands.problem, name) for name in _OF_PROBLEM}, **words)
-    a_major = _mode(a, row_mode="m", column_mode="k", prefer="k")
-    b_major = _mode(b, row_mode="k", column_mode="n", prefer="k")
+    a_major = mode_of(a, "m", "k", "k")
+    b_major = mode_of(b, "k", "n", "k")
     return Kind(
         m=a.shape[-2],
         n=b.shape[-1],
         k=a.shape[-1],
         batch=a.shape[0] if a.ndim == 3 else 1,
-        in_dtype=_dtype(a),
-        out_dtype=_dtype(out),
+        in_dtype=dtype_of(a),
+        out_dtype=dtype_of(out),
         a_major=a_major,
         b_major=b_major,
-        out_major=_mode(out, row_mode="m", column_mode="n", prefer="n"),
+        out_major=mode_of(out, "m", "n", "n"),
         alignment=alignment_of(a, b, a_major, b_major),
         refusal=reason,
         **words,
     )
-
-
-def _mode(tensor: torch.Tensor, **modes: str) -> str:
-    try:
-        return contiguous_mode(tensor, **modes)
-    except ProblemError:
-        return ""
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    try:
-        return normalize_dtype(str(tensor.dtype))
-    except ProblemError:
-        return str(tensor.dtype).removeprefix("torch.")
