@@ -182,9 +182,9 @@ class TestBlocks:
     def test_tuning_many(self, generate: ModuleType, tmp_path: Path) -> None:
         own = {"mode": "without library"}
         rows = [
-            own | {"seconds": 4.0, "at_cap": True},
-            own | {"seconds": 6.04, "at_cap": True},
-            own | {"seconds": 1.5, "at_cap": False},
+            own | {"seconds": 4.0, "at_cap": True, "done": True, "last_s": 7.21},
+            own | {"seconds": 6.04, "at_cap": True, "done": True, "last_s": 10.21},
+            own | {"seconds": 1.5, "at_cap": False, "done": False, "last_s": 11.5},
             {"mode": "inductor", "seconds": 31.2},
             {"mode": "inductor", "seconds": None},
         ]
@@ -200,7 +200,7 @@ class TestBlocks:
         document = {"meta": {}, "rows": rows, "without library": one, "inductor": of_peer}
         (tmp_path / "tuning_many.json").write_text(json.dumps(document))
         table = generate.tuning_many(tmp_path)
-        assert "| without library | 12 | 2 of 4 | 3.2 | 7 | 1.050 |" in table
+        assert "| without library | 12 | 2 of 4 | 3.2 | 3.50 | 7 | 1.050 |" in table
         assert "| without library | at the cap | 2 | 5.0 | 4.0 |" in table
         assert "| without library | below it | 1 | 1.5 | 1.5 |" in table
         assert "| inductor |  | 1 | 31.2 | 31.2 |" in table

@@ -40,8 +40,7 @@ def tuning_time(data: Data) -> list[str]:
     return [markdown_table(header, lines)]
 
 
-@of_file("tuning_many.json")
-def tuning_many(data: Data) -> list[str]:
+def _tuned_many(data: Data) -> list[str]:
     """How long the command took for the products of several models, and what peers took for one each."""
     commands, products = [], []
     for mode in dict.fromkeys(row["mode"] for row in data["rows"]):
@@ -50,16 +49,25 @@ def tuning_many(data: Data) -> list[str]:
         mean = f"{one['geometric_mean']:.3f}" if one["geometric_mean"] else "-"
         if "seconds" in one:
             first, compiled = f"{one['first_s']:.1f}", str(one["compiled"])
-            commands.append([mode, f"{one['seconds']:.0f}", done, first, compiled, mean])
+            last = max(row["last_s"] for row in rows if row["done"])
+            each = f"{(last - one['first_s']) / one['done']:.2f}"
+            commands.append([mode, f"{one['seconds']:.0f}", done, first, each, compiled, mean])
         groups = {name: [row for row in rows if row.get("at_cap") is at] for name, at in _POWER.items()}
         for name, group in groups.items():
             if seconds := sorted(row["seconds"] for row in group if row["seconds"] is not None):
                 middle, many = median(seconds), seconds[int(0.9 * (len(seconds) - 1))]
                 products.append([mode, name, str(len(seconds)), f"{middle:.1f}", f"{many:.1f}"])
     return [
-        markdown_table(["mode", "s", "done", "first measurement s", "compiled", "times torch.mm"], commands),
+        markdown_table(
+            ["mode", "s", "done", "first measurement s", "s a product", "compiled", "times torch.mm"],
+            commands,
+        ),
         markdown_table(["mode", "power", "products", "median s", "90 % within s"], products),
     ]
+
+
+tuning_many = of_file("tuning_many.json")(_tuned_many)
+tuning_four = of_file("tuning_four.json")(_tuned_many)
 
 
 @of_file("search.json")
