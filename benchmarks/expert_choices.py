@@ -6,8 +6,10 @@
 
 A cell is a kind of product, a band of rows a group and one of numbers of groups. Its kernel is the one that
 has the best geometric mean to torch over the cell's rows of all GPUs, of those that are nowhere slower than
-torch by more than `--worst`; with none it is torch's. Rows that time the served kernel alone rule that one
-out, if it is slower there. Cells without such rows stay as the table's other choices have them.
+torch by more than `--worst`; with none it is torch's. From 512 rows a group on torch's is the best of what it
+is at uniform divisions: where these were not timed, a kernel has to reach `--untimed`. Rows that time the
+served kernel alone rule that one out, if it is slower there. A cell without rows is as the one of the next
+larger groups, if there are smaller ones, too; else the table's other choices hold.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ END = "# Of all other:\n"
 #: Rows a group, and numbers of groups, up to which a band goes.
 ROWS_BANDS = (12, 64, 256, 511, 2047, 2**31 - 1)
 GROUPS_BANDS = (16, 2**31 - 1)
+#: Rows a group up to which weights bound a product.
+_FEW_ROWS = 511
 FILES = ("experts_kernels.json", "experts.json")
 #: What a row calls a launch, and its word in the table.
 _LAUNCHES = {"s": "swizzle_size", "l": "l2_hint"}
@@ -79,8 +83,11 @@ def times(row: Mapping[str, Any]) -> dict[Choice, float]:
     return {(names[row["kernel"]], ""): row["ratio"]} if row["kernel"] in names else {}
 
 
-def drawn(rows: Sequence[Mapping[str, Any]], least: float, worst: float) -> dict[Cell, Choice | None]:
+def drawn(
+    rows: Sequence[Mapping[str, Any]], least: float = 1.02, worst: float = 0.98, untimed: float = 1.15
+) -> dict[Cell, Choice | None]:
     """The choice of each cell that has rows of all kernels; None: torch's, also where rows rule out one."""
+    uniform = {cell_of(row) for row in rows if row["skew"] == "uniform" and isinstance(row.get("us"), dict)}
     cells: dict[Cell, list[tuple[bool, dict[Choice, float]]]] = {}
     for row in rows:
         if row.get("right", True):
@@ -99,9 +106,15 @@ def drawn(rows: Sequence[Mapping[str, Any]], least: float, worst: float) -> dict
                 if choice[0] not in out
             }
             best = max(means, key=means.__getitem__, default=None)
-            found[cell] = best if best is not None and means[best] >= least else None
+            bound = untimed if cell.rows > _FEW_ROWS and cell not in uniform else least
+            found[cell] = best if best is not None and means[best] >= bound else None
         elif out:
             found[cell] = None
+    for cell in [*found]:
+        number = ROWS_BANDS.index(cell.rows)
+        below, between = (Cell(cell.kind, cell.groups, ROWS_BANDS[number - less]) for less in (2, 1))
+        if number > 1 and between not in found and below in found:
+            found[between] = found[cell]
     return found
 
 
@@ -144,9 +157,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--least", type=float, default=1.02, help="mean to torch that a kernel has to reach")
     parser.add_argument("--worst", type=float, default=0.98, help="and each row: torch's own differ by 2 %%")
+    parser.add_argument("--untimed", type=float, default=1.15, help="mean where no uniform rows were timed")
     parser.add_argument("--write", action="store_true", help="write db/grouped.toml")
     options: argparse.Namespace = parser.parse_args(arguments)
-    text = "".join(text_of(drawn(rows_of(options.results), options.least, options.worst)))
+    text = "".join(text_of(drawn(rows_of(options.results), options.least, options.worst, options.untimed)))
     print(text)
     if options.write:
         table = TABLE.read_text()

@@ -40,7 +40,14 @@ def test_drawn_layers_are_in_no_list_and_the_same_each_time() -> None:
 
 def row(rows: int, ratios: dict[str, float], groups: int = 32, **more: Any) -> dict[str, Any]:
     us = {"torch": 100.0} | {label: 100 / ratio for label, ratio in ratios.items()}
-    return {"dtype": "fp8_e4m3", "groups": groups, "rows": rows, "torch_us": 100.0, "us": us} | more
+    return {
+        "dtype": "fp8_e4m3",
+        "groups": groups,
+        "rows": rows,
+        "skew": "typical",
+        "torch_us": 100.0,
+        "us": us,
+    } | more
 
 
 def test_a_cell_has_the_kernel_that_is_best_in_the_mean_and_nowhere_worse() -> None:
@@ -54,17 +61,25 @@ def test_a_cell_has_the_kernel_that_is_best_in_the_mean_and_nowhere_worse() -> N
         row(1024, {}, us=None, kernel=large, ratio=0.95),
         row(8 * 128, {}, groups=8, us=None, kernel=large, ratio=1.1),
     ]
-    found = drawn(rows, 1.02, 0.98)
+    found = drawn(rows)
     most = 2**31 - 1
     assert found == {
         Cell("fp8", most, 12): ("co64x32", "l1"),
         Cell("fp8", most, 256): None,
         Cell("fp8", most, 64): None,
     }
-    assert (
-        drawn([*rows, row(8, {}, us=None, kernel=small, ratio=0.9)], 1.02, 0.98)[Cell("fp8", most, 12)]
-        is None
-    )
+    assert drawn([*rows, row(8, {}, us=None, kernel=small, ratio=0.9)])[Cell("fp8", most, 12)] is None
+
+
+def test_large_groups_want_uniform_rows_or_a_larger_gain() -> None:
+    label, most = configs("fp8")["pp128x128"].label, 2**31 - 1
+    timed = [row(32 * 1024, {f"{label} s4": 1.1}), row(32 * 100, {f"{label} s1": 1.1})]
+    large, between = Cell("fp8", most, 2047), Cell("fp8", most, 511)
+    found = drawn(timed)
+    assert found[large] is None and found[between] is None
+    for more in (row(32 * 1024, {f"{label} s4": 1.3}), row(32 * 1024, {f"{label} s4": 1.0}, skew="uniform")):
+        assert drawn([*timed, more])[large] == drawn([*timed, more])[between] == ("pp128x128", "s4")
+    assert between not in drawn(timed[:1])
 
 
 def test_what_is_drawn_is_a_table(tmp_path: Path) -> None:
@@ -89,5 +104,5 @@ def test_what_is_drawn_is_a_table(tmp_path: Path) -> None:
 
 
 def test_the_table_is_what_is_drawn_of_the_committed_rows() -> None:
-    text = "".join(text_of(drawn(rows_of(TABLE.parent.parent / "benchmarks" / "results"), 1.02, 0.98)))
+    text = "".join(text_of(drawn(rows_of(TABLE.parent.parent / "benchmarks" / "results"))))
     assert f"{BEGIN}{text}\n{END}" in TABLE.read_text()
