@@ -11,6 +11,7 @@ import pytest
 
 from tests.support import processes, sanitized
 from tests.support.kernels import Kernels
+from tunegemm.generate import routing
 from tunegemm.model.grouped import kinds
 from tunegemm.store import packing
 
@@ -30,7 +31,7 @@ def compiled(kernels: Kernels) -> Path:
         kernels.begin(operation.problem, operation.candidate)
     for operation in operations:
         kernels.compiled(operation.problem, operation.candidate)
-    for kind in kinds():
+    for kind in (*kinds(), routing.NAME):
         assert not packing.provide_grouped(kind).failures
     return kernels.pool.store.root.parent
 
@@ -57,6 +58,7 @@ def test_nothing_is_found(compiled: Path, tool: str) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert done.stdout.count(" right") == len(sanitized.CASES)
     assert done.stdout.count("grouped") == len([*sanitized.grouped_kernels()])
+    assert "\naround\n" in done.stdout
 
 
 def test_memory_that_is_too_small_is_found(compiled: Path) -> None:

@@ -19,11 +19,12 @@ from tests.support.numerics import Case
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.generate import grouped
+from tunegemm.generate import grouped, routing
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.model.grouped import kinds, listed
 from tunegemm.serve.operation import Operation
+from tunegemm.serve.routing import Gate, Routing
 from tunegemm.store import packing
 
 _PINGPONG = {"schedule": "pingpong", "cluster_n": 1}
@@ -88,6 +89,7 @@ def main(folder: str, planted: bool = False) -> None:
             raise SystemExit(1)
     if not planted:
         launch_grouped()
+        launch_around()
 
 
 def grouped_kernels() -> Iterator[tuple[str, GroupedConfig]]:
@@ -115,6 +117,23 @@ def launch_grouped() -> None:
             kernel.launch(a, weights, out, offsets, bias, scales=of_rows, blocks=16)
             torch.cuda.synchronize()
         print("grouped", config.label, flush=True)
+
+
+def launch_around() -> None:
+    """Kernels around grouped products: few choices and many, of experts that are here and others."""
+    steps = Routing(served=routing.ALL)
+    for tokens, chosen, count in ((3, 2, 5), (150, 8, 40), (2100, 4, 9)):
+        x = torch.ones(tokens, 136, device="cuda", dtype=torch.bfloat16)
+        index = torch.randint(-1, count + 2, (tokens, chosen), device="cuda")
+        weights = torch.ones(tokens, chosen, device="cuda")
+        routed = steps.route(x, index, count)
+        assert routed is not None
+        inner = steps.gate(routed.rows, Gate(interleaved=tokens > 3))
+        result = steps.combine(routed.rows, routed.place, routed.ends, weights)
+        assert inner is not None and result is not None
+        here = ((index >= 0) & (index < count)).sum(1, keepdim=True)
+        assert torch.equal(result.float(), here.float().expand(-1, 136)), (tokens, chosen, count)
+    print("around", flush=True)
 
 
 if __name__ == "__main__":
