@@ -15,8 +15,8 @@ from tunegemm.describe.problem import Problem
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.grouped import config_of
 from tunegemm.measure import operands as data
-from tunegemm.measure.groups import SKEWS
 from tunegemm.measure.outcome import Measurement
+from tunegemm.measure.settings import SKEWS
 from tunegemm.serve import api, grouped
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.planning import Planner

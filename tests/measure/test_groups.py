@@ -14,12 +14,13 @@ from tests.measure.test_worker import BACKEND, QUICK
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure import exact, groups
 from tunegemm.measure import operands as data
-from tunegemm.measure.groups import RAGGED, SKEWS, OverSkews, divide, divided, over_skews
+from tunegemm.measure.groups import RAGGED, OverSkews, divide, divided, over_skews
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
-from tunegemm.measure.settings import Job
+from tunegemm.measure.settings import SKEWS, Job
 from tunegemm.measure.worker import MeasureWorker
 
 PROBLEM = Problem.parse("96x64x128", groups=5)
@@ -155,6 +156,21 @@ def test_a_worker_measures_every_kind(worker: MeasureWorker, kind: dict[str, str
         ours, torchs, wrong = torchs, wrong, ours
     assert isinstance(ours, Measurement) and isinstance(torchs, Measurement), (ours, torchs)
     assert isinstance(wrong, Failure) and wrong.stage == "wrong"
+
+
+def test_some_skews_are_timed_where_they_are_named(worker: MeasureWorker) -> None:
+    settings = replace(QUICK, skews=("uniform", "one_hot"))
+    for found in worker.measure(PROBLEM, [Job(planted("groups")), Job(TORCH_MM)], settings):
+        assert isinstance(found, Measurement) and list(found.telemetry["skews"]) == ["uniform", "one_hot"]
+        assert groups.measured_skews(found.telemetry) == settings.skews
+    assert groups.measured_skews({}) == SKEWS
+
+
+def test_skews_are_checked_and_have_one_order() -> None:
+    assert groups.checked_skews(["one_hot", "uniform"]) == ("uniform", "one_hot")
+    for names, said in ((["hot"], "'hot' is not known; use some of uniform, typical, one_hot"), ([], "none")):
+        with pytest.raises(ProblemError, match=said):
+            groups.checked_skews(names)
 
 
 def test_scales_are_of_rows_and_of_each_groups_columns() -> None:

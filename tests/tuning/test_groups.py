@@ -17,6 +17,7 @@ from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.settings import RaceSettings
 from tunegemm.model.grouped import shipped_kernel
 from tunegemm.store import Database
+from tunegemm.tuning.begin import screened_before
 from tunegemm.tuning.tuner import Tuner
 
 PROBLEM = Problem.parse("4096x2048x7168", groups=32)
@@ -78,6 +79,12 @@ def test_what_was_tuned_is_listed_and_explained(tuned: Path) -> None:
     assert "by the record of 4096 rows" in others.stdout
 
 
+def test_what_was_timed_over_other_skews_is_not_compared(tuned: Path, tmp_path: Path) -> None:
+    with Database.open(tuned) as database:
+        assert len(screened_before(database, PROBLEM, DEVICE)) >= 10
+        assert not screened_before(database, PROBLEM, DEVICE, ("uniform",))
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [
@@ -86,6 +93,8 @@ def test_what_was_tuned_is_listed_and_explained(tuned: Path) -> None:
         (("--shape", "64x64x64", "--groups", "4", "--dtype", "tf32"), "in_dtype 'tf32' with 4 groups"),
         (("--shape", "64x64x60", "--groups", "4"), "alignment 8 with 4 groups"),
         (("--shape", "64x64x64", "--groups", "-1"), "-1"),
+        (("--shape", "64x64x64", "--skews", "uniform"), "--skews is for rows in groups; give --groups, too"),
+        (("--shape", "64x64x64", "--groups", "4", "--skews", "hot"), "skew 'hot' is not known"),
     ],
 )
 def test_groups_that_cannot_be_tuned_are_refused(words: tuple[str, ...], part: str) -> None:

@@ -94,6 +94,8 @@ def refuse_contradictions(
     of_searches = [flag for name, flag in given.items() if name in ("from_files", *Search.OF_SEARCHES)]
     if search.candidate and of_searches:
         raise arguments.UsageError(f"{', '.join(of_searches)} with --candidate, which searches nothing")
+    if search.skews is not None and not (from_files or any(problem.is_grouped for problem in asked_for)):
+        raise arguments.UsageError("--skews is for rows in groups; give --groups, too")
     if from_files:
         names = {*options.Group(options.parse_problems).parameters(), "with_backward"} - {"shape"}
         if of_shapes := ", ".join(flag for name, flag in given.items() if name in names):

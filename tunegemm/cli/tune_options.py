@@ -36,6 +36,14 @@ class Search:
         ),
     ] = None
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the search.")] = 0
+    skews: Annotated[
+        str | None,
+        typer.Option(
+            "--skews",
+            metavar="NAME,...",
+            help="Over which divisions rows in groups are timed: uniform, typical, one_hot. Default: all.",
+        ),
+    ] = None
     families: options.Families = None
     kernels: Annotated[
         str | None,
@@ -95,6 +103,10 @@ class Search:
             "compiled_only": self.compiled_only, "energy": self.energy,
             "matching": arguments.parse_pattern(self.kernels), "sampler": self.sampler, "study": self.study,
         }  # fmt: skip
+        if self.skews is not None:
+            from tunegemm.measure.groups import checked_skews
+
+            found["skews"] = checked_skews([name.strip() for name in self.skews.split(",")])
         if self.sampler is not None:
             from tunegemm.search.samplers import check_sampler
 

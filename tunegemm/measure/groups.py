@@ -1,27 +1,27 @@
 """Rows in groups: how they are divided while a grouped product is measured, checked and timed.
 
 Which rows are whose only the device knows when such a product is computed, and its record has to be fast for
-all. So each kernel is timed over the divisions of `SKEWS`, and its time is their geometric mean.
+all. So each kernel is timed over several divisions, `SKEWS`, and its time is their geometric mean.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
+from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt.eager import SIZES
 from tunegemm.measure.operands import L2_MULTIPLE, MAX_SETS, Operands
 from tunegemm.measure.race import Replay
+from tunegemm.measure.settings import SKEWS
+from tunegemm.untrusted import shown
 
-#: How rows are divided. Uniform: evenly. Typical: by shares of a gamma distribution, as a router's tokens
-#: are. One hot: all to one group.
-SKEWS = ("uniform", "typical", "one_hot")
-#: Its shape: with 0.5 the largest of 32 groups has some 5 times the mean.
+#: Shape of the gamma distribution: with 0.5 the largest of 32 groups has some 5 times the mean.
 _GAMMA = 0.5
 #: Rows that are drawn one by one; more are dealt by their shares.
 _MOST_DRAWN = 1 << 14
@@ -69,7 +69,25 @@ def divided(problem: Problem, operands: Operands, skew: str, seed: int) -> Opera
     return replace(operands, out=operands.out[:used], guards=(*operands.guards, behind), fused=fused)
 
 
-def over_skews(problem: Problem, sets: Sequence[Operands], l2_bytes: int, seed: int) -> list[list[Operands]]:
+def checked_skews(names: Sequence[str]) -> tuple[str, ...]:
+    """The skews of these names, in their order. Raises ProblemError for what is none, and for no name."""
+    known = ", ".join(SKEWS)
+    if not names:
+        raise ProblemError(f"skews are none; use some of {known}")
+    if unknown := [name for name in names if name not in SKEWS]:
+        raise ProblemError(f"skew {shown(unknown[0])} is not known; use some of {known}")
+    return tuple(skew for skew in SKEWS if skew in names)
+
+
+def measured_skews(telemetry: Mapping[str, Any]) -> tuple[str, ...]:
+    """Over which skews a measurement was made; all of SKEWS where it does not say."""
+    found = telemetry.get("skews")
+    return tuple(skew for skew in SKEWS if skew in found) if isinstance(found, Mapping) else SKEWS
+
+
+def over_skews(
+    problem: Problem, sets: Sequence[Operands], l2_bytes: int, seed: int, skews: Sequence[str] = SKEWS
+) -> list[list[Operands]]:
     """For each skew the sets to go through; those of one hot group go from group to group, as few of their
     weights would stay in the L2.
     """
@@ -82,7 +100,7 @@ def over_skews(problem: Problem, sets: Sequence[Operands], l2_bytes: int, seed: 
             divided(problem, sets[number % len(sets)], skew, seed + number // len(sets))
             for number in range(counts.get(skew, len(sets)))
         ]
-        for skew in SKEWS
+        for skew in skews
     ]
 
 
@@ -106,9 +124,9 @@ class OverSkews:
         return math.exp(sum(math.log(samples[-1]) for samples in self.samples) / len(self.samples))
 
 
-def ratios(replay: Any, baseline: Any) -> dict[str, float]:
+def ratios(replay: Any, baseline: Any, skews: Sequence[str] = SKEWS) -> dict[str, float]:
     """How many times as fast a replay over skews was as the baseline's, by skew: medians over their runs."""
     from statistics import median
 
-    pairs = zip(SKEWS, replay.samples, baseline.samples, strict=True)
+    pairs = zip(skews, replay.samples, baseline.samples, strict=True)
     return {skew: median(theirs) / median(own) for skew, own, theirs in pairs}

@@ -67,7 +67,8 @@ class _Bench:
     """Operand sets and references of one problem; kept between requests for the same one."""
 
     problem: Problem
-    seed: int
+    key: tuple[Any, ...]
+    """What was asked for: the problem, the seed, and the skews."""
     sets: list[list[data.Operands]]
     """Those that a replay goes through; of rows in groups for each skew, which share what they have."""
     references: list[tuple[Any, Any]]
@@ -126,7 +127,7 @@ class Session:
         from tunegemm.generate.cublaslt import TORCH_MM
 
         self._step(None, "load")
-        bench = self._prepare(problem, settings.seed)
+        bench = self._prepare(problem, settings.seed, settings.skews)
         self._end_phase("operands")
         baseline = self._backend.family(TORCH_MM.family).load(problem, TORCH_MM, self._device, None)
         product_us = [warm_us(self._backend, baseline, sets) for sets in bench.sets]
@@ -197,7 +198,7 @@ class Session:
             }
             if problem.is_grouped:
                 replay = replays[1] if entry.candidate == TORCH_MM else entry.replay
-                telemetry["skews"] = groups.ratios(replay, replays[0])
+                telemetry["skews"] = groups.ratios(replay, replays[0], settings.skews)
             if len(own) == most and (energy_mj := self._energy_mj(entry, settings)) is not None:
                 telemetry["energy_mj"] = energy_mj
             measurement = Measurement(
@@ -319,9 +320,10 @@ class Session:
             checks.append(_check(launcher, sets[-1], wanted))
         return _together(replays), times, checks
 
-    def _prepare(self, problem: Problem, seed: int) -> _Bench:
+    def _prepare(self, problem: Problem, seed: int, skews: tuple[str, ...]) -> _Bench:
         """Operand sets and references; those of the last problem are freed first."""
-        if self._bench is not None and (self._bench.problem, self._bench.seed) == (problem, seed):
+        key = problem, seed, skews
+        if self._bench is not None and self._bench.key == key:
             return self._bench
         self._bench = None
         gc.collect()  # what a cycle still holds of the last problem; 0.1 s with torch loaded
@@ -332,13 +334,13 @@ class Session:
         sets = [data.make_operands(problem, device, seed * data.MAX_SETS + i) for i in range(count)]
         lists, exact_set = [sets], exact.make_exact(problem, device, seed)
         if problem.is_grouped:
-            lists = groups.over_skews(problem, sets, self._device.l2_bytes, seed)
+            lists = groups.over_skews(problem, sets, self._device.l2_bytes, seed, skews)
             exact_set = groups.divided(problem, exact_set, groups.RAGGED, seed)
         references = []
         for each in lists:
             first = data.expected(problem, each[0])
             references.append((first, first if len(each) == 1 else data.expected(problem, each[-1])))
-        self._bench = _Bench(problem, seed, lists, references, exact_set, data.expected(problem, exact_set))
+        self._bench = _Bench(problem, key, lists, references, exact_set, data.expected(problem, exact_set))
         return self._bench
 
     def _failed(self, candidate: Candidate, stage: Stage, error: Exception) -> Failure:

@@ -8,6 +8,10 @@ from pathlib import Path
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import MeasureError
 
+#: How rows in groups are divided while a product of them is timed. Uniform: evenly. Typical: by shares of a
+#: gamma distribution, as a router's tokens are. One hot: all to one group.
+SKEWS = ("uniform", "typical", "one_hot")
+
 
 @dataclass(frozen=True)
 class Job:
@@ -57,6 +61,8 @@ class RaceSettings:
     """Time over which the energy of each candidate that stays is metered after the rounds; 0: not at all."""
     seed: int = 0
     """Decides the operands and the order of rounds."""
+    skews: tuple[str, ...] = SKEWS
+    """Over which divisions rows in groups are timed."""
 
     def __post_init__(self) -> None:
         for name in ("rounds", "min_replay_ms", "race_after", "interleave"):

@@ -17,7 +17,9 @@ from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate import families
 from tunegemm.generate.feasibility import FEASIBLE, Verdict
 from tunegemm.measure.evidence import Evidence
+from tunegemm.measure.groups import measured_skews
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
+from tunegemm.measure.settings import SKEWS
 from tunegemm.model import rank as model
 from tunegemm.model.grouped import shipped_kernel
 from tunegemm.search import Portfolio, Search, first_of_each_kernel
@@ -69,7 +71,7 @@ def start_search(
         generated = set(kernels.generators)
         swept = {c for c in swept if c.family not in generated or kernels.is_compiled(problem, c, compiled)}
     measured = run.screened  # the library's, which the database may have by now
-    known = known_results(run.database, problem, device, kernels, library)
+    known = known_results(run.database, problem, device, kernels, library, run.skews)
     run.results += (known := [one for one in known if one.candidate not in measured])
     values = list(run.search_values(one.measurement for one in known))
     failed = known_failures(run, kernels, library)
@@ -252,17 +254,20 @@ def known_results(
     device: Device,
     kernels: Kernels,
     library: Collection[Candidate],
+    skews: tuple[str, ...] = SKEWS,
 ) -> list[Trial]:
     """What was screened here before, of this program's kernels: per candidate the latest."""
-    latest = screened_before(database, problem, device)
+    latest = screened_before(database, problem, device, skews)
     found = ((_usable(candidate, kernels, library), m) for candidate, m in latest.items())
     return [Trial(replace(m, candidate=c), Evidence.SCREEN) for c, m in found if c is not None]
 
 
 def screened_before(
-    database: Database | None, problem: Problem, device: Device
+    database: Database | None, problem: Problem, device: Device, skews: tuple[str, ...] = SKEWS
 ) -> dict[Candidate, Measurement]:
-    """What a database has of a problem's screens here, by the present software: per candidate the latest."""
+    """What a database has of a problem's screens here, over these skews and by the present software: per
+    candidate the latest.
+    """
     if database is None:
         return {}
     screened = (
@@ -271,6 +276,7 @@ def screened_before(
         if entry.fingerprint == device.fingerprint
         and entry.evidence is Evidence.SCREEN
         and not (entry.is_foreign or entry.is_outdated)
+        and (not problem.is_grouped or measured_skews(entry.measurement.telemetry) == skews)
     )
     return {one.candidate: one.measurement for one in screened if speed(one.measurement) is not None}
 

@@ -21,7 +21,7 @@ from tunegemm.generate.cublaslt import TORCH_MM, is_torch
 from tunegemm.measure import evidence
 from tunegemm.measure.evidence import Evidence, choose, evidence_of
 from tunegemm.measure.outcome import PREDICTED_RATIO, Failure, Measurement, Outcome
-from tunegemm.measure.settings import Job, RaceSettings
+from tunegemm.measure.settings import SKEWS, Job, RaceSettings
 from tunegemm.model import rank as model
 from tunegemm.tuning.progress import Progress, Source, TuneResult
 
@@ -86,11 +86,13 @@ class Run:
         *,
         database: Database | None = None,
         seed: int = 0,
+        skews: tuple[str, ...] = SKEWS,
         on_progress: Callable[[Progress], None] | None = None,
         expected: Mapping[Candidate, float] | None = None,
     ) -> None:
         """measurer: None where nothing can be timed. database: where outcomes are published as they come;
-        None where nothing is stored. seed: of the operands and of the order of rounds. expected: what was
+        None where nothing is stored. seed: of the operands and of the order of rounds. skews: over which rows
+        in groups are timed. expected: what was
         predicted of candidates, times as fast as torch.mm; stored beside what is measured of them.
         """
         self.problem, self.device, self.measurer, self.database = problem, device, measurer, database
@@ -104,6 +106,7 @@ class Run:
         self.chosen: Measurement | None = None
         """The winner of the final race."""
         self._started = time.monotonic()
+        self.skews = skews
         self._pool, self._seed, self._on_progress = pool, seed, on_progress
         self._expected = expected or {}
         self._compiled_before = pool.compiled
@@ -247,8 +250,12 @@ class Run:
         yield from self.outcomes[published:]  # what did not compile
         if jobs:
             yield from self.publish_each(
-                self.measurer.measure(self.problem, jobs, replace(settings, seed=self._seed)), self.stage
+                self.measurer.measure(self.problem, jobs, self.of_these_operands(settings)), self.stage
             )
+
+    def of_these_operands(self, settings: RaceSettings) -> RaceSettings:
+        """Settings of a race of this tuning."""
+        return replace(settings, seed=self._seed, skews=self.skews)
 
     def publish_each(self, found: Iterable[Outcome], stage: str) -> Iterator[Outcome]:
         """Outcomes as they come, each published before it is yielded."""

@@ -28,9 +28,10 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, ProblemError, named_arguments
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.measure.groups import checked_skews
 from tunegemm.measure.outcome import Failure, Outcome
 from tunegemm.measure.replay import ReplayMeasurer, open_replay
-from tunegemm.measure.settings import SCREEN, Job, RaceSettings
+from tunegemm.measure.settings import SCREEN, SKEWS, Job, RaceSettings
 from tunegemm.measure.worker import Child, MeasureWorker
 from tunegemm.model import rank as model
 from tunegemm.search.budget import checked_seconds, checked_seed, checked_trials
@@ -80,6 +81,7 @@ class Tuner:
         families: Sequence[str] | None = None,
         workers: int | None = None,
         seed: int = 0,
+        skews: Sequence[str] = SKEWS,
         cache: Path | str | None = None,
         compiled_only: bool = False,
         energy: bool = False,
@@ -94,6 +96,7 @@ class Tuner:
         families: names of the kernel families to try; default all whose packages are installed.
         workers: compile workers; default by cores and memory.
         seed: of operands, of the order of rounds and of the sampler.
+        skews: over which divisions rows in groups are timed: uniform, typical and one_hot, by default all.
         cache: folder of compiled objects; default the user's cache directory.
         compiled_only: try no kernel that is neither in that folder yet nor shipped.
         energy: meter the finalists' energy, too, a second each.
@@ -103,9 +106,9 @@ class Tuner:
         study: a file or a URL where studies are kept (`tunegemm.tuning.studies`); default in memory only.
         child: a measuring process that was started before the device was known.
 
-        Raises SpaceError for a family, a seed or a sampler that is not one, DeviceError for a family of no
-        use here, StudyError for a study that cannot be kept there, ExtraError where only what serves is
-        installed.
+        Raises SpaceError for a family, a seed or a sampler that is not one, ProblemError for such skews,
+        DeviceError for a family of no use here, StudyError for a study that cannot be kept there, ExtraError
+        where only what serves is installed.
         """
         extras.require("tune")
         self.device, self.database = device, database
@@ -113,6 +116,7 @@ class Tuner:
         self.kernels = Kernels(device, families, store.root.with_name("kernels"), matching)
         self.pool = CompilePool(store, workers=workers, shipped=packs.shipped())
         self.compiled_only, self._seed = compiled_only, checked_seed(seed)
+        self._skews = checked_skews(skews)
         self._sampler = sampler
         is_own = sampler_of(sampler, seed=self._seed) is None  # refused now, made anew for each problem
         self.ahead = Ahead(self.kernels, self.pool, compiled_only=compiled_only, is_known=is_own)
@@ -331,9 +335,9 @@ class Tuner:
         library = [c for c in measurer.discover(run.problem) if c.family in self.kernels.families]
         if not at_once:
             return library, []
-        known = screened_before(run.database, run.problem, self.device)
+        known = screened_before(run.database, run.problem, self.device, run.skews)
         jobs = [Job(c) for c in library if c not in known and not families.get(c.family).compiled]
-        measured = measurer.measure(run.problem, jobs, replace(SCREEN, seed=self._seed))
+        measured = measurer.measure(run.problem, jobs, run.of_these_operands(SCREEN))
         return library, list(run.publish_each(measured, "library"))
 
     def _begin(
@@ -351,6 +355,7 @@ class Tuner:
             self.measurer_for(problem),
             database=self.database if self.device.is_real else None,  # nothing replayed is stored
             seed=self._seed,
+            skews=self._skews,
             on_progress=on_progress,
             expected=expected,
         )
