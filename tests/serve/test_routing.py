@@ -14,6 +14,7 @@ import tunegemm
 from tests.serve.test_experts import EXPERTS, HIDDEN, INNER, by_loops, layer
 from tests.support.grouped import Loops
 from tests.support.processes import environment
+from tunegemm.errors import ArtifactError
 from tunegemm.generate import routing as kernels
 from tunegemm.serve import routing
 from tunegemm.serve.routing import Gate, Routing
@@ -173,6 +174,18 @@ def test_what_kernels_do_not_take_is_torchs(steps: Steps) -> None:
     half = given | {"weights": given["weights"].half()}  # another 16 bits than the rows
     torch.testing.assert_close(tunegemm.experts(**half).float(), by_loops(**given), **BOUND)
     assert steps.calls == ["route 1"]
+
+
+def test_a_device_without_kernels_is_no_news(
+    loops: Loops, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def load(name: str, index: int) -> None:
+        raise ArtifactError("it is no Hopper GPU")
+
+    monkeypatch.setattr(routing, "routing", Routing(load, kernels.ALL))
+    given = layer(dtype=torch.bfloat16)
+    torch.testing.assert_close(tunegemm.experts(**given).float(), by_loops(**given), **BOUND)
+    assert not recwarn.list
 
 
 def test_a_launch_that_fails_costs_the_kernels(steps: Steps) -> None:

@@ -68,6 +68,8 @@ class Routing:
         self._state: object = None
         self.plans: dict[Hashable, tuple[Launch | None, float]] = {}
         """Launches, and when to look for one again."""
+        self._binds: dict[tuple[str, int], Bind] = {}
+        """What was loaded, by kernel and device."""
 
     def route(self, x: Any, index: Any, count: int) -> Routed | None:
         """x's rows sorted by the experts that `index` (tokens, chosen) names, of so many.
@@ -124,7 +126,7 @@ class Routing:
         """The launch of a key; `plan` says of the operands which kernel it takes."""
         planner = api.dispatcher.planner
         if planner.state is not self._state:  # by `refresh`, another policy, a fork
-            self._state, self.plans = planner.state, {}
+            self._state, self.plans, self._binds = planner.state, {}, {}
         found = self.plans.get(key)
         if found is None or time.monotonic() > found[1]:
             device = given[0].device
@@ -146,13 +148,16 @@ class Routing:
         if any(name.split()[0] not in self.served for name in names):
             return None, float("inf")
         try:
-            binds = [self._load(name, index) for name in names]
-        except (TunegemmError, OSError, RuntimeError) as error:
+            binds = [self._binds.get((name, index)) or self._load(name, index) for name in names]
+        except TunegemmError:  # the products' kernels, which are not to be had either, say so
+            return None, float("inf")
+        except (OSError, RuntimeError) as error:
             _warn(error)
             return None, float("inf")
         found = [bind for bind in binds if bind is not None]
         if len(found) < len(binds):
             return None, time.monotonic() + LOOK_SECONDS
+        self._binds.update(zip([(name, index) for name in names], found, strict=True))
         launch = found[-1](planned.ctas, **planned.numbers)
         if planned.name == "spread":
             few = {name: planned.numbers[name] for name in ("step", "total", "count")}

@@ -115,15 +115,19 @@ def load(artifact: Path, index: int) -> Callable[..., Callable[..., None]]:
     kernel = triton_launch.load(artifact, index)
     pointers = [argument.name for argument in kernel.header.arguments if argument.type == "pointer"]
 
+    # Of all grids and numbers: addresses that never come back fill it once, not for each of them.
+    kept = triton_launch.Kept()
+
     def bind(ctas: int, **numbers: int) -> Callable[..., None]:
-        kept = triton_launch.Kept()
+        fixed = (ctas, *numbers.values())
 
         def launch(*tensors: Any) -> None:
-            addresses = tuple([tensor.data_ptr() for tensor in tensors])
-            found = kept.get(addresses)
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            key = (fixed, *addresses)
+            found = kept.get(key)
             if found is None:
                 values = {**numbers, **dict(zip(pointers, addresses, strict=True))}
-                found = kept.keep(addresses, triton_launch.Arguments(kernel.header, values))
+                found = kept.keep(key, triton_launch.Arguments(kernel.header, values))
             kernel.launch(ctas, current_stream(index), found)
 
         return launch
