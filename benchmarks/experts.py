@@ -353,9 +353,9 @@ def measure(case: Case, skew: str, device: Device, options: argparse.Namespace) 
     return row
 
 
-def drawn(count: int) -> dict[str, tuple[int, int, int]]:
-    """Layers that are in no list: as many, of up to 4 GiB, the same at each call."""
-    chance = random.Random(0)
+def drawn(count: int, seed: int = 0) -> dict[str, tuple[int, int, int]]:
+    """Layers that are in no list: as many, of up to 4 GiB, the same at each call with a seed."""
+    chance = random.Random(seed)
     found: dict[str, tuple[int, int, int]] = {}
     while len(found) < count:
         groups = chance.choice((4, 6, 12, 16, 24, 40, 48, 64, 72, 96, 160, 192, 256))
@@ -382,7 +382,7 @@ def cases(kind: str, options: argparse.Namespace, device: Device) -> Iterator[tu
     names = [name for name in options.layers if kind != "gated" or name.endswith("-up")]
     plan = order(names, options.rows, options.skews)
     if options.drawn:
-        layers = drawn(options.drawn)
+        layers = drawn(options.drawn, options.seed)
         some = [*itertools.product(map(int, options.rows), options.skews)]
         random.Random(1).shuffle(some)
         plan = ((name, *pair) for name, pair in zip(layers, itertools.cycle(some), strict=False))
@@ -465,6 +465,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--drawn", type=int, default=0, help="so many layers that are in no list, instead")
     parser.add_argument("--rows", default=",".join(ROWS), help="of all groups together: default %(default)s")
     parser.add_argument("--skews", default=",".join(SKEWS), help="default: all of %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of drawn layers: choices are not drawn of 0")
     parser.add_argument(
         "--rounds", type=int, default=7, help="interleaved rounds; half of that from 4096 rows on"
     )
