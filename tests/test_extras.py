@@ -62,17 +62,17 @@ def prepare(record, device):
 device = find_device("model:h200")
 def read():
     assert len(read_snapshot()) > 100  # what ships
-    problem, candidate = Problem(512, 6144, 4096), Candidate.make("cute_sm90", {"tile_m": 128})
+    problem, candidate = Problem(512, 768, 1024), Candidate.make("cute_sm90", {"tile_m": 128})
     known = {"ratio": 1.1, "kernel_source": kernel_source_hash("cute_sm90"), "layer": ""}
     return Snapshot([Record(problem, candidate, device.fingerprint, **known)])
 api.serve_by(Dispatcher(Planner(device_type="cpu", read=read, find=lambda spec: device, prepare=prepare)))
 ops.DEVICE_TYPE = "cpu"
 half = {"dtype": torch.bfloat16}
-a, weight = torch.ones(512, 4096, **half), torch.ones(6144, 4096, **half)
-assert tunegemm.matmul(a, weight.t())[0, 0] == 4096
-assert tunegemm.linear(a, weight)[0, 0] == 4096
-assert tunegemm.matmul(torch.ones(48, 4096, **half), weight.t())[0, 0] == 4096
-model = torch.nn.Linear(4096, 6144, bias=False, **half)
+a, weight = torch.ones(512, 1024, **half), torch.ones(768, 1024, **half)
+assert tunegemm.matmul(a, weight.t())[0, 0] == 1024
+assert tunegemm.linear(a, weight)[0, 0] == 1024
+assert tunegemm.matmul(torch.ones(48, 1024, **half), weight.t())[0, 0] == 1024
+model = torch.nn.Linear(1024, 768, bias=False, **half)
 tunegemm.patch(model)
 model(a).sum().backward()
 with tunegemm.policy("deterministic"):

@@ -14,6 +14,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
 from tunegemm.generate.cute_sm90 import FAMILY, Division, l2_hint
 from tunegemm.generate.cute_sm90.rules import config_of
+from tunegemm.model.feasible import possible_kernels
 from tunegemm.testing import TOO_LARGE, Examples, Rejection, compile_all
 
 SHAPE = "4096x4096x4096"
@@ -162,8 +163,7 @@ def test_operands_that_tma_refuses_are_feasible(h200: Device, shape: str, layout
 @pytest.mark.slow
 def test_register_budgets_fit_the_launch_allocation(h200: Device) -> None:
     """setmaxnreg hands out no more than the block was launched with: a larger sum would deadlock."""
-    space = families.load_space("cute_sm90")
-    for kernel in space.kernels():
+    for kernel in possible_kernels(FAMILY, families.load_space("cute_sm90"), PROBLEMS[0], h200, None):
         if FAMILY.check(PROBLEMS[0], kernel, h200):
             config = config_of(PROBLEMS[0], kernel)
             load, mma = config.registers
@@ -180,7 +180,7 @@ def test_every_dtype_has_a_space_of_its_own(h200: Device) -> None:
     for dtype in ("bf16", "fp8_e4m3", "int8", "tf32"):
         problem = Problem.parse(SHAPE, dtype=dtype)
         found = tiles[dtype] = set()
-        for kernel in space.kernels():
+        for kernel in possible_kernels(FAMILY, space, problem, h200, None):
             if kernel["tile_k"] not in found and FAMILY.check(problem, kernel, h200):
                 found.add(kernel["tile_k"])
     assert tiles == {"bf16": {64, 128}, "fp8_e4m3": {128, 256}, "int8": {128, 256}, "tf32": {32, 64}}

@@ -36,13 +36,18 @@ def test_only_launch_parameters_that_rules_read_decide(name: str) -> None:
 def test_counts_equal_those_of_checking_every_candidate() -> None:
     whole = families.load_space("cute_sm90")
     few = {
+        "tile_m": (64, 256),
         "tile_n": (32, 208, 256),
         "stages": (4, 12),
         "epi_n": (32,),
         "cluster_m": (1, 4),
         "cluster_n": (1,),
     }
-    walk = {"swizzle_size": (1, 4), "raster_order": ("along_m",)}
+    walk = {
+        "swizzle_size": (1, 4),
+        "raster_order": ("along_m",),
+        "l2_hint": whole.launch_values["l2_hint"][:2],
+    }
     space = SearchSpace(whole.family, dict(whole.compile_values) | few, dict(whole.launch_values) | walk)
     problem, device = PROBLEMS[1], find_device("model:h200")
     family = families.get("cute_sm90")

@@ -161,6 +161,16 @@ def test_a_sampler_of_infeasible_points_ends_and_says_which_rule_it_was() -> Non
     assert len(tried) <= 4 + len(LIBRARY)
     assert "suggestions are infeasible" in study.note and "smem_capacity" in study.note
     assert str(sum(t.state == TrialState.PRUNED for t in study.study.trials)) in study.note
+    assert study.note.endswith("; another --sampler goes on")
+
+
+def test_infeasible_suggestions_of_a_search_that_had_its_trials_are_told_as_such() -> None:
+    study = study_of_landscape(sampler=Largest(), trials=1)
+    run(study)
+    assert study.note == (
+        "1 of the sampler's 1 suggestions are infeasible, 1 of them by the rule smem_capacity; "
+        "the nearest candidates were measured in their place"
+    )
 
 
 class Broken(Largest):

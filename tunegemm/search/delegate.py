@@ -237,10 +237,17 @@ class Suggested:
         if not rejected or (skipped < _MAX_SKIPS and infeasible < suggested):
             return ""
         rule, most = rejected.most_common(1)[0]
-        ended = f", so that the search ended after {self._trials - self._left} trials"
+        if skipped < _MAX_SKIPS:
+            outcome = "; the nearest candidates were measured in their place"
+        else:
+            tried = self._trials - self._left
+            outcome = (
+                f", so that the search ended after {tried} trial{'s' * (tried != 1)}; "
+                "another --sampler goes on"
+            )
         return (
             f"{infeasible} of the sampler's {suggested} suggestions are infeasible, {most} of them by the "
-            f"rule {rule}{ended if skipped >= _MAX_SKIPS else ''}; another --sampler goes on"
+            f"rule {rule}{outcome}"
         )
 
 
