@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import tunegemm
 from tests.support.gates import ACTIVATIONS, SIZES, by_torch, check, check_odd_values, derived, matrix
+from tests.support.kernels import watch_launches
 from tests.support.numerics import difference
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.errors import TunegemmWarning
 from tunegemm.serve.torch.layers import gates
 from tunegemm.serve.torch.layers.gates import Gate
@@ -27,7 +29,11 @@ THREADS, CALLS = 8, 50
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels that were launched from now on."""
+    """The names of the gates' kernels that were launched from now on. Products are torch's: one whose
+    kernel is there from the second call on would change bits.
+    """
+    monkeypatch.setenv("TUNEGEMM_MODE", "exact")
+    watch_launches(monkeypatch, lambda *_: None, read=Snapshot)
     names: list[str] = []
     original = gates.launch
 
@@ -159,7 +165,7 @@ def _step(model: nn.Module, call: Callable[[torch.Tensor], torch.Tensor] | None 
     x = torch.randn(2, 300, 512, device="cuda", generator=generator).to(BF16)
     x = x.to(next(model.parameters()).dtype).requires_grad_()
     model.zero_grad()
-    result = (call or model)(x)
+    result = model(x) if call is None else call(x)
     upstream = torch.linspace(-1, 1, result.numel(), device="cuda").to(BF16).view(result.shape)
     result.backward(upstream.to(result.dtype))
     assert x.grad is not None

@@ -166,7 +166,7 @@ def test_what_tools_see(model):
 @pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_fall_back_is_torchs_call_until_the_next_look(serve, kernel, monkeypatch, bias):
-    """It costs the host next to nothing; gradients, whose products may have kernels, go the whole way."""
+    """It costs the host next to nothing; gradients, whose products may have some, go the way once."""
     layer = nn.Linear(64, 48, bias).to(torch.bfloat16)
     tunegemm.patch(layer)
     serve_with(monkeypatch, dispatcher := serve(Problem(1, 8, 8)))
@@ -188,12 +188,19 @@ def test_a_fall_back_is_torchs_call_until_the_next_look(serve, kernel, monkeypat
         with torch.enable_grad():
             layer(X).sum().backward()
         assert layer.weight.grad is not None and len(asked) > learned
+        learned = len(asked)
+        with torch.enable_grad():
+            layer(X).sum().backward()
+        assert len(asked) == learned, "they have none, either"
         layer.weight.requires_grad_(False)
         learned = len(asked)
         with torch.enable_grad():
             assert torch.equal(layer(X), expected) and len(asked) == learned, "frozen"
             layer(X.clone().requires_grad_()).sum().backward()
-        assert len(asked) > learned, "the input has one"
+            assert len(asked) > learned, "the input has one"
+            learned = len(asked)
+            layer(X.clone().requires_grad_()).sum().backward()
+        assert len(asked) == learned
         layer(X[:16])
         assert asked.pop() == ("fused" if bias else "product"), "another number of rows"
         asked.clear()

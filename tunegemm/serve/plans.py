@@ -322,3 +322,8 @@ def is_apart_from(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
         if address < end and start < address + other.nbytes():
             return False
     return True
+
+
+def trained(what: object, size: int, of_input: bool, of_weight: bool) -> tuple[int, ...]:
+    """The key in `State.torchs` of a layer, or several, with gradients; size: the elements of `a`."""
+    return id(what), size, -1 - of_input - 2 * of_weight

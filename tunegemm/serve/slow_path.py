@@ -20,10 +20,11 @@ from tunegemm.serve.forms import ADDMM, BELOW_AUTOGRAD, LINEAR, Form, form_of
 from tunegemm.serve.guards import TORCHS, autocast, cast_by_autocast, deterministic
 from tunegemm.serve.operands import ALIGNMENT
 from tunegemm.serve.planning import MAX_PLANS, Planner
-from tunegemm.serve.plans import Plan, Recent, State, is_apart_from, is_writable, launch_plan
+from tunegemm.serve.plans import Plan, Recent, State, is_apart_from, is_writable, launch_plan, trained
 from tunegemm.serve.torch.autograd import (
     DTYPES,
     PLAIN,
+    Watched,
     add_differentiably,
     is_simple,
     multiply_differentiably,
@@ -162,23 +163,36 @@ class SlowPath:
     ) -> Any:
         """By products that are dispatched, and so are those of the backward pass, and torch's operations."""
         right = b.t() if form.call == LINEAR else b
+        product: Callable[..., Any] = self._below_autograd
+        watched = None
+        if form.call == LINEAR and type(b) is torch.nn.Parameter:
+            key = trained(b, a.numel(), a.requires_grad, b.requires_grad)
+            product = watched = Watched(product, partial(self._remember_trained, b.device, key))
 
         def multiply(*_: Any) -> Any:
-            return multiply_differentiably(self._below_autograd, a, right)
+            return multiply_differentiably(product, a, right)
+
+        def added_bias(a: Any, b: Any, bias: Any) -> Any:
+            result = self._fused(_BIASED_BELOW_AUTOGRAD, a, b, (bias,))
+            if result is None:
+                return added(a, b, bias)
+            if watched is not None:
+                watched.has_kernel = True
+            return result
 
         def biased(_a: Any, _b: Any, bias: Any) -> Any:
             if bias.shape != right.shape[-1:]:  # which torch broadcasts
                 return added(a, right, bias)
-            return add_differentiably(self._biased, self._below_autograd, a, right, bias)
+            return add_differentiably(added_bias, product, a, right, bias)
 
         if form.is_plain:
             return multiply()
         return unfused(form, a, b, tensors, numbers, multiply=multiply, biased=biased)
 
-    def _biased(self, a: Any, b: Any, bias: Any) -> Any:
-        """``a @ b + bias``, below autograd."""
-        result = self._fused(_BIASED_BELOW_AUTOGRAD, a, b, (bias,))
-        return added(a, b, bias) if result is None else result
+    def _remember_trained(self, device: torch.device, key: tuple[int, ...]) -> None:
+        """A layer is torch's with its gradients, as far as it could be known."""
+        if self._planner.observe is None and not guards.capturing(device):
+            self._planner.state.remember_torchs(*key)
 
     def _remember(
         self,

@@ -294,7 +294,7 @@ def test_derivatives_of_joined_results(bias, apart):
     def run(x: torch.Tensor, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         weight, rest = torch.cat(parameters[:2]).detach(), parameters[2:]
         whole = functional.linear(x, weight, torch.cat(rest) if rest else None).detach()
-        return Joined.apply(whole, x, weight.t(), apart, *parameters)
+        return Joined.apply(whole, x, weight.t(), None, apart, *parameters)
 
     shapes = [(2, 3, 5), (4, 5), (2, 5), *([(4,), (2,)] if bias else [])]
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]

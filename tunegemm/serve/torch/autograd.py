@@ -59,6 +59,25 @@ def _laid_out(multiply: Multiply, a: torch.Tensor, b: torch.Tensor, *, like: tor
     return multiply(a, b)
 
 
+class Watched:
+    """A layer's products, forward and backward; one that has no kernel for any had better be torch's own."""
+
+    def __init__(self, product: Maybe, missed: Callable[[], None]) -> None:
+        """missed: called after a backward pass, if there was no kernel in it, nor forward."""
+        self._product, self._missed = product, missed
+        self.has_kernel = False
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
+        result = self._product(a, b)
+        self.has_kernel = self.has_kernel or result is not None
+        return result
+
+    def end(self) -> None:
+        """A backward pass is over."""
+        if not self.has_kernel:
+            self._missed()
+
+
 class Product(torch.autograd.Function):
     """``a @ b`` by `product`, or by torch where that has no kernel; see `is_simple` for what it takes."""
 
@@ -71,7 +90,10 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         multiply = partial(multiply_differentiably, ctx.product)
-        return None, *gradients(multiply, grad, ctx.saved_tensors, ctx.needs_input_grad[1:])
+        found = gradients(multiply, grad, ctx.saved_tensors, ctx.needs_input_grad[1:])
+        if isinstance(ctx.product, Watched):
+            ctx.product.end()
+        return None, *found
 
 
 class Sum(torch.autograd.Function):
@@ -90,7 +112,10 @@ class Sum(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         multiply = partial(multiply_differentiably, ctx.product)
         of_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[4] else None
-        return None, None, *gradients(multiply, grad, ctx.saved_tensors, ctx.needs_input_grad[2:4]), of_bias
+        found = gradients(multiply, grad, ctx.saved_tensors, ctx.needs_input_grad[2:4])
+        if isinstance(ctx.product, Watched):
+            ctx.product.end()
+        return None, None, *found, of_bias
 
 
 def _multiply(product: Maybe, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch.nn import functional as F  # torch.jit.script looks for it here, see 
 from tunegemm.serve import api
 from tunegemm.serve.forms import LINEAR
 from tunegemm.serve.guards import grad_enabled
+from tunegemm.serve.plans import trained
 from tunegemm.serve.torch.autograd import PLAIN
 from tunegemm.serve.torch.fx import node_of
 
@@ -35,15 +36,14 @@ class TunedLinear(torch.nn.Linear):
             weight, bias = self.weight, self.bias
         planner = api.dispatcher.planner
         known = planner.state.torchs
-        if (
-            known
-            and type(input) in PLAIN
-            and (id(weight), input.numel()) in known
-            and monotonic() < planner.next_look
-            # The products of a gradient might have kernels.
-            and not (grad_enabled() and (input.requires_grad or weight.requires_grad))
-        ):
-            return _torchs(input, weight, bias)
+        if known and type(input) in PLAIN and monotonic() < planner.next_look:
+            # The products of a gradient might have kernels where the layer's has none.
+            size, of_input, of_weight = input.numel(), input.requires_grad, weight.requires_grad
+            key: tuple[int, ...] = id(weight), size
+            if grad_enabled() and (of_input or of_weight):
+                key = trained(weight, size, of_input, of_weight)
+            if key in known:
+                return _torchs(input, weight, bias)
         try:
             if bias is None:
                 return api.product(LINEAR, input, weight)

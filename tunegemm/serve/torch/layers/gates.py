@@ -16,7 +16,7 @@ import torch
 from tunegemm.describe.epilogue import GATED
 from tunegemm.errors import TunegemmWarning
 from tunegemm.generate.cublaslt.eager import step_of
-from tunegemm.serve.guards import capturing, dispatch_modes, is_lazy, is_transformed
+from tunegemm.serve.guards import capturing, current_device, dispatch_modes, is_lazy, is_transformed
 from tunegemm.serve.torch.autograd import DTYPES, PLAIN
 
 #: Whether the kernels are served: not before a GPU has shown them right.
@@ -25,9 +25,9 @@ DEVICE_TYPE = "cuda"
 
 #: Columns of a block; of 4 warps, whose threads so read and write 16 bytes at once.
 _MOST_COLUMNS = 1024
-#: What was launched before, and so needs no compiler.
-loaded: set[tuple[Any, ...]] = set()
-_launching = threading.Lock()
+#: What was launched before, as Triton gave it: it costs the host a third of what looking for it there does.
+loaded: dict[tuple[Any, ...], Any] = {}
+_compiling = threading.Lock()
 
 
 class Gate(torch.autograd.Function):
@@ -48,9 +48,7 @@ class Gate(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (whole,) = ctx.saved_tensors
         if _is_plain(grad) and _is_plain(whole) and not torch.is_grad_enabled():
-            # As hooks have unpacked it, as an upstream sum has spread it out, or in the midst of something.
-            whole, grad = whole.contiguous(), grad.contiguous()
-            grad = grad.clone() if grad.data_ptr() % 16 else grad
+            whole, grad = _dense(whole), _dense(grad)
             result = torch.empty_like(whole)
             if launch("backward", ctx.gate, whole, grad, whole, result):
                 return result, None
@@ -86,21 +84,36 @@ def launch(name: str, gate: str, whole: torch.Tensor, *operands: torch.Tensor) -
     if not rows * columns:
         return True
     key = name, gate, whole.dtype, columns, whole.device
-    if key not in loaded and capturing(whole.device):
+    kernel = loaded.get(key)
+    if kernel is None and capturing(whole.device):
         return False  # loading a kernel waits for the device
     size = min(_MOST_COLUMNS, 1 << (columns - 1).bit_length())
-    grid = (rows * -(-columns // size),)
+    grid, arguments = (rows * -(-columns // size), 1, 1), (*operands, columns, GATED[gate], size)
+    if whole.device.index in (None, current_device()):
+        return _launched(key, kernel, grid, arguments)
+    with torch.cuda.device_of(whole):
+        return _launched(key, kernel, grid, arguments)
+
+
+def _launched(key: tuple[Any, ...], kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> bool:
     try:
-        # Triton's own cache is not made for threads.
-        with _launching, torch.cuda.device_of(whole):
+        if kernel is not None:
+            kernel[grid](*arguments)
+            return True
+        with _compiling:  # Triton's own cache is not made for threads
             from tunegemm.generate import kernel_gates
 
-            getattr(kernel_gates, name)[grid](*operands, columns, name=GATED[gate], size=size, num_warps=4)
+            loaded[key] = getattr(kernel_gates, key[0])[grid](*arguments, num_warps=4)
     except Exception as error:  # whatever a compiler raises, such as where there is none for C
         _give_up(error)
         return False
-    loaded.add(key)
     return True
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """In order, from an address of vectors: hooks unpack as they like, and sums spread their gradient out."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def _give_up(error: Exception) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -18,10 +19,18 @@ from torch.nn.functional import linear
 
 from tunegemm.serve import api
 from tunegemm.serve.forms import BELOW_AUTOGRAD, Form, form_of
-from tunegemm.serve.guards import any_autocast, dispatch_modes, grad_enabled, is_transformed, tracing
-from tunegemm.serve.torch.autograd import DTYPES, PLAIN
+from tunegemm.serve.guards import (
+    any_autocast,
+    capturing,
+    dispatch_modes,
+    grad_enabled,
+    is_transformed,
+    tracing,
+)
+from tunegemm.serve.plans import trained
+from tunegemm.serve.torch.autograd import DTYPES, PLAIN, Watched
 from tunegemm.serve.torch.layers import halves
-from tunegemm.serve.torch.layers.joined import Joined
+from tunegemm.serve.torch.layers.joined import Joined, product
 from tunegemm.serve.torch.several import traced_part
 from tunegemm.serve.torch.together import MAX_JOINED_ROWS, together
 
@@ -161,10 +170,11 @@ class Shared:
     def trains(self, x: torch.Tensor, *others: torch.Tensor) -> bool:
         """Whether autograd wants to know of a call."""
         return grad_enabled() and (
-            x.requires_grad
-            or any(parameters[name].requires_grad for parameters, name, *_ in self._places)
-            or any(other.requires_grad for other in others)
+            x.requires_grad or self._wants_gradients() or any(other.requires_grad for other in others)
         )
+
+    def _wants_gradients(self) -> bool:
+        return any(parameters[name].requires_grad for parameters, name, *_ in self._places)
 
     def is_missed(self, what: object, x: Any) -> bool:
         """Whether there is no kernel, as far as is known: all that a fall-back to torch costs more.
@@ -173,9 +183,13 @@ class Shared:
         """
         if self._right is None or type(x) not in PLAIN:
             return True
+        return self._is_known((id(what), id(self), x.numel()))
+
+    def _is_known(self, key: tuple[int, ...]) -> bool:
+        """Whether torch computes something until records are looked at again: see `State.torchs`."""
         planner = api.dispatcher.planner
         known = planner.state.torchs
-        return bool(known) and (id(what), id(self), x.numel()) in known and monotonic() < planner.next_look
+        return bool(known) and key in known and monotonic() < planner.next_look
 
     def remember_missed(self, what: object, x: torch.Tensor) -> None:
         """There is no kernel, until the planner next looks."""
@@ -228,30 +242,37 @@ class Shared:
 
     def parts(self, x: Any) -> Sequence[torch.Tensor] | None:
         """The result of each layer, of one product; None where each is to be computed by itself."""
-        whole = self._product_of_all(x)
-        if whole is None:
-            return None
-        return (
-            self._joined_results(whole, x, True)
-            if self.trains(x)
-            else torch.unsafe_split_with_sizes(whole, self.rows, -1)
-        )
+        found = self._all(x, apart=True)
+        if isinstance(found, torch.Tensor):
+            return torch.unsafe_split_with_sizes(found, self.rows, -1)
+        return found
 
     def whole(self, x: Any) -> torch.Tensor | None:
         """The same beside each other, in one tensor."""
-        whole = self._product_of_all(x)
-        return whole if whole is None or not self.trains(x) else self._joined_results(whole, x, False)
+        found: torch.Tensor | None = self._all(x, apart=False)
+        return found
 
-    def _joined_results(self, whole: torch.Tensor, x: torch.Tensor, apart: bool) -> Any:
-        return Joined.apply(
-            whole, x, self._right, apart, *self.parameters("weight"), *self.parameters("bias")
-        )
+    def _all(self, x: Any, *, apart: bool) -> Any:
+        """apart: whether results that train are to be tensors of their own."""
+        form, trains = PLAIN_FORMS[len(self._bias)], self.trains(x)
+        whole = watched = None
+        key = trained(self, x.numel(), x.requires_grad, self._wants_gradients()) if trains else ()
+        if not (trains and self._is_known(key)):
+            whole = None if self.is_missed(form, x) else self.product(form, x)
+            if trains:
+                watched = Watched(product, partial(self._remember_trained, key))
+                watched.has_kernel = whole is not None
+        if whole is None:
+            whole = self._by_torch(x)
+        if whole is None or not trains:
+            return whole
+        parameters = *self.parameters("weight"), *self.parameters("bias")
+        return Joined.apply(whole, x, self._right, watched, apart, *parameters)
 
-    def _product_of_all(self, x: Any) -> torch.Tensor | None:
-        """Below autograd."""
-        form = PLAIN_FORMS[len(self._bias)]
-        whole = None if self.is_missed(form, x) else self.product(form, x)
-        return self._by_torch(x) if whole is None else whole
+    def _remember_trained(self, key: tuple[int, ...]) -> None:
+        """All is torch's, gradients as well, as far as it could be known."""
+        if self._weight is not None and not capturing(self._weight.device):
+            api.dispatcher.planner.state.remember_torchs(*key)
 
     def _by_torch(self, x: Any) -> torch.Tensor | None:
         """torch's product of x and all weights, where that is faster than layer by layer and means the same:
