@@ -34,11 +34,11 @@ def recorded(
     return min(usable, key=lambda record: abs(math.log(record.problem.m / problem.m)), default=None)
 
 
-def without_record(problem: Problem) -> tuple[str, bool]:
+def without_record(problem: Problem, why_not: str = "no record") -> tuple[str, bool]:
     """What computes a grouped product that has no record, in one clause, and whether it is a kernel of ours:
-    by the table that ships.
+    by the table that ships. why_not: no record, or what is wrong with it.
     """
     choice = chosen(problem)
     if choice is None:
-        return "no record, and no kernel that ships is known to be faster", False
-    return f"{choice.config.label}, which db/grouped.toml names for such groups; no record", True
+        return f"{why_not}, and no kernel that ships is known to be faster", False
+    return f"{choice.config.label}, which db/grouped.toml names for such groups; {why_not}", True
