@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import tunegemm
 from tests.support.fusing import close
-from tests.support.layers import INNER, TOLERANCE, WIDTH, by_torch, fuse, fused, given, made
+from tests.support.layers import INNER, TOLERANCE, WIDTH, Gates, by_torch, fuse, fused, given, made
 from tunegemm.serve.torch.layers import halves
 
 
@@ -75,7 +75,7 @@ def of(gate: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
 
 @pytest.fixture
 def served(loops: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(halves, "SERVED", ((1, 512),))
+    monkeypatch.setattr(halves, "SERVED", ((1, 512, 16),))
     return loops
 
 
@@ -133,6 +133,36 @@ def test_what_is_not_served_is_torchs_to_the_bit(served, monkeypatch):
     monkeypatch.setattr(halves, "SERVED", ())
     tunegemm.refresh()
     assert torch.equal(by_torch(model, given(16)), expected[16]) and not served.calls
+
+
+def test_gate_and_up_in_turns_without_a_kernel_of_their_own(served):
+    model = made(Gates)
+    expected, weights = by_torch(model, given()), torch.stack((model.w1.weight, model.w3.weight), 1)
+    assert fused(fuse(model)) == ["{w1,w3}"]
+    close(by_torch(model, given()), expected, TOLERANCE)
+    assert served.calls == [(16, 1, 2 * INNER, WIDTH, "swiglu")]
+    assert torch.equal(by_torch(model, given(600)), by_torch(made(Gates), given(600))), "by two products"
+    served.found = False
+    tunegemm.refresh()
+    both = functional.linear(given(), weights.flatten(0, 1).detach())
+    expected = functional.linear(functional.silu(both[..., ::2]) * both[..., 1::2], model.w2.weight)
+    for _ in range(2):
+        assert torch.equal(by_torch(model, given()), expected.detach()), "by one product of torch's"
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65, 1023, 1024, 8192, 8193])
+def test_where_they_are_served(loops, rows):
+    """At extents that were measured: of few rows the weights count, and of 7168 rows few tiles."""
+    loops.quiet = True
+    for columns in (7168, 16384, 28672, 51200):
+        loops.calls.clear()
+        x, weight = (
+            torch.empty(rows, 64, dtype=torch.bfloat16),
+            torch.empty(columns, 64, dtype=torch.bfloat16),
+        )
+        result = halves.gated(x, weight, (), "swiglu", in_turns=False)
+        is_served = rows <= 8192 and columns < 51200 and (columns > 7168 or not 64 < rows < 1024)
+        assert (result is not None) == is_served == bool(loops.calls), columns
 
 
 def test_gradients_hooks_and_compilers_have_the_layer_as_it_is(served):

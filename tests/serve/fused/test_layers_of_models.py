@@ -23,7 +23,7 @@ SUMS = ["self_attn.o_proj", "mlp.down_proj"]
 FAMILIES = {
     "Llama": [*SUMS, QKV, GATES], "Mistral": [*SUMS, QKV, GATES], "Qwen2": [*SUMS, QKV, GATES],
     "Qwen3": [*SUMS, QKV, GATES], "Gemma": [*SUMS, QKV, GATES], "Gemma2": [QKV, GATES],
-    "Phi": ["mlp.fc2", QKV, "mlp.fc1"], "Phi3": SUMS, "Mixtral": [SUMS[0], QKV],
+    "Phi": ["mlp.fc2", QKV, "mlp.fc1"], "Phi3": [*SUMS, "mlp.gate_up_proj"], "Mixtral": [SUMS[0], QKV],
     "GPTNeoX": ["mlp.dense_4h_to_h", "mlp.dense_h_to_4h"],
 }  # fmt: skip
 SIZE = {

@@ -26,10 +26,10 @@ from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import BELOW_AUTOGRAD, MATMUL, form_of
 from tunegemm.serve.torch import ops
 from tunegemm.serve.torch.together import (
-    MAX_JOINED_ROWS,
     Tensors,
     beside,
     is_gated,
+    most_joined,
     operands_of,
     parts_of,
     put_together,
@@ -128,7 +128,7 @@ def define(serving: Callable[[], Dispatcher]) -> None:
         return right is not None and ops.is_served(serving(), form_of(MATMUL, epilogue), x, right)
 
     def is_joined(x: torch.Tensor, weights: Tensors, trains: bool) -> bool:
-        """Whether one product of torch's takes the layers' place, as in eager code: see `MAX_JOINED_ROWS`."""
+        """Whether one product of torch's takes the layers' place, as in eager code: see `most_joined`."""
         right, planner = right_of(x, weights), serving().planner
         if right is None or not ops.may_be_served(x, right):
             return False
@@ -137,7 +137,10 @@ def define(serving: Callable[[], Dispatcher]) -> None:
         if trains:
             return True
         size = x.numel()  # for symbolic rows any number is taken: what is lost for many is little
-        return not isinstance(size, int) or size <= MAX_JOINED_ROWS * right.shape[0]
+        return (
+            not isinstance(size, int)
+            or size <= most_joined([each.shape[0] for each in weights]) * right.shape[0]
+        )
 
     def whole_of(x: torch.Tensor, weights: Tensors, biases: Tensors, epilogue: str) -> torch.Tensor:
         return torch.ops.tunegemm.several(x, weights, biases, epilogue, records=ops.CALLS)

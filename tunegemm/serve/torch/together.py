@@ -9,9 +9,17 @@ import torch
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 
-#: Up to so many rows torch computes layers of one input as one product, where no kernel does. On an H200 it
-#: was 1.09 to 1.27 times as fast so, of attention in CUDA graphs; at 1024 rows and more 0.99 to 1.01 times.
-MAX_JOINED_ROWS = 256
+_MOST_ROWS, _MOST_ROWS_OF_WIDE, _WIDE = 256, 64, 8192
+
+
+def most_joined(columns: Sequence[int]) -> int:
+    """Up to how many rows torch computes layers of one input as one product, where no kernel does.
+
+    columns: of each layer's result. On an H200 q, k and v were 1.09 to 1.27 times as fast so, of attention in
+    CUDA graphs; at 1024 rows and more 0.99 to 1.01 times. Gate and up at 256 rows took 110 us as two products
+    and 80 as one where each has 3584 columns, but 168 and 188 at 14336: two fill the GPU as well.
+    """
+    return _MOST_ROWS if max(columns) <= _WIDE else _MOST_ROWS_OF_WIDE
 
 
 class Layout(NamedTuple):

@@ -1,6 +1,7 @@
-"""Gates of one layer whose weight is gate's rows and then up's, as Phi-3 and merged models have it.
+"""Gates by kernels of groups, with all rows in one group.
 
-Kernels of groups read the two halves as they lie; all rows are one group here. Nothing is packed.
+They read gate's rows and up's as they lie: in turns, or those of up behind those of gate in one layer's
+weight, as Phi-3 and merged models have them. Nothing is packed for these.
 """
 
 from __future__ import annotations
@@ -14,37 +15,47 @@ from tunegemm.serve.guards import capturing, deterministic
 
 #: The gate that these kernels have.
 GATE = "swiglu"
-#: Numbers of rows, from and to, of which a GPU has shown them faster than torch's product and steps.
-SERVED: tuple[tuple[int, int], ...] = ()
+#: Where an H200 has shown them faster than torch's product and steps: numbers of rows from and to, and from
+#: how many rows of weights on. Up to 64 rows they take 0.79 to 0.94 of the time, later 0.70 to 0.81; of 7168
+#: rows of weights 0.86 to 0.92 from 1024 rows on, and before that up to 1.10 (2026-11-27, db/grouped.toml).
+MOST_ROWS = 8192
+SERVED = ((1, 64, 7168), (65, 1023, 14336), (1024, MOST_ROWS, 7168))
+#: The most rows of weights, gate's and up's together, that were measured.
+MOST = 28672
 
 #: By device where one group ends: number i is i. They stay: captured graphs read them.
 _ends: dict[torch.device, torch.Tensor] = {}
 
 
 def refusal(layer: torch.nn.Linear, gate: str) -> str:
-    """Why no kernel takes the gate of a layer's halves; empty where one may."""
-    if not SERVED:
-        return "kernels that take gate and up from one weight wait for their times"
+    """Why no kernel takes the gate of the halves of a layer's result; empty where one may."""
     if gate != GATE or layer.weight.dtype is not torch.bfloat16:
         return "of gate and up in one weight the gate is silu's, in bf16"
-    return "gate and up are not each a multiple of 8" if layer.out_features % 16 else ""
+    if layer.out_features % 16:
+        return "gate and up are not each a multiple of 8"
+    return ""
 
 
-def gated(x: torch.Tensor, weight: torch.Tensor, bias: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """``silu(gate) * up`` of the halves of a layer's result; None where it is torch's."""
-    rows = x.reshape(-1, x.shape[-1])
-    count = rows.shape[0]
+def gated(
+    x: torch.Tensor, weight: torch.Tensor, bias: Sequence[torch.Tensor], gate: str, *, in_turns: bool
+) -> torch.Tensor | None:
+    """``silu(gate) * up`` of what the rows of a weight give; None where it is torch's.
+
+    in_turns: whether rows of gate and up alternate.
+    """
+    count, columns = x.numel() // max(x.shape[-1], 1), weight.shape[0]
+    if gate != GATE or not any(least <= count <= most and columns >= few for least, most, few in SERVED):
+        return None
     planner = api.dispatcher.planner
-    is_served = any(least <= count <= most for least, most in SERVED)
-    if not is_served or deterministic() or planner.state.policy.is_batch_invariant:
+    if columns > MOST or deterministic() or planner.state.policy.is_batch_invariant:
         return None
     ends = _ends.get(x.device)
     if ends is None:
         if capturing(x.device):
             return None
         # From the host, for which it waits: any stream may read them from then on.
-        most = max(most for _, most in SERVED)
-        ends = _ends[x.device] = torch.arange(most + 1, dtype=torch.int32, device="cpu").to(x.device)
-    given = rows, weight[None].mT, ends[count : count + 1], bias[0] if bias else None
-    result = grouped.groups.below_autograd(*given, GATE)
+        numbers = torch.arange(MOST_ROWS + 1, dtype=torch.int32, device="cpu")
+        ends = _ends[x.device] = numbers.to(x.device)
+    a, b, offs = x.reshape(count, -1), weight[None].mT, ends[count : count + 1]
+    result = grouped.groups.below_autograd(a, b, offs, bias[0] if bias else None, gate, in_turns)
     return None if result is None else result.view(*x.shape[:-1], -1)

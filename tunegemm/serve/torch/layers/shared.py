@@ -32,7 +32,7 @@ from tunegemm.serve.torch.autograd import DTYPES, PLAIN, Watched
 from tunegemm.serve.torch.layers import halves
 from tunegemm.serve.torch.layers.joined import Joined, product
 from tunegemm.serve.torch.several import traced_part
-from tunegemm.serve.torch.together import MAX_JOINED_ROWS, together
+from tunegemm.serve.torch.together import most_joined, together
 
 #: A first layer that was called so often in a row without the others computes for itself from then on.
 _MAX_WASTED = 3
@@ -73,7 +73,7 @@ class Shared:
         self.rows = [layer.out_features for layer in self.layers]
         self.is_taken_apart = len(self.layers) > 1 and not in_turns
         """Whether layers may take their parts of one product."""
-        self._most_joined = MAX_JOINED_ROWS * layers[0].in_features
+        self._most_joined = most_joined(self.rows) * layers[0].in_features
         self._forget()
 
     def _forget(self) -> None:
@@ -208,15 +208,17 @@ class Shared:
             self.remember_missed(form, x)
         return result
 
-    def of_halves(self, form: Form, x: Any) -> torch.Tensor | None:
-        """The gate of one layer's halves, see `halves`; None where there is no kernel.
+    def gated(self, form: Form, x: Any, gate: str) -> torch.Tensor | None:
+        """What `product` says of a gated form, or a kernel of groups (`halves`); None where there is neither.
 
-        For a form that is not `is_missed`.
+        For a form that is not `is_missed`. Of one layer, gate is the first half of its rows.
         """
         if (x := self._taken(x)) is None:
             return None
         assert self._weight is not None
-        result = halves.gated(x, self._weight, self._bias)
+        result = api.dispatcher.fused(form, x, self._right, self._bias) if self.in_turns else None
+        if result is None:
+            result = halves.gated(x, self._weight, self._bias, gate, in_turns=self.in_turns)
         if result is None:
             self.remember_missed(form, x)
         return result
@@ -263,7 +265,7 @@ class Shared:
                 watched = Watched(product, partial(self._remember_trained, key))
                 watched.has_kernel = whole is not None
         if whole is None:
-            whole = self._by_torch(x)
+            whole = self.by_torch(x)
         if whole is None or not trains:
             return whole
         parameters = *self.parameters("weight"), *self.parameters("bias")
@@ -274,7 +276,7 @@ class Shared:
         if self._weight is not None and not capturing(self._weight.device):
             api.dispatcher.planner.state.remember_torchs(*key)
 
-    def _by_torch(self, x: Any) -> torch.Tensor | None:
+    def by_torch(self, x: Any) -> torch.Tensor | None:
         """torch's product of x and all weights, where that is faster than layer by layer and means the same:
         of few rows, and where gradients are wanted, which are fewer products, too. Below autograd.
 
@@ -283,13 +285,14 @@ class Shared:
         weight = self._weight
         if weight is None or type(x) not in PLAIN or tracing():
             return None
+        if x.numel() > self._most_joined and not self.trains(x):
+            return None
         planner = api.dispatcher.planner
         if (
             weight.device.type != planner.device_type
             or planner.is_off
             or planner.state.policy.is_batch_invariant
             or x.device != weight.device
-            or (x.numel() > self._most_joined and not self.trains(x))
             or (x := self._taken(x)) is None
             or x.dtype is not weight.dtype
         ):

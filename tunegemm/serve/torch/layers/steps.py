@@ -105,10 +105,12 @@ class Gated(Step):
                     return result
                 first, second = torch.unsafe_split_with_sizes(whole, shared.rows, -1)
                 return activation(first) * second
-        elif self.may_run(x, gate, up, *given) and not shared.trains(x):
-            product = shared.product(self.form, x)
+        elif type(x) in PLAIN and self.calls_as_known(gate, up, *given) and not shared.trains(x):
+            product = None if shared.is_missed(self.form, x) else shared.gated(self.form, x, self.name)
             if product is not None:
                 return product
+            if (whole := shared.by_torch(x)) is not None:
+                return activation(whole[..., ::2]) * whole[..., 1::2]
         return activation(gate(x)) * up(x)
 
 
@@ -116,7 +118,8 @@ class Halved(Step):
     """``activation(gate) * up`` of the halves of one layer's result."""
 
     def __init__(self, shared: Shared, activation: Activation, name: str) -> None:
-        super().__init__(shared, GATE_OF[name], activation)
+        self.name = GATE_OF[name]
+        super().__init__(shared, self.name, activation)
         self.says = f"{name} of its first half, times the second, in the product's kernel"
 
     def __call__(self, layer: Any, x: Any, *given: Activation) -> torch.Tensor:
@@ -124,7 +127,7 @@ class Halved(Step):
         assert activation is not None
         # A compiler fuses the two steps itself, behind one product.
         if not _is_compiling() and self.may_run(x, layer, *given) and not self.shared.trains(x):
-            result = _anew(self.shared).of_halves(self.form, x)
+            result = _anew(self.shared).gated(self.form, x, self.name)
             if result is not None:
                 return result
         gate, up = layer(x).chunk(2, -1)
