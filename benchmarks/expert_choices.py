@@ -84,7 +84,7 @@ def times(row: Mapping[str, Any]) -> dict[Choice, float]:
 
 
 def drawn(
-    rows: Sequence[Mapping[str, Any]], least: float = 1.02, worst: float = 0.98, untimed: float = 1.15
+    rows: Sequence[Mapping[str, Any]], least: float = 1.02, worst: float = 0.98, untimed: float = 1.08
 ) -> dict[Cell, Choice | None]:
     """The choice of each cell that has rows of all kernels; None: torch's, also where rows rule out one."""
     uniform = {cell_of(row) for row in rows if row["skew"] == "uniform" and isinstance(row.get("us"), dict)}
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--least", type=float, default=1.02, help="mean to torch that a kernel has to reach")
     parser.add_argument("--worst", type=float, default=0.98, help="and each row: torch's own differ by 2 %%")
-    parser.add_argument("--untimed", type=float, default=1.15, help="mean where no uniform rows were timed")
+    parser.add_argument("--untimed", type=float, default=1.08, help="mean where no uniform rows were timed")
     parser.add_argument("--write", action="store_true", help="write db/grouped.toml")
     options: argparse.Namespace = parser.parse_args(arguments)
     text = "".join(text_of(drawn(rows_of(options.results), options.least, options.worst, options.untimed)))

@@ -54,8 +54,8 @@ def experts(
     gate of silu, too.
 
     x: (tokens, hidden). gate_up: (experts, 2 inner, hidden). down: (experts, hidden, inner). index, weights:
-    (tokens, chosen): which experts a token goes to, int64 or int32, and how much each counts, rounded to the
-    experts' dtype where no gradients are asked.
+    (tokens, chosen): which experts a token goes to, int64 or int32, and how much each counts; torch, where it
+    adds up without gradients, rounds that to the experts' dtype first.
     gate_up_bias, down_bias: (experts, 2 inner) and (experts, hidden). Weights that lie the other way round,
     as those of gpt-oss, are given as views, ``.mT``.
     activation: silu, gelu, gelu_tanh, relu, or a function of gate_up's product (rows, 2 inner) that gives
