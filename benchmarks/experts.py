@@ -305,7 +305,7 @@ def captured(sides: dict[str, Side], divisions: int) -> dict[str, Graph]:
     for name, side in sides.items():
         try:
             found[name] = Graph.capture(side, divisions)
-        except RuntimeError as error:
+        except Exception as error:  # whatever a peer raises
             if name not in _OPTIONAL:
                 raise
             print(f"without {name}: {one_line(error)}", flush=True)
