@@ -245,9 +245,16 @@ class TestGroups:
         with pytest.raises(ProblemError):
             Problem(64, 64, 64, 4 if epilogue != "grouped" else 1, epilogue=epilogue)
 
-    def test_there_are_no_gradients(self) -> None:
-        with pytest.raises(ProblemError, match="gradients of grouped products"):
-            self.P.backward()
+    def test_gradients_of_others_than_bf16_are_torchs(self) -> None:
+        with pytest.raises(ProblemError, match="gradients of groups have kernels for bf16"):
+            Problem.of_groups(64, 64, 64, 4, dtype="fp16").backward()
+
+    @pytest.mark.parametrize("gate", ["", "swiglu"])
+    def test_the_gradient_of_a_reads_the_weights_the_other_way_round(self, gate: str) -> None:
+        forward = Problem.of_groups(64, 96, 48, 4, gate=gate)
+        (of_a,) = forward.backward()
+        assert of_a == Problem.of_groups(64, 48, 96, 4, b_major="n")
+        assert of_a.backward() == (Problem.of_groups(64, 96, 48, 4),)
 
     def test_keys_of_plain_products_have_no_other_fields(self) -> None:
         """Records in databases and in the package are found by these."""

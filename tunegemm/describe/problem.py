@@ -341,14 +341,17 @@ class Problem:
             accumulation=accumulation,
         )
 
-    def backward(self) -> tuple[Problem, Problem]:
+    def backward(self) -> tuple[Problem, ...]:
         """The products that are the gradients of A and B, of packed operands: grad x B^T and A^T x grad.
 
         Each has the layout of its operand, as autograd computes it: the gradient of a column-major operand is
-        computed transposed.
+        computed transposed. Of groups only that of A is such a product: those of B have groups along k.
         """
         if self.is_grouped:
-            raise ProblemError(f"{self}: gradients of grouped products are not tuned; leave them out")
+            if self.in_dtype != "bf16":
+                raise ProblemError(f"{self}: gradients of groups have kernels for bf16; leave them out")
+            major = "n" if self.b_major == "k" else "k"
+            return (Problem.of_groups(self.m, self.k, self.n, self.groups, b_major=major),)
         if self.out_dtype != self.in_dtype:
             raise ProblemError(f"{self}: no gradients where the output is of another dtype than the operands")
         a, b = (self.m, self.k, self.a_major == "k"), (self.k, self.n, self.b_major == "n")
