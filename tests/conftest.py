@@ -33,8 +33,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault(name, "1")
 
 
-#: Files with tests of up to a minute: begun first, so that no process is left with one at the end.
-LONGEST = ("test_documents_run.py", "test_notebooks.py")
+#: Files with tests of up to a minute, and one whose tests share a cluster and wait for it: begun first, so
+#: that no process is left with one at the end.
+LONGEST = ("test_documents_run.py", "test_notebooks.py", "test_cluster.py")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
