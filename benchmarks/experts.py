@@ -303,12 +303,18 @@ def captured(sides: dict[str, Side], divisions: int) -> dict[str, Graph]:
     """Each side; peers that cannot compute this, as cuBLAS some numbers of fp8 rows, are left out."""
     found = {}
     for name, side in sides.items():
+        why = "no graph holds it"
         try:
-            found[name] = Graph.capture(side, divisions)
+            graph = Graph.capture(side, divisions)
         except Exception as error:  # whatever a peer raises
             if name not in _OPTIONAL:
                 raise
-            print(f"without {name}: {one_line(error)}", flush=True)
+            why = one_line(error)
+        else:
+            if graph.is_captured or name not in _OPTIONAL:
+                found[name] = graph
+                continue
+        print(f"without {name}: {why}", flush=True)
     return found
 
 
