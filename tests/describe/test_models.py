@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import read
 from tunegemm.describe.workload.engines import ENGINES, Shapes, shapes
 from tunegemm.describe.workload.models import FAMILIES, read_model
@@ -67,8 +68,9 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
 
 
 def counted(found: Shapes) -> Counter[tuple[int, int, bool]]:
-    """Columns, depth and bias of each matrix of one step of one row."""
-    rows = [(p.kind.n, p.kind.k, p.kind.bias == "vector", p.calls) for p in found.workload.products]
+    """Columns, depth and bias of each matrix of one step of one row, but for experts."""
+    products = [product for product in found.workload.products if product.kind.op != "grouped_mm"]
+    rows = [(p.kind.n, p.kind.k, p.kind.bias == "vector", p.calls) for p in products]
     return Counter({(n, k, bias): calls for n, k, bias, calls in rows})
 
 
@@ -84,7 +86,13 @@ def test_they_are_the_layers_of_the_model(saved: tuple[Any, Path]) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     expected: Counter[tuple[int, int, bool]] = Counter()
+    grouped: Counter[tuple[int, int, int, str]] = Counter()
     for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            for weight in (module.gate_up_proj, module.down_proj):
+                experts, *sides = weight.shape
+                n, k = reversed(sides) if module.is_transposed else sides
+                grouped[experts, n, k, "n" if module.is_transposed else "k"] += 1
         if name.endswith("shared_expert_gate"):
             continue  # of one column
         gates = name.endswith((".gate", ".router")) and "Linear" not in type(module).__name__
@@ -93,6 +101,41 @@ def test_they_are_the_layers_of_the_model(saved: tuple[Any, Path]) -> None:
             expected[*module.weight.shape, bias] += 1
     found = shapes(read_model(str(folder)), "transformers", rows=[1])
     assert counted(found) == expected and not found.refused
+    products = [one for one in found.workload.products if one.kind.op == "grouped_mm"]
+    kinds = {(one.kind.batch, one.kind.n, one.kind.k, one.kind.b_major): one.calls for one in products}
+    assert kinds == grouped
+    each = getattr(config, "num_experts_per_tok", 1)
+    assert all(one.kind.m == each and one.kind.epilogue.startswith("grouped") for one in products)
+
+
+def test_experts_are_what_an_engine_looks_up(tmp_path: Path) -> None:
+    """Rows are tokens times experts of each; ranks divide features; what an engine keeps is left out."""
+    config_of("mixtral").save_pretrained(tmp_path)
+    model = read_model(str(tmp_path))
+    found = shapes(model, "vllm", ranks=2, rows=[8])
+    assert {name: count for name, count in found.layers.items() if "experts" in name} == {
+        "experts_gate_up 96x64 of 4 bf16 grouped+swiglu": 3, "experts_down 64x48 of 4 bf16 grouped": 3
+    }  # fmt: skip
+    found.workload.write(tmp_path / "shapes.json")
+    problems = [demand.problem for demand in read(tmp_path / "shapes.json")[0]]
+    parsed = Problem.parse("16x96x64", groups=4, epilogue="swiglu")
+    assert [problem for problem in problems if problem.is_grouped] == [
+        Problem.parse("16x64x48", groups=4), parsed
+    ]  # fmt: skip
+    assert {*shapes(model, "sglang").refused.values()} == {"experts are sglang's own"}
+    config_of("gpt_oss").save_pretrained(tmp_path)
+    refused = shapes(read_model(str(tmp_path)), "vllm").refused
+    assert {*refused.values()} == {"experts of such a gate are vllm's own"} and len(refused) == 2
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(values | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
+    refused = shapes(read_model(str(tmp_path)), "transformers").refused
+    assert {*refused.values()} == {"quantised by mxfp4, which has no kernels"} and len(refused) == 2
+    values |= {"model_type": "mixtral", "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    refused = shapes(read_model(str(tmp_path)), "vllm").refused
+    assert {*refused.values()} == {"quantised experts are vllm's own"}
 
 
 def plainly(workload: Workload) -> dict[tuple[int, int, int, str, str], int]:
@@ -167,10 +210,13 @@ def test_of_deepseek_v3(tmp_path: Path) -> None:
         "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
         "v_head_dim": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_shared_experts": 1,
         "n_routed_experts": 256, "first_k_dense_replace": 3, "num_hidden_layers": 61, "vocab_size": 129280,
+        "num_experts_per_tok": 8,
     }  # fmt: skip
     assert shapes_of(tmp_path, **published) == [
         "q_kv_a 2112x7168 bf16", "q_b 24576x1536 bf16", "kv_b 32768x512 bf16", "o 7168x16384 bf16",
-        "gate_up 36864x7168 bf16", "down 7168x18432 bf16", "gate_up 4096x7168 bf16", "down 7168x2048 bf16",
+        "gate_up 36864x7168 bf16", "down 7168x18432 bf16",
+        "experts_gate_up 4096x7168 of 256 bf16 grouped+swiglu", "experts_down 7168x2048 of 256 bf16 grouped",
+        "gate_up 4096x7168 bf16", "down 7168x2048 bf16",
         "logits 129280x7168 bf16",
     ]  # fmt: skip
 

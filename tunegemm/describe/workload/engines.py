@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from tunegemm.describe.problem import Problem
+from tunegemm.describe.problem import GROUPED, Problem
 from tunegemm.describe.workload.models import Layer, Linear, Model
 from tunegemm.describe.workload.products import Kind, Product, Workload
 from tunegemm.errors import ProblemError, WorkloadError
@@ -30,6 +30,8 @@ class Engine:
     """Rows of its steps that read prompts: the largest is its chunk."""
     sequences: int
     """The most that run at once: each has a row of the logits."""
+    experts: tuple[str, ...] = ()
+    """Gates of the layers of experts that are served there."""
 
 
 def _vllm_sizes(ranks: int) -> list[int]:
@@ -46,11 +48,13 @@ def _sglang_sizes(ranks: int) -> list[int]:
 
 ENGINES = {
     # `get_batch_defaults` of vllm/engine/arg_utils.py: a step has 8192 tokens in a server, 16384 in `LLM`.
-    "vllm": Engine(True, 64, _vllm_sizes, (1024, 2048, 4096, 8192, 16384), 1024),
+    "vllm": Engine(True, 64, _vllm_sizes, (1024, 2048, 4096, 8192, 16384), 1024, ("swiglu",)),
     # sglang/srt/server_args.py: chunked_prefill_size 8192.
     "sglang": Engine(True, 64, _sglang_sizes, (1024, 2048, 4096, 8192), 512),
     # Layers as the model has them; rows are sequences, or their tokens, of whatever program calls it.
-    "transformers": Engine(False, 1, lambda _: [1, 2, 4, 8, 16, 32], (512, 1024, 2048, 4096), 1024),
+    "transformers": Engine(
+        False, 1, lambda _: [1, 2, 4, 8, 16, 32], (512, 1024, 2048, 4096), 1024, ("swiglu", "")
+    ),
 }
 
 
@@ -89,21 +93,27 @@ def shapes(
     layers: Counter[str] = Counter()
     calls: Counter[Kind] = Counter()
     refused = {}
+    gate = next((layer.gate for layer in model.layers if layer.experts), "")
     for layer in model.layers:
         found = arithmetic(layer.parts[0])  # of parts that are merged it is the same
+        if layer.experts and not isinstance(found, str):
+            found = _left(found, gate, engine) or found
         for columns, depth, bias in _matrices(layer, how, ranks):
-            name = f"{layer.name} {columns}x{depth}"
+            name = f"{layer.name} {columns}x{depth}" + f" of {layer.experts}" * bool(layer.experts)
             if isinstance(found, str):
                 refused[name] = found
                 continue
-            epilogue = "+".join([*filter(None, [found.epilogue]), *["bias_n"] * bias])
+            steps = [GROUPED, layer.gate] if layer.experts else [found.epilogue, *["bias_n"] * bias]
+            epilogue = "+".join(filter(None, steps))
             layers[f"{name} {found.in_dtype}" + (f" {epilogue}" if epilogue else "")] += 1
             for m in _rows(layer, how, ranks, rows):
                 try:
                     problem = Problem(
-                        m,
+                        m * layer.each,
                         columns,
                         depth,
+                        layer.experts or 1,
+                        b_major="n" if layer.transposed else "k",
                         in_dtype=found.in_dtype,
                         out_dtype=found.out_dtype,
                         epilogue=epilogue,
@@ -115,6 +125,17 @@ def shapes(
         first = next((f", the first because {reason}" for reason in refused.values()), "")
         raise WorkloadError(f"{model.where}: no layer has kernels{first}")
     return Shapes(Workload(tuple(Product(kind, calls[kind]) for kind in sorted(calls))), layers, refused)
+
+
+def _left(arithmetic: Arithmetic, gate: str, engine: str) -> str:
+    """Why experts are the engine's own; empty where they are served."""
+    served = ENGINES[engine].experts
+    if gate in served and not arithmetic.epilogue:
+        return ""
+    which = (
+        "experts" if not served else "quantised experts" if arithmetic.epilogue else "experts of such a gate"
+    )
+    return f"{which} are {engine}'s own"
 
 
 def _rows(layer: Layer, engine: Engine, ranks: int, given: Sequence[int]) -> list[int]:
@@ -151,6 +172,7 @@ def _kind(problem: Problem, bias: bool) -> Kind:
     names = {field.name for field in fields(Kind)} & {field.name for field in fields(Problem)}
     shared: dict[str, Any] = {name: getattr(problem, name) for name in names}
     op = "scaled_mm" if problem.fused.scales else "addmm" if bias else "mm"
+    op = "grouped_mm" if problem.is_grouped else op
     return Kind(**shared, op=op, bias="vector" if bias else "none")
 
 
@@ -160,8 +182,11 @@ def _arithmetic(model: Model, plain: str) -> Callable[[Linear], Arithmetic | str
     Logits and what gates experts stay as they are, as engines leave them.
     """
     usual, config = Arithmetic(plain, plain, ""), model.quantization
-    if not config or config.get("quant_method") == "mxfp4":  # which is of experts alone
+    if not config:
         return lambda _: usual
+    if config.get("quant_method") == "mxfp4":  # which is of experts alone
+        why = "quantised by mxfp4, which has no kernels"
+        return lambda linear: why if ".experts." in linear.path else usual
     lists = (config.get(name) for name in ("modules_to_not_convert", "ignore", "ignored_layers"))
     patterns = [one for each in lists for one in _texts(each)]
     groups = _groups(config, plain)

@@ -1,7 +1,7 @@
 """A model's linear layers, from the config.json that its weights come with.
 
 Sizes, biases and names are those of the models in Hugging Face's transformers (5.23, models/*/modeling_*.py),
-which the tests build. Experts, whose products are grouped, are left out. Nothing is ever downloaded.
+which the tests build. Nothing is ever downloaded.
 """
 
 from __future__ import annotations
@@ -62,6 +62,14 @@ class Layer:
     """Whether the model itself has them as one matrix."""
     only_prefill: bool = False
     """Whether engines compute it in another way where they decode: absorbed into the attention."""
+    experts: int = 0
+    """How many there are of each matrix, whose products are grouped; 0 where every row has the same."""
+    each: int = 1
+    """Experts that compute a row."""
+    gate: str = ""
+    """What becomes of gate and up, as in an epilogue; empty where no kernel takes it along."""
+    transposed: bool = False
+    """Whether weights are kept with their columns contiguous."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +134,31 @@ def _mlp(
 
 
 def _router(config: Config, path: str, bias: bool = False) -> Layer:
-    # Which of the two names a family writes has changed.
-    name = "num_experts" if "num_experts" in config.values else "num_local_experts"
-    return Layer("router", (Linear(path, config.number(name), config.number("hidden_size"), bias),))
+    return Layer("router", (Linear(path, _count(config), config.number("hidden_size"), bias),))
+
+
+def _count(config: Config) -> int:
+    """Experts of a layer. Which of the first two names a family writes has changed."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return config.number(next((name for name in names if name in config.values), names[0]))
+
+
+def _experts(
+    config: Config, at: str, width: str, *, gate: str = "swiglu", transposed: bool = False
+) -> list[Layer]:
+    """width: the name of the features of each."""
+    size, hidden = config.number(width), config.number("hidden_size")
+    each = config.number("num_experts_per_tok")
+    common: dict[str, Any] = {"experts": _count(config), "each": each, "transposed": transposed}
+    gate_up = tuple(
+        Linear(f"{at}.{part}_proj", size, hidden, False, "columns", size) for part in ("gate", "up")
+    )
+    down = Linear(f"{at}.down_proj", hidden, size, False, "depth", size)
+    silu = config.values.get("hidden_act", "silu") == "silu"
+    return [
+        Layer("experts_gate_up", gate_up, True, gate=gate * silu, **common),
+        Layer("experts_down", (down,), **common),
+    ]
 
 
 def _at(index: int) -> str:
@@ -154,14 +184,18 @@ def _phi3(config: Config, index: int) -> list[Layer]:
 
 
 def _mixtral(config: Config, index: int) -> list[Layer]:
-    router = _router(config, f"{_at(index)}.block_sparse_moe.gate")
-    return [*_attention(config, _at(index)), router]
+    at = f"{_at(index)}.block_sparse_moe"
+    experts = _experts(config, f"{at}.experts", "intermediate_size")
+    return [*_attention(config, _at(index)), _router(config, f"{at}.gate"), *experts]
 
 
 def _gpt_oss(config: Config, index: int) -> list[Layer]:
     bias = config.flag("attention_bias", True)
-    router = _router(config, f"{_at(index)}.mlp.router", bias=True)
-    return [*_attention(config, _at(index), bias=bias, out_bias=bias, head=64), router]
+    at = f"{_at(index)}.mlp"
+    router = _router(config, f"{at}.router", bias=True)
+    # Its gate is clamped, which is none of the kernels'.
+    experts = _experts(config, f"{at}.experts", "intermediate_size", gate="", transposed=True)
+    return [*_attention(config, _at(index), bias=bias, out_bias=bias, head=64), router, *experts]
 
 
 def _qwen_moe(bias: str, default: bool, out_bias: str, head: int | None) -> Layers:
@@ -173,7 +207,8 @@ def _qwen_moe(bias: str, default: bool, out_bias: str, head: int | None) -> Laye
         alone = listed(config.values.get("mlp_only_layers") or [], "mlp_only_layers")
         if index in alone or (index + 1) % config.number("decoder_sparse_step", 1):
             return [*attention, *_mlp(config, at)]
-        found = [*attention, _router(config, f"{at}.mlp.gate")]
+        experts = _experts(config, f"{at}.mlp.experts", "moe_intermediate_size")
+        found = [*attention, _router(config, f"{at}.mlp.gate"), *experts]
         if config.family == "qwen2_moe":
             width = config.number("shared_expert_intermediate_size")
             found += _mlp(config, at, "mlp.shared_expert", width)
@@ -204,6 +239,7 @@ def _deepseek(config: Config, index: int) -> list[Layer]:
     if config.values.get("n_routed_experts") is None or index < config.number("first_k_dense_replace", 0):
         return [*found, *_mlp(config, at, bias=config.flag("mlp_bias"))]
     # What gates the experts is computed in fp32.
+    found += _experts(config, f"{at}.mlp.experts", "moe_intermediate_size")
     width = config.number("moe_intermediate_size") * config.number("n_shared_experts", 1)
     return [*found, *_mlp(config, at, "mlp.shared_experts", width, bias=config.flag("mlp_bias"))]
 
