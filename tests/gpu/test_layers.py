@@ -25,6 +25,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import TunegemmWarning
 from tunegemm.generate import families
+from tunegemm.serve.torch.layers import halves
 from tunegemm.store.record import Record
 
 transformers = pytest.importorskip("transformers")
@@ -263,3 +264,16 @@ def test_a_training_step(launches: list[Problem]) -> None:
     for ours, torchs, right in zip(*found, strict=True):
         assert_as_exact(ours, torchs, right, 1.5)
     assert {(problem.n, problem.k) for problem in launches} >= {QKV}
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 7168), (64, 7168), (65, 14336), (1000, 16384), (1025, 7168)]
+)
+def test_gate_and_up_in_one_weight(rows, columns, in_turns):
+    x, weight = given((1, rows))[0], given((1, columns), seed=2)[0] / WIDTH**0.5
+    result = halves.gated(x, weight, (), "swiglu", in_turns=in_turns)
+    assert result is not None, "its kernel ships"
+    both = x.double() @ weight.double().t()
+    gate, up = (both[:, ::2], both[:, 1::2]) if in_turns else both.chunk(2, -1)
+    assert difference(result, nn.functional.silu(gate) * up) < 6e-3
