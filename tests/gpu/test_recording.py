@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import tunegemm
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.workload import demands
 
 pytestmark = pytest.mark.gpu
 
@@ -50,6 +52,30 @@ def test_a_captured_product_counts_by_its_replays() -> None:
     with tunegemm.record() as later:
         graph.replay()
     assert [p.calls for p in later.products] == [1, 1], "what it computes is known from before"
+
+
+def test_a_layer_of_experts_counts_in_calls_compiled_code_and_graphs() -> None:
+    x, gate_up, down = (
+        torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+        for shape in ((32, 256), (8, 512, 256), (8, 256, 256))
+    )
+    weights, chosen = torch.rand(32, 8, dtype=torch.bfloat16, device="cuda").topk(2)
+
+    def layer() -> torch.Tensor:
+        return tunegemm.experts(x, gate_up, down, chosen, weights)
+
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend="eager")
+    layer(), compiled()
+    with tunegemm.record() as recording:
+        layer(), compiled()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layer()
+        graph.replay()
+    found, refused = demands(recording.products)
+    wanted = Problem.of_groups(64, 512, 256, 8, gate="swiglu"), Problem.of_groups(64, 256, 256, 8)
+    assert {one.problem: one.calls for one in found} == dict.fromkeys(wanted, 3), refused
 
 
 def test_replays_of_an_older_graph_are_told() -> None:

@@ -152,8 +152,11 @@ def _layer(
     multiply = grouped.groups.below_autograd if plain else grouped.groups
     inner = None
     if activation in _GATES:
-        gated = _traced if traced else _gated if plain else multiply
-        inner = gated(rows, gate_up.mT, ends, gate_up_bias, _GATES[activation], interleaved)
+        gated = _traced if traced else multiply
+        of_gate = rows, gate_up.mT, ends, gate_up_bias, _GATES[activation], interleaved
+        inner = gated(*of_gate)
+        if inner is None and plain:
+            inner = _recorded(*of_gate)
     if inner is None:
         if served:
             return None
@@ -215,7 +218,7 @@ def _gate(both: torch.Tensor, activation: Any, interleaved: bool) -> torch.Tenso
     return _ACTIVATIONS[activation](gate) * up
 
 
-def _gated(
+def _recorded(
     a: torch.Tensor,
     b: torch.Tensor,
     offs: torch.Tensor,
@@ -223,15 +226,14 @@ def _gated(
     gate: str,
     interleaved: bool,
 ) -> torch.Tensor | None:
-    """The gated product by a kernel, or by torch where it is recorded, as one; None where it is not."""
-    result = grouped.groups.below_autograd(a, b, offs, bias, gate, interleaved)
-    if result is None and (observe := api.dispatcher.planner.observe_groups) is not None:
-        call = GroupedCall("experts", a, b, offs, bias, gate=gate)
-        observed: torch.Tensor = observe(
-            call, lambda: _gate(grouped_mm(a, b, offs=offs, bias=bias), GATED[gate], interleaved)
-        )
-        return observed
-    return result
+    """The gated product by torch, as one of a recording; None where none is made."""
+    if (observe := api.dispatcher.planner.observe_groups) is None:
+        return None
+    call = GroupedCall("experts", a, b, offs, bias, gate=gate)
+    observed: torch.Tensor = observe(
+        call, lambda: _gate(grouped_mm(a, b, offs=offs, bias=bias), GATED[gate], interleaved)
+    )
+    return observed
 
 
 def _traced(
@@ -262,7 +264,10 @@ def _define() -> None:
     )
 
     def compute(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor:
-        result = None if deterministic() else _gated(a, b, offs, bias, gate, interleaved)
+        given = a, b, offs, bias, gate, interleaved
+        result = None if deterministic() else grouped.groups.below_autograd(*given)
+        if result is None:
+            result = _recorded(*given)
         if result is not None:
             return result
         return _gate(grouped_mm(a, b, offs=offs, bias=bias), GATED[gate], interleaved)
