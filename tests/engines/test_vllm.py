@@ -9,48 +9,16 @@ from __future__ import annotations
 import pytest
 
 from tests.engines.conftest import Run
+from tests.engines.programs import HOPPER, LAYERS, LOADS, engine
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
-
-VERSIONS = ["vllm-0.26.0", "vllm-0.33.0"]
-engine = pytest.mark.parametrize("engine", VERSIONS)
-
-_LOADS = """
-import torch
-import vllm.plugins
-from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-
-def load():
-    vllm.plugins.plugins_loaded = False
-    vllm.plugins.load_general_plugins()
-
-def config(**more):
-    return VllmConfig(device_config=DeviceConfig(device="cpu"), **more)
-"""
-
-_HOPPER = """
-import sys
-import types
-import vllm.platforms
-sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("")  # wants CUDA's driver
-from vllm.platforms.cuda import NonNvmlCudaPlatform
-from vllm.platforms.interface import DeviceCapability
-
-class Hopper(NonNvmlCudaPlatform):
-    @classmethod
-    def get_device_capability(cls, device_id=0):
-        return DeviceCapability(9, 0)
-
-def on(module):
-    module.current_platform = Hopper()
-"""
 
 
 @engine
 def test_discovery_registration_and_the_cache_key(engine: str, run: Run) -> None:
     found = run(
         engine,
-        _LOADS
+        LOADS
         + """
 from importlib.metadata import entry_points
 from vllm.model_executor.layers import utils
@@ -131,30 +99,13 @@ found["code"] = process.exitcode
     assert (found["served"], found["code"]) == (True, 0), found["output"]
 
 
-_LAYERS = """
-import torch.distributed
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
-from vllm.model_executor.layers.linear import ReplicatedLinear
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-def ranks(path):
-    init_distributed_environment(1, 0, f"file://{path}", 0, backend="gloo")
-    initialize_model_parallel(1, 1)
-
-def filled(layer):
-    for parameter in layer.parameters():
-        parameter.data.copy_(torch.randint(-2, 3, parameter.shape))
-    return layer
-"""
-
-
 @engine
 def test_layers_compiled_with_symbolic_rows(engine: str, run: Run, tmp_path) -> None:
     """vLLM's own layers, and its logits; one graph, in which each call takes the kernel of its rows."""
     found = run(
         engine,
-        _LOADS
-        + _LAYERS
+        LOADS
+        + LAYERS
         + f"""
 load()
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -203,8 +154,8 @@ def test_fp8_layers(engine: str, run: Run) -> None:
     """By vLLM's own choice among its kernels; CUTLASS's product, which is a GPU's, is torch's on the CPU."""
     found = run(
         engine,
-        _LOADS
-        + _HOPPER
+        LOADS
+        + HOPPER
         + """
 import os
 import vllm._custom_ops as custom_ops
@@ -309,8 +260,8 @@ found["supported"] = [first.is_supported(cc)[0] for cc in (80, 89, 90, 100)]
 def test_batch_invariance(engine: str, run: Run) -> None:
     found = run(
         engine,
-        _LOADS
-        + _HOPPER
+        LOADS
+        + HOPPER
         + """
 from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
 from tunegemm.serve import api
@@ -357,7 +308,7 @@ found["served"], found["theirs"] = seen, theirs
 @engine
 def test_switches_and_other_versions(engine: str, run: Run) -> None:
     looks = (
-        _LOADS
+        LOADS
         + """
 from vllm.model_executor.layers import utils
 from vllm.model_executor.kernels import linear
@@ -385,7 +336,7 @@ found["config"] = "tunegemm" in config().additional_config
 def test_a_worker_says_what_is_served_and_where_ranks_differ(engine: str, run: Run) -> None:
     found = run(
         engine,
-        _LOADS
+        LOADS
         + """
 import logging
 from vllm.v1.worker import worker_base
@@ -427,48 +378,3 @@ found["calls"] = calls
     assert "policy fastest, records " in said[0], output
     differing = [line for line in output.splitlines() if "are not those of the process that started" in line]
     assert len(differing) == 1, output
-
-
-_LIVE = """
-import os
-from pathlib import Path
-from benchmarks import vllm_engine
-from benchmarks.vllm import doors
-doors(Path.cwd())
-import vllm.platforms
-from tests.support.vllm_worker import Worker
-vllm.platforms.current_platform.device_type = "cpu"
-def start(setting, **more):
-    arguments = vllm_engine.arguments(setting, Path.cwd() / setting.name) | more
-    stand_in = {"worker_cls": "tests.support.vllm_worker.Worker", "distributed_executor_backend": "uni"}
-    return vllm.LLM(**stand_in, **arguments)
-"""
-
-
-@engine
-def test_the_benchmark_times_the_steps_of_a_core(engine: str, run: Run) -> None:
-    """vLLM's whole engine but for what computes: steps are as large as the benchmark says, and end."""
-    found = run(
-        engine,
-        _LIVE
-        + """
-llm = start(vllm_engine.Setting("bf16", served=False, layers=2))
-for phase, sequences in (("decode", 1), ("decode", 256), ("prefill", 1), ("prefill", 64), ("prefill", 256)):
-    Worker.steps.clear()
-    rate = vllm_engine.sample(llm, phase, sequences, 0.0)
-    found[f"{phase} {sequences}"] = [rate > 0, *filter(None, Worker.steps)]
-generated = llm.generate(vllm_engine.prompts_of(2, 16, 0), vllm_engine.sampling(3), use_tqdm=False)
-found["then generates"] = [list(each.outputs[0].token_ids) for each in generated]
-""",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        HF_HUB_OFFLINE="1",
-    )
-    output = found.pop("output")
-    assert found == {
-        "decode 1": [True, 16] + [1] * 64,
-        "decode 256": [True, 16 * 256] + [256] * 64,
-        "prefill 1": [True, 512],
-        "prefill 64": [True] + [8192] * 4,
-        "prefill 256": [True] + [8192] * 5,  # one is on its way while the fourth's tokens are taken
-        "then generates": [[7, 7, 7]] * 2,
-    }, output

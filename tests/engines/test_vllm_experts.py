@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engines.conftest import Run
-from tests.engines.test_vllm import _HOPPER, _LOADS, engine
+from tests.engines.programs import HOPPER, LOADS, engine
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -21,7 +21,7 @@ triton = unquantized.UnquantizedMoeBackend.TRITON
 
 @engine
 def test_the_class_is_the_first_where_it_is_asked_for(engine: str, run: Run) -> None:
-    code = _LOADS + """
+    code = LOADS + """
 load()
 load()
 """ + _EXPERTS + """
@@ -45,8 +45,8 @@ def test_layers_are_computed_where_they_are_served(engine: str, run: Run) -> Non
     """By vLLM's own choice of a class; Triton's product, which is a GPU's, is a stand-in that says so."""
     found = run(
         engine,
-        _LOADS
-        + _HOPPER
+        LOADS
+        + HOPPER
         + "load()\n"
         + _EXPERTS
         + """

@@ -13,9 +13,13 @@ from tunegemm.serve.planning import Planner
 from tunegemm.serve.torch import ops
 
 
-def serve_on_cpu(*problems: Problem) -> Kernel:
-    """From now on CPU tensors are served by records of these problems, or of every one; who multiplies."""
+def serve_on_cpu(*problems: Problem, digest: str = "") -> Kernel:
+    """From now on CPU tensors are served by records of these problems, or of every one; who multiplies.
+
+    digest: of the records, for processes that have the same; by default no other process has them.
+    """
     snapshot, kernel = Recorded(*problems), Kernel()
+    snapshot.digest = digest or snapshot.digest
     planner = Planner(
         device_type="cpu",
         read=lambda: snapshot,
