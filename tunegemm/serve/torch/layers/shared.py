@@ -191,6 +191,12 @@ class Shared:
         known = planner.state.torchs
         return bool(known) and key in known and monotonic() < planner.next_look
 
+    def may_be_one(self, form: Form, x: Any) -> bool:
+        """Whether a kernel of the form may be known, or rows are few enough for one product of torch's."""
+        return not self.is_missed(form, x) or (
+            self._right is not None and type(x) in PLAIN and x.numel() <= self._most_joined
+        )
+
     def remember_missed(self, what: object, x: torch.Tensor) -> None:
         """There is no kernel, until the planner next looks."""
         api.dispatcher.planner.state.remember_torchs(id(what), id(self), x.numel())
@@ -297,6 +303,8 @@ class Shared:
             or x.dtype is not weight.dtype
         ):
             return None
+        if not grad_enabled():
+            return linear(x, weight, *self._bias)
         with torch.no_grad():
             return linear(x, weight, *self._bias)
 

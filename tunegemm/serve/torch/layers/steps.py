@@ -105,7 +105,9 @@ class Gated(Step):
                     return result
                 first, second = torch.unsafe_split_with_sizes(whole, shared.rows, -1)
                 return activation(first) * second
-        elif type(x) in PLAIN and self.calls_as_known(gate, up, *given) and not shared.trains(x):
+        elif (
+            shared.may_be_one(self.form, x) and self.calls_as_known(gate, up, *given) and not shared.trains(x)
+        ):
             product = None if shared.is_missed(self.form, x) else shared.gated(self.form, x, self.name)
             if product is not None:
                 return product
