@@ -11,6 +11,9 @@ from tunegemm.measure.evidence import may_be_record
 from tunegemm.model.grouped import chosen
 from tunegemm.store.record import Record
 
+#: Dtypes of which torch's call waits for the device, which no time of its products shows and no graph allows.
+WAITS = ("fp16",)
+
 
 def bucket(rows: int) -> int:
     """Numbers of rows that share records: those up to the same power of two."""
@@ -23,12 +26,13 @@ def recorded(
     """The record of a grouped product, of torch's kernel, too; None where there is none to go by.
 
     near: whether it may be of other rows of the same `bucket`, of which the nearest number counts.
+    Torch's counts where it won a race, not for want of others.
     """
     usable = [
         record
         for record in snapshot.usable(problem, fingerprint)
         if may_be_record(record)
-        and (record.confirmed or not record.is_torch)  # torch's where it won a race, not for want of others
+        and (not record.is_torch or (record.confirmed and problem.in_dtype not in WAITS))
         and (record.problem.m == problem.m or (near and bucket(record.problem.m) == bucket(problem.m)))
     ]
     return min(usable, key=lambda record: abs(math.log(record.problem.m / problem.m)), default=None)

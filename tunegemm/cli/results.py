@@ -83,6 +83,7 @@ def failure_line(result: TuneResult) -> str:
 
 def verdict_line(result: TuneResult, where: str) -> str:
     """What won, by how much, and what `matmul` calls from now on; empty without time to try anything."""
+    from tunegemm.choose.in_groups import WAITS
     from tunegemm.generate.cublaslt import is_torch
     from tunegemm.tuning.final import measured_kernels
 
@@ -100,6 +101,9 @@ def verdict_line(result: TuneResult, where: str) -> str:
         )
     if problem.is_grouped and not measured_kernels(result.outcomes):
         return f"{problem}: no kernel was measured, so nothing changes; give a larger --budget. {seconds}."
+    if problem.is_grouped and is_torch(best.candidate) and problem.in_dtype in WAITS:
+        why = f"no kernel is faster than {torchs} of each group beyond the noise"
+        return f"{problem}: {why}; nothing changes, as torch's call waits for the device, too. {seconds}."
     if is_torch(best.candidate):
         won = f"no kernel is faster than {torchs} beyond the noise"
     else:
