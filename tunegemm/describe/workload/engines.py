@@ -79,11 +79,13 @@ class Shapes:
 
 
 def shapes(
-    model: Model, engine: str, *, ranks: int = 1, rows: Sequence[int] = (), dtype: str | None = None
-) -> Shapes:
+    model: Model, engine: str, *, ranks: int = 1, rows: Sequence[int] = (), dtype: str | None = None,
+    experts: bool = False,
+) -> Shapes:  # fmt: skip
     """The products of one step of each number of rows.
 
     rows: in place of the engine's. dtype: in place of the model's, for what is not quantised.
+    experts: whether vLLM's are served, which is not so unless asked for.
     Raises WorkloadError for ranks that cannot divide the model, and where no layer has kernels.
     """
     how = ENGINES[engine]
@@ -97,7 +99,7 @@ def shapes(
     for layer in model.layers:
         found = arithmetic(layer.parts[0])  # of parts that are merged it is the same
         if layer.experts and not isinstance(found, str):
-            found = _left(found, gate, engine) or found
+            found = _left(found, gate, engine, experts) or found
         for columns, depth, bias in _matrices(layer, how, ranks):
             name = f"{layer.name} {columns}x{depth}" + f" of {layer.experts}" * bool(layer.experts)
             if isinstance(found, str):
@@ -127,11 +129,11 @@ def shapes(
     return Shapes(Workload(tuple(Product(kind, calls[kind]) for kind in sorted(calls))), layers, refused)
 
 
-def _left(arithmetic: Arithmetic, gate: str, engine: str) -> str:
+def _left(arithmetic: Arithmetic, gate: str, engine: str, experts: bool) -> str:
     """Why experts are the engine's own; empty where they are served."""
     served = ENGINES[engine].experts
     if gate in served and not arithmetic.epilogue:
-        return ""
+        return "" if experts or engine != "vllm" else "vllm's own unless TUNEGEMM_VLLM_EXPERTS=1, here, too"
     which = (
         "experts" if not served else "quantised experts" if arithmetic.epilogue else "experts of such a gate"
     )
