@@ -255,15 +255,18 @@ def test_a_training_step(launches: list[Problem]) -> None:
     plain = model_of().train()
     exact, model = copy.deepcopy(plain).float(), fused(plain)
     found = []
-    for each in (model, plain, exact):
+    for each, call in ((model, model), (plain, plain), (exact, exact), (model, torch.compile(model))):
         x = given(PREFILL).to(next(each.parameters()).dtype).requires_grad_()
-        result = run(each, x)
+        each.zero_grad()
+        launches.clear()
+        result = run(call, x)
         upstream = torch.linspace(-1, 1, result.numel(), device="cuda").view(result.shape)
         result.backward(upstream.to(torch.bfloat16).to(result.dtype))
         found.append([x.grad, *(one.grad for one in each.parameters() if one.grad is not None)])
-    for ours, torchs, right in zip(*found, strict=True):
-        assert_as_exact(ours, torchs, right, 1.5)
-    assert {(problem.n, problem.k) for problem in launches} >= {QKV}
+    for eager, torchs, right, compiled in zip(*found, strict=True):
+        assert_as_exact(eager, torchs, right, 1.5)
+        assert_as_exact(compiled, torchs, right, 1.5)
+    assert {(problem.n, problem.k) for problem in launches} >= {QKV}, "in the graph, which was last"
 
 
 @pytest.mark.parametrize("in_turns", [False, True])

@@ -92,7 +92,7 @@ def beside(parts: Sequence[torch.Tensor | None], columns: Sequence[int]) -> torc
         found.new_zeros((*found.shape[:-1], width)) if part is None else part
         for part, width in zip(parts, columns, strict=True)
     ]
-    return filled[0] if len(filled) == 1 else torch.cat(filled, -1)
+    return torch.cat(filled, -1)
 
 
 def parts_of(
@@ -101,8 +101,5 @@ def parts_of(
     """The parts of it that are wanted; it is not computed where none is."""
     if not any(wanted):
         return [None] * len(wanted)
-    made = whole()
-    # Of unsafe_split torch has no form for is_grads_batched.
-    is_mapped = torch._C._functorch.is_legacy_batchedtensor(made)
-    parts = made.split(rows) if is_mapped else torch.unsafe_split_with_sizes(made, rows)
+    parts = torch.unsafe_split_with_sizes(whole(), rows)
     return [part if one else None for part, one in zip(parts, wanted, strict=True)]

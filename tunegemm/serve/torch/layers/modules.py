@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -53,6 +54,13 @@ class SharedLinear(TunedLinear):
             for name in self._parameters:
                 if (saved := destination.get(prefix + name)) is not None:
                     destination[prefix + name] = _by_storage(saved)
+
+    def named_parameters(self, *arguments: Any, **keywords: Any) -> Any:
+        # `fully_shard` asks each module for its own, to put shards in their place. It refuses weights with
+        # gaps, and memory that another holds would not be freed.
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed.fsdp."):
+            self._fused_with.unpack()
+        return super().named_parameters(*arguments, **keywords)
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -21,16 +20,13 @@ from tunegemm.serve import api
 from tunegemm.serve.forms import BELOW_AUTOGRAD, Form, form_of
 from tunegemm.serve.guards import (
     any_autocast,
-    capturing,
     dispatch_modes,
     grad_enabled,
     is_transformed,
     tracing,
 )
-from tunegemm.serve.plans import trained
-from tunegemm.serve.torch.autograd import DTYPES, PLAIN, Watched
+from tunegemm.serve.torch.autograd import DTYPES, PLAIN
 from tunegemm.serve.torch.layers import halves
-from tunegemm.serve.torch.layers.joined import Joined, product
 from tunegemm.serve.torch.several import traced_part
 from tunegemm.serve.torch.together import most_joined, together
 
@@ -170,11 +166,10 @@ class Shared:
     def trains(self, x: torch.Tensor, *others: torch.Tensor) -> bool:
         """Whether autograd wants to know of a call."""
         return grad_enabled() and (
-            x.requires_grad or self._wants_gradients() or any(other.requires_grad for other in others)
+            x.requires_grad
+            or any(parameters[name].requires_grad for parameters, name, *_ in self._places)
+            or any(other.requires_grad for other in others)
         )
-
-    def _wants_gradients(self) -> bool:
-        return any(parameters[name].requires_grad for parameters, name, *_ in self._places)
 
     def is_missed(self, what: object, x: Any) -> bool:
         """Whether there is no kernel, as far as is known: all that a fall-back to torch costs more.
@@ -183,13 +178,9 @@ class Shared:
         """
         if self._right is None or type(x) not in PLAIN:
             return True
-        return self._is_known((id(what), id(self), x.numel()))
-
-    def _is_known(self, key: tuple[int, ...]) -> bool:
-        """Whether torch computes something until records are looked at again: see `State.torchs`."""
         planner = api.dispatcher.planner
         known = planner.state.torchs
-        return bool(known) and key in known and monotonic() < planner.next_look
+        return bool(known) and (id(what), id(self), x.numel()) in known and monotonic() < planner.next_look
 
     def may_be_one(self, form: Form, x: Any) -> bool:
         """Whether a kernel of the form may be known, or rows are few enough for one product of torch's."""
@@ -249,49 +240,26 @@ class Shared:
         return None if self.trains(x) or not x.is_floating_point() else x.to(dtype)
 
     def parts(self, x: Any) -> Sequence[torch.Tensor] | None:
-        """The result of each layer, of one product; None where each is to be computed by itself."""
-        found = self._all(x, apart=True)
-        if isinstance(found, torch.Tensor):
-            return torch.unsafe_split_with_sizes(found, self.rows, -1)
-        return found
+        """The result of each layer, of one product; None where each is to be computed by itself.
 
-    def whole(self, x: Any) -> torch.Tensor | None:
-        """The same beside each other, in one tensor."""
-        found: torch.Tensor | None = self._all(x, apart=False)
-        return found
-
-    def _all(self, x: Any, *, apart: bool) -> Any:
-        """apart: whether results that train are to be tensors of their own."""
-        form, trains = PLAIN_FORMS[len(self._bias)], self.trains(x)
-        whole = watched = None
-        key = trained(self, x.numel(), x.requires_grad, self._wants_gradients()) if trains else ()
-        if not (trains and self._is_known(key)):
-            whole = None if self.is_missed(form, x) else self.product(form, x)
-            if trains:
-                watched = Watched(product, partial(self._remember_trained, key))
-                watched.has_kernel = whole is not None
+        As where autograd wants to know of it: a node of Python's costs the host more than one product in the
+        place of several gains (docs/decisions/0028).
+        """
+        if type(x) not in PLAIN or self.trains(x):
+            return None
+        form = PLAIN_FORMS[len(self._bias)]
+        whole = None if self.is_missed(form, x) else self.product(form, x)
         if whole is None:
             whole = self.by_torch(x)
-        if whole is None or not trains:
-            return whole
-        parameters = *self.parameters("weight"), *self.parameters("bias")
-        return Joined.apply(whole, x, self._right, watched, apart, *parameters)
-
-    def _remember_trained(self, key: tuple[int, ...]) -> None:
-        """All is torch's, gradients as well, as far as it could be known."""
-        if self._weight is not None and not capturing(self._weight.device):
-            api.dispatcher.planner.state.remember_torchs(*key)
+        return None if whole is None else torch.unsafe_split_with_sizes(whole, self.rows, -1)
 
     def by_torch(self, x: Any) -> torch.Tensor | None:
-        """torch's product of x and all weights, where that is faster than layer by layer and means the same:
-        of few rows, and where gradients are wanted, which are fewer products, too. Below autograd.
+        """torch's product of x and all weights, where that is faster than layer by layer and means the same.
 
         Not where a row's bits are not to depend on how many there are, or where everything is to be torch's.
         """
         weight = self._weight
-        if weight is None or type(x) not in PLAIN or tracing():
-            return None
-        if x.numel() > self._most_joined and not self.trains(x):
+        if weight is None or type(x) not in PLAIN or x.numel() > self._most_joined or tracing():
             return None
         planner = api.dispatcher.planner
         if (
@@ -299,14 +267,12 @@ class Shared:
             or planner.is_off
             or planner.state.policy.is_batch_invariant
             or x.device != weight.device
+            or self.trains(x)
             or (x := self._taken(x)) is None
             or x.dtype is not weight.dtype
         ):
             return None
-        if not grad_enabled():
-            return linear(x, weight, *self._bias)
-        with torch.no_grad():
-            return linear(x, weight, *self._bias)
+        return linear(x, weight, *self._bias)
 
     def lies_together(self) -> bool:
         """Whether a graph that is made now may take the weights as one: for Dynamo a constant."""

@@ -18,7 +18,6 @@ from tunegemm.errors import TunegemmError
 from tunegemm.serve import api
 from tunegemm.serve.forms import BELOW_AUTOGRAD, form_of
 from tunegemm.serve.torch.autograd import PLAIN
-from tunegemm.serve.torch.layers.gates import Gate, takes
 from tunegemm.serve.torch.layers.shared import PLAIN_FORMS, Shared
 from tunegemm.serve.torch.several import traced_gated, traced_part
 
@@ -84,7 +83,7 @@ class Gated(Step):
             self.form = PLAIN_FORMS[bool(shared.parameters("bias"))]
         self.says = f"one product with its gate, {name}"
         if not shared.in_turns:
-            self.says = f"one product of both, and {name} of one half times the other"
+            self.says = f"one product, the results as views; {name} and the product with it are torch's"
 
     def __call__(self, gate: Any, up: Any, x: Any, *given: Activation) -> torch.Tensor:
         """given: the activation, where it is a module of forward's."""
@@ -97,17 +96,12 @@ class Gated(Step):
                     return traced_gated(x, *shared.traced_parameters(), self.name)
                 parameters = shared.traced_parameters()
                 return activation(traced_part(x, *parameters, 0)) * traced_part(x, *parameters, 1)
-        elif not shared.in_turns:  # as for training
-            whole = shared.whole(x) if self.calls_as_known(gate, up, *given) else None
-            if whole is not None:
-                if takes(whole):
-                    result: torch.Tensor = Gate.apply(whole, self.name)
-                    return result
-                first, second = torch.unsafe_split_with_sizes(whole, shared.rows, -1)
-                return activation(first) * second
         elif (
             shared.may_be_one(self.form, x) and self.calls_as_known(gate, up, *given) and not shared.trains(x)
         ):
+            if not shared.in_turns:  # as for graphs that train
+                parts = shared.parts(x)
+                return activation(gate(x)) * up(x) if parts is None else activation(parts[0]) * parts[1]
             product = None if shared.is_missed(self.form, x) else shared.gated(self.form, x, self.name)
             if product is not None:
                 return product
