@@ -324,6 +324,6 @@ def is_apart_from(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
     return True
 
 
-def trained(what: object, size: int, of_input: bool, of_weight: bool) -> tuple[int, ...]:
-    """The key in `State.torchs` of a layer, or several, with gradients; size: the elements of `a`."""
-    return id(what), size, -1 - of_input - 2 * of_weight
+def trained(weight: torch.Tensor, size: int, of_input: bool, of_weight: bool) -> tuple[int, ...]:
+    """The key in `State.torchs` of a layer with the gradients that are wanted; size: the elements of `a`."""
+    return id(weight), size, -1 - of_input - 2 * of_weight

@@ -53,7 +53,8 @@ class _Right(NamedTuple):
 
 
 class _Held(threading.local):
-    """Of each thread the results of layers that it is still to trace, by their places."""
+    """Of each thread the results of layers that it is still to trace, by their places. What is never taken
+    stays until the next layers are traced."""
 
     x: torch.Tensor | None = None
     version = 0
@@ -181,6 +182,8 @@ def define(serving: Callable[[], Dispatcher]) -> None:
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+            if all(grad is None for grad in grads):
+                return (None,) * len(ctx.needs_input_grad)
             x, *weights = ctx.saved_tensors
             _, wants_x, *wanted = ctx.needs_input_grad
             rows, of_x = [weight.shape[0] for weight in weights], None
