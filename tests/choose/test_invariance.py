@@ -116,7 +116,7 @@ def shipped(request: pytest.FixtureRequest) -> tuple[Snapshot, Device]:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: " ".join(kind.values()) or "bf16")
-@pytest.mark.parametrize("n_k", ["4096x4096", "2112x7168", "1000x520"])
+@pytest.mark.parametrize("n_k", ["4096x4096", "6144x4096", "2112x7168", "1000x520"])
 def test_every_number_of_rows_has_a_kernel_of_the_class(
     shipped: tuple[Snapshot, Device], kind: dict[str, Any], n_k: str
 ) -> None:

@@ -36,7 +36,6 @@ def test_only_launch_parameters_that_rules_read_decide(name: str) -> None:
 def test_counts_equal_those_of_checking_every_candidate() -> None:
     whole = families.load_space("cute_sm90")
     few = {
-        "tile_m": (64, 256),
         "tile_n": (32, 208, 256),
         "stages": (4, 12),
         "epi_n": (32,),

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture
 def cases(thorough: bool) -> int:
     """Per property; there are 14 of them."""
-    return 40 if thorough else 15
+    return 60 if thorough else 15
 
 
 #: What JSON texts hold in place of these: more than Python's own writer writes.
