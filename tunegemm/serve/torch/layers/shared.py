@@ -222,7 +222,10 @@ class Shared:
 
     def _taken(self, x: Any) -> Any:
         """The input as kernels take it; None where a call means more than its product."""
-        if not self.is_in_place() or dispatch_modes() or is_transformed() or x.ndim < 2:
+        # Of one layer the weight may have moved, which costs nothing to follow.
+        if not self.is_in_place() and (len(self.layers) > 1 or self.pack()):
+            return None
+        if dispatch_modes() or is_transformed() or x.ndim < 2:
             return None
         return self._autocast(x) if any_autocast() else x
 

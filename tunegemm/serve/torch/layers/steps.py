@@ -123,7 +123,7 @@ class Halved(Step):
         assert activation is not None
         # A compiler fuses the two steps itself, behind one product.
         if not _is_compiling() and self.may_run(x, layer, *given) and not self.shared.trains(x):
-            result = _anew(self.shared).gated(self.form, x, self.name)
+            result = self.shared.gated(self.form, x, self.name)
             if result is not None:
                 return result
         gate, up = layer(x).chunk(2, -1)
@@ -145,7 +145,7 @@ class Activated(Step):
             if self.may_be_traced(x, layer, *given):
                 return api.linear(x, layer.weight, layer.bias, self.name)
         elif self.may_run(x, layer, *given) and not self.shared.trains(x):
-            result = _anew(self.shared).product(self.form, x)
+            result = self.shared.product(self.form, x)
             if result is not None:
                 return result
         return activation(layer(x))
@@ -167,7 +167,7 @@ class Added(_Sum):
         elif self.may_run(x, layer) and isinstance(stream, torch.Tensor):
             shared = self.shared
             if not shared.trains(x, stream):
-                result = _anew(shared).product(self.form, x, stream)
+                result = shared.product(self.form, x, stream)
                 if result is not None:
                     return result
         result = layer(x)
@@ -254,7 +254,7 @@ class Passed(_Sum):
         shared: Shared = layer._fused_with
         form = _RESIDUAL[layer.bias is not None]
         if not shared.is_missed(form, x) and not shared.trains(x, wanted.stream):
-            wanted.taken = _anew(shared).product(form, x, wanted.stream)
+            wanted.taken = shared.product(form, x, wanted.stream)
         if wanted.taken is None and type(x) in PLAIN and shared.is_packed and shared.is_missed(form, x):
             shared.remember_missed(wanted.step, wanted.stream)  # not to be passed for a while
         return wanted.taken
@@ -262,13 +262,6 @@ class Passed(_Sum):
 
 #: Without a bias and with one.
 _RESIDUAL = (form_of(BELOW_AUTOGRAD, "residual"), form_of(BELOW_AUTOGRAD, "bias_n+residual"))
-
-
-def _anew(shared: Shared) -> Shared:
-    """Of one layer: its weight may have moved, which costs nothing to follow."""
-    if not shared.is_in_place():
-        shared.pack()
-    return shared
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
