@@ -43,7 +43,7 @@ tune: $(TUNING)
 
 # On a GPU the tests take turns: they want it to themselves. Elsewhere two cores are enough; slow ones wait, too, for
 # a cluster's workers and for programs that are killed, and a third process works meanwhile.
-PYTEST ?= -q $(if $(shell command -v nvidia-smi 2>/dev/null),,-n $(if $(SLOW),3,2) --dist worksteal)
+PYTEST ?= -q $(if $(shell command -v nvidia-smi 2>/dev/null),,-n 2 --dist worksteal)
 
 # SLOW=1 adds the tests marked slow: compile matrices, the browser, stress.
 SLOW ?=

@@ -37,7 +37,7 @@ _NOT_HERE = (
 )  # fmt: skip
 #: Of every tuning: with all of them the documents compile hundreds of kernels, for five minutes, to show no
 #: more of their commands. A notebook runs one tuning to its end.
-_FEW_TRIALS = " --trials 1"
+_FEW_TRIALS = " --trials 2"
 #: What a host without a GPU says of a command that measures, or that shows what was measured.
 _WITHOUT_GPU = re.compile(r"\Atunegemm: .*(on a GPU|no CUDA device here).*\n\Z")
 

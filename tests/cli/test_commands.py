@@ -286,7 +286,7 @@ class TestDoctor:
         for said in (
             "TUNEGEMM_ONLINE_BUDGET='abc'",
             "did you mean TUNEGEMM_CACHE_DIR?",
-            "TUNEGEMM_WORKERS is not known; known are TUNEGEMM_CACHE_DIR, TUNEGEMM_COMPILE",
+            "TUNEGEMM_WORKERS is not known; known are TUNEGEMM_CACHE_DIR, TUNEGEMM_CHECK_GROUPS",
             "TUNEGEMM_RECORD is not",
         ):
             assert said in found.detail

@@ -123,7 +123,7 @@ def launch_around() -> None:
     """Kernels around grouped products: few choices and many, of experts that are here and others."""
     steps = Routing(served=routing.ALL)
     for tokens, chosen, count in ((3, 2, 5), (150, 8, 40), (2100, 4, 9)):
-        x = torch.ones(tokens, 136, device="cuda", dtype=torch.bfloat16)
+        x = torch.ones(tokens, 144, device="cuda", dtype=torch.bfloat16)
         index = torch.randint(-1, count + 2, (tokens, chosen), device="cuda")
         weights = torch.ones(tokens, chosen, device="cuda")
         routed = steps.route(x, index, count)
@@ -132,7 +132,7 @@ def launch_around() -> None:
         result = steps.combine(routed.rows, routed.place, routed.ends, weights)
         assert inner is not None and result is not None
         here = ((index >= 0) & (index < count)).sum(1, keepdim=True)
-        assert torch.equal(result.float(), here.float().expand(-1, 136)), (tokens, chosen, count)
+        assert torch.equal(result.float(), here.float().expand(-1, 144)), (tokens, chosen, count)
     print("around", flush=True)
 
 
