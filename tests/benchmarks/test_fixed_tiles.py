@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.support.processes import environment
+from tests.support.processes import run_interpreted
 
 #: fp16 in the place of bf16, which the interpreter does not multiply.
 SCRIPT = """
@@ -35,10 +32,4 @@ for kind in KINDS.values():
 
 @pytest.mark.slow
 def test_products_of_every_kind() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        env=environment() | {"TRITON_INTERPRET": "1"},
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_interpreted(SCRIPT)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import environment
+from tests.support.processes import run_interpreted
 from tunegemm.compile.triton_object import read_object
 from tunegemm.generate import grouped, routing
 
@@ -110,13 +108,7 @@ for dtype, alternate in itertools.product((torch.bfloat16, torch.float16), (Fals
 
 @pytest.mark.slow
 def test_each_kernel_is_what_torch_gives() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        env=environment() | {"TRITON_INTERPRET": "1"},
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_interpreted(SCRIPT)
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 import tunegemm
 from tests.serve.test_experts import EXPERTS, HIDDEN, INNER, by_loops, layer
 from tests.support.grouped import Loops
-from tests.support.processes import environment
+from tests.support.processes import run_interpreted
 from tunegemm.errors import ArtifactError
 from tunegemm.generate import routing as kernels
 from tunegemm.serve import routing
@@ -252,13 +250,7 @@ for tokens, more in ((1, {}), (7, {"elsewhere": True}), (300, {}), (5, {"activat
 
 @pytest.mark.slow
 def test_layers_by_the_kernels_themselves() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        env=environment() | {"TRITON_INTERPRET": "1"},
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_interpreted(SCRIPT)
 
 
 def test_sizes_of_the_layer_are_such_that_kernels_take_them() -> None:

@@ -1,6 +1,8 @@
 """Child processes of tests: where they find modules, and how many of them compile at once."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 from tunegemm.compile.pool import default_workers
@@ -12,6 +14,17 @@ def environment(checkout: Path = ROOT, **variables: str) -> dict[str, str]:
     """This process's, with a checkout before what PYTHONPATH names: packages may come through that, too."""
     path = os.pathsep.join(filter(None, [str(checkout), os.environ.get("PYTHONPATH", "")]))
     return os.environ | variables | {"PYTHONPATH": path}
+
+
+def run_interpreted(script: str) -> None:
+    """Fails unless a program ends well whose Triton kernels are interpreted: none is compiled, on no GPU."""
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=environment(TRITON_INTERPRET="1"),
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def compile_workers() -> int:
