@@ -6,18 +6,20 @@
     python -m benchmarks.experts --drawn 40                # so many layers that are in no list, once each
     python -m benchmarks.experts --kernels                 # each kernel of db/grouped.toml, too: a row's `us`
     python -m benchmarks.experts --kinds gated,fp8         # other kinds of the table, served or not
-    python -m benchmarks.experts --quack                   # quack's kernel, too, if it is installed
+    python -m benchmarks.experts --peers quack,vllm        # their kernels, too, if they are installed
 
 A skew is how a router divides the rows: *uniform*, *typical* (shares of a gamma distribution), *hot* (one
 expert has most). Nothing is tuned. Writes results/GPU/experts.json after each row, so that it can run in
 slices: all layers take turns, each with other rows and another skew, so that `--seconds`, which kinds share
-evenly, ends it with as many of each. With `--kernels` it writes experts_kernels.json, from which
-`benchmarks.expert_choices` draws.
+evenly, ends it with as many of each. quack's kernel is its own for such products, untuned; vLLM's the Triton
+one as its tables say, for which the rows of each block are found before. With `--kernels` it writes
+experts_kernels.json, from which `benchmarks.expert_choices` draws.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import math
 import random
@@ -31,9 +33,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import triton.language as tl
 
 import tunegemm
-from benchmarks.command import choose_names, command, parser_of
+from benchmarks.command import choose_names, chosen, command, parser_of
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.errors import one_line
@@ -52,25 +55,25 @@ METHOD = (
     "share_of_bound: of the larger of two times, of the bytes of the experts that are used at what copies "
     "reach, and of flops at 720 Tflop/s, of fp8 twice that"
 )
-#: Experts, hidden, inner of models' layers; by TP inner is divided, by EP the experts.
+#: Experts, hidden, inner, rows of a token in models' layers; by TP inner is divided, by EP experts and rows.
 MODELS = {
-    "mixtral": (8, 4096, 14336),
-    "qwen3-30b": (128, 2048, 768),
-    "deepseek-v3": (32, 7168, 2048),  # EP 8
-    "mixtral-tp4": (8, 4096, 3584),
-    "qwen3-30b-ep8": (16, 2048, 768),
-    "qwen3-235b": (128, 4096, 1536),
-    "qwen3-235b-tp4": (128, 4096, 384),
-    "deepseek-v3-tp8": (256, 7168, 256),
-    "gpt-oss-20b": (32, 2880, 2880),
-    "gpt-oss-120b": (128, 2880, 2880),
-    "glm-4.5-air": (128, 4096, 1408),
-    "glm-4.5-ep8": (20, 5120, 1536),
+    "mixtral": (8, 4096, 14336, 2),
+    "qwen3-30b": (128, 2048, 768, 8),
+    "deepseek-v3": (32, 7168, 2048, 1),  # EP 8
+    "mixtral-tp4": (8, 4096, 3584, 2),
+    "qwen3-30b-ep8": (16, 2048, 768, 1),
+    "qwen3-235b": (128, 4096, 1536, 8),
+    "qwen3-235b-tp4": (128, 4096, 384, 8),
+    "deepseek-v3-tp8": (256, 7168, 256, 8),
+    "gpt-oss-20b": (32, 2880, 2880, 4),
+    "gpt-oss-120b": (128, 2880, 2880, 4),
+    "glm-4.5-air": (128, 4096, 1408, 8),
+    "glm-4.5-ep8": (20, 5120, 1536, 1),
 }
 #: Groups, N, K of gate and up, and of down.
 LAYERS = {
     f"{name}-{part}": (count, *((2 * inner, hidden) if part == "up" else (hidden, inner)))
-    for name, (count, hidden, inner) in MODELS.items()
+    for name, (count, hidden, inner, _) in MODELS.items()
     for part in ("up", "down")
 }
 #: What the choices of db/grouped.toml were drawn from.
@@ -81,8 +84,10 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, FP8: torch.float8_e4m3
 #: What of the datasheet's bandwidth copies reach, B/s, and what dense products keep up, flop/s.
 _BANDWIDTH = {"H100": 3.0e12, "H200": 4.3e12}
 _FLOPS = 720e12
-#: Peers beside torch's grouped product, which some rows do without.
-_OPTIONAL = ("loop", "quack")
+#: Peers that have to be installed, and all beside torch's grouped product: some rows do without.
+PEERS = {"quack": "quack-kernels", "vllm": "vllm"}
+_OPTIONAL = ("loop", *PEERS)
+_VLLM = "vllm.model_executor.layers.fused_moe.fused_moe"
 _STEADY_ROWS = 4096
 _TURN_MS, _RACE_TURN_MS = 120.0, 30.0
 _SHORT_MS = 1.5
@@ -121,6 +126,8 @@ class Case:
     """Of the table's."""
     scales: tuple[torch.Tensor, torch.Tensor]
     """Of fp8: of a's rows, and of each group's columns."""
+    name: str
+    """Of the layer."""
 
     @property
     def gate(self) -> str:
@@ -128,7 +135,9 @@ class Case:
         return "swiglu" if self.kind == "gated" else ""
 
     @classmethod
-    def make(cls, weights: torch.Tensor, rows: int, skew: str, least_bytes: int, kind: str) -> Case:
+    def make(
+        cls, weights: torch.Tensor, rows: int, skew: str, least_bytes: int, kind: str, name: str
+    ) -> Case:
         """As many divisions as together read so many bytes of weights."""
         count, n, k = weights.shape
         divisions: list[list[int]] = []
@@ -138,7 +147,7 @@ class Case:
             used += sum(size > 0 for size in divisions[-1]) * n * k * weights.element_size()
         a = torch.randn(rows, k, device=weights.device).to(weights.dtype)
         scales = torch.rand(rows, device=a.device) + 0.5, torch.rand(count, n, device=a.device) + 0.5
-        return cls(a, weights, divisions, kind, scales)
+        return cls(a, weights, divisions, kind, scales, name)
 
     def gated(self, product: torch.Tensor) -> torch.Tensor:
         """What torch makes of the product."""
@@ -147,7 +156,7 @@ class Case:
         gate, up = product.chunk(2, dim=1)
         return torch.nn.functional.silu(gate) * up
 
-    def sides(self, *, each_kernel: bool = False, with_quack: bool = False) -> dict[str, Side]:
+    def sides(self, *, each_kernel: bool = False, peers: Sequence[str] = ()) -> dict[str, Side]:
         """What is timed, by name; each takes the number of a division."""
         a, weights = self.a, self.weights
         b = weights.mT
@@ -187,7 +196,9 @@ class Case:
             "tunegemm": ours,
             "loop": loop,
         }
-        if with_quack and not is_fp8:
+        if "vllm" in peers and not is_fp8:
+            found["vllm"] = self.vllms(out)
+        if "quack" in peers and not is_fp8:
             from quack.gemm_interface import gemm
 
             starts = [torch.nn.functional.pad(each, (1, 0)) for each in ends]
@@ -219,6 +230,34 @@ class Case:
                     how = " ".join(f"{name[0]}{value}" for name, value in launch.items())
                     found[f"{config.label} {how}"] = run
         return found
+
+    def vllms(self, out: torch.Tensor) -> Side:
+        """vLLM's Triton kernel as its tables, or without one its defaults, say for the layer."""
+        theirs = importlib.import_module(_VLLM)
+        count, n, k = self.weights.shape
+        model, _, part = self.name.rpartition("-")
+        inner = n // 2 if part == "up" else k
+        rows = self.a.shape[0]
+        tokens = max(1, rows // MODELS.get(model, (0, 0, 0, 4))[3])
+        config = theirs.try_get_optimal_moe_config((count, 2 * inner, k), (count, k, inner), 1, None, tokens)
+        numbers = torch.arange(count, device=self.a.device, dtype=torch.int32)
+        blocks = []
+        for sizes in self.divisions:
+            expert = numbers.repeat_interleave(torch.tensor(sizes, device=self.a.device))[:, None]
+            blocks.append(theirs._prepare_expert_assignment(expert, config, rows, 1, count, None))
+        dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[self.a.dtype]
+        words = dict.fromkeys(
+            ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant"), False
+        )
+
+        def vllm(number: int) -> torch.Tensor:
+            theirs.invoke_fused_moe_triton_kernel(
+                self.a, self.weights, out[:, None], None, None, None, *blocks[number], False, 1, config,
+                dtype, **words,
+            )  # fmt: skip
+            return self.gated(out)
+
+        return vllm
 
     def error(self, result: torch.Tensor) -> float:
         """Of the first division, to fp32."""
@@ -321,7 +360,7 @@ def captured(sides: dict[str, Side], divisions: int) -> dict[str, Graph]:
 def measure(case: Case, skew: str, device: Device, options: argparse.Namespace) -> dict[str, Any]:
     """A row."""
     each_kernel, rounds = options.kernels, options.rounds
-    sides = case.sides(each_kernel=each_kernel, with_quack=options.quack)
+    sides = case.sides(each_kernel=each_kernel, peers=options.peers)
     error = case.error(sides["tunegemm"](0))
     # Tensor cores add up fp8 in fewer bits than fp32 has, torch's as ours.
     right = error < _ERROR or (case.kind == "fp8" and error < 1.2 * case.error(sides["torch"](0)))
@@ -404,7 +443,7 @@ def cases(kind: str, options: argparse.Namespace, device: Device) -> Iterator[tu
                 each.copy_(torch.randn(each.shape, device=each.device) * k**-0.5)
             kept[name] = weights.mT if kind == "n_major" else weights
         random.seed(f"{name} {rows} {skew}")
-        yield Case.make(kept[name], rows, skew, l2_bytes, kind), skew
+        yield Case.make(kept[name], rows, skew, l2_bytes, kind, name), skew
 
 
 def run(options: argparse.Namespace) -> int:
@@ -477,14 +516,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seconds", type=float, default=0, help="begin no further row after so many")
     parser.add_argument("--kinds", default="bf16", help=f"of {', '.join(kinds())}: default %(default)s")
-    parser.add_argument("--quack", action="store_true", help="time quack's kernel, too, as it comes")
+    parser.add_argument(
+        "--peers", default="", help=f"also time kernels of {', '.join(PEERS)}, as they come; default: none"
+    )
     parser.add_argument("--kernels", action="store_true", help="time each kernel of the table, too")
     options = parser.parse_args(arguments)
-    if options.quack and find_spec("quack") is None:
-        parser.error("quack-kernels is not installed: pip install quack-kernels, or leave out --quack")
     if options.layers == "anchor":
         options.layers = ",".join(ANCHOR)
     choose_names(options, layers=tuple(LAYERS), rows=ROWS, skews=SKEWS, kinds=kinds())
+    options.peers = chosen(options.peers, tuple(PEERS), "peers") if options.peers else []
+    for name in options.peers:
+        if find_spec(name) is None:
+            parser.error(f"{name} is not installed: pip install {PEERS[name]}, or leave it out of --peers")
     return run(options)
 
 
