@@ -271,7 +271,8 @@ def test_a_training_step(launches: list[Problem]) -> None:
 
 @pytest.mark.parametrize("in_turns", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "columns"), [(1, 7168), (64, 7168), (65, 14336), (1000, 16384), (1025, 7168)]
+    ("rows", "columns"),
+    [(1, 7168), (64, 7168), (65, 14336), (256, 7168), (256, 51200), (1000, 16384), (1025, 7168)],
 )
 def test_gate_and_up_in_one_weight(rows, columns, in_turns):
     x, weight = given((1, rows))[0], given((1, columns), seed=2)[0] / WIDTH**0.5

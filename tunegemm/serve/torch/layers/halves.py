@@ -7,6 +7,7 @@ weight, as Phi-3 and merged models have them. Nothing is packed for these.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -15,13 +16,17 @@ from tunegemm.serve.guards import capturing, deterministic
 
 #: The gate that these kernels have.
 GATE = "swiglu"
-#: Where an H200 has shown them faster than torch's product and steps: numbers of rows from and to, and from
-#: how many rows of weights on. Up to 64 rows they take 0.79 to 0.94 of the time, later 0.70 to 0.81; of 7168
-#: rows of weights 0.86 to 0.92 from 1024 rows on, and before that up to 1.10 (2026-11-27, db/grouped.toml).
+#: Where an H100 and an H200 have shown them faster than torch's product, or two, and steps, in one run each
+#: (2026-11-27): numbers of rows from and to, and of rows of weights, gate's and up's together. At 128 rows
+#: they took 1.01 to 1.17 times as long with 7168 rows of weights, and with 51200 as long as two products.
 MOST_ROWS = 8192
-SERVED = ((1, 64, 7168), (65, 1023, 14336), (1024, MOST_ROWS, 7168))
-#: The most rows of weights, gate's and up's together, that were measured.
-MOST = 28672
+SERVED = (
+    (1, 64, 7168, 51200),
+    (65, 255, 14336, 28672),
+    (225, 256, 7168, 14335),
+    (256, 1023, 14336, 51200),
+    (1024, MOST_ROWS, 7168, 51200),
+)
 
 #: By device where one group ends: number i is i. They stay: captured graphs read them.
 _ends: dict[torch.device, torch.Tensor] = {}
@@ -36,6 +41,12 @@ def refusal(layer: torch.nn.Linear, gate: str) -> str:
     return ""
 
 
+@cache
+def is_served(rows: int, columns: int) -> bool:
+    """Whether they were seen to be faster at so many rows, and rows of weights."""
+    return any(least <= rows <= most and few <= columns <= many for least, most, few, many in SERVED)
+
+
 def gated(
     x: torch.Tensor, weight: torch.Tensor, bias: Sequence[torch.Tensor], gate: str, *, in_turns: bool
 ) -> torch.Tensor | None:
@@ -44,10 +55,10 @@ def gated(
     in_turns: whether rows of gate and up alternate.
     """
     count, columns = x.numel() // max(x.shape[-1], 1), weight.shape[0]
-    if gate != GATE or not any(least <= count <= most and columns >= few for least, most, few in SERVED):
+    if gate != GATE or not is_served(count, columns):
         return None
     planner = api.dispatcher.planner
-    if columns > MOST or deterministic() or planner.state.policy.is_batch_invariant:
+    if deterministic() or planner.state.policy.is_batch_invariant:
         return None
     ends = _ends.get(x.device)
     if ends is None:
