@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.command import command, parser_of
+from benchmarks.experts import LAYERS
 from benchmarks.results import geometric_mean
 from tunegemm.model.grouped import configs, kinds
 
@@ -34,6 +35,7 @@ ROWS_BANDS = (12, 64, 256, 511, 2047, 2**31 - 1)
 GROUPS_BANDS = (16, 2**31 - 1)
 #: Rows a group up to which weights bound a product.
 _FEW_ROWS = 511
+_LISTED = {*LAYERS.values()}
 FILES = ("experts_kernels.json", "experts.json")
 #: What a row calls a launch, and its word in the table.
 _LAUNCHES = {"s": "swizzle_size", "l": "l2_hint"}
@@ -69,6 +71,10 @@ def cell_of(row: Mapping[str, Any]) -> Cell:
     )
 
 
+def _layer(row: Mapping[str, Any]) -> tuple[int, int, int]:
+    return row["groups"], row["n"], row["k"]
+
+
 def times(row: Mapping[str, Any]) -> dict[Choice, float]:
     """Torch's time to that of each choice that a row has; the launch is empty where a row times what is
     served."""
@@ -80,18 +86,24 @@ def times(row: Mapping[str, Any]) -> dict[Choice, float]:
             if label in names:
                 found[names[label], launch] = row["torch_us"] / us
         return found
-    return {(names[row["kernel"]], ""): row["ratio"]} if row["kernel"] in names else {}
+    # Of one kernel torch's noise is known, of the best of many it would say little.
+    ratio = row["ratio"] * (1 + row.get("noise", 0.0))
+    return {(names[row["kernel"]], ""): ratio} if row["kernel"] in names else {}
 
 
 def drawn(
     rows: Sequence[Mapping[str, Any]], least: float = 1.02, worst: float = 0.98, untimed: float = 1.08
 ) -> dict[Cell, Choice | None]:
     """The choice of each cell that has rows of all kernels; None: torch's, also where rows rule out one."""
-    uniform = {cell_of(row) for row in rows if row["skew"] == "uniform" and isinstance(row.get("us"), dict)}
+    uniform = {
+        cell_of(row)
+        for row in rows
+        if row["skew"] == "uniform" and isinstance(row.get("us"), dict) and _layer(row) in _LISTED
+    }
     cells: dict[Cell, list[tuple[bool, dict[Choice, float]]]] = {}
     for row in rows:
         if row.get("right", True):
-            is_race = isinstance(row.get("us"), dict)
+            is_race = isinstance(row.get("us"), dict) and _layer(row) in _LISTED
             cells.setdefault(cell_of(row), []).append((is_race, times(row)))
     found: dict[Cell, Choice | None] = {}
     for cell, those in cells.items():

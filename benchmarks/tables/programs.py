@@ -174,16 +174,17 @@ def experts(results: Path) -> str:
 
 @of_file("expert_layers.json")
 def expert_layers(data: Data) -> list[str]:
-    """Layers of transformers' models by `tunegemm.experts` beside transformers' own ways."""
+    """Layers of transformers' models by `tunegemm.experts` beside transformers' own ways, and vLLM's."""
     lines = []
     for row in data["rows"]:
         theirs, ours = row["us"][row["best_peer"]], row["us"]["tunegemm"]
         times = [row["best_peer"], f"{theirs:.0f}", f"{ours:.0f}"]
         ratios = [f"{row[name]:.3f}" for name in ("ratio", "eager_ratio")]
-        lines.append([row["model"], str(row["rows"]), *times, *ratios])
+        beside_vllm = f"{row['vllm_ratio']:.3f}" if "vllm_ratio" in row else ""
+        lines.append([row["model"], str(row["rows"]), *times, *ratios, beside_vllm])
     header = [
         "layer", "tokens", "best of transformers", "its us", "tunegemm's us", "times in a graph",
-        "times in eager calls",
+        "times in eager calls", "times vLLM's in a graph",
     ]  # fmt: skip
     found = [row["ratio"] for row in data["rows"]]
     mean = f"In the mean {geometric_mean(found):.3f} in a graph, the least {min(found):.3f}."

@@ -43,6 +43,8 @@ def row(rows: int, ratios: dict[str, float], groups: int = 32, **more: Any) -> d
     return {
         "dtype": "fp8_e4m3",
         "groups": groups,
+        "n": 4096,
+        "k": 7168,
         "rows": rows,
         "skew": "typical",
         "torch_us": 100.0,
@@ -80,6 +82,17 @@ def test_large_groups_want_uniform_rows_or_a_larger_gain() -> None:
     for more in (row(32 * 1024, {f"{label} s4": 1.3}), row(32 * 1024, {f"{label} s4": 1.01}, skew="uniform")):
         assert drawn([*timed, more])[large] == drawn([*timed, more])[between] == ("pp128x128", "s4")
     assert between not in drawn(timed[:1])
+
+
+def test_a_layer_in_no_list_rules_kernels_out_and_chooses_none() -> None:
+    label, cell = configs("fp8")["pp128x128"].label, Cell("fp8", 2**31 - 1, 256)
+    listed, other = (
+        row(32 * 128, {f"{label} s4": 1.3, f"{label} s1": 1.2}),
+        row(32 * 128, {f"{label} s4": 0.9}, n=64),
+    )
+    assert cell not in drawn([other])
+    assert drawn([listed])[cell] == ("pp128x128", "s4")
+    assert drawn([listed, other])[cell] == ("pp128x128", "s1")
 
 
 def test_what_is_drawn_is_a_table(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ NAME = "routing"
 TARGET = "sm_90a"
 #: What kernels do, and which of them serve, and ship: those that a GPU has shown right.
 ALL = ("route", "tally", "spread", "combine", "gate")
-SERVED: tuple[str, ...] = ("route", "combine", "gate")
+SERVED: tuple[str, ...] = ALL
 UNIT_BYTES = 16
 #: Choices of a block of `route`, by how many there are at most: it compares each with all.
 ROUTE_ROWS = {512: 1, 8192: 8}
