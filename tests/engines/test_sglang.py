@@ -58,7 +58,6 @@ found["as torch"] = torch.equal(method.apply(plain, x), torch.nn.functional.line
         "cuda": False,
         "as torch": True,
     }, output
-    assert output.count("in SGLang 0.5.23: linear layers by recorded kernels") == 1, output
     assert "tunegemm leaves" not in output and "Failed to apply hooks" not in output
 
 
@@ -135,6 +134,49 @@ found["no record"] = [float(multiply(torch.full((16, 1), 2.0))[0, 0]), len(their
     )
     output = found.pop("output")
     assert found == {"row-wise": [64.0, 1, 0], "one scale": [64.0, 1, 1], "no record": [64.0, 2]}, output
+
+
+def test_a_worker_says_what_is_served(run: Run) -> None:
+    """Once its model is loaded, which is a stand-in here: the first rank's says it."""
+    found = run(
+        ENGINE,
+        _LOADS
+        + """
+from types import SimpleNamespace
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.runtime_context import get_parallel
+class ParallelLMHead(torch.nn.Module):
+    pass
+def load_model(self):
+    served, other, logits = layer(), layer(40), layer(512)
+    logits.__class__ = ParallelLMHead
+    for each in (served, other, logits):
+        each.quant_method = unquant.UnquantizedLinearMethod()
+    experts = torch.nn.Module()
+    experts.w13_weight, experts.quant_method = torch.nn.Parameter(torch.zeros(4, 96, 64).bfloat16()), object()
+    self.model = torch.nn.ModuleList([served, other, logits, experts])
+ModelRunner.load_model = load_model
+load()
+from tests.support.engines import serve_on_cpu
+from tunegemm.describe.problem import Problem
+serve_on_cpu(Problem(64, 48, 64))
+runner = object.__new__(ModelRunner)
+runner.server_args = SimpleNamespace(chunked_prefill_size=256)
+for rank in (0, 1):
+    with get_parallel().override(tp_rank=rank):
+        runner.load_model()
+runner.server_args = None
+runner.load_model()
+found["loaded"] = len(runner.model)
+""",
+    )
+    output = str(found["output"])
+    (line,) = [line for line in output.splitlines() if "in SGLang 0.5.23: " in line]
+    assert (
+        "kernels for 0 at 1, 0 at 16, 1 at 64, 0 at 256 rows of 3 kinds of weights, by cute_sm90; at none of "
+        "these bf16 40x64, bf16 96x64 of 4 experts, logits by its own; policy fastest, records "
+    ) in line
+    assert found["loaded"] == 4 and output.count("tunegemm: AttributeError") == 1, output
 
 
 @pytest.mark.parametrize("variables", [{"TUNEGEMM_SGLANG": "0"}, {"TUNEGEMM_MODE": "off"}])

@@ -45,7 +45,7 @@ def serve(monkeypatch, kernel):
             device_type="cpu",
             read=lambda: snapshot,
             find=lambda spec: find_device("model:h200"),
-            prepare=lambda record, device: Prepared(kernel.of(record.problem)),
+            prepare=lambda record, device: Prepared(kernel.of(record.problem), record=record),
         )
         serve_with(monkeypatch, Dispatcher(planner))
         return Dispatcher(planner)
@@ -379,6 +379,25 @@ def test_the_line_says_what_is_served_and_what_is_not(serve) -> None:
         VocabParallelEmbedding(torch.zeros(512, 64, dtype=BF16)), torch.nn.LayerNorm(64),
     )  # fmt: skip
     assert engines.served(model, 100) == (
-        "kernels for 0 at 1, 1 at 16, 1 at 64 rows of 4 kinds of weights; at none of these bf16 40x64, "
-        "object (8, 8)"
+        "kernels for 0 at 1, 1 at 16, 1 at 64 rows of 4 kinds of weights, by cute_sm90; at none of these "
+        "bf16 40x64, object (8, 8)"
     )
+
+
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+def test_the_line_counts_layers_of_experts(serve) -> None:
+    serve(Problem(1, 8, 8))
+    layers = [
+        Layer(torch.zeros(()), w13_weight=torch.nn.Parameter(torch.zeros(4, side, 32, dtype=BF16)))
+        for side in (96, 64)
+    ]
+
+    def asked(layer: Layer) -> engines.Asker | None:
+        return (lambda tokens: "grouped" * (tokens >= 16)) if layer is layers[0] else None
+
+    model = torch.nn.Sequential(*layers, Layer(torch.zeros(40, 64, dtype=BF16)))
+    assert engines.served(model, 16, asked) == (
+        "kernels for 0 at 1, 1 at 16 rows of 3 kinds of weights, by grouped; at none of these "
+        "bf16 64x32 of 4 experts, bf16 40x64"
+    )
+    assert "at none of these bf16 96x32 of 4 experts," in engines.served(model, 16)

@@ -24,7 +24,7 @@ def serve_on_cpu(*problems: Problem, digest: str = "") -> Kernel:
         device_type="cpu",
         read=lambda: snapshot,
         find=lambda spec: find_device("model:h200"),
-        prepare=lambda record, device: Prepared(kernel.of(record.problem)),
+        prepare=lambda record, device: Prepared(kernel.of(record.problem), record=record),
     )
     api.serve_by(Dispatcher(planner))
     ops.DEVICE_TYPE = "cpu"

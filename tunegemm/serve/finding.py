@@ -161,7 +161,7 @@ class Finder:
             except Exception as error:  # likewise
                 answer = Answer(failure=named_error(error))
             if answer.kernel:
-                state.compiling[wanted.problem, wanted.device_index] = Compiling(answer.kernel, record.ratio)
+                state.compiling[wanted.problem, wanted.device_index] = Compiling(answer.kernel, record)
             if answer.kernel or answer.refusal:
                 break
         return answer

@@ -95,16 +95,14 @@ def served(
 ) -> torch.Tensor | None:
     """`experts` with silu's gate; None where torch's products would compute it, or gradients are asked."""
     count, rows = gate_up.shape[0], index.numel()
-    if not _are_chosen(count, tuple(gate_up.shape[1:]), tuple(down.shape[1:]), rows, x.dtype):
+    if not are_chosen(count, tuple(gate_up.shape[1:]), tuple(down.shape[1:]), rows, x.dtype):
         return None
     given = x, gate_up, down, index, weights, gate_up_bias, down_bias
     return _layer(*given, "silu", False, False, served=True)
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _are_chosen(
-    count: int, up: tuple[int, int], down: tuple[int, int], rows: int, dtype: torch.dtype
-) -> bool:
+def are_chosen(count: int, up: tuple[int, int], down: tuple[int, int], rows: int, dtype: torch.dtype) -> bool:
     """Whether the table that ships has kernels for both products, the first one gated."""
     if dtype is not torch.bfloat16 or not rows:
         return False

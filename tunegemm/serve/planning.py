@@ -369,9 +369,11 @@ class Planner:
             return True
         return expected.ratio >= least_ratio(problem, known)
 
-    def has_kernel(self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int) -> bool:
-        """What `serves` says, of a kernel that need not gain in compiled code."""
-        return self._expected(form, a, b, index) is not None
+    def family(self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int) -> str:
+        """The family of what `serves` speaks of, which need not gain in compiled code; empty for none."""
+        found = self._expected(form, a, b, index)
+        record = found[2].record if found is not None else None
+        return record.candidate.family if record is not None else ""
 
     def _has_records(self, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Whether anything is recorded for some number of rows."""

@@ -83,8 +83,12 @@ class Compiling(NamedTuple):
 
     kernel: str
     """Its name."""
-    ratio: float
-    """Its record's, as in `Prepared`."""
+    record: Record
+
+    @property
+    def ratio(self) -> float:
+        """As in `Prepared`."""
+        return self.record.ratio
 
 
 class State:
@@ -141,7 +145,7 @@ class State:
                 assert plan.problem is not None and plan.record is not None
                 place = plan.problem, index
                 self.plans[key] = self.prepared[place] = None
-                self.compiling[place] = Compiling(kernel, plan.record.ratio)
+                self.compiling[place] = Compiling(kernel, plan.record)
                 self.waiting.setdefault(place, set()).add(key)
         self.forget_checks()
 

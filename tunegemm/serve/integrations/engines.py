@@ -28,6 +28,8 @@ from tunegemm.serve.torch.lowering import lower_to_function
 _ROWS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
 #: Weights that a line names.
 _MOST_NAMED = 8
+#: What the engines call gate and up of a layer of experts: (experts, 2 inner, hidden).
+_EXPERTS = "w13_weight"
 
 #: What the dispatcher was asked for: a form, and a, b and what its epilogue takes.
 _Asked: TypeAlias = tuple[Form, tuple[torch.Tensor, ...]]
@@ -263,35 +265,55 @@ def compared(theirs: object) -> str:
     )
 
 
-def served(model: torch.nn.Module, most: int) -> str:
-    """How many of a model's kinds of weights have kernels at which rows, on one line, up to so many rows.
+#: Says of a number of rows which family of kernels multiplies; empty where none does.
+Asker: TypeAlias = Callable[[int], str]
+
+
+def served(
+    model: torch.nn.Module,
+    most: int,
+    experts: Callable[[torch.nn.Module], Asker | None] = lambda layer: None,
+    left_out: Sequence[str] = ("VocabParallelEmbedding",),
+) -> str:
+    """How many of a model's kinds of weights have kernels at which rows, up to so many, of which families,
+    and which weights have none, on one line. Rows of a layer of experts are tokens.
 
     It plans nothing, but learns where nothing serves a weight, which else the first steps would wait for.
+
+    experts: asks of a layer's experts; None where the engine computes them. left_out: classes that have a
+    method of linear layers, and multiply nothing that is served.
     """
     from tunegemm.choose.fitted import ends
 
     shown = [rows for rows in _ROWS if rows <= most]
+    families: dict[str, None] = {}
     at: dict[str, set[int]] = {}
     for layer in model.modules():
-        weight = getattr(layer, "weight", None)
+        weight, grouped = (getattr(layer, name, None) for name in ("weight", _EXPERTS))
+        is_grouped = isinstance(grouped, torch.Tensor) and grouped.ndim == 3
+        weight = grouped if is_grouped else weight
         method = type(getattr(layer, "quant_method", None)).__name__
-        # Embeddings that are looked up have the same methods, and multiply nothing.
-        if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or method == "NoneType":
+        if not isinstance(weight, torch.Tensor) or weight.ndim != 2 + is_grouped or method == "NoneType":
             continue
-        if type(layer).__name__ == "VocabParallelEmbedding":
+        if type(layer).__name__ in left_out:
             continue
         is_fp8 = weight.dtype.is_floating_point and weight.dtype.itemsize == 1
         if weight.dtype not in DTYPES and not is_fp8:
             at.setdefault(f"{method} {tuple(weight.shape)}", set())
             continue
         # Of fp8 the engines keep (k, n), of others (n, k).
-        right = (weight if is_fp8 else weight.t()).detach()
-        name = f"{normalize_dtype(weight.dtype)} {right.shape[1]}x{right.shape[0]}"
-        if name not in at:
-            asks = _asker(layer, right, is_fp8)
-            at[name] = {rows for rows in {*shown, *ends(most)} if asks(rows)}.intersection(shown)
+        right = (weight if is_fp8 and not is_grouped else weight.mT).detach()
+        name = f"{normalize_dtype(weight.dtype)} {right.shape[-1]}x{right.shape[-2]}"
+        name += f" of {len(weight)} experts" if is_grouped else ""
+        if name in at:
+            continue
+        asks = experts(layer) if is_grouped else _asker(layer, right, is_fp8)
+        found = {rows: asks(rows) for rows in sorted({*shown, *ends(most)})} if asks is not None else {}
+        at[name] = {rows for rows in shown if found.get(rows)}
+        families |= dict.fromkeys(found[rows] for rows in shown if rows in at[name])
     counts = ", ".join(f"{sum(rows in found for found in at.values())} at {rows}" for rows in shown)
     line = f"kernels for {counts} rows of {len(at)} kinds of weights"
+    line += f", by {', '.join(families)}" if families else ""
     if lacking := [name for name, found in at.items() if not found]:
         more = len(lacking) - _MOST_NAMED
         line += f"; at none of these {', '.join(lacking[:_MOST_NAMED])}" + (
@@ -300,8 +322,8 @@ def served(model: torch.nn.Module, most: int) -> str:
     return line
 
 
-def _asker(layer: torch.nn.Module, right: torch.Tensor, is_fp8: bool) -> Callable[[int], bool]:
-    """Says of a number of rows whether a layer's product, by its weight (k, n), has a kernel."""
+def _asker(layer: torch.nn.Module, right: torch.Tensor, is_fp8: bool) -> Asker:
+    """Asks of a layer's product, by its weight (k, n)."""
     biased = getattr(layer, "bias", None) is not None
     like = torch.empty_strided(right.shape, right.stride(), dtype=right.dtype, device="meta")
     text = "bias_n" if biased else ""
@@ -312,8 +334,8 @@ def _asker(layer: torch.nn.Module, right: torch.Tensor, is_fp8: bool) -> Callabl
     form = form_of(BELOW_AUTOGRAD, text, getattr(layer, "orig_dtype", torch.bfloat16) if is_fp8 else None)
     planner, index = api.dispatcher.planner, right.device.index or 0
 
-    def has_kernel(rows: int) -> bool:
+    def family(rows: int) -> str:
         left = torch.empty(rows, right.shape[0], dtype=right.dtype, device="meta")
-        return planner.has_kernel(form, left, like, index)
+        return planner.family(form, left, like, index)
 
-    return has_kernel
+    return family

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import tunegemm
+from tunegemm.errors import one_line
 from tunegemm.serve import api
 from tunegemm.serve.integrations import engines
 from tunegemm.serve.integrations.engines import of_engine
@@ -25,6 +26,9 @@ _log = logging.getLogger("tunegemm")
 _QUANTIZATION = "sglang.srt.layers.quantization"
 #: What the process that started the engine serves by, for those that it starts.
 _RECORDS = "_TUNEGEMM_SGLANG_RECORDS"
+
+#: Tokens of a step of prompts, where nothing else is set.
+_STEP = 8192
 
 _hooked: set[str] = set()
 
@@ -94,15 +98,31 @@ def _scaled_mm(
 
 
 def _start() -> None:
-    _, version = of_engine("sglang.__version__")
-    mine = engines.fingerprint(anywhere=True)
-    is_first = _RECORDS not in os.environ
-    given = os.environ.setdefault(_RECORDS, mine)
-    if is_first:  # processes that it starts have the variable, too
-        _log.info(
-            "tunegemm %s in SGLang %s: linear layers by recorded kernels where there are any, logits and "
-            "experts by its own; policy %s, records %s",
-            tunegemm.__version__, version, api.dispatcher.planner.policy, mine,
-        )  # fmt: skip
-    elif why := engines.compared(given):
+    # Processes that it starts have the variable, too.
+    given = os.environ.setdefault(_RECORDS, engines.fingerprint(anywhere=True))
+    if why := engines.compared(given):
         _log.warning("tunegemm: %s", why)
+    _around("sglang.srt.model_executor.model_runner.ModelRunner.load_model", ("self",), lambda own: _load)
+
+
+def _load(own: Any, runner: Any) -> None:
+    """Before a worker's first step: the first rank's says what is served; all learn what is not."""
+    own(runner)
+    try:
+        _report(runner)
+    except Exception as error:  # nothing that tunegemm says may end the engine
+        _log.warning("tunegemm: %s: %s", type(error).__name__, one_line(error))
+
+
+def _report(runner: Any) -> None:
+    _, version = of_engine("sglang.__version__")
+    step = runner.server_args.chunked_prefill_size
+    most = step if isinstance(step, int) and step > 0 else _STEP
+    what = engines.served(runner.model, most, left_out=("VocabParallelEmbedding", "ParallelLMHead"))
+    _, ranks = of_engine("sglang.srt.runtime_context.get_parallel")
+    if not ranks().tp_rank:
+        _log.info(
+            "tunegemm %s in SGLang %s: %s, logits by its own; policy %s, records %s",
+            tunegemm.__version__, version, what, api.dispatcher.planner.policy,
+            engines.fingerprint(anywhere=True),
+        )  # fmt: skip

@@ -19,7 +19,7 @@ from tunegemm.errors import one_line
 from tunegemm.serve import api
 from tunegemm.serve.integrations import engines
 from tunegemm.serve.integrations.engines import Misfit, of_engine, replace
-from tunegemm.serve.integrations.vllm_experts import serve_experts
+from tunegemm.serve.integrations.vllm_experts import asker, serve_experts
 from tunegemm.serve.modes import read_engine_experts
 
 #: Its parent is vLLM's, which shows lines of this level.
@@ -212,9 +212,8 @@ def _report(wrapper: Any) -> None:
     """Before a worker's first step: the first rank's says what is served; all learn what is not."""
     _, version = of_engine("vllm.__version__")
     planner = api.dispatcher.planner
-    what = engines.served(
-        wrapper.worker.get_model(), wrapper.vllm_config.scheduler_config.max_num_batched_tokens
-    )
+    most = wrapper.vllm_config.scheduler_config.max_num_batched_tokens
+    what = engines.served(wrapper.worker.get_model(), most, asker)
     if not wrapper.rpc_rank:
         _log.info(
             "tunegemm %s in vLLM %s: %s; policy %s, records %s",

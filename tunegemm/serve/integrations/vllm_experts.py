@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from tunegemm.serve import gated_experts
-from tunegemm.serve.integrations.engines import of_engine, plain, replace
+from tunegemm.serve.integrations.engines import Asker, of_engine, plain, replace
 
 #: The class, as vLLM's log names it.
 EXPERTS = "TunegemmExperts"
+FAMILY = "grouped"
 _FUSED = "vllm.model_executor.layers.fused_moe"
+_SILU = f"{_FUSED}.activation.MoEActivation.SILU"
 _PARAMETERS = (
     "self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation",
     "global_num_experts", "expert_map", "a1q_scale", "a2_scale", "workspace13", "workspace2",
@@ -44,7 +46,7 @@ def serve_experts() -> None:
 
 def _class(own: Any) -> type:
     """The class of experts: Triton's, whose products of 16 bits are ours where they are served."""
-    _, silu = of_engine(f"{_FUSED}.activation.MoEActivation.SILU")
+    _, silu = of_engine(_SILU)
 
     class Experts(own):  # type: ignore[misc]
         @staticmethod
@@ -61,6 +63,28 @@ def _class(own: Any) -> type:
 
     Experts.__name__ = Experts.__qualname__ = EXPERTS
     return Experts
+
+
+def asker(layer: Any) -> Asker | None:
+    """Asks of a layer of experts, by its tokens; None where Triton computes it whatever they are."""
+    of_method = getattr(layer.quant_method, "experts_cls", None)
+    _, silu = of_engine(_SILU)
+    if (
+        getattr(of_method, "__name__", "") != EXPERTS
+        or layer.activation != silu
+        or layer.expert_map is not None
+        or layer.apply_router_weight_on_input
+        or getattr(layer, "swiglu_limit", None) is not None
+    ):
+        return None
+    up, down, chosen = layer.w13_weight, layer.w2_weight, layer.top_k
+
+    def family(tokens: int) -> str:
+        sides = tuple(up.shape[1:]), tuple(down.shape[1:])
+        is_chosen = gated_experts.are_chosen(up.shape[0], *sides, tokens * chosen, up.dtype)
+        return FAMILY if is_chosen else ""
+
+    return family
 
 
 def _computed(experts: Any, given: dict[str, Any]) -> torch.Tensor | None:
