@@ -103,6 +103,42 @@ def check_gate(rows, inner, dtype, alternate, slope, limit, offset):
 for dtype, alternate in itertools.product((torch.bfloat16, torch.float16), (False, True)):
     check_gate(3, 1032, dtype, alternate, 1.702, 7.0, 1.0)
     check_gate(2, 96, dtype, alternate, 1.0, float("inf"), 0.0)
+
+def check_few(sizes, n, k, dtype, gated=False, interleaved=False, bias=None, extra=0):
+    count, total = len(sizes), sum(sizes) + extra
+    a = torch.randn(total, k + 8).to(dtype)[:, :k]
+    a[sum(sizes):] = float("nan")
+    weights = (torch.randn(count, n * (1 + gated) + 1, k + 16) * k**-0.5).to(dtype)[:, :-1, :k]
+    ends = torch.tensor(sizes).cumsum(0).int()
+    lines = weights.shape[1]
+    added = {None: None, 1: torch.randn(lines), 2: torch.randn(count, lines)}[bias]
+    added = None if added is None else added.to(dtype).expand(count, lines)
+    out = torch.full((total + 1, n), POISON).to(dtype)
+    strides = a.stride(0) // 8, weights.stride(0) // 8, weights.stride(1) // 8
+    blocks, numbers = routing.few_numbers(
+        rows=total, count=count, n=n, units=k // 8, strides=strides, gated=gated, interleaved=interleaved,
+        bias_stride=None if added is None else added.stride(0))
+    lines = routing.FEW_GATED_LINES if gated else routing.FEW_LINES
+    kernel.few[(blocks,)](
+        a, weights, ends, a if added is None else added, out, **numbers, lines=lines,
+        length=routing.FEW_LENGTH, groups=routing.FEW_GROUPS, gated=gated)
+    group = torch.repeat_interleave(torch.arange(count), torch.tensor(sizes))
+    expected = torch.einsum("rk,rnk->rn", a[:sum(sizes)].float(), weights[group].float())
+    if added is not None:
+        expected += added[group].float()
+    if gated:
+        gate, up = (expected[:, ::2], expected[:, 1::2]) if interleaved else expected.chunk(2, 1)
+        expected = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(out[:sum(sizes)].float(), expected, rtol=2**-7, atol=1e-2)
+    assert (out[sum(sizes):] == POISON).all()
+
+check_few([0, 1, 0], 24, 1040, torch.bfloat16)
+check_few([1, 0, 3, 0, 0, 2], 10, 72, torch.float16, bias=2, extra=2)
+check_few([0] * 299 + [1, 0], 8, 48, torch.bfloat16, bias=1)
+check_few([0, 0], 8, 48, torch.bfloat16, extra=1)
+check_few([1, 0, 2], 6, 1032, torch.bfloat16, gated=True)
+check_few([1, 0, 2], 5, 40, torch.bfloat16, gated=True, interleaved=True, bias=2, extra=1)
+check_few([2, 1], 8, 40, torch.bfloat16, gated=True, bias=1)
 """
 
 
@@ -124,6 +160,6 @@ def test_all_compile_with_their_arguments_in_order(tmp_path: Path) -> None:
 
 def test_keys_tell_kernels_apart() -> None:
     found = routing.kernels()
-    assert len({tuple(sorted(key.items())) for key in found.values()}) == len(found) == 12
+    assert len({tuple(sorted(key.items())) for key in found.values()}) == len(found) == 15
     assert {"route 1", "combine bf16 fp32", "gate fp16 True"} <= set(found)
     assert grouped.get("grouped") is grouped

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tunegemm
-from tests.gpu.test_grouped import error
+from tests.gpu.test_grouped import POISON, error, expected, operands
 from tunegemm.generate import routing as kernels
 from tunegemm.serve import api, routing
 from tunegemm.serve.routing import Gate, Routing
@@ -100,6 +100,35 @@ def test_gates_are_as_torchs(around: Routing, gate: Gate, dtype: torch.dtype) ->
         both = (torch.randn(rows, 2 * inner, device="cuda") * 6).to(dtype)
         found = around.gate(both, gate)
         assert found is not None and error(found, gate(both.float())) < 4e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "gate"),
+    [("few bf16 False", ""), ("few bf16 True", "halves"), ("few bf16 True", "turns"), ("few fp16 False", "")],
+)
+@pytest.mark.parametrize(
+    ("sizes", "n", "k"),
+    [([0, 1, 0], 1536, 2048), ([1, 0, 3, 0], 200, 328), ([*[0] * 299, 1], 64, 14336), ([0, 0], 64, 64)],
+)
+def test_few_rows_are_multiplied(sizes: list[int], n: int, k: int, name: str, gate: str) -> None:
+    artifact = packing.provide_grouped("routing").of(kernels.kernels()[name])
+    assert artifact is not None
+    bind = kernels.load(artifact.path, 0)
+    dtype = torch.float16 if "fp16" in name else torch.bfloat16
+    a, weights, ends, bias = operands(sizes, n * (1 + bool(gate)), k, 2, dtype)
+    total = a.shape[0]
+    for added in (None, bias):
+        memory = torch.full((total + 2, n), POISON, device="cuda", dtype=dtype)
+        ctas, numbers = kernels.few_numbers(
+            rows=total, count=len(sizes), n=n, units=k // 8, gated=bool(gate), interleaved=gate == "turns",
+            strides=(a.stride(0) // 8, weights.stride(0) // 8, weights.stride(1) // 8),
+            bias_stride=None if added is None else added.stride(0),
+        )  # fmt: skip
+        bind(ctas, **numbers)(a, weights, ends, a if added is None else added, memory[1:-1])
+        silu = (lambda g, u: torch.nn.functional.silu(g) * u) if gate else None
+        reference = expected(sizes, a, weights, added, silu, gate == "turns")
+        assert error(memory[1 : 1 + sum(sizes)], reference) < 4e-3
+        assert bool((memory[:1] == POISON).all()) and bool((memory[1 + sum(sizes) :] == POISON).all())
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 300, 3000])

@@ -19,8 +19,8 @@ from tunegemm.generate.sources import hash_of_code, kernel_sources
 NAME = "routing"
 TARGET = "sm_90a"
 #: What kernels do, and which of them serve, and ship: those that a GPU has shown right.
-ALL = ("route", "tally", "spread", "combine", "gate")
-SERVED: tuple[str, ...] = ALL
+ALL = ("route", "tally", "spread", "combine", "gate", "few")
+SERVED: tuple[str, ...] = ("route", "tally", "spread", "combine", "gate")
 UNIT_BYTES = 16
 #: Choices of a block of `route`, by how many there are at most: it compares each with all.
 ROUTE_ROWS = {512: 1, 8192: 8}
@@ -29,6 +29,8 @@ MOST_CHOICES = max(ROUTE_ROWS)
 SPREAD_ROWS, BINS, MOST_SPREAD = 256, 512, 1 << 16
 #: Columns of a block of `combine`, and of `gate`; experts of one of `route`'s.
 COLUMNS, GATE_COLUMNS, EXPERTS = 512, 1024, 32
+#: Columns of a block of `few`, gated or not, how much of k it loads at a time, and numbers of groups.
+FEW_LINES, FEW_GATED_LINES, FEW_LENGTH, FEW_GROUPS = 4, 2, 1024, 256
 _POINTERS = {
     "route": {"index": "i32", "x": "i64", "place": "i32", "ends": "i32", "rows": "i64"},
     "tally": {"index": "i32", "counts": "i32"},
@@ -42,6 +44,7 @@ _POINTERS = {
     },
     "combine": {"rows": "", "place": "i32", "ends": "i32", "weights": "", "out": ""},
     "gate": {"both": "", "out": ""},
+    "few": {"rows": "", "weights": "", "ends": "i32", "bias": "", "out": ""},
 }
 _ALIGNED = {
     "route": ("x", "rows"),
@@ -49,6 +52,7 @@ _ALIGNED = {
     "spread": ("x", "counts", "rows"),
     "combine": ("rows", "out"),
     "gate": ("both", "out"),
+    "few": ("rows", "weights"),
 }
 
 
@@ -59,6 +63,8 @@ def kernels() -> dict[str, Key]:
     for dtype in ("bf16", "fp16"):
         found += [kernel_key("combine", dtype=dtype, weights=weights) for weights in (dtype, "fp32")]
         found += [kernel_key("gate", dtype=dtype, alternate=alternate) for alternate in (False, True)]
+    for dtype, gated in (("bf16", False), ("bf16", True), ("fp16", False)):
+        found.append(kernel_key("few", dtype=dtype, gated=gated))
     common = kernel_key("")
     return {
         " ".join(str(value) for name, value in key.items() if name not in common or name == "kernel"): key
@@ -68,7 +74,7 @@ def kernels() -> dict[str, Key]:
 
 def kernel_key(kernel: str, **choices: str | int | bool) -> Key:
     """Everything an object depends on. kernel: route, of `own_rows`; combine, of a `dtype` and that of
-    `weights`; gate, of a `dtype`, `alternate` or not."""
+    `weights`; gate, of a `dtype`, `alternate` or not; few, of a `dtype`, `gated` or not."""
     source = hash_of_code(kernel_sources(Path(__file__).parent))
     common = {"family": NAME, "target": TARGET, "kernel": kernel, "source": source}
     return {**common, **toolchain(), **choices}
@@ -91,10 +97,14 @@ def compile(key: Mapping[str, str | int | bool], out: Path) -> Resources:
         "spread": {"own_rows": SPREAD_ROWS, "bins": BINS, "others": 32, "words": 32, "together": 16},
         "combine": {"columns": COLUMNS, "together": 4},
         "gate": {"columns": GATE_COLUMNS, "alternate": key.get("alternate")},
-    }
+        "few": {
+            "lines": FEW_GATED_LINES if key.get("gated") else FEW_LINES, "length": FEW_LENGTH,
+            "groups": FEW_GROUPS, "gated": key.get("gated"),
+        },
+    }  # fmt: skip
     constants = constants_of[name]
     function = getattr(source, name)
-    dtypes = {"": key.get("dtype"), "weights": key.get("weights")}
+    dtypes = {"": key.get("dtype"), "weights": key.get("weights", key.get("dtype"))}
     types = {
         pointer: f"*{dtype or dtypes.get(pointer, dtypes[''])}" for pointer, dtype in _POINTERS[name].items()
     }
@@ -175,3 +185,19 @@ def gate_numbers(
     bits = {"slope": slope, "limit": limit, "offset": offset}
     words = {name: struct.unpack("i", struct.pack("f", value))[0] for name, value in bits.items()}
     return rows * blocks, {"units": units, "blocks": blocks, **words}
+
+
+def few_numbers(
+    *, rows: int, count: int, n: int, units: int, strides: tuple[int, int, int], bias_stride: int | None,
+    gated: bool, interleaved: bool,
+) -> tuple[int, dict[str, int]]:  # fmt: skip
+    """The same of `few`. n: columns of the result. strides: of rows, groups and lines. bias_stride: None for
+    no bias."""
+    lines = FEW_GATED_LINES if gated else FEW_LINES
+    numbers = {
+        "total": rows, "count": count, "n": n, "units": units, "row_units": strides[0],
+        "group_units": strides[1], "line_units": strides[2], "has_bias": int(bias_stride is not None),
+        "bias_stride": bias_stride or 0, "turns": 1 + (gated and interleaved),
+        "apart": 0 if not gated else 1 if interleaved else n,
+    }  # fmt: skip
+    return rows * math.ceil(n / lines), numbers

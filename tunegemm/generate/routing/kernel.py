@@ -1,4 +1,5 @@
-"""The Triton kernels around products of groups: a router's choice to rows in groups, gates, rows to tokens.
+"""The Triton kernels around products of groups: a router's choice to rows in groups, gates, rows to tokens;
+and the product itself of few rows, which is bound by how many multiprocessors read the weights.
 
 Numbers of experts may be int32 or int64: read are their lower 32 bits, `step` integers apart. Strides and
 lengths come in units of 16 bytes, which lets loads be as wide.
@@ -155,3 +156,52 @@ def gate(both, out, units, blocks, slope, limit, offset, columns: tl.constexpr, 
     up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
     result = (up + offset) * gated / (1.0 + tl.exp(-slope * gated))
     tl.store(out + row * units * 8 + column, result.to(out.dtype.element_ty), mask=column < units * 8)
+
+
+@triton.jit
+def few(
+    rows, weights, ends, bias, out, total, count, n, units, row_units, group_units, line_units, has_bias,
+    bias_stride, turns, apart,
+    lines: tl.constexpr, length: tl.constexpr, groups: tl.constexpr, gated: tl.constexpr,
+):  # fmt: skip
+    """Each of `total` rows by its group's weights, their k contiguous: a block has `lines` columns of a row.
+
+    Rows behind the last group are left alone. Blocks of a column's rows are neighbours, as they may read the
+    same weights. rows, weights: `units` long, in units of 16 bytes as all strides but the bias'. n: columns
+    of out. Gated: column c is silu(gate) * up, of lines c * `turns` and c * `turns` + `apart`.
+    """
+    program = tl.program_id(0)
+    row, first = program % total, program // total * lines
+    before = tl.zeros((groups,), tl.int32)
+    for start in range(0, count, groups):
+        number = start + tl.arange(0, groups)
+        before += tl.load(ends + number, mask=number < count, other=row + 1) <= row
+    group = tl.sum(before.to(tl.int32), axis=0)
+    if group < count:
+        column = first + tl.arange(0, lines)
+        is_column = column < n
+        line = column * turns
+        source = weights + group.to(tl.int64) * group_units * 8 + line.to(tl.int64)[:, None] * line_units * 8
+        target = rows + row.to(tl.int64) * row_units * 8
+        sums = tl.zeros((lines, length), tl.float32)
+        ups = tl.zeros((lines, length), tl.float32)
+        for start in range(0, units * 8, length):
+            at = start + tl.arange(0, length)
+            is_inside = at < units * 8
+            mask = is_column[:, None] & is_inside[None, :]
+            x = tl.load(target + at, mask=is_inside, other=0.0).to(tl.float32)[None, :]
+            each = source + at[None, :]
+            found = tl.load(each, mask=mask, other=0.0, eviction_policy="evict_first")
+            if gated:
+                other = each + apart.to(tl.int64) * line_units * 8
+                ups += tl.load(other, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) * x
+            sums += found.to(tl.float32) * x
+        result = tl.sum(sums, axis=1)
+        with_bias = is_column & (has_bias != 0)
+        of_group = bias + group.to(tl.int64) * bias_stride + line
+        result += tl.load(of_group, mask=with_bias, other=0.0).to(tl.float32)
+        if gated:
+            up = tl.sum(ups, axis=1)
+            up += tl.load(of_group + apart, mask=with_bias, other=0.0).to(tl.float32)
+            result = result / (1.0 + tl.exp(-result)) * up
+        tl.store(out + row.to(tl.int64) * n + column, result.to(out.dtype.element_ty), mask=is_column)
