@@ -382,7 +382,7 @@ def measure(case: Case, skew: str, device: Device, options: argparse.Namespace) 
     row: dict[str, Any] = {
         "dtype": dtype, "groups": count, "n": n, "k": k, "rows": rows, "skew": skew, "epilogue": case.gate,
         "layout": "tn" if major == "k" else "nn",
-        "kernel": chosen_here.config.label if chosen_here else "torch",
+        "kernel": chosen_here.label if chosen_here else "torch",
         "torch_us": round(us["torch"], 2), "tunegemm_us": round(us["tunegemm"], 2),
         "ratio": round(statistics.median(
             theirs / ours for theirs, ours in zip(samples["torch"], samples["tunegemm"], strict=True)

@@ -85,6 +85,18 @@ def test_a_choice_may_be_for_some_kinds(tmp_path: Path) -> None:
     assert all(config.tile_n == 32 for config in listed(path) if config.epi_n == 16)
 
 
+def test_few_rows_have_a_kernel_where_k_is_whole_units(tmp_path: Path) -> None:
+    path = tmp_path / "grouped.toml"
+    path.write_text(
+        TABLE.replace('kernel = "few"\nl2_hint = 1', 'kernel = "few"\nl2_hint = 1\nfew = true', 1)
+    )
+    few, other, beyond = (choose(8, 1024, k, rows, path) for k, rows in ((512, 64), (516, 64), (512, 65)))
+    assert few is not None and other is not None and beyond is not None
+    assert few.is_few and few.label == "few bf16"
+    assert not other.is_few and other.label == other.config.label == few.config.label
+    assert not beyond.is_few
+
+
 def test_a_kind_that_is_not_served_is_torchs(tmp_path: Path) -> None:
     path = tmp_path / "grouped.toml"
     path.write_text(TABLE.replace('n_major = { major = "n" }\n', "").replace("n_major", "fp8"))

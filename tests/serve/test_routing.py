@@ -14,6 +14,7 @@ from tests.support.grouped import Loops
 from tests.support.processes import run_interpreted
 from tunegemm.errors import ArtifactError
 from tunegemm.generate import routing as kernels
+from tunegemm.model.grouped import configs
 from tunegemm.serve import routing
 from tunegemm.serve.routing import Gate, Routing
 
@@ -207,6 +208,7 @@ from tests.support.serving import Row
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import find_device
 from tunegemm.generate import routing as kernels
+from tunegemm.model.grouped import configs
 from tunegemm.generate.routing import kernel
 from tunegemm.model.grouped import choose
 from tunegemm.serve import api, grouped, routing
@@ -255,3 +257,35 @@ def test_layers_by_the_kernels_themselves() -> None:
 
 def test_sizes_of_the_layer_are_such_that_kernels_take_them() -> None:
     assert HIDDEN * 2 % kernels.UNIT_BYTES == INNER * 2 % kernels.UNIT_BYTES == 0
+
+
+def test_few_rows_are_launched_with_their_strides(steps: Steps) -> None:
+    seen: list[dict[str, Any]] = []
+    steps.few = lambda name, numbers, *tensors: seen.append(numbers | {"bias": tensors[3]})  # type: ignore[attr-defined]
+    config = configs("bf16")["co64x32"]
+    launch = routing.few(config, 0, steps.load)
+    gated = routing.few(configs("gated")["co64x32"], 0, steps.load)
+    assert launch is not None and gated is not None
+    a, weights = torch.randn(2, 40).bfloat16()[:, :32], torch.randn(5, 16, 48).bfloat16()[..., :32]
+    ends, bias = torch.zeros(5, dtype=torch.int32), torch.randn(16).bfloat16().expand(5, 16)
+    launch(a, weights, torch.empty(2, 16), ends, None)
+    gated(a, weights, torch.empty(2, 8), ends, bias, interleaved=True)
+    assert steps.calls == ["few bf16 False", "few bf16 True"]
+    plain, of_gate = seen
+    assert plain["bias"] is a and of_gate["bias"] is bias
+    names = (
+        "total",
+        "count",
+        "n",
+        "units",
+        "row_units",
+        "group_units",
+        "line_units",
+        "has_bias",
+        "turns",
+        "apart",
+    )
+    assert [plain[name] for name in names] == [2, 5, 16, 4, 5, 96, 6, 0, 1, 0]
+    assert [of_gate[name] for name in names] == [2, 5, 8, 4, 5, 96, 6, 1, 2, 1]
+    steps.found = False
+    assert routing.few(config, 0, steps.load) is None

@@ -22,9 +22,9 @@ from tunegemm.describe.problem import Problem
 from tunegemm.generate import grouped, routing
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.generate.grouped.config import GroupedConfig
-from tunegemm.model.grouped import kinds, listed
+from tunegemm.model.grouped import configs, kinds, listed
 from tunegemm.serve.operation import Operation
-from tunegemm.serve.routing import Gate, Routing
+from tunegemm.serve.routing import Gate, Routing, few
 from tunegemm.store import packing
 
 _PINGPONG = {"schedule": "pingpong", "cluster_n": 1}
@@ -133,6 +133,21 @@ def launch_around() -> None:
         assert inner is not None and result is not None
         here = ((index >= 0) & (index < count)).sum(1, keepdim=True)
         assert torch.equal(result.float(), here.float().expand(-1, 144)), (tokens, chosen, count)
+    for kind in ("bf16", "gated"):
+        launch = few(configs(kind)["co64x32"], 0)
+        assert launch is not None
+        a, weights = (
+            torch.ones(*size, device="cuda", dtype=torch.bfloat16) for size in ((3, 72), (5, 34, 72))
+        )
+        for ends in ([0, 1, 1, 3, 3], [1, 1, 1, 2, 2], [-5, 40, 2, 2**31 - 1, 7]):
+            out = torch.zeros(3, 34 // (1 + (kind == "gated")), device="cuda", dtype=torch.bfloat16)
+            launch(
+                a,
+                weights,
+                out,
+                torch.tensor(ends, dtype=torch.int32, device="cuda"),
+                weights[:, :, 0].contiguous(),
+            )
     print("around", flush=True)
 
 

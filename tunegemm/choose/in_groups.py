@@ -45,4 +45,4 @@ def without_record(problem: Problem, why_not: str = "no record") -> tuple[str, b
     choice = chosen(problem)
     if choice is None:
         return f"{why_not}, and no kernel that ships is known to be faster", False
-    return f"{choice.config.label}, which db/grouped.toml names for such groups; {why_not}", True
+    return f"{choice.label}, which db/grouped.toml names for such groups; {why_not}", True

@@ -21,6 +21,8 @@ from tunegemm.resources import data_path
 _FACTS = ("groups", "n", "k", "rows", "rows_per_group")
 _LAUNCH = {"swizzle_size": 8, "l2_hint": 0}
 """Parameters of a launch, and their values where a choice does not say."""
+_FEW_K = 8
+"""What k is a multiple of where the kernel of few rows reads it."""
 FP8 = "fp8_e4m3"
 """Products with scales of rows and columns, in bf16."""
 
@@ -32,6 +34,13 @@ class GroupedChoice:
     config: GroupedConfig
     swizzle_size: int
     l2_hint: int
+    is_few: bool = False
+    """Whether the kernel of few rows, `few` of `tunegemm.generate.routing`, takes this one's place."""
+
+    @property
+    def label(self) -> str:
+        """The kernel in a few words."""
+        return f"few {self.config.in_dtype}" if self.is_few else self.config.label
 
 
 def choose(
@@ -57,7 +66,8 @@ def choose(
     rule = next((rule for rule in held if rule.kernel or not gate), None)
     if rule is None or not rule.kernel:
         return None
-    return GroupedChoice(table.configs[kind, rule.kernel], **rule.launch)
+    config = table.configs[kind, rule.kernel]
+    return GroupedChoice(config, **rule.launch, is_few=rule.is_few and k % _FEW_K == 0)
 
 
 def chosen(problem: Problem) -> GroupedChoice | None:
@@ -127,6 +137,7 @@ class _Rule:
     kernel: str
     """Its name; empty: torch's."""
     launch: Mapping[str, int]
+    is_few: bool
 
     def is_for(self, kind: str) -> bool:
         return not self.kinds or kind in self.kinds
@@ -166,8 +177,9 @@ def _rule(words: Mapping[str, Any], kernels: Collection[str], kinds: Collection[
     rest = dict(words)
     kernel, of = rest.pop("kernel"), rest.pop("kinds", [])
     launch = {name: rest.pop(name, value) for name, value in _LAUNCH.items()}
+    is_few = bool(rest.pop("few", False))
     for names, known in ((rest, _FACTS), (of, kinds), ([kernel] if kernel else [], kernels)):
         if unknown := sorted(set(names) - set(known)):
             raise ValueError(f"{unknown[0]} is none of {', '.join(known)}")
     bounds = tuple((name, float(low), float(high)) for name, (low, high) in rest.items())
-    return _Rule(bounds, tuple(of), kernel, launch)
+    return _Rule(bounds, tuple(of), kernel, launch, is_few)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from tunegemm.compile.artifacts import Artifact, Key
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmError, one_line
@@ -23,8 +22,7 @@ from tunegemm.generate import grouped as kernels
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.model.grouped import FP8, GroupedChoice, choose
-from tunegemm.serve import api
-from tunegemm.serve.background import BackgroundCompiler, make_pool
+from tunegemm.serve import api, routing
 from tunegemm.serve.guards import (
     capturing,
     current_device,
@@ -36,11 +34,11 @@ from tunegemm.serve.guards import (
     tracing,
 )
 from tunegemm.serve.modes import read_check_groups
+from tunegemm.serve.objects import compiled
 from tunegemm.serve.operands import ALIGNMENT
 from tunegemm.serve.planning import LOOK_SECONDS, MAX_PLANS
 from tunegemm.serve.torch.autograd import PLAIN
 from tunegemm.serve.torch.fx import node_of, rank
-from tunegemm.store import packs
 from tunegemm.store.checks import record_objection
 from tunegemm.store.record import Record
 
@@ -240,6 +238,8 @@ class Groups:
             raise ArtifactError(f"{device.name} is no Hopper GPU")
         if (missing := kernels.unavailable(launching=True)) is not None:
             raise ArtifactError(missing)
+        if choice.is_few:
+            return routing.few(choice.config, index)
         artifact = compiled(kernels.NAME, kernels.kernel_key(choice.config))
         if artifact is None:
             return None
@@ -260,21 +260,6 @@ class Groups:
                     launch(*tensors, **words)
 
         return launch_there
-
-
-_compiler = BackgroundCompiler(lambda kernel: None, partial(make_pool, kernels.__name__))
-
-
-def compiled(family: str, key: Key) -> Artifact | None:
-    """The object of a kernel; None while it is compiled. Raises ArtifactError where it will not be."""
-    artifact = packs.find(key)
-    if artifact is None:
-        _compiler.is_on = api.dispatcher.planner.compiler.is_on
-        answer = _compiler.ask_for(family, key)
-        if not answer.kernel:
-            why = answer.failure or answer.refusal or "none is compiled, and TUNEGEMM_COMPILE=0"
-            raise ArtifactError(why)
-    return artifact
 
 
 def are_plain(*operands: torch.Tensor | None) -> bool:

@@ -15,8 +15,10 @@ import torch
 from tunegemm.describe.device import find_device
 from tunegemm.errors import ArtifactError, TunegemmError, one_line
 from tunegemm.generate import routing as kernels
-from tunegemm.serve import api, grouped
+from tunegemm.generate.grouped.config import GroupedConfig
+from tunegemm.serve import api
 from tunegemm.serve.guards import capturing, is_lazy
+from tunegemm.serve.objects import compiled
 from tunegemm.serve.operands import ALIGNMENT
 from tunegemm.serve.planning import LOOK_SECONDS, MAX_PLANS
 
@@ -273,8 +275,46 @@ def _load(name: str, index: int) -> Bind | None:
         raise ArtifactError(f"{device.name} is no Hopper GPU")
     if (missing := kernels.unavailable(launching=True)) is not None:
         raise ArtifactError(missing)
-    artifact = grouped.compiled(kernels.NAME, kernels.kernels()[name])
+    artifact = compiled(kernels.NAME, kernels.kernels()[name])
     return None if artifact is None else kernels.load(artifact.path, index)
+
+
+def few(config: GroupedConfig, index: int, load: Callable[[str, int], Bind | None] = _load) -> Launch | None:
+    """What launches the product of few rows in the place of a grouped kernel, whose arguments it takes; None
+    until it is compiled. Raises ArtifactError where there will be no kernel.
+    """
+    gated = config.fused.gated
+    bind = load(f"few {config.in_dtype} {gated}", index)
+    if bind is None:
+        return None
+    bound: dict[Hashable, Launch] = {}
+
+    def launch(
+        a: Any,
+        weights: Any,
+        out: Any,
+        ends: Any,
+        bias: Any,
+        *,
+        interleaved: bool = False,
+        scales: None = None,
+    ) -> None:
+        strides = a.stride(0), weights.stride(0), weights.stride(1)
+        key = a.shape, weights.shape, strides, None if bias is None else bias.stride(0), interleaved
+        found = bound.get(key)
+        if found is None:
+            if len(bound) >= MAX_PLANS:
+                bound.clear()
+            units, *lines = (each * a.element_size() // kernels.UNIT_BYTES for each in (a.shape[1], *strides))
+            ctas, numbers = kernels.few_numbers(
+                rows=a.shape[0], count=weights.shape[0], n=out.shape[1], units=units,
+                strides=(lines[0], lines[1], lines[2]), bias_stride=key[3], gated=gated,
+                interleaved=interleaved,
+            )  # fmt: skip
+            found = bound[key] = bind(ctas, **numbers)
+        found(a, weights, ends, a if bias is None else bias, out)
+
+    return launch
 
 
 def _warn(error: Exception) -> None:

@@ -1,0 +1,26 @@
+"""Objects of kernels that no search tunes: those that ship, or else compiled in the background."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tunegemm.compile.artifacts import Artifact, Key
+from tunegemm.errors import ArtifactError
+from tunegemm.generate import grouped as kernels
+from tunegemm.serve import api
+from tunegemm.serve.background import BackgroundCompiler, make_pool
+from tunegemm.store import packs
+
+_compiler = BackgroundCompiler(lambda kernel: None, partial(make_pool, kernels.__name__))
+
+
+def compiled(family: str, key: Key) -> Artifact | None:
+    """The object of a kernel; None while it is compiled. Raises ArtifactError where it will not be."""
+    artifact = packs.find(key)
+    if artifact is None:
+        _compiler.is_on = api.dispatcher.planner.compiler.is_on
+        answer = _compiler.ask_for(family, key)
+        if not answer.kernel:
+            why = answer.failure or answer.refusal or "none is compiled, and TUNEGEMM_COMPILE=0"
+            raise ArtifactError(why)
+    return artifact
