@@ -4,13 +4,15 @@
     python -m benchmarks.clients --workloads decode-16 --modes graph,max-autotune
     python -m benchmarks.clients --fuse                           # with patch(fuse=True): clients_fused.json
     python -m benchmarks.clients --fuse --model 1B --workloads train
+    python -m benchmarks.clients --fuse --model 1B --workloads train --layers 4 --sequences 4  # 16384 tokens
     python -m benchmarks.clients --device cpu --tiny              # without a GPU: the results alone, no times
 
 The layers are those of an 8B model, or all of a 1B model, with random weights; nothing is downloaded. Prefill
 is one prompt of 4096 tokens, decode one token for each of 1 to 256 sequences behind 512 tokens of context,
-train one step of AdamW on 4096 tokens, with `--fuse` of a model that is patched alone, too. Each runs
-eagerly, in a CUDA graph of the eager code, and under torch.compile. The mode `max-autotune`, which is to be
-asked for, is torch.compile's own tuning beside tunegemm under torch.compile without it, both in a CUDA graph.
+train one step of AdamW on 4096 tokens or `--sequences` of them, with `--fuse` of a model that is patched
+alone, too. Each runs eagerly, in a CUDA graph of the eager code, and under torch.compile. The mode
+`max-autotune`, which is to be asked for, is torch.compile's own tuning beside tunegemm under torch.compile
+without it, both in a CUDA graph.
 Writes results/GPU/clients.json after each workload, so that it can run in slices.
 """
 
@@ -87,12 +89,17 @@ class Size:
     tied: bool = False
     """Whether the head's weight is the embedding's."""
 
+    sequences: int = 1
+    """How many prompts a training step has."""
+
     @classmethod
-    def of(cls, model: str, layers: int | None) -> Size:
+    def of(cls, model: str, layers: int | None, sequences: int = 1) -> Size:
         """8B, of which two layers by default; 1B; or tiny, for a test of the parts: says nothing of speed."""
         if model == "tiny":
-            return cls(layers or 2, 128, 256, 4, 2, 512, 64, 16)
-        return cls(layers or 16, 2048, 8192, tied=True) if model == "1B" else cls(layers or 2)
+            return cls(layers or 2, 128, 256, 4, 2, 512, 64, 16, sequences=sequences)
+        if model == "1B":
+            return cls(layers or 16, 2048, 8192, tied=True, sequences=sequences)
+        return cls(layers or 2, sequences=sequences)
 
 
 @command
@@ -104,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tiny", dest="model", action="store_const", const="tiny", help="a model of a few thousand weights"
     )
+    parser.add_argument("--sequences", type=int, default=1, help="prompts of a training step")
     parser.add_argument("--fuse", action="store_true", help="layers are fused, see tunegemm.patch")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: all of %(default)s")
     parser.add_argument(
@@ -126,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     """Checks and times what was asked for, a row for each workload and mode; prints and writes them."""
     place = torch.device(options.device)
-    size = Size.of(options.model, options.layers)
+    size = Size.of(options.model, options.layers, options.sequences)
     device = find_device(options.device) if place.type == "cuda" else None
     if device is None and options.tune:
         raise ClientError("--tune needs a GPU; leave it out with --device cpu")
@@ -250,7 +258,7 @@ def decode(
 
 def train(model: LlamaForCausalLM, size: Size, place: torch.device) -> Step:
     """Forward, backward and optimizer; the gradient of the first layer's first weight."""
-    ids = _tokens((1, size.prompt), size, place)
+    ids = _tokens((size.sequences, size.prompt), size, place)
     on_gpu = place.type == "cuda"
     # A learning rate of 0 does all the work and leaves the weights as they are, for the next variant.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True, capturable=on_gpu)
@@ -366,6 +374,9 @@ def measure(
         bound = max(_TOLERANCE * errors[mode, "torch"], 1e-6)
         row: dict[str, Any] = {"workload": workload, "mode": mode, "model": options.model}
         row |= {"layers": size.layers, "dtype": "bf16"}
+        if workload == "train":
+            row |= {"sequences": size.sequences} if size.sequences > 1 else {}
+            row |= {"tokens": size.sequences * size.prompt}
         row |= {f"{library}_error": errors[mode, library] for library in models}
         row["right"] = all(errors[mode, library] <= bound for library in models)
         if samples:
@@ -516,7 +527,8 @@ def _times(samples: Mapping[tuple[str, str], Sequence[float]], mode: str) -> dic
 
 
 def _brief(row: Mapping[str, Any]) -> str:
-    words = [f"{row['workload']} {row['mode']}:"]
+    tokens = f" of {row['tokens']} tokens" if "tokens" in row else ""
+    words = [f"{row['workload']} {row['mode']}{tokens}:"]
     if "torch_us" in row:
         words.append(f"torch {row['torch_us'] / 1e3:.3f} ms")
         words.append(f"tunegemm {row['tunegemm_us'] / 1e3:.3f} ms, {row['ratio']:.3f} x torch")
