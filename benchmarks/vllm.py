@@ -2,6 +2,7 @@
 
     python -m benchmarks.vllm                                # bf16, fp8, then VLLM_BATCH_INVARIANT=1
     python -m benchmarks.vllm --only bf16 --seconds 230      # one kind in a stated time
+    python -m benchmarks.vllm --phases prefill --tune 45     # what prefill's steps multiply is tuned before
     python -m benchmarks.vllm --trial                        # does an engine start, and what serves what
 
 The model is Llama-3-8B; nothing is downloaded. Of a quarter of its layers a decode step is 1 ms of the GPU
@@ -18,6 +19,7 @@ import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +36,15 @@ import numpy as np
 import tunegemm
 from benchmarks.command import chosen
 from benchmarks.results import Results, geometric_mean, meta, results_path
-from benchmarks.vllm_engine import SEQUENCES, Engine, EngineError, Setting, variables
+from benchmarks.vllm_engine import (
+    SEQUENCES,
+    STEP,
+    Engine,
+    EngineError,
+    Setting,
+    arguments,
+    variables,
+)
 from tunegemm.describe.device import find_device, package_version
 from tunegemm.errors import TunegemmError
 from tunegemm.measure.statistics import aa_noise
@@ -56,13 +66,18 @@ WARM_SECONDS, LEAST_ROUNDS = 0.3, 3
 _OTHERS = (15, 63, 255)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(given: list[str] | None = None) -> int:
     """Runs the command line; 2 for bad input or an engine that does not start."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.vllm", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--only", default=",".join(KINDS), help="some of %(default)s")
     parser.add_argument("--sequences", default=",".join(map(str, SEQUENCES)), help="some of %(default)s")
+    parser.add_argument("--phases", default=",".join(PHASES), help="some of %(default)s")
+    parser.add_argument(
+        "--tune", type=float, default=0.0,
+        help="seconds in which products of prefill's steps are tuned, before --seconds (default: none)",
+    )  # fmt: skip
     parser.add_argument(
         "--seconds", type=float, default=240.0,
         help="of each kind, the start of its engines with it (default: %(default)s)",
@@ -75,17 +90,18 @@ def main(arguments: list[str] | None = None) -> int:
         "--scratch", type=Path, help="folder of the model, caches and output (default: temporary)"
     )
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     scratch = options.scratch or Path(tempfile.gettempdir()) / "tunegemm-vllm"
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines are to end with their owner
     try:
         kinds = chosen(options.only, KINDS, "only")
         sequences = [int(n) for n in chosen(options.sequences, [*map(str, SEQUENCES)], "sequences")]
+        points = [(phase, count) for phase in chosen(options.phases, PHASES, "phases") for count in sequences]
         doors(scratch)
         if options.trial:
             trial(settings_of(kinds[0], options.layers)[-1], scratch)
         else:
-            run(kinds, sequences, options.seconds, options.layers, scratch, options.out)
+            run(kinds, points, options.seconds, options.layers, scratch, options.out, options.tune)
     except (TunegemmError, EngineError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -158,30 +174,48 @@ def trial(setting: Setting, scratch: Path) -> None:
         print("\n".join(engine.ask("plans")))
 
 
+def tune(setting: Setting, seconds: float, scratch: Path) -> None:
+    """Tunes what an engine multiplies in steps of prompts, as the guide says it; engines serve it."""
+    folder = scratch / setting.name
+    arguments(setting, folder)  # writes the config
+    os.environ["TUNEGEMM_DB"] = str(scratch / "tuned.sqlite")
+    shapes, command = str(folder / "shapes.json"), [sys.executable, "-m", "tunegemm"]
+    listing = ["shapes", str(folder), "--engine", "vllm", "--rows", str(STEP), "--out", shapes]
+    subprocess.run([*command, *listing], check=True)
+    searching = ["tune", "--from", shapes, "--effort", "quick", "--budget", f"{seconds:.0f}s", "--quiet"]
+    subprocess.run([*command, *searching], check=True)
+
+
 def run(
     kinds: Sequence[str],
-    sequences: Sequence[int],
+    points: Sequence[tuple[str, int]],
     seconds: float,
     layers: int,
     scratch: Path,
     out: Path | None,
+    tuning: float = 0.0,
 ) -> None:
-    """Times what was asked for; prints and writes a row for each kind, phase and number of sequences."""
+    """Times what was asked for; prints and writes a row for each kind, phase and number of sequences.
+
+    points: phases, with numbers of sequences. tuning: seconds, see `tune`.
+    """
     device = find_device("cuda:0")
     facts = meta(device, METHOD)
     facts["packages"] |= {"vllm": package_version("vllm")}
     results = Results(results_path(out, device, "vllm.json"), facts)
     results.summary = dict(results.earlier_summary)
     for kind in kinds:
+        if tuning:
+            tune(settings_of(kind, layers)[-1], tuning, scratch)
         end = time.monotonic() + seconds
         with engines(settings_of(kind, layers), scratch) as (theirs, again, ours):
             results.summary[f"logits_{kind}"] = compared(theirs, ours, kind == "invariant")
             results.summary[f"served_{kind}"] = ours.said()
             print(f"{kind}: {results.summary[f'logits_{kind}']}; {'; '.join(ours.said())}", flush=True)
-            points = [(phase, count) for phase in PHASES for count in sequences]
             for number, (phase, count) in enumerate(points):
                 left = end - time.monotonic()
                 row = measure(theirs, again, ours, phase, count, left / (len(points) - number))
+                row["mode"] = "tuned" if tuning else row["mode"]
                 results.put(row)
                 print(
                     f"{kind} {phase} {count}: {row['engine_tokens_per_s']:.0f} -> "
@@ -251,11 +285,11 @@ def compared(theirs: Engine, ours: Engine, is_invariant: bool) -> dict[str, Any]
 
 
 def _summarize(results: Results) -> None:
-    for mode in ("fastest", "batch_invariant"):
-        for phase in PHASES:
-            ratios = [row["ratio"] for row in results.rows if (row["mode"], row["phase"]) == (mode, phase)]
-            if ratios:
-                print(f"{mode} {phase}: geometric mean {geometric_mean(ratios):.3f}, least {min(ratios):.3f}")
+    found: dict[tuple[str, ...], list[float]] = {}
+    for row in results.rows:
+        found.setdefault(tuple(row[name] for name in ("dtype", "mode", "phase")), []).append(row["ratio"])
+    for of, ratios in found.items():
+        print(f"{' '.join(of)}: geometric mean {geometric_mean(ratios):.3f}, least {min(ratios):.3f}")
 
 
 if __name__ == "__main__":

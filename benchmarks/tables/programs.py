@@ -349,23 +349,31 @@ def layers(data: Data) -> list[str]:
     return [markdown_table(header, lines), "\n".join(said)]
 
 
+#: Of vllm.json's rows.
+_MODES = {"fastest": "", "batch_invariant": ", batch-invariant", "tuned": ", tuned before"}
+
+
 @of_file("vllm.json")
 def vllm(data: Data) -> list[str]:
     """An engine with and without the plug-in: tokens per second by phase and number of sequences."""
     lines: list[list[str]] = []
     told: dict[bool, list[str]] = {True: [], False: []}
+    ratios: dict[str, list[float]] = {}
     for row in data["rows"]:
-        kind = row["dtype"] + (", batch-invariant" if row["mode"] == "batch_invariant" else "")
+        kind = row["dtype"] + _MODES[row["mode"]]
         name = f"{kind} {row['phase']}"
         rates = [f"{row[key]:,.0f}" for key in ("engine_tokens_per_s", "tokens_per_s")]
         share = [f"{row['ratio']:.3f}", f"{100 * row['noise']:.1f} %"]
         lines.append([name, str(row["sequences"]), *rates, *share])
+        ratios.setdefault(name, []).append(row["ratio"])
         if abs(row["ratio"] - 1) > row["noise"]:
             told[row["ratio"] > 1].append(f"{name} of {row['sequences']} ({row['ratio']:.3f})")
     header = [
         "what", "sequences", "vLLM, tokens/s", "with tunegemm, tokens/s", "times vLLM", "noise",
     ]  # fmt: skip
+    means = (f"{name} {geometric_mean(some):.3f}, least {min(some):.3f}" for name, some in ratios.items())
     said = (
+        f"Geometric means: {'; '.join(means)}. "
         f"Slower than vLLM by more than the noise: {', '.join(told[False]) or 'none'}. "
         f"Faster by more than it: {', '.join(told[True]) or 'none'}."
     )
