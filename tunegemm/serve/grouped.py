@@ -364,6 +364,8 @@ def by_torch(
         if wrong := _wrong_bias(a, b, bias):
             raise ProblemError(wrong)
         return _added(by_torch(a, b, offs=offs, out_dtype=out_dtype), offs, bias)
+    if isinstance(offs, torch.Tensor) and b.ndim == 3 and not b.shape[0]:  # whose rows torch leaves undefined
+        raise ProblemError(f"b has shape {tuple(b.shape)}, no groups; give weights of one at least")
     try:
         return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
     except RuntimeError as error:
