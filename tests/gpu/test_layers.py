@@ -276,7 +276,7 @@ def test_a_training_step(launches: list[Problem]) -> None:
 )
 def test_gate_and_up_in_one_weight(rows, columns, in_turns):
     x, weight = given((1, rows))[0], given((1, columns), seed=2)[0] / WIDTH**0.5
-    result = halves.gated(x, weight, (), "swiglu", in_turns=in_turns)
+    result = halves.gated(x, halves.one_group(weight), (), "swiglu", in_turns=in_turns)
     assert result is not None, "its kernel ships"
     both = x.double() @ weight.double().t()
     gate, up = (both[:, ::2], both[:, 1::2]) if in_turns else both.chunk(2, -1)

@@ -28,8 +28,9 @@ SERVED = (
     (1024, MOST_ROWS, 7168, 51200),
 )
 
-#: By device where one group ends: number i is i. They stay: captured graphs read them.
-_ends: dict[torch.device, torch.Tensor] = {}
+#: By device and number of rows where one group ends: views of all numbers, which are at None. They stay,
+#: since captured graphs read them.
+_ends: dict[tuple[torch.device, int | None], torch.Tensor] = {}
 
 
 def refusal(layer: torch.nn.Linear, gate: str) -> str:
@@ -47,26 +48,38 @@ def is_served(rows: int, columns: int) -> bool:
     return any(least <= rows <= most and few <= columns <= many for least, most, few, many in SERVED)
 
 
+def one_group(weight: torch.Tensor) -> torch.Tensor:
+    """A layer's weight as `gated` takes it."""
+    return weight[None].mT
+
+
 def gated(
     x: torch.Tensor, weight: torch.Tensor, bias: Sequence[torch.Tensor], gate: str, *, in_turns: bool
 ) -> torch.Tensor | None:
-    """``silu(gate) * up`` of what the rows of a weight give; None where it is torch's.
+    """``silu(gate) * up`` of what the rows of a weight, as `one_group`, give; None where it is torch's.
 
     in_turns: whether rows of gate and up alternate.
     """
-    count, columns = x.numel() // max(x.shape[-1], 1), weight.shape[0]
-    if gate != GATE or not is_served(count, columns):
+    count = x.numel() // max(x.shape[-1], 1)
+    if gate != GATE or not is_served(count, weight.shape[-1]):
         return None
-    planner = api.dispatcher.planner
-    if deterministic() or planner.state.policy.is_batch_invariant:
+    if deterministic() or api.dispatcher.planner.state.policy.is_batch_invariant:
         return None
-    ends = _ends.get(x.device)
+    device = x.device
+    ends = _ends.get((device, count))
     if ends is None:
-        if capturing(x.device):
+        if capturing(device) and (device, None) not in _ends:
             return None
+        ends = _ends[device, count] = _numbers(device)[count : count + 1]
+    rows = x if x.ndim == 2 else x.reshape(count, -1)
+    result = grouped.groups.below_autograd(rows, weight, ends, bias[0] if bias else None, gate, in_turns)
+    return result if result is None or x.ndim == 2 else result.view(*x.shape[:-1], -1)
+
+
+def _numbers(device: torch.device) -> torch.Tensor:
+    """Number i is i."""
+    if (device, None) not in _ends:
         # From the host, for which it waits: any stream may read them from then on.
         numbers = torch.arange(MOST_ROWS + 1, dtype=torch.int32, device="cpu")
-        ends = _ends[x.device] = numbers.to(x.device)
-    a, b, offs = x.reshape(count, -1), weight[None].mT, ends[count : count + 1]
-    result = grouped.groups.below_autograd(a, b, offs, bias[0] if bias else None, gate, in_turns)
-    return None if result is None else result.view(*x.shape[:-1], -1)
+        _ends[device, None] = numbers.to(device)
+    return _ends[device, None]

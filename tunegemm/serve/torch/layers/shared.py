@@ -11,9 +11,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
 from tunegemm.serve import api
@@ -21,30 +22,26 @@ from tunegemm.serve.forms import BELOW_AUTOGRAD, Form, form_of
 from tunegemm.serve.guards import (
     any_autocast,
     dispatch_modes,
+    functorch_level,
     grad_enabled,
-    is_transformed,
     tracing,
 )
 from tunegemm.serve.torch.autograd import DTYPES, PLAIN
+from tunegemm.serve.torch.fx import data_ptr
 from tunegemm.serve.torch.layers import halves
 from tunegemm.serve.torch.several import traced_part
 from tunegemm.serve.torch.together import most_joined, together
 
 #: A first layer that was called so often in a row without the others computes for itself from then on.
 _MAX_WASTED = 3
+is_inference_mode_enabled = torch.is_inference_mode_enabled
 #: On which stream of a device work is put now; absent from CPU builds.
 _stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-class _Held(NamedTuple):
-    """Results of layers that are still to be called."""
-
-    x: torch.Tensor
-    now: tuple[Any, ...]
-    """In what circumstances they were computed."""
-    versions: list[int]
-    """Of the weights."""
-    parts: dict[int, torch.Tensor]
+#: Results of layers that are still to be called: their input, in what circumstances they were computed, the
+#: versions of all weights, and the results by the layers' places.
+_Held: TypeAlias = tuple[torch.Tensor, tuple[Any, ...], list[int], dict[int, torch.Tensor]]
 
 
 class _Turn(threading.local):
@@ -75,9 +72,11 @@ class Shared:
     def _forget(self) -> None:
         self._right: torch.Tensor | None = None  # (k, n), all weights
         self._weight: torch.Tensor | None = None  # the same, (n, k)
+        self._one_group: torch.Tensor | None = None  # and as kernels of groups take it
         self._bias: tuple[torch.Tensor, ...] = ()
+        self._device: torch.device | None = None
         self._places: tuple[tuple[Any, str, int, Any, Any], ...] = ()
-        self._without_bias: tuple[Any, ...] = ()
+        self._parameters: tuple[dict[str, Any], ...] = ()
         self._turn = _Turn()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,7 +105,7 @@ class Shared:
             return reason if self.layers else "it is being made"
         with torch.inference_mode(False), torch.no_grad():
             self._right = self._joined(self.parameters("weight"))
-            self._weight = self._right.t()
+            self._weight, self._device = self._right.t(), self._right.device
             biases = self.parameters("bias")
             self._bias = (self._joined(biases),) if biases else ()
         self._places = tuple(
@@ -116,7 +115,7 @@ class Shared:
             for parameter in [layer._parameters[name]]
             if parameter is not None
         )
-        self._without_bias = () if biases else tuple(layer._parameters for layer in self.layers)
+        self._parameters = tuple(layer._parameters for layer in self.layers)
         return ""
 
     def unpack(self) -> None:
@@ -149,27 +148,19 @@ class Shared:
         for parameters, name, address, dtype, stride in self._places:
             parameter = parameters.get(name)
             if (
-                parameter is None
-                or type(parameter) not in PLAIN
-                or parameter.data_ptr() != address
-                or parameter.dtype is not dtype
+                type(parameter) not in PLAIN
+                or data_ptr(parameter) != address
                 or parameter.stride() != stride
+                or parameter.dtype is not dtype
             ):
                 self._forget()  # which frees what is not shared any more
                 return False
-        for parameters in self._without_bias:
-            if parameters.get("bias") is not None:  # somebody has given it one
-                self._forget()
-                return False
+        if not self._bias:
+            for parameters in self._parameters:
+                if parameters.get("bias") is not None:  # somebody has given it one
+                    self._forget()
+                    return False
         return True
-
-    def trains(self, x: torch.Tensor, *others: torch.Tensor) -> bool:
-        """Whether autograd wants to know of a call."""
-        return grad_enabled() and (
-            x.requires_grad
-            or any(parameters[name].requires_grad for parameters, name, *_ in self._places)
-            or any(other.requires_grad for other in others)
-        )
 
     def is_missed(self, what: object, x: Any) -> bool:
         """Whether there is no kernel, as far as is known: all that a fall-back to torch costs more.
@@ -182,56 +173,40 @@ class Shared:
         known = planner.state.torchs
         return bool(known) and (id(what), id(self), x.numel()) in known and monotonic() < planner.next_look
 
-    def may_be_one(self, form: Form, x: Any) -> bool:
-        """Whether a kernel of the form may be known, or rows are few enough for one product of torch's."""
-        return not self.is_missed(form, x) or (
-            self._right is not None and type(x) in PLAIN and x.numel() <= self._most_joined
-        )
+    def is_few(self, x: Any) -> bool:
+        """Whether rows are so few that one product of torch's may take the place of several."""
+        return self._right is not None and type(x) in PLAIN and x.numel() <= self._most_joined
 
     def remember_missed(self, what: object, x: torch.Tensor) -> None:
         """There is no kernel, until the planner next looks."""
         api.dispatcher.planner.state.remember_torchs(id(what), id(self), x.numel())
 
-    def product(self, form: Form, x: Any, *others: torch.Tensor) -> torch.Tensor | None:
-        """What the form makes of x and all weights, by one kernel, below autograd; None where there is none.
+    def taken(self, x: Any, *others: torch.Tensor) -> Any:
+        """The input as the methods below take it; None where a call means more than its product, or autograd
+        wants to know of it: a node of Python's costs the host more than one product in the place of several
+        gains (docs/decisions/0028).
 
-        For a form that is not `is_missed`. form: of BELOW_AUTOGRAD; others: what its epilogue takes after the
-        bias.
+        x: not `is_missed`, or of few rows. others: what else goes into
+        the call. This is all that is looked at before a launch; each look costs every call.
         """
-        if (x := self._taken(x)) is None:
-            return None
-        result: torch.Tensor | None = api.dispatcher.fused(form, x, self._right, (*self._bias, *others))
-        if result is None:
-            self.remember_missed(form, x)
-        return result
-
-    def gated(self, form: Form, x: Any, gate: str) -> torch.Tensor | None:
-        """What `product` says of a gated form, or a kernel of groups (`halves`); None where there is neither.
-
-        For a form that is not `is_missed`. Of one layer, gate is the first half of its rows.
-        """
-        if (x := self._taken(x)) is None:
-            return None
-        assert self._weight is not None
-        result = api.dispatcher.fused(form, x, self._right, self._bias) if self.in_turns else None
-        if result is None:
-            result = halves.gated(x, self._weight, self._bias, gate, in_turns=self.in_turns)
-        if result is None:
-            self.remember_missed(form, x)
-        return result
-
-    def _taken(self, x: Any) -> Any:
-        """The input as kernels take it; None where a call means more than its product."""
         # Of one layer the weight may have moved, which costs nothing to follow.
         if not self.is_in_place() and (len(self.layers) > 1 or self.pack()):
             return None
-        if dispatch_modes() or is_transformed() or x.ndim < 2:
+        # Those that `is_transformed` has: torch.func's and forward-mode's products are torch's.
+        if dispatch_modes() or functorch_level() is not None or forward_ad._current_level >= 0 or x.ndim < 2:
+            return None
+        if grad_enabled() and self._trains(x, *others):
             return None
         return self._autocast(x) if any_autocast() else x
 
+    def _trains(self, *tensors: torch.Tensor) -> bool:
+        """Whether autograd wants to know of a call, where it is on."""
+        return any(tensor.requires_grad for tensor in tensors) or any(
+            parameters[name].requires_grad for parameters, name, *_ in self._places
+        )
+
     def _autocast(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The input as autocast gives it to these layers; None where it casts their weights, too, or where
-        autograd is to see the cast."""
+        """The input as autocast gives it to these layers; None where it casts their weights, too."""
         assert self._weight is not None
         dtype, device_type = self._weight.dtype, x.device.type
         if not torch.is_autocast_enabled(device_type):
@@ -240,39 +215,65 @@ class Shared:
             return None
         if x.dtype is dtype:
             return x
-        return None if self.trains(x) or not x.is_floating_point() else x.to(dtype)
+        return x.to(dtype) if x.is_floating_point() else None
+
+    def product(self, form: Form, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor | None:
+        """What the form makes of x and all weights, by one kernel, below autograd; None where there is none.
+
+        form: of BELOW_AUTOGRAD, not `is_missed`; x: as `taken` gives it; others: what the epilogue takes
+        after the bias.
+        """
+        result: torch.Tensor | None = api.dispatcher.fused(form, x, self._right, (*self._bias, *others))
+        if result is None:
+            self.remember_missed(form, x)
+        return result
+
+    def gated(self, form: Form, x: torch.Tensor, gate: str) -> torch.Tensor | None:
+        """What `product` says of a gated form, or a kernel of groups (`halves`); None where there is neither.
+
+        Of one layer, gate is the first half of its rows.
+        """
+        assert self._weight is not None
+        if self._one_group is None:
+            self._one_group = halves.one_group(self._weight)
+        result = None
+        if self.in_turns and not self.is_missed(halves, x):
+            result = api.dispatcher.fused(form, x, self._right, self._bias)
+            if result is None:
+                self.remember_missed(halves, x)
+        if result is None:
+            result = halves.gated(x, self._one_group, self._bias, gate, in_turns=self.in_turns)
+        if result is None:
+            self.remember_missed(form, x)
+        return result
 
     def parts(self, x: Any) -> Sequence[torch.Tensor] | None:
-        """The result of each layer, of one product; None where each is to be computed by itself.
-
-        As where autograd wants to know of it: a node of Python's costs the host more than one product in the
-        place of several gains (docs/decisions/0028).
-        """
-        if type(x) not in PLAIN or self.trains(x):
-            return None
+        """The result of each layer, of one product; None where each is to be computed by itself."""
         form = PLAIN_FORMS[len(self._bias)]
-        whole = None if self.is_missed(form, x) else self.product(form, x)
+        has_none = self.is_missed(form, x)
+        if (has_none and not self.is_few(x)) or (x := self.taken(x)) is None:
+            return None
+        whole = None if has_none else self.product(form, x)
         if whole is None:
             whole = self.by_torch(x)
         return None if whole is None else torch.unsafe_split_with_sizes(whole, self.rows, -1)
 
-    def by_torch(self, x: Any) -> torch.Tensor | None:
-        """torch's product of x and all weights, where that is faster than layer by layer and means the same.
+    def by_torch(self, x: torch.Tensor) -> torch.Tensor | None:
+        """torch's product of x, as `taken` gives it, and all weights, where that is faster than layer by
+        layer and means the same.
 
         Not where a row's bits are not to depend on how many there are, or where everything is to be torch's.
         """
-        weight = self._weight
-        if weight is None or type(x) not in PLAIN or x.numel() > self._most_joined or tracing():
-            return None
-        planner = api.dispatcher.planner
+        weight, planner = self._weight, api.dispatcher.planner
         if (
-            weight.device.type != planner.device_type
+            weight is None
+            or x.numel() > self._most_joined
+            or tracing()
+            or x.dtype is not weight.dtype
+            or (device := x.device).type != planner.device_type
+            or device != self._device
             or planner.is_off
             or planner.state.policy.is_batch_invariant
-            or x.device != weight.device
-            or self.trains(x)
-            or (x := self._taken(x)) is None
-            or x.dtype is not weight.dtype
         ):
             return None
         return linear(x, weight, *self._bias)
@@ -305,27 +306,31 @@ class Shared:
         """
         turn = self._turn
         held = turn.held
-        if held is not None and held.x is x and layer is not self.layers[0]:
-            try:
-                index = self.layers.index(layer)
-            except ValueError:  # a copy that shares what the layer has, such as a replica
+        if layer is not self.layers[0]:
+            # A copy that shares what the layer has, such as a replica, is none of them.
+            if held is None or held[0] is not x or layer not in self.layers:
                 return None
-            if held.now != _circumstances(x) or held.versions[index] != layer.weight._version:
+            _, now, versions, parts = held
+            index, weight = self.layers.index(layer), layer._parameters.get("weight")
+            if weight is None or versions[index] != weight._version or now != _circumstances(x):
                 return None
-            part = held.parts.pop(index, None)  # each is taken once: what is written into it is its own
-            if not held.parts:
+            part = parts.pop(index, None)  # each is taken once: what is written into it is its own
+            if not parts:
                 turn.held = None
             return part
-        if layer is not self.layers[0] or turn.wasted >= _MAX_WASTED:
+        if turn.wasted >= _MAX_WASTED:
             return None
-        turn.wasted = 0 if held is None else turn.wasted + 1
-        turn.held = None
-        parts = self.parts(x)
-        if parts is None:
+        if held is not None:
+            turn.wasted, turn.held = turn.wasted + 1, None
+        elif turn.wasted:
+            turn.wasted = 0
+        results = self.parts(x)
+        if results is None:
             return None
-        versions = [one._parameters["weight"]._version for one in self.layers]
-        turn.held = _Held(x, _circumstances(x), versions, dict(enumerate(parts[1:], 1)))
-        return parts[0]
+        parts = dict(enumerate(results))
+        versions = [parameters["weight"]._version for parameters in self._parameters]
+        turn.held = x, _circumstances(x), versions, parts
+        return parts.pop(0)
 
 
 #: Of all weights, without a bias and with one.
@@ -334,8 +339,9 @@ PLAIN_FORMS = (form_of(BELOW_AUTOGRAD, ""), form_of(BELOW_AUTOGRAD, "bias_n"))
 
 def _circumstances(x: torch.Tensor) -> tuple[Any, ...]:
     """In which a result holds that was computed before it was asked for."""
-    stream = _stream_of(x.device.index) if _stream_of is not None and x.is_cuda else 0
-    return None if x.is_inference() else x._version, grad_enabled(), torch.is_inference_mode_enabled(), stream
+    index = x.get_device()
+    stream = _stream_of(index) if _stream_of is not None and index >= 0 else 0
+    return None if x.is_inference() else x._version, grad_enabled(), is_inference_mode_enabled(), stream
 
 
 def refusal(layers: Sequence[Any], *, in_turns: bool = False) -> str:

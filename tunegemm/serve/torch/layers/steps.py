@@ -96,18 +96,26 @@ class Gated(Step):
                     return traced_gated(x, *shared.traced_parameters(), self.name)
                 parameters = shared.traced_parameters()
                 return activation(traced_part(x, *parameters, 0)) * traced_part(x, *parameters, 1)
-        elif (
-            shared.may_be_one(self.form, x) and self.calls_as_known(gate, up, *given) and not shared.trains(x)
-        ):
-            if not shared.in_turns:  # as for graphs that train
-                parts = shared.parts(x)
-                return activation(gate(x)) * up(x) if parts is None else activation(parts[0]) * parts[1]
-            product = None if shared.is_missed(self.form, x) else shared.gated(self.form, x, self.name)
-            if product is not None:
-                return product
-            if (whole := shared.by_torch(x)) is not None:
-                return activation(whole[..., ::2]) * whole[..., 1::2]
+        elif not shared.in_turns:  # as for graphs that train
+            if self.calls_as_known(gate, up, *given) and (parts := shared.parts(x)) is not None:
+                return activation(parts[0]) * parts[1]
+        else:
+            has_none = shared.is_missed(self.form, x)
+            if (not has_none or shared.is_few(x)) and self.calls_as_known(gate, up, *given):
+                result = self._in_turns(x, activation, has_none)
+                if result is not None:
+                    return result
         return activation(gate(x)) * up(x)
+
+    def _in_turns(self, x: Any, activation: Activation, has_none: bool) -> torch.Tensor | None:
+        """has_none: whether there is no kernel, as far as is known."""
+        shared = self.shared
+        if (x := shared.taken(x)) is None:
+            return None
+        result = None if has_none else shared.gated(self.form, x, self.name)
+        if result is None and (whole := shared.by_torch(x)) is not None:
+            result = activation(whole[..., ::2]) * whole[..., 1::2]
+        return result
 
 
 class Halved(Step):
@@ -122,8 +130,9 @@ class Halved(Step):
         activation = given[0] if given else self.activation
         assert activation is not None
         # A compiler fuses the two steps itself, behind one product.
-        if not _is_compiling() and self.may_run(x, layer, *given) and not self.shared.trains(x):
-            result = self.shared.gated(self.form, x, self.name)
+        if not _is_compiling() and self.may_run(x, layer, *given):
+            taken = self.shared.taken(x)
+            result = None if taken is None else self.shared.gated(self.form, taken, self.name)
             if result is not None:
                 return result
         gate, up = layer(x).chunk(2, -1)
@@ -144,8 +153,9 @@ class Activated(Step):
         if _is_compiling():
             if self.may_be_traced(x, layer, *given):
                 return api.linear(x, layer.weight, layer.bias, self.name)
-        elif self.may_run(x, layer, *given) and not self.shared.trains(x):
-            result = self.shared.product(self.form, x)
+        elif self.may_run(x, layer, *given):
+            taken = self.shared.taken(x)
+            result = None if taken is None else self.shared.product(self.form, taken)
             if result is not None:
                 return result
         return activation(layer(x))
@@ -165,30 +175,19 @@ class Added(_Sum):
                 if stream.dtype == x.dtype and tuple(stream.shape) == shape:
                     return api.linear(x, layer.weight, layer.bias, None, stream)
         elif self.may_run(x, layer) and isinstance(stream, torch.Tensor):
-            shared = self.shared
-            if not shared.trains(x, stream):
-                result = shared.product(self.form, x, stream)
-                if result is not None:
-                    return result
+            taken = self.shared.taken(x, stream)
+            result = None if taken is None else self.shared.product(self.form, taken, stream)
+            if result is not None:
+                return result
         result = layer(x)
         return (result if between is None else between(result)) + stream
 
 
-class _Wanted:
-    """What the step of a parent wants of a child's layer."""
-
-    __slots__ = ("layer", "step", "stream", "taken")
-
-    def __init__(self, step: Passed, stream: torch.Tensor) -> None:
-        self.layer, self.step, self.stream = step.shared.layers[0], step, stream
-        self.taken: torch.Tensor | None = None
-        """The sum, where the layer computed it."""
-
-
 class _Streams(threading.local):
-    """Of each thread what is wanted now."""
+    """Of each thread what the step of a parent wants of its child's layer."""
 
-    wanted: _Wanted | None = None
+    wanted: tuple[Passed, torch.Tensor, list[torch.Tensor]] | None = None
+    """The step, the stream, and where the layer puts the sum if it computes it."""
 
 
 streams = _Streams()
@@ -218,14 +217,15 @@ class Passed(_Sum):
         if _is_compiling() or self.shared.is_missed(self, stream) or not self._may_pass(child, between):
             result = child(*arguments, **keywords)
         else:
-            wanted, before = _Wanted(self, stream), streams.wanted
-            streams.wanted = wanted
+            before = streams.wanted
+            sums: list[torch.Tensor] = []
+            streams.wanted = self, stream, sums
             try:
                 result = child(*arguments, **keywords)
             finally:
                 streams.wanted = before
-            if wanted.taken is not None:
-                if (result if index is None else result[index]) is not wanted.taken:
+            if sums:
+                if (result if index is None else result[index]) is not sums[0]:
                     raise TunegemmError(
                         f"{type(child).__name__} gave something else than its {self._place} did, to which "
                         "the residual was added; tunegemm.unpatch the model"
@@ -248,16 +248,19 @@ class Passed(_Sum):
         """The sum of a layer's result and what its module's parent wants to add; None where it wants nothing,
         or no kernel computes that."""
         wanted = streams.wanted
-        if wanted is None or wanted.layer is not layer:
+        if wanted is None or wanted[0].shared.layers[0] is not layer:
             return None
         streams.wanted = None
+        step, stream, sums = wanted
         shared: Shared = layer._fused_with
-        form = _RESIDUAL[layer.bias is not None]
-        if not shared.is_missed(form, x) and not shared.trains(x, wanted.stream):
-            wanted.taken = shared.product(form, x, wanted.stream)
-        if wanted.taken is None and type(x) in PLAIN and shared.is_packed and shared.is_missed(form, x):
-            shared.remember_missed(wanted.step, wanted.stream)  # not to be passed for a while
-        return wanted.taken
+        form, result = _RESIDUAL[layer._parameters.get("bias") is not None], None
+        if not shared.is_missed(form, x) and (taken := shared.taken(x, stream)) is not None:
+            result = shared.product(form, taken, stream)
+        if result is not None:
+            sums.append(result)
+        elif type(x) in PLAIN and shared.is_packed and shared.is_missed(form, x):
+            shared.remember_missed(step, stream)  # not to be passed for a while
+        return result
 
 
 #: Without a bias and with one.
@@ -266,10 +269,11 @@ _RESIDUAL = (form_of(BELOW_AUTOGRAD, "residual"), form_of(BELOW_AUTOGRAD, "bias_
 
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether somebody is called with what the module is called with, or gives, or instead of it."""
+    own = module.__dict__  # as attributes these would cost twice as much
     return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__  # as accelerate has its hooks
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own  # as accelerate has its hooks
     )
