@@ -51,6 +51,11 @@ def read_engine_experts(engine: str, warn: Callable[[str], None]) -> bool:
     return _switch(f"TUNEGEMM_{engine.upper()}_EXPERTS", False, warn)
 
 
+def read_engine_gates(engine: str, warn: Callable[[str], None]) -> bool:
+    """``TUNEGEMM_VLLM_GATES``: whether an engine's gates are made with the product of gate and up."""
+    return _switch(f"TUNEGEMM_{engine.upper()}_GATES", False, warn)
+
+
 def read_check_groups(warn: Callable[[str], None]) -> bool:
     """``TUNEGEMM_CHECK_GROUPS``: whether the ends of groups and experts' numbers are looked at."""
     return _switch("TUNEGEMM_CHECK_GROUPS", False, warn)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ import torch
 import tunegemm
 from tunegemm.errors import one_line
 from tunegemm.serve import api
-from tunegemm.serve.integrations import engines
+from tunegemm.serve.integrations import engines, vllm_gates
 from tunegemm.serve.integrations.engines import Misfit, of_engine, replace
 from tunegemm.serve.integrations.vllm_experts import asker, serve_experts
-from tunegemm.serve.modes import read_engine_experts
+from tunegemm.serve.modes import read_engine_experts, read_engine_gates
 
 #: Its parent is vLLM's, which shows lines of this level.
 _log = logging.getLogger("vllm.tunegemm")
@@ -37,6 +38,7 @@ _HOPPER = 90
 
 def register() -> None:
     """Serves the engine of this process. May be called again, and where there is no GPU; raises nothing."""
+    gates = read_engine_gates("vllm", _log.warning)
     experts = {"layers of experts": serve_experts} if read_engine_experts("vllm", _log.warning) else {}
     engines.install(
         "vllm",
@@ -46,7 +48,7 @@ def register() -> None:
             "batch invariance": _batch_invariance,
             "fp8 layers": _fp8,
             **experts,
-            "the compile cache's key": _configuration,
+            "the compile cache's key": partial(_configuration, gates=gates),
             "the line at the start": _start,
         },
     )
@@ -159,11 +161,12 @@ def _fp8_kernel(cutlass: Any) -> type:
     return Kernel
 
 
-def _configuration() -> None:
+def _configuration(*, gates: bool) -> None:
     def add(config: Any) -> None:
         if isinstance(config.additional_config, dict) and CONFIG_KEY not in config.additional_config:
             facts = {"served": engines.fingerprint(), "records": engines.fingerprint(anywhere=True)}
-            config.additional_config = {**config.additional_config, CONFIG_KEY: facts}
+            more = {vllm_gates.FACT: "with their product"} if gates else {}
+            config.additional_config = {**config.additional_config, CONFIG_KEY: facts | more}
 
     def make(own: Any) -> Any:
         def __post_init__(self: Any) -> None:
@@ -202,10 +205,23 @@ def _prepare(config: Any) -> None:
 
     lower(lambda: api.dispatcher)
     engines.lower()
+    given = _facts(config)
+    if vllm_gates.FACT in given:
+        _attempt(lambda: vllm_gates.serve_gates(_before_compiling))
+    if why := engines.compared(given.get("records")):
+        _log.warning("tunegemm: %s", why)
+
+
+def _before_compiling(config: Any, graph: torch.fx.GraphModule) -> None:
+    if vllm_gates.FACT in _facts(config):
+        _attempt(partial(vllm_gates.fuse, graph))
+
+
+def _facts(config: Any) -> dict[str, Any]:
+    """What a process that starts an engine says of itself to those that compute."""
     facts = config.additional_config
     given = facts.get(CONFIG_KEY) if isinstance(facts, dict) else None
-    if why := engines.compared(given.get("records") if isinstance(given, dict) else None):
-        _log.warning("tunegemm: %s", why)
+    return given if isinstance(given, dict) else {}
 
 
 def _report(wrapper: Any) -> None:
@@ -216,12 +232,13 @@ def _report(wrapper: Any) -> None:
     what = engines.served(wrapper.worker.get_model(), most, asker)
     if not wrapper.rpc_rank:
         _log.info(
-            "tunegemm %s in vLLM %s: %s; policy %s, records %s",
-            tunegemm.__version__, version, what, planner.policy, engines.fingerprint(anywhere=True),
+            "tunegemm %s in vLLM %s: %s%s; policy %s, records %s",
+            tunegemm.__version__, version, what, vllm_gates.said(), planner.policy,
+            engines.fingerprint(anywhere=True),
         )  # fmt: skip
 
 
-def _attempt(step: Callable[[], None]) -> None:
+def _attempt(step: Callable[[], object]) -> None:
     """Nothing that tunegemm says or prepares may end the engine."""
     try:
         step()

@@ -1,0 +1,135 @@
+"""vLLM's gates in one kernel with their product, beside the real vLLM as far as it imports without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engines.conftest import Run
+from tests.engines.programs import LAYERS, LOADS, engine
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+
+_SERVED = """
+from tests.support.engines import serve_on_cpu
+from tests.support.grouped import Loops
+from tunegemm.describe.problem import Problem
+from tunegemm.serve import grouped
+from tunegemm.serve.integrations import vllm_gates
+kernel, loops = serve_on_cpu(Problem(100, 7168, 64), digest="of gates"), Loops()
+grouped.groups = grouped.Groups(loops.load)
+"""
+
+#: vLLM's own Llama of two layers, but for attention, which is a GPU's.
+_LLAMA = """
+import json
+from pathlib import Path
+from vllm.compilation import backends
+from vllm.compilation.counter import compilation_counter
+from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, ModelConfig, PassConfig
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.models import llama
+from vllm.v1.worker import worker_base
+vllm.platforms.current_platform.device_type = "cpu"
+FixFunctionalizationPass.__call__ = lambda self, graph: None  # it asks for compiled operators
+
+class Attention(torch.nn.Module):
+    def __init__(self, *arguments, **words):
+        super().__init__()
+
+    def forward(self, q, k, v):
+        return q
+
+llama.Attention = Attention
+facts = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+    "intermediate_size": 3584, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2,
+    "vocab_size": 256, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+}
+Path("model").mkdir(exist_ok=True)
+Path("model/config.json").write_text(json.dumps(facts))
+words = "fuse", "enable", "eliminate"
+no_passes = {name: False for name in PassConfig.__dataclass_fields__ if name.startswith(words)}
+known = config(
+    model_config=ModelConfig(model="model", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048),
+    compilation_config=CompilationConfig(
+        mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=CUDAGraphMode.NONE, backend="inductor",
+        splitting_ops=[], compile_sizes=[], pass_config=no_passes,
+    ),
+)
+
+class Worker:
+    def init_device(self):
+        pass
+
+wrapper = worker_base.WorkerWrapperBase()
+wrapper.vllm_config, wrapper.worker = known, Worker()
+wrapper.init_device()
+found["operators"] = []
+own = backends.split_graph
+
+def split_graph(module, *others):
+    targets = [str(node.target) for node in module.graph.nodes]
+    silus = sum("silu" in each for each in targets)
+    found["operators"].append([targets.count("tunegemm.engine_gated.default"), silus])
+    return own(module, *others)
+
+backends.split_graph = split_graph
+found["steps"] = []
+with set_current_vllm_config(known), torch.inference_mode():
+    ranks(Path("ranks").absolute())
+    torch.set_default_dtype(torch.bfloat16)
+    model = llama.LlamaForCausalLM(vllm_config=known)
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(torch.randn(parameter.shape) / (1 if "norm" in name else 8))
+
+    def step(rows):
+        ids = torch.arange(rows) % 256
+        with set_forward_context(None, known, num_tokens=rows):
+            return model.compute_logits(model(ids, torch.arange(rows)))
+
+    def unfused(rows):  # by modules, as they are without a compiler
+        inner = model.model
+        inner.do_not_compile = True
+        try:
+            return step(rows)
+        finally:
+            inner.do_not_compile = False
+
+    for rows in (16, 100, 101, 7):
+        loops.calls.clear()
+        kernel.calls.clear()
+        result = step(rows)
+        counts = len(loops.calls), len(kernel.calls)
+        expected = unfused(rows).float()
+        error = float((result.float() - expected).norm() / expected.norm())
+        found["steps"].append([rows, *counts, error < 2e-2])
+found["compiled"] = compilation_counter.num_inductor_compiles
+found["said"] = vllm_gates.said()
+torch.distributed.destroy_process_group()
+"""
+
+
+@engine
+def test_llamas_graph_has_the_operator_once_a_layer(engine: str, run: Run, tmp_path) -> None:
+    """Where it is asked for; another process takes what was compiled, if it is asked, too."""
+    code = LOADS + LAYERS + "load()\n" + _SERVED + _LLAMA
+    cache, asked = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}, {"TUNEGEMM_VLLM_GATES": "1"}
+    said = "; with silu's gate bf16 7168x64 at 1 to 64, 225 to 256, 1024 to 8192 rows"
+    compiled = []
+    for variables in (asked, asked, {}, asked | {"TUNEGEMM_VLLM": "0"}):
+        (tmp_path / "ranks").unlink(missing_ok=True)
+        found = run(engine, code, **cache, **variables)
+        output = found.pop("output")
+        is_fused = variables == asked
+        assert found["said"] == (said if is_fused else ""), output
+        gated, plain = (2, 0) if is_fused else (0, 0), (0, 2 * ("TUNEGEMM_VLLM" not in variables))
+        assert found["steps"] == [
+            [16, *gated, True], [100, *plain, True], [101, 0, 0, True], [7, *gated, True]
+        ], output  # fmt: skip
+        assert found["operators"] in ([], [[2, 0]] if is_fused else [[0, 2]]), output
+        compiled.append(found["compiled"])
+        assert "tunegemm leaves" not in output
+    assert compiled == [1, 0, 1, 1]
