@@ -92,13 +92,17 @@ def served(
     *,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """`experts` with silu's gate; None where torch's products would compute it, or gradients are asked."""
+    """`experts` with silu's gate; None where torch's products would compute it, or gradients are asked.
+
+    out: memory for the result, which is it only where it may be.
+    """
     count, rows = gate_up.shape[0], index.numel()
     if not are_chosen(count, tuple(gate_up.shape[1:]), tuple(down.shape[1:]), rows, x.dtype):
         return None
     given = x, gate_up, down, index, weights, gate_up_bias, down_bias
-    return _layer(*given, "silu", False, False, served=True)
+    return _layer(*given, "silu", False, False, served=True, out=out)
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -122,8 +126,9 @@ def _layer(
     interleaved: bool,
     elsewhere: bool,
     served: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """What `experts` computes. served: None where the first product has no kernel."""
+    """What `experts` computes. served: None where the first product has no kernel. out: see `served`."""
     operands = x, gate_up, down, index, weights, gate_up_bias, down_bias
     traced = torch.compiler.is_compiling()
     # Without gradients and all that surrounds a call: asked once, not at each product.
@@ -174,7 +179,7 @@ def _layer(
     # Of few choices torch's way back takes fewer operators, if `route` is not served, than to make places.
     if around is not None and (routed is not None or order.shape[0] > MOST_CHOICES):
         place = _inverse(order, plain) if routed is None else routed.place
-        combined = around.combine(of_rows, place, ends, weights)
+        combined = around.combine(of_rows, place, ends, weights, out)
         if combined is not None:
             return combined if combined.dtype is x.dtype else combined.to(x.dtype)
         if routed is not None:  # and the other kernel is not there

@@ -58,7 +58,7 @@ def _class(own: Any) -> type:
             result = _computed(self, given) if given["activation"] == silu else None
             if result is None:
                 super().apply(**given)
-            else:
+            elif result is not given["output"]:
                 given["output"].copy_(result)
 
     Experts.__name__ = Experts.__qualname__ = EXPERTS
@@ -104,5 +104,5 @@ def _computed(experts: Any, given: dict[str, Any]) -> torch.Tensor | None:
         return None
     return gated_experts.served(
         given["hidden_states"], plain(given["w1"]), plain(given["w2"]), given["topk_ids"],
-        given["topk_weights"], gate_up_bias=config.w1_bias, down_bias=config.w2_bias,
+        given["topk_weights"], gate_up_bias=config.w1_bias, down_bias=config.w2_bias, out=given["output"],
     )  # fmt: skip
