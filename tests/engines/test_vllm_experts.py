@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engines.conftest import Run
-from tests.engines.programs import HOPPER, LOADS, engine
+from tests.engines.programs import HOPPER, LAYERS, LOADS, engine
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -133,3 +133,59 @@ found["others"]["no kernel yet"] = call(own)[1:]
     names = ("map", "on input", "scales", "gelu", "fp32", "LoRA", "limits", "no kernel yet")
     assert found["served again"] == [2, 0], output
     assert found["others"] == {name: [0, 1] for name in names}, output
+
+
+@engine
+def test_a_whole_layer_of_vllms(engine: str, run: Run, tmp_path) -> None:
+    """vLLM's own layer takes our class, and its modular kernel calls it; the start's line asks of it."""
+    found = run(
+        engine,
+        LOADS
+        + HOPPER
+        + LAYERS
+        + "load()\n"
+        + _EXPERTS
+        + f"""
+from vllm.model_executor.layers import fused_moe
+from vllm.model_executor.layers.fused_moe import modular_kernel
+from vllm.model_executor.layers.fused_moe.experts import triton_moe
+from benchmarks import vllm_experts
+from tests.serve.test_experts import EXPERTS, HIDDEN, INNER, by_loops, layer
+from tests.support.engines import serve_on_cpu
+from tests.support.grouped import Loops
+from tunegemm.serve import grouped
+from tunegemm.serve.integrations import engines
+from tunegemm.serve.integrations.vllm_experts import asker
+
+for module in (vllm.platforms, modular_kernel, triton_moe, unquantized):
+    on(module)
+loops = Loops()
+grouped.groups = grouped.Groups(loops.load)
+serve_on_cpu()
+
+torch.accelerator.empty_cache = lambda: None  # of a GPU
+given = layer(dtype=torch.bfloat16)
+sizes = EXPERTS, given["index"].shape[1], HIDDEN, INNER
+theirs, ours = vllm_experts.kernels_of(*sizes, "cpu")
+route = given["weights"].float(), given["index"].int()
+with torch.inference_mode():
+    result = vllm_experts.apply(ours, given["x"], given["gate_up"], given["down"], route)
+found["served"] = [torch.allclose(result.float(), by_loops(**given), rtol=5e-2, atol=3e-2), len(loops.calls)]
+
+with set_current_vllm_config(config()):
+    ranks({str(tmp_path / "ranks")!r})
+    for name, more in {{"silu": {{}}, "gelu": {{"activation": "gelu"}}}}.items():
+        layer_of = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
+        model = layer_of(8, 2, 4096, 14336, params_dtype=torch.bfloat16, prefix=name, **more)
+        found[name] = engines.served(model, 64, asker)
+torch.distributed.destroy_process_group()
+""",
+        TUNEGEMM_VLLM_EXPERTS="1",
+    )
+    output = found.pop("output")
+    assert found == {
+        "served": [True, 2],
+        "silu": "kernels for 1 at 1, 1 at 16, 1 at 64 rows of 1 kinds of weights, by grouped",
+        "gelu": "kernels for 0 at 1, 0 at 16, 0 at 64 rows of 1 kinds of weights; at none of these bf16 "
+        "28672x4096 of 8 experts",
+    }, output
