@@ -200,6 +200,17 @@ def test_a_forward_that_somebody_put_into_a_layer_is_called(serve):
     assert "mlp.{w1,w3}" not in fused(fuse(again))
 
 
+def test_methods_that_somebody_kept_are_torchs_after_unpatching(serve):
+    """As accelerate's hooks keep them, and put them back."""
+    model, expected = made(), by_torch(made(), given())
+    fuse(model)
+    kept = [(each, each.forward) for each in model.modules()]
+    tunegemm.unpatch(model)
+    for module, forward in kept:
+        module.forward = forward
+    assert torch.equal(by_torch(model, given()), expected)
+
+
 def test_what_takes_a_layers_place_is_called(serve):
     class Adapter(nn.Module):
         def __init__(self, base: nn.Module) -> None:

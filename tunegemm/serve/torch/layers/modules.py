@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from tunegemm.serve.torch.layers.halves import refusal
 from tunegemm.serve.torch.layers.recognise import Match, compiled, matches, replace, traced
@@ -73,8 +74,10 @@ class AskingLinear(SharedLinear):
     stands_for = torch.nn.Linear
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        shared = self._fused_with
+        shared = self.__dict__.get("_fused_with")
         part = None
+        if shared is None:  # it was unpatched, and somebody has kept this method, as accelerate's hooks do
+            return F.linear(input, self.weight, self.bias)
         if shared.is_taken_apart:
             part = shared.traced_part(self, input) if _is_compiling() else shared.part(self, input)
         elif not _is_compiling():
@@ -203,7 +206,8 @@ def _calling(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     place = _PREFIX + name
 
     def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        return self.__dict__[place](self, *arguments, **keywords)
+        # Without the function it was unpatched, and somebody has kept this method.
+        return self.__dict__.get(place, original)(self, *arguments, **keywords)
 
     method.__wrapped__ = original  # type: ignore[attr-defined] # which says what it takes
     return method
