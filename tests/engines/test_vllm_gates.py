@@ -133,3 +133,75 @@ def test_llamas_graph_has_the_operator_once_a_layer(engine: str, run: Run, tmp_p
         compiled.append(found["compiled"])
         assert "tunegemm leaves" not in output
     assert compiled == [1, 0, 1, 1]
+
+
+@engine
+def test_adapters_and_quantised_layers_are_left_alone(engine: str, run: Run, tmp_path) -> None:
+    """vLLM's own MLP with its LoRA layer, whose product of adapters is a CPU's, and with another method."""
+    found = run(
+        engine,
+        LOADS
+        + LAYERS
+        + """
+import vllm.utils.torch_utils
+vllm.utils.torch_utils.PIN_MEMORY = False  # which a GPU's driver does
+from vllm.config.lora import LoRAConfig
+from vllm.lora.layers import LoRAMapping, MergedColumnParallelLinearWithLoRA
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.models.llama import LlamaMLP
+load()
+"""
+        + _SERVED
+        + f"""
+counts = []
+def backend(module, inputs):
+    counts.append(vllm_gates.fuse(module))
+    return module
+
+class Scaled(LinearMethodBase):
+    def create_weights(self, *arguments, **words):
+        pass
+
+    def apply(self, layer, x, bias=None):
+        weight = layer.weight.to(torch.float8_e4m3fn).to(x.dtype)
+        return torch.nn.functional.linear(x, weight, bias)
+
+with set_current_vllm_config(config()), torch.inference_mode():
+    ranks({str(tmp_path / "ranks")!r})
+    torch.set_default_dtype(torch.bfloat16)
+    x = torch.randint(-2, 3, (16, 64)).bfloat16()
+    for name in ("plain", "LoRA", "quantised"):
+        mlp = LlamaMLP(64, 3584, "silu", prefix="layers.0.mlp")
+        filled(mlp)
+        if name == "LoRA":
+            layer = MergedColumnParallelLinearWithLoRA(mlp.gate_up_proj)
+            adapters = PunicaWrapperCPU(64, 16, "cpu")
+            layer.set_mapping(adapters)
+            of_adapters = LoRAConfig(max_loras=2, max_lora_rank=8, lora_dtype=torch.bfloat16)
+            layer.create_lora_weights(2, of_adapters)
+            a, b = (
+                [torch.randint(-1, 2, shape).bfloat16() for _ in range(2)] for shape in ((8, 64), (3584, 8))
+            )
+            layer.set_lora(0, a, b)
+            mapping = LoRAMapping((1,) * 16, (1,) * 16, is_prefill=False)
+            adapters.update_metadata(mapping, [1, None], 2, 128)
+            mlp.gate_up_proj = layer
+        if name == "quantised":
+            mlp.gate_up_proj.quant_method = Scaled()
+        counts.clear()
+        loops.calls.clear()
+        torch._dynamo.reset()
+        expected = mlp(x).float()
+        result = torch.compile(mlp, backend=backend)(x).float()
+        error = float((result - expected).norm() / expected.norm())
+        found[name] = [sum(counts), len(counts) > 0, len(loops.calls), error < 1e-2]
+torch.distributed.destroy_process_group()
+""",
+    )
+    output = found.pop("output")
+    assert found == {
+        "plain": [1, True, 1, True],
+        "LoRA": [0, True, 0, True],
+        "quantised": [0, True, 0, True],
+    }, output
