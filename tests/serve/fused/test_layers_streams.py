@@ -267,6 +267,27 @@ def test_dropout_that_does_nothing_stands_in_no_sums_way(serve, kernel):
     assert torch.equal(by_torch(model, given()), by_torch(plain, given()))
 
 
+class Scaled(Dropping):
+    """As torchtune writes a layer whose results nothing scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Identity()  # type: ignore[assignment]
+
+
+def test_an_identity_stands_in_no_sums_way(serve, kernel):
+    model, plain = made(Scaled), made(Scaled)
+    assert {"child.out", "last"} <= set(fused(fuse(model)))
+    assert torch.equal(by_torch(model, given()), by_torch(plain, given()))
+    asked = serve()
+    for train in (True, False):
+        serves(kernel, model.train(train), plain.train(train), given())
+        assert any("residual" in problem.epilogue for problem in asked.asked)
+    for each in (model, plain):
+        each.dropout.register_forward_hook(lambda module, given, result: result * 2)
+    serves(kernel, model, plain, given())
+
+
 def test_ends_that_are_something_else():
     class Early(Child):
         def forward(self, x):  # type: ignore[no-untyped-def]

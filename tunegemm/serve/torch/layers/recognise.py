@@ -55,7 +55,7 @@ class Match:
     side: int | None = None
     """Which argument of the node is what is added."""
     between: fx.Node | None = None
-    """Dropout of what it is added to."""
+    """Dropout of what it is added to, or torch.nn.Identity."""
     end: End | None = None
     """How a child ends, whose call is what `layers` has."""
     child: str = ""
@@ -289,12 +289,13 @@ def _passed(module: torch.nn.Module, graph: fx.Graph, node: fx.Node, side: int) 
 
 
 def _undropped(module: torch.nn.Module, node: Any) -> tuple[Any, fx.Node | None]:
-    """What dropout is given, and its node; the node itself and None where it is not dropout, used once."""
+    """What dropout or an identity is given, and its node; the node itself and None where it is neither, used
+    once."""
     is_call = isinstance(node, fx.Node) and node.op == "call_module"
     if not is_call or len(node.users) != 1 or _extras(node):
         return node, None
-    is_dropout = type(module.get_submodule(str(node.target))) is torch.nn.Dropout
-    return (node.args[0], node) if is_dropout else (node, None)
+    is_nothing = type(module.get_submodule(str(node.target))) in (torch.nn.Dropout, torch.nn.Identity)
+    return (node.args[0], node) if is_nothing else (node, None)
 
 
 def _called_child(node: Any) -> str:

@@ -62,15 +62,18 @@ class Step:
 
 
 class _Sum(Step):
-    """What is added to a layer's result, which dropout may stand before."""
+    """What is added to a layer's result, which dropout or torch.nn.Identity may stand before."""
 
     def __init__(self, shared: Shared, between: torch.nn.Module | None) -> None:
         super().__init__(shared, "residual")
         self._between: Any = between
+        self._drops = isinstance(between, torch.nn.Dropout)
 
     def does_nothing(self, between: Any) -> bool:
-        """Whether what stands between is the dropout that did, and none now."""
-        return between is self._between and not (between.training and between.p) and not has_hooks(between)
+        """Whether what stands between is the module that did, and no dropout now."""
+        if between is not self._between or has_hooks(between):
+            return False
+        return not (self._drops and between.training and between.p)
 
 
 class Gated(Step):
