@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
+import venv
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
@@ -235,7 +236,14 @@ def test_vllm_of_an_older_dsl_wants_another_one() -> None:
 @pytest.mark.engines
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "vllm-0.26.0"])
-def test_pip_resolves_an_engine_and_the_wheel_together(engine: str, wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_changes_nothing_that_pip_installed_of_an_engine(
+    engine: str, wheel: Path, tmp_path: Path
+) -> None:
+    """pip resolves both together; and beside an engine that is there it installs the wheel and platformdirs.
+
+    The environment has of each of the engine's packages what pip goes by, as the index has it, and no code:
+    that would be 9 GB.
+    """
     name, _, version = engine.rpartition("-")
     report = tmp_path / "report.json"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
@@ -248,3 +256,30 @@ def test_pip_resolves_an_engine_and_the_wheel_together(engine: str, wheel: Path,
     pins = pinned(ENGINES[engine])
     assert {name: found[name] for name in pins} == pins
     assert found.keys() - pins.keys() == {"tunegemm", "platformdirs"}
+
+    venv.create(tmp_path / "clean", with_pip=True)
+    python = str(tmp_path / "clean" / "bin" / "python")
+    (packages,) = (tmp_path / "clean" / "lib").glob("*/site-packages")
+    for one in installed:
+        if canonicalize_name(one["name"]) in pins:
+            folder = packages / f"{one['name'].replace('-', '_')}-{one['version']}.dist-info"
+            folder.mkdir()
+            lines = [f"{field.title()}: {one[field]}" for field in ("metadata_version", "name", "version")]
+            lines += [f"Requires-Dist: {text}" for text in one.get("requires_dist", ())]
+            lines += [f"Provides-Extra: {text}" for text in one.get("provides_extra", ())]
+            (folder / "METADATA").write_text("\n".join(lines).replace("Metadata_V", "Metadata-V") + "\n")
+            (folder / "INSTALLER").write_text("pip\n")
+            (folder / "RECORD").write_text("")
+
+    def freeze() -> set[str]:
+        asked = subprocess.run([python, "-m", "pip", "freeze", "--all"], capture_output=True, text=True)
+        return set(asked.stdout.splitlines())
+
+    before = freeze()
+    assert len(before) >= len(pins)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", str(wheel)], check=True)
+    after = freeze()
+    assert before <= after and {line.split("==")[0].split(" @")[0] for line in after - before} == {
+        "tunegemm", "platformdirs",
+    }  # fmt: skip
+    subprocess.run([python, "-m", "pip", "check"], check=True)

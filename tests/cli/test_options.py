@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from tunegemm.cli import app, arguments, options
 from tunegemm.cli.arguments import UsageError, parse_families, parse_seconds, write_text
 from tunegemm.cli.options import parse_problems
+from tunegemm.cli.tune import given_options
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import SpaceError, TunegemmError
 
@@ -36,6 +38,14 @@ def test_problems_keep_their_order_and_come_once() -> None:
         Problem(8, 8, 8, 1, "fp16", "fp32", "k", "n"),
         Problem(4, 4, 4, 1, "fp16", "fp32", "k", "n"),
     ]
+
+
+def test_short_options_are_said_again_by_their_long_names() -> None:
+    """In the command to copy for a GPU."""
+    command = typer.main.get_command(app).get_command(None, "tune")  # type: ignore[attr-defined]
+    with command.make_context("tune", ["--shape", "8x8x8", "-q", "--family", "skinny"]) as context:
+        flags = given_options(context)
+    assert flags["quiet"] == "--quiet" and all(flag.startswith("--") for flag in flags.values())
 
 
 def test_families() -> None:

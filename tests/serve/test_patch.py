@@ -33,6 +33,15 @@ def model(serve, kernel, monkeypatch) -> nn.Sequential:
     return layers
 
 
+def test_layers_of_quantised_models_stay_their_own() -> None:
+    """transformers' class is an `nn.Linear` whose forward calls kernels of its own; the guide lists it."""
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    layers = nn.Sequential(FP8Linear(64, 64, block_size=(32, 32)), nn.Linear(64, 64))
+    assert isinstance(layers[0], nn.Linear) and tunegemm.patch(layers) == 1
+    assert type(layers[0]) is FP8Linear and type(layers[1]) is TunedLinear
+
+
 DERIVING: dict[str, Callable[[nn.Module], object]] = {
     "weight_norm": parametrizations.weight_norm,
     "own": lambda layer: parametrize.register_parametrization(layer, "weight", nn.Identity()),

@@ -285,4 +285,8 @@ def resume_command(context: typer.Context, remaining: list[Problem]) -> str:
 def given_options(context: typer.Context) -> dict[str, str]:
     """The flags of the options whose values are not their defaults, by the options' names."""
     parameters = {parameter.name or "": parameter for parameter in context.command.params}
-    return {name: one.opts[0] for name, one in parameters.items() if context.params.get(name) != one.default}
+    return {
+        name: next(flag for flag in one.opts if flag.startswith("--"))
+        for name, one in parameters.items()
+        if context.params.get(name) != one.default
+    }
