@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tests.support.layers import (
     given,
     made,
 )
+from tests.support.serving import calls_of
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmWarning
 from tunegemm.serve.launchers import Prepared
@@ -306,3 +308,17 @@ def test_results_are_written_into_apart(serve):
         close(model(given()), expected, TOLERANCE)
     close(model(given()), expected, TOLERANCE)
     model(given()).sum().backward()
+
+
+def test_a_call_is_looked_at_once(serve):
+    """What the host does for a layer beside its launches, which eager decode waits for."""
+    model = made()
+    fuse(model)
+    serve()
+    for _ in range(2):
+        by_torch(model, given())
+    python, _ = calls_of(lambda: by_torch(model, given()))
+    place = "tunegemm.serve.torch.layers."
+    counts = Counter(name.removeprefix(place) for name in python if name.startswith(place))
+    assert counts["shared.is_in_place"] == counts["shared.taken"] == len(ALL)
+    assert sum(counts.values()) <= 69
