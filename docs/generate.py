@@ -41,6 +41,7 @@ from benchmarks.tables.programs import (
     tuning_many,
     tuning_time,
     vllm,
+    vllm_experts,
 )
 from benchmarks.tables.reading import DocsError, load
 
@@ -192,6 +193,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "clients-fused": clients_fused,
     "layers": layers,
     "vllm": vllm,
+    "vllm-experts": vllm_experts,
     "dtypes": dtypes,
     "dispatch": dispatch,
     "batch-invariance": batch_invariance,
