@@ -205,3 +205,71 @@ torch.distributed.destroy_process_group()
         "LoRA": [0, True, 0, True],
         "quantised": [0, True, 0, True],
     }, output
+
+
+_RANK = """
+import torch
+import torch.distributed
+
+def rank(number, path, queue):
+    import vllm.plugins
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    vllm.plugins.load_general_plugins()
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.model_executor.models.llama import LlamaMLP
+    from tests.support.engines import serve_on_cpu
+    from tests.support.grouped import Loops
+    from tunegemm.describe.problem import Problem
+    from tunegemm.serve import grouped
+    from tunegemm.serve.integrations import vllm_gates
+    serve_on_cpu(Problem(100, 7168, 64))
+    loops, counts = Loops(), []
+    grouped.groups = grouped.Groups(loops.load)
+    torch.manual_seed(0)
+
+    def backend(module, inputs):
+        counts.append(vllm_gates.fuse(module))
+        return module
+
+    config = VllmConfig(device_config=DeviceConfig(device="cpu"))
+    with set_current_vllm_config(config), torch.inference_mode():
+        init_distributed_environment(2, number, f"file://{path}", number, backend="gloo")
+        initialize_model_parallel(2, 1)
+        torch.set_default_dtype(torch.bfloat16)
+        mlp = LlamaMLP(64, 7168, "silu", prefix="layers.0.mlp")
+        gate, up, down = (torch.randn(shape) / 8 for shape in ((7168, 64), (7168, 64), (64, 7168)))
+        for shard, weight in enumerate((gate, up)):
+            mlp.gate_up_proj.weight_loader(mlp.gate_up_proj.weight, weight, shard)
+        mlp.down_proj.weight_loader(mlp.down_proj.weight, down)
+        x = torch.randn(16, 64)
+        result = torch.compile(mlp, backend=backend)(x).float()
+        linear = torch.nn.functional.linear
+        gate, up = (linear(x.float(), each.float()) for each in (gate, up))
+        expected = linear(torch.nn.functional.silu(gate) * up, down.float())
+        error = float((result - expected).norm() / expected.norm())
+        queue.put([number, sum(counts), loops.calls, error < 1e-2])
+    torch.distributed.destroy_process_group()
+"""
+
+
+@engine
+def test_shards_of_two_ranks(engine: str, run: Run, tmp_path) -> None:
+    """Each rank has its part of gate's rows above its part of up's."""
+    (tmp_path / "rank_of_tests.py").write_text(_RANK)
+    found = run(
+        engine,
+        f"""
+import multiprocessing
+from rank_of_tests import rank
+context = multiprocessing.get_context("spawn")
+queue = context.Queue()
+processes = [context.Process(target=rank, args=(n, {str(tmp_path / "ranks")!r}, queue)) for n in range(2)]
+for process in processes:
+    process.start()
+found["ranks"] = sorted(queue.get(timeout=300) for _ in processes)
+for process in processes:
+    process.join()
+""",
+    )
+    call = [16, 1, 7168, 64, "swiglu"]
+    assert found["ranks"] == [[n, 1, [call], True] for n in range(2)], found["output"]
