@@ -49,6 +49,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(planning, "LOOK_SECONDS", 3600.0)  # after which a step is layer by layer
     monkeypatch.setattr(trained, "served", True)
+    monkeypatch.setattr(trained, "least", 0)
     monkeypatch.setattr(trained, "launch", note)
     monkeypatch.setattr(trained.TrainedLayers, "forward", staticmethod(note_joined))
     return names

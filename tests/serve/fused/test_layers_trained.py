@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import tunegemm
 from tests.support.fusing import close
 from tests.support.gates import ACTIVATIONS, SIZES, by_torch, check, check_odd_values, drawn
-from tests.support.layers import BF16, TOLERANCE, WIDTH, Attention, Gates, fuse, given, made
+from tests.support.layers import BF16, INNER, TOLERANCE, WIDTH, Attention, Gates, fuse, given, made
 from tunegemm.errors import TunegemmWarning
 from tunegemm.serve import planning
 from tunegemm.serve.launchers import Prepared
@@ -54,6 +54,7 @@ def ran(monkeypatch) -> Iterator[list[str]]:
         importlib.reload(kernel_gates)
     monkeypatch.setattr(planning, "LOOK_SECONDS", 3600.0)  # after which a step is layer by layer
     monkeypatch.setattr(trained, "served", True)
+    monkeypatch.setattr(trained, "least", 0)
     monkeypatch.setattr(trained, "launch", note)
     monkeypatch.setattr(TrainedLayers, "forward", staticmethod(note_joined))
     yield names
@@ -147,6 +148,16 @@ def test_what_torch_computes_layer_by_layer(pair, ran):
         each[1].w3.weight.requires_grad_(False)
     alike(step(model), step(plain))
     assert not ran
+
+
+def test_from_how_many_rows_on(pair, ran, monkeypatch):
+    _, model = pair()
+    monkeypatch.setattr(trained, "least", given().numel() * 2 * INNER)
+    step(model)
+    assert ran == STEP[1:], "q, k and v have fewer weights"
+    monkeypatch.setattr(trained, "least", given().numel() * 2 * INNER + 1)
+    step(model)
+    assert ran == STEP[1:]
 
 
 def test_policies_and_modes_that_are_torchs(serve, ran, monkeypatch):

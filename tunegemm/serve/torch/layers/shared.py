@@ -267,7 +267,7 @@ class Shared:
 
     def trained_input(self, x: Any) -> Any:
         """The input as layers take it that are all trained with it, and torch computes all their products and
-        gradients; None elsewhere, as where one has a bias (docs/decisions/0028).
+        gradients; None elsewhere, as where one has a bias, or there is little to do (docs/decisions/0028).
 
         That is not known before a first step: `TunedLinear` says when.
         """
@@ -275,7 +275,13 @@ class Shared:
             return None
         planner = api.dispatcher.planner
         known, size = planner.state.torchs, x.numel()
-        if not known or planner.is_off or planner.state.policy.is_batch_invariant or tracing():
+        if (
+            size * sum(self.rows) < trained.least
+            or not known
+            or planner.is_off
+            or planner.state.policy.is_batch_invariant
+            or tracing()
+        ):
             return None
         if x.device.type != planner.device_type or x.ndim < 2 or is_lazy(x) or not self.is_in_place():
             return None

@@ -33,6 +33,9 @@ from tunegemm.serve.torch.together import beside
 
 #: Whether these are served: not before a GPU has shown them right.
 served = False
+#: From how many rows times weights on. On an H100 4096 rows of q, k and v of a 1B model, which are 2.6e10,
+#: and all that was larger gained (docs/decisions/0028); a step of less waits for the host.
+least = 1 << 34
 
 #: Elements of a block, of 8 warps, whose threads so read and write 16 bytes at once.
 _BLOCK = 2048
