@@ -191,8 +191,8 @@ class Shared:
         """The input as the methods below take it; None where a call means more than its product, or autograd
         wants to know of it, which is `trained_input`'s to say.
 
-        x: not `is_missed`, or of few rows. others: what else goes into
-        the call. This is all that is looked at before a launch; each look costs every call.
+        x: not `is_missed`, or of few rows. others: what else goes into the call. This is all that is looked
+        at before a launch; each look costs every call.
         """
         # Of one layer the weight may have moved, which costs nothing to follow.
         if not self.is_in_place() and (len(self.layers) > 1 or self.pack()):

@@ -103,13 +103,10 @@ class Gated(Step):
                 return activation(traced_part(x, *parameters, 0)) * traced_part(x, *parameters, 1)
         elif grad_enabled() and (result := self._trained(x, gate, up, *given)) is not None:
             return result
-        elif not shared.in_turns:  # as for graphs that train
-            if self.calls_as_known(gate, up, *given) and (parts := shared.parts(x)) is not None:
-                return activation(parts[0]) * parts[1]
         else:
             has_none = shared.is_missed(self.form, x)
             if (not has_none or shared.is_few(x)) and self.calls_as_known(gate, up, *given):
-                result = self._in_turns(x, activation, has_none)
+                result = self._joined(x, activation, has_none)
                 if result is not None:
                     return result
         return activation(gate(x)) * up(x)
@@ -122,9 +119,15 @@ class Gated(Step):
         result: torch.Tensor = TrainedGate.apply(x, *self.shared.parameters("weight"), self.name)
         return result
 
-    def _in_turns(self, x: Any, activation: Activation, has_none: bool) -> torch.Tensor | None:
-        """has_none: whether there is no kernel, as far as is known."""
+    def _joined(self, x: Any, activation: Activation, has_none: bool) -> torch.Tensor | None:
+        """By one product; None where there is none.
+
+        has_none: whether there is no kernel, as far as is known.
+        """
         shared = self.shared
+        if not shared.in_turns:  # as for graphs that train
+            parts = shared.parts(x)
+            return None if parts is None else activation(parts[0]) * parts[1]
         if (x := shared.taken(x)) is None:
             return None
         result = None if has_none else shared.gated(self.form, x, self.name)
