@@ -142,6 +142,7 @@ def test_a_worker_says_what_is_served(run: Run) -> None:
         ENGINE,
         _LOADS
         + """
+import sglang.srt.managers.scheduler  # whose processes compute
 from types import SimpleNamespace
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_parallel

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ from tunegemm.serve.torch import ops
 _log = logging.getLogger("tunegemm")
 
 _QUANTIZATION = "sglang.srt.layers.quantization"
+_RUNNER = "sglang.srt.model_executor.model_runner"
+_SCHEDULER = "sglang.srt.managers.scheduler"
 #: What the process that started the engine serves by, for those that it starts.
 _RECORDS = "_TUNEGEMM_SGLANG_RECORDS"
 
@@ -102,7 +105,8 @@ def _start() -> None:
     given = os.environ.setdefault(_RECORDS, engines.fingerprint(anywhere=True))
     if why := engines.compared(given):
         _log.warning("tunegemm: %s", why)
-    _around("sglang.srt.model_executor.model_runner.ModelRunner.load_model", ("self",), lambda own: _load)
+    if _SCHEDULER in sys.modules:  # as where it computes; elsewhere imports would take seconds
+        _around(f"{_RUNNER}.ModelRunner.load_model", ("self",), lambda own: _load)
 
 
 def _load(own: Any, runner: Any) -> None:
