@@ -264,6 +264,19 @@ def test_a_result_is_not_kept_beyond_a_change_of_its_input_or_weight(serve):
     assert y.requires_grad, "it was computed without gradients"
 
 
+def test_a_result_is_not_kept_beyond_a_weight_of_other_memory(serve):
+    """Which has the version that it had."""
+    model, plain = made(Attention), made(Attention)
+    fuse(model)
+    serve()
+    with torch.no_grad():
+        model.q(given())
+        x = given()
+        model.q(x)
+        model.v.weight.data = plain.v.weight * 7
+        close(model.v(x), plain.v(x) * 7, TOLERANCE)
+
+
 def test_threads_in_turns_each_take_their_own(serve, kernel):
     model, plain = made(Attention), made(Attention)
     fuse(model)

@@ -44,8 +44,8 @@ _stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 #: Results of layers that are still to be called: their input, in what circumstances they were computed, the
-#: versions of all weights, and the results by the layers' places.
-_Held: TypeAlias = tuple[torch.Tensor, tuple[Any, ...], list[int], dict[int, torch.Tensor]]
+#: versions and addresses of all weights, and the results by the layers' places.
+_Held: TypeAlias = tuple[torch.Tensor, tuple[Any, ...], list[tuple[int, int]], dict[int, torch.Tensor]]
 
 
 class _Turn(threading.local):
@@ -82,7 +82,8 @@ class Shared:
         self._bias: tuple[torch.Tensor, ...] = ()
         self._device: torch.device | None = None
         self._places: tuple[tuple[Any, str, int, Any, Any], ...] = ()
-        self._parameters: tuple[dict[str, Any], ...] = ()
+        self._weights: tuple[tuple[dict[str, Any], int], ...] = ()
+        """Each layer's parameters, and the address of its weight."""
         self._turn = _Turn()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -121,7 +122,7 @@ class Shared:
             for parameter in [layer._parameters[name]]
             if parameter is not None
         )
-        self._parameters = tuple(layer._parameters for layer in self.layers)
+        self._weights = tuple((layer._parameters, data_ptr(layer.weight)) for layer in self.layers)
         return ""
 
     def unpack(self) -> None:
@@ -162,7 +163,7 @@ class Shared:
                 self._forget()  # which frees what is not shared any more
                 return False
         if not self._bias:
-            for parameters in self._parameters:
+            for parameters, _ in self._weights:
                 if parameters.get("bias") is not None:  # somebody has given it one
                     self._forget()
                     return False
@@ -346,9 +347,11 @@ class Shared:
             # A copy that shares what the layer has, such as a replica, is none of them.
             if held is None or held[0] is not x or layer not in self.layers:
                 return None
-            _, now, versions, parts = held
+            _, now, states, parts = held
             index, weight = self.layers.index(layer), layer._parameters.get("weight")
-            if weight is None or versions[index] != weight._version or now != _circumstances(x):
+            if weight is None or states[index] != (weight._version, data_ptr(weight)):
+                return None
+            if now != _circumstances(x):
                 return None
             part = parts.pop(index, None)  # each is taken once: what is written into it is its own
             if not parts:
@@ -364,8 +367,8 @@ class Shared:
         if results is None:
             return None
         parts = dict(enumerate(results))
-        versions = [parameters["weight"]._version for parameters in self._parameters]
-        turn.held = x, _circumstances(x), versions, parts
+        states = [(parameters["weight"]._version, address) for parameters, address in self._weights]
+        turn.held = x, _circumstances(x), states, parts
         return parts.pop(0)
 
 
