@@ -165,7 +165,7 @@ def experts(results: Path) -> str:
                  f"{noise:.1%}"]
             )  # fmt: skip
         header = [
-            "product", "rows in all", "timed", "times torch's", "worst", "of torch's and a loop's best",
+            "product", "rows in all", "timed", "times torch's", "worst", "times the best peer's",
             "share of bound", "most noise",
         ]  # fmt: skip
         parts += [machine_line(data["meta"]), markdown_table(header, lines)]

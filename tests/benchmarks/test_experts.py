@@ -66,17 +66,17 @@ def test_a_cell_has_the_kernel_that_is_best_in_the_mean_and_nowhere_worse() -> N
     found = drawn(rows)
     most = 2**31 - 1
     assert found == {
-        Cell("fp8", most, 12): ("co64x32", "l1"),
-        Cell("fp8", most, 256): None,
-        Cell("fp8", most, 64): None,
+        Cell("fp8", most, most, 12): ("co64x32", "l1"),
+        Cell("fp8", most, most, 256): None,
+        Cell("fp8", most, most, 64): None,
     }
-    assert drawn([*rows, row(8, {}, us=None, kernel=small, ratio=0.9)])[Cell("fp8", most, 12)] is None
+    assert drawn([*rows, row(8, {}, us=None, kernel=small, ratio=0.9)])[Cell("fp8", most, most, 12)] is None
 
 
 def test_large_groups_want_uniform_rows_or_a_larger_gain() -> None:
     label, most = configs("fp8")["pp128x128"].label, 2**31 - 1
     timed = [row(32 * 1024, {f"{label} s4": 1.05}), row(32 * 100, {f"{label} s1": 1.1})]
-    large, between = Cell("fp8", most, 2047), Cell("fp8", most, 511)
+    large, between = Cell("fp8", most, most, 2047), Cell("fp8", most, most, 511)
     found = drawn(timed)
     assert found[large] is None and found[between] is None
     for more in (row(32 * 1024, {f"{label} s4": 1.3}), row(32 * 1024, {f"{label} s4": 1.01}, skew="uniform")):
@@ -85,23 +85,24 @@ def test_large_groups_want_uniform_rows_or_a_larger_gain() -> None:
 
 
 def test_a_layer_in_no_list_rules_kernels_out_and_chooses_none() -> None:
-    label, cell = configs("fp8")["pp128x128"].label, Cell("fp8", 2**31 - 1, 256)
+    label, cell = configs("fp8")["pp128x128"].label, Cell("fp8", 2**31 - 1, 2**31 - 1, 256)
     listed, other = (
         row(32 * 128, {f"{label} s4": 1.3, f"{label} s1": 1.2}),
-        row(32 * 128, {f"{label} s4": 0.9}, n=64),
+        row(32 * 128, {f"{label} s4": 0.9}, n=1088),
     )
     assert cell not in drawn([other])
     assert drawn([listed])[cell] == ("pp128x128", "s4")
     assert drawn([listed, other])[cell] == ("pp128x128", "s1")
+    assert drawn([listed, other | {"n": 64}])[cell] == ("pp128x128", "s4")  # of another band
 
 
 def test_what_is_drawn_is_a_table(tmp_path: Path) -> None:
     most = 2**31 - 1
     found = {
-        Cell("fp8", most, 12): ("co64x32", "l1"),
-        Cell("fp8", most, 64): ("co64x32", "l1"),
-        Cell("fp8", most, 256): None,
-        Cell("fp8", 16, 12): ("co128x128", "s4"),
+        Cell("fp8", most, most, 12): ("co64x32", "l1"),
+        Cell("fp8", most, most, 64): ("co64x32", "l1"),
+        Cell("fp8", most, most, 256): None,
+        Cell("fp8", 16, most, 12): ("co128x128", "s4"),
     }
     text = "".join(text_of(found))  # type: ignore[arg-type]
     tables = tomllib.loads(text)["choices"]
