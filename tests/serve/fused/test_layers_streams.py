@@ -7,6 +7,7 @@ import gc
 import threading
 import warnings
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,13 +16,21 @@ from torch import nn
 from torch.nn import functional
 
 import tunegemm
-from tests.support.fusing import close
+from tests.support.fusing import FusedByAddress, Recorded, close, layer
 from tests.support.layers import TOLERANCE, WIDTH, Attention, by_torch, fuse, fused, given, made
+from tests.support.serving import BF16, serve_with
+from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError, TunegemmWarning
 from tunegemm.serve import api
+from tunegemm.serve.dispatcher import Dispatcher
+from tunegemm.serve.launchers import Prepared
+from tunegemm.serve.planning import Planner
+from tunegemm.serve.torch.layers import shared
 from tunegemm.serve.torch.layers.ends import end_of
 from tunegemm.serve.torch.layers.steps import Passed, streams
+from tunegemm.store.record import Record
 
 
 class Child(nn.Module):
@@ -273,6 +282,62 @@ class Scaled(Dropping):
     def __init__(self) -> None:
         super().__init__()
         self.dropout = nn.Identity()  # type: ignore[assignment]
+
+
+class Ends(nn.Module):
+    def __init__(self, out: nn.Module) -> None:
+        super().__init__()
+        self.out = out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x)
+
+
+class Rows(nn.Module):
+    """Sums of 32 x 48: of its own layer, or of a child's."""
+
+    def __init__(self, *, is_own: bool) -> None:
+        super().__init__()
+        linear = nn.Linear(64, 48, bias=False)
+        self.last = linear if is_own else Ends(linear)
+
+    def forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+        return self.last(x) + stream
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("family", ["cute_sm90", "cublaslt"])
+def test_the_librarys_sums_of_few_rows_are_for_graphs(monkeypatch, family, is_own):
+    """In eager code it would cost the host more than torch's product and sum."""
+    kernel = FusedByAddress(Problem(32, 48, 64, epilogue="residual"))
+    candidate = Candidate.make(family, {"algorithm": "cublaslt"})
+
+    class Of(Recorded):
+        def find(self, *asked: Any) -> Record | None:  # type: ignore[override]
+            record = super().find(*asked)
+            return record and replace(record, candidate=candidate)
+
+    planner = Planner(
+        device_type="cpu",
+        read=lambda: Of(kernel.problem),
+        find=lambda _: find_device("model:h200"),
+        prepare=lambda *_: Prepared(kernel.launcher, tma=True),
+    )
+    serve_with(monkeypatch, Dispatcher(planner))
+    x, weight, _, stream = layer()
+    model = Rows(is_own=is_own).to(BF16).eval()
+    fuse(model)
+    expected = functional.linear(x, next(model.parameters())) + stream
+    assert weight.shape == next(model.parameters()).shape
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", TunegemmWarning)
+        results = [model(x, stream) for _ in range(3)]
+        is_library = family == "cublaslt"
+        assert len(kernel.words) == (1 if is_library else 3), "the first call finds what is launched"
+        assert all(torch.equal(result, expected) for result in results) or not is_library
+        monkeypatch.setattr(shared, "capturing", lambda device: True)
+        close(model(x, stream), expected)
+        assert len(kernel.words) == (2 if is_library else 4)
 
 
 def test_an_identity_stands_in_no_sums_way(serve, kernel):

@@ -192,9 +192,9 @@ class Added(_Sum):
                 shape = (*x.shape[:-1], layer.out_features)
                 if stream.dtype == x.dtype and tuple(stream.shape) == shape:
                     return api.linear(x, layer.weight, layer.bias, None, stream)
-        elif self.may_run(x, layer) and isinstance(stream, torch.Tensor):
+        elif self.may_run(x, layer) and isinstance(stream, torch.Tensor) and not self.shared.is_dear(stream):
             taken = self.shared.taken(x, stream)
-            result = None if taken is None else self.shared.product(self.form, taken, stream)
+            result = None if taken is None else self.shared.sum(self.form, taken, stream)
             if result is not None:
                 return result
         result = layer(x)
@@ -232,7 +232,13 @@ class Passed(_Sum):
         if more:
             keywords |= more
         index = self.index
-        if _is_compiling() or self.shared.is_missed(self, stream) or not self._may_pass(child, between):
+        shared = self.shared
+        if (
+            _is_compiling()
+            or shared.is_missed(self, stream)
+            or shared.is_dear(stream)
+            or not self._may_pass(child, between)
+        ):
             result = child(*arguments, **keywords)
         else:
             before = streams.wanted
@@ -273,7 +279,7 @@ class Passed(_Sum):
         shared: Shared = layer._fused_with
         form, result = _RESIDUAL[layer._parameters.get("bias") is not None], None
         if not shared.is_missed(form, x) and (taken := shared.taken(x, stream)) is not None:
-            result = shared.product(form, taken, stream)
+            result = shared.sum(form, taken, stream)
         if result is not None:
             sums.append(result)
         elif type(x) in PLAIN and shared.is_packed and shared.is_missed(form, x):
