@@ -364,7 +364,8 @@ def vllm(data: Data) -> list[str]:
         name = f"{kind} {row['phase']}"
         rates = [f"{row[key]:,.0f}" for key in ("engine_tokens_per_s", "tokens_per_s")]
         share = [f"{row['ratio']:.3f}", f"{100 * row['noise']:.1f} %"]
-        lines.append([name, str(row["sequences"]), *rates, *share])
+        shown = name + ", gate in the product" * row.get("gates", False)
+        lines.append([shown, str(row["sequences"]), *rates, *share])
         ratios.setdefault(name, []).append(row["ratio"])
         if abs(row["ratio"] - 1) > row["noise"]:
             told[row["ratio"] > 1].append(f"{name} of {row['sequences']} ({row['ratio']:.3f})")
@@ -377,6 +378,9 @@ def vllm(data: Data) -> list[str]:
         f"Slower than vLLM by more than the noise: {', '.join(told[False]) or 'none'}. "
         f"Faster by more than it: {', '.join(told[True]) or 'none'}."
     )
+    if others := data.get("other_rows"):
+        apart = ", ".join(f"{row['phase']} of {row['sequences']} {row['ratio']:.3f}" for row in others)
+        said += f" The other way of gates, which is not served there: {apart}."
     for key, found in data.items():
         if key.startswith("logits_"):
             apart = found["largest_difference"]

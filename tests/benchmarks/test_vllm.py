@@ -74,10 +74,16 @@ def test_the_table_says_what_noise_cannot_explain(tmp_path):
     row = {"dtype": "bf16", "mode": "fastest", "phase": "prefill", "tokens_per_s": 900.0}
     row |= {"engine_tokens_per_s": 1000.0, "noise": 0.05}
     rows = [row | {"sequences": n, "ratio": ratio} for n, ratio in ((1, 0.96), (16, 0.9), (64, 1.06))]
+    rows[0]["gates"] = True
+    others = [rows[0] | {"ratio": 0.95, "gates": False}]
     logits = {"largest_difference": 0.0, "bits_same_vllm": True, "bits_same_tunegemm": False}
-    (tmp_path / "vllm.json").write_text(json.dumps({"meta": {}, "logits_bf16": logits, "rows": rows}))
+    (tmp_path / "vllm.json").write_text(
+        json.dumps({"meta": {}, "logits_bf16": logits, "rows": rows, "other_rows": others})
+    )
     text = programs.vllm(tmp_path)
     assert "| bf16 prefill | 16 | 1,000 | 900 | 0.900 | 5.0 % |" in text
+    assert "| bf16 prefill, gate in the product | 1 | 1,000 | 900 | 0.960 | 5.0 % |" in text
+    assert "The other way of gates, which is not served there: prefill of 1 0.950." in text
     assert "Geometric means: bf16 prefill 0.971, least 0.900. Slower" in text
     assert "Slower than vLLM by more than the noise: bf16 prefill of 16 (0.900)." in text
     assert "Faster by more than it: bf16 prefill of 64 (1.060)." in text

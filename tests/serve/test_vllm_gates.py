@@ -74,7 +74,7 @@ def mlp(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_one_graph_takes_for_each_number_of_rows_what_serves_it(served: Any, kernel: Any) -> None:
     layer, counts = compiled(mlp)
     weight = weight_of()
-    for rows, by in ((16, (1, 0)), (100, (0, 1)), (101, (0, 0)), (7, (1, 0)), (16, (1, 0))):
+    for rows, by in ((48, (1, 0)), (100, (0, 1)), (101, (0, 0)), (33, (1, 0)), (32, (0, 0)), (48, (1, 0))):
         served.calls.clear()
         kernel.calls.clear()
         x = given(rows)
@@ -82,7 +82,7 @@ def test_one_graph_takes_for_each_number_of_rows_what_serves_it(served: Any, ker
         assert (len(served.calls), len(kernel.calls)) == by, rows
         close(result, gated(functional.linear(x, weight)) + 1, 1e-2)
     assert counts == [1]
-    assert vllm_gates.said() == ("; with silu's gate bf16 7168x64 at 1 to 64, 225 to 256, 1024 to 8192 rows")
+    assert vllm_gates.said() == ("; with silu's gate bf16 7168x64 at 33 to 64, 1024 to 8192 rows")
 
 
 def test_what_fits_none_is_the_plain_product_and_its_gate_to_the_bit() -> None:
@@ -99,7 +99,7 @@ def test_factors_of_another_order_and_several_layers(served: Any) -> None:
         return x
 
     layer, counts = compiled(layers)
-    x, weights = given(16), [weight_of(), weight_of() / 2]
+    x, weights = given(48), [weight_of(), weight_of() / 2]
     close(layer(x, weights), layers(x, weights), 1e-2)
     assert counts == [2] and len(served.calls) == 2
 
@@ -198,7 +198,7 @@ def test_what_is_another_graph_stays_as_it_is(layer: Any, served: Any, monkeypat
     own = {_scaled: lambda a, b, *_: a.to(BF16) @ b.to(BF16), _invariant: functional.linear}.get(layer)
     monkeypatch.setitem(engines.own, "of a test", own)
     call, counts = compiled(layer)
-    x, weight = given(16), weight_of()
+    x, weight = given(48), weight_of()
     close(call(x, weight), layer(x, weight), 1e-2)
     assert counts == [0] and not served.calls
 
@@ -208,13 +208,13 @@ def test_what_is_another_graph_stays_as_it_is(layer: Any, served: Any, monkeypat
 )
 def test_what_no_kernel_takes_stays_as_it_is(columns: int, dtype: torch.dtype) -> None:
     call, counts = compiled(mlp)
-    x, weight = given(16, dtype), weight_of(columns, dtype)
+    x, weight = given(48, dtype), weight_of(columns, dtype)
     close(call(x, weight), mlp(x, weight), 1e-2)
     assert counts == [0]
 
 
 def test_other_devices_and_policies(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = given(16), weight_of()
+    x, weight = given(48), weight_of()
     with tunegemm.policy("batch_invariant"):
         call, counts = compiled(mlp)
         call(x, weight)
@@ -231,7 +231,7 @@ def test_nothing_new_is_made_within_a_capture(served: Any, monkeypatch: pytest.M
     for module in (halves, grouped):
         monkeypatch.setattr(module, "capturing", lambda device: within["capture"])
     layer, _ = compiled(mlp)
-    x, weight = given(16), weight_of()
+    x, weight = given(48), weight_of()
     plainly = gated(functional.linear(x, weight)) + 1
     assert torch.equal(layer(x, weight), plainly) and not served.calls
     within["capture"] = False
@@ -244,7 +244,7 @@ def test_nothing_new_is_made_within_a_capture(served: Any, monkeypatch: pytest.M
 def test_a_kernel_that_fails_costs_a_warning(served: Any) -> None:
     served.error = RuntimeError("no such kernel")
     layer, _ = compiled(mlp)
-    x, weight = given(16), weight_of()
+    x, weight = given(48), weight_of()
     assert torch.equal(layer(x, weight), gated(functional.linear(x, weight)) + 1)
 
 
@@ -253,9 +253,9 @@ def test_inductors_code_calls_the_function(served: Any, kernel: Any) -> None:
     vllm_gates.lower()
     layer, counts = compiled(mlp, compile_fx)
     weight = weight_of()
-    _, code = run_and_get_code(layer, given(16), weight)
+    _, code = run_and_get_code(layer, given(48), weight)
     assert "extern_kernels.tunegemm_engine_gated(" in code[0] and "any rows" in code[0]
-    for rows, by in ((16, (1, 0)), (100, (0, 1)), (100, (0, 1)), (101, (0, 0))):
+    for rows, by in ((48, (1, 0)), (100, (0, 1)), (100, (0, 1)), (101, (0, 0))):
         served.calls.clear()
         kernel.calls.clear()
         x = given(rows)

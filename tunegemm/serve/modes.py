@@ -53,7 +53,7 @@ def read_engine_experts(engine: str, warn: Callable[[str], None]) -> bool:
 
 def read_engine_gates(engine: str, warn: Callable[[str], None]) -> bool:
     """``TUNEGEMM_VLLM_GATES``: whether an engine's gates are made with the product of gate and up."""
-    return _switch(f"TUNEGEMM_{engine.upper()}_GATES", False, warn)
+    return _switch(f"TUNEGEMM_{engine.upper()}_GATES", True, warn)
 
 
 def read_check_groups(warn: Callable[[str], None]) -> bool:

@@ -2,7 +2,7 @@
 
 vLLM has gate's rows and up's in one weight, multiplies by both at once, and takes the gate of the halves in a
 kernel of its own. In the graph that its compiler gets the two become one operator, which goes by the real
-number of rows: where no gated kernel serves them it is the plain product and vLLM's kernel.
+number of rows: where no gated kernel pays it is the plain product and vLLM's kernel.
 
 What has adapters, is quantised or has a bias is another graph, and stays as it is; so are products under
 ``VLLM_BATCH_INVARIANT``, and models that are not compiled.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,6 +33,12 @@ _MM = torch.ops.tunegemm.mm
 _PLAIN = form_of(MATMUL, "")
 _HOPPER = 9, 0
 
+#: From and to how many rows the kernel of both is taken. Llama-3-8B in vLLM on an H200, two runs of
+#: 2026-11-27 (benchmarks/results/h200/vllm.json): with it decode had 1.084 times vLLM's speed at 64 rows and
+#: prefill, of 512 and 8192, 1.017 to 1.032; without it 1.067 and 0.996 to 1.002. But at 1, 16 and 256 rows it
+#: had 1.045, 1.058 and 1.002, beside 1.079, 1.065 and 1.022. Where between these the ends are is a guess.
+SERVED = ((33, 128), (512, halves.MOST_ROWS))
+
 #: Rows and columns of the weights that were multiplied by.
 met: dict[torch.Size, None] = {}
 
@@ -41,15 +48,21 @@ _library.define("engine_gated(Tensor x, Tensor weight) -> Tensor")
 
 def _gated(x: torch.Tensor, weight: torch.Tensor, site: str = "") -> torch.Tensor:
     """``silu(gate) * up`` of the halves of ``x @ weight.T``. site: as for `Dispatcher.compiled`, but rows."""
-    weight = plain(weight)
+    weight, rows, result = plain(weight), x.size(0), None
     met[weight.shape] = None
-    result = halves.gated(x, halves.one_group(weight), (), halves.GATE, in_turns=False)
+    if _is_served(rows):
+        result = halves.gated(x, halves.one_group(weight), (), halves.GATE, in_turns=False)
     if result is None:
-        both = x.new_empty((x.size(0), weight.size(0)))
-        place = (site, x.size(0)) if site else ""
+        both = x.new_empty((rows, weight.size(0)))
+        place = (site, rows) if site else ""
         api.dispatcher.compiled(place, _PLAIN, x, weight.t(), (), (), both)
         result = _gate_of(both)
     return result
+
+
+@cache
+def _is_served(rows: int) -> bool:
+    return any(least <= rows <= most for least, most in SERVED)
 
 
 def _gate_of(both: torch.Tensor) -> torch.Tensor:
@@ -187,16 +200,15 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _ranges(columns: int, k: int) -> list[tuple[int, int]]:
-    """From and to how many rows a gated kernel may serve the product with a weight (columns, k)."""
+    """From and to how many rows the kernel of both may serve the product with a weight (columns, k)."""
     found: list[tuple[int, int]] = []
     for least, most, few, many in sorted(halves.SERVED):
-        if (
-            columns % 16
-            or not few <= columns <= many
-            or choose(1, columns, k, most, gate=halves.GATE) is None
-        ):
+        if columns % 16 or not few <= columns <= many:
             continue
-        if found and least <= found[-1][1] + 1:
-            least, most = found[-1][0], max(most, found.pop()[1])
-        found.append((least, most))
+        for first, last in ((max(least, first), min(most, last)) for first, last in SERVED):
+            if first > last or choose(1, columns, k, last, gate=halves.GATE) is None:
+                continue
+            if found and first <= found[-1][1] + 1:
+                first, last = found[-1][0], max(last, found.pop()[1])
+            found.append((first, last))
     return found
