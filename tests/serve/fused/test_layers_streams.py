@@ -331,7 +331,9 @@ def test_the_librarys_sums_of_few_rows_are_for_graphs(monkeypatch, family, is_ow
     assert weight.shape == next(model.parameters()).shape
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", TunegemmWarning)
-        results = [model(x, stream) for _ in range(3)]
+        results = [model(x, stream) for _ in range(2)]
+        planner.next_look = 0.0
+        results.append(model(x, stream))
         is_library = family == "cublaslt"
         assert len(kernel.words) == (1 if is_library else 3), "the first call finds what is launched"
         assert all(torch.equal(result, expected) for result in results) or not is_library

@@ -41,7 +41,7 @@ from tunegemm.serve.torch.together import most_joined, together
 #: Eager layers of up to so many rows wait for the host, which the library's product with a residual costs
 #: some 17 us more than torch's product and sum: on an H200 such layers took 1.03 to 1.12 times as long.
 _FEW_ROWS = 256
-_DEAR = object()
+_FOR_GRAPHS = object()
 #: A first layer that was called so often in a row without the others computes for itself from then on.
 _MAX_WASTED = 3
 is_inference_mode_enabled = torch.is_inference_mode_enabled
@@ -240,27 +240,40 @@ class Shared:
             self.remember_missed(form, x)
         return result
 
-    def sum(self, form: Form, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor | None:
-        """`product` with a stream added; None where it `is_dear`, too, which is known by its first launch."""
-        result = self.product(form, x, stream)
-        assert self._right is not None
-        if result is None or x.numel() > _FEW_ROWS * self._right.shape[0]:
-            return result
-        state = api.dispatcher.planner.state
-        recent = state.recent.get(data_ptr(self._right) | form.tag)
-        record = None if recent is None or recent.plan is None else recent.plan.record
-        if record is None or record.candidate.family != TORCH_MM.family or capturing(x.device):
-            return result
-        state.remember_torchs(id(_DEAR), id(self), stream.numel())
-        return None
+    def sum(
+        self, form: Form, x: torch.Tensor, stream: torch.Tensor, what: object, of: torch.Tensor
+    ) -> torch.Tensor | None:
+        """`product` with a stream added; None, too, where it is for graphs (`is_for_graphs`).
 
-    def is_dear(self, stream: torch.Tensor) -> bool:
-        """Whether the kernel that adds a stream costs the host more than it saves: the library's at few rows.
-
-        In eager code, that is: a CUDA graph has it.
+        Its first launch says whether it is. what, of: by which it `is_missed` in eager code from then on.
         """
+        assert self._right is not None
+        state, few = api.dispatcher.planner.state, x.numel() <= _FEW_ROWS * self._right.shape[0]
+        if few and (id(_FOR_GRAPHS), id(self), stream.numel()) in state.torchs and not capturing(x.device):
+            return None
+        result: torch.Tensor | None = api.dispatcher.fused(form, x, self._right, (*self._bias, stream))
+        if result is None:
+            self.remember_missed(form, x)
+        elif few:
+            state = api.dispatcher.planner.state
+            recent = state.recent.get(data_ptr(self._right) | form.tag)
+            record = None if recent is None or recent.plan is None else recent.plan.record
+            if record is None or record.candidate.family != TORCH_MM.family or capturing(x.device):
+                return result
+            self.remember_missed(_FOR_GRAPHS, stream)
+            self.remember_missed(what, of)
+            return None
+        return result
+
+    def is_for_graphs(self, stream: Any) -> bool:
+        """Whether a CUDA graph is captured, for which there is a kernel that adds a stream.
+
+        That is one of the library's, which costs the host more than it saves at few rows.
+        """
+        if type(stream) not in PLAIN:
+            return False
         known = api.dispatcher.planner.state.torchs
-        return bool(known) and (id(_DEAR), id(self), stream.numel()) in known and not capturing(stream.device)
+        return (id(_FOR_GRAPHS), id(self), stream.numel()) in known and capturing(stream.device)
 
     def gated(self, form: Form, x: torch.Tensor, gate: str) -> torch.Tensor | None:
         """What `product` says of a gated form, or a kernel of groups (`halves`); None where there is neither.

@@ -192,9 +192,13 @@ class Added(_Sum):
                 shape = (*x.shape[:-1], layer.out_features)
                 if stream.dtype == x.dtype and tuple(stream.shape) == shape:
                     return api.linear(x, layer.weight, layer.bias, None, stream)
-        elif self.may_run(x, layer) and isinstance(stream, torch.Tensor) and not self.shared.is_dear(stream):
+        elif (
+            isinstance(stream, torch.Tensor)
+            and (not self.shared.is_missed(self.form, x) or self.shared.is_for_graphs(stream))
+            and self.calls_as_known(layer)
+        ):
             taken = self.shared.taken(x, stream)
-            result = None if taken is None else self.shared.sum(self.form, taken, stream)
+            result = None if taken is None else self.shared.sum(self.form, taken, stream, self.form, x)
             if result is not None:
                 return result
         result = layer(x)
@@ -235,8 +239,7 @@ class Passed(_Sum):
         shared = self.shared
         if (
             _is_compiling()
-            or shared.is_missed(self, stream)
-            or shared.is_dear(stream)
+            or (shared.is_missed(self, stream) and not shared.is_for_graphs(stream))
             or not self._may_pass(child, between)
         ):
             result = child(*arguments, **keywords)
@@ -279,7 +282,7 @@ class Passed(_Sum):
         shared: Shared = layer._fused_with
         form, result = _RESIDUAL[layer._parameters.get("bias") is not None], None
         if not shared.is_missed(form, x) and (taken := shared.taken(x, stream)) is not None:
-            result = shared.sum(form, taken, stream)
+            result = shared.sum(form, taken, stream, step, stream)
         if result is not None:
             sums.append(result)
         elif type(x) in PLAIN and shared.is_packed and shared.is_missed(form, x):
