@@ -189,6 +189,25 @@ def test_what_was_saved_may_be_packed_and_computed_again(pair, ran):
         )
 
 
+def test_less_is_kept_than_torch_keeps(pair):
+    kept: list[int] = []
+    for model in pair():
+        storages: dict[int, int] = {}
+        own = {each.untyped_storage().data_ptr() for each in model.parameters()}
+
+        def pack(tensor, storages=storages, own=own):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            result = model(given().requires_grad_())
+        kept.append(sum(storages.values()))
+        del result
+    assert kept[0] - kept[1] >= given().numel() // WIDTH * INNER * 2, "the activation's result"
+
+
 def test_autocast_to_the_weights_dtype_and_to_another(pair, ran):
     plain, model = pair()
     for dtype, expected in ((BF16, STEP), (torch.float16, [])):

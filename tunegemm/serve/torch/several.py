@@ -3,8 +3,8 @@
 `tunegemm::part` is the result of one of several linear layers that read one input, `tunegemm::gated` that of
 a pair with its gate. When a graph is made they become `tunegemm::several`, one product of all weights, where
 a kernel is recorded or predicted for it, or the rows are few, and else torch's operators, layer by layer.
-Equal calls of `several` are one by `lowering`. Where gradients are wanted, the first layer's `part` makes the
-results of all, which the others take: backward is then one product for the input, and one for all weights.
+Equal calls of `several` are one by `lowering`. Where gradients are wanted it is layer by layer
+(docs/decisions/0028).
 
 Where the weights lie is seen when the graph runs: a graph holds no address. What was put elsewhere meanwhile
 is copied together, at each call.
@@ -12,9 +12,7 @@ is copied together, at each call.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from operator import is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +25,9 @@ from tunegemm.serve.forms import BELOW_AUTOGRAD, MATMUL, form_of
 from tunegemm.serve.torch import ops
 from tunegemm.serve.torch.together import (
     Tensors,
-    beside,
     is_gated,
     most_joined,
     operands_of,
-    parts_of,
-    put_together,
 )
 from tunegemm.serve.unfused import unfused
 
@@ -52,41 +47,11 @@ class _Right(NamedTuple):
         return self.strides
 
 
-class _Held(threading.local):
-    """Of each thread the results of layers that it is still to trace, by their places. What is never taken
-    stays until the next layers are traced."""
-
-    x: torch.Tensor | None = None
-    version = 0
-    """Of x, which something may be written into."""
-    weights: Tensors = ()
-    parts: dict[int, torch.Tensor] | None = None
-
-    def hold(self, x: torch.Tensor, weights: Tensors, parts: Tensors) -> None:
-        self.x, self.version, self.weights = x, x._version, list(weights)
-        self.parts = dict(enumerate(parts))
-
-    def take(self, x: torch.Tensor, weights: Tensors, index: int) -> torch.Tensor | None:
-        """Each once; None where it is of something else."""
-        if self.x is not x or self.version != x._version or self.parts is None:
-            return None
-        if len(weights) != len(self.weights) or any(map(is_not, weights, self.weights)):
-            return None
-        part = self.parts.pop(index, None)
-        if not self.parts:
-            self.x, self.weights, self.parts = None, (), None
-        return part
-
-
-_held = _Held()
-
-
 def define(serving: Callable[[], Dispatcher]) -> None:
     """Registers the operators, whose products are computed by what `serving` returns at each call."""
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
     layers = "Tensor x, Tensor[] weights, Tensor[] biases"
     _library.define(f"several({layers}, str epilogue, *, str records='') -> Tensor", tags=tags)
-    _library.define("several_backward(Tensor grad, Tensor[] weights, *, str records='') -> Tensor", tags=tags)
     _library.define(f"part({layers}, int index, *, str records='') -> Tensor", tags=tags)
     _library.define(f"gated({layers}, str gate, *, str records='') -> Tensor", tags=tags)
 
@@ -108,14 +73,6 @@ def define(serving: Callable[[], Dispatcher]) -> None:
         columns = sum(weight.shape[0] for weight in weights)
         return x.new_empty((*x.shape[:-1], columns // 2 if is_gated(epilogue) else columns))
 
-    def backward(grad: torch.Tensor, weights: Tensors, *, records: str = "") -> torch.Tensor:
-        right = put_together(weights).t()
-        result = serving().below_autograd(grad, right) if grad.device.type == ops.DEVICE_TYPE else None
-        return torch.matmul(grad, right) if result is None else result
-
-    def fake_backward(grad: torch.Tensor, weights: Tensors, *, records: str = "") -> torch.Tensor:
-        return grad.new_empty((*grad.shape[:-1], weights[0].shape[1]))
-
     def right_of(x: torch.Tensor, weights: Tensors) -> Any:
         """All weights as far as they are known; None where an operator of ours may not read them."""
         first = weights[0]
@@ -128,15 +85,13 @@ def define(serving: Callable[[], Dispatcher]) -> None:
         right = right_of(x, weights)
         return right is not None and ops.is_served(serving(), form_of(MATMUL, epilogue), x, right)
 
-    def is_joined(x: torch.Tensor, weights: Tensors, trains: bool) -> bool:
+    def is_joined(x: torch.Tensor, weights: Tensors) -> bool:
         """Whether one product of torch's takes the layers' place, as in eager code: see `most_joined`."""
         right, planner = right_of(x, weights), serving().planner
         if right is None or not ops.may_be_served(x, right):
             return False
         if planner.is_off or planner.state.policy.is_batch_invariant:
             return False
-        if trains:
-            return True
         size = x.numel()  # for symbolic rows any number is taken: what is lost for many is little
         return (
             not isinstance(size, int)
@@ -153,57 +108,18 @@ def define(serving: Callable[[], Dispatcher]) -> None:
         # An exported graph runs as it is: no compiler joins its equal calls into one.
         if torch.compiler.is_exporting():
             return ops.traced_linear(x, weight, bias)
-        trains = torch.is_grad_enabled() and any(
-            tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
-        )
         epilogue = "bias_n" if biases else ""
-        if not is_served(x, weights, epilogue) and not is_joined(x, weights, trains):
+        if _trains(x, *weights, *biases) or not (is_served(x, weights, epilogue) or is_joined(x, weights)):
             return ops.traced_linear(x, weight, bias)
-        if not trains:
-            whole = whole_of(x, weights, biases, epilogue)
-            start = sum(weight.shape[0] for weight in weights[:index])
-            return whole[..., start : start + weight.shape[0]]
-        if index == 0:
-            _held.hold(x, weights, All.apply(len(weights), x, *weights, *biases))
-        found = _held.take(x, weights, index)
-        return ops.traced_linear(x, weight, bias) if found is None else found
-
-    class All(torch.autograd.Function):
-        """The results of all layers; backward is one product for the input, and one for all weights."""
-
-        @staticmethod
-        def forward(ctx: Any, count: int, x: torch.Tensor, *parameters: torch.Tensor) -> Any:
-            """count: of the weights, which come before the biases, if any."""
-            weights, biases = list(parameters[:count]), list(parameters[count:])
-            ctx.save_for_backward(x, *weights)
-            ctx.set_materialize_grads(False)
-            whole = whole_of(x, weights, biases, "bias_n" if biases else "")
-            return tuple(torch.unsafe_split_with_sizes(whole, [weight.shape[0] for weight in weights], -1))
-
-        @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-            if all(grad is None for grad in grads):
-                return (None,) * len(ctx.needs_input_grad)
-            x, *weights = ctx.saved_tensors
-            _, wants_x, *wanted = ctx.needs_input_grad
-            rows, of_x = [weight.shape[0] for weight in weights], None
-            wanted = [want and grads[index % len(rows)] is not None for index, want in enumerate(wanted)]
-            grad = beside(grads, rows)
-            if wants_x and torch.is_grad_enabled():  # of graphs that run eagerly, somebody differentiates it
-                of_x = ops.traced_matmul(grad, torch.cat(weights))
-            elif wants_x:
-                of_x = torch.ops.tunegemm.several_backward(grad, weights, records=ops.CALLS)
-            grad, x = grad.flatten(0, -2), x.flatten(0, -2)
-            of_weights = parts_of(lambda: ops.traced_matmul(grad.t(), x), rows, wanted[: len(rows)])
-            of_biases = parts_of(lambda: grad.sum(0), rows, wanted[len(rows) :])
-            return None, of_x, *of_weights, *of_biases
+        whole = whole_of(x, weights, biases, epilogue)
+        start = sum(weight.shape[0] for weight in weights[:index])
+        return whole[..., start : start + weight.shape[0]]
 
     def gated(
         x: torch.Tensor, weights: Tensors, biases: Tensors, gate: str, *, records: str = ""
     ) -> torch.Tensor:
-        trains = torch.is_grad_enabled() and any(one.requires_grad for one in (x, *weights, *biases))
         epilogue = f"bias_n+{gate}" if biases else gate
-        if not trains and is_served(x, weights, epilogue):
+        if not _trains(x, *weights, *biases) and is_served(x, weights, epilogue):
             return whole_of(x, weights, biases, epilogue)
         results = [ops.traced_linear(x, weight, bias) for weight, bias in _pairs(weights, biases)]
         return _activated(gate, results[0]) * results[1]
@@ -224,12 +140,14 @@ def define(serving: Callable[[], Dispatcher]) -> None:
 
     _library.impl("several", compute, "CompositeExplicitAutograd")
     torch.library.register_fake("tunegemm::several", fake, lib=_library)
-    _library.impl("several_backward", backward, "CompositeExplicitAutograd")
-    torch.library.register_fake("tunegemm::several_backward", fake_backward, lib=_library)
     _library.impl("part", part, "CompositeImplicitAutograd")
     _library.impl("gated", gated, "CompositeImplicitAutograd")
     for name in ("part", "gated"):
         torch.library.register_vmap(f"tunegemm::{name}", vmap, lib=_library)
+
+
+def _trains(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _pairs(weights: Sequence[Any], biases: Sequence[Any]) -> Iterator[tuple[Any, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -93,13 +93,3 @@ def beside(parts: Sequence[torch.Tensor | None], columns: Sequence[int]) -> torc
         for part, width in zip(parts, columns, strict=True)
     ]
     return torch.cat(filled, -1)
-
-
-def parts_of(
-    whole: Callable[[], torch.Tensor], rows: Sequence[int], wanted: Sequence[bool]
-) -> list[torch.Tensor | None]:
-    """The parts of it that are wanted; it is not computed where none is."""
-    if not any(wanted):
-        return [None] * len(wanted)
-    parts = torch.unsafe_split_with_sizes(whole(), rows)
-    return [part if one else None for part, one in zip(parts, wanted, strict=True)]

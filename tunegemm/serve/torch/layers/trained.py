@@ -31,10 +31,10 @@ from tunegemm.serve.guards import (
 from tunegemm.serve.torch.autograd import PLAIN
 from tunegemm.serve.torch.together import beside
 
-#: Whether these are served: not before a GPU has shown them right.
-served = False
-#: From how many rows times weights on. On an H100 4096 rows of q, k and v of a 1B model, which are 2.6e10,
-#: and all that was larger gained (docs/decisions/0028); a step of less waits for the host.
+#: Whether these are served; not where Triton cannot compile.
+served = True
+#: From how many rows times weights on: 4096 rows of q, k and v of a 1B model, which are 2.6e10, and all that
+#: was larger gained (docs/decisions/0028). A step of less waits for the host.
 least = 1 << 34
 
 #: Elements of a block, of 8 warps, whose threads so read and write 16 bytes at once.
