@@ -81,7 +81,7 @@ def steps(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> Steps:
 BOUND = {"rtol": 5e-2, "atol": 3e-2}
 
 
-@pytest.mark.parametrize("tokens", [1, 11, 300])
+@pytest.mark.parametrize("tokens", [1, 11, 800])  # between the last two down's product is torch's
 @pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
 def test_a_layer_is_four_launches(
