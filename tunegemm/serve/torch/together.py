@@ -83,13 +83,3 @@ def operands_of(weights: Tensors, biases: Tensors, epilogue: str) -> tuple[torch
 def is_gated(epilogue: str) -> bool:
     """Of the epilogues of `several`: whether two columns make one."""
     return epilogue.removeprefix("bias_n").removeprefix("+") != ""
-
-
-def beside(parts: Sequence[torch.Tensor | None], columns: Sequence[int]) -> torch.Tensor:
-    """Gradients of results beside each other; what was not used, None, has none, which counts as zeros."""
-    found = next(part for part in parts if part is not None)
-    filled = [
-        found.new_zeros((*found.shape[:-1], width)) if part is None else part
-        for part, width in zip(parts, columns, strict=True)
-    ]
-    return torch.cat(filled, -1)

@@ -26,15 +26,11 @@ from tunegemm.serve.guards import (
     dispatch_modes,
     functorch_level,
     grad_enabled,
-    is_lazy,
-    is_transformed,
     tracing,
 )
-from tunegemm.serve.plans import trained as key_of_trained
 from tunegemm.serve.torch.autograd import DTYPES, PLAIN
 from tunegemm.serve.torch.fx import data_ptr
-from tunegemm.serve.torch.layers import halves, trained
-from tunegemm.serve.torch.layers.trained import TrainedLayers
+from tunegemm.serve.torch.layers import halves
 from tunegemm.serve.torch.several import traced_part
 from tunegemm.serve.torch.together import most_joined, together
 
@@ -77,8 +73,6 @@ class Shared:
         self.is_taken_apart = len(self.layers) > 1 and not in_turns
         """Whether layers may take their parts of one product."""
         self._most_joined = most_joined(self.rows) * layers[0].in_features
-        # Their gradients are copied beside each other: of q, k and v that takes less than their sum did.
-        self._joins_trained = sum(self.rows) <= 3 * layers[0].in_features
         self._forget()
 
     def _forget(self) -> None:
@@ -94,7 +88,7 @@ class Shared:
 
     def __getstate__(self) -> dict[str, Any]:
         """The layers: their copies are put together anew, by `pack`."""
-        names = "layers", "in_turns", "rows", "is_taken_apart", "_most_joined", "_joins_trained"
+        names = "layers", "in_turns", "rows", "is_taken_apart", "_most_joined"
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -196,7 +190,8 @@ class Shared:
 
     def taken(self, x: Any, *others: torch.Tensor) -> Any:
         """The input as the methods below take it; None where a call means more than its product, or autograd
-        wants to know of it, which is `trained_input`'s to say.
+        wants to know of it: a node of Python's costs the host more than one product in the place of several
+        gains (docs/decisions/0028).
 
         x: not `is_missed`, or of few rows. others: what else goes into the call. This is all that is looked
         at before a launch; each look costs every call.
@@ -296,8 +291,6 @@ class Shared:
 
     def parts(self, x: Any) -> Sequence[torch.Tensor] | None:
         """The result of each layer, of one product; None where each is to be computed by itself."""
-        if self._joins_trained and grad_enabled() and (given := self.trained_input(x)) is not None:
-            return TrainedLayers.apply(given, self._weight, *self.parameters("weight"))
         form = PLAIN_FORMS[len(self._bias)]
         has_none = self.is_missed(form, x)
         if (has_none and not self.is_few(x)) or (x := self.taken(x)) is None:
@@ -306,35 +299,6 @@ class Shared:
         if whole is None:
             whole = self.by_torch(x)
         return None if whole is None else torch.unsafe_split_with_sizes(whole, self.rows, -1)
-
-    def trained_input(self, x: Any) -> Any:
-        """The input as layers take it that are all trained with it, and torch computes all their products and
-        gradients; None elsewhere, as where one has a bias, or there is little to do (docs/decisions/0028).
-
-        That is not known before a first step: `TunedLinear` says when.
-        """
-        if not trained.served or type(x) not in PLAIN or not x.requires_grad or self._bias:
-            return None
-        planner = api.dispatcher.planner
-        known, size = planner.state.torchs, x.numel()
-        if (
-            size * sum(self.rows) < trained.least
-            or not known
-            or planner.is_off
-            or planner.state.policy.is_batch_invariant
-            or tracing()
-        ):
-            return None
-        if x.device.type != planner.device_type or x.ndim < 2 or is_lazy(x) or not self.is_in_place():
-            return None
-        if dispatch_modes() or is_transformed() or (any_autocast() and (x := self._autocast(x)) is None):
-            return None
-        if self._weight is None or x.dtype is not self._weight.dtype or monotonic() >= planner.next_look:
-            return None
-        for weight in self.parameters("weight"):
-            if not weight.requires_grad or key_of_trained(weight, size, True, True) not in known:
-                return None
-        return x
 
     def by_torch(self, x: torch.Tensor) -> torch.Tensor | None:
         """torch's product of x, as `taken` gives it, and all weights, where that is faster than layer by

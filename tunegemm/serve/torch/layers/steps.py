@@ -17,10 +17,8 @@ from tunegemm.describe.epilogue import GATED
 from tunegemm.errors import TunegemmError
 from tunegemm.serve import api
 from tunegemm.serve.forms import BELOW_AUTOGRAD, form_of
-from tunegemm.serve.guards import grad_enabled
 from tunegemm.serve.torch.autograd import PLAIN
 from tunegemm.serve.torch.layers.shared import PLAIN_FORMS, Shared
-from tunegemm.serve.torch.layers.trained import MULTIPLE, TrainedGate
 from tunegemm.serve.torch.several import traced_gated, traced_part
 
 _is_compiling = torch.compiler.is_compiling
@@ -101,8 +99,6 @@ class Gated(Step):
                     return traced_gated(x, *shared.traced_parameters(), self.name)
                 parameters = shared.traced_parameters()
                 return activation(traced_part(x, *parameters, 0)) * traced_part(x, *parameters, 1)
-        elif grad_enabled() and (result := self._trained(x, gate, up, *given)) is not None:
-            return result
         else:
             has_none = shared.is_missed(self.form, x)
             if (not has_none or shared.is_few(x)) and self.calls_as_known(gate, up, *given):
@@ -110,14 +106,6 @@ class Gated(Step):
                 if result is not None:
                     return result
         return activation(gate(x)) * up(x)
-
-    def _trained(self, x: Any, *modules: Any) -> torch.Tensor | None:
-        """By one node of autograd's, where that is so much as the layers are; None elsewhere."""
-        x = self.shared.trained_input(x)
-        if x is None or self.shared.rows[0] % MULTIPLE or not self.calls_as_known(*modules):
-            return None
-        result: torch.Tensor = TrainedGate.apply(x, *self.shared.parameters("weight"), self.name)
-        return result
 
     def _joined(self, x: Any, activation: Activation, has_none: bool) -> torch.Tensor | None:
         """By one product; None where there is none.
