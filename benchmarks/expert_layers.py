@@ -92,6 +92,15 @@ def timed(run: Callable[[], Any], times: int) -> float:
     return start.elapsed_time(end) * 1e3 / times
 
 
+def sampled(replay: Callable[[], Any], turn_ms: float) -> float:
+    """us of a replay: of three, or of as many as a turn takes, behind as many that do not count."""
+    if not turn_ms:
+        return timed(replay, 3)
+    calls = max(1, round(turn_ms / (timed(replay, 1) / 1e3)))
+    timed(replay, calls)
+    return timed(replay, calls)
+
+
 def measure(name: str, layer: torch.nn.Module, tokens: int, rounds: int, vllm: Any = None) -> dict[str, Any]:
     """A row. vllm: its function of a layer, where it is timed, too."""
     config: Any = layer.config
@@ -120,14 +129,10 @@ def measure(name: str, layer: torch.nn.Module, tokens: int, rounds: int, vllm: A
     for way in ways:
         results[way] = run(way, 0).float()
         graphs[way] = graph_of(lambda draw, way=way: run(way, draw))  # type: ignore[misc]
-    steady = tokens >= _STEADY_TOKENS
+    turn_ms = _TURN_MS if tokens >= _STEADY_TOKENS else 0.0
     for _ in range(rounds):
         for way in random.sample(ways, len(ways)):
-            replay, calls = graphs[way].replay, 3
-            if steady:
-                calls = max(1, round(_TURN_MS / 2 / (timed(replay, 1) / 1e3)))
-                timed(replay, calls)
-            samples[way].append(timed(replay, calls) / _DRAWS)
+            samples[way].append(sampled(graphs[way].replay, turn_ms / 2) / _DRAWS)
             # The first call of some after other work is slower: what a program sees is the rest.
             timed(lambda way=way: run(way, 0), 2)  # type: ignore[misc]
             eager[way].append(timed(lambda way=way: run(way, 0), 10 if tokens < 256 else 3))  # type: ignore[misc]
@@ -144,7 +149,7 @@ def measure(name: str, layer: torch.nn.Module, tokens: int, rounds: int, vllm: A
         "us": {way: round(value, 2) for way, value in us.items()},
         "eager_us": {way: round(value, 2) for way, value in eager_us.items()},
         "error": round(float((results["tunegemm"] - reference).norm() / reference.norm()), 5),
-        "turn_ms": _TURN_MS if steady else 0.0,
+        "turn_ms": turn_ms,
     }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.command import choose_names, command, parser_of
-from benchmarks.expert_layers import graph_of, timed
+from benchmarks.expert_layers import graph_of, sampled
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import find_device, package_version
 from tunegemm.measure.statistics import aa_noise
@@ -93,13 +93,10 @@ def measure(name: str, kernels: Any, weights: Any, tokens: int, rounds: int) -> 
     results = {way: call(way)(0).float().clone() for way in ways}
     graphs = {way: graph_of(call(way)) for way in ways}
     samples: dict[str, list[float]] = {way: [] for way in ways}
+    turn_ms = _TURN_MS if tokens >= _STEADY_TOKENS else 0.0
     for _ in range(rounds):
         for way in random.sample([*ways], len(ways)):
-            replay, calls = graphs[way].replay, 3
-            if tokens >= _STEADY_TOKENS:
-                calls = max(1, round(_TURN_MS / (timed(replay, 1) / 1e3)))
-                timed(replay, calls)
-            samples[way].append(timed(replay, calls) / len(routes))
+            samples[way].append(sampled(graphs[way].replay, turn_ms) / len(routes))
     error = (results["tunegemm"] - results["vllm"]).norm() / results["vllm"].norm()
     triples = zip(*samples.values(), strict=True)
     return {

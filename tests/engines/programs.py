@@ -66,3 +66,19 @@ def start(setting, **more):
     stand_in = {"worker_cls": "tests.support.vllm_worker.Worker", "distributed_executor_backend": "uni"}
     return vllm.LLM(**stand_in, **arguments)
 """
+
+#: Runs `rank(number, path, queue)` of the module rank_of_tests in two processes; path is what a file gives.
+RANKS = """
+import multiprocessing
+from pathlib import Path
+import rank_of_tests
+context = multiprocessing.get_context("spawn")
+queue = context.Queue()
+path = str(Path(rank_of_tests.__file__).with_name("ranks"))
+processes = [context.Process(target=rank_of_tests.rank, args=(n, path, queue)) for n in range(2)]
+for process in processes:
+    process.start()
+found["ranks"] = sorted(queue.get(timeout=300) for _ in processes)
+for process in processes:
+    process.join()
+"""

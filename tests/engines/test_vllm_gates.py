@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engines.conftest import Run
-from tests.engines.programs import LAYERS, LOADS, engine
+from tests.engines.programs import LAYERS, LOADS, RANKS, engine
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -256,20 +256,6 @@ def rank(number, path, queue):
 def test_shards_of_two_ranks(engine: str, run: Run, tmp_path) -> None:
     """Each rank has its part of gate's rows above its part of up's."""
     (tmp_path / "rank_of_tests.py").write_text(_RANK)
-    found = run(
-        engine,
-        f"""
-import multiprocessing
-from rank_of_tests import rank
-context = multiprocessing.get_context("spawn")
-queue = context.Queue()
-processes = [context.Process(target=rank, args=(n, {str(tmp_path / "ranks")!r}, queue)) for n in range(2)]
-for process in processes:
-    process.start()
-found["ranks"] = sorted(queue.get(timeout=300) for _ in processes)
-for process in processes:
-    process.join()
-""",
-    )
+    found = run(engine, RANKS)
     call = [48, 1, 7168, 64, "swiglu"]
     assert found["ranks"] == [[n, 1, [call], True] for n in range(2)], found["output"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engines.conftest import Run
-from tests.engines.programs import LAYERS, LIVE, LOADS, engine
+from tests.engines.programs import LAYERS, LIVE, LOADS, RANKS, engine
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -89,21 +89,7 @@ def rank(number, path, queue):
 def test_shards_of_two_ranks_are_served(engine: str, run: Run, tmp_path) -> None:
     """Each rank's part of a layer is a weight like any other; what they add up is vLLM's."""
     (tmp_path / "rank_of_tests.py").write_text(_RANK)
-    found = run(
-        engine,
-        f"""
-import multiprocessing
-from rank_of_tests import rank
-context = multiprocessing.get_context("spawn")
-queue = context.Queue()
-processes = [context.Process(target=rank, args=(n, {str(tmp_path / "ranks")!r}, queue)) for n in range(2)]
-for process in processes:
-    process.start()
-found["ranks"] = sorted(queue.get(timeout=300) for _ in processes)
-for process in processes:
-    process.join()
-""",
-    )
+    found = run(engine, RANKS)
     assert found["ranks"] == [[n, [[16, 64, 48], [16, 48, 64]], True] for n in range(2)], found["output"]
 
 

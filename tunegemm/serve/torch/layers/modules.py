@@ -150,7 +150,7 @@ def _step(module: torch.nn.Module, match: Match) -> Step | str:
         activation = module.get_submodule(str(match.activation.target))
         if has_hooks(activation):
             return "the activation has hooks"
-    # Gradients want the two results, which gated kernels do not write; a bias with gaps is slow for torch.
+    # Layers that are trained are computed by torch, one by one; what lies with gaps is slow for it.
     trains = module.training and any(p.requires_grad for layer in layers for p in layer.parameters())
     in_turns = match.kind == "gated" and not trains and all(layer.bias is None for layer in layers)
     wrong = refusal(layers[0], GATE_OF[match.name]) if match.kind == "halved" else ""

@@ -113,7 +113,7 @@ class Gated(Step):
         has_none: whether there is no kernel, as far as is known.
         """
         shared = self.shared
-        if not shared.in_turns:  # as for graphs that train
+        if not shared.in_turns:  # as where they were to be trained, or have biases
             parts = shared.parts(x)
             return None if parts is None else activation(parts[0]) * parts[1]
         if (x := shared.taken(x)) is None:
