@@ -2,12 +2,14 @@
 
     python -m benchmarks.choices --device cuda:0 --part 0/2 --budget 200 --out build/choices
     python -m benchmarks.choices --device cuda:1 --part 1/2 --budget 200 --out build/choices
-    python -m benchmarks.choices --collect build/choices        # their rows into results/GPU/choices.json.xz
+    python -m benchmarks.choices --logits --seed logits --budget 50 --out build/choices
+    python -m benchmarks.choices --collect build/choices    # adds their rows to results/GPU/choices.json.xz
 
 All kernels of db/selector.toml that suit a product race torch.mm in one interleave, each at the launches that
 suit it; those that are near the fastest go on for longer. A line is written after each product, so that a run
 that ends early loses nothing, and goes on where it is run again. N and K are no dimensions of
-`benchmarks.first_use`. The kernels are those of `make kernels`; none is compiled here.
+`benchmarks.first_use`. With `--logits` products are as wide as vocabularies, of few rows. The kernels are
+those of `make kernels`; none is compiled here.
 """
 
 from __future__ import annotations
@@ -67,6 +69,9 @@ MANY_ROWS = 1024
 SLOWEST = 1.7
 #: Longest product, in floating-point operations, and largest, in bytes.
 MAX_FLOP, MAX_BYTES = 4e12, 3e9
+#: Of products as wide as vocabularies: N and K, from and to, and rows, of which each range is as frequent.
+LOGITS = (28_672, 262_144), (1024, 8192)
+ROWS_OF_LOGITS = (1, 8), (9, 32), (33, 64)
 #: A product that takes longer hangs; the process ends, and goes on with the next one where it is run again.
 HANGS_S = 30.0
 
@@ -79,8 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", default="train", help="of the products")
     parser.add_argument("--count", type=int, default=100_000, help="most products")
     parser.add_argument("--rows", default="1-16384", help="FEWEST-MOST, of the products drawn")
+    parser.add_argument("--logits", action="store_true", help="products as wide as vocabularies, of few rows")
     parser.add_argument("--out", type=Path, default=Path("build/choices"), help="folder of the lines")
-    parser.add_argument("--collect", type=Path, help="measure nothing; put the lines of that folder together")
+    parser.add_argument(
+        "--collect", type=Path, help="measure nothing; add the lines of that folder to the file"
+    )
     parser.add_argument("--results", type=Path, help="with --collect: folder of the result file")
     options = parser.parse_args(arguments)
     if options.collect is not None:
@@ -101,6 +109,18 @@ def drawn(seed: str) -> Iterator[Problem]:
             f"{round(2 ** chance.uniform(low, high))}x{extent_of(chance)}x{extent_of(chance)}"
         )
         if problem.flops <= MAX_FLOP and problem.bytes <= MAX_BYTES:
+            yield problem
+
+
+def drawn_logits(seed: str) -> Iterator[Problem]:
+    """Products without end as wide as vocabularies, of log-uniform extents; the same for each seed."""
+    chance = random.Random(f"logits {seed}")
+    while True:
+        ranges = chance.choice(ROWS_OF_LOGITS), *LOGITS
+        m, n, k = (2 ** chance.uniform(math.log2(least), math.log2(most)) for least, most in ranges)
+        unit = chance.choice((8, 32, 64, 64, 128, 128, 256))
+        problem = Problem.parse(f"{round(m)}x{unit * round(n / unit)}x{64 * round(k / 64)}")
+        if problem.bytes <= MAX_BYTES and not {problem.n, problem.k} & set(DIMENSIONS):
             yield problem
 
 
@@ -138,7 +158,8 @@ def run(device: Device, options: argparse.Namespace) -> None:
     started = time.monotonic()
     path = options.out / f"{options.seed}-{part}-of-{parts}.jsonl"
     begun = {tuple(line["begin"]) for line in _lines(path) if "begin" in line}
-    suitable = (problem for problem in drawn(options.seed) if fewest <= problem.m <= most)
+    draw = drawn_logits if options.logits else drawn
+    suitable = (problem for problem in draw(options.seed) if fewest <= problem.m <= most)
     problems = itertools.islice(itertools.islice(suitable, part, None, parts), options.count)
     path.parent.mkdir(parents=True, exist_ok=True)
     backend = CudaBackend(device)
@@ -323,27 +344,33 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def collect(folder: Path, out: Path | None) -> None:
-    """Writes the rows of all lines of a folder into one file, with the `meta` of the first run and the
-    `commands` of all. Raises TunegemmError where they are not of one GPU and one list of kernels."""
+    """Adds the rows of all lines of a folder to the file of their GPU, with the `meta` of the first run and
+    the `commands` of all. Raises TunegemmError where they are not of one GPU and one list of kernels."""
+    added = [(path, _lines(path)) for path in sorted(folder.glob("*.jsonl"))]
+    gpu = next((line["meta"]["gpu"] for _, lines in added for line in lines if "meta" in line), None)
+    if gpu is None:
+        raise TunegemmError(f"{folder} has no lines of this command")
+    names = gpu.removeprefix("NVIDIA").lower().split()
+    path = (out or Path(__file__).parent / "results" / "-".join(names)) / "choices.json.xz"
+    there = lzma.decompress(path.read_bytes()).decode().splitlines() if path.exists() else []
     runs: list[dict[str, Any]] = []
+    commands: list[str] = []
     rows: dict[tuple[int, ...], dict[str, Any]] = {}
     kernels: list[str] = []
-    for path in sorted(folder.glob("*.jsonl")):
-        for line in _lines(path):
+    for source, lines in [(path, list(map(json.loads, there))), *added]:
+        for line in lines:
             if "meta" in line:
                 runs.append(line["meta"])
+                commands += line["meta"].get("commands") or [line["meta"]["command"]]
                 kernels = kernels or line["kernels"]
-                if kernels != line["kernels"] or runs[0]["gpu"] != line["meta"]["gpu"]:
+                if kernels != line["kernels"] or gpu != line["meta"]["gpu"]:
                     raise TunegemmError(
-                        f"{path}: its list of kernels or its GPU is another one; leave it out"
+                        f"{source}: its list of kernels or its GPU is another one; leave it out"
                     )
             elif "m" in line:
                 rows[line["m"], line["n"], line["k"]] = line
     if not rows:
         raise TunegemmError(f"{folder} has no lines of this command")
-    names = runs[0]["gpu"].removeprefix("NVIDIA").lower().split()
-    path = (out or Path(__file__).parent / "results" / "-".join(names)) / "choices.json.xz"
-    commands = [run["command"] for run in runs]
     head = json.dumps({"meta": runs[0] | {"commands": commands}, "kernels": kernels})
     lines = [head, *(json.dumps(rows[key], separators=(",", ":")) for key in sorted(rows))]
     path.parent.mkdir(parents=True, exist_ok=True)
