@@ -3,6 +3,7 @@
     python -m benchmarks.clients --tune 60                        # tunes the model's products first, for 60 s
     python -m benchmarks.clients --workloads decode-16 --modes graph,max-autotune
     python -m benchmarks.clients --fuse                           # with patch(fuse=True): clients_fused.json
+    TUNEGEMM_DB=FILE python -m benchmarks.clients --model 1B --workloads train  # clients_training.json
     python -m benchmarks.clients --fuse --model 1B --workloads train
     python -m benchmarks.clients --fuse --model 1B --workloads train --layers 4 --sequences 4  # 16384 tokens
     python -m benchmarks.clients --device cpu --tiny              # without a GPU: the results alone, no times
@@ -12,7 +13,8 @@ is one prompt of 4096 tokens, decode one token for each of 1 to 256 sequences be
 train one step of AdamW on 4096 tokens or `--sequences` of them, with `--fuse` of a model that is patched
 alone, too. Each runs eagerly, in a CUDA graph of the eager code, and under torch.compile. The mode
 `max-autotune`, which is to be asked for, is torch.compile's own tuning beside tunegemm under torch.compile
-without it, both in a CUDA graph.
+without it, both in a CUDA graph. Rows say whether products were `tuned` for them, by `--tune` or into the
+database that TUNEGEMM_DB names, and how many of them a kernel has `served` by then.
 Writes results/GPU/clients.json after each workload, so that it can run in slices.
 """
 
@@ -42,6 +44,7 @@ from benchmarks.results import Results, meta, results_path
 from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.errors import TunegemmError, TunegemmWarning
 from tunegemm.measure.statistics import aa_noise
+from tunegemm.serve import api
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -143,7 +146,8 @@ def run(options: argparse.Namespace) -> int:
         torch.cuda.set_device(place)
         facts = meta(device, METHOD.format(f"{options.sample_ms:g}"))
         facts["packages"] |= {"transformers": package_version("transformers")}
-        name = "clients_fused.json" if options.fuse else "clients.json"
+        name = "clients_training.json" if options.workloads == ["train"] else "clients.json"
+        name = "clients_fused.json" if options.fuse else name
         results = Results(results_path(options.out, device, name), facts)
     model = build(size, place)
     # The same weights under tuned layers: nothing has to be switched on and off between steps.
@@ -352,6 +356,7 @@ def measure(
     steps: dict[tuple[str, str], Step] = {}
     errors: dict[tuple[str, str], float] = {}
     peaks: dict[tuple[str, str], float] = {}
+    served: dict[str, int] = {}
     left: set[str] = set()
     for mode in modes:
         for library, model in models.items():
@@ -366,6 +371,7 @@ def measure(
             del got
             if place.type == "cuda" and not isinstance(step, _Replay):
                 peaks[mode, library] = peak_mib(step, model)
+        served[mode] = len({problem for problem, _ in api.dispatcher.planner.tuned()})
     for message in sorted(left):
         print(f"  {workload}: {message}")
     samples = interleave(steps, rounds, options.sample_ms) if place.type == "cuda" else {}
@@ -377,6 +383,8 @@ def measure(
         if workload == "train":
             row |= {"sequences": size.sequences} if size.sequences > 1 else {}
             row |= {"tokens": size.sequences * size.prompt}
+        row |= {"tuned": True} if options.tune or os.environ.get("TUNEGEMM_DB") else {}
+        row["served"] = served[mode]
         row |= {f"{library}_error": errors[mode, library] for library in models}
         row["right"] = all(errors[mode, library] <= bound for library in models)
         if samples:

@@ -23,7 +23,7 @@ from tunegemm.errors import TunegemmError
 SHARED = ("gpu", "driver", "packages", "method")
 _KEY = (
     "m", "n", "k", "batch", "dtype", "accumulation", "layout", "epilogue", "effort", "call", "workload",
-    "mode", "layers", "label", "model", "rows", "phase", "sequences", "groups", "skew",
+    "mode", "layers", "label", "model", "rows", "phase", "sequences", "groups", "skew", "tuned",
 )  # fmt: skip
 _PACKAGES = (
     "tunegemm", "torch", "triton", "nvidia-cutlass-dsl", "nvmath-python", "quack-kernels",

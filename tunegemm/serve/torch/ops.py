@@ -104,13 +104,13 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, keyset: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             ctx.save_for_backward(a, b)
-            return below_autograd(keyset, a, b)
+            return operator(a, b)  # without gradients now: it is torch's where that alone has no kernel
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            return None, *gradients(operator, grad, ctx.saved_tensors, ctx.needs_input_grad[1:])
+            return gradients(operator, grad, ctx.saved_tensors, ctx.needs_input_grad)
 
     def below_autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         with torch._C._AutoDispatchBelowAutograd():
@@ -119,11 +119,12 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
     def autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor, *, records: str = "") -> torch.Tensor:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return torch.matmul(a, b)  # an autograd.Function cannot be applied inside a transform's kernel
-        if torch._C._len_torch_dispatch_stack() and not is_served(serving(), plain, a, b):
+        is_trained = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+        if torch._C._len_torch_dispatch_stack() and not is_served(serving(), plain, a, b, is_trained):
             check(a, b)
             return aten(a, b)  # traced: a compiler does more with its own operator
-        if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-            return Differentiable.apply(keyset, a, b)
+        if is_trained:
+            return Differentiable.apply(a, b)
         if type(a) in PLAIN and type(b) in PLAIN and not torch._C._len_torch_dispatch_stack():
             return compute(a, b)  # nobody below wants to know; saves the way through torch's dispatcher
         return below_autograd(keyset, a, b)
@@ -195,8 +196,11 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
     torch.library.register_vmap("tunegemm::fused", vmap, lib=_library)
 
 
-def is_served(dispatcher: Dispatcher, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether a kernel is recorded for operands that are being traced.
+def is_served(
+    dispatcher: Dispatcher, form: Form, a: torch.Tensor, b: torch.Tensor, is_trained: bool = False
+) -> bool:
+    """Whether a kernel is recorded for operands that are being traced, or where they are trained for one of
+    their gradients.
 
     Symbolic extents are taken for those that they were traced with, and any other m that is recorded will do.
     """
@@ -207,12 +211,21 @@ def is_served(dispatcher: Dispatcher, form: Form, a: torch.Tensor, b: torch.Tens
         for tensor in (a, b)
     ]
     symbolic = any(isinstance(extent, torch.SymInt) for extent in (*a.shape, *b.shape))
-    with _disable_current_modes():
+    found = []
+
+    def ask(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        found.append(dispatcher.planner.serves(form, left, right, a.device.index or 0, any_m=symbolic))
+        return left.new_empty((*left.shape[:-1], right.shape[-1]))
+
+    with _disable_current_modes(), torch.no_grad():
         left, right = (
             torch.empty_strided(shape, strides, dtype=dtype, device="meta")
             for shape, strides, dtype in places
         )
-        return dispatcher.planner.serves(form, left, right, a.device.index or 0, any_m=symbolic)
+        result = ask(left, right)
+        if is_trained and not any(found):
+            gradients(ask, result, (left, right), (a.requires_grad, b.requires_grad))
+    return any(found)
 
 
 def may_be_served(a: torch.Tensor, b: torch.Tensor) -> bool:
