@@ -20,7 +20,7 @@ H200 = find_device("model:h200")
 KERNEL = Candidate.make(
     "grouped",
     {"schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 6, "epi_n": 32,
-     "narrow": 16},
+     "narrow": 16, "cluster_m": 1},
     {"swizzle_size": 4, "l2_hint": "none"},
 )  # fmt: skip
 

@@ -42,7 +42,7 @@ class TestGluonWgmma(SharedPool, GeneratorTests):
 
 
 class TestGrouped(SharedPool, GeneratorTests):
-    """And no `CompileTests`: of 9 of its 55 kernels ptxas serialises WGMMAs (C7511), by no law that was
+    """And no `CompileTests`: of some of its kernels ptxas serialises WGMMAs (C7511), by no law that was
     found. A search finds that out, as of any kernel that does not compile.
     """
 

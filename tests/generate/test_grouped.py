@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -12,11 +13,12 @@ from tunegemm.generate.grouped import FAMILY, config_of, kernel_key
 from tunegemm.generate.sources import hash_of_code
 from tunegemm.model.grouped import GroupedChoice, candidate_of, kinds, listed
 from tunegemm.testing import TOO_LARGE, Examples, Rejection
+from tunegemm.testing.examples import compile_all
 
 SHAPE = "4096x2048x7168"
 GOOD = {
     "schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 6, "epi_n": 32,
-    "narrow": 16,
+    "narrow": 16, "cluster_m": 1,
 }  # fmt: skip
 LAUNCH = {"swizzle_size": 8, "l2_hint": "none"}
 PROBLEMS = [Problem.parse(SHAPE, groups=32), Problem.parse("64x1536x2048", groups=128)]
@@ -30,6 +32,7 @@ EXAMPLES = Examples(
         (PROBLEMS[0], {"tile_m": 256, "stages": 4}),
         (PROBLEMS[1], {"tile_m": 64, "tile_n": 32, "stages": 16, "narrow": 8}),
         (PROBLEMS[0], {"tile_n": 256, "stages": 4, "narrow": 64}),
+        (PROBLEMS[0], {"cluster_m": 2}),
     ],
     rejected=[Rejection("shared_memory", {"stages": 8}, TOO_LARGE)],
     objections=[
@@ -45,6 +48,10 @@ EXAMPLES = Examples(
         ("narrow_widths", PROBLEMS[0], {"narrow": 8}),
         ("narrow_widths", PROBLEMS[0], {"narrow": 12}),
         ("narrow_enough", PROBLEMS[0], {"narrow": 64}),
+        ("cluster", PROBLEMS[0], {"cluster_m": 4}),
+        ("cluster", PROBLEMS[1], {"tile_n": 64, "stages": 8, "narrow": 8, "cluster_m": 2}),
+        ("cluster_extent", Problem.of_groups(4096, 128, 2048, 8), {"cluster_m": 2}),
+        ("cluster_rows", PROBLEMS[0], {"tile_n": 64, "stages": 8, "cluster_m": 2}),
         ("accumulators", PROBLEMS[0], {"tile_m": 256, "tile_n": 256, "narrow": 64}),
         ("accumulators", PROBLEMS[0], {"schedule": "pingpong", "tile_n": 256, "narrow": 64}),
         ("ring_filled", PROBLEMS[0], {"stages": 4}),
@@ -90,8 +97,26 @@ def test_its_hash_is_of_the_parts_that_it_takes_from_cute_sm90() -> None:
     assert families.kernel_source_hash("grouped") == hash_of_code(FAMILY.sources)
 
 
+def test_kernels_in_clusters_compile_clean(pool: CompilePool, h200: Device) -> None:
+    """Of either schedule: no spills, and no WGMMAs that ptxas serialises (C7511)."""
+    of_clusters = [
+        {"tile_n": 256, "stages": 4, "narrow": 64, "cluster_m": 2},
+        {"schedule": "pingpong", "narrow": 32, "cluster_m": 2},
+    ]
+    candidates = [EXAMPLES.candidate(each) for each in of_clusters]
+    assert all(FAMILY.check(PROBLEMS[0], each, h200) for each in candidates)
+    for result in compile_all(pool, [(PROBLEMS[0], each) for each in candidates], h200):
+        assert result.artifact is not None, result.failure
+        resources = result.artifact.resources
+        assert (resources.spill_bytes, resources.warnings) == (0, ())
+
+
 @pytest.mark.parametrize(("hint", "number"), [("none", 0), ("weights_first", 1)])
 def test_launch_parameters_are_the_kernels_arguments(hint: str, number: int) -> None:
     candidate = EXAMPLES.candidate({"l2_hint": hint})
     assert grouped.launch_arguments(candidate) == (8, number)
     assert FAMILY.label(candidate) == f"co128x128x64 s6 e32 w16 w8{' hw' * number}"
+
+
+def test_a_label_says_how_many_blocks_a_cluster_has() -> None:
+    assert FAMILY.label(EXAMPLES.candidate({"cluster_m": 2})) == "co128x128x64 s6 e32 w16 c2"

@@ -29,6 +29,7 @@ DIVISIONS: dict[str, tuple[list[int], int, int]] = {
     "empty": ([0, 0, 3, 0, 0], 128, 192),
     "nothing": ([0, 0, 0], 128, 128),
     "edges": ([9, 8, 17, 33, 65, 2], 200, 200),
+    "odd tiles": ([300, 0, 517, 1, 64], 640, 320),  # so that a cluster of two has one
     "one hot": ([0, 1500, 0, 0, 0, 0, 0, 0], 1024, 512),
     "more than a window": ([group % 5 for group in range(300)], 136, 128),
     "first": ([300, *[0] * 69], 384, 320),
@@ -38,7 +39,7 @@ DIVISIONS: dict[str, tuple[list[int], int, int]] = {
 
 @cache
 def of_kind(kind: str) -> dict[str, GroupedKernel]:
-    """A kind's kernels by their labels, compiled where they do not ship."""
+    """A kind's kernels by their labels, chosen or not, compiled where they do not ship."""
     provided = packing.provide_grouped(kind)
     assert not provided.failures
     found = {}
@@ -198,6 +199,24 @@ def test_many_divisions_are_exact(thorough: bool, kind: str) -> None:
             near = (out - right).abs() <= bound * right.abs() + bound  # NaN is not
             wrong += (~near).flatten(1).any(1).sum()
         assert int(wrong) == 0, label
+
+
+def test_a_graph_of_each_kernel_holds_for_other_divisions() -> None:
+    """Launches follow each other without a wait, and find the barriers of the one before gone."""
+    sizes = [500, 0, 300, 200]
+    a, weights, ends, _ = operands(sizes, 640, 512)
+    for label, kernel in of_kind("bf16").items():
+        outs = [torch.empty(1000, 640, device="cuda", dtype=BF16) for _ in range(3)]
+        graph = torch.cuda.CUDAGraph()
+        kernel.launch(a, weights, outs[0], ends, blocks=132)
+        with torch.cuda.graph(graph):
+            for out in outs:
+                kernel.launch(a, weights, out, ends, blocks=132)
+        for other in ([0, 1000, 0, 0], [1, 2, 3, 994], [0, 0, 0, 1], sizes):
+            ends.copy_(torch.tensor(other, device="cuda").cumsum(0))
+            graph.replay()
+            for out in outs:
+                assert error(out[: sum(other)], expected(other, a, weights)) < 4e-3, (label, other)
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from tunegemm.model.grouped import choose, kinds, listed
 
 TABLE = """
 [kernels]
-parameters = ["schedule", "tile_m", "tile_n", "tile_k", "stages", "epi_n", "narrow"]
-few = ["cooperative", 64, 32, 64, 16, 32, 8]
-many = ["cooperative", 128, 256, 64, 4, 32, 64]
+parameters = ["schedule", "tile_m", "tile_n", "tile_k", "stages", "epi_n", "narrow", "cluster_m"]
+few = ["cooperative", 64, 32, 64, 16, 32, 8, 1]
+many = ["cooperative", 128, 256, 64, 4, 32, 64, 2]
 [kinds]
 bf16 = {}
 gated = { gate = "swiglu" }
@@ -55,6 +55,7 @@ def test_the_first_choice_that_holds_is_taken(tmp_path: Path) -> None:
     assert torchs is None
     assert many is not None and (many.config.tile_n, many.swizzle_size, many.l2_hint) == (256, 2, 0)
     assert {few.config, many.config} < set(listed(path))
+    assert (few.config.cluster_size, many.config.cluster_size) == (1, 2)
 
 
 def test_gated_and_n_major_kernels_are_variants(tmp_path: Path) -> None:
@@ -110,13 +111,20 @@ def test_a_kind_that_is_not_served_is_torchs(tmp_path: Path) -> None:
     assert len(listed(path, "fp8")) == 2 and len(listed(path)) == 4
 
 
+def test_a_kernel_that_no_choice_names_is_of_its_kind_and_does_not_ship(tmp_path: Path) -> None:
+    path = tmp_path / "grouped.toml"
+    path.write_text(TABLE.replace('kernel = "many"\nswizzle_size = 2\n', 'kernel = ""\n'))
+    assert {config.tile_n for config in listed(path, "bf16")} == {32, 256}
+    assert {config.tile_n for config in listed(path)} == {32}
+
+
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
         ('kinds = ["n_major"]', 'kinds = ["m_major"]', "m_major is none of bf16, gated"),
         ("rows = [9", "lines = [9", "lines is none of groups, n, k, rows, rows_per_group"),
         ('kernel = "few"', 'kernel = "fewer"', "fewer"),
-        (", 64]\n[kinds", "]\n[kinds", "zip"),
+        (", 2]\n[kinds", "]\n[kinds", "zip"),
         ("[kernels]", "[kernels", "grouped.toml"),
     ],
 )

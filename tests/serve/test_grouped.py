@@ -346,7 +346,7 @@ def test_fx_traces_a_call(loops: Loops) -> None:
 RECORDED = Candidate.make(
     "grouped",
     {"schedule": "pingpong", "tile_m": 64, "tile_n": 32, "tile_k": 64, "stages": 16, "epi_n": 32,
-     "narrow": 8},
+     "narrow": 8, "cluster_m": 1},
     {"swizzle_size": 2, "l2_hint": "weights_first"},
 )  # fmt: skip
 

@@ -150,7 +150,7 @@ def launch_arguments(candidate: Candidate) -> tuple[int, int]:
 FAMILY = TileGenerator(
     name=NAME,
     parameters={
-        "compile": ("schedule", "tile_m", "tile_n", "tile_k", "stages", "epi_n", "narrow"),
+        "compile": ("schedule", "tile_m", "tile_n", "tile_k", "stages", "epi_n", "narrow", "cluster_m"),
         "launch": ("swizzle_size", "l2_hint"),
     },
     folder=_FOLDER,

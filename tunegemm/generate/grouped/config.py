@@ -69,10 +69,12 @@ class GroupedConfig(KernelConfig):
     @property
     def label(self) -> str:
         """``co128x64x64 s8 e32 w16 swiglu``: schedule, tile (weights' N x rows x K), stages, epilogue,
-        narrowest width; the gate, a dtype that is not bf16, and B's major where it is not k.
+        narrowest width; blocks of a cluster, as in ``c2``, where there are several; the gate, a dtype that is
+        not bf16, and B's major where it is not k.
         """
         kind = "pp" if self.schedule == "pingpong" else "co"
         tile = f"{kind}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} e{self.epi_n}"
-        words = (self.epilogue, self.in_dtype, "" if self.a_major == "k" else "n-major")
+        cluster = f"c{self.cluster_m}" if self.cluster_m > 1 else ""
+        words = (cluster, self.epilogue, self.in_dtype, "" if self.a_major == "k" else "n-major")
         more = "".join(f" {word}" for word in words if word not in ("", "bf16"))
         return f"{tile} w{self.widths[0]}{more}"

@@ -19,6 +19,10 @@ _OVERHEAD_REGISTERS = 32
 _WGMMA_REGISTERS = 26
 #: Widths of which a kernel has a main loop each, at most.
 _MOST_WIDTHS = 4
+#: Rows of the smallest tile that is worth a cluster.
+_FEWEST_SHARED = 128
+#: What a config has that says nothing of its sums or of its widths.
+_ANY = {"schedule": "cooperative", "tile_m": MMA_ATOM_M, "tile_k": 64, "stages": 2, "epi_n": 32}
 #: What rules read of a problem that ask for its config.
 _KIND = ("in_dtype", "epilogue", "b_major")
 
@@ -117,15 +121,42 @@ def narrow_enough(problem: Problem, candidate: Candidate, device: Device) -> str
     return None
 
 
+@rule("tile_n", "narrow", "cluster_m")
+def cluster(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Two blocks share rows, of which each loads half: of any width whole atoms of the swizzle, 8 rows."""
+    blocks = int(candidate.params.get("cluster_m", 1))
+    if blocks not in (1, 2):
+        return f"cluster_m {blocks} is not 1 or 2"
+    widths = config_from(_ANY | {name: candidate[name] for name in ("tile_n", "narrow")}).widths
+    if odd := [width for width in widths if width % (8 * blocks)]:
+        return f"a width of {odd[0]} rows has no share of whole 8 rows for each of {blocks} blocks"
+    return None
+
+
+@rule("tile_m", "cluster_m", "n", runs=True)
+def cluster_extent(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A cluster takes as many tiles along N: without them blocks of it have nothing to do."""
+    blocks, tiles = int(candidate.params.get("cluster_m", 1)), -(-problem.n // candidate["tile_m"])
+    if tiles < blocks:
+        return f"cluster_m {blocks} > {tiles} tile of {candidate['tile_m']} in n {problem.n}"
+    return None
+
+
+@rule("tile_n", "cluster_m", runs=True)
+def cluster_rows(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """What a cluster saves is half of its rows' loads: little where groups have few of them."""
+    blocks, tile_n = int(candidate.params.get("cluster_m", 1)), candidate["tile_n"]
+    if blocks > 1 and tile_n < _FEWEST_SHARED:
+        return f"cluster_m {blocks} with tile_n {tile_n} < {_FEWEST_SHARED}, for few rows, shares few loads"
+    return None
+
+
 @rule("schedule", "tile_m", "tile_n")
 def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Accumulators and bookkeeping must fit the consumer's setmaxnreg budget, and one WGMMA what a thread is
     launched with, or ptxas spills.
     """
-    config = config_from(
-        {"stages": 2, "epi_n": 32, "tile_k": 64}
-        | {name: candidate[name] for name in ("schedule", "tile_m", "tile_n")}
-    )
+    config = config_from(_ANY | {name: candidate[name] for name in ("schedule", "tile_m", "tile_n")})
     sums, budget = config.accumulator_registers, config.registers[1]
     if sums + _OVERHEAD_REGISTERS > budget:
         return f"{sums} accumulators + {_OVERHEAD_REGISTERS} > setmaxnreg {budget}"
@@ -156,5 +187,6 @@ def ring_filled(problem: Problem, candidate: Candidate, device: Device) -> str |
 #: Cheapest first.
 RULES = (
     rows_in_groups, architecture, aligned_lines, ring_rows, ring_depth, mma_tile, epilogue_tile,
-    narrow_widths, narrow_enough, accumulators, shared_memory, ring_filled,
+    narrow_widths, narrow_enough, cluster, cluster_extent, cluster_rows, accumulators, shared_memory,
+    ring_filled,
 )  # fmt: skip

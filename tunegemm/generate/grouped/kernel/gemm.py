@@ -109,16 +109,20 @@ class Gemm:
         )
         sB_layout = layouts.ring_b(mB, config.stages)  # (bN, bK, STAGE)
         rows = tuple(
-            load_box(mB, layouts._ring(mB, dtypes.b, width), (width, config.tile_k), 1)
+            load_box(mB, layouts._ring(mB, dtypes.b, width), (width, config.tile_k), config.cluster_m)
             for width in config.widths
         )
         mmas = tuple(layouts.tiled_mma(config.tile_warpgroups, width) for width in config.widths)
         epilogue_mma = layouts.tiled_mma(1, config.epi_n)
         self.storage = layouts.shared_storage(cute.cosize(sA_layout), cute.cosize(sB_layout))
         self.smem_bytes = self.storage.size_in_bytes()
+        clusters, cluster = given.blocks, None
+        if const_expr(config.cluster_size > 1):
+            clusters = cutlass.max(given.blocks // config.cluster_size, 1)
+            cluster = (config.cluster_m, config.cluster_n, 1)
         params = WalkParams(
-            given.groups, given.rows, cute.ceil_div(given.n, config.tile_columns), given.swizzle_size,
-            given.blocks,
+            given.groups, given.rows, cute.ceil_div(given.n, config.tile_columns * config.cluster_m),
+            given.swizzle_size, clusters,
         )  # fmt: skip
         offsets = cute.make_ptr(Int32, given.offsets_address, cute.AddressSpace.gmem, assumed_align=4)
         alternates = Int32(0)
@@ -133,8 +137,9 @@ class Gemm:
             weights, rows, mmas, epilogue_mma, (sA_layout, sB_layout, sA_loaded), params, offsets, out,
             cute.ceil_div(given.k, config.tile_k), given.l2_hint,
         ).launch(
-            grid=(given.blocks, 1, 1),
+            grid=(clusters * config.cluster_size, 1, 1),
             block=(config.threads, 1, 1),
+            cluster=cluster,
             smem=self.smem_bytes,
             stream=stream,
             # Without it ptxas ignores setmaxnreg (warning C7508).
@@ -183,7 +188,10 @@ class Gemm:
         block, _, _ = cute.arch.block_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-        walk = Walk(config, params, offsets, thread % 32, Int32(block))
+        cluster, rank = Int32(block), Int32(0)
+        if const_expr(config.cluster_size > 1):
+            cluster, rank = block // config.cluster_size, block % config.cluster_size
+        walk = Walk(config, params, offsets, thread % 32, cluster, rank)
 
         if warp_index == 0:
             cpasync.prefetch_descriptor(weights.atom)
@@ -195,6 +203,9 @@ class Gemm:
         if thread == 0:
             ring.make_barriers()
         cute.arch.mbarrier_init_fence()
+        # Nobody waits here, as in `cute_sm90`.
+        if const_expr(config.cluster_size > 1):
+            cute.arch.cluster_arrive_relaxed()
 
         sA = storage.a.get_tensor(layouts[0].outer, swizzle=layouts[0].inner)  # (bM, bK, STAGE)
         sA_loaded = storage.a.get_tensor(layouts[2].outer, swizzle=layouts[2].inner)
@@ -207,13 +218,21 @@ class Gemm:
         started = 32 + config.consumers * WARPGROUP_THREADS
         if group == 0:
             cute.arch.setmaxregister_decrease(load_registers)
+            if const_expr(config.cluster_size > 1):
+                if warp_index != 0:
+                    cute.arch.cluster_wait()
             if warp_index == 0:
-                cute.arch.sync_warp()
-                cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
-                Producer(config, weights, rows, sA_loaded, sB_widths, ring).run(walk, k_tiles, l2_hint)
+                if const_expr(config.cluster_size == 1):
+                    cute.arch.sync_warp()
+                    cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
+                producer = Producer(config, weights, rows, sA_loaded, sB_widths, ring, rank)
+                producer.run(walk, k_tiles, l2_hint)
         else:
             cute.arch.setmaxregister_increase(mma_registers)
-            cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
+            if const_expr(config.cluster_size > 1):
+                cute.arch.cluster_wait()
+            else:
+                cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
             buffers = config.consumers * config.epilogue_buffers
             rows_apart, buffer = config.pitch * config.epi_n, config.pitch * config.staged_rows
             staging = cute.make_layout(  # (epiM, epiN, BUFFER)
@@ -227,5 +246,5 @@ class Gemm:
             sD = storage.d.get_tensor(staging)
             consumer, own = group - 1, (thread - WARPGROUP_THREADS) % WARPGROUP_THREADS
             epilogue = Epilogue(config, self.dtypes.out, epilogue_mma, sD, *out, consumer, own)
-            released = ring.for_consumer(thread % 32, (Int32(0), Int32(0)))
+            released = ring.for_consumer(thread % 32, (rank, Int32(0)))
             Consumer(config, mmas, sA, sB_widths, released, epilogue, consumer).run(walk, k_tiles)

@@ -1,6 +1,9 @@
 """Which tiles of which groups a block takes: each warp finds out for itself, from the offsets on the device.
 
 The tiles of all groups are numbered in a row, group after group; block b takes b, b + grid, b + 2 grid, ...
+In clusters so many neighbouring tiles along the product's columns, of the same rows, count as one: cluster c
+takes c, c + clusters, ..., and each of its blocks one tile of these, or none of the product's where their
+number is odd.
 A warp looks at 32 groups at a time, its *window*: each lane holds where its group begins and ends, and how
 many tiles there are up to it. So a tile is found by a vote, and the next window, where there is one, by 32
 loads and a scan. Nothing is shared, and there is no limit to the number of groups.
@@ -14,7 +17,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Int32, Uint32, const_expr
 
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.kernel_rasterization import raster_of, tile_at
@@ -29,10 +32,10 @@ class WalkParams(NamedTuple):
     rows: Int32
     """Rows of A and D: no group reaches beyond, whatever its offset says."""
     tiles_m: Int32
-    """Tiles along the product's columns."""
+    """Clusters' tiles along the product's columns."""
     swizzle_size: Int32
-    blocks: Int32
-    """The grid."""
+    clusters: Int32
+    """The grid, in clusters: blocks where they have none."""
 
 
 class Unit(NamedTuple):
@@ -67,14 +70,20 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Walk:
-    """The tiles of one block: `first`, `next` while `has`, and the `place` of each. For whole warps."""
+    """The tiles of one block: `first`, `next` while `has`, and the `place` of each. For whole warps.
+
+    Blocks of a cluster have as many, in the same order.
+    """
 
     config: GroupedConfig
     params: WalkParams
     offsets: Any
     """Pointer to the groups' ends."""
     lane: Int32
-    block: Int32
+    cluster: Int32
+    """The block's."""
+    rank: Int32
+    """The block's in its cluster."""
 
     def has(self, unit):
         return unit.index < unit.total
@@ -83,13 +92,13 @@ class Walk:
     def first(self):
         """This block's first tile."""
         until, start, end = self.window(Int32(0), Int32(0))
-        return self.seek(self.block, Int32(0), Int32(0), until, start, end)
+        return self.seek(self.cluster, Int32(0), Int32(0), until, start, end)
 
     @cute.jit
     def next(self, unit, steps: cutlass.Constexpr):
         """The tile that the block takes so many steps later."""
         index, _, base, before, until, start, end = unit
-        return self.seek(index + steps * self.params.blocks, base, before, until, start, end)
+        return self.seek(index + steps * self.params.clusters, base, before, until, start, end)
 
     @cute.jit
     def seek(self, index, base, before, until, start, end):
@@ -139,6 +148,8 @@ class Walk:
             self.params.tiles_m, self.row_tiles(end - start), Int32(1), self.params.swizzle_size
         )
         tile_m, tile_row = tile_at(cute.arch.make_warp_uniform(index - before), raster)
+        if const_expr(self.config.cluster_m > 1):
+            tile_m = tile_m * self.config.cluster_m + self.rank
         row = start + tile_row * self.config.tile_n
         rows = cutlass.min(end - row, self.config.tile_n)
         return Place(tile_m * self.config.tile_columns, row, rows, cute.arch.make_warp_uniform(base + lane))
