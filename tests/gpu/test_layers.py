@@ -281,3 +281,37 @@ def test_gate_and_up_in_one_weight(rows, columns, in_turns):
     both = x.double() @ weight.double().t()
     gate, up = (both[:, ::2], both[:, 1::2]) if in_turns else both.chunk(2, -1)
     assert difference(result, nn.functional.silu(gate) * up) < 6e-3
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gate_and_up_after_one_another(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a model that was patched in training mode has them."""
+
+    class MLP(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = (nn.Linear(WIDTH, 7168, bias) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.silu(self.gate(x)) * self.up(x)
+
+    found: list[bool] = []
+    by_kernel = halves.gated
+
+    def gated(*arguments: Any, **keywords: Any) -> Any:
+        result = by_kernel(*arguments, **keywords)
+        found.append(result is not None)
+        return result
+
+    monkeypatch.setattr(halves, "gated", gated)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = MLP().bfloat16()
+    exact = copy.deepcopy(model).double()
+    tunegemm.patch(model, fuse=True)
+    model.eval()
+    with torch.no_grad():
+        for rows in ((1, 1), (16, 1), (3, 40), (2, 128), (1, 1000), (1, 2000)):
+            x = given(rows)
+            assert difference(model(x), exact(x.double())) < 6e-3
+    assert found == [True] * 6

@@ -150,6 +150,28 @@ def test_gate_and_up_in_turns_without_a_kernel_of_their_own(served):
         assert torch.equal(by_torch(model, given()), expected.detach()), "by one product of torch's"
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_gate_and_up_after_one_another(served, bias):
+    """As a model that is patched in training mode has them, and one with biases."""
+    model, plain = made(lambda: Gates(bias=bias), train=True), made(lambda: Gates(bias=bias))
+    assert "one product with its gate, silu" in str(fuse(model))
+    for each in (model, plain):
+        each(given()).float().square().mean().backward()
+    close(model.w1.weight.grad, plain.w1.weight.grad, TOLERANCE)
+    assert not served.calls, "each layer by itself"
+    model.eval()
+    close(by_torch(model, given()), by_torch(plain, given()), TOLERANCE)
+    assert served.calls == [(16, 1, 2 * INNER, WIDTH, "swiglu")]
+    biases = torch.cat((plain.w1.bias, plain.w3.bias)) if bias else None
+    both = functional.linear(given(), torch.cat((plain.w1.weight, plain.w3.weight)), biases)
+    expected = functional.linear(functional.silu(both[..., :INNER]) * both[..., INNER:], plain.w2.weight)
+    served.found = False
+    tunegemm.refresh()
+    for _ in range(2):
+        assert torch.equal(by_torch(model, given()), expected.detach()), "by one product of torch's"
+    assert torch.equal(by_torch(model, given(600)), by_torch(plain, given(600))), "by two"
+
+
 @pytest.mark.parametrize("rows", [1, 64, 65, 224, 225, 255, 256, 257, 1023, 1024, 8192, 8193])
 def test_where_they_are_served(loops, rows):
     """At extents that were measured: of few rows the weights count, and of few rows of weights tiles."""

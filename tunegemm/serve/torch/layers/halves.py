@@ -1,7 +1,7 @@
 """Gates by kernels of groups, with all rows in one group.
 
-They read gate's rows and up's as they lie: in turns, or those of up behind those of gate in one layer's
-weight, as Phi-3 and merged models have them. Nothing is packed for these.
+They read gate's rows and up's as they lie: in turns, or those of up behind those of gate. So Phi-3 and merged
+models have them in one layer's weight, for which nothing is packed, and `Shared` puts two that are trained.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SERVED = (
 _ends: dict[tuple[torch.device, int | None], torch.Tensor] = {}
 
 
-def refusal(layer: torch.nn.Linear, gate: str) -> str:
-    """Why no kernel takes the gate of the halves of a layer's result; empty where one may."""
-    if gate != GATE or layer.weight.dtype is not torch.bfloat16:
+def refusal(dtype: torch.dtype, columns: int, gate: str) -> str:
+    """Why no kernel takes the gate of the halves of so many columns; empty where one may."""
+    if gate != GATE or dtype is not torch.bfloat16:
         return "of gate and up in one weight the gate is silu's, in bf16"
-    if layer.out_features % 16:
+    if columns % 16:
         return "gate and up are not each a multiple of 8"
     return ""
 

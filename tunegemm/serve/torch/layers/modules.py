@@ -153,7 +153,9 @@ def _step(module: torch.nn.Module, match: Match) -> Step | str:
     # Layers that are trained are computed by torch, one by one; what lies with gaps is slow for it.
     trains = module.training and any(p.requires_grad for layer in layers for p in layer.parameters())
     in_turns = match.kind == "gated" and not trains and all(layer.bias is None for layer in layers)
-    wrong = refusal(layers[0], GATE_OF[match.name]) if match.kind == "halved" else ""
+    wrong = ""
+    if match.kind == "halved":
+        wrong = refusal(layers[0].weight.dtype, layers[0].out_features, GATE_OF[match.name])
     shared = wrong or share(layers, in_turns=in_turns)
     if isinstance(shared, str):
         return shared

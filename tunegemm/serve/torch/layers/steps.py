@@ -18,6 +18,7 @@ from tunegemm.errors import TunegemmError
 from tunegemm.serve import api
 from tunegemm.serve.forms import BELOW_AUTOGRAD, form_of
 from tunegemm.serve.torch.autograd import PLAIN
+from tunegemm.serve.torch.layers.halves import refusal
 from tunegemm.serve.torch.layers.shared import PLAIN_FORMS, Shared
 from tunegemm.serve.torch.several import traced_gated, traced_part
 
@@ -82,10 +83,9 @@ class Gated(Step):
     def __init__(self, shared: Shared, activation: Activation, name: str) -> None:
         self.name = GATE_OF[name]
         super().__init__(shared, self.name, activation)
-        if not shared.in_turns:
-            self.form = PLAIN_FORMS[bool(shared.parameters("bias"))]
+        self._plain = PLAIN_FORMS[bool(shared.parameters("bias"))]
         self.says = f"one product with its gate, {name}"
-        if not shared.in_turns:
+        if not shared.in_turns and refusal(shared.layers[0].weight.dtype, sum(shared.rows), self.name):
             self.says = f"one product, the results as views; {name} and the product with it are torch's"
 
     def __call__(self, gate: Any, up: Any, x: Any, *given: Activation) -> torch.Tensor:
@@ -101,27 +101,34 @@ class Gated(Step):
                 return activation(traced_part(x, *parameters, 0)) * traced_part(x, *parameters, 1)
         else:
             has_none = shared.is_missed(self.form, x)
-            if (not has_none or shared.is_few(x)) and self.calls_as_known(gate, up, *given):
+            if (not has_none or self._is_joined(x)) and self.calls_as_known(gate, up, *given):
                 result = self._joined(x, activation, has_none)
                 if result is not None:
                     return result
         return activation(gate(x)) * up(x)
 
+    def _is_joined(self, x: Any) -> bool:
+        """Whether one product may take the place of two, where none has its gate."""
+        shared = self.shared
+        return shared.is_few(x) or (shared.is_taken_apart and not shared.is_missed(self._plain, x))
+
     def _joined(self, x: Any, activation: Activation, has_none: bool) -> torch.Tensor | None:
         """By one product; None where there is none.
 
-        has_none: whether there is no kernel, as far as is known.
+        has_none: whether there is no kernel with the gate, as far as is known.
         """
         shared = self.shared
-        if not shared.in_turns:  # as where they were to be trained, or have biases
-            parts = shared.parts(x)
-            return None if parts is None else activation(parts[0]) * parts[1]
-        if (x := shared.taken(x)) is None:
-            return None
-        result = None if has_none else shared.gated(self.form, x, self.name)
-        if result is None and (whole := shared.by_torch(x)) is not None:
-            result = activation(whole[..., ::2]) * whole[..., 1::2]
-        return result
+        if not (has_none and shared.is_taken_apart):
+            if (taken := shared.taken(x)) is None:
+                return None
+            result = None if has_none else shared.gated(self.form, taken, self.name)
+            if result is not None:
+                return result
+            if not shared.is_taken_apart:
+                whole = shared.by_torch(taken)
+                return None if whole is None else activation(whole[..., ::2]) * whole[..., 1::2]
+        parts = shared.parts(x)  # as where they were to be trained, or have biases
+        return None if parts is None else activation(parts[0]) * parts[1]
 
 
 class Halved(Step):
