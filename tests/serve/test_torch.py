@@ -324,34 +324,6 @@ def test_compiled_training_dispatches_all_three_products(kernel):
     assert torch.equal(ours[0], x.grad) and torch.equal(ours[1], weight.grad)
 
 
-@pytest.mark.parametrize("served", ["forward", "of x", "of the weight", "none"])
-def test_compiled_training_asks_for_each_of_the_three_products(kernel, monkeypatch, served):
-    """One that has a kernel is served, whatever the other two have."""
-    x, b = operands()
-    weight = torch.nn.Parameter(b.t().contiguous())
-    extents = {"forward": (32, 48, 64), "of x": (32, 64, 48), "of the weight": (48, 64, 32)}
-
-    def only(form, left, right, *_, **__):
-        return (*left.shape, right.shape[-1]) == (*extents[served][::2], extents[served][1])
-
-    monkeypatch.setattr(
-        api.dispatcher.planner, "serves", only if served in extents else lambda *_, **__: False
-    )
-    x.requires_grad_()
-    with (
-        torch._inductor.config.patch(fx_graph_cache=False),
-        functorch_config.patch(enable_autograd_cache=False),
-    ):
-        torch.compile(lambda x: tunegemm.linear(x, weight).relu(), fullgraph=True)(x).sum().backward()
-    assert [(a[0], b[1], a[1]) for a, b, _ in kernel.calls] == [
-        extents[one] for one in (served,) if one in extents
-    ]
-    ours = x.grad.clone(), weight.grad.clone()
-    x.grad = weight.grad = None
-    torch_linear(x, weight).relu().sum().backward()
-    assert torch.equal(ours[0], x.grad) and torch.equal(ours[1], weight.grad)
-
-
 def test_compiled_code_of_every_rank_and_out(kernel):
     a, b = operands()
     many_a, many_b = batch()

@@ -97,10 +97,12 @@ class Dispatcher:
         if not known:
             recent = self._earlier(slot, a, b) if out is None else self._earlier(slot, a, b, out)
         if recent is None or (recent.requires_grad and grad_enabled()):
+            if recent is not None and recent.trained is not None:
+                return recent.trained(a, b)
             return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
         plan, launch = recent.plan, recent.launch
         if plan is None or launch is None:  # torch's, in whatever mode
-            if time.monotonic() < self.planner.next_look:
+            if recent.trained is None and time.monotonic() < self.planner.next_look:
                 if out is None and recent.torchs is not None:
                     if call == LINEAR and type(b) is torch.nn.Parameter and b.dtype in DTYPES:
                         self.planner.state.remember_torchs(id(b), a.numel())
@@ -160,7 +162,7 @@ class Dispatcher:
             return self._slowly(form, a, b, tensors, numbers, out)
         plan, launch = recent.plan, recent.launch
         if plan is None or launch is None:  # torch's, in whatever mode
-            if time.monotonic() < self.planner.next_look:
+            if recent.trained is None and time.monotonic() < self.planner.next_look:
                 if out is None and recent.torchs is not None:
                     if form.call == LINEAR and type(b) is torch.nn.Parameter and b.dtype in DTYPES:
                         self.planner.state.remember_torchs(id(b), a.numel())
@@ -249,13 +251,13 @@ class Dispatcher:
             state.sites[site] = recent.plan
         return result
 
-    def _earlier(self, slot: int, a: Any, *others: Any) -> Recent | None:
-        """What was done before the last time with this `b`, for as many rows of `a`."""
+    def _earlier(self, slot: int, a: Any, b: Any, *others: Any) -> Recent | None:
+        """What was done before the last time with this `b`, laid out so, for as many rows of `a`."""
         state = self.planner.state
-        if type(a) not in PLAIN:
+        if type(a) not in PLAIN or type(b) not in PLAIN or b.layout is not torch.strided:
             return None
-        recent = state.earlier.get((slot, a.numel()))
-        if recent is None or not recent.check(a, *others):
+        recent = state.earlier.get((slot, a.numel(), b.stride()))
+        if recent is None or not recent.check(a, b, *others):
             return None
         state.recent[slot] = recent
         return recent

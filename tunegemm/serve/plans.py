@@ -76,6 +76,8 @@ class Recent:
     """Whether a given output counts its versions: it is not an inference tensor."""
     device_index: int
     """Which device must be the current one; -1 where there is but one."""
+    trained: Callable[..., Any] | None = None
+    """What computes the call in grad mode, with gradients; the plan is not known then."""
 
 
 class Compiling(NamedTuple):
@@ -103,8 +105,9 @@ class State:
         """By the key of the plan."""
         self.recent: dict[int, Recent] = {}
         """By the address of `b`, and the form's tag. A hint: `Recent.check` decides."""
-        self.earlier: dict[tuple[int, int], Recent] = {}
-        """By that and the elements of `a`: a weight's products alternate where batch sizes do."""
+        self.earlier: dict[tuple[int, int, tuple[int, ...]], Recent] = {}
+        """By that, the elements of `a` and the strides of `b`: a weight's products alternate where batch
+        sizes do, and those of its input's gradient are between them."""
         self.sites: dict[Hashable, Plan] = {}
         """The plans of compiled code, by what it says of its operands."""
         self.sites_of_torch: dict[Hashable, Callable[..., Any]] = {}

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from tunegemm.describe.problem import MAX_ALIGNMENT
@@ -32,7 +33,7 @@ from tunegemm.serve.torch.autograd import (
 from tunegemm.serve.torch.fx import refuse_proxies
 from tunegemm.serve.unfused import added, one_function, taken_operands, torchs, unfused
 
-_BIASED_BELOW_AUTOGRAD = form_of(BELOW_AUTOGRAD, "bias_n")
+_BIASED_BELOW_AUTOGRAD, _LINEAR = form_of(BELOW_AUTOGRAD, "bias_n"), form_of(LINEAR, "")
 
 
 class SlowPath:
@@ -162,15 +163,17 @@ class SlowPath:
         self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float]
     ) -> Any:
         """By products that are dispatched, and so are those of the backward pass, and torch's operations."""
-        right = b.t() if form.call == LINEAR else b
+        if form.call == LINEAR and form.is_plain and type(b) is torch.nn.Parameter:
+            self._keep_training(form, a, b)
+            return self._train(a, b)
         product: Callable[..., Any] = self._below_autograd
         watched = None
         if form.call == LINEAR and type(b) is torch.nn.Parameter:
-            key = trained(b, a.numel(), a.requires_grad, b.requires_grad)
-            product = watched = Watched(product, partial(self._remember_trained, b.device, key))
+            product = watched = self._watched(a, b)
+        linear = form.call == LINEAR
 
         def multiply(*_: Any) -> Any:
-            return multiply_differentiably(product, a, right)
+            return multiply_differentiably(product, a, b, linear)
 
         def added_bias(a: Any, b: Any, bias: Any) -> Any:
             result = self._fused(_BIASED_BELOW_AUTOGRAD, a, b, (bias,))
@@ -181,13 +184,33 @@ class SlowPath:
             return result
 
         def biased(_a: Any, _b: Any, bias: Any) -> Any:
+            right = b.t() if linear else b
             if bias.shape != right.shape[-1:]:  # which torch broadcasts
                 return added(a, right, bias)
             return add_differentiably(added_bias, product, a, right, bias)
 
         if form.is_plain:
             return multiply()
-        return unfused(form, a, b, tensors, numbers, multiply=multiply, biased=biased)
+        right = b.t() if linear else b
+        return unfused(form, a, right, tensors, numbers, multiply=multiply, biased=biased)
+
+    def _watched(self, a: torch.Tensor, b: torch.Tensor) -> Watched:
+        """The products of a layer."""
+        key = trained(b, a.numel(), a.requires_grad, b.requires_grad)
+        return Watched(self._below_autograd, partial(self._remember_trained, b.device, key))
+
+    def _train(self, a: torch.Tensor, b: torch.Tensor) -> Any:
+        """A layer without a bias, forward and backward: `Recent.trained`, while grad mode is on."""
+        if deterministic() or guards.dispatch_modes() or forward_ad._current_level >= 0:
+            return by_torch(_LINEAR, a, b, (), (), None)
+        return multiply_differentiably(self._watched(a, b), a, b, True)
+
+    def _keep_training(self, form: Form, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Let the next call with this weight find `_train`: what it does depends on no record."""
+        if self._can_check(a) and self._planner.observe is None:
+            check = guards.check_of((a, b))
+            recent = Recent(check, None, None, None, True, False, -1, self._train)
+            self._keep(self._planner.state, b.data_ptr() | form.tag, a, b, recent)
 
     def _remember_trained(self, device: torch.device, key: tuple[int, ...]) -> None:
         """A layer is torch's with its gradients, as far as it could be known."""
@@ -204,7 +227,7 @@ class SlowPath:
         out: Any,
     ) -> None:
         """Let the next call with this `b` find the plan without a key. tensors: all of them, `out` last."""
-        if guards.TensorGuards is None or self._planner.allocate is None or tensors[0].is_meta:
+        if not self._can_check(tensors[0]):
             return
         recent = state.checked.get(key)
         if recent is None or not recent.check(*tensors):  # made in another mode, such as inference mode
@@ -219,11 +242,17 @@ class SlowPath:
                 out is not None and not out.is_inference(),
                 (plan.device.index or 0) if plan is not None and plan.guarded else -1,
             )
+        a, b = tensors[:2]
+        self._keep(state, b.data_ptr() | form.tag | (0 if out is None else 2), a, b, recent)
+
+    def _can_check(self, a: torch.Tensor) -> bool:
+        """Whether torch has its check of tensors, and calls with this one may be known by it."""
+        return not (guards.TensorGuards is None or self._planner.allocate is None or a.is_meta)
+
+    def _keep(self, state: State, slot: int, a: torch.Tensor, b: torch.Tensor, recent: Recent) -> None:
         if len(state.earlier) >= MAX_PLANS:
             state.forget_checks()
-        a, b = tensors[:2]
-        slot = b.data_ptr() | form.tag | (0 if out is None else 2)
-        state.recent[slot] = state.earlier[slot, a.numel()] = recent
+        state.recent[slot] = state.earlier[slot, a.numel(), b.stride()] = recent
 
     def _is_differentiable(self, form: Form, a: Any, b: Any, tensors: Sequence[Any]) -> bool:
         """Whether `is_ordinary` said no because of gradients alone."""

@@ -79,21 +79,27 @@ class Watched:
 
 
 class Product(torch.autograd.Function):
-    """``a @ b`` by `product`, or by torch where that has no kernel; see `is_simple` for what it takes."""
+    """``a @ b``, or ``a @ b.t()`` of a `linear`, by `product`, or by torch where that has no kernel.
+
+    `is_simple` says what it takes.
+    """
 
     @staticmethod
-    def forward(ctx: Any, product: Maybe, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        ctx.product = product
+    def forward(
+        ctx: Any, product: Maybe, a: torch.Tensor, b: torch.Tensor, linear: bool = False
+    ) -> torch.Tensor:
+        ctx.product, ctx.linear = product, linear
         ctx.save_for_backward(a, b)
-        return _multiply(product, a, b)
+        return _multiply(product, a, b.t() if linear else b)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        multiply = partial(multiply_differentiably, ctx.product)
-        found = gradients(multiply, grad, ctx.saved_tensors, ctx.needs_input_grad[1:])
+        a, b = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1:3]
+        of_a, of_b = gradients(_multiplier(ctx.product), grad, (a, b.t() if ctx.linear else b), wanted)
         if isinstance(ctx.product, Watched):
             ctx.product.end()
-        return None, *found
+        return None, of_a, of_b.t() if ctx.linear and of_b is not None else of_b, None
 
 
 class Sum(torch.autograd.Function):
@@ -110,8 +116,8 @@ class Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        multiply = partial(multiply_differentiably, ctx.product)
         of_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[4] else None
+        multiply = _multiplier(ctx.product)
         found = gradients(multiply, grad, ctx.saved_tensors, ctx.needs_input_grad[2:4])
         if isinstance(ctx.product, Watched):
             ctx.product.end()
@@ -123,13 +129,20 @@ def _multiply(product: Maybe, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.matmul(a, b) if result is None else result
 
 
-def multiply_differentiably(product: Maybe, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a @ b`` with what autograd wants to know of it; `is_simple` must hold."""
+def _multiplier(product: Maybe) -> Multiply:
+    """How a backward pass multiplies, which asks once for all its products."""
     if is_transformed():  # as with is_grads_batched
-        return torch.matmul(a, b)
-    if not torch.is_grad_enabled():
-        return _multiply(product, a, b)  # a backward pass, mostly: nobody wants to know
-    result: torch.Tensor = Product.apply(product, a, b)
+        return torch.matmul
+    # Mostly nobody wants to know the derivatives of a backward pass.
+    return partial(Product.apply if torch.is_grad_enabled() else _multiply, product)
+
+
+def multiply_differentiably(
+    product: Maybe, a: torch.Tensor, b: torch.Tensor, linear: bool = False
+) -> torch.Tensor:
+    """``a @ b``, or ``a @ b.t()`` where it is `linear`, with what autograd wants to know of it; `is_simple`
+    must hold."""
+    result: torch.Tensor = Product.apply(product, a, b, linear)
     return result
 
 
