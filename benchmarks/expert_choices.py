@@ -3,14 +3,15 @@
     python -m benchmarks.experts --kernels --layers anchor --kinds fp8,n_major  # times each kernel on a GPU
     python -m benchmarks.expert_choices          # draws of results/*/experts_kernels.json and experts.json
     python -m benchmarks.expert_choices --write  # into db/grouped.toml, between its two marks
+    python -m benchmarks.expert_choices --held-out  # what it is worth for layers that it has not seen
 
-A cell is a kind of product, a band of rows a group, one of N and one of numbers of groups. Its kernel is the
-one that has the best geometric mean to torch over the cell's rows of all GPUs, of those that are nowhere
-slower than torch by more than `--worst`; with none it is torch's. From 512 rows a group on torch's is the
-best of what it is at uniform divisions: where these were not timed, a kernel has to reach `--untimed`. Rows
-that time the served kernel alone rule that one out, if it is slower there by more than the noise, and so do
-races of layers that are in no list, each one of many. A cell without rows is as the one of the next larger
-groups, if there are smaller ones, too; else the table's other choices hold.
+A cell is a GPU, a kind of product, a band of rows a group, which bounds how often a tile of weights is used,
+and one of K: the longer, the less a tile's store costs. Its kernel is the one with the best geometric mean
+to torch over the races of the GPU's own problems, each the mean of its skews; it is torch's where no kernel
+gains as much as `--least`. Up to 256 rows a group, where weights bound a product, a GPU without enough races
+goes by another's; beyond, an H100 lost what an H200 gained. Out are kernels that lose a problem by more than
+`--worst` says, and those that lost on that GPU in the mean of the rows that time what is served. A cell
+without races is left to the table's other choices. Held out, each layer goes by what is drawn of the others.
 """
 
 from __future__ import annotations
@@ -20,44 +21,48 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.command import command, parser_of
-from benchmarks.experts import LAYERS
 from benchmarks.results import geometric_mean
 from tunegemm.model.grouped import configs, kinds
 
 TABLE = Path(__file__).parent.parent / "db" / "grouped.toml"
 BEGIN = "# Drawn by `python -m benchmarks.expert_choices --write` of rows of each kind's own:\n"
 END = "# Of all other:\n"
-#: Rows a group, and numbers of groups, up to which a band goes.
-ROWS_BANDS = (12, 64, 256, 511, 2047, 2**31 - 1)
-GROUPS_BANDS = (16, 2**31 - 1)
-#: And N: few tiles leave multiprocessors idle.
-N_BANDS = (1024, 2**31 - 1)
-#: Rows a group up to which weights bound a product.
-_FEW_ROWS = 511
-_LISTED = {*LAYERS.values()}
+_ALL = 2**31 - 1
+#: Rows a group, and K, up to which a band goes.
+ROWS_BANDS = (12, 64, 256, _ALL)
+K_BANDS = (3072, _ALL)
+#: What a GPU's name contains, and its folder of results. Those that the table does not name go by the last.
+GPUS = {"H200": "h200", "": "h100-80gb-hbm3"}
+#: What a kernel gains in the mean, and makes of each problem: torch's own times differ by 3 %.
+LEAST, WORST = 1.02, 0.97
+#: Races that a GPU has of its own, to go by them; else another's count, up to so many rows a group.
+ENOUGH, SHARED_ROWS = 2, 256
 FILES = ("experts_kernels.json", "experts.json")
 #: What a row calls a launch, and its word in the table.
 _LAUNCHES = {"s": "swizzle_size", "l": "l2_hint"}
 
-
-class Cell(NamedTuple):
-    kind: str
-    groups: int
-    n: int
-    rows: int
-    """Where its bands end."""
-
-
+Row = Mapping[str, Any]
+Layer = tuple[int, int, int]
+"""Groups, N and K."""
 Choice = tuple[str, str]
 """A kernel's name in the table, and its launch as rows call it, such as s4."""
 
 
-def kind_of(row: Mapping[str, Any]) -> str:
+class Cell(NamedTuple):
+    gpu: str
+    kind: str
+    k: int
+    rows: int
+    """Where its bands end."""
+
+
+def kind_of(row: Row) -> str:
     """The table's name of a row's kind."""
     if row["dtype"] != "bf16":
         return "fp8" if row["dtype"].startswith("fp8") else str(row["dtype"])
@@ -66,22 +71,18 @@ def kind_of(row: Mapping[str, Any]) -> str:
     return "n_major" if row.get("layout") == "nn" else "bf16"
 
 
-def cell_of(row: Mapping[str, Any]) -> Cell:
-    """The cell of a row."""
-    each = row["rows"] / row["groups"]
-    return Cell(
-        kind_of(row),
-        next(end for end in GROUPS_BANDS if row["groups"] <= end),
-        next(end for end in N_BANDS if row["n"] <= end),
-        next(end for end in ROWS_BANDS if each <= end),
-    )
+def cell_of(row: Row, gpu: str) -> Cell:
+    """The cell of a row on a GPU."""
+    k, rows = row["k"], row["rows"] / row["groups"]
+    ends = [next(end for end in bands if at <= end) for bands, at in ((K_BANDS, k), (ROWS_BANDS, rows))]
+    return Cell(gpu, kind_of(row), *ends)
 
 
-def _layer(row: Mapping[str, Any]) -> tuple[int, int, int]:
+def layer_of(row: Row) -> Layer:
     return row["groups"], row["n"], row["k"]
 
 
-def times(row: Mapping[str, Any]) -> dict[Choice, float]:
+def times(row: Row) -> dict[Choice, float]:
     """Torch's time to that of each choice that a row has; the launch is empty where a row times what is
     served."""
     names = {config.label: name for name, config in configs(kind_of(row)).items()}
@@ -92,82 +93,122 @@ def times(row: Mapping[str, Any]) -> dict[Choice, float]:
             if label in names:
                 found[names[label], launch] = row["torch_us"] / us
         return found
-    # Of one kernel torch's noise is known, of the best of many it would say little.
-    ratio = row["ratio"] * (1 + row.get("noise", 0.0))
-    return {(names[row["kernel"]], ""): ratio} if row["kernel"] in names else {}
+    return {(names[row["kernel"]], ""): row["ratio"]} if row["kernel"] in names else {}
+
+
+class Races:
+    """What was timed in a cell on one GPU."""
+
+    def __init__(self) -> None:
+        self.problems: dict[tuple[Layer, int], list[dict[Choice, float]]] = {}
+        """The races of each problem, one a skew."""
+        self.served: dict[str, list[float]] = {}
+        """What rows that time a served kernel alone say of it."""
+
+    def add(self, row: Row) -> None:
+        found = times(row)
+        if isinstance(row.get("us"), dict):
+            self.problems.setdefault((layer_of(row), row["rows"]), []).append(found)
+        else:
+            for (name, _), ratio in found.items():
+                self.served.setdefault(name, []).append(ratio)
+
+    def means(self) -> dict[Choice, list[float]]:
+        """Of each choice that all problems have: the mean over the skews of each."""
+        races = [*itertools.chain.from_iterable(self.problems.values())]
+        return {
+            choice: [geometric_mean([each[choice] for each in skews]) for skews in self.problems.values()]
+            for choice in sorted(set.intersection(*map(set, races)))
+        }
+
+    def slower(self) -> set[str]:
+        """Kernels that are slower than torch where they serve."""
+        return {name for name, ratios in self.served.items() if geometric_mean(ratios) < 1}
 
 
 def drawn(
-    rows: Sequence[Mapping[str, Any]], least: float = 1.02, worst: float = 0.97, untimed: float = 1.08
+    rows: Mapping[str, Sequence[Row]], least: float = LEAST, worst: float = WORST
 ) -> dict[Cell, Choice | None]:
-    """The choice of each cell that has rows of all kernels; None: torch's, also where rows rule out one."""
-    uniform = {
-        cell_of(row)
-        for row in rows
-        if row["skew"] == "uniform" and isinstance(row.get("us"), dict) and _layer(row) in _LISTED
-    }
-    cells: dict[Cell, list[tuple[bool, dict[Choice, float]]]] = {}
-    for row in rows:
-        if row.get("right", True):
-            is_race = isinstance(row.get("us"), dict) and _layer(row) in _LISTED
-            cells.setdefault(cell_of(row), []).append((is_race, times(row)))
+    """The choice of each cell that has races, of rows by GPU; None: torch's."""
+    timed: dict[Cell, Races] = {}
+    for gpu, of_gpu in rows.items():
+        for row in of_gpu:
+            if row.get("right", True):
+                timed.setdefault(cell_of(row, gpu), Races()).add(row)
     found: dict[Cell, Choice | None] = {}
-    for cell, those in cells.items():
-        races = [each for is_race, each in those if is_race]
-        slower = {choice for _, each in those for choice, ratio in each.items() if ratio < worst}
-        out = {name for name, launch in slower if not launch}
-        if races:
-            common = sorted(set.intersection(*map(set, races)) - slower)
-            means = {
-                choice: geometric_mean([each[choice] for each in races])
-                for choice in common
-                if choice[0] not in out
-            }
-            best = max(means, key=means.__getitem__, default=None)
-            bound = untimed if cell.rows > _FEW_ROWS and cell not in uniform else least
-            found[cell] = best if best is not None and means[best] >= bound else None
-        elif out:
-            found[cell] = None
-    for cell in [*found]:
-        number = ROWS_BANDS.index(cell.rows)
-        below, between = (Cell(*cell[:3], ROWS_BANDS[number - less]) for less in (2, 1))
-        if number > 1 and between not in found and below in found:
-            found[between] = found[cell]
+    for cell in itertools.starmap(Cell, itertools.product(GPUS, kinds(), K_BANDS, ROWS_BANDS)):
+        own = timed.get(cell, Races())
+        others = [timed.get(Cell(gpu, *cell[1:]), Races()) for gpu in GPUS if cell.rows <= SHARED_ROWS]
+        raced = next((races for races in (own, *others) if len(races.problems) >= ENOUGH), own)
+        if not raced.problems:
+            continue
+        out = own.slower()
+        means = {
+            choice: geometric_mean(of)
+            for choice, of in raced.means().items()
+            if choice[0] not in out and min(of) >= worst
+        }
+        best = max(means, key=means.__getitem__, default=None)
+        found[cell] = best if best is not None and means[best] >= least else None
     return found
 
 
+def held_out(
+    rows: Mapping[str, Sequence[Row]], draw: Callable[[Any], Mapping[Cell, Choice | None]] = drawn
+) -> Iterator[tuple[Cell, float, float]]:
+    """The cell of each problem that was raced, and what choices drawn without its layer make of its skews:
+    the mean and the least; torch's is 1."""
+    layers = {layer_of(row) for row in itertools.chain.from_iterable(rows.values())}
+    for layer in sorted(layers):
+        found = draw({gpu: [row for row in those if layer_of(row) != layer] for gpu, those in rows.items()})
+        for gpu, those in rows.items():
+            problems: dict[tuple[Cell, int], list[float]] = {}
+            for row in those:
+                if layer_of(row) == layer and isinstance(row.get("us"), dict) and row.get("right", True):
+                    cell = cell_of(row, gpu)
+                    ratio = times(row).get(found.get(cell) or ("", ""), 1.0)
+                    problems.setdefault((cell, row["rows"]), []).append(ratio)
+            for (cell, _), ratios in problems.items():
+                yield cell, geometric_mean(ratios), min(ratios)
+
+
 def text_of(found: Mapping[Cell, Choice | None]) -> Iterator[str]:
-    """Tables of TOML: neighbours with the same choice are one."""
-    for kind in kinds():
-        bands = (zip((1, ends[0] + 1), ends, strict=True) for ends in (GROUPS_BANDS, N_BANDS))
-        for (groups_low, groups), (n_low, n) in itertools.product(*bands):
-            low = 0
-            for number, end in enumerate(ROWS_BANDS):
-                cell = Cell(kind, groups, n, end)
-                following = Cell(*cell[:3], ROWS_BANDS[min(number + 1, len(ROWS_BANDS) - 1)])
-                same = following != cell and following in found and cell in found
-                if same and found[following] == found[cell]:
-                    continue
-                if cell in found:
-                    choice = found[cell]
-                    yield "\n[[choices]]\n"
-                    yield f'kinds = ["{kind}"]\n'
-                    yield f"groups = [{groups_low}, {groups}]\nn = [{n_low}, {n}]\n"
-                    yield f"rows_per_group = [{low}, {end}]\n"
-                    yield f'kernel = "{choice[0] if choice else ""}"\n'
-                    if choice:
-                        yield f"{_LAUNCHES[choice[1][0]]} = {choice[1][1:]}\n"
-                low = end
+    """Tables of TOML: neighbours with the same choice are one. A GPU's are those that are not all GPUs'."""
+    bands_of_k = [*zip((1, *(end + 1 for end in K_BANDS)), K_BANDS, strict=False)]
+    for gpu, kind, (low_k, k) in itertools.product(GPUS, kinds(), bands_of_k):
+        own = {
+            end: found[cell]
+            for end in ROWS_BANDS
+            if (cell := Cell(gpu, kind, k, end)) in found
+            and (not gpu or found[cell] != found.get(Cell("", *cell[1:]), ""))
+        }
+        low = 0
+        for end, following in itertools.zip_longest(ROWS_BANDS, ROWS_BANDS[1:]):
+            if end in own and following in own and own[end] == own[following]:
+                continue
+            if end in own:
+                choice = own[end]
+                yield "\n[[choices]]\n"
+                yield f'gpu = "{gpu}"\n' if gpu else ""
+                yield f'kinds = ["{kind}"]\n'
+                yield f"k = [{low_k}, {k}]\nrows_per_group = [{low}, {end}]\n"
+                yield f'kernel = "{choice[0] if choice else ""}"\n'
+                if choice:
+                    yield f"{_LAUNCHES[choice[1][0]]} = {choice[1][1:]}\n"
+            low = end
 
 
-def rows_of(results: Path) -> list[dict[str, Any]]:
-    """The rows of all GPUs' files."""
-    return [
-        row
-        for name in FILES
-        for path in sorted(results.glob(f"*/{name}"))
-        for row in json.loads(path.read_text())["rows"]
-    ]
+def rows_of(results: Path) -> dict[str, list[Row]]:
+    """The rows of each GPU's files."""
+    return {
+        gpu: [
+            row
+            for name in FILES
+            if (path := results / folder / name).exists()
+            for row in json.loads(path.read_text())["rows"]
+        ]
+        for gpu, folder in GPUS.items()
+    }
 
 
 @command
@@ -175,12 +216,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0; 2 for a table without marks."""
     parser = parser_of("expert_choices", __doc__, gpu=False)
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--least", type=float, default=1.02, help="mean to torch that a kernel has to reach")
-    parser.add_argument("--worst", type=float, default=0.97, help="and each row: torch's own differ by 3 %%")
-    parser.add_argument("--untimed", type=float, default=1.08, help="mean where no uniform rows were timed")
+    parser.add_argument("--least", type=float, default=LEAST, help="mean to torch that a kernel has to reach")
+    parser.add_argument("--worst", type=float, default=WORST, help="and each problem at least")
+    parser.add_argument("--held-out", action="store_true", help="say what each layer has from the others")
     parser.add_argument("--write", action="store_true", help="write db/grouped.toml")
     options: argparse.Namespace = parser.parse_args(arguments)
-    text = "".join(text_of(drawn(rows_of(options.results), options.least, options.worst, options.untimed)))
+    rows = rows_of(options.results)
+    draw = partial(drawn, least=options.least, worst=options.worst)
+    if options.held_out:
+        print(*_summary([*held_out(rows, draw)]), sep="\n")
+        return 0
+    text = "".join(text_of(draw(rows)))
     print(text)
     if options.write:
         table = TABLE.read_text()
@@ -189,6 +235,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"{TABLE} lacks its marks")
         TABLE.write_text(between.sub(lambda _: f"{BEGIN}{text}\n{END}", table))
     return 0
+
+
+def _summary(found: Sequence[tuple[Cell, float, float]]) -> Iterator[str]:
+    for gpu, kind in itertools.product(GPUS, kinds()):
+        own = [(mean, least) for cell, mean, least in found if cell[:2] == (gpu, kind)]
+        if own:
+            means, least = zip(*own, strict=True)
+            yield (
+                f"{GPUS[gpu]} {kind}: {geometric_mean(means):.3f} x torch over {len(own)} problems of layers "
+                f"held out, least {min(means):.3f}, at one skew {min(least):.3f}"
+            )
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ LAYERS = {
 }
 #: What the choices of db/grouped.toml were drawn from.
 ANCHOR = tuple(LAYERS)[:6]
-ROWS = ("1", "16", "64", "256", "1024", "4096", "16384")
+ROWS = ("1", "16", "64", "256", "1024", "4096", "16384", "32768")
 SKEWS = ("uniform", "typical", "hot")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, FP8: torch.float8_e4m3fn}
 #: What of the datasheet's bandwidth copies reach, B/s, and what dense products keep up, flop/s.
@@ -378,7 +378,8 @@ def measure(case: Case, skew: str, device: Device, options: argparse.Namespace) 
     count, n, k = case.weights.shape
     major = "n" if case.kind == "n_major" else "k"
     dtype = next(name for name, each in _DTYPES.items() if each is case.a.dtype)
-    chosen_here = choose(count, n, k, rows, dtype=dtype, gate=case.gate, major=major, every=True)
+    words: dict[str, Any] = {"gpu": device.name, "dtype": dtype, "gate": case.gate, "major": major}
+    chosen_here = choose(count, n, k, rows, **words, every=True)
     row: dict[str, Any] = {
         "dtype": dtype, "groups": count, "n": n, "k": k, "rows": rows, "skew": skew, "epilogue": case.gate,
         "layout": "tn" if major == "k" else "nn",

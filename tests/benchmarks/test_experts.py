@@ -7,7 +7,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.expert_choices import BEGIN, END, TABLE, Cell, drawn, rows_of, text_of
+import pytest
+
+from benchmarks.expert_choices import BEGIN, END, TABLE, Cell, drawn, held_out, rows_of, text_of
 from benchmarks.experts import ANCHOR, LAYERS, ROWS, SKEWS, order
 from benchmarks.experts import drawn as drawn_layers
 from tunegemm.model.grouped import choose, configs
@@ -38,6 +40,9 @@ def test_drawn_layers_are_in_no_list_and_the_same_each_time() -> None:
     assert all(n % 64 == k % 64 == 0 and groups * n * k * 2 < 1 << 32 for groups, n, k in found.values())
 
 
+MOST = 2**31 - 1
+
+
 def row(rows: int, ratios: dict[str, float], groups: int = 32, **more: Any) -> dict[str, Any]:
     us = {"torch": 100.0} | {label: 100 / ratio for label, ratio in ratios.items()}
     return {
@@ -52,69 +57,90 @@ def row(rows: int, ratios: dict[str, float], groups: int = 32, **more: Any) -> d
     } | more
 
 
-def test_a_cell_has_the_kernel_that_is_best_in_the_mean_and_nowhere_worse() -> None:
+def served(rows: int, label: str, ratio: float, **more: Any) -> dict[str, Any]:
+    """A row that times the served kernel alone."""
+    return row(rows, {}, us=None, kernel=label, ratio=ratio, **more)
+
+
+def test_a_cell_has_the_kernel_that_is_best_in_the_mean_and_loses_no_problem() -> None:
     small, large = (configs("fp8")[name].label for name in ("co64x32", "co256x128"))
     rows = [
-        row(64, {f"{small} l1": 1.4, f"{small} s4": 1.3, f"{large} s4": 1.5}),
+        row(64, {f"{small} l1": 1.4, f"{small} s4": 1.3, f"{large} s4": 1.8}),
         row(256, {f"{small} l1": 1.2, f"{small} s4": 1.25, f"{large} s4": 0.9}),
         row(4096, {f"{large} s4": 1.01}),
-        row(64, {f"{small} l1": 1.4}, groups=8, right=False),
-        # What a row of the served kernel alone says.
-        row(1024, {}, us=None, kernel=large, ratio=0.95),
-        row(8 * 128, {}, groups=8, us=None, kernel=large, ratio=1.1),
+        row(64, {f"{small} l1": 0.4}, groups=8, right=False),
     ]
-    found = drawn(rows)
-    most = 2**31 - 1
+    found = drawn({"H200": rows})
+    assert found[Cell("H200", "fp8", MOST, 12)] == ("co64x32", "l1")
+    assert found[Cell("H200", "fp8", MOST, 256)] is None, "it gains too little"
+    assert Cell("H200", "fp8", MOST, 64) not in found
+    # The two skews of a problem are one.
+    uniform = row(256, {f"{small} l1": 1.2, f"{small} s4": 1.25, f"{large} s4": 1.1}, skew="uniform")
+    assert drawn({"H200": [*rows, uniform]})[Cell("H200", "fp8", MOST, 12)] == ("co256x128", "s4")
+    # So does what is served, in the mean.
+    lost = [served(8, small, 0.9), served(16, small, 1.05)]
+    assert drawn({"H200": [*rows, *lost[1:]]})[Cell("H200", "fp8", MOST, 12)] == ("co64x32", "l1")
+    assert drawn({"H200": [*rows, *lost]})[Cell("H200", "fp8", MOST, 12)] is None
+
+
+def test_a_gpu_goes_by_anothers_races_up_to_so_many_rows_a_group() -> None:
+    label = configs("fp8")["pp128x128"].label
+    races = [row(rows, {f"{label} s4": 1.3}, n=n) for rows in (32 * 100, 32 * 512) for n in (4096, 8192)]
+    found = drawn({"H200": races})
     assert found == {
-        Cell("fp8", most, most, 12): ("co64x32", "l1"),
-        Cell("fp8", most, most, 256): None,
-        Cell("fp8", most, most, 64): None,
+        Cell("H200", "fp8", MOST, 256): ("pp128x128", "s4"),
+        Cell("H200", "fp8", MOST, MOST): ("pp128x128", "s4"),
+        Cell("", "fp8", MOST, 256): ("pp128x128", "s4"),
     }
-    assert drawn([*rows, row(8, {}, us=None, kernel=small, ratio=0.9)])[Cell("fp8", most, most, 12)] is None
+    # Its own say more, as soon as there are enough.
+    for number, choice in ((1, ("pp128x128", "s4")), (2, ("pp128x128", "l1"))):
+        own = [row(3200, {f"{label} s4": 1.1, f"{label} l1": 1.2}, n=n) for n in (64, 128)[:number]]
+        assert drawn({"H200": races, "": own})[Cell("", "fp8", MOST, 256)] == choice
+    lost = {"H200": races, "": [served(3200, label, 0.9)]}
+    assert drawn(lost)[Cell("", "fp8", MOST, 256)] is None
+    assert drawn(lost)[Cell("H200", "fp8", MOST, 256)] == ("pp128x128", "s4")
 
 
-def test_large_groups_want_uniform_rows_or_a_larger_gain() -> None:
-    label, most = configs("fp8")["pp128x128"].label, 2**31 - 1
-    timed = [row(32 * 1024, {f"{label} s4": 1.05}), row(32 * 100, {f"{label} s1": 1.1})]
-    large, between = Cell("fp8", most, most, 2047), Cell("fp8", most, most, 511)
-    found = drawn(timed)
-    assert found[large] is None and found[between] is None
-    for more in (row(32 * 1024, {f"{label} s4": 1.3}), row(32 * 1024, {f"{label} s4": 1.01}, skew="uniform")):
-        assert drawn([*timed, more])[large] == drawn([*timed, more])[between] == ("pp128x128", "s4")
-    assert between not in drawn(timed[:1])
-
-
-def test_a_layer_in_no_list_rules_kernels_out_and_chooses_none() -> None:
-    label, cell = configs("fp8")["pp128x128"].label, Cell("fp8", 2**31 - 1, 2**31 - 1, 256)
-    listed, other = (
-        row(32 * 128, {f"{label} s4": 1.3, f"{label} s1": 1.2}),
-        row(32 * 128, {f"{label} s4": 0.9}, n=1088),
-    )
-    assert cell not in drawn([other])
-    assert drawn([listed])[cell] == ("pp128x128", "s4")
-    assert drawn([listed, other])[cell] == ("pp128x128", "s1")
-    assert drawn([listed, other | {"n": 64}])[cell] == ("pp128x128", "s4")  # of another band
+def test_a_layer_that_is_held_out_goes_by_the_others() -> None:
+    label = configs("fp8")["pp128x128"].label
+    one = row(3200, {f"{label} s4": 1.1, f"{label} s1": 1.3})
+    other = row(3200, {f"{label} s4": 1.2, f"{label} s1": 1.1}, n=64)
+    uniform = row(3200, {f"{label} s4": 0.99, f"{label} s1": 1.0}, n=64, skew="uniform")
+    found = sorted(held_out({"H200": [one, other, uniform]}))
+    cell = Cell("H200", "fp8", MOST, 256)
+    assert [(each, least) for each, _, least in found] == [(cell, 1.0), (cell, pytest.approx(1.1))]
+    assert found[0][1] == pytest.approx((1.1 * 1.0) ** 0.5)
 
 
 def test_what_is_drawn_is_a_table(tmp_path: Path) -> None:
-    most = 2**31 - 1
+    few, some = ("co64x32", "l1"), ("co128x128", "s4")
     found = {
-        Cell("fp8", most, most, 12): ("co64x32", "l1"),
-        Cell("fp8", most, most, 64): ("co64x32", "l1"),
-        Cell("fp8", most, most, 256): None,
-        Cell("fp8", 16, most, 12): ("co128x128", "s4"),
+        Cell("H200", "fp8", MOST, 12): few,
+        Cell("H200", "fp8", MOST, 64): some,
+        Cell("H200", "fp8", MOST, 256): some,
+        Cell("", "fp8", MOST, 12): few,
+        Cell("", "fp8", MOST, 64): few,
+        Cell("", "fp8", MOST, 256): None,
+        Cell("", "fp8", 3072, 256): some,
     }
     text = "".join(text_of(found))  # type: ignore[arg-type]
     tables = tomllib.loads(text)["choices"]
-    assert [(each["groups"], each["rows_per_group"], each["kernel"]) for each in tables] == [
-        ([1, 16], [0, 12], "co128x128"), ([17, most], [0, 64], "co64x32"), ([17, most], [64, 256], ""),
+    assert [
+        (each.get("gpu"), each["k"], each["rows_per_group"], each["kernel"]) for each in tables
+    ] == [
+        ("H200", [3073, MOST], [12, 256], "co128x128"),
+        (None, [1, 3072], [64, 256], "co128x128"),
+        (None, [3073, MOST], [0, 64], "co64x32"),
+        (None, [3073, MOST], [64, 256], ""),
     ]  # fmt: skip
     path = tmp_path / "grouped.toml"
     head, rest = TABLE.read_text().split(BEGIN)
     path.write_text(head + BEGIN + text + "\n" + END + rest.partition(END)[2])
-    choice = choose(32, 4096, 4096, 1024, path, dtype="fp8_e4m3", every=True)
+    for gpu, kernel in (("NVIDIA H200", "co128x128"), ("NVIDIA H100 80GB HBM3", "")):
+        choice = choose(32, 4096, 4096, 4096, path, gpu=gpu, dtype="fp8_e4m3", every=True)
+        assert (choice and choice.config) == (configs("fp8")[kernel] if kernel else None)
+    choice = choose(32, 4096, 4096, 64, path, gpu="NVIDIA H200", dtype="fp8_e4m3", every=True)
     assert choice is not None and choice.config == configs("fp8")["co64x32"] and choice.l2_hint == 1
-    assert choose(32, 4096, 4096, 4096, path, dtype="fp8_e4m3", every=True) is None
 
 
 def test_the_table_is_what_is_drawn_of_the_committed_rows() -> None:

@@ -84,9 +84,9 @@ def test_a_selection_says_by_what_it_goes() -> None:
     assert "by the record of 4096 rows" in near.why and "rows" not in exact.why
     table = select(snapshot, of_rows(64), H200)
     assert (table.outcome, table.options) == ("predicted", ()) and "db/grouped.toml" in table.why
-    assert without_record(of_rows(64))[1] is True
+    assert without_record(of_rows(64), H200.name)[1] is True
     outdated = replace(H200.fingerprint, triton="0.1")
     foreign = Row(of_rows(64), outdated, KERNEL, 1.2, kernel_source_hash("grouped"))
     assert "its record is foreign: triton 0.1" in select(Snapshot([foreign]), of_rows(64), H200).why
-    torchs = select(Snapshot(), of_rows(32 * 4096), H200)
+    torchs = select(Snapshot(), Problem.of_groups(64, 2048, 7168, 32, gate="geglu"), H200)
     assert torchs.outcome == "miss" and "no kernel that ships" in torchs.why

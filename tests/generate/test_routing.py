@@ -118,9 +118,8 @@ def check_few(sizes, n, k, dtype, gated=False, interleaved=False, bias=None, ext
     blocks, numbers = routing.few_numbers(
         rows=total, count=count, n=n, units=k // 8, strides=strides, gated=gated, interleaved=interleaved,
         bias_stride=None if added is None else added.stride(0))
-    lines = routing.FEW_GATED_LINES if gated else routing.FEW_LINES
     kernel.few[(blocks,)](
-        a, weights, ends, a if added is None else added, out, **numbers, lines=lines,
+        a, weights, ends, a if added is None else added, out, **numbers, lines=routing.FEW_LINES,
         length=routing.FEW_LENGTH, groups=routing.FEW_GROUPS, gated=gated)
     group = torch.repeat_interleave(torch.arange(count), torch.tensor(sizes))
     expected = torch.einsum("rk,rnk->rn", a[:sum(sizes)].float(), weights[group].float())

@@ -98,6 +98,16 @@ def test_few_rows_have_a_kernel_where_k_is_whole_units(tmp_path: Path) -> None:
     assert not beyond.is_few
 
 
+def test_a_choice_may_be_for_a_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "grouped.toml"
+    path.write_text(TABLE.replace("rows = [9, 4096]", 'gpu = "H200"\nrows = [9, 4096]'))
+    names = ("NVIDIA H200", "NVIDIA GH200 480GB", "NVIDIA H100 80GB HBM3", "")
+    found = [choose(8, 4096, 512, 65, path, gpu=name) for name in names]
+    assert [each is None for each in found] == [True, True, False, False]
+    path.write_text(TABLE.replace('kernel = "many"', 'gpu = "H200"\nkernel = "many"'))
+    assert any(config.tile_n == 256 for config in listed(path)), "it ships for all"
+
+
 def test_a_kind_that_is_not_served_is_torchs(tmp_path: Path) -> None:
     path = tmp_path / "grouped.toml"
     path.write_text(TABLE.replace('n_major = { major = "n" }\n', "").replace("n_major", "fp8"))

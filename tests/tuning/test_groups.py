@@ -38,7 +38,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         assert result.best is not None and result.best.candidate.family == "grouped"
         tried = {outcome.candidate for outcome in result.outcomes}
         assert {candidate.family for candidate in tried} == {"grouped", TORCH_MM.family}
-        assert shipped_kernel(PROBLEM) in tried, "what serves without a record is in the race"
+        assert shipped_kernel(PROBLEM, DEVICE.name) in tried, "what serves without a record is in the race"
         assert result.study is not None and len(result.study.trials) >= 10
         record = database.best(PROBLEM, DEVICE.fingerprint)
         assert record is not None and record.candidate == result.best.candidate and record.confirmed
@@ -62,7 +62,7 @@ def test_torch_alone_takes_no_products_from_the_table(
         assert "no kernel was measured" in result.note
         assert "nothing changes" in verdict_line(result, "here")
         assert recorded(Snapshot(database.records()), PROBLEM, DEVICE.fingerprint) is None
-        lost = tuner.race(PROBLEM, [shipped_kernel(PROBLEM)])
+        lost = tuner.race(PROBLEM, [shipped_kernel(PROBLEM, DEVICE.name)])
         assert lost.best is not None and "no kernel was measured" not in lost.note
 
 

@@ -106,7 +106,8 @@ def _in_groups(snapshot: Snapshot, problem: Problem, device: Device, near: bool)
 
     record = recorded(snapshot, problem, device.fingerprint, near=near)
     if record is None:
-        why, is_ours = without_record(problem, snapshot.why_not(problem, device.fingerprint))
+        why_not = snapshot.why_not(problem, device.fingerprint)
+        why, is_ours = without_record(problem, device.fingerprint.device_name, why_not)
         return Selection("predicted" if is_ours else "miss", (), why)
     rows = "" if record.problem.m == problem.m else f"by the record of {record.problem.m} rows"
     return Selection("hit", (record,), "; ".join(filter(None, (rows, _grade(record, device)))))

@@ -1,6 +1,7 @@
 """Which kernel serves a product of groups of rows: the table db/grouped.toml, measured beside torch's own.
 
-Only what the host knows decides: the numbers of groups and rows, N and K, never how the rows are divided.
+Only what the host knows decides: the GPU, the numbers of groups and rows, N and K, never how the rows are
+divided.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ class GroupedChoice:
 
 def choose(
     groups: int, n: int, k: int, rows: int, path: Path | None = None, *,
-    dtype: str = "bf16", gate: str = "", major: str = "k", every: bool = False,
+    gpu: str = "", dtype: str = "bf16", gate: str = "", major: str = "k", every: bool = False,
 ) -> GroupedChoice | None:  # fmt: skip
     """The kernel for A of rows x K and B of groups x N x K; None where torch's own is not known to be slower.
 
+    gpu: its name, such as NVIDIA H200; some choices are for those whose names have a word in them.
     gate: a gated step of `tunegemm.describe.epilogue`, such as swiglu; N counts rows of gate and up. Such a
     kernel saves torch one that reads and writes the product: it is named where that of the product is not.
     major: k or n, whichever lies contiguous in B.
@@ -62,7 +64,7 @@ def choose(
     if (kind := next(kinds, None)) is None:
         return None
     facts = dict(zip(_FACTS, (groups, n, k, rows, rows / groups), strict=True))
-    held = (rule for rule in table.rules if rule.is_for(kind) and rule.holds(facts))
+    held = (rule for rule in table.rules if rule.is_for(kind, gpu) and rule.holds(facts))
     rule = next((rule for rule in held if rule.kernel or not gate), None)
     if rule is None or not rule.kernel:
         return None
@@ -70,17 +72,17 @@ def choose(
     return GroupedChoice(config, **rule.launch, is_few=rule.is_few and k % _FEW_K == 0)
 
 
-def chosen(problem: Problem) -> GroupedChoice | None:
-    """`choose` for a grouped problem."""
+def chosen(problem: Problem, gpu: str) -> GroupedChoice | None:
+    """`choose` for a grouped problem on a GPU of a name."""
     return choose(
         problem.groups, problem.n, problem.k, problem.m,
-        dtype=problem.in_dtype, gate=problem.gate, major=problem.b_major,
+        gpu=gpu, dtype=problem.in_dtype, gate=problem.gate, major=problem.b_major,
     )  # fmt: skip
 
 
-def shipped_kernel(problem: Problem) -> Candidate | None:
+def shipped_kernel(problem: Problem, gpu: str) -> Candidate | None:
     """What is `chosen` for a problem, as a search knows it; None for torch's."""
-    choice = chosen(problem)
+    choice = chosen(problem, gpu)
     return None if choice is None else candidate_of(choice)
 
 
@@ -105,7 +107,10 @@ def listed(path: Path | None = None, kind: str = "") -> tuple[GroupedConfig, ...
     table = _table(path)
     served = [name for name, each in table.kinds.items() if each.served]
     found = [
-        (name, rule.kernel) for name in served for rule in table.rules if rule.kernel and rule.is_for(name)
+        (name, rule.kernel)
+        for name in served
+        for rule in table.rules
+        if rule.kernel and rule.is_for(name, rule.gpu)
     ]
     return tuple(table.configs[pair] for pair in dict.fromkeys(found))
 
@@ -137,13 +142,15 @@ class _Rule:
     """Facts, and what they are from and to, both inside."""
     kinds: tuple[str, ...]
     """The kinds that it is for; empty: all."""
+    gpu: str
+    """What the GPU's name contains."""
     kernel: str
     """Its name; empty: torch's."""
     launch: Mapping[str, int]
     is_few: bool
 
-    def is_for(self, kind: str) -> bool:
-        return not self.kinds or kind in self.kinds
+    def is_for(self, kind: str, gpu: str) -> bool:
+        return (not self.kinds or kind in self.kinds) and self.gpu in gpu
 
     def holds(self, facts: Mapping[str, float]) -> bool:
         return all(low <= facts[name] <= high for name, low, high in self.bounds)
@@ -178,11 +185,11 @@ def _table(path: Path | None) -> _Table:
 
 def _rule(words: Mapping[str, Any], kernels: Collection[str], kinds: Collection[str]) -> _Rule:
     rest = dict(words)
-    kernel, of = rest.pop("kernel"), rest.pop("kinds", [])
+    kernel, of, gpu = rest.pop("kernel"), rest.pop("kinds", []), str(rest.pop("gpu", ""))
     launch = {name: rest.pop(name, value) for name, value in _LAUNCH.items()}
     is_few = bool(rest.pop("few", False))
     for names, known in ((rest, _FACTS), (of, kinds), ([kernel] if kernel else [], kernels)):
         if unknown := sorted(set(names) - set(known)):
             raise ValueError(f"{unknown[0]} is none of {', '.join(known)}")
     bounds = tuple((name, float(low), float(high)) for name, (low, high) in rest.items())
-    return _Rule(bounds, tuple(of), kernel, launch, is_few)
+    return _Rule(bounds, tuple(of), gpu, kernel, launch, is_few)

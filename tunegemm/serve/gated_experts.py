@@ -99,19 +99,24 @@ def served(
     out: memory for the result, which is it only where it may be.
     """
     count, rows = gate_up.shape[0], index.numel()
-    if not are_chosen(count, tuple(gate_up.shape[1:]), tuple(down.shape[1:]), rows, x.dtype):
+    sides = tuple(gate_up.shape[1:]), tuple(down.shape[1:])
+    if not are_chosen(count, *sides, rows, x.dtype, x.device):
         return None
     given = x, gate_up, down, index, weights, gate_up_bias, down_bias
     return _layer(*given, "silu", False, False, served=True, out=out)
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def are_chosen(count: int, up: tuple[int, int], down: tuple[int, int], rows: int, dtype: torch.dtype) -> bool:
+def are_chosen(
+    count: int, up: tuple[int, int], down: tuple[int, int], rows: int, dtype: torch.dtype,
+    device: torch.device,
+) -> bool:  # fmt: skip
     """Whether the table that ships has kernels for both products, the first one gated."""
     if dtype is not torch.bfloat16 or not rows:
         return False
-    gated = choose(count, *up, rows, gate=_GATES["silu"])
-    return gated is not None and choose(count, *down, rows) is not None
+    gpu = grouped.gpu_of(device)
+    gated = choose(count, *up, rows, gpu=gpu, gate=_GATES["silu"])
+    return gated is not None and choose(count, *down, rows, gpu=gpu) is not None
 
 
 def _layer(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -213,7 +213,7 @@ class Groups:
             dtype, major = _DTYPES[a.dtype], "k" if b.stride(1) == 1 else "n"
             record = _record(*extents, a.device, dtype=dtype, gate=gate, b_major=major)
             if record is None:
-                choice = choose(*extents, dtype=dtype, gate=gate, major=major)
+                choice = choose(*extents, gpu=gpu_of(a.device), dtype=dtype, gate=gate, major=major)
             else:
                 choice = _choice_of(record)
             if choice is None:
@@ -260,6 +260,12 @@ class Groups:
                     launch(*tensors, **words)
 
         return launch_there
+
+
+@cache
+def gpu_of(device: torch.device) -> str:
+    """The name of a GPU; empty for other devices."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def are_plain(*operands: torch.Tensor | None) -> bool:

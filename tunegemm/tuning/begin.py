@@ -300,7 +300,7 @@ def seeds_of(
     """
     here = device.fingerprint
     found = [] if database is None else seeds(database, problem, here)
-    if problem.is_grouped and (shipped := shipped_kernel(problem)) is not None:
+    if problem.is_grouped and (shipped := shipped_kernel(problem, here.device_name)) is not None:
         found.append(shipped)
     if device.is_real:
         records = read_texts()[0] + (database.records() if database else [])

@@ -20,7 +20,7 @@ NAME = "routing"
 TARGET = "sm_90a"
 #: What kernels do, and which of them serve, and ship: those that a GPU has shown right.
 ALL = ("route", "tally", "spread", "combine", "gate", "few")
-SERVED: tuple[str, ...] = ("route", "tally", "spread", "combine", "gate")
+SERVED: tuple[str, ...] = ALL
 UNIT_BYTES = 16
 #: Choices of a block of `route`, by how many there are at most: it compares each with all.
 ROUTE_ROWS = {512: 1, 8192: 8}
@@ -29,8 +29,8 @@ MOST_CHOICES = max(ROUTE_ROWS)
 SPREAD_ROWS, BINS, MOST_SPREAD = 256, 512, 1 << 16
 #: Columns of a block of `combine`, and of `gate`; experts of one of `route`'s.
 COLUMNS, GATE_COLUMNS, EXPERTS = 512, 1024, 32
-#: Columns of a block of `few`, gated or not, how much of k it loads at a time, and numbers of groups.
-FEW_LINES, FEW_GATED_LINES, FEW_LENGTH, FEW_GROUPS = 4, 2, 1024, 256
+#: Columns of a block of `few`, how much of k it loads at a time, and numbers of groups.
+FEW_LINES, FEW_LENGTH, FEW_GROUPS = 2, 1024, 256
 _POINTERS = {
     "route": {"index": "i32", "x": "i64", "place": "i32", "ends": "i32", "rows": "i64"},
     "tally": {"index": "i32", "counts": "i32"},
@@ -98,8 +98,7 @@ def compile(key: Mapping[str, str | int | bool], out: Path) -> Resources:
         "combine": {"columns": COLUMNS, "together": 4},
         "gate": {"columns": GATE_COLUMNS, "alternate": key.get("alternate")},
         "few": {
-            "lines": FEW_GATED_LINES if key.get("gated") else FEW_LINES, "length": FEW_LENGTH,
-            "groups": FEW_GROUPS, "gated": key.get("gated"),
+            "lines": FEW_LINES, "length": FEW_LENGTH, "groups": FEW_GROUPS, "gated": key.get("gated"),
         },
     }  # fmt: skip
     constants = constants_of[name]
@@ -193,11 +192,10 @@ def few_numbers(
 ) -> tuple[int, dict[str, int]]:  # fmt: skip
     """The same of `few`. n: columns of the result. strides: of rows, groups and lines. bias_stride: None for
     no bias."""
-    lines = FEW_GATED_LINES if gated else FEW_LINES
     numbers = {
         "total": rows, "count": count, "n": n, "units": units, "row_units": strides[0],
         "group_units": strides[1], "line_units": strides[2], "has_bias": int(bias_stride is not None),
         "bias_stride": bias_stride or 0, "turns": 1 + (gated and interleaved),
         "apart": 0 if not gated else 1 if interleaved else n,
     }  # fmt: skip
-    return rows * math.ceil(n / lines), numbers
+    return rows * math.ceil(n / FEW_LINES), numbers
