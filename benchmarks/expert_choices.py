@@ -21,7 +21,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,13 +113,36 @@ class Races:
             for (name, _), ratio in found.items():
                 self.served.setdefault(name, []).append(ratio)
 
-    def means(self) -> dict[Choice, list[float]]:
-        """Of each choice that all problems have: the mean over the skews of each."""
-        races = [*itertools.chain.from_iterable(self.problems.values())]
-        return {
-            choice: [geometric_mean([each[choice] for each in skews]) for skews in self.problems.values()]
-            for choice in sorted(set.intersection(*map(set, races)))
-        }
+    def means(self, out: Collection[str], worst: float) -> dict[Choice, float]:
+        """Of each choice of no kernel in `out` that loses no problem: its geometric mean over them.
+
+        Of one that some races lack, as of a kernel that is newer: the best of those that all have, by what
+        the new one gains where it ran too.
+        """
+        problems = [
+            {
+                choice: geometric_mean([each[choice] for each in skews])
+                for choice in sorted(set.intersection(*map(set, skews)))
+            }
+            for skews in self.problems.values()
+        ]
+        having: dict[Choice, list[dict[Choice, float]]] = {}
+        for problem in problems:
+            for choice in problem:
+                if choice[0] not in out:
+                    having.setdefault(choice, []).append(problem)
+        means: dict[Choice, float] = {}
+        best: Choice | None = None
+        for choice, of in sorted(having.items(), key=lambda one: (-len(one[1]), one[0])):
+            ratios = [each[choice] for each in of]
+            if min(ratios) < worst:
+                continue
+            if len(of) == len(problems):
+                means[choice] = geometric_mean(ratios)
+                best = max(means, key=means.__getitem__)
+            elif best is not None and len(of) >= ENOUGH:
+                means[choice] = means[best] * geometric_mean([each[choice] / each[best] for each in of])
+        return means
 
     def slower(self) -> set[str]:
         """Kernels that are slower than torch where they serve."""
@@ -142,12 +165,7 @@ def drawn(
         raced = next((races for races in (own, *others) if len(races.problems) >= ENOUGH), own)
         if not raced.problems:
             continue
-        out = own.slower()
-        means = {
-            choice: geometric_mean(of)
-            for choice, of in raced.means().items()
-            if choice[0] not in out and min(of) >= worst
-        }
+        means = raced.means(own.slower(), worst)
         best = max(means, key=means.__getitem__, default=None)
         found[cell] = best if best is not None and means[best] >= least else None
     return found

@@ -101,6 +101,21 @@ def test_a_gpu_goes_by_anothers_races_up_to_so_many_rows_a_group() -> None:
     assert drawn(lost)[Cell("H200", "fp8", MOST, 256)] == ("pp128x128", "s4")
 
 
+def test_a_kernel_that_is_newer_than_races_is_paired_with_the_best_of_those_before() -> None:
+    label, newer = (configs("fp8")[name].label for name in ("pp128x128", "co256x128"))
+    old = [row(3200, {f"{label} s4": ratio}, n=n) for n, ratio in ((64, 1.1), (128, 1.2), (256, 1.8))]
+    new = [
+        row(3200, {f"{label} s4": 1.1, f"{newer} s4": ratio}, n=n) for n, ratio in ((64, 1.2), (128, 1.15))
+    ]
+    cell = Cell("H200", "fp8", MOST, 256)
+    assert drawn({"H200": [*old, new[0]]})[cell] == ("pp128x128", "s4"), "it ran once"
+    assert drawn({"H200": [*old[2:], *new]})[cell] == ("co256x128", "s4"), (
+        "by 7 %, of less than the others' mean"
+    )
+    slow = [each | {"us": each["us"] | {f"{newer} s4": 100 / 1.05}} for each in new]
+    assert drawn({"H200": [*old[2:], *slow]})[cell] == ("pp128x128", "s4")
+
+
 def test_a_layer_that_is_held_out_goes_by_the_others() -> None:
     label = configs("fp8")["pp128x128"].label
     one = row(3200, {f"{label} s4": 1.1, f"{label} s1": 1.3})
