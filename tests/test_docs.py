@@ -245,6 +245,14 @@ class TestBlocks:
         assert (
             "| train, eager | 2 of 1B | 2.000 | 1.900 | 1.050 | 0.4 % | 1.010 | 0.970 | 1.00e-02 |" in trained
         )
+        step = shared | timed_too | {"workload": "train", "mode": "compile", "tokens": 4096, "served": 9}
+        steps = {"meta": {}, "rows": [step | {"tuned": True}, step]}
+        (tmp_path / "clients_training.json").write_text(json.dumps(steps))
+        told = generate.clients_training(tmp_path)
+        assert "| noise | tokens | products tuned and served | torch's error |" in told
+        assert (
+            "| 0.4 % | 4096 | yes, 9 | 1.00e-02 |" in told and "| 0.4 % | 4096 | no, 9 | 1.00e-02 |" in told
+        )
         (tmp_path / "clients.json").write_text(json.dumps({"meta": {}, "rows": rows}))
         assert "clients_fused.json` is not there" in generate.clients_fused(tmp_path)
         (tmp_path / "clients.json").rename(tmp_path / "clients_fused.json")

@@ -276,7 +276,12 @@ def dispatch(data: Data) -> list[str]:
 def _clients(data: Data) -> list[str]:
     """A model end to end: milliseconds by workload and mode, with and without tunegemm."""
     rows: Sequence[Mapping[str, Any]] = data["rows"]
+    tuned = any(row.get("tuned") for row in rows)
     more = {  # columns that some files have
+        "tokens": lambda row: f"{row['tokens']}" if "tokens" in row and tuned else "",
+        "products tuned and served": lambda row: (
+            f"{'yes' if row.get('tuned') else 'no'}, {row['served']}" if "served" in row and tuned else ""
+        ),
         "patched alone": lambda row: f"{row['patched_ratio']:.3f}" if "patched_ratio" in row else "",
         "peak memory, times torch's": lambda row: (
             f"{row['tunegemm_peak_mib'] / row['torch_peak_mib']:.3f}" if "torch_peak_mib" in row else ""
@@ -308,6 +313,7 @@ def _clients(data: Data) -> list[str]:
 
 clients = of_file("clients.json")(_clients)
 clients_fused = of_file("clients_fused.json")(_clients)
+clients_training = of_file("clients_training.json")(_clients)
 
 
 @of_file("layers.json")
