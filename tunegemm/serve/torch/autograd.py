@@ -21,6 +21,8 @@ DTYPES = frozenset((torch.bfloat16, torch.float16))
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+#: A product and a bias.
+Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 #: A product, or None where there is no kernel for it.
 Maybe = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
 
@@ -79,49 +81,37 @@ class Watched:
 
 
 class Product(torch.autograd.Function):
-    """``a @ b``, or ``a @ b.t()`` of a `linear`, by `product`, or by torch where that has no kernel.
+    """``a @ b``, or ``a @ b.t()`` of a `linear`, by `product`, or by torch where that has no kernel; plus a
+    bias of one value for each column, by `add`.
 
     `is_simple` says what it takes.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, product: Maybe, a: torch.Tensor, b: torch.Tensor, linear: bool = False
+        ctx: Any,
+        product: Maybe,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        linear: bool,
+        bias: torch.Tensor | None,
+        add: Add | None,
     ) -> torch.Tensor:
         ctx.product, ctx.linear = product, linear
         ctx.save_for_backward(a, b)
-        return _multiply(product, a, b.t() if linear else b)
+        right = b.t() if linear else b
+        return _multiply(product, a, right) if bias is None or add is None else add(a, right, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         a, b = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1:3]
-        of_a, of_b = gradients(_multiplier(ctx.product), grad, (a, b.t() if ctx.linear else b), wanted)
-        if isinstance(ctx.product, Watched):
-            ctx.product.end()
-        return None, of_a, of_b.t() if ctx.linear and of_b is not None else of_b, None
-
-
-class Sum(torch.autograd.Function):
-    """``a @ b + bias`` by `compute`, with a bias of one value for each column; its products by `product`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, compute: Callable[..., Any], product: Maybe, a: Any, b: Any, bias: Any
-    ) -> torch.Tensor:
-        ctx.product = product
-        ctx.save_for_backward(a, b)
-        result: torch.Tensor = compute(a, b, bias)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[4] else None
+        wanted = ctx.needs_input_grad
+        of_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if wanted[4] else None
         multiply = _multiplier(ctx.product)
-        found = gradients(multiply, grad, ctx.saved_tensors, ctx.needs_input_grad[2:4])
+        of_a, of_b = gradients(multiply, grad, (a, b.t() if ctx.linear else b), wanted[1:3])
         if isinstance(ctx.product, Watched):
             ctx.product.end()
-        return None, None, *found, of_bias
+        return None, of_a, of_b.t() if ctx.linear and of_b is not None else of_b, None, of_bias, None
 
 
 def _multiply(product: Maybe, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -134,7 +124,7 @@ def _multiplier(product: Maybe) -> Multiply:
     if is_transformed():  # as with is_grads_batched
         return torch.matmul
     # Mostly nobody wants to know the derivatives of a backward pass.
-    return partial(Product.apply if torch.is_grad_enabled() else _multiply, product)
+    return partial(multiply_differentiably if torch.is_grad_enabled() else _multiply, product)
 
 
 def multiply_differentiably(
@@ -142,13 +132,13 @@ def multiply_differentiably(
 ) -> torch.Tensor:
     """``a @ b``, or ``a @ b.t()`` where it is `linear`, with what autograd wants to know of it; `is_simple`
     must hold."""
-    result: torch.Tensor = Product.apply(product, a, b, linear)
+    result: torch.Tensor = Product.apply(product, a, b, linear, None, None)
     return result
 
 
 def add_differentiably(
-    compute: Callable[..., Any], product: Maybe, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor
+    add: Add, product: Maybe, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, linear: bool = False
 ) -> torch.Tensor:
-    """``a @ b + bias`` with what autograd wants to know of it; `is_simple` must hold."""
-    result: torch.Tensor = Sum.apply(compute, product, a, b, bias)
+    """The same with a bias, by `add`; the products of its gradients are by `product`."""
+    result: torch.Tensor = Product.apply(product, a, b, linear, bias, add)
     return result
