@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -19,6 +20,7 @@ from benchmarks.tables.reading import (
     of_file,
     shape_of,
 )
+from tunegemm.model.grouped import choose
 
 #: `at_cap` of rows; peers do not say.
 _POWER = {"at the cap": True, "below it": False, "": None}
@@ -170,6 +172,23 @@ def experts(results: Path) -> str:
         ]  # fmt: skip
         parts += [machine_line(data["meta"]), markdown_table(header, lines)]
     return "\n\n".join(parts) or not_measured(results, "experts.json")
+
+
+def experts_served(_: Path) -> str:
+    """What db/grouped.toml chooses of each kind, at a point of each band of rows a group, K, and GPU."""
+    at = {"to 12": 8, "to 64": 32, "to 256": 128, "more": 1024}
+    columns = {"NVIDIA H200": "H200", "NVIDIA H100 80GB HBM3": "other Hoppers"}
+    kinds: dict[str, dict[str, Any]] = {
+        "bf16": {}, "with swiglu": {"gate": "swiglu"}, "n-major": {"major": "n"}, "fp16": {"dtype": "fp16"},
+        "fp8": {"dtype": "fp8_e4m3"},
+    }  # fmt: skip
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for (kind, words), k, gpu in itertools.product(kinds.items(), (2048, 7168), columns):
+        found = [choose(32, 4096, k, 32 * rows, gpu=gpu, **words) for rows in at.values()]
+        tiles = [each.label.split()[0] if each else "torch's" for each in found]
+        lines.setdefault((kind, "more" if k > 3072 else "to 3072", *tiles), []).append(columns[gpu])
+    header = ["product", "K", *(f"rows a group {word}" for word in at), "on"]
+    return markdown_table(header, [[*line, " and ".join(gpus)] for line, gpus in lines.items()])
 
 
 @of_file("expert_layers.json")
