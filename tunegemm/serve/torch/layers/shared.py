@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -28,6 +28,7 @@ from tunegemm.serve.guards import (
     grad_enabled,
     tracing,
 )
+from tunegemm.serve.plans import State
 from tunegemm.serve.torch.autograd import DTYPES, PLAIN
 from tunegemm.serve.torch.fx import data_ptr
 from tunegemm.serve.torch.layers import halves
@@ -37,17 +38,31 @@ from tunegemm.serve.torch.together import most_joined, together
 #: Eager layers of up to so many rows wait for the host, which the library's product with a residual costs
 #: some 17 us more than torch's product and sum: on an H200 such layers took 1.03 to 1.12 times as long.
 _FEW_ROWS = 256
+#: Stands for what is known to be the library's in graphs alone.
 _FOR_GRAPHS = object()
+_GRAPHS = id(_FOR_GRAPHS)
 #: A first layer that was called so often in a row without the others computes for itself from then on.
 _MAX_WASTED = 3
 is_inference_mode_enabled = torch.is_inference_mode_enabled
 #: On which stream of a device work is put now; absent from CPU builds.
-_stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-#: Results of layers that are still to be called: their input, in what circumstances they were computed, the
-#: versions and addresses of all weights, and the results by the layers' places.
-_Held: TypeAlias = tuple[torch.Tensor, tuple[Any, ...], list[tuple[int, int]], dict[int, torch.Tensor]]
+class _Held(NamedTuple):
+    """Results of layers that are still to be called, and in what circumstances they hold."""
+
+    x: torch.Tensor
+    version: int | None
+    """Of the input; None where it counts none."""
+    device: int
+    """The index of one that has streams; -1 for others."""
+    stream: int
+    grads: bool
+    inference: bool
+    states: list[tuple[int, int]]
+    """Of all weights: versions and addresses."""
+    parts: dict[int, torch.Tensor]
+    """The results, by the layers' places."""
 
 
 class _Turn(threading.local):
@@ -84,6 +99,8 @@ class Shared:
         self._places: tuple[tuple[Any, str, int, Any, Any], ...] = ()
         self._weights: tuple[tuple[dict[str, Any], int], ...] = ()
         """Each layer's parameters, and the address of its weight."""
+        self._index = -1  # of the device
+        self._joins: State | None = None  # the state of the planner in which torch may take them as one
         self._turn = _Turn()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,6 +130,7 @@ class Shared:
         with torch.inference_mode(False), torch.no_grad():
             self._right = self._joined(self.parameters("weight"))
             self._weight, self._device = self._right.t(), self._right.device
+            self._index = self._right.get_device()
             biases = self.parameters("bias")
             self._bias = (self._joined(biases),) if biases else ()
         self._places = tuple(
@@ -184,6 +202,21 @@ class Shared:
         """Whether rows are so few that one product of torch's may take the place of several."""
         return self._right is not None and type(x) in PLAIN and x.numel() <= self._most_joined
 
+    def may_add(self, what: object, of: Any, stream: Any) -> bool:
+        """Whether a kernel may be known that adds a stream; what, of: as for `is_missed`.
+
+        While a CUDA graph is captured that may be one of the library's, which costs the host more than it
+        saves at few rows.
+        """
+        if self._right is None or type(of) not in PLAIN:
+            return False
+        planner = api.dispatcher.planner
+        if known := planner.state.torchs:
+            own = id(self)
+            if (id(what), own, of.numel()) in known and monotonic() < planner.next_look:
+                return (_GRAPHS, own, stream.numel()) in known and capturing(stream.device)
+        return True
+
     def remember_missed(self, what: object, x: torch.Tensor) -> None:
         """There is no kernel, until the planner next looks."""
         api.dispatcher.planner.state.remember_torchs(id(what), id(self), x.numel())
@@ -238,13 +271,13 @@ class Shared:
     def sum(
         self, form: Form, x: torch.Tensor, stream: torch.Tensor, what: object, of: torch.Tensor
     ) -> torch.Tensor | None:
-        """`product` with a stream added; None, too, where it is for graphs (`is_for_graphs`).
+        """`product` with a stream added; None, too, where it is for graphs (`may_add`).
 
         Its first launch says whether it is. what, of: by which it `is_missed` in eager code from then on.
         """
         assert self._right is not None
         state, few = api.dispatcher.planner.state, x.numel() <= _FEW_ROWS * self._right.shape[0]
-        if few and (id(_FOR_GRAPHS), id(self), stream.numel()) in state.torchs and not capturing(x.device):
+        if few and (_GRAPHS, id(self), stream.numel()) in state.torchs and not capturing(x.device):
             return None
         result: torch.Tensor | None = api.dispatcher.fused(form, x, self._right, (*self._bias, stream))
         if result is None:
@@ -259,16 +292,6 @@ class Shared:
             self.remember_missed(what, of)
             return None
         return result
-
-    def is_for_graphs(self, stream: Any) -> bool:
-        """Whether a CUDA graph is captured, for which there is a kernel that adds a stream.
-
-        That is one of the library's, which costs the host more than it saves at few rows.
-        """
-        if type(stream) not in PLAIN:
-            return False
-        known = api.dispatcher.planner.state.torchs
-        return (id(_FOR_GRAPHS), id(self), stream.numel()) in known and capturing(stream.device)
 
     def gated(self, form: Form, x: torch.Tensor, gate: str) -> torch.Tensor | None:
         """What `product` says of a gated form, or a kernel of groups (`halves`); None where there is neither.
@@ -291,14 +314,17 @@ class Shared:
 
     def parts(self, x: Any) -> Sequence[torch.Tensor] | None:
         """The result of each layer, of one product; None where each is to be computed by itself."""
-        form = PLAIN_FORMS[len(self._bias)]
-        has_none = self.is_missed(form, x)
-        if (has_none and not self.is_few(x)) or (x := self.taken(x)) is None:
+        if self._right is None or type(x) not in PLAIN:
+            return None
+        form, planner = PLAIN_FORMS[len(self._bias)], api.dispatcher.planner
+        size, known = x.numel(), planner.state.torchs  # as of `is_missed`, which would be a call more
+        has_none = bool(known) and (id(form), id(self), size) in known and monotonic() < planner.next_look
+        if (has_none and size > self._most_joined) or (x := self.taken(x)) is None:
             return None
         whole = None if has_none else self.product(form, x)
-        if whole is None:
-            whole = self.by_torch(x)
-        return None if whole is None else torch.unsafe_split_with_sizes(whole, self.rows, -1)
+        if whole is None and (whole := self.by_torch(x)) is None:
+            return None
+        return torch.unsafe_split_with_sizes(whole, self.rows, -1)
 
     def by_torch(self, x: torch.Tensor) -> torch.Tensor | None:
         """torch's product of x, as `taken` gives it, and all weights, where that is faster than layer by
@@ -306,18 +332,25 @@ class Shared:
 
         Not where a row's bits are not to depend on how many there are, or where everything is to be torch's.
         """
-        weight, planner = self._weight, api.dispatcher.planner
+        weight = self._weight
         if (
             weight is None
             or x.numel() > self._most_joined
             or tracing()
             or x.dtype is not weight.dtype
-            or (device := x.device).type != planner.device_type
-            or device != self._device
-            or planner.is_off
-            or planner.state.policy.is_batch_invariant
+            or x.get_device() != self._index
         ):
             return None
+        planner = api.dispatcher.planner
+        if self._joins is not planner.state:  # the state is another where the policy or the mode is
+            if (
+                x.device != self._device
+                or x.device.type != planner.device_type
+                or planner.is_off
+                or planner.state.policy.is_batch_invariant
+            ):
+                return None
+            self._joins = planner.state
         return linear(x, weight, *self._bias)
 
     def lies_together(self) -> bool:
@@ -349,16 +382,24 @@ class Shared:
         turn = self._turn
         held = turn.held
         if layer is not self.layers[0]:
-            # A copy that shares what the layer has, such as a replica, is none of them.
-            if held is None or held[0] is not x or layer not in self.layers:
+            if held is None or held[0] is not x:
                 return None
-            _, now, states, parts = held
-            index, weight = self.layers.index(layer), layer._parameters.get("weight")
-            if weight is None or states[index] != (weight._version, data_ptr(weight)):
+            _, version, device, stream, grads, inference, states, parts = held
+            try:
+                place = self.layers.index(layer)
+            except ValueError:  # a copy that shares what the layer has, such as a replica, is none of them
                 return None
-            if now != _circumstances(x):
+            weight = layer._parameters.get("weight")
+            if (
+                weight is None
+                or states[place] != (weight._version, data_ptr(weight))
+                or (version is not None and x._version != version)
+                or grad_enabled() is not grads
+                or is_inference_mode_enabled() is not inference
+                or (device >= 0 and _stream_of(device) != stream)
+            ):
                 return None
-            part = parts.pop(index, None)  # each is taken once: what is written into it is its own
+            part = parts.pop(place, None)  # each is taken once: what is written into it is its own
             if not parts:
                 turn.held = None
             return part
@@ -372,20 +413,22 @@ class Shared:
         if results is None:
             return None
         parts = dict(enumerate(results))
-        states = [(parameters["weight"]._version, address) for parameters, address in self._weights]
-        turn.held = x, _circumstances(x), states, parts
+        device = -1 if _stream_of is None else x.get_device()
+        turn.held = _Held(
+            x,
+            None if x.is_inference() else x._version,
+            device,
+            0 if device < 0 else _stream_of(device),
+            grad_enabled(),
+            is_inference_mode_enabled(),
+            [(parameters["weight"]._version, address) for parameters, address in self._weights],
+            parts,
+        )
         return parts.pop(0)
 
 
 #: Of all weights, without a bias and with one.
 PLAIN_FORMS = (form_of(BELOW_AUTOGRAD, ""), form_of(BELOW_AUTOGRAD, "bias_n"))
-
-
-def _circumstances(x: torch.Tensor) -> tuple[Any, ...]:
-    """In which a result holds that was computed before it was asked for."""
-    index = x.get_device()
-    stream = _stream_of(index) if _stream_of is not None and index >= 0 else 0
-    return None if x.is_inference() else x._version, grad_enabled(), is_inference_mode_enabled(), stream
 
 
 def refusal(layers: Sequence[Any], *, in_turns: bool = False) -> str:

@@ -101,16 +101,15 @@ class Gated(Step):
                 return activation(traced_part(x, *parameters, 0)) * traced_part(x, *parameters, 1)
         else:
             has_none = shared.is_missed(self.form, x)
-            if (not has_none or self._is_joined(x)) and self.calls_as_known(gate, up, *given):
+            # One product may take the place of two, too, where none has its gate.
+            is_one = not has_none or shared.is_few(x)
+            if not is_one and shared.is_taken_apart:
+                is_one = not shared.is_missed(self._plain, x)
+            if is_one and self.calls_as_known(gate, up, *given):
                 result = self._joined(x, activation, has_none)
                 if result is not None:
                     return result
         return activation(gate(x)) * up(x)
-
-    def _is_joined(self, x: Any) -> bool:
-        """Whether one product may take the place of two, where none has its gate."""
-        shared = self.shared
-        return shared.is_few(x) or (shared.is_taken_apart and not shared.is_missed(self._plain, x))
 
     def _joined(self, x: Any, activation: Activation, has_none: bool) -> torch.Tensor | None:
         """By one product; None where there is none.
@@ -189,7 +188,7 @@ class Added(_Sum):
                     return api.linear(x, layer.weight, layer.bias, None, stream)
         elif (
             isinstance(stream, torch.Tensor)
-            and (not self.shared.is_missed(self.form, x) or self.shared.is_for_graphs(stream))
+            and self.shared.may_add(self.form, x, stream)
             and self.calls_as_known(layer)
         ):
             taken = self.shared.taken(x, stream)
@@ -232,11 +231,7 @@ class Passed(_Sum):
             keywords |= more
         index = self.index
         shared = self.shared
-        if (
-            _is_compiling()
-            or (shared.is_missed(self, stream) and not shared.is_for_graphs(stream))
-            or not self._may_pass(child, between)
-        ):
+        if _is_compiling() or not shared.may_add(self, stream, stream) or not self._may_pass(child, between):
             result = child(*arguments, **keywords)
         else:
             before = streams.wanted
