@@ -102,7 +102,7 @@ class Dispatcher:
             return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
         plan, launch = recent.plan, recent.launch
         if plan is None or launch is None:  # torch's, in whatever mode
-            if recent.trained is None and time.monotonic() < self.planner.next_look:
+            if (recent.torchs or not recent.trained) and time.monotonic() < self.planner.next_look:
                 if out is None and recent.torchs is not None:
                     if call == LINEAR and type(b) is torch.nn.Parameter and b.dtype in DTYPES:
                         self.planner.state.remember_torchs(id(b), a.numel())
@@ -164,7 +164,7 @@ class Dispatcher:
             return self._slowly(form, a, b, tensors, numbers, out)
         plan, launch = recent.plan, recent.launch
         if plan is None or launch is None:  # torch's, in whatever mode
-            if recent.trained is None and time.monotonic() < self.planner.next_look:
+            if (recent.torchs or not recent.trained) and time.monotonic() < self.planner.next_look:
                 if out is None and recent.torchs is not None:
                     if form.call == LINEAR and type(b) is torch.nn.Parameter and b.dtype in DTYPES:
                         self.planner.state.remember_torchs(id(b), a.numel())

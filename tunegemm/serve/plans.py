@@ -77,7 +77,7 @@ class Recent:
     device_index: int
     """Which device must be the current one; -1 where there is but one."""
     trained: Callable[..., Any] | None = None
-    """What computes the call in grad mode, with gradients; the plan is not known then."""
+    """What computes the call in grad mode, with gradients. Without `torchs` the plan is not known yet."""
 
 
 class Compiling(NamedTuple):

@@ -7,6 +7,7 @@ unusual addresses, subclasses. A key holds all that a plan depends on; see `plan
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -211,7 +212,7 @@ class SlowPath:
         if self._can_check(a) and self._planner.observe is None:
             check = guards.check_of((a, b, *bias))
             recent = Recent(check, None, None, None, True, False, -1, self._train)
-            self._keep(self._planner.state, b.data_ptr() | form.tag, a, b, recent)
+            self._keep(self._planner.state, b.data_ptr() | form.tag, (a, b, *bias), recent)
 
     def _remember_trained(self, device: torch.device, key: tuple[int, ...]) -> None:
         """A layer is torch's with its gradients, as far as it could be known."""
@@ -243,16 +244,20 @@ class SlowPath:
                 out is not None and not out.is_inference(),
                 (plan.device.index or 0) if plan is not None and plan.guarded else -1,
             )
-        a, b = tensors[:2]
-        self._keep(state, b.data_ptr() | form.tag | (0 if out is None else 2), a, b, recent)
+        self._keep(state, tensors[1].data_ptr() | form.tag | (0 if out is None else 2), tensors, recent)
 
     def _can_check(self, a: torch.Tensor) -> bool:
         """Whether torch has its check of tensors, and calls with this one may be known by it."""
         return not (guards.TensorGuards is None or self._planner.allocate is None or a.is_meta)
 
-    def _keep(self, state: State, slot: int, a: torch.Tensor, b: torch.Tensor, recent: Recent) -> None:
+    def _keep(self, state: State, slot: int, tensors: tuple[torch.Tensor, ...], recent: Recent) -> None:
         if len(state.earlier) >= MAX_PLANS:
             state.forget_checks()
+        a, b = tensors[:2]
+        before = state.recent.get(slot)
+        if before is not None and (before.trained or recent.trained) and before.check(*tensors):
+            # The same call in grad mode and without: from now on it is known in both.
+            recent = replace(recent if recent.trained is None else before, trained=self._train)
         state.recent[slot] = state.earlier[slot, a.numel(), b.stride()] = recent
 
     def _is_differentiable(self, form: Form, a: Any, b: Any, tensors: Sequence[Any]) -> bool:
