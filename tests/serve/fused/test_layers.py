@@ -31,6 +31,7 @@ from tests.support.layers import (
 from tests.support.serving import calls_of
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmWarning
+from tunegemm.serve import api
 from tunegemm.serve.launchers import Prepared
 
 
@@ -323,3 +324,24 @@ def test_a_call_is_looked_at_once(serve):
     counts = Counter(name.removeprefix(place) for name in python if name.startswith(place))
     assert counts["shared.is_in_place"] == counts["shared.taken"] == len(ALL)
     assert sum(counts.values()) <= 64
+
+
+@pytest.mark.parametrize("rows", [8, 300])
+def test_where_no_step_has_a_kernel_forward_is_the_modules_own(serve, kernel, rows):
+    """Until records are looked at again; few rows of gate and up are one product of torch's."""
+    model, x = made(Gates), given(rows)
+    expected = by_torch(model, x)
+    fuse(model)
+
+    def steps() -> int:
+        return sum("layers.steps." in name for name in calls_of(lambda: by_torch(model, x))[0])
+
+    serve(Problem(1, 8, 8))
+    asked = [steps() for _ in range(3)]
+    assert asked[0] and bool(asked[2]) == (rows == 8)
+    close(by_torch(model, x), expected)
+    api.dispatcher.planner.next_look = 0.0
+    assert steps(), "there might be a record now"
+    serve()
+    close(by_torch(model, x), expected, TOLERANCE)
+    assert steps() and kernel.calls

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from tunegemm.serve import api
+from tunegemm.serve.torch.autograd import PLAIN
 from tunegemm.serve.torch.layers.halves import refusal
 from tunegemm.serve.torch.layers.recognise import Match, compiled, matches, replace, traced
-from tunegemm.serve.torch.layers.shared import Shared
+from tunegemm.serve.torch.layers.shared import Shared, is_left, remember_left
 from tunegemm.serve.torch.layers.steps import (
     GATE_OF,
     Activated,
@@ -137,6 +139,7 @@ def fuse_methods(module: torch.nn.Module) -> list[tuple[Match, Step | str]]:
                 steps.append(step)
         if steps:
             module.__dict__[_PREFIX + method] = compiled(graph, method)
+            module.__dict__[f"{_PREFIX}{method}_marks"] = [mark for step in steps for mark in step.marks()]
             methods.append(method)
     if methods:
         module.__class__ = class_of(cls, tuple(methods))
@@ -206,11 +209,20 @@ def _blank(cls: Any, methods: tuple[str, ...]) -> Any:
 
 
 def _calling(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    place = _PREFIX + name
+    place, marks = _PREFIX + name, f"{_PREFIX}{name}_marks"
 
     def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        # Without the function it was unpatched, and somebody has kept this method.
-        return self.__dict__.get(place, original)(self, *arguments, **keywords)
+        own = self.__dict__
+        if (function := own.get(place)) is None:  # it was unpatched, and somebody has kept this method
+            return original(self, *arguments, **keywords)
+        x: Any = arguments[0] if arguments else None
+        if type(x) not in PLAIN or _is_compiling() or not api.dispatcher.planner.state.torchs:
+            return function(self, *arguments, **keywords)
+        if is_left(id(function), x):
+            return original(self, *arguments, **keywords)
+        result = function(self, *arguments, **keywords)
+        remember_left(own[marks], id(function), x)
+        return result
 
     method.__wrapped__ = original  # type: ignore[attr-defined] # which says what it takes
     return method

@@ -39,8 +39,8 @@ from tunegemm.serve.torch.together import most_joined, together
 #: some 17 us more than torch's product and sum: on an H200 such layers took 1.03 to 1.12 times as long.
 _FEW_ROWS = 256
 #: Stands for what is known to be the library's in graphs alone.
-_FOR_GRAPHS = object()
-_GRAPHS = id(_FOR_GRAPHS)
+_FORGRAPHS = object()
+GRAPHS = id(_FORGRAPHS)
 #: A first layer that was called so often in a row without the others computes for itself from then on.
 _MAX_WASTED = 3
 is_inference_mode_enabled = torch.is_inference_mode_enabled
@@ -87,7 +87,8 @@ class Shared:
         self.rows = [layer.out_features for layer in self.layers]
         self.is_taken_apart = len(self.layers) > 1 and not in_turns
         """Whether layers may take their parts of one product."""
-        self._most_joined = most_joined(self.rows) * layers[0].in_features
+        self.most_joined = most_joined(self.rows) * layers[0].in_features
+        """Of how many elements of an input torch may take one product."""
         self._forget()
 
     def _forget(self) -> None:
@@ -105,7 +106,7 @@ class Shared:
 
     def __getstate__(self) -> dict[str, Any]:
         """The layers: their copies are put together anew, by `pack`."""
-        names = "layers", "in_turns", "rows", "is_taken_apart", "_most_joined"
+        names = "layers", "in_turns", "rows", "is_taken_apart", "most_joined"
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -200,7 +201,7 @@ class Shared:
 
     def is_few(self, x: Any) -> bool:
         """Whether rows are so few that one product of torch's may take the place of several."""
-        return self._right is not None and type(x) in PLAIN and x.numel() <= self._most_joined
+        return self._right is not None and type(x) in PLAIN and x.numel() <= self.most_joined
 
     def may_add(self, what: object, of: Any, stream: Any) -> bool:
         """Whether a kernel may be known that adds a stream; what, of: as for `is_missed`.
@@ -214,7 +215,7 @@ class Shared:
         if known := planner.state.torchs:
             own = id(self)
             if (id(what), own, of.numel()) in known and monotonic() < planner.next_look:
-                return (_GRAPHS, own, stream.numel()) in known and capturing(stream.device)
+                return (GRAPHS, own, stream.numel()) in known and capturing(stream.device)
         return True
 
     def remember_missed(self, what: object, x: torch.Tensor) -> None:
@@ -277,7 +278,7 @@ class Shared:
         """
         assert self._right is not None
         state, few = api.dispatcher.planner.state, x.numel() <= _FEW_ROWS * self._right.shape[0]
-        if few and (_GRAPHS, id(self), stream.numel()) in state.torchs and not capturing(x.device):
+        if few and (GRAPHS, id(self), stream.numel()) in state.torchs and not capturing(x.device):
             return None
         result: torch.Tensor | None = api.dispatcher.fused(form, x, self._right, (*self._bias, stream))
         if result is None:
@@ -288,7 +289,7 @@ class Shared:
             record = None if recent is None or recent.plan is None else recent.plan.record
             if record is None or record.candidate.family != TORCH_MM.family or capturing(x.device):
                 return result
-            self.remember_missed(_FOR_GRAPHS, stream)
+            self.remember_missed(_FORGRAPHS, stream)
             self.remember_missed(what, of)
             return None
         return result
@@ -319,7 +320,7 @@ class Shared:
         form, planner = PLAIN_FORMS[len(self._bias)], api.dispatcher.planner
         size, known = x.numel(), planner.state.torchs  # as of `is_missed`, which would be a call more
         has_none = bool(known) and (id(form), id(self), size) in known and monotonic() < planner.next_look
-        if (has_none and size > self._most_joined) or (x := self.taken(x)) is None:
+        if (has_none and size > self.most_joined) or (x := self.taken(x)) is None:
             return None
         whole = None if has_none else self.product(form, x)
         if whole is None and (whole := self.by_torch(x)) is None:
@@ -335,7 +336,7 @@ class Shared:
         weight = self._weight
         if (
             weight is None
-            or x.numel() > self._most_joined
+            or x.numel() > self.most_joined
             or tracing()
             or x.dtype is not weight.dtype
             or x.get_device() != self._index
@@ -429,6 +430,29 @@ class Shared:
 
 #: Of all weights, without a bias and with one.
 PLAIN_FORMS = (form_of(BELOW_AUTOGRAD, ""), form_of(BELOW_AUTOGRAD, "bias_n"))
+
+
+def is_left(who: int, x: torch.Tensor) -> bool:
+    """Whether torch is known to compute all that the steps of a method might: the host is spared to ask each.
+
+    who: the id of the function that has the steps; x: its first argument.
+    """
+    planner = api.dispatcher.planner
+    known, size = planner.state.torchs, x.numel()
+    if (who, size) not in known or monotonic() >= planner.next_look:
+        return False
+    return (who, -size) not in known or not capturing(x.device)
+
+
+def remember_left(marks: Sequence[tuple[int, int, int]], who: int, x: torch.Tensor) -> None:
+    """That `is_left`, until records are looked at again, if so it is; marks: of all steps."""
+    state, size = api.dispatcher.planner.state, x.numel()
+    for what, layers, least in marks:
+        if size <= least or (what, layers, size) not in state.torchs:
+            return
+    state.remember_torchs(who, size)
+    if any((GRAPHS, layers, size) in state.torchs for _, layers, _ in marks):
+        state.remember_torchs(who, -size)  # but in CUDA graphs
 
 
 def refusal(layers: Sequence[Any], *, in_turns: bool = False) -> str:

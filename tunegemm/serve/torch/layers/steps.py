@@ -43,6 +43,11 @@ class Step:
         if isinstance(activation, torch.nn.Module):
             self._known = (*self._known, activation)
 
+    def marks(self) -> list[tuple[int, int, int]]:
+        """Ids of who asks, as in `State.torchs`: where all are there, of more elements than the last number,
+        the step is but the calls."""
+        return [(id(self.form), id(self.shared), 0)]
+
     def may_run(self, x: Any, *modules: Any) -> bool:
         """Whether a kernel may be known, and `calls_as_known`."""
         return not self.shared.is_missed(self.form, x) and self.calls_as_known(*modules)
@@ -85,8 +90,13 @@ class Gated(Step):
         super().__init__(shared, self.name, activation)
         self._plain = PLAIN_FORMS[bool(shared.parameters("bias"))]
         self.says = f"one product with its gate, {name}"
-        if not shared.in_turns and refusal(shared.layers[0].weight.dtype, sum(shared.rows), self.name):
+        if shared.is_taken_apart and refusal(shared.layers[0].weight.dtype, sum(shared.rows), self.name):
             self.says = f"one product, the results as views; {name} and the product with it are torch's"
+
+    def marks(self) -> list[tuple[int, int, int]]:
+        shared = self.shared
+        forms = [self.form, self._plain] if shared.is_taken_apart else [self.form]
+        return [(id(form), id(shared), shared.most_joined) for form in forms]
 
     def __call__(self, gate: Any, up: Any, x: Any, *given: Activation) -> torch.Tensor:
         """given: the activation, where it is a module of forward's."""
@@ -222,6 +232,9 @@ class Passed(_Sum):
         self.index, self.type = index, type(child)
         self._known = (child, *shared.layers)
         self._place = next(name for name, one in child._modules.items() if one is shared.layers[0])
+
+    def marks(self) -> list[tuple[int, int, int]]:
+        return [(id(self), id(self.shared), 0)]
 
     def __call__(
         self, child: Any, between: Any, stream: Any, more: Any, /, *arguments: Any, **keywords: Any
