@@ -403,9 +403,10 @@ def vllm(data: Data) -> list[str]:
         f"Slower than vLLM by more than the noise: {', '.join(told[False]) or 'none'}. "
         f"Faster by more than it: {', '.join(told[True]) or 'none'}."
     )
-    if others := data.get("other_rows"):
+    for way, where in ((False, "no product"), (True, "each product")):
+        others = [row for row in data.get("other_rows", ()) if row["gates"] is way]
         apart = ", ".join(f"{row['phase']} of {row['sequences']} {row['ratio']:.3f}" for row in others)
-        said += f" The other way of gates, which is not served there: {apart}."
+        said += f" By a run with the gate in {where}: {apart}." if others else ""
     for key, found in data.items():
         if key.startswith("logits_"):
             apart = found["largest_difference"]

@@ -36,9 +36,10 @@ _HOPPER = 9, 0
 _SILU = Gate(slope=1.0, limit=float("inf"), offset=0.0, interleaved=False)
 
 #: From and to how many rows the kernel of both is taken. Llama-3-8B in vLLM on an H200, two runs of
-#: 2026-11-27 (benchmarks/results/h200/vllm.json): with it decode had 1.084 times vLLM's speed at 64 rows and
-#: prefill, of 512 and 8192, 1.017 to 1.032; without it 1.067 and 0.996 to 1.002. But at 1, 16 and 256 rows it
-#: had 1.045, 1.058 and 1.002, beside 1.079, 1.065 and 1.022. Where between these the ends are is a guess.
+#: 2026-11-27 (`other_rows` of benchmarks/results/h200/vllm.json): with it decode had 1.084 times vLLM's speed
+#: at 64 rows and prefill, of 512 and 8192, 1.017 to 1.032; without it 1.067 and 0.996 to 1.002. But at 1, 16
+#: and 256 rows it had 1.045, 1.058 and 1.002, beside 1.079, 1.065 and 1.022. Where between these the ends are
+#: is a guess.
 SERVED = ((33, 128), (512, halves.MOST_ROWS))
 
 #: Rows and columns of the weights that were multiplied by.
@@ -68,8 +69,10 @@ def _is_served(rows: int) -> bool:
 
 
 def _gate_of(both: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` of a product, by a kernel of many blocks a row: vLLM's has one, which of one row
-    takes a step of 32 layers 3 % longer. vLLM's until ours is loaded, and on a CPU torch's."""
+    """``silu(gate) * up`` of a product, by a kernel of many blocks a row; by vLLM's until that is loaded, and
+    on a CPU by torch. (vLLM's has one block a row: with it decode of one sequence was 1.044 of vLLM's speed,
+    with Inductor's code of the gate 1.079.)
+    """
     columns = both.size(1) // 2
     if not both.is_cuda:
         return torch.nn.functional.silu(both[:, :columns]) * both[:, columns:]
