@@ -10,8 +10,11 @@ from torch.nn.functional import linear as torch_linear
 import tunegemm
 from tests.serve.test_torch import serving
 from tests.support.serving import BF16, ByAddress, Kernel, calls_of, operands, serve_with
-from tunegemm.serve import api
+from tunegemm.describe.device import USUAL_EFFICIENCY, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.serve import api, slow_path
 from tunegemm.serve.launchers import Prepared
+from tunegemm.serve.plans import State
 
 pytestmark = pytest.mark.filterwarnings("error::tunegemm.errors.TunegemmWarning")
 
@@ -44,6 +47,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         return Prepared(Noted(record.problem).launcher, tma=True)
 
     serve_with(monkeypatch, serving(prepare))
+    monkeypatch.setattr(slow_path, "LEAST_SAVED_US", 0.0)
     return found
 
 
@@ -78,6 +82,37 @@ def test_a_step_that_is_known_makes_no_key(launched, columns, bias):
         assert slow_calls(lambda: layer(x)) == 0
     launched.clear()
     assert slow_calls(step) == 0 and launched == three
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_whose_kernels_save_less_than_the_way_to_them_costs_is_torchs(launched, monkeypatch, bias):
+    """Once a step has told, until the next look at records. Its evaluation is served, and one that pays."""
+    saved: list[float] = []
+    remember = State.remember_torchs
+    monkeypatch.setattr(
+        State, "remember_torchs", lambda *key, pays: saved.append(pays) or remember(*key, pays=pays)
+    )
+    x = operands()[0]
+    layer = torch.nn.Linear(64, 48, bias=bias, dtype=BF16)
+    tunegemm.patch(layer)
+
+    def step() -> int:
+        launched.clear()
+        layer(x).sum().backward()
+        return len(launched)
+
+    three = [Problem(32, 48, 64), Problem(48, 64, 32)]
+    saves_us = (
+        sum(find_device("model:h200").roofline_us(one) for one in three) / USUAL_EFFICIENCY * (1 - 1 / 1.1)
+    )
+    monkeypatch.setattr(slow_path, "LEAST_SAVED_US", 1.5 * saves_us)
+    assert [step() for _ in range(3)] == [2, 0, 0] and saved == [False]
+    with torch.no_grad():
+        layer(x)
+    assert len(launched) == 1
+    monkeypatch.setattr(slow_path, "LEAST_SAVED_US", 0.5 * saves_us)
+    api.dispatcher.planner.next_look = 0.0
+    assert [step() for _ in range(3)] == [2, 2, 2] and saved == [False, True], "then nobody looks at it"
 
 
 def test_a_known_step_minds_the_modes(launched):

@@ -244,6 +244,11 @@ class Planner:
                 state.snapshot = None  # read on the next product without a plan
                 state.forget(problem)
 
+    def look(self) -> State:
+        """The state, after a look at whether records were published, if it is time for one."""
+        with self.lock:
+            return self._look()
+
     def _look(self) -> State:
         """The state, without its misses if records were published since they were read.
 

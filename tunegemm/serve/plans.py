@@ -115,6 +115,8 @@ class State:
         self.torchs: set[tuple[int, ...]] = set()
         """What torch computes until records are looked at again: the id of a layer's weight, or those of what
         else is asked for, and the elements of `a`. By ids, so that nothing is kept alive."""
+        self.paying: set[tuple[int, ...]] = set()
+        """Layers, by the keys of `trained`, whose kernels pay for the way to them, forward and backward."""
         self.snapshot = snapshot
         self.modified = modified
         self.devices: dict[int, Device | None] = {}
@@ -173,14 +175,17 @@ class State:
 
     def forget_checks(self) -> None:
         """Every call makes a key again."""
-        for kept in (self.checked, self.recent, self.earlier, self.sites, self.sites_of_torch, self.torchs):
+        for kept in (
+            self.checked, self.recent, self.earlier, self.sites, self.sites_of_torch, self.torchs, self.paying
+        ):  # fmt: skip
             kept.clear()
 
-    def remember_torchs(self, *key: int) -> None:
-        """That torch computes this, see `torchs`."""
-        if len(self.torchs) >= _MOST_TORCHS:
-            self.torchs.clear()
-        self.torchs.add(key)
+    def remember_torchs(self, *key: int, pays: bool = False) -> None:
+        """That torch computes this, see `torchs`, or that kernels pay where it is trained."""
+        kept = self.paying if pays else self.torchs
+        if len(kept) >= _MOST_TORCHS:
+            kept.clear()
+        kept.add(key)
 
 
 def refusal_of(prepared: Prepared, asked: Named, a: torch.Tensor, b: torch.Tensor) -> Refusal | None:

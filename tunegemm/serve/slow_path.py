@@ -15,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
+from tunegemm.describe.device import USUAL_EFFICIENCY
 from tunegemm.describe.problem import MAX_ALIGNMENT
 from tunegemm.errors import ProblemError
 from tunegemm.serve import guards
@@ -35,7 +36,11 @@ from tunegemm.serve.torch.fx import refuse_proxies
 from tunegemm.serve.unfused import added, one_function, taken_operands, torchs, unfused
 
 _LINEAR, _BIASED = form_of(LINEAR, ""), form_of(LINEAR, "bias_n")
-_BIASED_BELOW_AUTOGRAD = form_of(BELOW_AUTOGRAD, "bias_n")
+_BELOW_AUTOGRAD, _BIASED_BELOW_AUTOGRAD = form_of(BELOW_AUTOGRAD, ""), form_of(BELOW_AUTOGRAD, "bias_n")
+
+#: What the kernels of a layer save together in a step, in us, so that an eager one asks for them: the way to
+#: them is Python's, and costs the host some 20 us more than torch's own.
+LEAST_SAVED_US = 50.0
 
 
 class SlowPath:
@@ -190,13 +195,26 @@ class SlowPath:
         if result is None:
             return added(a, b, bias)
         if isinstance(product, Watched):
-            product.has_kernel = True
+            product.add(b, _BIASED_BELOW_AUTOGRAD)
         return result
 
-    def _watched(self, a: torch.Tensor, b: torch.Tensor) -> Watched:
-        """The products of a layer."""
+    def _watched(self, a: torch.Tensor, b: torch.Tensor) -> Callable[..., Any]:
+        """What multiplies for a layer."""
         key = trained(b, a.numel(), a.requires_grad, b.requires_grad)
-        return Watched(self._below_autograd, partial(self._remember_trained, b.device, key))
+        if key in self._planner.state.paying:
+            return self._below_autograd
+        return Watched(self._below_autograd, self._saved_us, partial(self._remember_trained, b.device, key))
+
+    def _saved_us(self, b: torch.Tensor, form: Form = _BELOW_AUTOGRAD) -> float:
+        """What the kernel saves, by its record, that was launched last with this second operand."""
+        state = self._planner.state
+        recent = state.recent.get(b.data_ptr() | form.tag)
+        plan = recent.plan if recent is not None else None
+        if plan is None or plan.problem is None or plan.record is None:
+            return 0.0
+        device = state.devices.get(plan.device.index or 0)
+        usual_us = device.roofline_us(plan.problem) / USUAL_EFFICIENCY if device is not None else 0.0
+        return usual_us * (1 - 1 / plan.record.ratio)
 
     def _train(self, a: torch.Tensor, b: torch.Tensor, *bias: torch.Tensor) -> Any:
         """A layer, forward and backward, in grad mode: `Recent.trained`."""
@@ -214,10 +232,10 @@ class SlowPath:
             recent = Recent(check, None, None, None, True, False, -1, self._train)
             self._keep(self._planner.state, b.data_ptr() | form.tag, (a, b, *bias), recent)
 
-    def _remember_trained(self, device: torch.device, key: tuple[int, ...]) -> None:
-        """A layer is torch's with its gradients, as far as it could be known."""
+    def _remember_trained(self, device: torch.device, key: tuple[int, ...], saved_us: float) -> None:
+        """Whether a layer is torch's with its gradients, as far as it could be known."""
         if self._planner.observe is None and not guards.capturing(device):
-            self._planner.state.remember_torchs(*key)
+            self._planner.look().remember_torchs(*key, pays=saved_us >= LEAST_SAVED_US)
 
     def _remember(
         self,

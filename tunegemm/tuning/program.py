@@ -13,15 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from tunegemm.describe.device import Device
+from tunegemm.describe.device import USUAL_EFFICIENCY, Device
 from tunegemm.describe.workload import Demand
 from tunegemm.search.budget import checked_seconds
 from tunegemm.tuning.efforts import Effort
 from tunegemm.tuning.progress import Progress, Request, TuneResult
-
-# torch.mm reaches about 70 % of an H200's dense bf16 peak at 4096 and more rows (README, 2026-11-20).
-# Stands in where no time was recorded, and only to rank.
-_USUAL_EFFICIENCY = 0.7
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class TunedDemand:
             return self.result.best.baseline_median_us
         if self.demand.call_us is not None:
             return self.demand.call_us
-        return self.floor_us / _USUAL_EFFICIENCY
+        return self.floor_us / USUAL_EFFICIENCY
 
     @property
     def after_us(self) -> float | None:

@@ -62,22 +62,28 @@ def _laid_out(multiply: Multiply, a: torch.Tensor, b: torch.Tensor, *, like: tor
 
 
 class Watched:
-    """A layer's products, forward and backward; one that has no kernel for any had better be torch's own."""
+    """A layer's products, forward and backward, until it is known whether their kernels pay for the way to
+    them, which is Python's, or the layer had better be torch's own."""
 
-    def __init__(self, product: Maybe, missed: Callable[[], None]) -> None:
-        """missed: called after a backward pass, if there was no kernel in it, nor forward."""
-        self._product, self._missed = product, missed
-        self.has_kernel = False
+    def __init__(self, product: Maybe, saved_us: Callable[..., float], end: Callable[[float], None]) -> None:
+        """saved_us: what the kernel saves that multiplied by this second operand just now, and its form, if
+        it is not the product alone. end: is given what all saved, after a backward pass."""
+        self._product, self._saved_us, self._end = product, saved_us, end
+        self._all_us = 0.0
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
         result = self._product(a, b)
-        self.has_kernel = self.has_kernel or result is not None
+        if result is not None:
+            self.add(b)
         return result
+
+    def add(self, *product: Any) -> None:
+        """A kernel multiplied; product: as `saved_us` takes it."""
+        self._all_us += self._saved_us(*product)
 
     def end(self) -> None:
         """A backward pass is over."""
-        if not self.has_kernel:
-            self._missed()
+        self._end(self._all_us)
 
 
 class Product(torch.autograd.Function):

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # torch.jit.script looks for it here, see 
 
 from tunegemm.serve import api
 from tunegemm.serve.forms import LINEAR
-from tunegemm.serve.guards import grad_enabled
+from tunegemm.serve.guards import capturing, grad_enabled
 from tunegemm.serve.plans import trained
 from tunegemm.serve.torch.autograd import PLAIN
 from tunegemm.serve.torch.fx import node_of
@@ -37,12 +37,12 @@ class TunedLinear(torch.nn.Linear):
         planner = api.dispatcher.planner
         known = planner.state.torchs
         if known and type(input) in PLAIN and monotonic() < planner.next_look:
-            # The products of a gradient might have kernels where the layer's has none.
+            # The products of a gradient might have kernels where the layer's has none. A CUDA graph does not
+            # mind what the host has to do for them.
             size, of_input, of_weight = input.numel(), input.requires_grad, weight.requires_grad
-            key: tuple[int, ...] = id(weight), size
-            if grad_enabled() and (of_input or of_weight):
-                key = trained(weight, size, of_input, of_weight)
-            if key in known:
+            trains = grad_enabled() and (of_input or of_weight)
+            key = trained(weight, size, of_input, of_weight) if trains else (id(weight), size)
+            if key in known and not (trains and capturing(input.device)):
                 return _torchs(input, weight, bias)
         try:
             if bias is None:
