@@ -14,6 +14,8 @@ from torch.nn import functional
 import tunegemm
 from tests.support.fusing import close
 from tests.support.layers import INNER, TOLERANCE, WIDTH, Gates, by_torch, fuse, fused, given, made
+from tunegemm.describe.problem import Problem
+from tunegemm.serve import api
 from tunegemm.serve.torch.layers import halves
 
 
@@ -148,6 +150,15 @@ def test_gate_and_up_in_turns_without_a_kernel_of_their_own(served):
     expected = functional.linear(functional.silu(both[..., ::2]) * both[..., 1::2], model.w2.weight)
     for _ in range(2):
         assert torch.equal(by_torch(model, given()), expected.detach()), "by one product of torch's"
+
+
+def test_kernels_of_each_layer_go_before_one_product_of_torchs(serve, kernel):
+    model, plain = made(lambda: Gates(nn.GELU())), made(lambda: Gates(nn.GELU()))
+    fuse(model)
+    api.serve_by(serve(Problem(16, INNER, WIDTH)))
+    for _ in range(3):
+        close(by_torch(model, given()), by_torch(plain, given()), TOLERANCE)
+    assert [shapes[2] for shapes in kernel.calls] == [(16, INNER)] * 6
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -102,6 +102,7 @@ class Shared:
         """Each layer's parameters, and the address of its weight."""
         self._index = -1  # of the device
         self._joins: State | None = None  # the state of the planner in which torch may take them as one
+        self._asked: tuple[State | None, dict[int, bool]] = None, {}  # by such a state, for `has_kernels`
         self._turn = _Turn()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -353,6 +354,25 @@ class Shared:
                 return None
             self._joins = planner.state
         return linear(x, weight, *self._bias)
+
+    def has_kernels(self, x: torch.Tensor) -> bool:
+        """Whether there is a kernel for the first layer by itself, of an input as `taken` gives it.
+
+        Then two of ours are faster than one product of torch's, of whose columns each step reads every other:
+        on an H200 a decode step of two layers of Gemma-2-9B, eager, took 485 and 555 us.
+        """
+        planner, size = api.dispatcher.planner, x.numel()
+        if self._asked[0] is not planner.state:
+            self._asked = planner.state, {}
+        found = self._asked[1].get(size)
+        if found is None:
+            assert self._right is not None
+            if capturing(x.device):
+                return False  # nothing is read or loaded now
+            right = self._right[:, :: len(self.layers)]
+            family = planner.family(PLAIN_FORMS[0], x, right, max(x.get_device(), 0))
+            found = self._asked[1][size] = family not in ("", TORCH_MM.family)
+        return found
 
     def lies_together(self) -> bool:
         """Whether a graph that is made now may take the weights as one: for Dynamo a constant."""
