@@ -47,6 +47,8 @@ EXAMPLES = Examples(
         ("aligned_lines", Problem.of_groups(64, 1528, 2048, 8, dtype="fp8_e4m3"), {}),
         ("narrow_widths", PROBLEMS[0], {"narrow": 8}),
         ("narrow_widths", PROBLEMS[0], {"narrow": 12}),
+        ("narrow_widths", PROBLEMS[0], {"narrow": 48}),
+        ("narrow_widths", PROBLEMS[0], {"tile_n": 192, "stages": 5, "narrow": 8}),
         ("narrow_enough", PROBLEMS[0], {"narrow": 64}),
         ("cluster", PROBLEMS[0], {"cluster_m": 4}),
         ("cluster", PROBLEMS[1], {"tile_n": 64, "stages": 8, "narrow": 8, "cluster_m": 2}),
@@ -118,5 +120,6 @@ def test_launch_parameters_are_the_kernels_arguments(hint: str, number: int) -> 
     assert FAMILY.label(candidate) == f"co128x128x64 s6 e32 w16 w8{' hw' * number}"
 
 
-def test_a_label_says_how_many_blocks_a_cluster_has() -> None:
+def test_a_label_says_how_many_blocks_a_cluster_has_and_how_widths_follow_each_other() -> None:
     assert FAMILY.label(EXAMPLES.candidate({"cluster_m": 2})) == "co128x128x64 s6 e32 w16 c2"
+    assert FAMILY.label(EXAMPLES.candidate({"tile_n": 192, "stages": 5})) == "co128x192x64 s5 e32 w16+"

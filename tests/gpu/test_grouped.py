@@ -39,7 +39,7 @@ DIVISIONS: dict[str, tuple[list[int], int, int]] = {
 
 @cache
 def of_kind(kind: str) -> dict[str, GroupedKernel]:
-    """A kind's kernels by their labels, chosen or not, compiled where they do not ship."""
+    """A kind's kernels by their labels, compiled where they do not ship."""
     provided = packing.provide_grouped(kind)
     assert not provided.failures
     found = {}

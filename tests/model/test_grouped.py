@@ -121,13 +121,6 @@ def test_a_kind_that_is_not_served_is_torchs(tmp_path: Path) -> None:
     assert len(listed(path, "fp8")) == 2 and len(listed(path)) == 4
 
 
-def test_a_kernel_that_no_choice_names_is_of_its_kind_and_does_not_ship(tmp_path: Path) -> None:
-    path = tmp_path / "grouped.toml"
-    path.write_text(TABLE.replace('kernel = "many"\nswizzle_size = 2\n', 'kernel = ""\n'))
-    assert {config.tile_n for config in listed(path, "bf16")} == {32, 256}
-    assert {config.tile_n for config in listed(path)} == {32}
-
-
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
@@ -167,3 +160,9 @@ def test_widths_double_from_the_narrowest() -> None:
     config = GroupedConfig.from_mapping(dict(grouped.kernel_key(listed()[0])) | {"tile_n": 256, "narrow": 64})
     assert config.widths == (64, 128, 256)
     assert GroupedConfig.from_mapping(dict(grouped.kernel_key(config)) | {"narrow": 0}).widths == (256,)
+
+
+def test_widths_are_all_multiples_where_doubling_does_not_lead_to_the_tile() -> None:
+    key = dict(grouped.kernel_key(listed()[0])) | {"tile_n": 192}
+    assert GroupedConfig.from_mapping(key | {"narrow": 32}).widths == (32, 64, 96, 128, 160, 192)
+    assert GroupedConfig.from_mapping(key | {"narrow": 48}).widths == (48, 96, 192)

@@ -97,18 +97,15 @@ def candidate_of(choice: GroupedChoice) -> Candidate:
 
 
 def listed(path: Path | None = None, kind: str = "") -> tuple[GroupedConfig, ...]:
-    """All kernels that choices name for what is served, which ship compiled; or all of a kind by its name,
-    served and chosen or not.
+    """All kernels of what is served, which ship compiled; or of a kind by its name, served or not.
 
     Raises BadValueError for a damaged table.
     """
-    if kind:
-        return tuple(configs(kind, path).values())
     table = _table(path)
-    served = [name for name, each in table.kinds.items() if each.served]
+    asked = [name for name, each in table.kinds.items() if name == kind or (not kind and each.served)]
     found = [
         (name, rule.kernel)
-        for name in served
+        for name in asked
         for rule in table.rules
         if rule.kernel and rule.is_for(name, rule.gpu)
     ]

@@ -25,12 +25,24 @@ class GroupedConfig(KernelConfig):
     """Rows of the narrowest WGMMA that a tile of few rows is multiplied by; 0: as wide as the tile."""
 
     @property
+    def step(self) -> int:
+        """The narrowest width."""
+        return min(self.narrow or self.tile_n, self.tile_n)
+
+    @property
+    def widths_double(self) -> bool:
+        """Whether each width is twice the one before; else they are all multiples of the first."""
+        return (self.tile_n // self.step).bit_count() == 1
+
+    @property
     def widths(self) -> tuple[int, ...]:
-        """Rows that a tile may be loaded and multiplied as: `narrow`, twice that, ..., `tile_n`."""
-        widths = [self.tile_n]
-        while self.narrow and widths[0] > self.narrow:
-            widths.insert(0, max(self.narrow, widths[0] // 2 // 8 * 8))
-        return tuple(widths)
+        """Rows that a tile may be loaded and multiplied as: from `narrow` to `tile_n`, by doubling if that
+        leads there.
+        """
+        count = self.tile_n // self.step
+        if self.widths_double:
+            return tuple(self.step << each for each in range(count.bit_length()))
+        return tuple(self.step * each for each in range(1, count + 1))
 
     @property
     def tile_columns(self) -> int:
@@ -69,12 +81,12 @@ class GroupedConfig(KernelConfig):
     @property
     def label(self) -> str:
         """``co128x64x64 s8 e32 w16 swiglu``: schedule, tile (weights' N x rows x K), stages, epilogue,
-        narrowest width; blocks of a cluster, as in ``c2``, where there are several; the gate, a dtype that is
-        not bf16, and B's major where it is not k.
+        narrowest width, with ``+`` where the others are all its multiples; blocks of a cluster, as in ``c2``,
+        where there are several; the gate, a dtype that is not bf16, and B's major where it is not k.
         """
         kind = "pp" if self.schedule == "pingpong" else "co"
         tile = f"{kind}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} e{self.epi_n}"
         cluster = f"c{self.cluster_m}" if self.cluster_m > 1 else ""
         words = (cluster, self.epilogue, self.in_dtype, "" if self.a_major == "k" else "n-major")
         more = "".join(f" {word}" for word in words if word not in ("", "bf16"))
-        return f"{tile} w{self.widths[0]}{more}"
+        return f"{tile} w{self.step}{'' if self.widths_double else '+'}{more}"

@@ -17,8 +17,8 @@ from tunegemm.generate.grouped.config import GroupedConfig
 #: has them for the same main loop.
 _OVERHEAD_REGISTERS = 32
 _WGMMA_REGISTERS = 26
-#: Widths of which a kernel has a main loop each, at most.
-_MOST_WIDTHS = 4
+#: Widths of which a kernel has a main loop each, at most: of those that double, and of all multiples.
+_MOST_WIDTHS, _MOST_MULTIPLES = 4, 12
 #: Rows of the smallest tile that is worth a cluster.
 _FEWEST_SHARED = 128
 #: What a config has that says nothing of its sums or of its widths.
@@ -103,12 +103,14 @@ def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str
 
 @rule("tile_n", "narrow")
 def narrow_widths(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Each width, from `narrow` by doubling to the tile's, is a main loop of its own: code that is cached."""
+    """Each width, from `narrow` to the tile's, is a main loop of its own: code that is cached."""
     tile_n, narrow = candidate["tile_n"], candidate["narrow"]
-    if narrow % 8 or not 8 <= narrow <= tile_n:
-        return f"narrow {narrow} is not a multiple of 8 from 8 to tile_n {tile_n}"
-    if narrow << _MOST_WIDTHS - 1 < tile_n:
-        return f"narrow {narrow} of tile_n {tile_n} makes more than {_MOST_WIDTHS} widths"
+    if narrow < 8 or narrow % 8 or tile_n % narrow:
+        return f"narrow {narrow} is not a multiple of 8 that divides tile_n {tile_n}"
+    config = config_from(_ANY | {"tile_n": tile_n, "narrow": narrow})
+    most = _MOST_WIDTHS if config.widths_double else _MOST_MULTIPLES
+    if (count := len(config.widths)) > most:
+        return f"narrow {narrow} of tile_n {tile_n} makes {count} widths, more than {most}"
     return None
 
 
@@ -121,15 +123,14 @@ def narrow_enough(problem: Problem, candidate: Candidate, device: Device) -> str
     return None
 
 
-@rule("tile_n", "narrow", "cluster_m")
+@rule("narrow", "cluster_m")
 def cluster(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Two blocks share rows, of which each loads half: of any width whole atoms of the swizzle, 8 rows."""
     blocks = int(candidate.params.get("cluster_m", 1))
     if blocks not in (1, 2):
         return f"cluster_m {blocks} is not 1 or 2"
-    widths = config_from(_ANY | {name: candidate[name] for name in ("tile_n", "narrow")}).widths
-    if odd := [width for width in widths if width % (8 * blocks)]:
-        return f"a width of {odd[0]} rows has no share of whole 8 rows for each of {blocks} blocks"
+    if (narrow := candidate["narrow"]) % (8 * blocks):  # which all widths are multiples of
+        return f"narrow {narrow} has no share of whole 8 rows for each of {blocks} blocks"
     return None
 
 

@@ -108,6 +108,9 @@ class Gemm:
             cute.make_layout((given.rows, given.k), stride=(rows_stride, 1)),
         )
         sB_layout = layouts.ring_b(mB, config.stages)  # (bN, bK, STAGE)
+        sB_widths = tuple(  # (width, bK, STAGE)
+            self.first_rows(layouts._ring(mB, dtypes.b, width)) for width in config.widths
+        )
         rows = tuple(
             load_box(mB, layouts._ring(mB, dtypes.b, width), (width, config.tile_k), config.cluster_m)
             for width in config.widths
@@ -134,7 +137,7 @@ class Gemm:
         )  # fmt: skip
 
         self.kernel(
-            weights, rows, mmas, epilogue_mma, (sA_layout, sB_layout, sA_loaded), params, offsets, out,
+            weights, rows, mmas, epilogue_mma, (sA_layout, sA_loaded, sB_widths), params, offsets, out,
             cute.ceil_div(given.k, config.tile_k), given.l2_hint,
         ).launch(
             grid=(clusters * config.cluster_size, 1, 1),
@@ -145,6 +148,13 @@ class Gemm:
             # Without it ptxas ignores setmaxnreg (warning C7508).
             min_blocks_per_mp=1,
         )  # fmt: skip
+
+    @cute.jit
+    def first_rows(self, stage):
+        """The ring's layout of the first rows of each stage, from that of one: of (width, bK)."""
+        config = self.config
+        stages = cute.make_layout(config.stages, stride=config.tile_n * config.tile_k)
+        return cute.make_composed_layout(stage.inner, 0, cute.append(stage.outer, stages))
 
     @cute.jit
     def gated_weights(self, mA, row_stride, up_stride):
@@ -208,11 +218,8 @@ class Gemm:
             cute.arch.cluster_arrive_relaxed()
 
         sA = storage.a.get_tensor(layouts[0].outer, swizzle=layouts[0].inner)  # (bM, bK, STAGE)
-        sA_loaded = storage.a.get_tensor(layouts[2].outer, swizzle=layouts[2].inner)
-        sB = storage.b.get_tensor(layouts[1].outer, swizzle=layouts[1].inner)  # (bN, bK, STAGE)
-        sB_widths = tuple(
-            cute.local_tile(sB, (width, config.tile_k), (0, 0, None)) for width in config.widths
-        )
+        sA_loaded = storage.a.get_tensor(layouts[1].outer, swizzle=layouts[1].inner)
+        sB_widths = tuple(storage.b.get_tensor(layout.outer, swizzle=layout.inner) for layout in layouts[2])
 
         load_registers, mma_registers = config.registers
         started = 32 + config.consumers * WARPGROUP_THREADS
