@@ -3,7 +3,6 @@
     python -m benchmarks.campaign --budget 600          # on a GPU
     python -m benchmarks.campaign --budget 600 --again --rows 4096,2048     # the search has learned since
     python -m benchmarks.campaign --budget 600 --kinds swiglu,fp8           # not plain bf16, but these
-    python -m benchmarks.campaign --budget 600 --kinds training             # a training step's, bf16
     python -m benchmarks.campaign --records db/records --lost benchmarks/results/h200/first_use.json
 
 The last one writes what was found beside what ships already, but for what gains under 1 %, and what lost when
@@ -42,9 +41,6 @@ LOST = 0.99
 #: Rows up to which logits are tuned: those of each sequence's last token.
 MOST_LOGITS_ROWS = 256
 
-#: The kind of the products that a training step consists of.
-TRAINING = "training"
-
 METHOD = "Tuner.tune_all of one process, quick; seconds of wall time each"
 
 
@@ -58,9 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--lost", type=Path, metavar="FILE", help="of benchmarks.first_use")
     parser.add_argument("--compiled-only", action="store_true", help="only kernels of the object store")
     parser.add_argument("--rows", help="M,... in place of the list's")
-    parser.add_argument(
-        "--kinds", default="bf16", help=f"of {', '.join((*KINDS, TRAINING))}; default: %(default)s"
-    )
+    parser.add_argument("--kinds", default="bf16", help=f"of {', '.join(KINDS)}; default: %(default)s")
     parser.add_argument("--again", action="store_true", help="tune what has a shipped record, too")
     parser.add_argument("--db", type=Path, default=Path("campaign.sqlite"))
     options = parser.parse_args(arguments)
@@ -77,17 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def products(rows: list[int] | None = None, kind: str = "bf16") -> Iterator[Problem]:
     """The list's products in the order in which they are tuned: all layers of the first rows, then others.
 
-    kind: a key of `KINDS`, or `TRAINING`. swiglu is of those layers alone whose half another layer of the
-    model brings back to where they came from. Raises ProblemError for a kind that is none.
+    kind: a key of `KINDS`. swiglu is of those layers alone whose half another layer of the model brings back
+    to where they came from. Raises ProblemError for a kind that is none.
     """
     listed = tomllib.loads(data_path("db", "products.toml").read_text(encoding="utf-8"))
-    if kind == TRAINING:
-        tokens = listed[TRAINING].pop("tokens")
-        weights = dict.fromkeys(itertools.chain.from_iterable(listed[TRAINING].values()))
-        for m, weight in itertools.product(rows or tokens, weights):
-            forward = Problem.parse(f"{m}x{weight}")
-            yield from (forward, *forward.backward())
-        return
     layers: dict[str, None] = {}
     for of_model in listed["models"].values():
         layers |= dict.fromkeys(one for one in of_model if kind != "swiglu" or _down(one) in of_model)

@@ -32,16 +32,6 @@ def test_logits_are_of_few_rows() -> None:
     assert len(few) == len(set(few)), "a layer of several models is tuned once"
 
 
-def test_a_training_step_is_three_products_of_each_weight() -> None:
-    found = list(products(None, "training"))
-    assert len(found) == len(set(found)) == 2 * 5 * 3
-    assert {str(one) for one in found if one.k == 4096} >= {
-        "2048x8192x4096 bf16 nt",
-        "128256x2048x4096 bf16 nt",
-    }
-    assert {one.layout for one in found} == {"tn", "tt", "nt"}
-
-
 def test_a_kind_that_is_none_is_named() -> None:
     with pytest.raises(TunegemmError, match="--kinds fp4: use bf16"):
         next(products([16], "fp4"))
