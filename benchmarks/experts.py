@@ -6,12 +6,14 @@
     python -m benchmarks.experts --drawn 40                # so many layers that are in no list, once each
     python -m benchmarks.experts --kernels                 # each kernel of db/grouped.toml, too: a row's `us`
     python -m benchmarks.experts --kinds gated,fp8         # other kinds of the table, served or not
+    python -m benchmarks.experts --kinds along_k           # weights' gradients, served or not
     python -m benchmarks.experts --peers quack,vllm        # their kernels, too, if they are installed
 
 A skew is how a router divides the rows: *uniform*, *typical* (shares of a gamma distribution), *hot* (one
 expert has most). Nothing is tuned. Writes results/GPU/experts.json after each row, so that it can run in
 slices: all layers take turns, each with other rows and another skew, so that `--seconds`, which kinds share
-evenly, ends it with as many of each. quack's kernel is its own for such products, untuned; vLLM's the Triton
+evenly, ends it with as many of each. Weights' gradients, products of groups along k, go to
+experts_along_k.json. quack's kernel is its own for such products, untuned; vLLM's the Triton
 one as its tables say, for which the rows of each block are found before. With `--kernels` it writes
 experts_kernels.json, from which `benchmarks.expert_choices` draws.
 """
@@ -40,10 +42,12 @@ from benchmarks.command import choose_names, chosen, command, parser_of
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.errors import one_line
+from tunegemm.generate import along_k
 from tunegemm.generate import grouped as kernels
+from tunegemm.generate.along_k import AlongK
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.measure.statistics import aa_noise
-from tunegemm.model.grouped import FP8, choose, kinds, listed
+from tunegemm.model.grouped import FP8, choose, choose_along_k, kinds, listed, listed_along_k
 from tunegemm.serve import grouped
 from tunegemm.store import packing, packs
 
@@ -272,6 +276,16 @@ class Case:
         reference = torch.cat(parts)
         return float((result.float() - reference).norm() / reference.norm())
 
+    def facts(self, gpu: str) -> dict[str, Any]:
+        """What a row says of the product, and the label of the kernel that the table chooses."""
+        count, n, k = self.weights.shape
+        major = "n" if self.kind == "n_major" else "k"
+        dtype = next(name for name, each in _DTYPES.items() if each is self.a.dtype)
+        words: dict[str, Any] = {"gpu": gpu, "dtype": dtype, "gate": self.gate, "major": major}
+        found = choose(count, n, k, len(self.a), **words, every=True)
+        layout, label = "tn" if major == "k" else "nn", found.label if found else "torch"
+        return {"dtype": dtype, "epilogue": self.gate, "layout": layout, "kernel": label}
+
     def bound_us(self, device: Device) -> float:
         """The larger of the times of bytes and flops, in the mean over divisions."""
         n, k = self.weights.shape[1:]
@@ -281,6 +295,77 @@ class Case:
         each = self.a.element_size()
         moved = each * (used * n * k + rows * k) + 2 * rows * (n // (2 if self.gate else 1))
         return max(moved / bandwidth, 2 * rows * n * k / _FLOPS * each / 2) * 1e6
+
+
+class AlongKCase(Case):
+    """A layer's weights' gradient: of each group the product of the output's gradient and of the rows, summed
+    over the rows. The weights are as the gradient is.
+    """
+
+    def sides(self, *, each_kernel: bool = False, peers: Sequence[str] = ()) -> dict[str, Side]:
+        """What is timed, by name; each takes the number of a division."""
+        a, out = self.a, self.weights
+        grad = torch.randn(len(a), out.shape[1], device=a.device, dtype=a.dtype)
+        self.grad = grad
+        ends = [torch.tensor(sizes, device=a.device).cumsum(0).to(torch.int32) for sizes in self.divisions]
+
+        def loop(number: int) -> torch.Tensor:
+            first = 0
+            for group, size in enumerate(self.divisions[number]):
+                if size:
+                    torch.mm(grad[first : first + size].t(), a[first : first + size], out=out[group])
+                else:
+                    out[group].zero_()
+                first += size
+            return out
+
+        found: dict[str, Side] = {
+            "torch": lambda i: torch._grouped_mm(grad.t(), a, offs=ends[i]),
+            "torch again": lambda i: torch._grouped_mm(grad.t(), a, offs=ends[i]),
+            "tunegemm": lambda i: tunegemm.grouped_mm(grad.t(), a, offs=ends[i]),
+            "loop": loop,
+        }
+        if each_kernel:
+            provided = packing.provide_grouped(along_k.NAME)
+            blocks = torch.cuda.get_device_properties(a.device).multi_processor_count
+            for config in listed_along_k(every=True):
+                artifact = provided.of(along_k.kernel_key(config))
+                if artifact is None:
+                    continue
+                kernel = AlongK.load(config, artifact.path)
+                for width in (4, 8, 16):
+
+                    def run(i: int, kernel: AlongK = kernel, width: int = width) -> torch.Tensor:
+                        kernel.launch(grad, a, out, ends[i], blocks=blocks, swizzle_size=width)
+                        return out
+
+                    found[f"{config.label} s{width}"] = run
+        return found
+
+    def error(self, result: torch.Tensor) -> float:
+        """Of the first division, to fp32: of the worst group."""
+        worst, first = 0.0, 0
+        for group, size in enumerate(self.divisions[0]):
+            own = slice(first, first + size)
+            reference = self.grad[own].float().t() @ self.a[own].float()
+            off = float((result[group].float() - reference).norm())
+            worst = max(worst, off / float(reference.norm()) if size else off)
+            first += size
+        return worst
+
+    def facts(self, gpu: str) -> dict[str, Any]:
+        """What a row says of the product, and the label of the kernel that the table chooses."""
+        count, n, k = self.weights.shape
+        found = choose_along_k(count, n, k, len(self.a), gpu=gpu, every=True)
+        label = found.config.label if found else "torch"
+        return {"dtype": "bf16", "grouping": "k", "epilogue": "", "layout": "nt", "kernel": label}
+
+    def bound_us(self, device: Device) -> float:
+        """The larger of the times of bytes and flops."""
+        (n, k), rows = self.weights.shape[1:], len(self.a)
+        bandwidth = next((rate for name, rate in _BANDWIDTH.items() if name in device.name), math.nan)
+        moved = 2 * (self.weights.numel() + rows * (n + k))
+        return max(moved / bandwidth, 2 * rows * n * k / _FLOPS) * 1e6
 
 
 @dataclass
@@ -376,14 +461,8 @@ def measure(case: Case, skew: str, device: Device, options: argparse.Namespace) 
     us = {name: statistics.median(times) for name, times in samples.items()}
     best = min((name for name in ("torch", *_OPTIONAL) if name in us), key=us.__getitem__)
     count, n, k = case.weights.shape
-    major = "n" if case.kind == "n_major" else "k"
-    dtype = next(name for name, each in _DTYPES.items() if each is case.a.dtype)
-    words: dict[str, Any] = {"gpu": device.name, "dtype": dtype, "gate": case.gate, "major": major}
-    chosen_here = choose(count, n, k, rows, **words, every=True)
-    row: dict[str, Any] = {
-        "dtype": dtype, "groups": count, "n": n, "k": k, "rows": rows, "skew": skew, "epilogue": case.gate,
-        "layout": "tn" if major == "k" else "nn",
-        "kernel": chosen_here.label if chosen_here else "torch",
+    row: dict[str, Any] = case.facts(device.name) | {
+        "groups": count, "n": n, "k": k, "rows": rows, "skew": skew,
         "torch_us": round(us["torch"], 2), "tunegemm_us": round(us["tunegemm"], 2),
         "ratio": round(statistics.median(
             theirs / ours for theirs, ours in zip(samples["torch"], samples["tunegemm"], strict=True)
@@ -444,7 +523,8 @@ def cases(kind: str, options: argparse.Namespace, device: Device) -> Iterator[tu
                 each.copy_(torch.randn(each.shape, device=each.device) * k**-0.5)
             kept[name] = weights.mT if kind == "n_major" else weights
         random.seed(f"{name} {rows} {skew}")
-        yield Case.make(kept[name], rows, skew, l2_bytes, kind, name), skew
+        case = AlongKCase if kind == along_k.NAME else Case
+        yield case.make(kept[name], rows, skew, l2_bytes, kind, name), skew
 
 
 def run(options: argparse.Namespace) -> int:
@@ -453,9 +533,12 @@ def run(options: argparse.Namespace) -> int:
     torch.cuda.set_device(device.index)
     torch.manual_seed(0)
     grouped.choose = partial(choose, every=True)  # type: ignore[attr-defined]
+    grouped.choose_along_k = partial(choose_along_k, every=True)  # type: ignore[attr-defined]
     for kind in options.kinds:
         packing.provide_grouped(kind)
     name = "experts_kernels.json" if options.kernels else "experts.json"
+    if along_k.NAME in options.kinds:
+        name = "experts_along_k.json"
     results = Results(results_path(options.out, device, name), meta(device, METHOD))
     begun, found = time.monotonic(), []
     for number, kind in enumerate(options.kinds):
@@ -516,7 +599,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--rounds", type=int, default=7, help="interleaved rounds; half of that from 4096 rows on"
     )
     parser.add_argument("--seconds", type=float, default=0, help="begin no further row after so many")
-    parser.add_argument("--kinds", default="bf16", help=f"of {', '.join(kinds())}: default %(default)s")
+    parser.add_argument(
+        "--kinds", default="bf16", help=f"of {', '.join(kinds())}, or along_k: default %(default)s"
+    )
     parser.add_argument(
         "--peers", default="", help=f"also time kernels of {', '.join(PEERS)}, as they come; default: none"
     )
@@ -524,7 +609,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.layers == "anchor":
         options.layers = ",".join(ANCHOR)
-    choose_names(options, layers=tuple(LAYERS), rows=ROWS, skews=SKEWS, kinds=kinds())
+    choose_names(options, layers=tuple(LAYERS), rows=ROWS, skews=SKEWS, kinds=(*kinds(), along_k.NAME))
+    if along_k.NAME in options.kinds and (len(options.kinds) > 1 or options.peers):
+        parser.error("along_k has a file of its own, and no peers: leave out other --kinds, and --peers")
     options.peers = chosen(options.peers, tuple(PEERS), "peers") if options.peers else []
     for name in options.peers:
         if find_spec(name) is None:

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support import processes, sanitized
 from tests.support.kernels import Kernels
-from tunegemm.generate import routing
-from tunegemm.model.grouped import kinds
+from tunegemm.generate import along_k, routing
+from tunegemm.model.grouped import kinds, listed_along_k
 from tunegemm.store import packing
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +31,7 @@ def compiled(kernels: Kernels) -> Path:
         kernels.begin(operation.problem, operation.candidate)
     for operation in operations:
         kernels.compiled(operation.problem, operation.candidate)
-    for kind in (*kinds(), routing.NAME):
+    for kind in (*kinds(), along_k.NAME, routing.NAME):
         assert not packing.provide_grouped(kind).failures
     return kernels.pool.store.root.parent
 
@@ -58,6 +58,7 @@ def test_nothing_is_found(compiled: Path, tool: str) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert done.stdout.count(" right") == len(sanitized.CASES)
     assert done.stdout.count("grouped") == len([*sanitized.grouped_kernels()])
+    assert done.stdout.count("along k") == len(listed_along_k(every=True))
     assert "\naround\n" in done.stdout
 
 

@@ -13,7 +13,7 @@ from tunegemm.generate import grouped
 from tunegemm.generate.cute_sm90.config import SMEM_LIMIT
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.generate.grouped.config import GroupedConfig
-from tunegemm.model.grouped import choose, kinds, listed
+from tunegemm.model.grouped import choose, choose_along_k, kinds, listed, listed_along_k
 
 TABLE = """
 [kernels]
@@ -119,6 +119,78 @@ def test_a_kind_that_is_not_served_is_torchs(tmp_path: Path) -> None:
     assert found is not None and found.config in listed(path, "fp8")
     assert (found.config.tile_k, found.config.out_dtype, found.config.fused.scales) == (128, "bf16", True)
     assert len(listed(path, "fp8")) == 2 and len(listed(path)) == 4
+
+
+ALONG_K = """
+[along_k]
+served = true
+[along_k.kernels]
+parameters = ["schedule", "tile_m", "tile_n", "stages", "epi_n"]
+small = ["pingpong", 128, 128, 5, 64]
+large = ["cooperative", 128, 256, 4, 32]
+[[along_k.choices]]
+rows_per_group = [0, 256]
+kernel = "small"
+swizzle_size = 4
+[[along_k.choices]]
+n = [0, 8191]
+kernel = ""
+[[along_k.choices]]
+kernel = "large"
+"""
+
+
+def test_groups_along_k_have_choices_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "grouped.toml"
+    path.write_text(TABLE)
+    assert choose_along_k(8, 8192, 512, 65, path, every=True) is None and listed_along_k(path) == ()
+    path = tmp_path / "with.toml"
+    path.write_text(TABLE + ALONG_K)
+    small, torchs, large = (
+        choose_along_k(8, n, 512, rows, path) for n, rows in ((512, 64), (512, 4096), (8192, 4096))
+    )
+    assert small is not None and torchs is None and large is not None
+    assert (small.config.tile_n, small.swizzle_size) == (128, 4)
+    assert (large.config.a_major, large.config.b_major, large.swizzle_size) == ("m", "n", 8)
+    assert listed_along_k(path) == (small.config, large.config)
+    path = tmp_path / "not served.toml"
+    path.write_text(TABLE + ALONG_K.replace("served = true", "served = false"))
+    assert choose_along_k(8, 512, 512, 64, path) is None and listed_along_k(path) == ()
+    assert choose_along_k(8, 512, 512, 64, path, every=True) == small
+    assert listed_along_k(path, every=True) == (small.config, large.config)
+    path = tmp_path / "of one GPU.toml"
+    path.write_text(TABLE + ALONG_K.replace("rows_per_group = [0, 256]\n", 'gpu = "H200"\n'))
+    assert choose_along_k(8, 512, 512, 64, path, gpu="NVIDIA H200") == small
+    assert choose_along_k(8, 512, 512, 64, path, gpu="NVIDIA H100") is None
+
+
+def test_weights_gradients_are_served_where_they_were_timed() -> None:
+    def label(*extents: int, gpu: str = "NVIDIA H200") -> str:
+        found = choose_along_k(*extents, gpu=gpu)
+        return found.config.label if found else ""
+
+    assert label(128, 1536, 2048, 4096) == "co128x256x64 s3 c2x1 e64"
+    assert label(32, 7168, 2048, 16384) == "pp128x128x64 s5 c1x1 e64"
+    assert label(8, 28672, 4096, 16384) == "co128x256x64 s4 c2x1 e32"
+    assert not label(8, 28672, 4096, 2048) and not label(8, 28672, 512, 4096)
+    assert len(listed_along_k()) == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ('"large"', '"larger"', "larger is none of small, large"),
+        ("swizzle_size = 4", "swizzle = 4", "swizzle is none of groups"),
+        ("5, 64]", "5]", "zip"),
+    ],
+)
+def test_a_damaged_table_of_groups_along_k_is_named(
+    tmp_path: Path, before: str, after: str, words: str
+) -> None:
+    path = tmp_path / "grouped.toml"
+    path.write_text(TABLE + ALONG_K.replace(before, after))
+    with pytest.raises(BadValueError, match=words):
+        choose(8, 1, 1, 1, path)
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,11 @@ from tests.support.numerics import Case
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.generate import grouped, routing
+from tunegemm.generate import along_k, grouped, routing
+from tunegemm.generate.along_k import AlongK
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.generate.grouped.config import GroupedConfig
-from tunegemm.model.grouped import configs, kinds, listed
+from tunegemm.model.grouped import configs, kinds, listed, listed_along_k
 from tunegemm.serve.operation import Operation
 from tunegemm.serve.routing import Gate, Routing, few
 from tunegemm.store import packing
@@ -89,6 +90,7 @@ def main(folder: str, planted: bool = False) -> None:
             raise SystemExit(1)
     if not planted:
         launch_grouped()
+        launch_along_k()
         launch_around()
 
 
@@ -117,6 +119,23 @@ def launch_grouped() -> None:
             kernel.launch(a, weights, out, offsets, bias, scales=of_rows, blocks=16)
             torch.cuda.synchronize()
         print("grouped", config.label, flush=True)
+
+
+def launch_along_k() -> None:
+    """Kernels of groups along k over the same groups, of operands that end where their memory does."""
+    a, b = (torch.ones(150, width, device="cuda", dtype=torch.bfloat16) for width in (208, 264))
+    for config in listed_along_k(every=True):
+        artifact = packing.provide_grouped(along_k.NAME).of(along_k.kernel_key(config))
+        assert artifact is not None, config.label
+        kernel, out = AlongK.load(config, artifact.path), a.new_zeros(5, 208, 264)
+        for ends in ([1, 1, 132, 140, 147], [0, 0, 0, 0, 150], [-5, 40, 20, 2**31 - 1, 7]):
+            offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
+            kernel.launch(a, b, out, offsets, blocks=16)
+            torch.cuda.synchronize()
+            if ends[0] == 1:
+                sizes = torch.tensor([1, 0, 131, 8, 7], device="cuda")
+                assert torch.equal(out.float(), sizes[:, None, None].expand_as(out).float()), config.label
+        print("along k", config.label, flush=True)
 
 
 def launch_around() -> None:

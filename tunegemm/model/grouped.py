@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import BadValueError
+from tunegemm.generate import along_k
+from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.grouped.rules import config_from
 from tunegemm.resources import data_path
@@ -42,6 +44,45 @@ class GroupedChoice:
     def label(self) -> str:
         """The kernel in a few words."""
         return f"few {self.config.in_dtype}" if self.is_few else self.config.label
+
+
+@dataclass(frozen=True)
+class AlongKChoice:
+    """A kernel of groups along k, and how it is launched."""
+
+    config: KernelConfig
+    swizzle_size: int
+
+
+def choose_along_k(
+    groups: int,
+    n: int,
+    k: int,
+    rows: int,
+    path: Path | None = None,
+    *,
+    gpu: str = "",
+    every: bool = False,
+) -> AlongKChoice | None:
+    """The kernel for groups x N x K from rows x N and rows x K; None where torch's is not known to be slower.
+
+    gpu: as `choose` has it. every: where such products are not served, too.
+
+    Raises BadValueError for a damaged table.
+    """
+    table = _table(path).along_k
+    facts = dict(zip(_FACTS, (groups, n, k, rows, rows / groups), strict=True))
+    rule = next((rule for rule in table.rules if rule.gpu in gpu and rule.holds(facts)), None)
+    if rule is None or not rule.kernel or not (table.served or every):
+        return None
+    return AlongKChoice(table.configs[rule.kernel], rule.launch["swizzle_size"])
+
+
+def listed_along_k(path: Path | None = None, *, every: bool = False) -> tuple[KernelConfig, ...]:
+    """The kernels of groups along k that ship; or `every` one. Raises BadValueError for a damaged table."""
+    table = _table(path).along_k
+    named = dict.fromkeys(rule.kernel for rule in table.rules if rule.kernel and table.served)
+    return tuple(table.configs[name] for name in (table.configs if every else named))
 
 
 def choose(
@@ -153,11 +194,18 @@ class _Rule:
         return all(low <= facts[name] <= high for name, low, high in self.bounds)
 
 
+class _AlongK(NamedTuple):
+    served: bool
+    configs: Mapping[str, KernelConfig]
+    rules: tuple[_Rule, ...]
+
+
 class _Table(NamedTuple):
     kinds: Mapping[str, _Kind]
     configs: Mapping[tuple[str, str], GroupedConfig]
     """By the names of kind and kernel."""
     rules: tuple[_Rule, ...]
+    along_k: _AlongK
 
 
 @cache
@@ -167,17 +215,30 @@ def _table(path: Path | None) -> _Table:
     path = path or data_path("db", "grouped.toml")
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-        names = table["kernels"].pop("parameters")
-        kernels = {name: dict(zip(names, values, strict=True)) for name, values in table["kernels"].items()}
+        kernels = _kernels(table["kernels"])
         kinds = {name: _Kind(**words) for name, words in table["kinds"].items()}
         configs = {
             (kind, name): words.config_of(parameters | table.get(kind, {}).get(name, {}))
             for kind, words in kinds.items()
             for name, parameters in kernels.items()
         }
-        return _Table(kinds, configs, tuple(_rule(words, kernels, kinds) for words in table["choices"]))
+        rules = tuple(_rule(words, kernels, kinds) for words in table["choices"])
+        return _Table(kinds, configs, rules, _along_k(table.get("along_k", {})))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadValueError(f"{path}: {type(error).__name__}: {error}; install the package anew") from None
+
+
+def _kernels(table: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The parameters of kernels by their names."""
+    names = table.pop("parameters", ())
+    return {name: dict(zip(names, values, strict=True)) for name, values in table.items()}
+
+
+def _along_k(table: Mapping[str, Any]) -> _AlongK:
+    kernels = _kernels(table.get("kernels", {}))
+    configs = {name: along_k.config_from(parameters) for name, parameters in kernels.items()}
+    rules = tuple(_rule(words, kernels, ()) for words in table.get("choices", ()))
+    return _AlongK(table.get("served", False), configs, rules)
 
 
 def _rule(words: Mapping[str, Any], kernels: Collection[str], kinds: Collection[str]) -> _Rule:

@@ -18,10 +18,12 @@ from torch.autograd import forward_ad
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmError, one_line
+from tunegemm.generate import along_k
 from tunegemm.generate import grouped as kernels
+from tunegemm.generate.along_k import AlongK
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.grouped import GroupedKernel
-from tunegemm.model.grouped import FP8, GroupedChoice, choose
+from tunegemm.model.grouped import FP8, AlongKChoice, GroupedChoice, choose, choose_along_k
 from tunegemm.serve import api, routing
 from tunegemm.serve.guards import (
     capturing,
@@ -46,6 +48,7 @@ from tunegemm.store.record import Record
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: FP8}
 #: Launches into an output: of a, the weights as (groups, N, K), the output, the groups' ends, the bias, and
 #: whether gate and up are interleaved; of fp8 products scales of a's rows, and in the bias' place of b's.
+#: Of groups along k: of a's transpose, b, the output, the groups' ends.
 Launch = Callable[..., None]
 
 
@@ -64,13 +67,17 @@ def grouped_mm(
     may be empty, and of any size; rows behind the last group are left as the memory was. `bias`, which torch
     refuses, is (n), or (groups, n): a line for each group.
 
-    Our kernels serve bf16 on Hopper where they are known to be faster, and fp16 where bf16's are: b's k or n
-    contiguous, n a multiple of 8, addresses and strides of 16 bytes. Nothing needs tuning; `refresh` and
-    ``TUNEGEMM_MODE=off`` do what they do for `matmul`, and of policies `max_sms`. All else is torch's call
-    with the arguments that were given: both operands of two or of three dimensions, another `out_dtype`,
-    other devices, subclasses, modes, transforms, deterministic mode. The gradient of a is such a product,
-    too; that of b is torch's. A CUDA graph holds for other divisions of as many rows, too, and has our kernel
-    if the call was made once before. torch.compile holds it as the operator `tunegemm::grouped_mm`.
+    For a (m, rows) and b (rows, n) groups lie along k, as in the gradient of weights: the result is
+    (groups, m, n), ``a[:, r] @ b[r]`` of the rows r of each group, zeros where it has none.
+
+    Our kernels serve bf16 on Hopper where they are known to be faster, and fp16 where bf16's are, but not
+    along k: b's k or n contiguous, along k a's m and b's n; n a multiple of 8, addresses and strides of 16
+    bytes. Nothing needs tuning; `refresh` and ``TUNEGEMM_MODE=off`` do what they do for `matmul`, and of
+    policies `max_sms`. All else is torch's call with the arguments that were given: both operands of three
+    dimensions, another `out_dtype`, other devices, subclasses, modes, transforms, deterministic mode.
+    Gradients of a and b are such products, too; those of products along k are torch's. A CUDA graph holds for
+    other divisions of as many rows, too, and has our kernel if the call was made once before. torch.compile
+    holds it as the operator `tunegemm::grouped_mm`.
 
     Raises what torch raises, or ProblemError that names what is wrong with groups or bias. The values of
     `offs`, which are on the device, nobody checks, unless ``TUNEGEMM_CHECK_GROUPS=1``: no group reaches
@@ -109,13 +116,13 @@ _TORCHS = _Plan(None)
 class Groups:
     """Computes products of groups by kernels: those of the process are `groups`."""
 
-    def __init__(self, load: Callable[[GroupedChoice, int], Launch | None] | None = None) -> None:
+    def __init__(self, load: Callable[[Any, int], Launch | None] | None = None) -> None:
         """load: the launch of a choice on a device by its number, or None until it is compiled."""
         self._load = load or self._load_compiled
         self._state: object = None
         self._are_checked = False
         self._plans: dict[Hashable, _Plan] = {}
-        self.launches: dict[tuple[GroupedChoice, int], Launch] = {}
+        self.launches: dict[tuple[GroupedChoice | AlongKChoice, int], Launch] = {}
         """What was loaded, by kernel and device."""
 
     def __call__(
@@ -156,7 +163,7 @@ class Groups:
         scales: of rows of fp8; those of b's columns are then in the place of bias.
         """
         if self.are_checked():
-            check_ends(offs, a.shape[0])
+            check_ends(offs, a.shape[b.ndim == 2])
         addresses = a.data_ptr() | b.data_ptr()
         key: tuple[Any, ...] = (
             a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device, offs.shape,
@@ -171,12 +178,16 @@ class Groups:
             plan = self._make_plan(key, a, b, offs, bias, gate, scales)
         if plan.launch is None or any(map(is_lazy, (a, b) if bias is None else (a, b, bias))):
             return None
-        weights = b.mT
-        dtype = a.dtype if scales is None else torch.bfloat16
-        result = a.new_empty((a.shape[0], weights.shape[1] // (2 if gate else 1)), dtype=dtype)
-        if bias is not None and bias.ndim == 1:
-            bias = bias.expand(weights.shape[:2])
         try:
+            if b.ndim == 2:
+                result = a.new_empty((offs.shape[0], a.shape[0], b.shape[1]))
+                plan.launch(a.mT, b, result, offs)
+                return result
+            weights = b.mT
+            dtype = a.dtype if scales is None else torch.bfloat16
+            result = a.new_empty((a.shape[0], weights.shape[1] // (2 if gate else 1)), dtype=dtype)
+            if bias is not None and bias.ndim == 1:
+                bias = bias.expand(weights.shape[:2])
             plan.launch(a, weights, result, offs, bias, interleaved=interleaved, scales=scales)
         except (RuntimeError, ValueError) as error:
             if capturing(a.device):
@@ -193,29 +204,38 @@ class Groups:
         self, key: Hashable, a: Any, b: Any, offs: Any, bias: Any, gate: str, scales: Any
     ) -> _Plan:
         planner = api.dispatcher.planner
-        if planner.is_off or not fits(a, b, offs, bias, planner.device_type, gated=bool(gate), scales=scales):
+        if b.ndim == 2:
+            do_fit = bias is None and fits_along_k(a, b, offs, planner.device_type)
+        else:
+            do_fit = fits(a, b, offs, bias, planner.device_type, gated=bool(gate), scales=scales)
+        if planner.is_off or not do_fit:
             plan = _TORCHS
         elif torch.cuda._is_in_bad_fork() or capturing(a.device):
             return _TORCHS  # not kept: a kernel is not loaded now
         else:
-            plan = self._found(a, b, gate)
+            plan = self._found(a, b, offs, gate)
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
         if planner.state is self._state:
             self._plans[key] = plan
         return plan
 
-    def _found(self, a: Any, b: Any, gate: str) -> _Plan:
+    def _found(self, a: Any, b: Any, offs: Any, gate: str) -> _Plan:
         """The plan for operands that fit."""
         planner = api.dispatcher.planner
         try:
-            extents = b.shape[0], b.shape[2], b.shape[1], a.shape[0]
-            dtype, major = _DTYPES[a.dtype], "k" if b.stride(1) == 1 else "n"
-            record = _record(*extents, a.device, dtype=dtype, gate=gate, b_major=major)
-            if record is None:
-                choice = choose(*extents, gpu=gpu_of(a.device), dtype=dtype, gate=gate, major=major)
+            choice: GroupedChoice | AlongKChoice | None
+            if b.ndim == 2:
+                extents = offs.shape[0], a.shape[0], b.shape[1], b.shape[0]
+                choice = choose_along_k(*extents, gpu=gpu_of(a.device))
             else:
-                choice = _choice_of(record)
+                extents = b.shape[0], b.shape[2], b.shape[1], a.shape[0]
+                dtype, major = _DTYPES[a.dtype], "k" if b.stride(1) == 1 else "n"
+                record = _record(*extents, a.device, dtype=dtype, gate=gate, b_major=major)
+                if record is None:
+                    choice = choose(*extents, gpu=gpu_of(a.device), dtype=dtype, gate=gate, major=major)
+                else:
+                    choice = _choice_of(record)
             if choice is None:
                 return _TORCHS
             place = choice, a.device.index or 0
@@ -231,26 +251,26 @@ class Groups:
         self.launches[place] = launch
         return _Plan(launch)
 
-    def _load_compiled(self, choice: GroupedChoice, index: int) -> Launch | None:
+    def _load_compiled(self, choice: GroupedChoice | AlongKChoice, index: int) -> Launch | None:
         planner = api.dispatcher.planner
         device = planner.policy.device(find_device(f"cuda:{index}"))
         if device.architecture.compile_target != kernels.TARGET:
             raise ArtifactError(f"{device.name} is no Hopper GPU")
         if (missing := kernels.unavailable(launching=True)) is not None:
             raise ArtifactError(missing)
-        if choice.is_few:
+        if isinstance(choice, GroupedChoice) and choice.is_few:
             return routing.few(choice.config, index)
-        artifact = compiled(kernels.NAME, kernels.kernel_key(choice.config))
+        words: dict[str, Any] = {"blocks": device.sm_count, "swizzle_size": choice.swizzle_size}
+        if isinstance(choice, GroupedChoice):
+            words["l2_hint"] = choice.l2_hint
+            artifact = compiled(kernels.NAME, kernels.kernel_key(choice.config))
+        else:
+            artifact = compiled(along_k.NAME, along_k.kernel_key(choice.config))
         if artifact is None:
             return None
+        load: Any = GroupedKernel.load if isinstance(choice, GroupedChoice) else AlongK.load
         with torch.cuda.device(index):
-            kernel = GroupedKernel.load(choice.config, artifact.path)
-        launch = partial(
-            kernel.launch,
-            blocks=device.sm_count,
-            swizzle_size=choice.swizzle_size,
-            l2_hint=choice.l2_hint,
-        )
+            launch = partial(load(choice.config, artifact.path).launch, **words)
 
         def launch_there(*tensors: Any, **words: Any) -> None:
             if current_device() == index:
@@ -355,6 +375,29 @@ def fits(
             stride * a.element_size() % ALIGNMENT for stride in (a.stride(0), max(across, along), step)
         )
         and max(rows, k, n, count) < 2**31
+    )
+
+
+def fits_along_k(a: Any, b: Any, offs: Any, device_type: str = "cuda") -> bool:
+    """Whether kernels of groups along k read these operands as they lie, but for their addresses: a (m, rows)
+    and b (rows, n), rows apart.
+    """
+    if not (a.ndim == b.ndim == 2 and offs.ndim == 1 and a.device.type == device_type):
+        return False
+    (m, rows), n = a.shape, b.shape[1]
+    return (
+        a.dtype is b.dtype is torch.bfloat16
+        and offs.dtype is torch.int32
+        and a.device == b.device == offs.device
+        and b.shape[0] == rows
+        and 0 not in (m, n, rows, len(offs))
+        and (offs.stride(0) == 1 or len(offs) == 1)
+        and n % (ALIGNMENT // 2) == 0
+        and a.stride(0) == b.stride(1) == 1
+        and a.stride(1) >= m
+        and b.stride(0) >= n
+        and not any(stride * 2 % ALIGNMENT for stride in (a.stride(1), b.stride(0)))
+        and max(rows, m, n, len(offs)) < 2**31 - 2**10
     )
 
 
@@ -477,13 +520,12 @@ def _traced(
 
 
 def _define() -> None:
-    """Registers the operator; gradients are products of groups again, those of b along k torch's."""
+    """Registers the operators; gradients are products of groups again, those of b along k."""
     library = torch.library.Library("tunegemm", "FRAGMENT")
     _kept.append(library)
-    library.define(
-        "grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None) -> Tensor",
-        tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
-    )
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+    library.define("grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None) -> Tensor", tags=tags)
+    library.define("grouped_along_k(Tensor a, Tensor b, Tensor offs) -> Tensor", tags=tags)
 
     def compute(a: Any, b: Any, offs: Any, bias: Any = None) -> torch.Tensor:
         result = None if deterministic() else groups.below_autograd(a, b, offs, bias)
@@ -500,12 +542,16 @@ def _define() -> None:
         if 0 in grad.stride():  # of a sum, say, whose lines torch's product does not take
             grad = grad.contiguous()
         of_a = torch.ops.tunegemm.grouped_mm(grad, b.mT, offs) if ctx.needs_input_grad[0] else None
-        # Laid out as the weight is, k contiguous.
-        of_b = torch._grouped_mm(grad.t(), a, offs=offs).mT if ctx.needs_input_grad[1] else None
+        of_b = None
+        if ctx.needs_input_grad[1]:
+            # Laid out as the weight is, k contiguous. Of the gradient's own gradients torch knows.
+            along = torch._grouped_mm if grad_enabled() else torch.ops.tunegemm.grouped_along_k
+            of_b = along(grad.t(), a, offs).mT
         return of_a, of_b, None, None
 
-    library.impl("grouped_mm", compute, "CompositeExplicitAutograd")
-    torch.library.register_fake("tunegemm::grouped_mm", fake, lib=library)
+    for name in ("grouped_mm", "grouped_along_k"):
+        library.impl(name, compute, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"tunegemm::{name}", fake, lib=library)
     torch.library.register_autograd("tunegemm::grouped_mm", backward, setup_context=keep, lib=library)
 
 

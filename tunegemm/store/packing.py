@@ -24,11 +24,12 @@ from tunegemm.describe.device import (
 )
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import PackError, TunegemmError
-from tunegemm.generate import families, grouped, routing
+from tunegemm.generate import along_k, families, grouped, routing
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.model import shortlist
 from tunegemm.model.grouped import listed as listed_of_groups
+from tunegemm.model.grouped import listed_along_k
 from tunegemm.store import packs
 from tunegemm.store.checks import device_of, record_objection
 from tunegemm.store.layers import NARROWNESS
@@ -169,6 +170,9 @@ def _grouped(kind: str = "") -> dict[str, tuple[str, Key]]:
         f"grouped {config.label}": (grouped.NAME, grouped.kernel_key(config))
         for config in listed_of_groups(kind=kind)
     }
+    if kind in ("", along_k.NAME):
+        for config in listed_along_k(every=bool(kind)):
+            found[f"along k {config.label}"] = along_k.NAME, along_k.kernel_key(config)
     for name, key in routing.kernels().items():
         if kind == routing.NAME or (not kind and name.split()[0] in routing.SERVED):
             found[name] = routing.NAME, key
@@ -198,8 +202,9 @@ class Provided:
 
 
 def provide_grouped(kind: str = "") -> Provided:
-    """The objects of grouped products' kernels that ship, or of a kind; ``routing``: of those around them. As
-    `provide`."""
+    """The objects of grouped products' kernels that ship, or of a kind; ``routing``: of those around them;
+    ``along_k``: of those for groups along k, served or not. As `provide`.
+    """
     return _provide(_grouped(kind), families_module=grouped.__name__)
 
 

@@ -18,7 +18,7 @@ from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate import routing
+from tunegemm.generate import along_k, routing
 from tunegemm.generate.cute_launch import load_function
 from tunegemm.generate.families import import_compiler
 from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, TileGenerator
@@ -43,8 +43,11 @@ L2_HINTS = ("none", "weights_first")
 
 
 def get(name: str) -> ModuleType:
-    """What a compile worker asks for the kernel of a key: this module, or that of kernels around products."""
-    return routing if name == routing.NAME else sys.modules[__name__]
+    """What a compile worker asks for the kernel of a key: this module, or that of kernels around products, or
+    of those along k.
+    """
+    others = {module.NAME: module for module in (along_k, routing)}
+    return others.get(name, sys.modules[__name__])
 
 
 def kernel_key(config: GroupedConfig) -> Mapping[str, str | int | bool]:

@@ -90,7 +90,7 @@ class GroupedCall:
         """Why no kernel computes it, whatever is tuned; empty where one may."""
         a, b = self.a, self.b
         if a.ndim == b.ndim == 2:
-            return "its groups lie along k, as a weight's gradient's do, for which there are no kernels"
+            return "its groups lie along k, as a weight's gradient's do, for which nothing is tuned"
         if self.offs is None or (a.ndim, b.ndim) != (2, 3):
             return "its groups are not groups of a's rows, for which there are kernels"
         scaled = self.scale_a is not None
