@@ -7,11 +7,12 @@
 
 A cell is a GPU, a kind of product, a band of rows a group, which bounds how often a tile of weights is used,
 and one of K: the longer, the less a tile's store costs. Its kernel is the one with the best geometric mean
-to torch over the races of the GPU's own problems, each the mean of its skews; it is torch's where no kernel
-gains as much as `--least`. Up to 256 rows a group, where weights bound a product, a GPU without enough races
-goes by another's; beyond, an H100 lost what an H200 gained. Out are kernels that lose a problem by more than
-`--worst` says, and those that lost on that GPU in the mean of the rows that time what is served. A cell
-without races is left to the table's other choices. Held out, each layer goes by what is drawn of the others.
+to torch over the races of the GPU's own problems, each the mean of its skews; of those that are as good but
+for 2 % the one that was timed most where it serves; torch's where none gains as much as `--least`. Up to 256
+rows a group, where weights bound a product, a GPU without enough races goes by another's; beyond, an H100
+lost what an H200 gained. Out are kernels that lose a problem by more than `--worst` says, and those that lost
+on that GPU in the mean of the rows that time what is served. A cell without races is left to the table's
+other choices. Held out, each layer goes by what is drawn of the others.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ BEGIN = "# Drawn by `python -m benchmarks.expert_choices --write` of rows of eac
 END = "# Of all other:\n"
 _ALL = 2**31 - 1
 #: Rows a group, and K, up to which a band goes.
-ROWS_BANDS = (12, 64, 256, _ALL)
+ROWS_BANDS = (12, 64, 256, 1023, _ALL)
 K_BANDS = (3072, _ALL)
 #: What a GPU's name contains, and its folder of results. Those that the table does not name go by the last.
 GPUS = {"H200": "h200", "": "h100-80gb-hbm3"}
-#: What a kernel gains in the mean, and makes of each problem: torch's own times differ by 3 %.
-LEAST, WORST = 1.02, 0.97
+#: What a kernel gains in the mean, and makes of each problem; and what of the best mean is as good. Of torch
+#: two times differ by 3 %, and at the power cap by more.
+LEAST, WORST, AS_GOOD = 1.05, 0.97, 0.98
 #: Races that a GPU has of its own, to go by them; else another's count, up to so many rows a group.
 ENOUGH, SHARED_ROWS = 2, 256
 FILES = ("experts_kernels.json", "experts.json")
@@ -116,8 +118,7 @@ class Races:
     def means(self, out: Collection[str], worst: float) -> dict[Choice, float]:
         """Of each choice of no kernel in `out` that loses no problem: its geometric mean over them.
 
-        Of one that some races lack, as of a kernel that is newer: the best of those that all have, by what
-        the new one gains where it ran too.
+        Of one that up to half of the races lack, as a newer kernel, those are as of the best that all have.
         """
         problems = [
             {
@@ -140,8 +141,9 @@ class Races:
             if len(of) == len(problems):
                 means[choice] = geometric_mean(ratios)
                 best = max(means, key=means.__getitem__)
-            elif best is not None and len(of) >= ENOUGH:
-                means[choice] = means[best] * geometric_mean([each[choice] / each[best] for each in of])
+            elif best is not None and len(of) >= max(ENOUGH, len(problems) / 2):
+                gain = geometric_mean([each[choice] / each[best] for each in of])
+                means[choice] = means[best] * gain ** (len(of) / len(problems))
         return means
 
     def slower(self) -> set[str]:
@@ -166,8 +168,10 @@ def drawn(
         if not raced.problems:
             continue
         means = raced.means(own.slower(), worst)
-        best = max(means, key=means.__getitem__, default=None)
-        found[cell] = best if best is not None and means[best] >= least else None
+        best = max(means.values(), default=0.0)
+        good = {choice: mean for choice, mean in means.items() if mean >= max(least, AS_GOOD * best)}
+        known = {name: len(ratios) for name, ratios in own.served.items()}
+        found[cell] = max(good, key=lambda choice: (known.get(choice[0], 0), good[choice]), default=None)
     return found
 
 

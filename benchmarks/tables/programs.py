@@ -176,7 +176,7 @@ def experts(results: Path) -> str:
 
 def experts_served(_: Path) -> str:
     """What db/grouped.toml chooses of each kind, at a point of each band of rows a group, K, and GPU."""
-    at = {"to 12": 8, "to 64": 32, "to 256": 128, "more": 1024}
+    at = {"to 12": 8, "to 64": 32, "to 256": 128, "to 1023": 512, "more": 2048}
     columns = {"NVIDIA H200": "H200", "NVIDIA H100 80GB HBM3": "other Hoppers"}
     kinds: dict[str, dict[str, Any]] = {
         "bf16": {}, "with swiglu": {"gate": "swiglu"}, "n-major": {"major": "n"}, "fp16": {"dtype": "fp16"},
@@ -184,7 +184,8 @@ def experts_served(_: Path) -> str:
     }  # fmt: skip
     lines: dict[tuple[str, ...], list[str]] = {}
     for (kind, words), k, gpu in itertools.product(kinds.items(), (2048, 7168), columns):
-        found = [choose(32, 4096, k, 32 * rows, gpu=gpu, **words) for rows in at.values()]
+        counts = {rows: min(32, 16384 // rows) for rows in at.values()}
+        found = [choose(count, 4096, k, count * rows, gpu=gpu, **words) for rows, count in counts.items()]
         tiles = [each.label.split()[0] if each else "torch's" for each in found]
         lines.setdefault((kind, "more" if k > 3072 else "to 3072", *tiles), []).append(columns[gpu])
     header = ["product", "K", *(f"rows a group {word}" for word in at), "on"]

@@ -89,7 +89,7 @@ def test_a_gpu_goes_by_anothers_races_up_to_so_many_rows_a_group() -> None:
     found = drawn({"H200": races})
     assert found == {
         Cell("H200", "fp8", MOST, 256): ("pp128x128", "s4"),
-        Cell("H200", "fp8", MOST, MOST): ("pp128x128", "s4"),
+        Cell("H200", "fp8", MOST, 1023): ("pp128x128", "s4"),
         Cell("", "fp8", MOST, 256): ("pp128x128", "s4"),
     }
     # Its own say more, as soon as there are enough.

@@ -381,11 +381,13 @@ def test_a_takeover_serves_torchs_operator_and_the_gradient_of_a() -> None:
     assert x.grad is not None and error(x.grad, back) < 2e-2
 
 
-def test_a_policy_bounds_the_multiprocessors(loaded: dict[str, GroupedKernel]) -> None:
-    sizes = [500, 0, 30, 20]
+@pytest.mark.parametrize("sizes", [[500, 0, 30, 20], [0, 1, 0, 0]], ids=["some rows", "one row"])
+def test_a_policy_bounds_the_multiprocessors(loaded: dict[str, GroupedKernel], sizes: list[int]) -> None:
     a, weights, ends, _ = operands(sizes, 512, 256)
+    reference = expected(sizes, a, weights)
+    assert error(tunegemm.grouped_mm(a, weights.mT, offs=ends), reference) < 4e-3
     with tunegemm.policy("fastest", max_sms=16):
-        assert error(tunegemm.grouped_mm(a, weights.mT, offs=ends), expected(sizes, a, weights)) < 4e-3
+        assert error(tunegemm.grouped_mm(a, weights.mT, offs=ends), reference) < 4e-3
 
 
 def test_a_launch_is_on_the_current_stream(loaded: dict[str, GroupedKernel]) -> None:

@@ -253,12 +253,14 @@ class Groups:
 
     def _load_compiled(self, choice: GroupedChoice | AlongKChoice, index: int) -> Launch | None:
         planner = api.dispatcher.planner
-        device = planner.policy.device(find_device(f"cuda:{index}"))
+        whole = find_device(f"cuda:{index}")
+        device = planner.policy.device(whole)
         if device.architecture.compile_target != kernels.TARGET:
             raise ArtifactError(f"{device.name} is no Hopper GPU")
         if (missing := kernels.unavailable(launching=True)) is not None:
             raise ArtifactError(missing)
-        if isinstance(choice, GroupedChoice) and choice.is_few:
+        is_whole = device.sm_count == whole.sm_count  # which the kernel of few rows fills
+        if isinstance(choice, GroupedChoice) and choice.is_few and is_whole:
             return routing.few(choice.config, index)
         words: dict[str, Any] = {"blocks": device.sm_count, "swizzle_size": choice.swizzle_size}
         if isinstance(choice, GroupedChoice):
