@@ -101,7 +101,8 @@ class GroupedKernel:
         With a gate weights are (E, 2 N, K), the rows of gate before those of up, or `interleaved`: a row of
         either in turns; bias is as they are.
         scales: of a kernel with scales, fp32 (rows); bias are then those of the weights' rows, fp32.
-        blocks: the grid, at most as many as are resident. swizzle_size: tiles of rows that share weights.
+        blocks: the grid, at most as many as are resident; of clusters as many whole ones, or one.
+        swizzle_size: tiles of rows that share weights.
         l2_hint: 1 where lines of the weights are to leave the L2 first.
         """
         from torch._C import _cuda_getCurrentRawStream as current_stream
