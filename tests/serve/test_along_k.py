@@ -77,6 +77,7 @@ def unfit() -> dict[str, tuple[Any, ...]]:
         "b by columns": (a.t(), torch.randn(N, 16, dtype=BF16).t()[:13], ENDS),
         "n no multiple of 8": (a.t(), torch.randn(13, 16, dtype=BF16)[:, :12], ENDS),
         "lines of no multiple of 16 bytes": (torch.randn(13, M + 4, dtype=BF16)[:, :M].t(), b, ENDS),
+        "an address of no 16 bytes": (torch.randn(13, M + 8, dtype=BF16)[:, 1 : M + 1].t(), b, ENDS),
         "fp32": (a.float().t(), b.float(), ENDS),
         "fp16": (a.half().t(), b.half(), ENDS),
         "int64 ends": (a.t(), b, ENDS.long()),

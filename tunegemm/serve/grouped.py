@@ -178,17 +178,21 @@ class Groups:
             plan = self._make_plan(key, a, b, offs, bias, gate, scales)
         if plan.launch is None or any(map(is_lazy, (a, b) if bias is None else (a, b, bias))):
             return None
-        try:
-            if b.ndim == 2:
-                result = a.new_empty((offs.shape[0], a.shape[0], b.shape[1]))
-                plan.launch(a.mT, b, result, offs)
-                return result
+        operands: tuple[Any, ...]
+        words: dict[str, Any] = {}
+        if b.ndim == 2:
+            result = a.new_empty((offs.shape[0], a.shape[0], b.shape[1]))
+            operands = a.mT, b, result, offs
+        else:
             weights = b.mT
             dtype = a.dtype if scales is None else torch.bfloat16
             result = a.new_empty((a.shape[0], weights.shape[1] // (2 if gate else 1)), dtype=dtype)
             if bias is not None and bias.ndim == 1:
                 bias = bias.expand(weights.shape[:2])
-            plan.launch(a, weights, result, offs, bias, interleaved=interleaved, scales=scales)
+            operands = a, weights, result, offs, bias
+            words = {"interleaved": interleaved, "scales": scales}
+        try:
+            plan.launch(*operands, **words)
         except (RuntimeError, ValueError) as error:
             if capturing(a.device):
                 raise
@@ -381,8 +385,8 @@ def fits(
 
 
 def fits_along_k(a: Any, b: Any, offs: Any, device_type: str = "cuda") -> bool:
-    """Whether kernels of groups along k read these operands as they lie, but for their addresses: a (m, rows)
-    and b (rows, n), rows apart.
+    """Whether kernels of groups along k read these operands as they lie: a (m, rows) and b (rows, n), each
+    with its rows' lines contiguous.
     """
     if not (a.ndim == b.ndim == 2 and offs.ndim == 1 and a.device.type == device_type):
         return False
@@ -399,6 +403,7 @@ def fits_along_k(a: Any, b: Any, offs: Any, device_type: str = "cuda") -> bool:
         and a.stride(1) >= m
         and b.stride(0) >= n
         and not any(stride * 2 % ALIGNMENT for stride in (a.stride(1), b.stride(0)))
+        and (a.data_ptr() | b.data_ptr()) % ALIGNMENT == 0
         and max(rows, m, n, len(offs)) < 2**31 - 2**10
     )
 

@@ -1,7 +1,7 @@
 """The kernel of products of groups along k, weights' gradients: D[e] = A[rows of e]^T B[rows of e].
 
-No search has it; `tunegemm.model.along_k` says what it serves. For a compile pool `tunegemm.generate.grouped`
-finds it by its name.
+No search has it: db/grouped.toml says what it serves (`tunegemm.model.grouped.choose_along_k`). For a compile
+pool `tunegemm.generate.grouped` finds it by its name.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ NAME = "along_k"
 TARGET = "sm_90a"
 
 
-def config_from(parameters: Mapping[str, Any], dtype: str = "bf16") -> KernelConfig:
-    """The config of a schedule, a tile, a cluster, stages and the columns of the epilogue's subtiles."""
+def config_from(parameters: Mapping[str, Any]) -> KernelConfig:
+    """The config of a schedule, a tile, a cluster, stages, the columns of the epilogue's subtiles, and of
+    whether tiles are drawn: `tile_scheduler` dynamic or static.
+    """
     return KernelConfig(
         **{"cluster_m": 1, "cluster_n": 1, "tile_k": 64, **parameters},
-        in_dtype=dtype, out_dtype=dtype, a_major="m", b_major="n", out_major="n",
+        in_dtype="bf16", out_dtype="bf16", a_major="m", b_major="n", out_major="n",
     )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ SLOTS = 2
 """Numbers of tiles that may be on their way from who draws them to who multiplies them."""
 CLEAR_BARRIER = 7  # + consumer warpgroup: those of one tile have cleared a stage
 LINE_BYTES = 128
-"""A row of a stage is lines of 64 elements, each with the lines of the tile's other rows around it."""
+"""A row of a stage is lines of 64 elements: see `Consumer.clear`."""
 
 
 class Arguments(NamedTuple):
@@ -98,14 +98,15 @@ class WalkParams(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A tile of a group."""
+    """A tile of a group, of a cluster's CTAs together."""
 
     index: Int32
-    """Its number, all of a group's in a row; there is none from `Walk.units` on."""
+    """Its number, all of a group's in a row; there is no tile from `Walk.units` on."""
     group: Int32
     first_row: Int32
-    """Of its group."""
+    """The group's."""
     rows: Int32
+    """Of the group: none where it is empty."""
     k_tiles: Int32
     state: RingState
     """Where the next one's number will be."""
