@@ -216,7 +216,7 @@ def _calling(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         if (function := own.get(place)) is None:  # it was unpatched, and somebody has kept this method
             return original(self, *arguments, **keywords)
         x: Any = arguments[0] if arguments else None
-        if type(x) not in PLAIN or _is_compiling() or not api.dispatcher.planner.state.torchs:
+        if _is_compiling() or type(x) not in PLAIN or not api.dispatcher.planner.state.torchs:
             return function(self, *arguments, **keywords)
         if is_left(id(function), x):
             return original(self, *arguments, **keywords)

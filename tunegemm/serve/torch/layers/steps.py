@@ -134,7 +134,8 @@ class Gated(Step):
             if result is not None:
                 return result
             if not shared.is_taken_apart:
-                whole = None if shared.has_kernels(taken) else shared.by_torch(taken)
+                is_one = taken.numel() <= shared.most_joined and not shared.has_kernels(taken)
+                whole = shared.by_torch(taken) if is_one else None
                 return None if whole is None else activation(whole[..., ::2]) * whole[..., 1::2]
         parts = shared.parts(x)  # as where they were to be trained, or have biases
         return None if parts is None else activation(parts[0]) * parts[1]
