@@ -2,13 +2,15 @@
 
     python -m benchmarks.selector_fit                 # db/selector-h200.json, results/h200/selector.json
     python -m benchmarks.selector_fit --gpu h100-80gb-hbm3 --also h200
+    python -m benchmarks.selector_fit --logits --also h100-80gb-hbm3     # logits-h200.json, logits.json
 
 The second one fits to what was measured on another GPU, too, at half the weight, and validates on its own.
 Boosted trees (scikit-learn, needed here only) predict the logarithm of each launch's ratio to torch.mm from
 `model.features`. Every product is fitted once as it is, and once as if torch's kernel were not known.
 Validation leaves out all products of a folder of (N, K), fits to the others, and lets it choose: what the
 *chosen* launch got, against what was expected of it, gives the margins by rows. Choosing the best expected of
-many is optimistic, and this counts it.
+many is optimistic, and this counts it. With `--logits` products that are wider than all others are fitted to,
+too, and validated on alone.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.choices import ROWS_OF_LOGITS
 from benchmarks.command import command, parser_of
 from benchmarks.fits import (
     LOSERS,
@@ -42,7 +45,7 @@ from benchmarks.fits import (
     write_validation,
 )
 from tunegemm.choose.forest import Forest, written
-from tunegemm.choose.predictions import digest_of_list
+from tunegemm.choose.predictions import Logits, Selector, digest_of_list
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
@@ -77,8 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of("selector_fit", __doc__, gpu=False)
     parser.add_argument("--gpu", default="h200", help="folder of benchmarks/results that has choices.json.xz")
     parser.add_argument("--also", default="", help="another such folder, whose products are fitted to, too")
-    parser.add_argument("--out", type=Path, help="folder of selector-GPU.json (default: db)")
-    parser.add_argument("--results", type=Path, help="folder of selector.json (default: results/GPU)")
+    parser.add_argument("--logits", action="store_true", help="products as wide as vocabularies")
+    parser.add_argument("--out", type=Path, help="folder of the fitted file (default: db)")
+    parser.add_argument("--results", type=Path, help="folder of what was validated (default: results/GPU)")
     fit(parser.parse_args(arguments))
 
 
@@ -106,6 +110,7 @@ class Frame:
         self.logs, self.weights = np.concatenate(logs), np.concatenate(weights)
         self.places, self.product = np.concatenate(places), np.array(product)
         self.m = np.array([line["m"] for line in lines])
+        self.is_wide = np.array([is_wide(line) for line in lines])
         self.extents = [(lines[number]["n"], lines[number]["k"]) for number in product]
 
 
@@ -121,6 +126,11 @@ def fit(options: argparse.Namespace) -> None:
                 f"{options.also} was measured with another db/selector.toml; measure it again"
             )
         rows, devices = rows + more, devices + [another] * len(more)
+    wide = [row for row in own if is_wide(row)]
+    head["products"] = len(wide) if options.logits else head["products"] - len(wide)
+    if not options.logits:
+        devices = [each for row, each in zip(rows, devices, strict=True) if not is_wide(row)]
+        rows, own = ([row for row in some if not is_wide(row)] for some in (rows, own))
     frame = Frame(rows, devices)
     kept = keep(frame)
     labels = [head["kernels"][place] for place in kept]
@@ -128,7 +138,8 @@ def fit(options: argparse.Namespace) -> None:
     known, unknown = validated(frame.extents, lambda rows: fitted(frame, rows), frame.known, frame.unknown)
     expected = {"known": known, "unknown": unknown}
     some_kept = np.isin(np.arange(len(frame.rows)), frame.product[np.isin(frame.places, kept)])
-    served = np.flatnonzero(frame.own & (frame.m <= SERVED_ROWS) & some_kept)
+    is_asked = frame.own & (frame.m <= SERVED_ROWS) & (frame.is_wide == options.logits)
+    served = np.flatnonzero(is_asked & some_kept)
     report: dict[str, Any] = {}
     margins: dict[str, list[float]] = {}
     for name in ("known", "unknown"):
@@ -136,6 +147,10 @@ def fit(options: argparse.Namespace) -> None:
         margins[name] = calibrate(frame.m[served], expected[name][chosen], frame.logs[chosen])
         report[name] = summary(frame, served, chosen, expected[name], margins[name], head["products"])
         print(name, json.dumps({k: v for k, v in report[name].items() if k != "rows"}))
+    ranges = sum(high <= ROWS_OF_LOGITS[-1][-1] for high in RANGES) if options.logits else len(RANGES)
+    of_logits = {
+        "measured": [[extreme(row[name] for row in wide) for extreme in (min, max)] for name in "nk"]
+    }
     model = fitted(frame, np.ones(len(frame.logs), dtype=bool))
     forest = trees_of(model)
     data = {
@@ -148,10 +163,10 @@ def fit(options: argparse.Namespace) -> None:
         },
         "list": digest_of_list(),
         "kernels": kept,
-        "rows": list(RANGES),
+        "rows": list(RANGES[:ranges]),
         "extents": [int(extreme(row[name] for row in own for name in "nk")) for extreme in (min, max)],
-        "sustained_loss": list(SUSTAINED_LOSS),
-        "margins": margins,
+        "sustained_loss": list(SUSTAINED_LOSS[:ranges]),
+        "margins": {name: values[:ranges] for name, values in margins.items()},
         "served": {
             name: {
                 "products": one["products"],
@@ -161,16 +176,25 @@ def fit(options: argparse.Namespace) -> None:
             }
             for name, one in report.items()
         },
+        **(of_logits if options.logits else {}),
         **forest,
     }
     check = Forest.of(forest, len(NAMES))(frame.known[:500])
     print("trees as arrays agree to", float(np.abs(check - model.predict(frame.known[:500])).max()))
     folder = options.out or data_path("db")
-    write(folder / f"selector-{gpu}.json", written(data, NAMES))
+    model_class = Logits if options.logits else Selector
+    write(folder / f"{model_class.file}-{gpu}.json", written(data, NAMES))
     rows = [row | {"torch_known": name == "known"} for name, one in report.items() for row in one.pop("rows")]
     also = f" --also {options.also}" if options.also else ""
-    head["meta"]["command"] = f"python -m benchmarks.selector_fit --gpu {gpu}{also}"
-    write_validation((options.results or RESULTS / gpu) / "selector.json", head["meta"], report, rows)
+    logits = " --logits" if options.logits else ""
+    head["meta"]["command"] = f"python -m benchmarks.selector_fit{logits} --gpu {gpu}{also}"
+    place = (options.results or RESULTS / gpu) / f"{model_class.file}.json"
+    write_validation(place, head["meta"], report, rows)
+
+
+def is_wide(row: dict[str, Any]) -> bool:
+    """Whether a product is one of those that `benchmarks.choices --logits` draws, beyond all others."""
+    return bool(row["n"] > Logits.BEYOND)
 
 
 def keep(frame: Frame) -> list[int]:
@@ -253,6 +277,8 @@ def summary(
     low = 1
     for high in RANGES:
         rows = (m >= low) & (m <= high)
+        if not rows.any():
+            continue
         by_rows[f"{low}-{high}"] = {
             "products": int(rows.sum()),
             "share": round(float(takes[rows].mean()), 3),

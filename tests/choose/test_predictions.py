@@ -120,7 +120,7 @@ def test_the_selection_says_predicted(device: Device, served: Problem) -> None:
         {"batch": 2},
         {"alignment": 8},
         {"m": 129},
-        {"n": 1 << 17},
+        {"n": 1 << 19},
     ],
 )
 def test_other_products_are_not_predicted(device: Device, served: Problem, change: dict[str, object]) -> None:
@@ -128,6 +128,20 @@ def test_other_products_are_not_predicted(device: Device, served: Problem, chang
     found = outlook(problem, device)
     assert not found.decides and not found.options
     assert select(Snapshot(), problem, device).outcome == "miss"
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_logits_of_few_rows_are_predicted(part: str) -> None:
+    """Vocabularies are wider than what else is measured, with an N, a K and margins of their own."""
+    device = find_device(f"model:{part}")
+    found = [outlook(Problem.parse(f"{m}x{n}x4096"), device) for m in (1, 8, 24, 60) for n in (65024, 201088)]
+    assert all(each.decides for each in found) and any(each.options for each in found)
+    option = next(each.options[0] for each in found if each.options)
+    assert option.expected < 1.25 and "products measured on this kind of GPU" in option.basis
+    many = outlook(Problem.parse("96x128256x4096"), device)
+    assert not many.decides and many.rows[0] == 65, "of fewer rows they may be"
+    narrow = outlook(Problem.parse("16x128256x512"), device)
+    assert not narrow.decides and "and K from 1024" in narrow.refusal
 
 
 def test_only_the_gpu_that_was_measured_is_served(device: Device, served: Problem) -> None:

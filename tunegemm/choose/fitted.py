@@ -177,9 +177,7 @@ class Fitted(ABC):
         if problem.m > self.rows[-1]:
             refusal = f"predictions are for up to {self.rows[-1]} rows"
             return Outlook(refusal=refusal, decides=False, rows=(self.rows[-1] + 1, sys.maxsize))
-        least, most = self.extents
-        if not (least <= problem.n <= most and least <= problem.k <= most):
-            refusal = f"predictions are for N and K from {least} to {most}"
+        if refusal := self.unmeasured(problem):
             return Outlook(refusal=refusal, decides=False, rows=(1, self.rows[-1]))
         number = self._number(problem)
         if self._margin(self.case(problem, None), number) is None:
@@ -218,6 +216,13 @@ class Fitted(ABC):
                 record = Record(problem, candidate, device.fingerprint, label, ratio=bound)
                 options.append(Predicted(record, label, expected, bound, self.basis(case)))
         return Outlook(tuple(options), "" if options else "; ".join(refusals))
+
+    def unmeasured(self, problem: Problem) -> str:
+        """Why nothing is known of products of such N and K, with any number of rows; empty where it is."""
+        least, most = self.extents
+        if least <= problem.n <= most and least <= problem.k <= most:
+            return ""
+        return f"predictions are for N and K from {least} to {most}"
 
     def _number(self, problem: Problem) -> int:
         """Of the range of rows that holds the problem's."""

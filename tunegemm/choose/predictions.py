@@ -1,9 +1,10 @@
-"""What is predicted of a problem on a device: by `Selector` of plain products, by `fused.Gains` of others.
+"""What is predicted of a problem on a device: by `Selector` of plain products, by `Logits` of those as wide
+as vocabularies, by `fused.Gains` of others.
 
 Plain products are those of 16-bit operands (`shortlist.covers`) of few rows, by the listed kernels. What
 torch launches is part of what is expected: the library's heuristic is asked as torch asks it
-(`cublaslt.choice`). Trees and margins are in db/selector-GPU.json, made by `benchmarks.selector_fit`.
-docs/decisions/0020 has the evidence.
+(`cublaslt.choice`). Trees and margins are in db/selector-GPU.json and db/logits-GPU.json, made by
+`benchmarks.selector_fit`. docs/decisions/0020 has the evidence.
 """
 
 from __future__ import annotations
@@ -80,6 +81,28 @@ class Selector(Fitted):
         )
 
 
+@dataclass(frozen=True)
+class Logits(Selector):
+    """The model of plain products that are wider than those of `Selector`."""
+
+    file: ClassVar = "logits"
+    #: Wider ones have this model.
+    BEYOND: ClassVar = 28_672
+
+    measured: tuple[tuple[int, int], tuple[int, int]]
+    """N and K, from and to."""
+
+    @classmethod
+    def _further(cls, data: Mapping[str, Any], path: Path) -> dict[str, Any]:
+        return super()._further(data, path) | {"measured": tuple(map(tuple, data["measured"]))}
+
+    def unmeasured(self, problem: Problem) -> str:
+        (least_n, most_n), (least_k, most_k) = self.measured
+        if least_n <= problem.n <= most_n and least_k <= problem.k <= most_k:
+            return ""
+        return f"predictions of so wide products are for N to {most_n} and K from {least_k} to {most_k}"
+
+
 def digest_of_list() -> str:
     """A digest of the listed kernels in their order: places in the file mean them."""
     # Spelt out here, and not as a candidate prints itself, which may change: fitted files hold the digest.
@@ -107,7 +130,7 @@ def outlook(problem: Problem, device: Device, allows: Allows = anything) -> Outl
 
 def _model_for(problem: Problem) -> type[Fitted]:
     if not problem.epilogue:
-        return Selector
+        return Logits if problem.n > Logits.BEYOND else Selector
     from tunegemm.choose.fused import Gains  # a plain product does without what it imports
 
     return Gains
