@@ -140,14 +140,14 @@ def fit(options: argparse.Namespace) -> None:
     some_kept = np.isin(np.arange(len(frame.rows)), frame.product[np.isin(frame.places, kept)])
     is_asked = frame.own & (frame.m <= SERVED_ROWS) & (frame.is_wide == options.logits)
     served = np.flatnonzero(is_asked & some_kept)
+    ranges = sum(high <= ROWS_OF_LOGITS[-1][-1] for high in RANGES) if options.logits else len(RANGES)
     report: dict[str, Any] = {}
     margins: dict[str, list[float]] = {}
     for name in ("known", "unknown"):
         chosen = np.array([choose(frame, expected[name], number, kept) for number in served.tolist()])
-        margins[name] = calibrate(frame.m[served], expected[name][chosen], frame.logs[chosen])
+        margins[name] = calibrate(frame.m[served], expected[name][chosen], frame.logs[chosen])[:ranges]
         report[name] = summary(frame, served, chosen, expected[name], margins[name], head["products"])
         print(name, json.dumps({k: v for k, v in report[name].items() if k != "rows"}))
-    ranges = sum(high <= ROWS_OF_LOGITS[-1][-1] for high in RANGES) if options.logits else len(RANGES)
     of_logits = {
         "measured": [[extreme(row[name] for row in wide) for extreme in (min, max)] for name in "nk"]
     }
@@ -166,7 +166,7 @@ def fit(options: argparse.Namespace) -> None:
         "rows": list(RANGES[:ranges]),
         "extents": [int(extreme(row[name] for row in own for name in "nk")) for extreme in (min, max)],
         "sustained_loss": list(SUSTAINED_LOSS[:ranges]),
-        "margins": {name: values[:ranges] for name, values in margins.items()},
+        "margins": margins,
         "served": {
             name: {
                 "products": one["products"],
