@@ -24,11 +24,9 @@ TARGET = "sm_90a"
 
 
 def config_from(parameters: Mapping[str, Any]) -> KernelConfig:
-    """The config of a schedule, a tile, a cluster, stages, the columns of the epilogue's subtiles, and of
-    whether tiles are drawn: `tile_scheduler` dynamic or static.
-    """
+    """The config of a tile, a cluster, stages, and the columns of the epilogue's subtiles."""
     return KernelConfig(
-        **{"cluster_m": 1, "cluster_n": 1, "tile_k": 64, **parameters},
+        **parameters, schedule="cooperative", tile_k=64, tile_scheduler="dynamic",
         in_dtype="bf16", out_dtype="bf16", a_major="m", b_major="n", out_major="n",
     )  # fmt: skip
 
@@ -82,9 +80,8 @@ class AlongK:
 
         groups, m, n = out.shape
         index = a.device.index
-        stream, counter, memory = current_stream(index), 0, None
-        if self.config.tile_scheduler == "dynamic":
-            _, counter, memory = _counter(index).take(stream)
+        stream = current_stream(index)
+        _, counter, memory = _counter(index).take(stream)
         self.function(
             a.data_ptr(), b.data_ptr(), out.data_ptr(), m, n, a.shape[0], groups, a.stride(0), b.stride(0),
             out.stride(1), 0, 0, out.stride(0), swizzle_size, max(1, blocks // self.config.cluster_size),

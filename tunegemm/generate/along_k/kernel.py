@@ -8,9 +8,8 @@ TMA loads a group's k tiles from its first row on. The last one may hold rows be
 next group or of none, in both operands. Whatever these are, NaN even, they must not be added: the consumers
 write zeros in their place, between TMA's arrival and the WGMMA. An empty group is stored as zeros.
 
-Tiles differ in their k tiles, so that clusters draw them (`tile_scheduler` dynamic): the producer of a
-cluster's first CTA takes the next number from a counter in device memory, and hands it to all warps of the
-cluster. Static ones take every so many.
+Tiles differ in their k tiles, so that clusters draw them: the producer of a cluster's first CTA takes the
+next number from a counter in device memory, and hands it to all warps of the cluster.
 """
 
 from dataclasses import dataclass, replace
@@ -26,8 +25,6 @@ from tunegemm.generate.cute_sm90.config import WARPGROUP_THREADS, KernelConfig
 from tunegemm.generate.cute_sm90.kernel.epilogue import Epilogue
 from tunegemm.generate.cute_sm90.kernel.fusion import Fusion
 from tunegemm.generate.cute_sm90.kernel.layouts import (
-    ORDER_BARRIER,
-    START_BARRIER,
     Dtypes,
     Layouts,
     TmaTensor,
@@ -41,7 +38,7 @@ from tunegemm.generate.kernel_rasterization import raster_of, tile_at
 
 SLOTS = 2
 """Numbers of tiles that may be on their way from who draws them to who multiplies them."""
-CLEAR_BARRIER = 7  # + consumer warpgroup: those of one tile have cleared a stage
+CLEAR_BARRIER = 7  # of all consumers, which have cleared a stage
 LINE_BYTES = 128
 """A row of a stage is lines of 64 elements: see `Consumer.clear`."""
 
@@ -74,7 +71,7 @@ class Arguments(NamedTuple):
     offsets_address: Int64
     """The groups' ends, int32."""
     counter_address: Int64
-    """int32, zero before a launch and behind it; 0 where tiles are not drawn."""
+    """int32, zero before a launch and behind it."""
 
 
 @cute.struct
@@ -123,7 +120,7 @@ class Walk:
     counter: Any
     """Pointer to the counter."""
     draws: Any
-    """The ring of drawn numbers and a pointer to these; None where tiles are not drawn."""
+    """The ring of drawn numbers and a pointer to these."""
     cta: tuple
     """This CTA's place in its cluster, and the cluster's."""
     lane: Int32
@@ -151,17 +148,15 @@ class Walk:
     @cute.jit
     def next(self, unit):
         """The tile that follows one which there is."""
-        index, state = unit.index + self.params.clusters, unit.state
-        if const_expr(self.draws is not None):
-            if const_expr(self.draws_own):
-                if self.leads():
-                    index = self.draw(state)
-                else:
-                    index = self.read(state)
+        index, state = Int32(0), unit.state
+        if const_expr(self.draws_own):
+            if self.leads():
+                index = self.draw(state)
             else:
                 index = self.read(state)
-            state = self.draws[0].advance(state)
-        return self.at(index, state)
+        else:
+            index = self.read(state)
+        return self.at(index, self.draws[0].advance(state))
 
     def leads(self):
         """Whether this is the cluster's first CTA."""
@@ -199,12 +194,11 @@ class Walk:
     @cute.jit
     def finish(self, unit):
         """The producer behind the last tile: a CTA must outlive what others send to its barriers."""
-        if const_expr(self.draws is not None and self.config.cluster_size > 1):
-            if self.leads():
-                state = unit.state
-                for _ in cutlass.range_constexpr(SLOTS):
-                    self.draws[0].wait_empty(RingState(state.stage, state.phase ^ 1))
-                    state = self.draws[0].advance(state)
+        if self.leads():
+            state = unit.state
+            for _ in cutlass.range_constexpr(SLOTS):
+                self.draws[0].wait_empty(RingState(state.stage, state.phase ^ 1))
+                state = self.draws[0].advance(state)
 
     @cute.jit
     def at(self, index, state):
@@ -263,8 +257,7 @@ class Producer:
         policy = Int64(EVICT_NORMAL)
         state = ring.producer_start()
         unit = walk.first()
-        if const_expr(config.cluster_size > 1):
-            cute.arch.cluster_wait()
+        cute.arch.cluster_wait()
         while walk.has(unit):
             origin = walk.origin(unit)
             tAsA, tAgA = self.partition(
@@ -289,10 +282,9 @@ class Producer:
             unit = walk.next(unit)
         walk.finish(unit)
         # A CTA must outlive the arrivals that its cluster's consumers send to its barriers.
-        if const_expr(config.cluster_size > 1):
-            for _ in cutlass.range(config.stages, unroll=1):
-                ring.wait_empty(state)
-                state = ring.advance(state)
+        for _ in cutlass.range(config.stages, unroll=1):
+            ring.wait_empty(state)
+            state = ring.advance(state)
 
     @cute.jit
     def partition(
@@ -327,11 +319,9 @@ class Consumer:
     @cute.jit
     def run(self, walk, lane):
         """Multiply, convert, store, tile after tile."""
-        config, ring, mma, group = self.config, self.ring, self.mma, self.group
-        pingpong = const_expr(config.schedule == "pingpong")
+        config, ring, mma = self.config, self.ring, self.mma
         # WGMMA operands are descriptors; the slice of a warpgroup's first thread stands for all of it.
-        first_thread = Int32(0) if const_expr(pingpong) else group * WARPGROUP_THREADS
-        slice_mma = mma.get_slice(first_thread)
+        slice_mma = mma.get_slice(self.group * WARPGROUP_THREADS)
         tCrA = mma.make_fragment_A(slice_mma.partition_A(self.sA))  # (MMA, MMA_M, MMA_K, STAGE)
         tCrB = mma.make_fragment_B(slice_mma.partition_B(self.sB))  # (MMA, MMA_N, MMA_K, STAGE)
         sums = cute.make_rmem_tensor(  # (MMA, MMA_M, MMA_N)
@@ -341,17 +331,7 @@ class Consumer:
         phases = Int32(0)
         state = ring.consumer_start()
         unit = walk.first()
-        if const_expr(pingpong):
-            if group == 1:
-                # The second warpgroup takes the second tile, the first one's k tiles deeper in the ring. That
-                # is drawn when these are loaded, for which the first warpgroup must have its turn.
-                self.end_turn(0)
-                state = ring.consumer_state(unit.k_tiles)
-                if walk.has(unit):
-                    unit = walk.next(unit)
         while walk.has(unit):
-            if const_expr(pingpong):
-                cute.arch.barrier(barrier_id=ORDER_BARRIER + group, number_of_threads=2 * WARPGROUP_THREADS)
             sums.fill(0.0)
             previous = state.stage
             for k_tile in cutlass.range(unit.k_tiles, unroll=1):
@@ -370,8 +350,6 @@ class Consumer:
                     ring.release(previous)
                 previous = state.stage
                 state = ring.advance(state)
-            if const_expr(pingpong):
-                self.end_turn(1 - group)
             # What the next tile's offsets take, and its coordinates, runs under the last WGMMAs.
             following = walk.next(unit)
             origin = walk.origin(unit)
@@ -379,16 +357,8 @@ class Consumer:
             if unit.k_tiles > 0:
                 ring.release(previous)
             phases = self.epilogue.store(sums, origin, phases)
-            if const_expr(pingpong):
-                state = ring.skip(state, following.k_tiles)
-                if walk.has(following):
-                    following = walk.next(following)
             unit = following
         self.epilogue.finish(lane)
-
-    def end_turn(self, group):
-        """Pingpong: another warpgroup may issue its main loop."""
-        cute.arch.barrier_arrive(barrier_id=ORDER_BARRIER + group, number_of_threads=2 * WARPGROUP_THREADS)
 
     @cute.jit
     def clear(self, stage, rows):
@@ -399,10 +369,8 @@ class Consumer:
         """
         config = self.config
         pieces = LINE_BYTES // 16
-        own, threads = self.epilogue.thread, config.tile_warpgroups * WARPGROUP_THREADS
-        barrier = CLEAR_BARRIER + self.group
-        if const_expr(config.tile_warpgroups > 1):
-            own, barrier = own + self.group * WARPGROUP_THREADS, CLEAR_BARRIER
+        own = self.epilogue.thread + self.group * WARPGROUP_THREADS
+        threads = config.consumers * WARPGROUP_THREADS
         zeros = cute.make_rmem_tensor(4, Int32)
         zeros.fill(0)
         for operand in cutlass.range_constexpr(2):
@@ -416,11 +384,14 @@ class Consumer:
                     piece = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
                     cute.autovec_copy(zeros, cute.make_tensor(piece, cute.make_layout(4)))
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+        cute.arch.barrier(barrier_id=CLEAR_BARRIER, number_of_threads=threads)
 
 
 class Gemm:
-    """The product for one `KernelConfig`: its A m-major, B and D n-major."""
+    """The product for one `KernelConfig`: its A m-major, B and D n-major, cooperative, in clusters of CTAs.
+
+    (A CTA alone would hand numbers to itself as to another, which memcheck reports.)
+    """
 
     def __init__(self, config: KernelConfig):
         self.config = config
@@ -490,43 +461,31 @@ class Gemm:
 
         allocator = SmemAllocator()
         storage = allocator.allocate(self.storage)
-        draws = None
-        if const_expr(config.tile_scheduler == "dynamic"):
-            memory = allocator.allocate(Draws)
-            handed = Ring(replace(config, stages=SLOTS), memory.full.data_ptr(), memory.empty.data_ptr())
-            draws = handed, memory.index.data_ptr()
+        memory = allocator.allocate(Draws)
+        handed = Ring(replace(config, stages=SLOTS), memory.full.data_ptr(), memory.empty.data_ptr())
+        draws = handed, memory.index.data_ptr()
         walk = Walk(config, params, *pointers, draws, cta, thread % 32, False)
         ring = Ring(config, storage.full.data_ptr(), storage.empty.data_ptr())
         if thread == 0:
             ring.make_barriers()
-            if const_expr(draws is not None):
-                walk.make_barriers()
+            walk.make_barriers()
         cute.arch.mbarrier_init_fence()
-        if const_expr(config.cluster_size > 1):
-            cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_arrive_relaxed()
         sA = storage.a.get_tensor(layouts[0].outer, swizzle=layouts[0].inner)  # (bM, bK, STAGE)
         sB = storage.b.get_tensor(layouts[1].outer, swizzle=layouts[1].inner)  # (bN, bK, STAGE)
         sD = storage.d.get_tensor(layouts[2].outer, swizzle=layouts[2].inner)  # (epiM, epiN, BUFFER)
 
         load_registers, mma_registers = config.registers
-        started = 32 + config.consumers * WARPGROUP_THREADS
         if group == 0:
             cute.arch.setmaxregister_decrease(load_registers)
-            if const_expr(config.cluster_size > 1):
-                if warp_index != 0:
-                    cute.arch.cluster_wait()
+            if warp_index != 0:
+                cute.arch.cluster_wait()
             if warp_index == 0:
-                if const_expr(config.cluster_size == 1):
-                    cute.arch.sync_warp()
-                    cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
                 drawing = Walk(config, params, *pointers, draws, cta, thread % 32, True)
                 Producer(config, a, b, sA, sB, ring).run(drawing)
         else:
             cute.arch.setmaxregister_increase(mma_registers)
-            if const_expr(config.cluster_size > 1):
-                cute.arch.cluster_wait()
-            else:
-                cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
+            cute.arch.cluster_wait()
             consumer, own = group - 1, (thread - WARPGROUP_THREADS) % WARPGROUP_THREADS
             fusion = Fusion.of(config, self.dtypes, d.tensor, (), own)
             loaded = storage.loaded.data_ptr()
