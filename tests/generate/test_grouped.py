@@ -20,6 +20,7 @@ GOOD = {
     "schedule": "cooperative", "tile_m": 128, "tile_n": 128, "tile_k": 64, "stages": 6, "epi_n": 32,
     "narrow": 16, "cluster_m": 1,
 }  # fmt: skip
+SHARED = {"schedule": "pingpong", "tile_n": 192, "stages": 5, "cluster_m": 2}
 LAUNCH = {"swizzle_size": 8, "l2_hint": "none"}
 PROBLEMS = [Problem.parse(SHAPE, groups=32), Problem.parse("64x1536x2048", groups=128)]
 
@@ -32,7 +33,7 @@ EXAMPLES = Examples(
         (PROBLEMS[0], {"tile_m": 256, "stages": 4}),
         (PROBLEMS[1], {"tile_m": 64, "tile_n": 32, "stages": 16, "narrow": 8}),
         (PROBLEMS[0], {"tile_n": 256, "stages": 4, "narrow": 64}),
-        (PROBLEMS[0], {"cluster_m": 2}),
+        (PROBLEMS[0], SHARED),
     ],
     rejected=[Rejection("shared_memory", {"stages": 8}, TOO_LARGE)],
     objections=[
@@ -52,8 +53,9 @@ EXAMPLES = Examples(
         ("narrow_enough", PROBLEMS[0], {"narrow": 64}),
         ("cluster", PROBLEMS[0], {"cluster_m": 4}),
         ("cluster", PROBLEMS[1], {"tile_n": 64, "stages": 8, "narrow": 8, "cluster_m": 2}),
-        ("cluster_extent", Problem.of_groups(4096, 128, 2048, 8), {"cluster_m": 2}),
-        ("cluster_rows", PROBLEMS[0], {"tile_n": 64, "stages": 8, "cluster_m": 2}),
+        ("cluster_extent", Problem.of_groups(4096, 128, 2048, 8), SHARED),
+        ("cluster_tile", PROBLEMS[0], {"cluster_m": 2}),
+        ("cluster_tile", PROBLEMS[0], SHARED | {"cluster_m": 1}),
         ("accumulators", PROBLEMS[0], {"tile_m": 256, "tile_n": 256, "narrow": 64}),
         ("accumulators", PROBLEMS[0], {"schedule": "pingpong", "tile_n": 256, "narrow": 64}),
         ("ring_filled", PROBLEMS[0], {"stages": 4}),
@@ -99,18 +101,14 @@ def test_its_hash_is_of_the_parts_that_it_takes_from_cute_sm90() -> None:
     assert families.kernel_source_hash("grouped") == hash_of_code(FAMILY.sources)
 
 
-def test_kernels_in_clusters_compile_clean(pool: CompilePool, h200: Device) -> None:
-    """Of either schedule: no spills, and no WGMMAs that ptxas serialises (C7511)."""
-    of_clusters = [
-        {"tile_n": 256, "stages": 4, "narrow": 64, "cluster_m": 2},
-        {"schedule": "pingpong", "narrow": 32, "cluster_m": 2},
-    ]
-    candidates = [EXAMPLES.candidate(each) for each in of_clusters]
-    assert all(FAMILY.check(PROBLEMS[0], each, h200) for each in candidates)
-    for result in compile_all(pool, [(PROBLEMS[0], each) for each in candidates], h200):
-        assert result.artifact is not None, result.failure
-        resources = result.artifact.resources
-        assert (resources.spill_bytes, resources.warnings) == (0, ())
+def test_the_kernel_in_clusters_compiles_clean(pool: CompilePool, h200: Device) -> None:
+    """No spills, and no WGMMAs that ptxas serialises (C7511)."""
+    candidate = EXAMPLES.candidate(SHARED)
+    assert FAMILY.check(PROBLEMS[0], candidate, h200)
+    (result,) = compile_all(pool, [(PROBLEMS[0], candidate)], h200)
+    assert result.artifact is not None, result.failure
+    resources = result.artifact.resources
+    assert (resources.spill_bytes, resources.warnings) == (0, ())
 
 
 @pytest.mark.parametrize(("hint", "number"), [("none", 0), ("weights_first", 1)])

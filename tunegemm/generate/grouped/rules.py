@@ -19,8 +19,8 @@ _OVERHEAD_REGISTERS = 32
 _WGMMA_REGISTERS = 26
 #: Widths of which a kernel has a main loop each, at most: of those that double, and of all multiples.
 _MOST_WIDTHS, _MOST_MULTIPLES = 4, 12
-#: Rows of the smallest tile that is worth a cluster.
-_FEWEST_SHARED = 128
+#: The schedule and tile that gain by a cluster (docs/decisions/0027).
+_SHARED_TILE = ("pingpong", 128, 192)
 #: What a config has that says nothing of its sums or of its widths.
 _ANY = {"schedule": "cooperative", "tile_m": MMA_ATOM_M, "tile_k": 64, "stages": 2, "epi_n": 32}
 #: What rules read of a problem that ask for its config.
@@ -143,12 +143,13 @@ def cluster_extent(problem: Problem, candidate: Candidate, device: Device) -> st
     return None
 
 
-@rule("tile_n", "cluster_m", runs=True)
-def cluster_rows(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """What a cluster saves is half of its rows' loads: little where groups have few of them."""
-    blocks, tile_n = int(candidate.params.get("cluster_m", 1)), candidate["tile_n"]
-    if blocks > 1 and tile_n < _FEWEST_SHARED:
-        return f"cluster_m {blocks} with tile_n {tile_n} < {_FEWEST_SHARED}, for few rows, shares few loads"
+@rule("schedule", "tile_m", "tile_n", "cluster_m", runs=True)
+def cluster_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Of the tiles that were raced in clusters one gained. It has no twin without: ptxas serialises that."""
+    blocks = int(candidate.params.get("cluster_m", 1))
+    schedule, *tile = (candidate[name] for name in ("schedule", "tile_m", "tile_n"))
+    if (blocks > 1) != ((schedule, *tile) == _SHARED_TILE):
+        return f"cluster_m {blocks}, {schedule} {tile[0]}x{tile[1]}: clusters gain for one tile alone"
     return None
 
 
@@ -188,6 +189,6 @@ def ring_filled(problem: Problem, candidate: Candidate, device: Device) -> str |
 #: Cheapest first.
 RULES = (
     rows_in_groups, architecture, aligned_lines, ring_rows, ring_depth, mma_tile, epilogue_tile,
-    narrow_widths, narrow_enough, cluster, cluster_extent, cluster_rows, accumulators, shared_memory,
+    narrow_widths, narrow_enough, cluster, cluster_extent, cluster_tile, accumulators, shared_memory,
     ring_filled,
 )  # fmt: skip
