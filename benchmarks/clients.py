@@ -151,7 +151,7 @@ def run(options: argparse.Namespace) -> int:
         results = Results(results_path(options.out, device, name), facts)
     model = build(size, place)
     # The same weights under tuned layers: nothing has to be switched on and off between steps.
-    tuned = copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
+    tuned = _twin(model)
     print(f"{tunegemm.patch(tuned)} linear layers patched", flush=True)
     if options.tune:
         assert device is not None
@@ -200,10 +200,17 @@ def build(size: Size, place: torch.device) -> LlamaForCausalLM:
 
 
 def fused(model: LlamaForCausalLM, trains: bool) -> LlamaForCausalLM:
-    """A copy with fused layers and weights of its own, since fused ones lie elsewhere."""
-    tuned = copy.deepcopy(model).train(trains)
-    tunegemm.patch(tuned, fuse=True)
+    """A copy with fused layers: of the same weights where it trains, which leaves rows without gaps, and so
+    one optimizer's state and one set of gradients; else of its own, since gate's and up's rows alternate.
+    """
+    tuned = _twin(model) if trains else copy.deepcopy(model)
+    tunegemm.patch(tuned.train(trains), fuse=True)
     return tuned.eval()
+
+
+def _twin(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A copy with the same weights."""
+    return copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
 
 
 def tune(steps: Sequence[Step], device: Device, seconds: float) -> None:
@@ -260,22 +267,29 @@ def decode(
     return step
 
 
-def train(model: LlamaForCausalLM, size: Size, place: torch.device) -> Step:
-    """Forward, backward and optimizer; the gradient of the first layer's first weight."""
+def train(
+    model: LlamaForCausalLM, size: Size, place: torch.device, optimizer: torch.optim.Optimizer | None = None
+) -> Step:
+    """Forward, backward and an optimizer's step, if there is one; the gradient of the first layer's first
+    weight."""
     ids = _tokens((size.sequences, size.prompt), size, place)
-    on_gpu = place.type == "cuda"
-    # A learning rate of 0 does all the work and leaves the weights as they are, for the next variant.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True, capturable=on_gpu)
     watched = model.model.layers[0].self_attn.q_proj.weight
 
     def step() -> torch.Tensor:
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
+        if optimizer is not None:
+            optimizer.step()
         assert watched.grad is not None
         return watched.grad
 
     return step
+
+
+def adamw(model: LlamaForCausalLM, place: torch.device) -> torch.optim.Optimizer:
+    """A learning rate of 0 does all the work and leaves the weights as they are, for the next variant."""
+    on_gpu = place.type == "cuda"
+    return torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True, capturable=on_gpu)
 
 
 WORKLOADS: Mapping[str, Callable[[Any, Size, torch.device], Step]] = {
@@ -353,6 +367,8 @@ def measure(
     reference = copy.deepcopy(models["torch"]).float()
     expected = make(reference, size, place)().float().clone()
     del reference
+    if make is train:  # all models have the same weights
+        make = partial(train, optimizer=adamw(models["torch"], place))
     steps: dict[tuple[str, str], Step] = {}
     errors: dict[tuple[str, str], float] = {}
     peaks: dict[tuple[str, str], float] = {}

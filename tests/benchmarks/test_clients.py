@@ -42,6 +42,17 @@ def test_a_training_step_of_a_fused_model_is_right(capsys: pytest.CaptureFixture
     assert "train eager of 128 tokens: error" in capsys.readouterr().out
 
 
+def test_models_that_train_have_one_set_of_weights() -> None:
+    """Or three of a 1B model, with gradients and an optimizer's state each, would not lie in 80 GB."""
+    model = clients.build(clients.Size.of("tiny", 1), torch.device("cpu"))
+    fused = clients.fused(model, trains=True)
+    assert all(ours is torchs for ours, torchs in zip(fused.parameters(), model.parameters(), strict=True))
+    gate, up = (getattr(fused.model.layers[0].mlp, name).weight for name in ("gate_proj", "up_proj"))
+    assert gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr() and gate.is_contiguous()
+    apart = clients.fused(model, trains=False).model.layers[0].mlp.gate_proj.weight
+    assert not apart.is_contiguous() and gate.is_contiguous()
+
+
 @pytest.mark.parametrize(("model", "layers"), [("8B", 2), ("1B", 16), ("tiny", 2)])
 def test_sizes(model: str, layers: int) -> None:
     assert clients.Size.of(model, None).layers == layers and clients.Size.of(model, 3).layers == 3
