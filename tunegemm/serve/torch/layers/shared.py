@@ -31,7 +31,7 @@ from tunegemm.serve.guards import (
 from tunegemm.serve.plans import State
 from tunegemm.serve.torch.autograd import DTYPES, PLAIN
 from tunegemm.serve.torch.fx import data_ptr
-from tunegemm.serve.torch.layers import halves
+from tunegemm.serve.torch.layers import gates, halves
 from tunegemm.serve.torch.several import traced_part
 from tunegemm.serve.torch.together import most_joined, together
 
@@ -459,7 +459,7 @@ def is_left(who: int, x: torch.Tensor) -> bool:
     """
     planner = api.dispatcher.planner
     known, size = planner.state.torchs, x.numel()
-    if (who, size) not in known or monotonic() >= planner.next_look:
+    if (who, size) not in known or monotonic() >= planner.next_look or gates.may_train(x):
         return False
     return (who, -size) not in known or not capturing(x.device)
 
