@@ -3,19 +3,21 @@
     python -m benchmarks.first_use                       # the shipped products, and as many that nobody tuned
     python -m benchmarks.first_use --unseen 300 --seed 1
     python -m benchmarks.first_use --unseen 300 --seed 1 --listed 0 --skip 113     # went so far before
-    python -m benchmarks.first_use --kinds fp16,fp8,gelu,swiglu --unseen 40 --most-rows 256
+    python -m benchmarks.first_use --kinds fp16,fp8,gelu,swiglu --unseen 40 --most-rows 256 --within 300
 
 *Listed* products are bf16 ones with a shipped record of this GPU; *unseen* ones are drawn by seed: N and K
 from dimensions of published models or random multiples of 8, M log-uniform from 1 to 16384. Nothing is tuned
 and nothing compiled: databases and kernels of the user's are left out. Writes results/GPU/first_use.json: a
 row `{m, n, k, listed, served, ratio, predicted, expected}` each, with `first_ms`, what the first call took.
 With `--kinds` so many unseen products of each are beside what a user of torch would write for them, operation
-by operation, in results/GPU/first_use_kinds.json.
+by operation, in results/GPU/first_use_kinds.json: a product of each kind, then the next one of each, so that
+`--within` leaves as many of all.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import random
@@ -83,6 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--turns", type=int, default=5, help="steady-state rounds")
+    parser.add_argument(
+        "--within", type=float, default=math.inf, metavar="SECONDS", help="begin no product later"
+    )
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as empty:
         os.environ.pop("TUNEGEMM_DB", None)
@@ -91,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(device: Device, options: argparse.Namespace) -> None:
-    """Times all products, writes their rows and prints a line of each kind."""
+    """Times all products, writes the row of each at once and prints a line of each kind."""
     from tunegemm.measure.backend import CudaBackend
 
     method = METHOD.format(rounds=options.rounds, turns=options.turns)
@@ -103,18 +108,23 @@ def run(device: Device, options: argparse.Namespace) -> None:
     groups = {"listed": some(shipped(device), options.listed, options.seed), "unseen": unseen}
     if options.kinds:
         groups = {name: [_of_kind(problem, name) for problem in unseen] for name in options.kinds.split(",")}
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in groups}
+    begun = time.monotonic()
+    for of_each in itertools.zip_longest(*groups.values()):
+        for name, problem in zip(groups, of_each, strict=True):
+            if problem is not None and time.monotonic() - begun < options.within:
+                rows[name].append(measure(problem, name == "listed", device, backend, options))
+                results.put(rows[name][-1])
     for name, problems in groups.items():
-        rows, listed = [], name == "listed"
-        for problem in problems:
-            rows.append(measure(problem, listed, device, backend, options))
-            results.put(rows[-1])
-        if rows:
-            ratios = [row["ratio"] for row in rows]
-            served = sum(row["served"] for row in rows)
+        ratios = [row["ratio"] for row in rows[name]]
+        if len(ratios) < len(problems):
+            print(f"{name}: no time is left for {len(problems) - len(ratios)} of {len(problems)} products")
+        if ratios:
+            served = sum(row["served"] for row in rows[name])
             below = sum(ratio < 0.99 for ratio in ratios)
             print(
-                f"{name}: {len(rows)} products, {served} served, geometric mean {geometric_mean(ratios):.4f} "
-                f"of torch.mm, worst {min(ratios):.4f}, {below} under 0.99",
+                f"{name}: {len(ratios)} products, {served} served, geometric mean "
+                f"{geometric_mean(ratios):.4f} of torch.mm, worst {min(ratios):.4f}, {below} under 0.99",
                 flush=True,
             )
     print(f"written: {results.path}")

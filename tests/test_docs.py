@@ -258,6 +258,38 @@ class TestBlocks:
         (tmp_path / "clients.json").rename(tmp_path / "clients_fused.json")
         assert generate.clients_fused(tmp_path) == text
 
+    def test_layers(self, generate: ModuleType, tmp_path: Path) -> None:
+        shared = {"model": "m", "torch_ms": 2.0, "ratio": 1.1, "ratio_to_merged": 1.05, "noise": 0.004}
+        rows = [
+            shared | {"rows": "d16", "mode": "graph", "ratio_to_liger": 1.08},
+            shared | {"rows": "256", "mode": "graph", "ratio_to_liger": 1.02, "ratio": 0.99},
+            shared | {"rows": "d16", "mode": "max-autotune", "ratio": 1.03},
+        ]
+        (tmp_path / "layers.json").write_text(json.dumps({"meta": {}, "rows": rows}))
+        text = generate.layers(tmp_path)
+        assert "| m, d16 | 2.000 | 1.100 | 1.050 | 0.4 % |" in text
+        assert "- graph, decode: 1.100 of torch, 1.050 of merged weights in geometric mean of 1" in text
+        assert "max-autotune, m d16: 1.030 of torch, 1.050 of merged weights, both tuned by it" in text
+        assert "- graph, beside Liger's norms and gates: 1.050 of them in geometric mean of 2" in text
+        assert "of 2, least 1.020 (m 256)" in text
+        assert text.endswith("- slower than torch by more than the noise: m 256 graph (0.990)")
+
+    def test_first_use_kinds(self, generate: ModuleType, tmp_path: Path) -> None:
+        row = {"m": 64, "n": 512, "k": 512, "dtype": "bf16", "epilogue": "residual", "served": True}
+        rows = [
+            row | {"ratio": 1.21, "expected": 1.2},
+            row | {"m": 32, "ratio": 0.97, "expected": 1.1},
+            row | {"m": 4096, "ratio": 1.0, "expected": None, "served": False},
+        ]
+        (tmp_path / "first_use_kinds.json").write_text(json.dumps({"meta": {}, "rows": rows}))
+        text = generate.first_use_kinds(tmp_path)
+        assert (
+            "| bf16 residual | 32 to 64 | 2 | 2 | 1.083 | 0.970 | 1.083 | 1.149 | 32x512x512 residual 0.970 |"
+            in text
+        )
+        assert "| bf16 residual | 4096 to 4096 | 1 | 0 | 1.000 | 1.000 |" in text
+        assert text.endswith("Of 3 in all 67% were served, in the mean 1.055 of torch, 1 below 0.98.")
+
     def test_every_command_is_listed(self, generate: ModuleType, tmp_path: Path) -> None:
         text = generate.cli(tmp_path)
         for words in (
