@@ -7,7 +7,6 @@ import gc
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.host_time import best_us
 from tests.support.kernels import tune_ours
 from tests.support.numerics import difference
 from tests.support.serving import forbid_torch
@@ -401,7 +401,7 @@ def test_untuned_problems_are_torchs(tuned, layout):
 
 
 def test_host_time_of_a_call(tuned, only_ours, capsys):
-    """Printed for the record; the bound is loose, since other work may share the host."""
+    """Printed for the record; torch's own calls take turns with ours, since other work may share the host."""
     a, b = operands(TINY)
     weight = b.t().contiguous()
     out = torch.empty(128, 128, dtype=a.dtype, device=CUDA)
@@ -413,17 +413,7 @@ def test_host_time_of_a_call(tuned, only_ours, capsys):
         "tunegemm.matmul(out=)": lambda: matmul(a, b, out=out),
         "tunegemm.linear": lambda: linear(a, weight),
     }
-    best = {}
-    for name, call in calls.items():
-        times = []
-        for _ in range(20):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(200):  # fewer than the launch queue takes, so that no call waits for the GPU
-                call()
-            times.append((time.perf_counter() - start) / 200 * 1e6)
-        best[name] = min(times)
-    torch.cuda.synchronize()
+    best = best_us(calls)
     with capsys.disabled():
         print("\nhost time per call, us: " + ", ".join(f"{name} {us:.1f}" for name, us in best.items()))
     assert best["tunegemm.matmul"] < best["torch.mm"]

@@ -6,7 +6,6 @@ import copy
 import os
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 
@@ -16,6 +15,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import linear as torch_linear
 
 import tunegemm
+from tests.support.host_time import best_us
 from tests.support.kernels import tune_ours, watch_launches
 from tests.support.numerics import difference
 from tunegemm.describe.problem import Problem
@@ -336,19 +336,11 @@ def test_a_served_product_costs_the_host_no_more_under_enable_than_torchs():
     """Half again as much is allowed, for a host that does other things; `benchmarks.dispatch` measures."""
     x, weight = operands(FORWARD[0])
 
-    def host_us(call):
-        best = float("inf")
-        for _ in range(20):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(200):
-                call()
-            best = min(best, (time.perf_counter() - start) / 200 * 1e6)
-        torch.cuda.synchronize()
-        return best
-
-    plain = host_us(lambda: torch.mm(x, weight.t()))
-    with tunegemm.enable():
-        torch.mm(x, weight.t())
-        enabled = host_us(lambda: torch.mm(x, weight.t()))
+    plain = enabled = float("inf")
+    for _ in range(4):
+        plain = min(plain, best_us({"torch": lambda: torch.mm(x, weight.t())}, rounds=10)["torch"])
+        with tunegemm.enable():
+            enabled = min(
+                enabled, best_us({"enabled": lambda: torch.mm(x, weight.t())}, rounds=10)["enabled"]
+            )
     assert enabled < 1.5 * plain + 5
