@@ -46,6 +46,23 @@ def test_one_matrix_for_a_batch_is_a_stride_of_zero(serve):
     assert len(kernel.calls) == 1
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_after_a_known_product(by_address):
+    """At one with a strided layout torch's check of tensors ends the process."""
+    _, dispatcher = by_address
+    a, b = operands()
+    nested = torch.nested.nested_tensor([a[:20], a[20:]])
+    weight, bias = b.t().contiguous(), torch.ones(48, dtype=BF16)
+    for _ in range(2):
+        dispatcher.linear(a, weight)
+        dispatcher.linear(a, weight, bias)
+        for more in ((), (bias,)):
+            ours, torchs = (
+                call(nested, weight, *more) for call in (dispatcher.linear, torch.nn.functional.linear)
+            )
+            assert all(torch.equal(*pair) for pair in zip(ours.unbind(), torchs.unbind(), strict=True))
+
+
 def launched_after(python: list[str]) -> int:
     """How many Python functions a call enters, itself aside, before the kernel's."""
     return next(i for i, name in enumerate(python) if name.startswith("tests.support.")) - 1

@@ -82,9 +82,11 @@ class Dispatcher:
         """What a call such as `MATMUL` makes of a and b."""
         try:
             b_address = data_ptr(b)
+            # Torch's check of tensors ends the process at a nested one (2.13).
+            is_odd = b_address & (ALIGNMENT - 1) or a.is_nested is True
         except (AttributeError, RuntimeError, TypeError):  # no tensor, or such as has no memory
             return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
-        if b_address & (ALIGNMENT - 1):
+        if is_odd:
             return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
         if out is None:
             slot = b_address | call
@@ -149,9 +151,10 @@ class Dispatcher:
         """
         try:
             b_address = data_ptr(b)
+            is_odd = b_address & (ALIGNMENT - 1) or a.is_nested is True
         except (AttributeError, RuntimeError, TypeError):
             return self._slowly(form, a, b, tensors, numbers, out)
-        if b_address & (ALIGNMENT - 1):
+        if is_odd:
             return self._slowly(form, a, b, tensors, numbers, out)
         slot = b_address | form.tag if out is None else b_address | 2 | form.tag
         everything = (a, b, *tensors) if out is None else (a, b, *tensors, out)

@@ -70,6 +70,25 @@ def looking_at(module: torch.nn.Module) -> Iterator[Look]:
         look.undo()
 
 
+@contextmanager
+def noting_reads(module: torch.nn.Module) -> Iterator[set[str]]:
+    """The names of the module's attributes that are read meanwhile, or asked for; not of what torch keeps."""
+    cls: Any = type(module)
+    names: set[str] = set()
+
+    def read(self: Any, name: str) -> Any:
+        if self is module and not name.startswith("__") and name not in _TORCHS:
+            names.add(name)
+        return cls.__getattribute__(self, name)
+
+    content = {"__getattribute__": read, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    module.__class__ = type(cls)(cls.__name__, (cls,), content)
+    try:
+        yield names
+    finally:
+        module.__class__ = cls
+
+
 def _containers(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
     """Those among the values, and within these."""
     for value in values:

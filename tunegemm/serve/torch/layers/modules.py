@@ -34,6 +34,8 @@ _by_itself = TunedLinear.forward
 _METHODS = ("forward", "_ff_block")
 #: How what is kept in the dictionary of a module's object begins.
 _PREFIX = "_fused_"
+#: What methods read of a module's attributes when they were traced.
+_READS = f"{_PREFIX}reads"
 
 
 class SharedLinear(TunedLinear):
@@ -125,9 +127,10 @@ def fuse_methods(module: torch.nn.Module) -> list[tuple[Match, Step | str]]:
     found: list[tuple[Match, Step | str]] = []
     for method in _METHODS:
         is_own = hasattr(cls, method) and method not in module.__dict__  # where somebody has put another
-        graph = traced(module, method) if is_own else None
-        if graph is None:
+        known = traced(module, method) if is_own else None
+        if known is None:
             continue
+        graph, reads = known
         steps: list[Step] = []
         for match in matches(module, graph):
             step = _step(module, match)
@@ -140,6 +143,7 @@ def fuse_methods(module: torch.nn.Module) -> list[tuple[Match, Step | str]]:
         if steps:
             module.__dict__[_PREFIX + method] = compiled(graph, method)
             module.__dict__[f"{_PREFIX}{method}_marks"] = [mark for step in steps for mark in step.marks()]
+            module.__dict__[_READS] = module.__dict__.get(_READS, frozenset()) | reads
             methods.append(method)
     if methods:
         module.__class__ = class_of(cls, tuple(methods))
@@ -198,9 +202,40 @@ def class_of(cls: Any, methods: tuple[str, ...]) -> Any:
         self.__setstate__(state)
         fuse_methods(self)
 
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        is_followed = name not in self.__dict__.get(_READS, ()) or _is_followed(self, name, value)
+        cls.__setattr__(self, name, value)
+        if not is_followed:
+            _give_back(self)
+
+    def delete(self: Any, name: str) -> None:
+        cls.__delattr__(self, name)
+        if name in self.__dict__.get(_READS, ()):
+            _give_back(self)
+
     content |= {"__reduce_ex__": reduce, "__setstate__": set_state, "stands_for": cls}
+    content |= {"__setattr__": set_attribute, "__delattr__": delete}
     content |= {"__module__": cls.__module__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), content)  # by whose name others find the layers of a model
+
+
+def _is_followed(module: Any, name: str, value: Any) -> bool:
+    """Whether what has the value in the place of the attribute's is seen at each call."""
+    own = module.__dict__
+    for kind, place in (
+        (torch.nn.Module, "_modules"),
+        (torch.nn.Parameter, "_parameters"),
+        (torch.Tensor, "_buffers"),
+    ):
+        if name in own[place]:
+            return isinstance(value, kind) and own[place][name] is not None
+    return name in own and own[name] is value
+
+
+def _give_back(module: Any) -> None:
+    """A method is as it was written from now on, since what it read is another."""
+    for method in _METHODS:
+        module.__dict__.pop(_PREFIX + method, None)
 
 
 def _blank(cls: Any, methods: tuple[str, ...]) -> Any:

@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from torch.nn import functional
 
 from tunegemm.serve.torch.layers.ends import End, end_of
-from tunegemm.serve.torch.layers.looking import looking_at
+from tunegemm.serve.torch.layers.looking import looking_at, noting_reads
 from tunegemm.serve.torch.linear import TunedLinear
 
 #: By the names that epilogues have for them.
@@ -84,13 +84,13 @@ class Match:
 class _Tracer(fx.Tracer):
     """Raises where forward changes what holds for a part of it: the graph would not say so."""
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, cls: Any, method: str) -> None:
         super().__init__()
-        self.traced_func_name = method
+        self._cls, self.traced_func_name = cls, method
         self._modes = _modes()
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        own = _own_method(type(self.root), self.traced_func_name)
+        own = _own_method(self._cls, self.traced_func_name)
         return super().create_args_for_root(own, is_module, concrete_args)
 
     def keys(self, obj: fx.Proxy) -> Any:
@@ -140,21 +140,26 @@ def _casting(enabled: bool) -> Iterator[None]:
             torch.set_autocast_enabled(device, was)
 
 
-def traced(module: torch.nn.Module, method: str) -> fx.Graph | None:
-    """The method's graph; None where it depends on more than its arguments and children, or changes any."""
+def traced(module: torch.nn.Module, method: str) -> tuple[fx.Graph, frozenset[str]] | None:
+    """The method's graph, and the attributes of the module that were read for it, and hold in it as they
+    were; None where it depends on more than its arguments, children and these, or changes any.
+    """
     graphs = []
-    training = module.training
-    for mode in (training, not training):
-        with looking_at(module) as look:
-            look.set("training", mode)
-            try:
-                with torch.set_grad_enabled(mode), _casting(mode):
-                    graphs.append(_Tracer(method).trace(module))
-            except Exception:  # whatever somebody's code does with what is no tensor
-                return None
-            if look.has_changed:
-                return None
-    return graphs[0] if str(graphs[0]) == str(graphs[1]) and _with_stars(graphs[0]) else None
+    cls, training = type(module), module.training
+    with noting_reads(module) as names:
+        for mode in (training, not training):
+            with looking_at(module) as look:
+                look.set("training", mode)
+                try:
+                    with torch.set_grad_enabled(mode), _casting(mode):
+                        graphs.append(_Tracer(cls, method).trace(module))
+                except Exception:  # whatever somebody's code does with what is no tensor
+                    return None
+                if look.has_changed:
+                    return None
+    if str(graphs[0]) != str(graphs[1]) or not _with_stars(graphs[0]):
+        return None
+    return graphs[0], frozenset(names)
 
 
 def _with_stars(graph: fx.Graph) -> bool:

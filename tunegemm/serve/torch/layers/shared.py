@@ -235,7 +235,9 @@ class Shared:
         if not self.is_in_place() and (len(self.layers) > 1 or self.pack()):
             return None
         # Those that `is_transformed` has: torch.func's and forward-mode's products are torch's.
-        if dispatch_modes() or functorch_level() is not None or forward_ad._current_level >= 0 or x.ndim < 2:
+        if dispatch_modes() or functorch_level() is not None or forward_ad._current_level >= 0:
+            return None
+        if x.ndim < 2 or x.is_nested:
             return None
         if grad_enabled() and self._trains(x, *others):
             return None
