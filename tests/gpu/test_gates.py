@@ -6,6 +6,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +31,6 @@ from tunegemm.choose.snapshot import Snapshot
 from tunegemm.errors import TunegemmWarning
 from tunegemm.generate import routing as kernels
 from tunegemm.serve import routing
-from tunegemm.store import packing
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -39,21 +39,25 @@ THREADS, CALLS = 8, 50
 STEP = ["multiply", "derive"]
 
 
+@pytest.fixture(scope="session")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gates")
+
+
 @pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def launched(monkeypatch: pytest.MonkeyPatch, objects: Path) -> Iterator[list[str]]:
     """The names of the gates' kernels that were launched from now on. Products are torch's: one whose
     kernel is there from the second call on would change bits.
     """
-    objects = packing.provide_grouped(kernels.NAME)
-    assert not objects.failures
     monkeypatch.setenv("TUNEGEMM_MODE", "exact")
     watch_launches(monkeypatch, lambda *_: None, read=Snapshot)
     names: list[str] = []
 
     def load(name: str, index: int) -> routing.Bind:
-        artifact = objects.of(kernels.kernels()[name])
-        assert artifact is not None
-        bind = kernels.load(artifact.path, index)
+        path = objects / name
+        if not path.exists():  # here and now: a pool would begin processes for two kernels
+            kernels.compile(kernels.kernels()[name], path)
+        bind = kernels.load(path, index)
 
         def noting(ctas: int, **numbers: int) -> routing.Launch:
             launch = bind(ctas, **numbers)
