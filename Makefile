@@ -41,8 +41,7 @@ tune: $(TUNING)
 	@echo "Tuning $(SHAPE) $(DTYPE) $(LAYOUT), with the kernels that this asks for; make kernels compiles all that ship."
 	@$(RUN) -m tunegemm tune --shape $(SHAPE) --dtype $(DTYPE) --layout $(LAYOUT)
 
-# On a GPU the tests take turns: they want it to themselves. Elsewhere two cores are enough; slow ones wait, too, for
-# a cluster's workers and for programs that are killed, and a third process works meanwhile.
+# On a GPU the tests take turns: they want it to themselves. Elsewhere two cores are enough.
 PYTEST ?= -q $(if $(shell command -v nvidia-smi 2>/dev/null),,-n 2 --dist worksteal)
 
 # SLOW=1 adds the tests marked slow: compile matrices, the browser, stress.

@@ -33,13 +33,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault(name, "1")
 
 
-#: Files with tests of up to a minute, and one whose tests share a cluster and wait for it: begun first, so
-#: that no process is left with one at the end.
-LONGEST = ("test_documents_run.py", "test_notebooks.py", "test_cluster.py")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    # Processes take what is left from the end of each other's lists: short tests are to be there.
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if "engines" not in config.option.markexpr:
         chosen = [item for item in items if not item.get_closest_marker("engines")]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])

@@ -18,6 +18,8 @@ import pytest
 
 from tests.support.forks import Forks
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     ROOT / "README.md",
@@ -36,8 +38,11 @@ _NOT_HERE = (
     "tunegemm pack --from llama.json ",
 )  # fmt: skip
 #: Of every tuning: with all of them the documents compile hundreds of kernels, for five minutes, to show no
-#: more of their commands. A notebook runs one tuning to its end.
-_FEW_TRIALS = " --trials 2"
+#: more of their commands. A notebook runs one tuning to its end. A second worker would import the compiler
+#: again, for as much of the processor's time as it saves.
+_FEW_TRIALS = " --trials 2 --workers 1"
+#: What the commands call the program below.
+_CALLED = re.compile(r"\bpython (serve|train)\.py( --steps \d+)?")
 #: What a host without a GPU says of a command that measures, or that shows what was measured.
 _WITHOUT_GPU = re.compile(r"\Atunegemm: .*(on a GPU|no CUDA device here).*\n\Z")
 
@@ -59,15 +64,15 @@ def blocks(document: Path, language: str) -> list[str]:
 
 
 def commands() -> list[tuple[Path, str]]:
-    """Each command line of the documents once, without its comment."""
-    found: dict[str, Path] = {}
+    """Each command line of the documents once, without its comment, by whatever name it calls the program."""
+    found: dict[str, tuple[Path, str]] = {}
     for document in DOCUMENTS:
         for block in blocks(document, "sh"):
             for line in block.replace("\\\n", " ").splitlines():
                 command = " ".join(shlex.split(line, comments=True)) if line.strip() else ""
                 if command and not command.startswith(_NOT_HERE):
-                    found.setdefault(command, document)
-    return [(document, command) for command, document in found.items()]
+                    found.setdefault(_CALLED.sub("python program", command), (document, command))
+    return list(found.values())
 
 
 @pytest.fixture(scope="module")

@@ -278,6 +278,7 @@ def candidate(kernel: dict[str, int | str | bool]) -> Candidate:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_what_the_rules_of_registers_reject_spills_and_what_they_admit_does_not(
     pool: CompilePool, h200: Device

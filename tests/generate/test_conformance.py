@@ -58,26 +58,31 @@ class TestTritonTma(SharedPool, GeneratorTests):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 class TestKernelsOfCuteSm80(SharedPool, CompileTests):
     examples = test_cute_sm80.EXAMPLES
 
 
 @pytest.mark.slow
+@pytest.mark.long
 class TestKernelsOfCuteSm90(SharedPool, CompileTests):
     examples = test_cute_sm90.EXAMPLES
 
 
 @pytest.mark.slow
+@pytest.mark.long
 class TestKernelsOfGluonWgmma(SharedPool, CompileTests):
     examples = test_gluon_wgmma.EXAMPLES
 
 
 @pytest.mark.slow
+@pytest.mark.long
 class TestKernelsOfSkinny(SharedPool, CompileTests):
     examples = test_skinny.EXAMPLES
 
 
 @pytest.mark.slow
+@pytest.mark.long
 class TestKernelsOfTritonTma(SharedPool, CompileTests):
     examples = test_triton_tma.EXAMPLES
 

@@ -100,6 +100,7 @@ EXAMPLES = Examples(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_as_many_blocks_are_resident_as_their_occupancy_says(pool: CompilePool, h200: Device) -> None:
     pairs = [(problem, EXAMPLES.candidate(corner)) for problem, corner in EXAMPLES.corners[3:]]
     for (problem, kernel), result in zip(pairs, compile_all(pool, pairs, h200), strict=True):

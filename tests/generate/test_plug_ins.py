@@ -99,6 +99,7 @@ def test_its_kernels_are_compiled_and_ranked(plain: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_it_conforms(plain: Path) -> None:
     """Its author's tests, which are those that every shipped family passes; it is installed for them."""
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "-rf")

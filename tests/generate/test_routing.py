@@ -147,6 +147,7 @@ def test_each_kernel_is_what_torch_gives() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_all_compile_with_their_arguments_in_order(tmp_path: Path) -> None:
     """No GPU needed: without spills, and with pointers first, which a launch takes by their order."""
     for number, (name, key) in enumerate(routing.kernels().items()):

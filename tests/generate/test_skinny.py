@@ -105,6 +105,7 @@ def test_the_bits_of_a_kernel_are_decided_by_its_k_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_every_number_of_rows_compiles(pool: CompilePool, h200: Device) -> None:
     pairs = [
         (Problem.parse(f"{m}x4096x4096"), candidate(tile_m=tile_m, stages=3, ctas_per_sm=1))

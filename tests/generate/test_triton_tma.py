@@ -89,6 +89,7 @@ EXAMPLES = Examples(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_objects_say_what_a_launch_needs(pool: CompilePool, h200: Device) -> None:
     pairs = [(problem, EXAMPLES.candidate(corner)) for problem, corner in EXAMPLES.corners[3:6]]
     for (problem, kernel), result in zip(pairs, compile_all(pool, pairs, h200), strict=True):

@@ -142,6 +142,7 @@ KILLERS = {
 }
 
 
+@pytest.mark.long
 def test_each_killer_fails_alone_and_the_rest_is_measured(worker: MeasureWorker, thorough: bool) -> None:
     killers = {what: KILLERS[what] for what in (KILLERS if thorough else ("abort", "hang-in-rounds"))}
     jobs = [planted("good"), *map(planted, killers), Job(TORCH_MM)]

@@ -111,6 +111,7 @@ def test_what_won_is_the_record_and_is_hit(race: Callable[[Timed], Feedback], da
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_lost_falls_back_in_a_new_process(
     race: Callable[[Timed], Feedback], database: Database, location: Path
 ) -> None:

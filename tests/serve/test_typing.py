@@ -99,6 +99,7 @@ def pyright(folder: Path) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", [mypy, pyright])
+@pytest.mark.long
 def test_type_checkers_know_the_names(check, tmp_path: Path) -> None:
     (tmp_path / "right.py").write_text(RIGHT)
     for number, text in enumerate(WRONG.values()):

@@ -34,6 +34,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # 8 s on two idle cores, a minute and a half on busy ones
+@pytest.mark.long
 def test_eight_processes_publish_hundreds_each_and_lose_none(path: Path) -> None:
     # The file does not exist yet: they race to create and migrate it, too.
     assert benchmark.concurrent(path, writers=8, each=400)["kept"] == 3200
@@ -41,6 +42,7 @@ def test_eight_processes_publish_hundreds_each_and_lose_none(path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_eighty_killed_processes_leave_every_acknowledged_row(path: Path) -> None:
     found = benchmark.killed(path, kills=80)
     assert (found["kills"], found["missing"], found["integrity"]) == (80, 0, "ok")

@@ -37,7 +37,7 @@ from tunegemm.tuning.cluster import Pool
 from tunegemm.tuning.progress import Progress, Request, TuneResult
 from tunegemm.tuning.tuner import Tuner
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(180)]
 
 GPUS = 2
 SECOND = "127.0.0.2"

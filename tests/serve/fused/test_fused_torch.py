@@ -188,6 +188,7 @@ def test_autocast_of_operands_that_have_its_dtype_is_as_short_as_none(by_address
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.long
 def test_compiled_code_launches_the_kernel(serve, kernel, backend, mode):
     serve()
     x, weight, bias, residual = layer(2, 16)

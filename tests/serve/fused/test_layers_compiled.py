@@ -71,6 +71,7 @@ def test_modes_and_ragged_rows(serve, kernel):
 
 
 @pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.long
 def test_what_has_no_kernel_is_layer_by_layer_but_for_few_rows(serve, kernel, monkeypatch, bias):
     """Of up to 256 rows q, k and v are one product of torch's."""
 

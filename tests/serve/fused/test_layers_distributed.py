@@ -77,6 +77,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks(tmp_path):
     ranks = [
         subprocess.Popen(
