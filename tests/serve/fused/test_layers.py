@@ -203,6 +203,22 @@ def test_loading_into_a_fused_model(serve, kernel):
         assert len(kernel.calls) == 6, "they are together again"
 
 
+def test_weights_that_are_pruned_where_they_lie_are_noticed(serve):
+    """Their addresses and strides are as before."""
+    model, plain = made(), made()
+    fuse(model)
+    serve()
+    with torch.no_grad():
+        model(given())
+    for one in (model, plain):
+        for layer in (one.mlp.w1, one.mlp.w3, one.plain.up):
+            layer.weight.data = layer.weight.data[:48]
+        one.plain.up.bias.data = one.plain.up.bias.data[:48]
+        for layer in (one.mlp.w2, one.plain.down):
+            layer.weight.data = layer.weight.data[:, :48]
+    close(by_torch(model, given()), by_torch(plain, given()), TOLERANCE)
+
+
 def test_what_moves_weights_is_noticed(serve, kernel):
     model = made()
     fuse(model)

@@ -97,7 +97,7 @@ class Shared:
         self._one_group: torch.Tensor | None = None  # and as kernels of groups take it
         self._bias: tuple[torch.Tensor, ...] = ()
         self._device: torch.device | None = None
-        self._places: tuple[tuple[Any, str, int, Any, Any], ...] = ()
+        self._places: tuple[tuple[Any, str, int, Any, Any, Any], ...] = ()
         self._weights: tuple[tuple[dict[str, Any], int], ...] = ()
         """Each layer's parameters, and the address of its weight."""
         self._index = -1  # of the device
@@ -136,7 +136,14 @@ class Shared:
             biases = self.parameters("bias")
             self._bias = (self._joined(biases),) if biases else ()
         self._places = tuple(
-            (layer._parameters, name, parameter.data_ptr(), parameter.dtype, parameter.stride())
+            (
+                layer._parameters,
+                name,
+                parameter.data_ptr(),
+                parameter.dtype,
+                parameter.shape,
+                parameter.stride(),
+            )
             for layer in self.layers
             for name in (("weight", "bias") if biases else ("weight",))
             for parameter in [layer._parameters[name]]
@@ -172,11 +179,12 @@ class Shared:
         """Whether the parameters are still views of the storage."""
         if self._right is None:
             return False
-        for parameters, name, address, dtype, stride in self._places:
+        for parameters, name, address, dtype, shape, stride in self._places:
             parameter = parameters.get(name)
             if (
                 type(parameter) not in PLAIN
                 or data_ptr(parameter) != address
+                or parameter.shape != shape  # which code that prunes makes smaller in place
                 or parameter.stride() != stride
                 or parameter.dtype is not dtype
             ):
