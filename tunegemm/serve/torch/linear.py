@@ -20,6 +20,35 @@ _is_compiling = torch.compiler.is_compiling
 _torchs: Any = F.linear
 
 
+def eagerly(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """The forward of a `TunedLinear` where no graph is made."""
+    weight: Any
+    bias: torch.Tensor | None
+    try:  # as attributes of the module the two cost the host a third of the call
+        weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    except KeyError:  # they are something else's to give, such as a parametrization's
+        weight, bias = layer.weight, layer.bias
+    planner = api.dispatcher.planner
+    known = planner.state.torchs
+    if known and type(input) in PLAIN and monotonic() < planner.next_look:
+        # The products of a gradient might have kernels where the layer's has none. A CUDA graph does not
+        # mind what the host has to do for them.
+        size = input.numel()
+        if not grad_enabled() or not (input.requires_grad or weight.requires_grad):
+            if (id(weight), size) in known:
+                return _torchs(input, weight, bias)
+        elif trained(weight, size, input.requires_grad, weight.requires_grad) in known and not capturing(
+            input.device
+        ):
+            return _torchs(input, weight, bias)
+    try:
+        if bias is None:
+            return api.product(LINEAR, input, weight)
+        return api.dispatcher.fused(api.WITH_BIAS, input, weight, (bias,))
+    except TypeError as error:
+        return node_of(error, api.linear, (input, weight, bias))
+
+
 class TunedLinear(torch.nn.Linear):
     """`torch.nn.Linear` by `tunegemm.linear`: what `patch` makes of one. Has nothing of its own to store."""
 
@@ -28,28 +57,7 @@ class TunedLinear(torch.nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if _is_compiling():
             return api.linear(input, self.weight, self.bias)
-        weight: Any
-        bias: torch.Tensor | None
-        try:  # as attributes of the module the two cost the host a third of the call
-            weight, bias = self._parameters["weight"], self._parameters["bias"]
-        except KeyError:  # they are something else's to give, such as a parametrization's
-            weight, bias = self.weight, self.bias
-        planner = api.dispatcher.planner
-        known = planner.state.torchs
-        if known and type(input) in PLAIN and monotonic() < planner.next_look:
-            # The products of a gradient might have kernels where the layer's has none. A CUDA graph does not
-            # mind what the host has to do for them.
-            size, of_input, of_weight = input.numel(), input.requires_grad, weight.requires_grad
-            trains = grad_enabled() and (of_input or of_weight)
-            key = trained(weight, size, of_input, of_weight) if trains else (id(weight), size)
-            if key in known and not (trains and capturing(input.device)):
-                return _torchs(input, weight, bias)
-        try:
-            if bias is None:
-                return api.product(LINEAR, input, weight)
-            return api.dispatcher.fused(api.WITH_BIAS, input, weight, (bias,))
-        except TypeError as error:
-            return node_of(error, api.linear, (input, weight, bias))
+        return eagerly(self, input)
 
 
 # Its source is what torch.jit.script compiles.

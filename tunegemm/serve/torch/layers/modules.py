@@ -5,16 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from time import monotonic
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from tunegemm.serve import api
+from tunegemm.serve.guards import capturing
 from tunegemm.serve.torch.autograd import PLAIN
+from tunegemm.serve.torch.layers import gates
 from tunegemm.serve.torch.layers.halves import refusal
 from tunegemm.serve.torch.layers.recognise import Match, compiled, matches, replace, traced
-from tunegemm.serve.torch.layers.shared import Shared, is_left, remember_left
+from tunegemm.serve.torch.layers.shared import Shared, remember_left
 from tunegemm.serve.torch.layers.steps import (
     GATE_OF,
     Activated,
@@ -26,10 +29,9 @@ from tunegemm.serve.torch.layers.steps import (
     has_hooks,
     streams,
 )
-from tunegemm.serve.torch.linear import TunedLinear
+from tunegemm.serve.torch.linear import TunedLinear, eagerly
 
 _is_compiling = torch.compiler.is_compiling
-_by_itself = TunedLinear.forward
 #: Methods that are looked at: in `_ff_block` torch.nn.TransformerEncoderLayer has its MLP.
 _METHODS = ("forward", "_ff_block")
 #: How what is kept in the dictionary of a module's object begins.
@@ -83,11 +85,14 @@ class AskingLinear(SharedLinear):
         part = None
         if shared is None:  # it was unpatched, and somebody has kept this method, as accelerate's hooks do
             return F.linear(input, self.weight, self.bias)
+        if _is_compiling():
+            part = shared.traced_part(self, input) if shared.is_taken_apart else None
+            return api.linear(input, self.weight, self.bias) if part is None else part
         if shared.is_taken_apart:
-            part = shared.traced_part(self, input) if _is_compiling() else shared.part(self, input)
-        elif not _is_compiling() and streams.wanted is not None:
+            part = shared.part(self, input)
+        elif streams.wanted is not None:
             part = Passed.sum(self, input)
-        return _by_itself(self, input) if part is None else part
+        return eagerly(self, input) if part is None else part
 
 
 # As of `TunedLinear`: what torch.jit.script compiles.
@@ -251,12 +256,22 @@ def _calling(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         if (function := own.get(place)) is None:  # it was unpatched, and somebody has kept this method
             return original(self, *arguments, **keywords)
         x: Any = arguments[0] if arguments else None
-        if _is_compiling() or type(x) not in PLAIN or not api.dispatcher.planner.state.torchs:
+        if _is_compiling() or type(x) not in PLAIN:
             return function(self, *arguments, **keywords)
-        if is_left(id(function), x):
+        planner, who, size = api.dispatcher.planner, id(function), x.numel()
+        known = planner.state.torchs
+        # Where torch is known to compute all that the steps might, the host is spared to ask each.
+        if (
+            (who, size) in known
+            and monotonic() < planner.next_look
+            and not gates.may_train(x)
+            and ((who, -size) not in known or not capturing(x.device))
+        ):
             return original(self, *arguments, **keywords)
+        before = len(known)
         result = function(self, *arguments, **keywords)
-        remember_left(own[marks], id(function), x)
+        if len(known) != before:
+            remember_left(own[marks], who, x)
         return result
 
     method.__wrapped__ = original  # type: ignore[attr-defined] # which says what it takes

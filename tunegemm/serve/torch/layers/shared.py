@@ -31,7 +31,7 @@ from tunegemm.serve.guards import (
 from tunegemm.serve.plans import State
 from tunegemm.serve.torch.autograd import DTYPES, PLAIN
 from tunegemm.serve.torch.fx import data_ptr
-from tunegemm.serve.torch.layers import gates, halves
+from tunegemm.serve.torch.layers import halves
 from tunegemm.serve.torch.several import traced_part
 from tunegemm.serve.torch.together import most_joined, together
 
@@ -462,20 +462,11 @@ class Shared:
 PLAIN_FORMS = (form_of(BELOW_AUTOGRAD, ""), form_of(BELOW_AUTOGRAD, "bias_n"))
 
 
-def is_left(who: int, x: torch.Tensor) -> bool:
-    """Whether torch is known to compute all that the steps of a method might: the host is spared to ask each.
-
-    who: the id of the function that has the steps; x: its first argument.
-    """
-    planner = api.dispatcher.planner
-    known, size = planner.state.torchs, x.numel()
-    if (who, size) not in known or monotonic() >= planner.next_look or gates.may_train(x):
-        return False
-    return (who, -size) not in known or not capturing(x.device)
-
-
 def remember_left(marks: Sequence[tuple[int, int, int]], who: int, x: torch.Tensor) -> None:
-    """That `is_left`, until records are looked at again, if so it is; marks: of all steps."""
+    """That torch computes all of a method's steps, until records are looked at again, if so it is.
+
+    marks: of the steps; who: the id of the function that has them; x: its first argument.
+    """
     state, size = api.dispatcher.planner.state, x.numel()
     for what, layers, least in marks:
         if size <= least or (what, layers, size) not in state.torchs:
