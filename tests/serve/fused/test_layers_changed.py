@@ -1,4 +1,4 @@
-"""What a program does to a module after `patch(model, fuse=True)`, which forward then reads otherwise."""
+"""What a program does to a module after `patch(model, fuse=True)`, and a forward to its input."""
 
 from __future__ import annotations
 
@@ -124,3 +124,59 @@ def test_nested_tensors_are_torchs(serve):
                 )
             for mine, other in zip(ours, torchs, strict=True):
                 close(mine, other, TOLERANCE)
+
+
+class Summed(nn.Module):
+    """Writes into its input, which it reads later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = x
+        x += self.down(functional.relu(self.up(x)))
+        return before + x
+
+
+class Doubled(Bent):
+    """The same between two layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gated = self.activation(self.gate(x))
+        x.mul_(2)
+        return self.down(gated * self.up(x))
+
+
+class Cleared(Summed):
+    """And between a layer and its activation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.up(x)
+        torch.zero_(x)
+        return self.down(functional.relu(inner, inplace=True)) + x
+
+
+class Rectified(Summed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.relu(self.up(functional.relu(x, inplace=True)))) + x
+
+
+@pytest.mark.parametrize("make", [Summed, Doubled, Cleared, Rectified])
+def test_a_forward_that_writes_into_its_input(serve, make):
+    serve()
+    plain, model = made(make), made(make)
+    fuse(model)
+    for _ in range(2):
+        given_to = [given(), given()]
+        with torch.no_grad():
+            close(model(given_to[0]), plain(given_to[1]), TOLERANCE)
+        close(*given_to, TOLERANCE)
+
+
+def test_an_activation_is_known_by_large_values_too(serve):
+    """Where clipped ones, as of speech models, differ."""
+    serve()
+    plain, model = _pair(lambda: Gates(nn.Hardtanh(0.0, 20.0)))
+    with torch.no_grad():
+        close(model(40 * given()), plain(40 * given()), TOLERANCE)

@@ -81,6 +81,16 @@ class Match:
         return partial(node.target, *node.args[1:], **node.kwargs) if _extras(node) else node.target
 
 
+class _Value(fx.Proxy):
+    """A value while forward is traced. ``x += y`` writes into what others may hold: it is not ``x + y``."""
+
+    def _refuse(self, other: Any) -> Any:
+        raise fx.proxy.TraceError("forward writes into a tensor")
+
+    __iadd__ = __isub__ = __imul__ = __imatmul__ = __itruediv__ = __ifloordiv__ = _refuse
+    __imod__ = __ipow__ = __iand__ = __ior__ = __ixor__ = __ilshift__ = __irshift__ = _refuse
+
+
 class _Tracer(fx.Tracer):
     """Raises where forward changes what holds for a part of it: the graph would not say so."""
 
@@ -100,10 +110,29 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, module: torch.nn.Module, name: str) -> bool:
         return True
 
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Value(node, self)
+
     def create_node(self, *arguments: Any, **keywords: Any) -> fx.Node:
         if _modes() != self._modes:
             raise fx.proxy.TraceError("forward switches gradients or autocast")
-        return super().create_node(*arguments, **keywords)
+        node = super().create_node(*arguments, **keywords)
+        if _writes(node):
+            raise fx.proxy.TraceError("forward writes into a tensor")
+        return node
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a call changes a tensor that somebody else may read: what is replaced is computed later."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    target: Any = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    given = node.args[0] if node.args else None
+    is_own = isinstance(given, fx.Node) and given.op == "call_module" and len(given.users) == 1
+    return "out" in node.kwargs or (bool(node.kwargs.get("inplace")) and not is_own)
 
 
 def _own_method(cls: Any, name: str) -> Any:
@@ -356,6 +385,8 @@ def activation_name(module: torch.nn.Module, node: fx.Node) -> str:
         assert made is not None
         function = made
     x = torch.linspace(-9, 9, 181, dtype=torch.float64, device="cpu")
+    large = torch.logspace(1, 30, 88, dtype=torch.float64, device="cpu")  # where some are cut off
+    x = torch.cat((x, large, -large))
     try:
         with torch.no_grad():
             given = [function(x.clone()) for _ in range(2)]
