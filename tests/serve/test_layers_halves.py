@@ -98,6 +98,49 @@ def test_halves_are_gated_as_they_lie(served, bias):
     assert torch.equal(by_torch(model, given()), expected)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_inputs_of_a_shape_that_was_served_take_few_looks(served, bias):
+    model, plain = made(lambda: Merged(bias)), made(lambda: Merged(bias))
+    fuse(model)
+    for x in (given(), given(3, 8)):
+        by_torch(model, x)
+        served.bound = 0
+        for each in (x, 2 * x):
+            close(by_torch(model, each), by_torch(plain, each), TOLERANCE)
+        assert served.bound == 2
+    wide = torch.zeros(*given().shape[:-1], 2 * WIDTH, dtype=given().dtype)
+    wide[..., :WIDTH] = given()
+    rows = torch.zeros(
+        given().numel() + 4, dtype=given().dtype
+    )  # an address between two multiples of 16 bytes
+    rows[4:] = given().flatten()
+    for x in (wide[..., :WIDTH], rows[4:].view(given().shape), torch._neg_view(given())):
+        close(by_torch(model, x), by_torch(plain, x), TOLERANCE)
+    assert served.bound == 2, "they are laid out otherwise"
+    model.gate_up.weight.data = plain.gate_up.weight.data = 2 * plain.gate_up.weight.data
+    close(by_torch(model, given()), by_torch(plain, given()), TOLERANCE)
+    with tunegemm.policy("batch_invariant"):
+        by_torch(model, given())
+    served.found = False
+    tunegemm.refresh()
+    served.calls.clear()
+    close(by_torch(model, given()), by_torch(plain, given()), TOLERANCE)
+    assert not served.calls, "there is no kernel any more"
+
+
+def test_a_bound_launch_that_fails_is_forgotten(served):
+    model, plain = made(Merged), made(Merged)
+    fuse(model)
+    by_torch(model, given())
+    served.fails = True
+    for _ in range(2):
+        close(by_torch(model, given()), by_torch(plain, given()), TOLERANCE)
+    assert served.bound == 2, "each call has made a new one"
+    served.fails = False
+    by_torch(model, given())
+    assert served.bound == 3
+
+
 @pytest.mark.parametrize("gate", [_split, _sliced, _unflattened])
 def test_ways_to_cut_a_result(served, gate):
     model = of(gate)

@@ -164,15 +164,7 @@ class Groups:
         """
         if self.are_checked():
             check_ends(offs, a.shape[b.ndim == 2])
-        addresses = a.data_ptr() | b.data_ptr()
-        key: tuple[Any, ...] = (
-            a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device, offs.shape,
-            offs.stride(), offs.dtype, offs.device, addresses % ALIGNMENT == 0, gate, interleaved,
-        )  # fmt: skip
-        if bias is not None:
-            key += (bias.shape, bias.stride(), bias.dtype, bias.device)
-        if scales is not None:
-            key += (scales.shape, scales.stride(), scales.dtype, scales.device)
+        key = _key(a, b, offs, bias, gate, interleaved, scales)
         plan = self._plans.get(key)
         if plan is None or time.monotonic() > plan.again:
             plan = self._make_plan(key, a, b, offs, bias, gate, scales)
@@ -203,6 +195,21 @@ class Groups:
             )
             return None
         return result
+
+    def bound(
+        self, a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool, out: Any
+    ) -> Callable[[int, int], None] | None:
+        """The launch of a call that `below_autograd` has served, at other addresses of a and of its result,
+        out: each laid out as before, b, offs and bias the same. None where there is no such launch.
+        """
+        plan = None if self.are_checked() else self._plans.get(_key(a, b, offs, bias, gate, interleaved))
+        make = None if plan is None else getattr(plan.launch, "bound", None)
+        if make is None:
+            return None
+        if bias is not None and bias.ndim == 1:
+            bias = bias.expand(b.mT.shape[:2])
+        launch: Callable[[int, int], None] = make(a, b.mT, out, offs, bias, interleaved=interleaved)
+        return launch
 
     def _make_plan(
         self, key: Hashable, a: Any, b: Any, offs: Any, bias: Any, gate: str, scales: Any
@@ -276,7 +283,8 @@ class Groups:
             return None
         load: Any = GroupedKernel.load if isinstance(choice, GroupedChoice) else AlongK.load
         with torch.cuda.device(index):
-            launch = partial(load(choice.config, artifact.path).launch, **words)
+            kernel = load(choice.config, artifact.path)
+        launch = partial(kernel.launch, **words)
 
         def launch_there(*tensors: Any, **words: Any) -> None:
             if current_device() == index:
@@ -285,7 +293,25 @@ class Groups:
                 with torch.cuda.device(index):
                     launch(*tensors, **words)
 
+        if isinstance(kernel, GroupedKernel):
+            launch_there.bound = partial(kernel.bound, **words)  # type: ignore[attr-defined]
         return launch_there
+
+
+def _key(
+    a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool, scales: Any = None
+) -> tuple[Any, ...]:
+    """All that a plan depends on."""
+    addresses = a.data_ptr() | b.data_ptr()
+    key: tuple[Any, ...] = (
+        a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device, offs.shape,
+        offs.stride(), offs.dtype, offs.device, addresses % ALIGNMENT == 0, gate, interleaved,
+    )  # fmt: skip
+    if bias is not None:
+        key += (bias.shape, bias.stride(), bias.dtype, bias.device)
+    if scales is not None:
+        key += (scales.shape, scales.stride(), scales.dtype, scales.device)
+    return key
 
 
 @cache

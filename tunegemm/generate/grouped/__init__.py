@@ -105,6 +105,17 @@ class GroupedKernel:
         swizzle_size: tiles of rows that share weights.
         l2_hint: 1 where lines of the weights are to leave the L2 first.
         """
+        launch_at = self.bound(
+            a, weights, out, offsets, bias, scales=scales, interleaved=interleaved,
+            blocks=blocks, swizzle_size=swizzle_size, l2_hint=l2_hint,
+        )  # fmt: skip
+        launch_at(a.data_ptr(), out.data_ptr())
+
+    def bound(
+        self, a: Any, weights: Any, out: Any, offsets: Any, bias: Any = None, *,
+        scales: Any = None, interleaved: bool = False, blocks: int, swizzle_size: int = 8, l2_hint: int = 0,
+    ) -> Callable[[int, int], None]:  # fmt: skip
+        """`launch` at addresses of a and out that are laid out as these; the other operands are to stay."""
         from torch._C import _cuda_getCurrentRawStream as current_stream
 
         groups, _, k = weights.shape
@@ -113,13 +124,18 @@ class GroupedKernel:
         if self.config.fused.gated:
             up_stride = row_stride if interleaved else n * row_stride
             row_stride *= 1 + interleaved
-        self.function(
-            weights.data_ptr(), a.data_ptr(), out.data_ptr(), n, a.shape[0], k, groups, row_stride,
-            a.stride(0), out.stride(0), weights.stride(0), 0 if bias is None else bias.stride(0), up_stride,
-            swizzle_size, blocks, l2_hint, offsets.data_ptr(), 0 if bias is None else bias.data_ptr(),
+        function, index, first = self.function, a.device.index, weights.data_ptr()
+        rest = (
+            n, a.shape[0], k, groups, row_stride, a.stride(0), out.stride(0), weights.stride(0),
+            0 if bias is None else bias.stride(0), up_stride, swizzle_size, blocks, l2_hint,
+            offsets.data_ptr(), 0 if bias is None else bias.data_ptr(),
             0 if scales is None else scales.data_ptr(),
-            current_stream(a.device.index),
         )  # fmt: skip
+
+        def launch_at(a: int, out: int) -> None:
+            function(first, a, out, *rest, current_stream(index))
+
+        return launch_at
 
 
 class _Named(GroupedConfig):

@@ -95,6 +95,7 @@ class Shared:
         self._right: torch.Tensor | None = None  # (k, n), all weights
         self._weight: torch.Tensor | None = None  # the same, (n, k)
         self._one_group: torch.Tensor | None = None  # and as kernels of groups take it
+        self._halves: dict[torch.Size, halves.Bound] = {}  # what those kernels serve, where it lies
         self._bias: tuple[torch.Tensor, ...] = ()
         self._device: torch.device | None = None
         self._places: tuple[tuple[Any, str, int, Any, Any, Any], ...] = ()
@@ -319,7 +320,9 @@ class Shared:
             if result is None:
                 self.remember_missed(halves, x)
         if result is None:
-            result = halves.gated(x, self._one_group, self._bias, gate, in_turns=self.in_turns)
+            result = halves.gated(
+                x, self._one_group, self._bias, gate, in_turns=self.in_turns, known=self._halves
+            )
         if result is None:
             self.remember_missed(form, x)
         return result
