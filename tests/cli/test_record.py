@@ -301,9 +301,8 @@ class TestTuneFrom:
 
     @pytest.mark.slow
     def test_a_modelled_device_saves_nothing(self, shapes: str) -> None:
-        run = here(
-            "tune", "--from", shapes, "--device", "model:h200", "--families", "cute_sm90", "--trials", "1"
-        )
+        families_and_workers = self.OPTIONS[2:6]
+        run = here("tune", "--from", shapes, "--device", "model:h200", *families_and_workers, "--trials", "1")
         assert "Expected saving" not in run.stdout
         assert "~" in run.stdout and "estimated from the roofline" in run.stdout
 
