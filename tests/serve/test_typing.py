@@ -98,8 +98,9 @@ def pyright(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", [mypy, pyright])
 @pytest.mark.long
+@pytest.mark.timeout(600)  # without a cache, beside other work, mypy took three minutes
+@pytest.mark.parametrize("check", [mypy, pyright])
 def test_type_checkers_know_the_names(check, tmp_path: Path) -> None:
     (tmp_path / "right.py").write_text(RIGHT)
     for number, text in enumerate(WRONG.values()):
