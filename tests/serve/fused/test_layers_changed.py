@@ -12,7 +12,19 @@ from torch.nn import functional
 
 import tunegemm
 from tests.support.fusing import close
-from tests.support.layers import BF16, INNER, TOLERANCE, WIDTH, Gates, fuse, fused, given, made
+from tests.support.layers import (
+    BF16,
+    INNER,
+    ROWS,
+    TOLERANCE,
+    WIDTH,
+    Attention,
+    Gates,
+    fuse,
+    fused,
+    given,
+    made,
+)
 
 
 class Adapted(nn.Module):
@@ -180,3 +192,37 @@ def test_an_activation_is_known_by_large_values_too(serve):
     plain, model = _pair(lambda: Gates(nn.Hardtanh(0.0, 20.0)))
     with torch.no_grad():
         close(model(40 * given()), plain(40 * given()), TOLERANCE)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_weights_in_somebodys_buffer_stay_there(serve, kernel, together):
+    """As optimizers and communication have them, which write there: what lies together is one product."""
+    serve()
+    plain, model = made(Attention), made(Attention)
+    layers = [model.q, model.k, model.v]
+    buffer = torch.zeros(200, WIDTH, dtype=BF16)
+    start = 0
+    for layer in layers:
+        rows = buffer[start : start + layer.out_features]
+        layer.weight.data = rows.copy_(layer.weight.detach())
+        start += layer.out_features + (0 if together else 8)
+    report = fuse(model)
+    if not together:
+        (line,) = report.of("left")
+        assert line.name == "{q,k,v}" and line.why.endswith("through which something else may write")
+    buffer.mul_(2)
+    with torch.no_grad():
+        for layer in (plain.q, plain.k, plain.v):
+            layer.weight.mul_(2)
+    _check(plain, model)
+    assert ((2 * ROWS // 2, 128) in {(one[0][0], one[1][1]) for one in kernel.calls}) == together
+
+
+def test_weights_that_lie_column_by_column_stay_so(serve):
+    serve()
+    plain, model = made(Attention), made(Attention)
+    for layer in (model.q, model.k, model.v):
+        layer.weight.data = layer.weight.detach().t().contiguous().t()
+    assert not fused(fuse(model))
+    _check(plain, model)
+    assert model.q.weight.stride() == (1, WIDTH)

@@ -511,4 +511,10 @@ def refusal(layers: Sequence[Any], *, in_turns: bool = False) -> str:
             return f"{name}s differ in columns"
         if in_turns and any(parameter.shape != first.shape for parameter in given):
             return f"{name}s differ in rows"
+        if len(layers) > 1 and together([each.detach() for each in given], in_turns=in_turns) is None:
+            for parameter in given:  # which would be moved
+                if not parameter.is_contiguous():
+                    return f"a {name} is not contiguous"
+                if parameter.untyped_storage().nbytes() > parameter.nbytes:
+                    return f"a {name} is a part of a larger buffer, through which something else may write"
     return ""
