@@ -226,3 +226,17 @@ def test_weights_that_lie_column_by_column_stay_so(serve):
     assert not fused(fuse(model))
     _check(plain, model)
     assert model.q.weight.stride() == (1, WIDTH)
+
+
+def test_gate_and_up_in_somebodys_buffer_are_taken_as_they_lie(serve):
+    serve()
+    plain, model = made(Gates), made(Gates)
+    buffer = torch.cat(
+        [model.w1.weight.detach(), model.w3.weight.detach(), torch.zeros(8, WIDTH, dtype=BF16)]
+    )
+    model.w1.weight.data, model.w3.weight.data, _ = buffer.split([INNER, INNER, 8])
+    assert fused(fuse(model)) == ["{w1,w3}"]
+    buffer.mul_(2)
+    with torch.no_grad():
+        plain.w1.weight.mul_(2), plain.w3.weight.mul_(2)
+    _check(plain, model)

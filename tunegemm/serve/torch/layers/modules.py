@@ -170,6 +170,8 @@ def _step(module: torch.nn.Module, match: Match) -> Step | str:
     if match.kind == "halved":
         wrong = refusal(layers[0].weight.dtype, layers[0].out_features, GATE_OF[match.name])
     shared = wrong or share(layers, in_turns=in_turns)
+    if isinstance(shared, str) and in_turns:
+        shared = share(layers)  # of weights that cannot be moved, as they lie
     if isinstance(shared, str):
         return shared
     between = None if match.between is None else module.get_submodule(str(match.between.target))
