@@ -277,6 +277,23 @@ def test_a_result_is_not_kept_beyond_a_weight_of_other_memory(serve):
         close(model.v(x), plain.v(x) * 7, TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    "change", [lambda bias: bias.add_(1), lambda bias: setattr(bias, "data", bias.data + 1)]
+)
+def test_a_result_is_not_kept_beyond_a_changed_bias(serve, change):
+    model, plain = made(lambda: Attention(bias=True)), made(lambda: Attention(bias=True))
+    fuse(model)
+    serve()
+    with torch.no_grad():
+        model.q(given())
+        x = given()
+        model.q(x)
+        change(model.k.bias)
+        model.v.bias = None
+        close(model.k(x), plain.k(x) + 1, TOLERANCE)
+        close(model.v(x), plain.v(x) - plain.v.bias, TOLERANCE)
+
+
 def test_threads_in_turns_each_take_their_own(serve, kernel):
     model, plain = made(Attention), made(Attention)
     fuse(model)

@@ -60,7 +60,7 @@ class _Held(NamedTuple):
     grads: bool
     inference: bool
     states: list[tuple[int, int]]
-    """Of all weights: versions and addresses."""
+    """Of all weights, and behind them of all biases, if any: versions and addresses."""
     parts: dict[int, torch.Tensor]
     """The results, by the layers' places."""
 
@@ -427,6 +427,7 @@ class Shared:
             if (
                 weight is None
                 or states[place] != (weight._version, data_ptr(weight))
+                or (self._bias and states[place - len(self.layers)] != _state(layer._parameters.get("bias")))
                 or (version is not None and x._version != version)
                 or grad_enabled() is not grads
                 or is_inference_mode_enabled() is not inference
@@ -447,6 +448,9 @@ class Shared:
         if results is None:
             return None
         parts = dict(enumerate(results))
+        states = [(parameters["weight"]._version, address) for parameters, address in self._weights]
+        if self._bias:
+            states += [_state(parameters["bias"]) for parameters, _ in self._weights]
         device = -1 if _stream_of is None else x.get_device()
         turn.held = _Held(
             x,
@@ -455,10 +459,15 @@ class Shared:
             0 if device < 0 else _stream_of(device),
             grad_enabled(),
             is_inference_mode_enabled(),
-            [(parameters["weight"]._version, address) for parameters, address in self._weights],
+            states,
             parts,
         )
         return parts.pop(0)
+
+
+def _state(parameter: Any) -> tuple[int, int]:
+    """What changes where a parameter is changed or moved."""
+    return (0, 0) if parameter is None else (parameter._version, data_ptr(parameter))
 
 
 #: Of all weights, without a bias and with one.
