@@ -1,0 +1,322 @@
+"""Launches beside torch.mm on plain products of 129 to 16,384 rows that are drawn by seed, in steady state.
+
+    python -m benchmarks.row_choices --budget 480             # on a GPU; compiles what does not ship
+
+N and K are drawn as `benchmarks.choices` draws them, no dimensions of `benchmarks.first_use`; M is
+log-uniform. Of the launches that could serve a product (`choose.rows`) those that the model takes for fast,
+and some by chance, race torch.mm in one short interleave. The `FINALISTS` of which most is expected then have
+steady-state timing beside two captures of torch.mm, where the chip lowers its clocks (docs/decisions/0023),
+and longer interleaved timing elsewhere. Writes results/GPU/row_choices.json after each product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import itertools
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from statistics import fmean, median
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from benchmarks.choices import extent_of, torch_mm
+from benchmarks.command import command, parser_of
+from benchmarks.results import Results, meta, problem_fields, results_path
+from tunegemm.choose import rows
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.errors import TunegemmError
+from tunegemm.generate import families
+from tunegemm.generate.cublaslt import library
+from tunegemm.measure.backend import Backend, warm_us
+from tunegemm.measure.operands import check, count_sets, expected, make_operands, restore, tolerance
+from tunegemm.measure.race import Replay, race, steady_race
+from tunegemm.measure.settings import RaceSettings
+from tunegemm.measure.statistics import aa_noise
+from tunegemm.model import rank as model
+from tunegemm.model import shortlist
+
+METHOD = (
+    "torch.mm(out=) twice, and each launch, in one CUDA graph each over operand sets that together pass 3x "
+    "the L2: {screen} rounds in shuffled order at clocks that all share, in which `screened` is; then the "
+    "{finalists} of which most is expected, with torch.mm twice: where the chip had lowered its clocks "
+    "(turn_ms) three turns each at thirds of 950 ms, the second half of each timed, else {rounds} such "
+    "rounds more; `ratio`: of torch's mean of both to the launch's"
+)
+LEAST_ROWS, MOST_ROWS = 129, 16384
+SCREEN, ROUNDS, FINALISTS = 3, 11, 6
+MIN_REPLAY_MS = 0.35
+#: Work of torch.mm before the chip says whether it has lowered its clocks, and before turns that are timed.
+SETTLE_S, SETTLE_STEADY_S = 0.12, 0.4
+#: A round of eight: three turns of 79 ms each (`race.steady_race`).
+STEADY = RaceSettings(1, MIN_REPLAY_MS, race_after=9, race_margin=math.inf, steady_ms=950, steady_groups=(8,))
+#: Launches that are screened: the best by the model of each source and some by chance; of a product that
+#: takes torch so long, fewer.
+BEST = {rows.LARGE: 11, rows.LISTED: 6, rows.LIBRARY: 7}
+BY_CHANCE = {rows.LARGE: 4, rows.LISTED: 3, rows.LIBRARY: 0}
+LONG_US, BEST_OF_LONG = 4000.0, {rows.LARGE: 8, rows.LISTED: 3, rows.LIBRARY: 4}
+MAX_FLOP, MAX_BYTES = 1.5e13, 4e9
+CHECKED_FLOP = 2e12
+HANGS_S = 60.0
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of("row_choices", __doc__)
+    parser.add_argument("--budget", type=float, default=480, help="seconds; begin no product later than that")
+    parser.add_argument("--count", type=int, default=100_000, help="most products")
+    parser.add_argument("--seed", default="train", help="of the products")
+    options = parser.parse_args(arguments)
+    run(find_device(options.device), options)
+
+
+def drawn(seed: str) -> Iterator[Problem]:
+    """Products without end, other ones than first_use's; the same for each seed."""
+    chance = random.Random(f"rows {seed}")
+    low, high = math.log2(LEAST_ROWS), math.log2(MOST_ROWS)
+    while True:
+        m = round(2 ** chance.uniform(low, high))
+        problem = Problem.parse(f"{m}x{extent_of(chance)}x{extent_of(chance)}")
+        if problem.flops <= MAX_FLOP and problem.bytes <= MAX_BYTES:
+            yield problem
+
+
+def run(device: Device, options: argparse.Namespace) -> None:
+    """Times products until the budget is spent, and writes a row of each."""
+    from tunegemm.measure.backend import CudaBackend
+
+    started = time.monotonic()
+    method = METHOD.format(screen=SCREEN, finalists=FINALISTS, rounds=ROUNDS)
+    results = Results(results_path(options.out, device, "row_choices.json"), meta(device, method))
+    compile_missing(device)
+    backend = CudaBackend(device)
+    backend.open()
+    done = 0
+    for problem in drawn(options.seed):
+        if time.monotonic() - started > options.budget or done == options.count:
+            break
+        if results.find(problem_fields(problem)):
+            continue
+        faulthandler.dump_traceback_later(HANGS_S, exit=True)
+        begun = time.monotonic()
+        try:
+            row = measure(problem, device, backend)
+        except (TunegemmError, ValueError, RuntimeError, MemoryError) as error:
+            faulthandler.cancel_dump_traceback_later()
+            print(f"{problem.shape}: {type(error).__name__}: {error}"[:300], flush=True)
+            if not backend.alive():
+                raise
+            backend.release()
+            continue
+        faulthandler.cancel_dump_traceback_later()
+        results.put(row | {"seconds": round(time.monotonic() - begun, 2)})
+        done += 1
+        if done <= 3 or done % 20 == 0:
+            told = sorted((f"{one[8]:.3f}" for one in row["launches"] if one[8]), reverse=True)
+            print(
+                f"{done} in {time.monotonic() - started:.0f} s; {problem.shape}: {row['torch_us']} us, turns "
+                f"of {row['turn_ms']} ms, noise {row['noise']}, best {' '.join(told)} of "
+                f"{len(row['launches'])}, {time.monotonic() - begun:.2f} s {row['steps']}, "
+                f"failed {row['failed']}, wrong {row['wrong']}",
+                flush=True,
+            )
+    print(f"{done} products in {time.monotonic() - started:.0f} s; written: {results.path}")
+
+
+def kernels() -> list[Candidate]:
+    """Those that `choose.rows` may launch."""
+    usual = Problem.parse("64x4096x4096")
+    listed = (shortlist.launched(usual, shortlist.listed()[place]) for place in rows.LISTED_PLACES)
+    return [*shortlist.large_kernels(usual), *listed]
+
+
+def compile_missing(device: Device) -> None:
+    """Compiles the kernels that neither ship nor were compiled; prints why one cannot be."""
+    from tunegemm.compile.artifacts import ArtifactStore
+    from tunegemm.compile.pool import CompilePool
+    from tunegemm.store import packs
+
+    started, usual, jobs = time.monotonic(), Problem.parse("64x4096x4096"), []
+    for launch in kernels():
+        family = families.generator(launch.family)
+        if packs.find(key := family.kernel_key(usual, launch, device)) is None:
+            jobs.append((family.label(launch), launch.family, key))
+    if not jobs:
+        return
+    with CompilePool(ArtifactStore()) as pool:
+        futures = [(name, pool.submit(family, key)) for name, family, key in jobs]
+        failed = {name: result.failure for name, one in futures if not (result := one.result()).artifact}
+    print(f"{len(jobs)} kernels compiled in {time.monotonic() - started:.0f} s", flush=True)
+    for name, why in failed.items():
+        print(f"left out: {name}: {why}", flush=True)
+
+
+def worth_trying(problem: Problem, found: rows.Launches, device: Device, *, is_long: bool) -> list[int]:
+    """The launches that are screened, by their numbers."""
+    chance = random.Random(crc32(problem.shape.encode()))
+    scores = rows.score(problem, found, device)
+    chosen: list[int] = []
+    for source, best in (BEST_OF_LONG if is_long else BEST).items():
+        order = [number for number in np.argsort(-scores).tolist() if found.source[number] == source]
+        if source == rows.LIBRARY:
+            order = [number for number in range(len(found)) if found.source[number] == source]
+        rest = order[best:]
+        chosen += order[:best] + chance.sample(rest, min(len(rest), 1 if is_long else BY_CHANCE[source]))
+    return chosen
+
+
+def turned(problem: Problem, launch: Candidate) -> Candidate:
+    """The same kernel with its tiles along the other dimension."""
+    other = {"along_m": "along_n", "along_n": "along_m"}[str(launch["raster_order"])]
+    return launch.with_launch(
+        **dict(launch.launch_params)
+        | {"raster_order": other, "l2_hint": model.l2_hint(problem, launch.kernel)}
+    )
+
+
+def measure(problem: Problem, device: Device, backend: Backend) -> dict[str, Any]:
+    """The row of one product. Its `launches` are lists: source (0: kernels for many rows, 1: of
+    db/selector.toml, 2: algorithms), place in its list, splits of k, whether a second kernel adds them,
+    whether tiles go along n, swizzle size, whether L2 lets go of what streams, `screened`, `ratio` or null.
+    """
+    steps = [time.monotonic()]
+    algorithms = library.algorithms(problem, device.index, rows.REQUESTED, rows.WORKSPACE_BYTES)
+    found = rows.launches(problem, device, algorithms)
+    count = count_sets(problem, device.l2_bytes, backend.free_bytes())
+    sets = [make_operands(problem, backend.torch_device, index) for index in range(count)]
+    torch_us = warm_us(backend, torch_mm, sets)
+    passes = max(1, math.ceil(MIN_REPLAY_MS * 1e3 / (torch_us * count)))
+    numbers = worth_trying(problem, found, device, is_long=torch_us > LONG_US)
+    tried = [(number, found.candidate(problem, number)) for number in numbers]
+    if problem.m > rows.LISTED_ROWS:
+        tried += [
+            (number, turned(problem, one)) for number, one in tried[:2] if found.source[number] == rows.LARGE
+        ]
+    replays: list[Replay] = [backend.capture(torch_mm, sets, passes) for _ in range(2)]
+    kept: list[tuple[int, Candidate]] = []
+    launchers: list[Any] = []
+    failed: dict[str, str] = {}
+    for number, candidate in tried:
+        family = families.get(candidate.family)
+        try:
+            launcher = family.load(problem, candidate, device, object_of(problem, candidate, device))
+            backend.launch(launcher, sets[0])
+            replay = backend.capture(launcher, sets, passes)
+        except (TunegemmError, ValueError, RuntimeError) as error:
+            failed[family.label(candidate)] = f"{type(error).__name__}: {error}"[:160]
+            if not backend.alive():
+                raise
+            continue
+        kept.append((number, candidate))
+        launchers.append(launcher)
+        replays.append(replay)
+    steps.append(time.monotonic())
+    for replay in replays:  # a first replay is uploaded within its timing
+        replay.start()
+        replay.finish()
+    settle(replays[0], SETTLE_S)
+    replays[0].start()
+    is_capped = bool(backend.telemetry().get("throttle_reasons"))
+    replays[0].finish()
+
+    def timed(some: Sequence[Replay], rounds: int) -> list[list[float]]:
+        settings = RaceSettings(
+            rounds, MIN_REPLAY_MS, race_after=rounds + 1, race_margin=math.inf,
+            seed=crc32(problem.shape.encode()) + rounds,
+        )  # fmt: skip
+        return race(some, len(some), settings, lambda _: None)
+
+    samples = timed(replays, SCREEN)
+    steps.append(time.monotonic())
+    torch_all = [fmean(pair) for pair in zip(samples[0], samples[1], strict=True)]
+    screened = [ratio_of(torch_all, own) for own in samples[2:]]
+    hopes = [
+        model.STEADY_LEAD * math.log(ratio)
+        - model.STEADY_CLOCK * (float(found.slowed[number]) if is_capped else 0)
+        for ratio, (number, _) in zip(screened, kept, strict=True)
+    ]
+    finalists = sorted(range(len(kept)), key=lambda place: -hopes[place])[:FINALISTS]
+    last = [*replays[:2], *(replays[2 + place] for place in finalists)]
+    if is_capped:
+        settle(replays[0], SETTLE_STEADY_S)
+        products = passes * count
+        each_us = [
+            median(samples[0]),
+            median(samples[1]),
+            *(median(samples[2 + place]) for place in finalists),
+        ]
+        lasting = [(replay, us * products * 1e-6) for replay, us in zip(last, each_us, strict=True)]
+        finals = steady_race(lasting, len(last), STEADY, lambda _: None)
+    else:
+        finals = timed(last, ROUNDS)
+    torch_final = [fmean(pair) for pair in zip(finals[0], finals[1], strict=True)]
+    ratios = {place: ratio_of(torch_final, own) for place, own in zip(finalists, finals[2:], strict=True)}
+    steps.append(time.monotonic())
+    telemetry = backend.telemetry()
+    wrong: list[str] = []
+    if problem.flops <= CHECKED_FLOP:
+        wanted = expected(problem, sets[0])
+        for place in sorted(ratios, key=lambda place: -ratios[place])[:3]:
+            restore(sets[0])
+            backend.launch(launchers[place], sets[0])
+            if objection := check(sets[0], wanted).objection(tolerance(problem)):
+                wrong.append(f"{kept[place][1]}: {objection}")
+        del wanted
+    del replays, last
+    backend.release()
+    c = found.columns
+    return problem_fields(problem) | {
+        "torch_us": round(median(torch_final), 3),
+        "algorithms": [[library.label(one), one["workspace_bytes"]] for one in algorithms],
+        "noise": round(aa_noise(finals[0], finals[1]), 5),
+        "turn_ms": round(2 * STEADY.steady_ms / 24, 1) if is_capped else 0.0,
+        "sm_clock_mhz": telemetry.get("sm_clock_mhz"), "power_w": telemetry.get("power_w"),
+        "sets": count, "passes": passes, "failed": failed, "wrong": wrong,
+        "steps": [round(end - begin, 2) for begin, end in itertools.pairwise(steps)],
+        "launches": [
+            [
+                int(found.source[number]), int(found.place[number]), int(c.split_k[number]),
+                int(c.second[number]), int(one.params.get("raster_order") == "along_n"),
+                int(one.params.get("swizzle_size", 1)), int(one.params.get("l2_hint") == "streamed"),
+                round(screened[place], 4), round(ratios[place], 4) if place in ratios else None,
+            ]
+            for place, (number, one) in enumerate(kept)
+        ],
+    }  # fmt: skip
+
+
+def ratio_of(baseline: Sequence[float], own: Sequence[float]) -> float:
+    """How many times as fast as the baseline, in the median of rounds."""
+    return median(b / s for b, s in zip(baseline, own, strict=True))
+
+
+def settle(replay: Replay, seconds: float) -> None:
+    """Keeps the chip busy."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        replay.start()
+        replay.finish()
+
+
+def object_of(problem: Problem, candidate: Candidate, device: Device) -> Any:
+    """The compiled object of a kernel; None where none is needed. Raises TunegemmError where there is
+    none."""
+    from tunegemm.store import packs
+
+    if not families.get(candidate.family).compiled:
+        return None
+    found = packs.find(families.generator(candidate.family).kernel_key(problem, candidate, device))
+    if found is None:
+        raise TunegemmError("it is not compiled")
+    return found.path
+
+
+if __name__ == "__main__":
+    sys.exit(main())
