@@ -166,7 +166,7 @@ def worth_trying(problem: Problem, found: rows.Launches, device: Device, *, is_l
     for source, best in (BEST_OF_LONG if is_long else BEST).items():
         order = [number for number in np.argsort(-scores).tolist() if found.source[number] == source]
         if source == rows.LIBRARY:
-            order = [number for number in range(len(found)) if found.source[number] == source]
+            order = sorted(number for number in order if found.place[number])  # the first one is torch's
         rest = order[best:]
         chosen += order[:best] + chance.sample(rest, min(len(rest), 1 if is_long else BY_CHANCE[source]))
     return chosen

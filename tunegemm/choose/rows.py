@@ -26,7 +26,7 @@ from tunegemm.model import rank as model
 from tunegemm.model import shortlist
 from tunegemm.model.energy import steady
 from tunegemm.model.features import order_features
-from tunegemm.model.terms import Columns, Floats, Ints, Terms, terms
+from tunegemm.model.terms import Bools, Columns, Floats, Ints, Terms, terms
 
 #: Numbers of the sources.
 LARGE, LISTED, LIBRARY = range(3)
@@ -57,6 +57,13 @@ class Launches:
     def __len__(self) -> int:
         return len(self.source)
 
+    def take(self, rows: Any) -> Launches:
+        """Some of them, by their numbers or a mask."""
+        return Launches(
+            self.source[rows], self.place[rows], self.columns.take(rows), self.terms.take(rows),
+            self.slowed[rows], self.algorithms,
+        )  # fmt: skip
+
     def candidate(self, problem: Problem, number: int) -> Candidate:
         """One of them as it is launched."""
         source, place, c = int(self.source[number]), int(self.place[number]), self.columns
@@ -79,19 +86,26 @@ _PLAIN = Problem.parse("64x4096x4096")
 def launches(problem: Problem, device: Device, algorithms: Sequence[Candidate] = ()) -> Launches:
     """The launches that may serve a product: of each kernel one, of those that may split k two at most.
 
-    algorithms: what the heuristic names, the first of which torch.mm launches.
+    algorithms: what the heuristic names; torch.mm launches the first one.
     """
     device = replace(device, spec="model")  # as at the fit: each chip counts its resident clusters anew
-    parts = [_large(problem, device)]
+    parts = [_large(problem)]
+    many = len(parts[0][1])
     if problem.m <= LISTED_ROWS:
-        found = shortlist.choices(problem, device, LISTED_PLACES)
-        parts.append((LISTED, found.kernels, found.columns))
-    if len(algorithms) > 1:
-        places = [place for place in range(1, len(algorithms)) if _stand_in(algorithms[place])]
-        if places:
-            columns = Columns.of([one for place in places if (one := _stand_in(algorithms[place]))])
-            parts.append((LIBRARY, np.array(places), columns))
-    return of_columns(problem, device, parts, algorithms)
+        listed = shortlist.choices(problem, device, LISTED_PLACES)
+        parts.append((LISTED, listed.kernels, listed.columns))
+    named = [
+        (place, one) for place, label in enumerate(map(library.label, algorithms)) if (one := stand_in(label))
+    ]
+    if named:
+        places, kernels = zip(*named, strict=True)
+        parts.append((LIBRARY, np.array(places), Columns.of(kernels)))
+    found = of_columns(problem, device, parts, algorithms)
+    # Of the orders of tiles of a kernel that in which it draws least.
+    us = (np.log(found.terms.total_us[:many]) + found.slowed[:many]).reshape(len(_ORDERS), -1)
+    us[1:, _is_lone(problem, found.columns.take(slice(us.shape[1])))] = np.inf
+    best = us.argmin(axis=0) * us.shape[1] + np.arange(us.shape[1])
+    return found.take(np.concatenate([best, np.arange(many, len(found))]))
 
 
 def of_columns(
@@ -123,22 +137,30 @@ def score(problem: Problem, found: Launches, device: Device) -> Floats:
     return model.STEADY_LEAD * expected - model.STEADY_CLOCK * found.slowed
 
 
-def _large(problem: Problem, device: Device) -> tuple[int, Ints, Columns]:
-    """The kernels that ship for many rows, each in the order of tiles in which it draws least."""
+def _large(problem: Problem) -> tuple[int, Ints, Columns]:
+    """The kernels that ship for many rows and have a whole cluster here, in each order of tiles."""
     c = _large_columns()
     m, n = np.where(c.swap_ab, problem.n, problem.m), np.where(c.swap_ab, problem.m, problem.n)
-    rows = np.flatnonzero((-(-m // c.tile_m) >= c.cluster_m) & (-(-n // c.tile_n) >= c.cluster_n))
-    # One row of clusters shares nothing: L2 lets go of the other operand then, whatever the order.
-    lone = np.where(c.swap_ab, c.tile_n * c.cluster_n, c.tile_m * c.cluster_m)[rows] >= problem.m
-    c = c.take(rows)
-    parts = [
-        c.launched(along_n=np.bool_(along_n), streamed=np.bool_(streamed)) for along_n, streamed in _ORDERS
-    ]
-    times = np.array([steady(problem, part, terms(problem, part, device), device).us for part in parts])
-    times[1:, lone] = np.inf
-    best = times.argmin(axis=0)
-    orders = np.array(_ORDERS)[best]
-    return LARGE, rows, replace(c, along_n=orders[:, 0], streamed=orders[:, 1])
+    fits = (-(-m // c.tile_m) >= c.cluster_m) & (-(-n // c.tile_n) >= c.cluster_n)
+    return LARGE, np.tile(np.flatnonzero(fits), len(_ORDERS)), _in_orders().take(np.tile(fits, len(_ORDERS)))
+
+
+def _is_lone(problem: Problem, c: Columns) -> Bools:
+    """Whether one row of clusters covers the product: it shares nothing, and L2 lets go of the other operand,
+    whatever the order."""
+    lone: Bools = np.where(c.swap_ab, c.tile_n * c.cluster_n, c.tile_m * c.cluster_m) >= problem.m
+    return lone
+
+
+@cache
+def _in_orders() -> Columns:
+    count = len(_large_columns().tile_m)
+    orders = np.repeat(np.array(_ORDERS), count, axis=0)
+    return (
+        _large_columns()
+        .take(np.tile(np.arange(count), len(_ORDERS)))
+        .launched(along_n=orders[:, 0], streamed=orders[:, 1])
+    )
 
 
 @cache
@@ -147,13 +169,8 @@ def _large_columns() -> Columns:
 
 
 @cache
-def _stand_in(algorithm: Candidate) -> Candidate | None:
-    """A kernel of ours with an algorithm's tiles and clusters; None where the library names none."""
-    return stand_in(library.label(algorithm))
-
-
 def stand_in(label: str) -> Candidate | None:
-    """The same, by its label."""
+    """A kernel of ours with the tiles and clusters of the algorithm of a label; None where it names none."""
     choice = parse_label(label)
     if choice is None:
         return None
