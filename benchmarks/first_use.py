@@ -81,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--skip", type=int, default=0, metavar="N", help="the first N unseen: timed before")
     parser.add_argument("--kinds", default="", help=f"of {', '.join(KINDS)}; default: plain bf16")
+    parser.add_argument("--least-rows", type=int, default=1, help="of unseen products")
     parser.add_argument("--most-rows", type=int, default=MOST_ROWS, help="of unseen products")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=11)
@@ -104,7 +105,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
     results = Results(results_path(options.out, device, name), meta(device, method))
     backend = CudaBackend(device)
     backend.open()
-    unseen = drawn(options.unseen, options.seed, options.most_rows)[options.skip :]
+    unseen = drawn(options.unseen, options.seed, options.most_rows, options.least_rows)[options.skip :]
     groups = {"listed": some(shipped(device), options.listed, options.seed), "unseen": unseen}
     if options.kinds:
         groups = {name: [_of_kind(problem, name) for problem in unseen] for name in options.kinds.split(",")}
@@ -150,16 +151,16 @@ def _of_kind(problem: Problem, name: str) -> Problem:
     return of_kind(f"{problem.m}x{n}x{k}", name, KINDS)
 
 
-def drawn(count: int, seed: int, most_rows: int = MOST_ROWS) -> list[Problem]:
+def drawn(count: int, seed: int, most_rows: int = MOST_ROWS, least_rows: int = 1) -> list[Problem]:
     """Products that nobody tuned."""
     chance = random.Random(seed)
 
     def extent() -> int:
         return chance.choice(DIMENSIONS) if chance.random() < 0.7 else 8 * chance.randint(32, 2048)
 
+    low, high = math.log2(least_rows), math.log2(most_rows)
     return [
-        Problem.parse(f"{round(2 ** chance.uniform(0, math.log2(most_rows)))}x{extent()}x{extent()}")
-        for _ in range(count)
+        Problem.parse(f"{round(2 ** chance.uniform(low, high))}x{extent()}x{extent()}") for _ in range(count)
     ]
 
 

@@ -29,6 +29,7 @@ from benchmarks.choices import extent_of, torch_mm
 from benchmarks.command import command, parser_of
 from benchmarks.results import Results, meta, problem_fields, results_path
 from tunegemm.choose import rows
+from tunegemm.choose.predictions import MANY_ROWS
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -50,7 +51,7 @@ METHOD = (
     "(turn_ms) three turns each at thirds of 950 ms, the second half of each timed, else {rounds} such "
     "rounds more; `ratio`: of torch's mean of both to the launch's"
 )
-LEAST_ROWS, MOST_ROWS = 129, 16384
+LEAST_ROWS, MOST_ROWS = MANY_ROWS, 16384
 SCREEN, ROUNDS, FINALISTS = 3, 11, 6
 MIN_REPLAY_MS = 0.35
 #: Work of torch.mm before the chip says whether it has lowered its clocks, and before turns that are timed.

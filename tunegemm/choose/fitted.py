@@ -99,6 +99,8 @@ class Fitted(ABC):
     """What the names of its files begin with."""
     features: ClassVar[Sequence[str]]
     """The columns that its trees compare."""
+    least_rows: ClassVar[int] = 1
+    """Fewest rows of the products that it is asked about."""
 
     forest: Forest
     rows: tuple[int, ...]
@@ -178,11 +180,11 @@ class Fitted(ABC):
             refusal = f"predictions are for up to {self.rows[-1]} rows"
             return Outlook(refusal=refusal, decides=False, rows=(self.rows[-1] + 1, sys.maxsize))
         if refusal := self.unmeasured(problem):
-            return Outlook(refusal=refusal, decides=False, rows=(1, self.rows[-1]))
+            return Outlook(refusal=refusal, decides=False, rows=(self.least_rows, self.rows[-1]))
         number = self._number(problem)
         if self._margin(self.case(problem, None), number) is None:
             refusal = f"nothing is predicted of them at {problem.m} rows"
-            rows = (self.rows[number - 1] + 1 if number else 1, self.rows[number])
+            rows = (self.rows[number - 1] + 1 if number else self.least_rows, self.rows[number])
             return Outlook(refusal=refusal, decides=False, rows=rows)
         if (between := self._between(problem.m)) is not None:
             leads = [self._lead(replace(problem, m=end), device, ask) for end in between]

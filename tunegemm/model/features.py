@@ -22,7 +22,7 @@ from tunegemm.model.terms import Columns, Floats, Terms
 #: Stands for what is not known; each feature that may be missing is above it.
 UNKNOWN = -100.0
 #: Families by their numbers.
-FAMILIES = ("cute_sm90", "gluon_wgmma", "triton_tma", "skinny", "cute_sm80")
+FAMILIES = ("cute_sm90", "gluon_wgmma", "triton_tma", "skinny", "cute_sm80", "cublaslt")
 
 #: `half_sectors`: whether rows of K begin amid the 32 B that device memory is read by.
 OF_PROBLEM = ("log_m", "log_n", "log_k", "log_bytes", "n_beyond", "k_beyond", "half_sectors")
@@ -44,6 +44,14 @@ OF_ORDER = (
 
 #: What tells the gain of such a kernel over torch's operations for an fp8 or fused product.
 OF_GAIN = (*OF_ORDER, "behind", "one_byte", "gated", "adds", "after", *OF_TORCH)
+
+#: What tells a launch's ratio to torch.mm of a product of many rows. `by_gpc`: whether clusters of a GPC take
+#: neighbouring tiles. `slowed`: what the power cap takes. `ahead`, `ahead_steady`: of a kernel of ours with
+#: the tiles of torch's, by the model, at one clock for both and at the clock that the cap leaves each.
+OF_ROWS = (
+    *OF_PROBLEM, *OF_LAUNCH, "source", "by_gpc", "along_n", "streamed", "slowed", "ahead", "ahead_steady",
+    *OF_TORCH,
+)  # fmt: skip
 
 
 def features(problem: Problem, found: Choices, device: Device, library: LibraryChoice | None) -> Floats:
@@ -81,6 +89,25 @@ def gain_features(
     rows_all = -(-problem.m // known["rows"]) * known["rows"]
     known |= zip(OF_TORCH, _of_torch(problem, rows_all, device.sm_count, library), strict=True)
     return _table(OF_GAIN, known, len(families))
+
+
+def row_features(
+    problem: Problem,
+    columns: Columns,
+    found: Terms,
+    families: Sequence[str],
+    device: Device,
+    library: LibraryChoice,
+    **known: Any,
+) -> Floats:
+    """A row of `OF_ROWS` for each launch. known: features that are of `choose.rows`, by name."""
+    numbers = np.array([float(FAMILIES.index(name)) for name in families])
+    known |= _of_launches(problem, columns, found, numbers, device)
+    known |= {"splits": columns.split_k, "second": columns.second, "by_gpc": columns.gpc_aware}
+    known |= {"along_n": columns.along_n, "streamed": columns.streamed}
+    rows_all = -(-problem.m // known["rows"]) * known["rows"]
+    known |= zip(OF_TORCH, _of_torch(problem, rows_all, device.sm_count, library), strict=True)
+    return _table(OF_ROWS, known, len(families))
 
 
 def _of_launches(
