@@ -53,6 +53,8 @@ METHOD = (
 )
 LEAST_ROWS, MOST_ROWS = MANY_ROWS, 16384
 SCREEN, ROUNDS, FINALISTS = 3, 11, 6
+#: How far behind the fastest launches may be that are screened once more.
+NEAR = 0.1
 MIN_REPLAY_MS = 0.35
 #: Work of torch.mm before the chip says whether it has lowered its clocks, and before turns that are timed.
 SETTLE_S, SETTLE_STEADY_S = 0.12, 0.4
@@ -74,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=float, default=480, help="seconds; begin no product later than that")
     parser.add_argument("--count", type=int, default=100_000, help="most products")
     parser.add_argument("--seed", default="train", help="of the products")
+    parser.add_argument("--screened", action="store_true", help="interleaved alone, of many more products")
     options = parser.parse_args(arguments)
     run(find_device(options.device), options)
 
@@ -108,7 +111,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
         faulthandler.dump_traceback_later(HANGS_S, exit=True)
         begun = time.monotonic()
         try:
-            row = measure(problem, device, backend)
+            row = measure(problem, device, backend, is_final=not options.screened)
         except (TunegemmError, ValueError, RuntimeError, MemoryError) as error:
             faulthandler.cancel_dump_traceback_later()
             print(f"{problem.shape}: {type(error).__name__}: {error}"[:300], flush=True)
@@ -120,7 +123,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
         results.put(row | {"seconds": round(time.monotonic() - begun, 2)})
         done += 1
         if done <= 3 or done % 20 == 0:
-            told = sorted((f"{one[8]:.3f}" for one in row["launches"] if one[8]), reverse=True)
+            told = sorted((f"{one[8] or one[7]:.3f}" for one in row["launches"]), reverse=True)[:FINALISTS]
             print(
                 f"{done} in {time.monotonic() - started:.0f} s; {problem.shape}: {row['torch_us']} us, turns "
                 f"of {row['turn_ms']} ms, noise {row['noise']}, best {' '.join(told)} of "
@@ -182,7 +185,7 @@ def turned(problem: Problem, launch: Candidate) -> Candidate:
     )
 
 
-def measure(problem: Problem, device: Device, backend: Backend) -> dict[str, Any]:
+def measure(problem: Problem, device: Device, backend: Backend, *, is_final: bool = True) -> dict[str, Any]:
     """The row of one product. Its `launches` are lists: source (0: kernels for many rows, 1: of
     db/selector.toml, 2: algorithms), place in its list, splits of k, whether a second kernel adds them,
     whether tiles go along n, swizzle size, whether L2 lets go of what streams, `screened`, `ratio` or null.
@@ -224,6 +227,7 @@ def measure(problem: Problem, device: Device, backend: Backend) -> dict[str, Any
         replay.finish()
     settle(replays[0], SETTLE_S)
     replays[0].start()
+    again: list[list[float]] = []
     is_capped = bool(backend.telemetry().get("throttle_reasons"))
     replays[0].finish()
 
@@ -238,14 +242,22 @@ def measure(problem: Problem, device: Device, backend: Backend) -> dict[str, Any
     steps.append(time.monotonic())
     torch_all = [fmean(pair) for pair in zip(samples[0], samples[1], strict=True)]
     screened = [ratio_of(torch_all, own) for own in samples[2:]]
+    if not is_final:  # once more, of those that are near the fastest
+        near = [place for place in range(len(kept)) if screened[place] > max(screened) * (1 - NEAR)]
+        again = timed([*replays[:2], *(replays[2 + place] for place in near)], ROUNDS)
+        torch_again = [fmean(pair) for pair in zip(again[0], again[1], strict=True)]
+        for place, own in zip(near, again[2:], strict=True):
+            screened[place] = ratio_of(torch_again, own)
     hopes = [
         model.STEADY_LEAD * math.log(ratio)
         - model.STEADY_CLOCK * (float(found.slowed[number]) if is_capped else 0)
         for ratio, (number, _) in zip(screened, kept, strict=True)
     ]
-    finalists = sorted(range(len(kept)), key=lambda place: -hopes[place])[:FINALISTS]
+    finalists = sorted(range(len(kept)), key=lambda place: -hopes[place])[: FINALISTS if is_final else 0]
     last = [*replays[:2], *(replays[2 + place] for place in finalists)]
-    if is_capped:
+    if not is_final:
+        finals = again[:2]
+    elif is_capped:
         settle(replays[0], SETTLE_STEADY_S)
         products = passes * count
         each_us = [
@@ -262,7 +274,7 @@ def measure(problem: Problem, device: Device, backend: Backend) -> dict[str, Any
     steps.append(time.monotonic())
     telemetry = backend.telemetry()
     wrong: list[str] = []
-    if problem.flops <= CHECKED_FLOP:
+    if is_final and problem.flops <= CHECKED_FLOP:
         wanted = expected(problem, sets[0])
         for place in sorted(ratios, key=lambda place: -ratios[place])[:3]:
             restore(sets[0])
@@ -277,7 +289,8 @@ def measure(problem: Problem, device: Device, backend: Backend) -> dict[str, Any
         "torch_us": round(median(torch_final), 3),
         "algorithms": [[library.label(one), one["workspace_bytes"]] for one in algorithms],
         "noise": round(aa_noise(finals[0], finals[1]), 5),
-        "turn_ms": round(2 * STEADY.steady_ms / 24, 1) if is_capped else 0.0,
+        "is_capped": is_capped,
+        "turn_ms": round(2 * STEADY.steady_ms / 24, 1) if is_capped and is_final else 0.0,
         "sm_clock_mhz": telemetry.get("sm_clock_mhz"), "power_w": telemetry.get("power_w"),
         "sets": count, "passes": passes, "failed": failed, "wrong": wrong,
         "steps": [round(end - begin, 2) for begin, end in itertools.pairwise(steps)],

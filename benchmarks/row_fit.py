@@ -93,7 +93,7 @@ class Frame:
             product += [number] * len(launches)
             screened += [one[7] for one in launches]
             final += [one[8] or np.nan for one in launches]
-            at += [row["turn_ms"] > 0] * len(launches)
+            at += [row.get("is_capped", row["turn_ms"] > 0)] * len(launches)
         self.table, self.product = np.vstack(tables), np.array(product)
         self.screened, self.final = np.log(screened), np.log(final)
         self.is_final = np.isfinite(self.final)

@@ -55,6 +55,9 @@ def test_a_row_has_every_source_and_ratios_of_finalists(
     sources = {launch[0] for launch in launches}
     assert sources == {rows.LARGE, rows.LIBRARY} | ({rows.LISTED} if problem.m <= rows.LISTED_ROWS else set())
     assert sum(launch[8] is not None for launch in launches) == row_choices.FINALISTS
+    screened = row_choices.measure(problem, device, backend(device), is_final=False)
+    assert [launch[:7] for launch in screened["launches"]] == [launch[:7] for launch in launches]
+    assert all(launch[7] > 0 and launch[8] is None for launch in screened["launches"])
     assert len(row["algorithms"]) == 4
     assert {launch[1] for launch in launches if launch[0] == rows.LIBRARY} == {1, 2, 3}
 
