@@ -3,10 +3,12 @@
     python -m benchmarks.row_choices --budget 480             # on a GPU; compiles what does not ship
 
 N and K are drawn as `benchmarks.choices` draws them, no dimensions of `benchmarks.first_use`; M is
-log-uniform. Of the launches that could serve a product (`choose.rows`) those that the model takes for fast,
-and some by chance, race torch.mm in one short interleave. The `FINALISTS` of which most is expected then have
-steady-state timing beside two captures of torch.mm, where the chip lowers its clocks (docs/decisions/0023),
-and longer interleaved timing elsewhere. Writes results/GPU/row_choices.json after each product.
+log-uniform. Of the kernels that ship for many rows (`choose.rows`), of some of db/selector.toml up to 512
+rows, and of what else cuBLASLt's heuristic names, those that the model takes for fast and some by chance race
+torch.mm in one short interleave. The `FINALISTS` of which most is expected then have steady-state timing
+beside two captures of torch.mm, where the chip lowers its clocks (docs/decisions/0023), and longer
+interleaved timing elsewhere. With `--screened` the interleave is all, of six times as many products. Writes
+results/GPU/row_choices.json after each product.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 from zlib import crc32
@@ -29,6 +32,7 @@ from benchmarks.choices import extent_of, torch_mm
 from benchmarks.command import command, parser_of
 from benchmarks.results import Results, meta, problem_fields, results_path
 from tunegemm.choose import rows
+from tunegemm.choose.invariance import order_here
 from tunegemm.choose.predictions import MANY_ROWS
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
@@ -36,6 +40,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import library
+from tunegemm.generate.cublaslt.choice import parse_label
 from tunegemm.measure.backend import Backend, warm_us
 from tunegemm.measure.operands import check, count_sets, expected, make_operands, restore, tolerance
 from tunegemm.measure.race import Replay, race, steady_race
@@ -43,6 +48,8 @@ from tunegemm.measure.settings import RaceSettings
 from tunegemm.measure.statistics import aa_noise
 from tunegemm.model import rank as model
 from tunegemm.model import shortlist
+from tunegemm.model.features import order_features
+from tunegemm.model.terms import Columns
 
 METHOD = (
     "torch.mm(out=) twice, and each launch, in one CUDA graph each over operand sets that together pass 3x "
@@ -52,6 +59,14 @@ METHOD = (
     "rounds more; `ratio`: of torch's mean of both to the launch's"
 )
 LEAST_ROWS, MOST_ROWS = MANY_ROWS, 16384
+#: Numbers of the sources of launches.
+LARGE, LISTED, LIBRARY = range(3)
+#: Rows up to which kernels of db/selector.toml are tried: those that added most to the best of
+#: `benchmarks.choices` between 129 and 1,024 rows, by their places.
+LISTED_ROWS = 512
+LISTED_PLACES = (35, 41, 48, 54, 59, 60, 79, 83, 84, 85, 86, 89, 103, 104, 109, 111)
+#: Algorithms that the heuristic is asked for, and the workspace that torch gives it.
+REQUESTED, WORKSPACE_BYTES = 8, 32 << 20
 SCREEN, ROUNDS, FINALISTS = 3, 11, 6
 #: How far behind the fastest launches may be that are screened once more.
 NEAR = 0.1
@@ -62,9 +77,9 @@ SETTLE_S, SETTLE_STEADY_S = 0.12, 0.4
 STEADY = RaceSettings(1, MIN_REPLAY_MS, race_after=9, race_margin=math.inf, steady_ms=950, steady_groups=(8,))
 #: Launches that are screened: the best by the model of each source and some by chance; of a product that
 #: takes torch so long, fewer.
-BEST = {rows.LARGE: 11, rows.LISTED: 6, rows.LIBRARY: 7}
-BY_CHANCE = {rows.LARGE: 4, rows.LISTED: 3, rows.LIBRARY: 0}
-LONG_US, BEST_OF_LONG = 4000.0, {rows.LARGE: 8, rows.LISTED: 3, rows.LIBRARY: 4}
+BEST = {LARGE: 11, LISTED: 6, LIBRARY: 7}
+BY_CHANCE = {LARGE: 4, LISTED: 3, LIBRARY: 0}
+LONG_US, BEST_OF_LONG = 4000.0, {LARGE: 8, LISTED: 3, LIBRARY: 4}
 MAX_FLOP, MAX_BYTES = 1.5e13, 4e9
 CHECKED_FLOP = 2e12
 HANGS_S = 60.0
@@ -137,7 +152,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
 def kernels() -> list[Candidate]:
     """Those that `choose.rows` may launch."""
     usual = Problem.parse("64x4096x4096")
-    listed = (shortlist.launched(usual, shortlist.listed()[place]) for place in rows.LISTED_PLACES)
+    listed = (shortlist.launched(usual, shortlist.listed()[place]) for place in LISTED_PLACES)
     return [*shortlist.large_kernels(usual), *listed]
 
 
@@ -162,18 +177,63 @@ def compile_missing(device: Device) -> None:
         print(f"left out: {name}: {why}", flush=True)
 
 
-def worth_trying(problem: Problem, found: rows.Launches, device: Device, *, is_long: bool) -> list[int]:
-    """The launches that are screened, by their numbers."""
+@dataclass(frozen=True)
+class Launch:
+    """A launch that is tried."""
+
+    source: int
+    place: int
+    candidate: Candidate
+    slowed: float
+    """What the power cap takes from its speed, by the model, in log."""
+
+
+def worth_trying(
+    problem: Problem, algorithms: Sequence[Candidate], device: Device, *, is_long: bool
+) -> list[Launch]:
+    """The launches that are screened."""
     chance = random.Random(crc32(problem.shape.encode()))
-    scores = rows.score(problem, found, device)
-    chosen: list[int] = []
+    found: dict[int, list[Launch]] = {LARGE: [], LISTED: [], LIBRARY: []}
+    torchs = parse_label(library.label(algorithms[0]))
+    if torchs is None:
+        return []
+    large = rows.launches(problem, device, torchs)
+    families_of = ["cute_sm90"] * (len(large.place) - 1)
+    for number in best_first(problem, large, families_of, device):
+        place, one = int(large.place[number]), large.candidate(problem, number)
+        found[LARGE].append(Launch(LARGE, place, one, float(large.slowed[number])))
+    if problem.m <= LISTED_ROWS:
+        few = shortlist.choices(problem, device, LISTED_PLACES)
+        listed = rows.modelled(problem, device, few.kernels, few.columns)
+        families_of = [shortlist.listed()[place].family for place in few.kernels.tolist()]
+        for number in best_first(problem, listed, families_of, device):
+            place, one = int(few.kernels[number]), few.candidate(problem, number)
+            found[LISTED].append(Launch(LISTED, place, one, float(listed.slowed[number])))
+    for place, one in enumerate(algorithms):
+        choice = parse_label(library.label(one))
+        if not place or choice is None:
+            continue
+        columns = Columns.of([rows.stand_in_of(choice)])
+        slowed = rows.modelled(problem, device, np.zeros(1, np.int64), columns).slowed
+        found[LIBRARY].append(Launch(LIBRARY, place, one, float(slowed[0])))
+    chosen: list[Launch] = []
     for source, best in (BEST_OF_LONG if is_long else BEST).items():
-        order = [number for number in np.argsort(-scores).tolist() if found.source[number] == source]
-        if source == rows.LIBRARY:
-            order = sorted(number for number in order if found.place[number])  # the first one is torch's
-        rest = order[best:]
-        chosen += order[:best] + chance.sample(rest, min(len(rest), 1 if is_long else BY_CHANCE[source]))
+        first, rest = found[source][:best], found[source][best:]
+        chosen += first + chance.sample(rest, min(len(rest), 1 if is_long else BY_CHANCE[source]))
+    if problem.m > LISTED_ROWS:
+        chosen += [replace(one, candidate=turned(problem, one.candidate)) for one in found[LARGE][:2]]
     return chosen
+
+
+def best_first(
+    problem: Problem, found: rows.Launches, families_of: Sequence[str], device: Device
+) -> list[int]:
+    """The numbers of launches by what is expected of them in steady state: by the trees of db/order.json at
+    one clock for all, and by the clock that the table of joules leaves each."""
+    mine = found.take(slice(len(families_of)))
+    expected = order_here()(order_features(problem, mine.columns, mine.terms, families_of, device))
+    order: list[int] = np.argsort(model.STEADY_CLOCK * mine.slowed - model.STEADY_LEAD * expected).tolist()
+    return order
 
 
 def turned(problem: Problem, launch: Candidate) -> Candidate:
@@ -191,23 +251,18 @@ def measure(problem: Problem, device: Device, backend: Backend, *, is_final: boo
     whether tiles go along n, swizzle size, whether L2 lets go of what streams, `screened`, `ratio` or null.
     """
     steps = [time.monotonic()]
-    algorithms = library.algorithms(problem, device.index, rows.REQUESTED, rows.WORKSPACE_BYTES)
-    found = rows.launches(problem, device, algorithms)
+    algorithms = library.algorithms(problem, device.index, REQUESTED, WORKSPACE_BYTES)
     count = count_sets(problem, device.l2_bytes, backend.free_bytes())
     sets = [make_operands(problem, backend.torch_device, index) for index in range(count)]
     torch_us = warm_us(backend, torch_mm, sets)
     passes = max(1, math.ceil(MIN_REPLAY_MS * 1e3 / (torch_us * count)))
-    numbers = worth_trying(problem, found, device, is_long=torch_us > LONG_US)
-    tried = [(number, found.candidate(problem, number)) for number in numbers]
-    if problem.m > rows.LISTED_ROWS:
-        tried += [
-            (number, turned(problem, one)) for number, one in tried[:2] if found.source[number] == rows.LARGE
-        ]
+    tried = worth_trying(problem, algorithms, device, is_long=torch_us > LONG_US)
     replays: list[Replay] = [backend.capture(torch_mm, sets, passes) for _ in range(2)]
-    kept: list[tuple[int, Candidate]] = []
+    kept: list[Launch] = []
     launchers: list[Any] = []
     failed: dict[str, str] = {}
-    for number, candidate in tried:
+    for one in tried:
+        candidate = one.candidate
         family = families.get(candidate.family)
         try:
             launcher = family.load(problem, candidate, device, object_of(problem, candidate, device))
@@ -218,7 +273,7 @@ def measure(problem: Problem, device: Device, backend: Backend, *, is_final: boo
             if not backend.alive():
                 raise
             continue
-        kept.append((number, candidate))
+        kept.append(one)
         launchers.append(launcher)
         replays.append(replay)
     steps.append(time.monotonic())
@@ -249,9 +304,8 @@ def measure(problem: Problem, device: Device, backend: Backend, *, is_final: boo
         for place, own in zip(near, again[2:], strict=True):
             screened[place] = ratio_of(torch_again, own)
     hopes = [
-        model.STEADY_LEAD * math.log(ratio)
-        - model.STEADY_CLOCK * (float(found.slowed[number]) if is_capped else 0)
-        for ratio, (number, _) in zip(screened, kept, strict=True)
+        model.STEADY_LEAD * math.log(ratio) - model.STEADY_CLOCK * (one.slowed if is_capped else 0)
+        for ratio, one in zip(screened, kept, strict=True)
     ]
     finalists = sorted(range(len(kept)), key=lambda place: -hopes[place])[: FINALISTS if is_final else 0]
     last = [*replays[:2], *(replays[2 + place] for place in finalists)]
@@ -280,11 +334,10 @@ def measure(problem: Problem, device: Device, backend: Backend, *, is_final: boo
             restore(sets[0])
             backend.launch(launchers[place], sets[0])
             if objection := check(sets[0], wanted).objection(tolerance(problem)):
-                wrong.append(f"{kept[place][1]}: {objection}")
+                wrong.append(f"{kept[place].candidate}: {objection}")
         del wanted
     del replays, last
     backend.release()
-    c = found.columns
     return problem_fields(problem) | {
         "torch_us": round(median(torch_final), 3),
         "algorithms": [[library.label(one), one["workspace_bytes"]] for one in algorithms],
@@ -296,14 +349,23 @@ def measure(problem: Problem, device: Device, backend: Backend, *, is_final: boo
         "steps": [round(end - begin, 2) for begin, end in itertools.pairwise(steps)],
         "launches": [
             [
-                int(found.source[number]), int(found.place[number]), int(c.split_k[number]),
-                int(c.second[number]), int(one.params.get("raster_order") == "along_n"),
-                int(one.params.get("swizzle_size", 1)), int(one.params.get("l2_hint") == "streamed"),
+                one.source, one.place, *launch_of(one.candidate),
                 round(screened[place], 4), round(ratios[place], 4) if place in ratios else None,
             ]
-            for place, (number, one) in enumerate(kept)
+            for place, one in enumerate(kept)
         ],
     }  # fmt: skip
+
+
+def launch_of(candidate: Candidate) -> list[int]:
+    """Splits of k, whether a second kernel adds them, whether tiles go along n, swizzle size, whether L2 lets
+    go of what streams."""
+    params = candidate.params
+    return [
+        int(params.get("split_k", 1)), int(params.get("reduction") == "second_kernel"),
+        int(params.get("raster_order") == "along_n"), int(params.get("swizzle_size", 1)),
+        int(params.get("l2_hint") == "streamed"),
+    ]  # fmt: skip
 
 
 def ratio_of(baseline: Sequence[float], own: Sequence[float]) -> float:

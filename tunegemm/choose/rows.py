@@ -1,16 +1,18 @@
-"""Launches that may serve a plain product of many rows, and what fitted trees read of them.
+"""Predictions for plain products of many rows, by the kernels that ship for such products.
 
 Such products run at the power cap (docs/decisions/0012), where the kernel that draws least is the fastest.
-Three sources have launches for one: the kernels that ship for many rows (`shortlist.large_kernels`), whose
-clusters of a GPC take neighbouring tiles; up to `LISTED_ROWS` some of db/selector.toml, which may split k;
-and what else cuBLASLt's heuristic names, beside the algorithm that torch.mm launches.
+The clusters of a GPC take neighbouring tiles (`shortlist.large_kernels`), each kernel in the order of tiles
+in which the table of joules expects least of it. The trees compare each with a kernel of the tiles that
+cuBLASLt chooses, by the model's terms. Trees and margins are in db/rows-GPU.json, made by
+`benchmarks.row_fit` from what `benchmarks.row_choices` measured. docs/decisions/0020 has the evidence.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -19,86 +21,25 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tunegemm.choose.fitted import Fitted
-from tunegemm.choose.invariance import order_here
 from tunegemm.choose.predictions import MANY_ROWS
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
-from tunegemm.generate.cublaslt import TORCH_MM, library
-from tunegemm.generate.cublaslt.choice import LibraryChoice, parse_label
-from tunegemm.model import rank as model
+from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.generate.cublaslt.choice import LibraryChoice
 from tunegemm.model import shortlist
 from tunegemm.model.energy import steady
-from tunegemm.model.features import OF_ROWS, order_features, row_features
+from tunegemm.model.features import OF_ROWS, row_features
 from tunegemm.model.terms import Bools, Columns, Floats, Ints, Terms, terms
 
-#: Numbers of the sources.
-LARGE, LISTED, LIBRARY = range(3)
-OURS, LIBRARYS = "cute_sm90", "cublaslt"
-#: Rows up to which kernels of db/selector.toml are asked, too: those that added most to the best of
-#: `benchmarks.choices` between 129 and 1,024 rows, by their places.
-LISTED_ROWS = 512
-LISTED_PLACES = (35, 41, 48, 54, 59, 60, 79, 83, 84, 85, 86, 89, 103, 104, 109, 111)
-#: Algorithms that the heuristic is asked for, and the workspace that torch gives it.
-REQUESTED, WORKSPACE_BYTES = 8, 32 << 20
+#: Such a product, of the dtypes that were measured.
+PLAIN = Problem.parse("64x4096x4096")
+#: K whose rows begin amid the 32 B that device memory is read by: as of few rows, what was expected of them
+#: failed most.
+UNIT_OF_K = 16
 #: Whether tiles go along n, and whether L2 lets go first of what a group of them does not share.
 _ORDERS = tuple(itertools.product((False, True), repeat=2))
-
-
-@dataclass(frozen=True)
-class Launches:
-    """Launches for one product, and the model's terms of each."""
-
-    source: Ints
-    place: Ints
-    """In the list of the source; of algorithms, in the order in which the heuristic names them."""
-    columns: Columns
-    terms: Terms
-    slowed: Floats
-    """What the power cap takes from its speed, in log."""
-    algorithms: tuple[Candidate, ...]
-    """What the library named."""
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def take(self, rows: Any) -> Launches:
-        """Some of them, by their numbers or a mask."""
-        return Launches(
-            self.source[rows], self.place[rows], self.columns.take(rows), self.terms.take(rows),
-            self.slowed[rows], self.algorithms,
-        )  # fmt: skip
-
-    def families(self) -> list[str]:
-        """The family of each."""
-        return [
-            LIBRARYS if source == LIBRARY else shortlist.listed()[place].family if source == LISTED else OURS
-            for source, place in zip(self.source.tolist(), self.place.tolist(), strict=True)
-        ]
-
-    def candidate(self, problem: Problem, number: int) -> Candidate:
-        """One of them as it is launched."""
-        source, place, c = int(self.source[number]), int(self.place[number]), self.columns
-        along_n = bool(c.along_n[number])
-        if source == LIBRARY:
-            return self.algorithms[place]
-        if source == LARGE:
-            kernel = shortlist.large_kernels(_PLAIN)[place].kernel
-            streamed = bool(c.streamed[number])
-            return shortlist.launched_by_gpc(problem, kernel, along_n=along_n, streamed=streamed)
-        return shortlist.launched(
-            problem, shortlist.listed()[place], int(c.split_k[number]), bool(c.second[number]), along_n,
-            int(c.swizzle[number]),
-        )  # fmt: skip
-
-
-_PLAIN = Problem.parse("64x4096x4096")
-_ALL: Mapping[int, Sequence[int]] = {
-    LARGE: range(len(shortlist.large_kernels(_PLAIN))),
-    LISTED: LISTED_PLACES,
-    LIBRARY: range(1, REQUESTED),
-}
 
 
 @dataclass(frozen=True)
@@ -109,20 +50,24 @@ class Rows(Fitted):
     features: ClassVar = OF_ROWS
     least_rows: ClassVar = MANY_ROWS
 
-    kernels: Mapping[int, tuple[int, ...]]
-    """Places that may serve, by source."""
+    kernels: tuple[int, ...]
+    """Places in the list, of those that may serve."""
     fitted_to: Mapping[str, Any]
 
     @classmethod
     def _further(cls, data: Mapping[str, Any], path: Path) -> dict[str, Any]:
-        if data["list"] != digest_of_lists():
+        if data["list"] != digest_of_list():
             raise TunegemmError(f"{path} was fitted to other kernels; run `python -m benchmarks.row_fit`")
-        kernels = {int(source): tuple(places) for source, places in data["kernels"].items()}
-        return {"kernels": kernels, "fitted_to": data["fitted_to"]}
+        return {"kernels": tuple(data["kernels"]), "fitted_to": data["fitted_to"]}
 
     @staticmethod
     def covers(problem: Problem) -> bool:
-        return shortlist.covers(problem) and problem.in_dtype == _PLAIN.in_dtype
+        return shortlist.covers(problem) and problem.in_dtype == PLAIN.in_dtype
+
+    def unmeasured(self, problem: Problem) -> str:
+        if problem.k % UNIT_OF_K:
+            return f"predictions of over {MANY_ROWS - 1} rows are for K that is a multiple of {UNIT_OF_K}"
+        return super().unmeasured(problem)
 
     def case(self, problem: Problem, library: LibraryChoice | None) -> str:
         return "plain"
@@ -130,9 +75,9 @@ class Rows(Fitted):
     def expected(
         self, problem: Problem, device: Device, library: LibraryChoice | None
     ) -> tuple[Callable[[int], Candidate], Floats]:
-        if library is None or not (algorithms := named(problem, device)):
+        if library is None:
             return lambda number: TORCH_MM, np.zeros(0)
-        found = launches(problem, device, algorithms, self.kernels)
+        found = launches(problem, device, library, self.kernels)
         logs = self.forest(row_table(problem, found, device, library))
         return lambda number: found.candidate(problem, number), logs
 
@@ -144,107 +89,82 @@ class Rows(Fitted):
         )
 
 
-def named(problem: Problem, device: Device) -> list[Candidate]:
-    """What the heuristic names, as torch asks it: torch.mm launches the first one. Empty where it cannot be
-    asked, or its first one has no tile that is known."""
-    try:
-        found = library.algorithms(problem, device.index, REQUESTED, WORKSPACE_BYTES)
-    except RuntimeError:
-        return []
-    return found if found and stand_in(library.label(found[0])) else []
+@dataclass(frozen=True)
+class Launches:
+    """The shipped kernels at their launches for one product, behind them one with the tiles of torch's."""
+
+    place: Ints
+    """In the list of kernels."""
+    columns: Columns
+    terms: Terms
+    slowed: Floats
+    """What the power cap takes from the speed of each, in log."""
+
+    def take(self, rows: Any) -> Launches:
+        """Some of them, by their numbers or a mask."""
+        return Launches(self.place[rows], self.columns.take(rows), self.terms.take(rows), self.slowed[rows])
+
+    def candidate(self, problem: Problem, number: int) -> Candidate:
+        """One of them as it is launched."""
+        kernel = shortlist.large_kernels(PLAIN)[int(self.place[number])].kernel
+        along_n, streamed = bool(self.columns.along_n[number]), bool(self.columns.streamed[number])
+        return shortlist.launched_by_gpc(problem, kernel, along_n=along_n, streamed=streamed)
 
 
-def digest_of_lists() -> str:
-    """A digest of the kernels by their places."""
-    kernels = [*shortlist.large_kernels(_PLAIN), *(shortlist.listed()[place] for place in LISTED_PLACES)]
-    text = "\n".join(f"{one.family} {sorted(dict(one.compile_params).items())}" for one in kernels)
+def digest_of_list() -> str:
+    """A digest of the kernels in their order: places mean them."""
+    text = "\n".join(f"{one.family} {sorted(one.compile_params)}" for one in shortlist.large_kernels(PLAIN))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def launches(
-    problem: Problem,
-    device: Device,
-    algorithms: Sequence[Candidate] = (),
-    kernels: Mapping[int, Sequence[int]] | None = None,
+    problem: Problem, device: Device, torchs: LibraryChoice, kernels: tuple[int, ...] | None = None
 ) -> Launches:
-    """The launches that may serve a product: of each kernel one, of those that may split k two at most.
+    """Each kernel that has a whole cluster here, in the order of tiles in which it draws least.
 
-    algorithms: what the heuristic names; torch.mm launches the first one, which comes last here. kernels:
-    places that are asked, by source; all by default.
+    kernels: places in the list, of those that may serve; all by default.
     """
-    kernels = kernels or _ALL
-    device = replace(device, spec="model")  # as at the fit: each chip counts its resident clusters anew
-    parts = [_large(problem, kernels[LARGE])]
-    many = len(parts[0][1])
-    if problem.m <= LISTED_ROWS and kernels[LISTED]:
-        listed = shortlist.choices(problem, device, tuple(kernels[LISTED]))
-        parts.append((LISTED, listed.kernels, listed.columns))
-    stands = [
-        (place, one)
-        for place, label in enumerate(map(library.label, algorithms))
-        if (one := stand_in(label)) and (place in kernels[LIBRARY] or not place)
-    ]
-    if stands:
-        stands.append(stands.pop(0))  # torch's own comes last
-        parts.append(
-            (LIBRARY, np.array([place for place, _ in stands]), Columns.of([one for _, one in stands]))
-        )
-    source = np.concatenate([np.full(len(places), number) for number, places, _ in parts])
-    place = np.concatenate([places for _, places, _ in parts])
+    c, every = _in_orders(kernels)
+    m, n = np.where(c.swap_ab, problem.n, problem.m), np.where(c.swap_ab, problem.m, problem.n)
+    fits = np.flatnonzero((-(-m // c.tile_m) >= c.cluster_m) & (-(-n // c.tile_n) >= c.cluster_n))
+    stand_in = Columns.of([stand_in_of(torchs)])
     columns = Columns(
-        *(np.concatenate([getattr(part, one.name) for _, _, part in parts]) for one in fields(Columns))
+        *(
+            np.concatenate([getattr(c, one.name)[fits], getattr(stand_in, one.name)])
+            for one in fields(Columns)
+        )
     )
-    found = of_columns(problem, device, source, place, columns, tuple(algorithms))
-    # Of the orders of tiles of a kernel that in which it draws least.
-    us = (np.log(found.terms.total_us[:many]) + found.slowed[:many]).reshape(len(_ORDERS), -1)
-    us[1:, _is_lone(problem, found.columns.take(slice(us.shape[1])))] = np.inf
-    best = us.argmin(axis=0) * us.shape[1] + np.arange(us.shape[1])
-    return found.take(np.concatenate([best, np.arange(many, len(found))]))
+    found = modelled(problem, device, np.append(every[fits], -1), columns)
+    count = len(fits) // len(_ORDERS)
+    us = (np.log(found.terms.total_us) + found.slowed)[:-1].reshape(len(_ORDERS), count)
+    us[1:, _is_lone(problem, found.columns.take(slice(count)))] = np.inf
+    return found.take(np.append(us.argmin(axis=0) * count + np.arange(count), len(fits)))
 
 
-def of_columns(
-    problem: Problem,
-    device: Device,
-    source: Ints,
-    place: Ints,
-    columns: Columns,
-    algorithms: tuple[Candidate, ...] = (),
-) -> Launches:
+def modelled(problem: Problem, device: Device, places: Ints, columns: Columns) -> Launches:
     """Launches with the model's terms."""
+    device = replace(device, spec="model")  # as at the fit: each chip counts its resident clusters anew
     found = terms(problem, columns, device)
-    slowed = np.log(steady(problem, columns, found, device).us / found.total_us)
-    return Launches(source, place, columns, found, slowed, algorithms)
+    return Launches(
+        places, columns, found, np.log(steady(problem, columns, found, device).us / found.total_us)
+    )
 
 
 def row_table(problem: Problem, found: Launches, device: Device, torchs: LibraryChoice) -> Floats:
     """A row of `OF_ROWS` for each launch but torch's own, which comes last."""
-    device = replace(device, spec="model")
-    last = len(found) - 1
-    ahead = np.log(found.terms.total_us[last] / found.terms.total_us)
-    mine = slice(last)
+    t, mine = found.terms, slice(len(found.place) - 1)
+    ahead = np.log(t.total_us[-1] / t.total_us)
     return row_features(
-        problem, found.columns.take(mine), found.terms.take(mine), found.families()[mine], device, torchs,
-        source=found.source[mine], place=found.place[mine], slowed=found.slowed[mine], ahead=ahead[mine],
-        ahead_steady=(ahead + found.slowed[last] - found.slowed)[mine],
+        problem, found.columns.take(mine), t.take(mine), replace(device, spec="model"), torchs,
+        place=found.place[mine], slowed=found.slowed[mine], ahead=ahead[mine],
+        ahead_steady=(ahead + found.slowed[-1] - found.slowed)[mine],
+        ahead_fill=np.log(t.wave_efficiency / t.wave_efficiency[-1])[mine],
+        ahead_compute=np.log(t.compute_us[-1] / t.compute_us)[mine],
+        ahead_l2=np.log(t.l2_us[-1] / t.l2_us)[mine],
+        ahead_epilogue=(t.epilogue_us[-1] / t.total_us[-1] - t.epilogue_us / t.total_us)[mine],
+        torch_whole_fill=t.wave_efficiency[-1], torch_whole_waves=t.waves[-1],
+        torch_to_flops=math.log(t.total_us[-1] / problem.flops),
     )  # fmt: skip
-
-
-def score(problem: Problem, found: Launches, device: Device) -> Floats:
-    """What is expected of each in steady state, in log, relative to one another: by the trees of
-    db/order.json at one clock for all, and by the clock that the table of joules leaves each. Splits of k are
-    the model's alone."""
-    families = [OURS if name == LIBRARYS else name for name in found.families()]
-    expected = order_here()(order_features(problem, found.columns, found.terms, families, device))
-    return model.STEADY_LEAD * expected - model.STEADY_CLOCK * found.slowed
-
-
-def _large(problem: Problem, places: Sequence[int]) -> tuple[int, Ints, Columns]:
-    """The kernels of these that have a whole cluster here, in each order of tiles."""
-    c = _large_columns()
-    m, n = np.where(c.swap_ab, problem.n, problem.m), np.where(c.swap_ab, problem.m, problem.n)
-    fits = (-(-m // c.tile_m) >= c.cluster_m) & (-(-n // c.tile_n) >= c.cluster_n)
-    fits &= np.isin(np.arange(len(fits)), places)
-    return LARGE, np.tile(np.flatnonzero(fits), len(_ORDERS)), _in_orders().take(np.tile(fits, len(_ORDERS)))
 
 
 def _is_lone(problem: Problem, c: Columns) -> Bools:
@@ -255,27 +175,18 @@ def _is_lone(problem: Problem, c: Columns) -> Bools:
 
 
 @cache
-def _in_orders() -> Columns:
-    count = len(_large_columns().tile_m)
-    orders = np.repeat(np.array(_ORDERS), count, axis=0)
-    return (
-        _large_columns()
-        .take(np.tile(np.arange(count), len(_ORDERS)))
-        .launched(along_n=orders[:, 0], streamed=orders[:, 1])
-    )
+def _in_orders(kernels: tuple[int, ...] | None) -> tuple[Columns, Ints]:
+    """Kernels in each order of tiles, and their places."""
+    columns = Columns.of(shortlist.large_kernels(PLAIN))
+    asked = range(len(columns.tile_m)) if kernels is None else kernels
+    places = np.tile(np.array(asked, dtype=np.int64), len(_ORDERS))
+    orders = np.repeat(np.array(_ORDERS), len(asked), axis=0)
+    return columns.take(places).launched(along_n=orders[:, 0], streamed=orders[:, 1]), places
 
 
 @cache
-def _large_columns() -> Columns:
-    return Columns.of(shortlist.large_kernels(_PLAIN))
-
-
-@cache
-def stand_in(label: str) -> Candidate | None:
-    """A kernel of ours with the tiles and clusters of the algorithm of a label; None where it names none."""
-    choice = parse_label(label)
-    if choice is None:
-        return None
+def stand_in_of(choice: LibraryChoice) -> Candidate:
+    """A kernel of ours with the tiles and clusters that the library chooses."""
     params: dict[str, Any] = {
         "schedule": "cooperative", "tile_m": choice.tile_m, "tile_n": choice.tile_n, "tile_k": 64,
         "stages": 4, "cluster_m": choice.cluster_m, "cluster_n": choice.cluster_n, "epi_n": 32,

@@ -22,7 +22,7 @@ from tunegemm.model.terms import Columns, Floats, Terms
 #: Stands for what is not known; each feature that may be missing is above it.
 UNKNOWN = -100.0
 #: Families by their numbers.
-FAMILIES = ("cute_sm90", "gluon_wgmma", "triton_tma", "skinny", "cute_sm80", "cublaslt")
+FAMILIES = ("cute_sm90", "gluon_wgmma", "triton_tma", "skinny", "cute_sm80")
 
 #: `half_sectors`: whether rows of K begin amid the 32 B that device memory is read by.
 OF_PROBLEM = ("log_m", "log_n", "log_k", "log_bytes", "n_beyond", "k_beyond", "half_sectors")
@@ -45,11 +45,12 @@ OF_ORDER = (
 #: What tells the gain of such a kernel over torch's operations for an fp8 or fused product.
 OF_GAIN = (*OF_ORDER, "behind", "one_byte", "gated", "adds", "after", *OF_TORCH)
 
-#: What tells a launch's ratio to torch.mm of a product of many rows. `by_gpc`: whether clusters of a GPC take
-#: neighbouring tiles. `slowed`: what the power cap takes. `ahead`, `ahead_steady`: of a kernel of ours with
-#: the tiles of torch's, by the model, at one clock for both and at the clock that the cap leaves each.
+#: What tells a launch's ratio to torch.mm of a product of many rows. `slowed`: what the power cap takes.
+#: `ahead`: of a kernel of ours with the tiles of torch's, by the model, at one clock for both; `ahead_steady`
+#: at the clock that the cap leaves each; and by what. `torch_whole_...`: where clusters are whole.
 OF_ROWS = (
-    *OF_PROBLEM, *OF_LAUNCH, "source", "by_gpc", "along_n", "streamed", "slowed", "ahead", "ahead_steady",
+    *OF_ORDER, "place", "streams", "along_n", "streamed", "slowed", "ahead", "ahead_steady", "ahead_fill",
+    "ahead_compute", "ahead_l2", "ahead_epilogue", "torch_whole_fill", "torch_whole_waves", "torch_to_flops",
     *OF_TORCH,
 )  # fmt: skip
 
@@ -92,22 +93,15 @@ def gain_features(
 
 
 def row_features(
-    problem: Problem,
-    columns: Columns,
-    found: Terms,
-    families: Sequence[str],
-    device: Device,
-    library: LibraryChoice,
-    **known: Any,
+    problem: Problem, columns: Columns, found: Terms, device: Device, library: LibraryChoice, **known: Any
 ) -> Floats:
-    """A row of `OF_ROWS` for each launch. known: features that are of `choose.rows`, by name."""
-    numbers = np.array([float(FAMILIES.index(name)) for name in families])
-    known |= _of_launches(problem, columns, found, numbers, device)
-    known |= {"splits": columns.split_k, "second": columns.second, "by_gpc": columns.gpc_aware}
+    """A row of `OF_ROWS` for each launch of kernels of `cute_sm90`. known: features that `choose.rows` has of
+    them, by name."""
+    known |= _of_launches(problem, columns, found, np.zeros(len(found.total_us)), device)
     known |= {"along_n": columns.along_n, "streamed": columns.streamed}
     rows_all = -(-problem.m // known["rows"]) * known["rows"]
     known |= zip(OF_TORCH, _of_torch(problem, rows_all, device.sm_count, library), strict=True)
-    return _table(OF_ROWS, known, len(families))
+    return _table(OF_ROWS, known, len(found.total_us))
 
 
 def _of_launches(
