@@ -32,8 +32,8 @@ from benchmarks.choices import extent_of, torch_mm
 from benchmarks.command import command, parser_of
 from benchmarks.results import Results, meta, problem_fields, results_path
 from tunegemm.choose import rows
+from tunegemm.choose.fitted import MANY_ROWS
 from tunegemm.choose.invariance import order_here
-from tunegemm.choose.predictions import MANY_ROWS
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tunegemm.choose import predictions, rows
-from tunegemm.choose.predictions import MANY_ROWS, load, outlook
+from tunegemm.choose.fitted import MANY_ROWS
+from tunegemm.choose.predictions import load, outlook
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
@@ -22,7 +23,6 @@ from tunegemm.generate.cublaslt.choice import LibraryChoice
 from tunegemm.model import shortlist
 from tunegemm.model.features import OF_ROWS
 from tunegemm.resources import data_path
-from tunegemm.store.packing import _shortlisted
 
 PARTS = ("h200", "h100-sxm")
 #: What torch's library chose of them, of products of short K that were measured at 1.08 to 1.18 of it.
@@ -55,7 +55,10 @@ class _Asking:
 
 
 def test_options_are_legal_ship_and_pass_their_margin(device: Device) -> None:
-    ships = {str(key) for _, key in _shortlisted().values()}
+    ships = [
+        families.generator(one.family).kernel_key(rows.PLAIN, one, device)
+        for one in shortlist.large_lists()[rows.PLAIN]
+    ]
     count = 0
     for shape in SHORT:
         problem = Problem.parse(shape)
@@ -66,7 +69,7 @@ def test_options_are_legal_ship_and_pass_their_margin(device: Device) -> None:
             candidate = option.record.candidate
             family = families.generator(candidate.family)
             assert family.check(problem, candidate, device).runs and candidate["cluster_order"] == "gpc"
-            assert str(family.kernel_key(problem, candidate, device)) in ships
+            assert family.kernel_key(problem, candidate, device) in ships
             assert 1 < option.bound < option.expected < 1.3 and option.record.ratio == option.bound
             assert "products of many rows measured on this kind of GPU" in option.basis
     assert count >= 2
@@ -100,7 +103,8 @@ def test_what_torch_launches_must_be_known(device: Device) -> None:
         problem = Problem.parse(shape)
         assert eager.outlook(problem, device, ask=lambda *_: SHORT["1691x12248x512"]).options
         assert not eager.outlook(problem, device, ask=lambda *_: None).options
-        assert not eager.outlook(problem, replace(device, spec="model:h200")).options
+        modelled = eager.outlook(problem, replace(device, spec="model:h200"))
+        assert not modelled.options and not modelled.decides
 
 
 def test_launches_are_of_the_places_asked_for_and_torchs_comes_last(device: Device) -> None:

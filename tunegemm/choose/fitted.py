@@ -35,6 +35,8 @@ MOST_OPTIONS = 3
 #: 16,384 rows 708 lay in such ranges, and none of them passed its margin (H200's files, 2026-11-27). To ask
 #: the trees takes milliseconds, and each step of a serving engine has rows of another number.
 FROM_ROWS, RANGES, SURELY = 256, 8, 0.02
+#: Plain products of so many rows and more have a model of their own.
+MANY_ROWS = 129
 #: Ends of ranges that are remembered.
 MOST_LEADS = 4096
 
@@ -194,8 +196,10 @@ class Fitted(ABC):
                     refusal=f"the best shipped kernel is predicted to gain too little {where}", rows=between
                 )
         case, loss, margin, candidate_of, logs = self._asked(problem, device, ask)
+        if not len(logs):
+            return Outlook(refusal="no shipped kernel can be compared with torch's")
         order = np.argsort(-logs, kind="stable").tolist()
-        best = logs[order[0]] if order else -math.inf
+        best = logs[order[0]]
         if best <= margin:
             return Outlook(
                 refusal=f"{math.exp(best - loss):.3f} x torch is predicted of the best shipped kernel, "

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tunegemm.choose.fitted import Allows, Fitted, Outlook, anything
+from tunegemm.choose.fitted import MANY_ROWS, Allows, Fitted, Outlook, anything
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -27,9 +27,6 @@ from tunegemm.generate.cublaslt.choice import LibraryChoice
 from tunegemm.model import shortlist
 from tunegemm.model.features import NAMES, features
 from tunegemm.model.terms import Floats
-
-#: Plain products of so many rows and more have a model of their own.
-MANY_ROWS = 129
 
 
 @dataclass(frozen=True)

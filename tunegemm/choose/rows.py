@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -20,14 +21,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tunegemm.choose.fitted import Fitted
-from tunegemm.choose.predictions import MANY_ROWS
+from tunegemm.choose.fitted import MANY_ROWS, Allows, Fitted, Outlook, anything
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.generate.cublaslt.choice import LibraryChoice
+from tunegemm.generate.cublaslt.choice import LibraryChoice, first_choice
 from tunegemm.model import shortlist
 from tunegemm.model.energy import steady
 from tunegemm.model.features import OF_ROWS, row_features
@@ -63,6 +63,18 @@ class Rows(Fitted):
     @staticmethod
     def covers(problem: Problem) -> bool:
         return shortlist.covers(problem) and problem.in_dtype == PLAIN.in_dtype
+
+    def outlook(
+        self,
+        problem: Problem,
+        device: Device,
+        allows: Allows = anything,
+        ask: Callable[[Problem, int], LibraryChoice | None] = first_choice,
+    ) -> Outlook:
+        if not device.is_real:
+            refusal = f"over {MANY_ROWS - 1} rows go by what torch's library chooses, which only a GPU says"
+            return Outlook(refusal=refusal, decides=False, rows=(MANY_ROWS, sys.maxsize))
+        return super().outlook(problem, device, allows, ask)
 
     def unmeasured(self, problem: Problem) -> str:
         if problem.k % UNIT_OF_K:
