@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,18 @@ def test_launches_are_of_the_places_asked_for_and_torchs_comes_last(device: Devi
     places = every.place.tolist()
     assert np.array_equal(chosen, table[[places.index(place) for place in (1, 5, 9)]])
     assert len(every.place) - 1 == len(shortlist.large_kernels(rows.PLAIN))
+
+
+def test_planning_a_new_shape_is_quick(device: Device) -> None:
+    """Of processor time: some 3 ms on a machine of two cores; here eight. The files are small."""
+    taken = []
+    for m in range(5000, 5400, 20):
+        start = time.thread_time()
+        outlook(Problem.parse(f"{m}x6144x768"), device)
+        taken.append(time.thread_time() - start)
+    assert sorted(taken)[len(taken) // 4] < 8e-3
+    for path in data_path("db", "selector.toml").parent.glob("rows-*.json"):
+        assert path.stat().st_size < 1 << 20
 
 
 def test_a_file_of_other_kernels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
