@@ -13,6 +13,7 @@ from torch.nn import functional
 import tunegemm
 from tests.support.fusing import close
 from tests.support.layers import (
+    ALL,
     BF16,
     INNER,
     ROWS,
@@ -239,4 +240,13 @@ def test_gate_and_up_in_somebodys_buffer_are_taken_as_they_lie(serve):
     buffer.mul_(2)
     with torch.no_grad():
         plain.w1.weight.mul_(2), plain.w3.weight.mul_(2)
+    _check(plain, model)
+
+
+def test_a_model_is_patched_in_inference_mode_as_elsewhere(serve):
+    serve()
+    plain, model = made(), made()
+    with torch.inference_mode():
+        names = fused(fuse(model))
+    assert sorted(names) == ALL
     _check(plain, model)

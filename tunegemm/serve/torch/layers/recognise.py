@@ -479,7 +479,8 @@ def of_one_input(module: torch.nn.Module, names: Sequence[str]) -> list[list[str
     """
     best: list[list[str]] = []
     for inputs in (1, 2, 9):  # of torchtune's attention the second is the source of keys and values
-        apart, joined = (_watch(module, names, inputs, are_parts) for are_parts in (False, True))
+        with torch.inference_mode(False):  # whose tensors count no versions
+            apart, joined = (_watch(module, names, inputs, are_parts) for are_parts in (False, True))
         groups = [group for group in apart if group in joined]
         if sum(map(len, groups)) > sum(map(len, best)):
             best = groups
