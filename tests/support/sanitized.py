@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,6 @@ from tests.support.hopper import hopper
 from tests.support.numerics import Case
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import find_device
-from tunegemm.describe.epilogue import ACTIVATIONS
 from tunegemm.describe.problem import Problem
 from tunegemm.generate import along_k, grouped, routing
 from tunegemm.generate.along_k import AlongK
@@ -154,14 +152,6 @@ def launch_around() -> None:
         assert inner is not None and result is not None
         here = ((index >= 0) & (index < count)).sum(1, keepdim=True)
         assert torch.equal(result.float(), here.float().expand(-1, 144)), (tokens, chosen, count)
-    for activation, (rows, columns) in itertools.product(ACTIVATIONS, ((3, 72), (2, 1032))):
-        whole = torch.ones(rows, 2 * columns, device="cuda", dtype=torch.bfloat16)
-        for given in ([each.contiguous() for each in whole.chunk(2, 1)], whole.chunk(2, 1)):
-            result = steps.multiply(*given, activation)
-            assert result is not None and bool((result > 0.7).all()), (activation, rows, columns)
-            both = torch.zeros_like(whole).chunk(2, 1)
-            found = [torch.empty_like(each) for each in given] if given[0].is_contiguous() else both
-            assert steps.derive(result, *given, *found, activation), (activation, rows, columns)
     for kind in ("bf16", "gated"):
         launch = few(configs(kind)["co64x32"], 0)
         assert launch is not None

@@ -1,5 +1,4 @@
-"""What a layer of experts does around its products, by kernels: tokens to rows in groups, a gate, and back;
-and the gate of an MLP that is trained.
+"""What a layer of experts does around its products, by kernels: tokens to rows in groups, a gate, and back.
 
 Each step says None where torch is to do it: on other devices and dtypes, for more choices than `route`
 compares, until its kernel is compiled, and where `SERVED` does not name it.
@@ -9,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable
-from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -136,25 +134,6 @@ class Routing:
             return None
         out = both.new_empty((both.shape[0], both.shape[1] // 2))
         return out if self._done(launch, (both, out)) else None
-
-    def multiply(self, gate: Any, up: Any, activation: str) -> torch.Tensor | None:
-        """``activation(gate) * up``, below autograd: of two tensors that are contiguous, or of the halves of
-        one.
-        """
-        launch = self._launch_trained("multiply", gate, activation)
-        if launch is None:
-            return None
-        out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        return out if self._done(launch, (gate, up, out)) else None
-
-    def derive(self, grad: Any, gate: Any, up: Any, of_gate: Any, of_up: Any, activation: str) -> bool:
-        """Writes the gradients of gate and up, which lie as these, where a kernel does; grad: contiguous."""
-        launch = self._launch_trained("derive", gate, activation)
-        return launch is not None and self._done(launch, (grad, gate, up, of_gate, of_up))
-
-    def _launch_trained(self, name: str, gate: Any, activation: str) -> Launch | None:
-        key = name, gate.shape, gate.stride(), gate.dtype, gate.device, activation
-        return self._launch(key, partial(_trained, name), gate, activation)
 
     def _launch(
         self, key: tuple[Any, ...], plan: Callable[..., Planned | None], *given: Any
@@ -302,30 +281,15 @@ def _gate(both: Any, gate: Gate) -> Planned | None:
     return Planned(f"gate {dtype} {gate.interleaved}", blocks, numbers)
 
 
-def _trained(name: str, gate: Any, activation: str) -> Planned:
-    columns = gate.numel() if gate.is_contiguous() else gate.shape[-1]
-    rows = gate.numel() // columns
-    strides = columns, gate.stride(-2) if rows > 1 else columns
-    units, apart = (each * gate.element_size() // kernels.UNIT_BYTES for each in strides)
-    ctas, numbers = kernels.trained_numbers(rows=rows, units=units, apart=apart)
-    return Planned(f"{name} {_DTYPES[gate.dtype]} {activation}", ctas, numbers)
-
-
 def _load(name: str, index: int) -> Bind | None:
     """Raises ArtifactError where there will be no kernel."""
-    if reason := refusal(index):
-        raise ArtifactError(reason)
-    artifact = compiled(kernels.NAME, kernels.kernels()[name])
-    return None if artifact is None else kernels.load(artifact.path, index)
-
-
-@cache
-def refusal(index: int) -> str:
-    """Why no kernel will ever run on a GPU; empty where some may."""
     device = find_device(f"cuda:{index}")
     if device.architecture.compile_target != kernels.TARGET:
-        return f"{device.name} is no Hopper GPU"
-    return kernels.unavailable(launching=True) or ""
+        raise ArtifactError(f"{device.name} is no Hopper GPU")
+    if (missing := kernels.unavailable(launching=True)) is not None:
+        raise ArtifactError(missing)
+    artifact = compiled(kernels.NAME, kernels.kernels()[name])
+    return None if artifact is None else kernels.load(artifact.path, index)
 
 
 def few(config: GroupedConfig, index: int, load: Callable[[str, int], Bind | None] = _load) -> Launch | None:
@@ -368,8 +332,8 @@ def few(config: GroupedConfig, index: int, load: Callable[[str, int], Bind | Non
 
 def _warn(error: Exception) -> None:
     api.dispatcher.planner.notices.warn(
-        f"kernels around products cannot run ({one_line(error)}); what they do in tunegemm.experts and in "
-        "layers that are trained falls back to torch"
+        f"kernels around products of groups cannot run ({one_line(error)}); tunegemm.experts falls back to "
+        "torch for what they do"
     )
 
 

@@ -1,12 +1,10 @@
-"""Kernels around products, in Triton: what a layer of experts does beside them, and a gate that is trained.
-No search has them.
+"""Kernels around products of groups, in Triton: what a layer of experts does beside them. No search has them.
 
 For a compile pool `tunegemm.generate.grouped` finds them by their name.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import struct
 from collections.abc import Callable, Mapping
@@ -15,24 +13,21 @@ from typing import Any
 
 from tunegemm.compile.ptxas import Resources
 from tunegemm.compile.triton_object import build, toolchain
-from tunegemm.describe.epilogue import ACTIVATIONS
 from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Key
 from tunegemm.generate.sources import hash_of_code, kernel_sources
 
 NAME = "routing"
 TARGET = "sm_90a"
 #: What kernels do, and which of them serve, and ship: those that a GPU has shown right.
-AROUND = ("route", "tally", "spread", "combine", "gate", "few")
-TRAINED = ("multiply", "derive")
-ALL = (*AROUND, *TRAINED)
-SERVED: tuple[str, ...] = AROUND
+ALL = ("route", "tally", "spread", "combine", "gate", "few")
+SERVED: tuple[str, ...] = ALL
 UNIT_BYTES = 16
 #: Choices of a block of `route`, by how many there are at most: it compares each with all.
 ROUTE_ROWS = {512: 1, 8192: 8}
 MOST_CHOICES = max(ROUTE_ROWS)
 #: The same of `tally` and `spread`, which take more; their bins, and how many choices they take.
 SPREAD_ROWS, BINS, MOST_SPREAD = 256, 512, 1 << 16
-#: Columns of a block of `combine`, and of those of gates; experts of one of `route`'s.
+#: Columns of a block of `combine`, and of `gate`; experts of one of `route`'s.
 COLUMNS, GATE_COLUMNS, EXPERTS = 512, 1024, 32
 #: Columns of a block of `few`, how much of k it loads at a time, and numbers of groups.
 FEW_LINES, FEW_LENGTH, FEW_GROUPS = 2, 1024, 256
@@ -50,8 +45,6 @@ _POINTERS = {
     "combine": {"rows": "", "place": "i32", "ends": "i32", "weights": "", "out": ""},
     "gate": {"both": "", "out": ""},
     "few": {"rows": "", "weights": "", "ends": "i32", "bias": "", "out": ""},
-    "multiply": {"gate": "", "up": "", "out": ""},
-    "derive": {"grad": "", "gate": "", "up": "", "of_gate": "", "of_up": ""},
 }
 _ALIGNED = {
     "route": ("x", "rows"),
@@ -60,8 +53,6 @@ _ALIGNED = {
     "combine": ("rows", "out"),
     "gate": ("both", "out"),
     "few": ("rows", "weights"),
-    "multiply": tuple(_POINTERS["multiply"]),
-    "derive": tuple(_POINTERS["derive"]),
 }
 
 
@@ -74,8 +65,6 @@ def kernels() -> dict[str, Key]:
         found += [kernel_key("gate", dtype=dtype, alternate=alternate) for alternate in (False, True)]
     for dtype, gated in (("bf16", False), ("bf16", True), ("fp16", False)):
         found.append(kernel_key("few", dtype=dtype, gated=gated))
-    for name, dtype, activation in itertools.product(TRAINED, ("bf16", "fp16"), ACTIVATIONS):
-        found.append(kernel_key(name, dtype=dtype, activation=activation))
     common = kernel_key("")
     return {
         " ".join(str(value) for name, value in key.items() if name not in common or name == "kernel"): key
@@ -85,8 +74,7 @@ def kernels() -> dict[str, Key]:
 
 def kernel_key(kernel: str, **choices: str | int | bool) -> Key:
     """Everything an object depends on. kernel: route, of `own_rows`; combine, of a `dtype` and that of
-    `weights`; gate, of a `dtype`, `alternate` or not; few, of a `dtype`, `gated` or not; multiply and
-    derive, of a `dtype` and an `activation`."""
+    `weights`; gate, of a `dtype`, `alternate` or not; few, of a `dtype`, `gated` or not."""
     source = hash_of_code(kernel_sources(Path(__file__).parent))
     common = {"family": NAME, "target": TARGET, "kernel": kernel, "source": source}
     return {**common, **toolchain(), **choices}
@@ -112,8 +100,6 @@ def compile(key: Mapping[str, str | int | bool], out: Path) -> Resources:
         "few": {
             "lines": FEW_LINES, "length": FEW_LENGTH, "groups": FEW_GROUPS, "gated": key.get("gated"),
         },
-        "multiply": {"columns": GATE_COLUMNS, "activation": key.get("activation")},
-        "derive": {"columns": GATE_COLUMNS, "activation": key.get("activation")},
     }  # fmt: skip
     constants = constants_of[name]
     function = getattr(source, name)
@@ -204,12 +190,6 @@ def gate_numbers(
     bits = {"slope": slope, "limit": limit, "offset": offset}
     words = {name: struct.unpack("i", struct.pack("f", value))[0] for name, value in bits.items()}
     return rows * blocks, {"units": units, "blocks": blocks, **words}
-
-
-def trained_numbers(*, rows: int, units: int, apart: int) -> tuple[int, dict[str, int]]:
-    """The same of `multiply` and `derive`. apart: units from a row of gate, or up, to the next."""
-    blocks = math.ceil(units * 8 / GATE_COLUMNS)
-    return rows * blocks, {"units": units, "blocks": blocks, "apart": apart}
 
 
 def few_numbers(

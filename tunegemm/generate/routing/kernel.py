@@ -1,6 +1,5 @@
 """The Triton kernels around products of groups: a router's choice to rows in groups, gates, rows to tokens;
-and the product itself of few rows, which is bound by how many multiprocessors read the weights. Gates that
-are trained are here, too, forward and backward.
+and the product itself of few rows, which is bound by how many multiprocessors read the weights.
 
 Numbers of experts may be int32 or int64: read are their lower 32 bits, `step` integers apart. Strides and
 lengths come in units of 16 bytes, which lets loads be as wide.
@@ -206,59 +205,3 @@ def few(
             up += tl.load(of_group + apart, mask=with_bias, other=0.0).to(tl.float32)
             result = result / (1.0 + tl.exp(-result)) * up
         tl.store(out + row.to(tl.int64) * n + column, result.to(out.dtype.element_ty), mask=is_column)
-
-
-@triton.jit
-def activated(x, activation: tl.constexpr):
-    """The activation of fp32 values, and its slope; as torch has them, at infinities, too."""
-    if activation == "silu":
-        sigmoid = 1.0 / (1.0 + tl.exp(-x))
-        value = x * sigmoid
-        slope = sigmoid * (1.0 + x * (1.0 - sigmoid))
-    elif activation == "gelu":
-        below = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-        value = x * below
-        slope = below + x * (tl.exp(-0.5 * x * x) * 0.3989422804014327)
-    elif activation == "gelu_tanh":
-        # 1 + tanh(y) is 2 sigmoid(2 y), which loses no digits.
-        sigmoid = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-        value = x * sigmoid
-        inner = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-        slope = sigmoid + x * (sigmoid * (1.0 - sigmoid)) * inner
-    else:
-        value = tl.where(x <= 0.0, 0.0, x)  # NaN stays
-        slope = tl.where(x <= 0.0, 0.0, 1.0)
-    return value, slope
-
-
-@triton.jit
-def multiply(gate, up, out, units, blocks, apart, columns: tl.constexpr, activation: tl.constexpr):
-    """``activation(gate) * up``, rounded once. Rows are `units` long, those of gate and up `apart` from one
-    another, in units of 16 bytes. blocks: those of a row."""
-    program = tl.program_id(0)
-    row, column = (program // blocks).to(tl.int64), (program % blocks) * columns + tl.arange(0, columns)
-    source, is_inside = row * apart * 8 + column, column < units * 8
-    x = tl.load(gate + source, mask=is_inside, other=0.0).to(tl.float32)
-    value, _ = activated(x, activation)
-    result = value * tl.load(up + source, mask=is_inside, other=0.0).to(tl.float32)
-    tl.store(out + row * units * 8 + column, result.to(out.dtype.element_ty), mask=is_inside)
-
-
-@triton.jit
-def derive(
-    grad, gate, up, of_gate, of_up, units, blocks, apart, columns: tl.constexpr, activation: tl.constexpr,
-):  # fmt: skip
-    """The gradients of gate and up, which lie as these do, from that of what `multiply` gives."""
-    program = tl.program_id(0)
-    row, column = (program // blocks).to(tl.int64), (program % blocks) * columns + tl.arange(0, columns)
-    source, is_inside = row * apart * 8 + column, column < units * 8
-    given = tl.load(grad + row * units * 8 + column, mask=is_inside, other=0.0).to(tl.float32)
-    x = tl.load(gate + source, mask=is_inside, other=0.0).to(tl.float32)
-    value, slope = activated(x, activation)
-    through = given * tl.load(up + source, mask=is_inside, other=0.0).to(tl.float32)
-    if activation == "relu":
-        through = tl.where(x <= 0.0, 0.0, through)  # of infinity, too
-    else:
-        through = through * slope
-    tl.store(of_gate + source, through.to(of_gate.dtype.element_ty), mask=is_inside)
-    tl.store(of_up + source, (given * value).to(of_up.dtype.element_ty), mask=is_inside)

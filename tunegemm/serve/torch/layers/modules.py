@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from tunegemm.serve import api
 from tunegemm.serve.guards import capturing
 from tunegemm.serve.torch.autograd import PLAIN
-from tunegemm.serve.torch.layers import gates
 from tunegemm.serve.torch.layers.halves import refusal
 from tunegemm.serve.torch.layers.recognise import Match, compiled, matches, replace, traced
 from tunegemm.serve.torch.layers.shared import Shared, remember_left
@@ -266,7 +265,6 @@ def _calling(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         if (
             (who, size) in known
             and monotonic() < planner.next_look
-            and not gates.may_train(x)
             and ((who, -size) not in known or not capturing(x.device))
         ):
             return original(self, *arguments, **keywords)

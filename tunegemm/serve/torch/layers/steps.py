@@ -18,7 +18,6 @@ from tunegemm.errors import TunegemmError
 from tunegemm.serve import api
 from tunegemm.serve.forms import BELOW_AUTOGRAD, form_of
 from tunegemm.serve.torch.autograd import PLAIN
-from tunegemm.serve.torch.layers import gates
 from tunegemm.serve.torch.layers.halves import refusal
 from tunegemm.serve.torch.layers.shared import PLAIN_FORMS, Shared
 from tunegemm.serve.torch.several import traced_gated, traced_part
@@ -66,14 +65,6 @@ class Step:
             if has_hooks(module):
                 return False
         return True
-
-    def activates_as_known(self, *given: Any) -> bool:
-        """Whether the activation, if forward has it as a module, is what it was, without hooks."""
-        if not given:
-            return True
-        activation: Any = given[0]
-        is_hooked = has_hooks(activation) or _has_any_global_hook()
-        return activation is self.activation and not is_hooked
 
 
 class _Sum(Step):
@@ -128,11 +119,6 @@ class Gated(Step):
                 result = self._joined(x, activation, has_none)
                 if result is not None:
                     return result
-            if gates.may_train(x) and self.activates_as_known(*given):
-                both = gate(x), up(x)
-                if gates.takes(*both):
-                    return gates.Gate.apply(self.name, *both)
-                return activation(both[0]) * both[1]
         return activation(gate(x)) * up(x)
 
     def _joined(self, x: Any, activation: Activation, has_none: bool) -> torch.Tensor | None:
@@ -172,16 +158,7 @@ class Halved(Step):
             result = None if taken is None else self.shared.gated(self.form, taken, self.name)
             if result is not None:
                 return result
-        both = layer(x)
-        if (
-            not _is_compiling()
-            and gates.may_train(x)
-            and self.activates_as_known(*given)
-            and gates.takes(both)
-        ):
-            return gates.Gate.apply(self.name, both)
-        gate, up = both.chunk(2, -1)
-        del both
+        gate, up = layer(x).chunk(2, -1)
         return activation(gate) * up
 
 
