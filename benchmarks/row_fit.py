@@ -48,6 +48,9 @@ from tunegemm.model.features import OF_ROWS
 from tunegemm.model.terms import Columns
 from tunegemm.resources import data_path
 
+#: Rows up to which none are served: of 95 such products none passed the margin, and to ask the trees takes
+#: milliseconds for each new number of rows.
+NONE_TO = 1024
 #: Most of all products that may be under 0.99 of torch, in validation.
 LOSERS = 0.005
 LEAST_MARGIN = 0.03
@@ -185,6 +188,7 @@ def fit(options: argparse.Namespace) -> None:
     hopes, got = expected[chosen], frame.logs[chosen]
     for one in np.arange(0.01, 0.06, 0.005).tolist():
         print(f"{one:.3f}", json.dumps(summary(frame.all_products, hopes > one, got)))
+    hopes = np.where([frame.rows[number]["m"] > NONE_TO for number in asked], hopes, 0.0)
     margin = least_margin(frame.all_products, hopes, got)
     served = hopes > margin
     best = [max(0.0, float(frame.logs[frame.product == number].max())) for number in asked]
@@ -204,9 +208,9 @@ def fit(options: argparse.Namespace) -> None:
         },
         "list": rows.digest_of_list(),
         "kernels": kept,
-        "rows": [MOST_ROWS],
+        "rows": [NONE_TO, MOST_ROWS],
         "extents": [int(extreme(row[name] for row in frame.rows for name in "nk")) for extreme in (min, max)],
-        "margins": {"plain": [margin if margin < MOST_MARGIN else None]},
+        "margins": {"plain": [None, margin if margin < MOST_MARGIN else None]},
         "served": {"plain": {name: report[name] for name in ("products", "share", "under_099")}},
         **trees_of(fitted(np.ones(len(logs), dtype=bool))),
     }

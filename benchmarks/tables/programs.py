@@ -156,7 +156,7 @@ def first_use_rows(results: Path) -> str:
             found = [(row[field], row) for row in data["rows"] if row["served"]]
             count = data["summary"]["products"] if name == "held out" else data["drawn"]
             ratios = [ratio for ratio, _ in found]
-            expected = geometric_mean([row["expected"] for _, row in found])
+            expected = geometric_mean([row["expected"] for _, row in found if row["expected"]])
             every = geometric_mean([*ratios, *([1.0] * (count - len(ratios)))])
             below = ", ".join(f"{shape_of(row)} {ratio:.3f}" for ratio, row in found if ratio < 0.99)
             lines.append(

@@ -87,6 +87,7 @@ def test_options_are_legal_ship_and_pass_their_margin(device: Device) -> None:
         {"n": 32768},
         {"m": 20000},
         {"k": 776},
+        {"m": 200},
     ],
 )
 def test_other_products_of_many_rows_are_not_predicted(device: Device, change: dict[str, Any]) -> None:
@@ -99,7 +100,7 @@ def test_what_torch_launches_must_be_known(device: Device) -> None:
     """Whatever the model would say of it: a library that cannot be asked, and a device that is none."""
     fitted = load(rows.Rows, device.name)
     assert isinstance(fitted, rows.Rows)
-    eager = replace(fitted, margins={"plain": (-9.0,)})
+    eager = replace(fitted, margins={"plain": (-9.0,) * len(fitted.rows)})
     for shape in SHORT:
         problem = Problem.parse(shape)
         assert eager.outlook(problem, device, ask=lambda *_: SHORT["1691x12248x512"]).options
