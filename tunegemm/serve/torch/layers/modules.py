@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from tunegemm.serve import api
-from tunegemm.serve.guards import capturing
+from tunegemm.serve.guards import capturing, grad_enabled
 from tunegemm.serve.torch.autograd import PLAIN
 from tunegemm.serve.torch.layers.halves import refusal
 from tunegemm.serve.torch.layers.recognise import Match, compiled, matches, replace, traced
@@ -87,7 +87,9 @@ class AskingLinear(SharedLinear):
         if _is_compiling():
             part = shared.traced_part(self, input) if shared.is_taken_apart else None
             return api.linear(input, self.weight, self.bias) if part is None else part
-        if shared.is_taken_apart:
+        if grad_enabled() and type(input) in PLAIN and input.requires_grad:
+            pass  # it is trained by itself (docs/decisions/0028)
+        elif shared.is_taken_apart:
             part = shared.part(self, input)
         elif streams.wanted is not None:
             part = Passed.sum(self, input)
@@ -259,6 +261,8 @@ def _calling(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         x: Any = arguments[0] if arguments else None
         if _is_compiling() or type(x) not in PLAIN:
             return function(self, *arguments, **keywords)
+        if grad_enabled() and x.requires_grad:  # all steps would be torch's (docs/decisions/0028)
+            return original(self, *arguments, **keywords)
         planner, who, size = api.dispatcher.planner, id(function), x.numel()
         known = planner.state.torchs
         # Where torch is known to compute all that the steps might, the host is spared to ask each.
