@@ -9,7 +9,7 @@ module holds it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -78,6 +78,8 @@ class Shared:
 
     layers: tuple[Any, ...] = ()
     """Empty in a copy that is being made."""
+    _made: Set[int] = frozenset()
+    """Addresses of the storages that were made for the weights and biases."""
     is_taken_apart = False
 
     def __init__(self, layers: Sequence[torch.nn.Linear], *, in_turns: bool = False) -> None:
@@ -128,7 +130,7 @@ class Shared:
     def pack(self) -> str:
         """Puts the parameters into one storage, unless they are there; why not, empty where it is done."""
         self._forget()
-        if not self.layers or (reason := refusal(self.layers, in_turns=self.in_turns)):
+        if not self.layers or (reason := refusal(self.layers, in_turns=self.in_turns, own=self._made)):
             return reason if self.layers else "it is being made"
         with torch.inference_mode(False), torch.no_grad():
             self._right = self._joined(self.parameters("weight"))
@@ -167,6 +169,7 @@ class Shared:
         whole = together(given, in_turns=self.in_turns)  # they may be there already
         if whole is None:
             whole = given[0].new_empty((sum(self.rows), *given[0].shape[1:]))
+            self._made = {*self._made, whole.untyped_storage().data_ptr()}
             views = (
                 whole.unflatten(0, (-1, len(given))).unbind(1) if self.in_turns else whole.split(self.rows)
             )
@@ -488,8 +491,11 @@ def remember_left(marks: Sequence[tuple[int, int, int]], who: int, x: torch.Tens
         state.remember_torchs(who, -size)  # but in CUDA graphs
 
 
-def refusal(layers: Sequence[Any], *, in_turns: bool = False) -> str:
-    """Why the weights of layers cannot be in one storage; empty where they can."""
+def refusal(layers: Sequence[Any], *, in_turns: bool = False, own: Set[int] = frozenset()) -> str:
+    """Why the weights of layers cannot be in one storage; empty where they can.
+
+    own: addresses of storages that were made for them before, which some may have left.
+    """
     for name in ("weight", "bias"):
         given = [layer.__dict__.get("_parameters", {}).get(name) for layer in layers]
         if name == "bias" and all(bias is None for bias in given):
@@ -522,6 +528,8 @@ def refusal(layers: Sequence[Any], *, in_turns: bool = False) -> str:
             return f"{name}s differ in rows"
         if len(layers) > 1 and together([each.detach() for each in given], in_turns=in_turns) is None:
             for parameter in given:  # which would be moved
+                if parameter.untyped_storage().data_ptr() in own:
+                    continue
                 if not parameter.is_contiguous():
                     return f"a {name} is not contiguous"
                 if parameter.untyped_storage().nbytes() > parameter.nbytes:
