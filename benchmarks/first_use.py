@@ -3,17 +3,15 @@
     python -m benchmarks.first_use                       # the shipped products, and as many that nobody tuned
     python -m benchmarks.first_use --unseen 300 --seed 1
     python -m benchmarks.first_use --unseen 300 --seed 1 --listed 0 --skip 113     # went so far before
-    python -m benchmarks.first_use --unseen 600 --listed 0 --least-rows 129 --served
     python -m benchmarks.first_use --kinds fp16,fp8,gelu,swiglu --unseen 40 --most-rows 256 --within 300
 
 *Listed* products are bf16 ones with a shipped record of this GPU; *unseen* ones are drawn by seed: N and K
 from dimensions of published models or random multiples of 8, M log-uniform from 1 to 16384. Nothing is tuned
 and nothing compiled: databases and kernels of the user's are left out. Writes results/GPU/first_use.json: a
 row `{m, n, k, listed, served, ratio, predicted, expected}` each, with `first_ms`, what the first call took.
-With `--least-rows` the file is results/GPU/first_use_rows.json; with `--served` its rows are those of so many
-`drawn` that are served. With `--kinds` so many unseen products of each are beside what a user of torch would
-write for them, operation by operation, in results/GPU/first_use_kinds.json: a product of each kind, then the
-next one of each, so that `--within` leaves as many of all.
+With `--kinds` so many unseen products of each are beside what a user of torch would write for them, operation
+by operation, in results/GPU/first_use_kinds.json: a product of each kind, then the next one of each, so that
+`--within` leaves as many of all.
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ from benchmarks.batch_invariance import of_kind, product
 from benchmarks.command import command, parser_of
 from benchmarks.interleave import interleave
 from benchmarks.results import Results, geometric_mean, meta, problem_fields, results_path
-from tunegemm.choose.selection import Selection
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ArtifactError, TunegemmWarning
@@ -84,11 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--skip", type=int, default=0, metavar="N", help="the first N unseen: timed before")
     parser.add_argument("--kinds", default="", help=f"of {', '.join(KINDS)}; default: plain bf16")
-    parser.add_argument("--least-rows", type=int, default=1, help="of unseen products")
     parser.add_argument("--most-rows", type=int, default=MOST_ROWS, help="of unseen products")
-    parser.add_argument(
-        "--served", action="store_true", help="of unseen products time those alone that are not torch's"
-    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--turns", type=int, default=5, help="steady-state rounds")
@@ -107,33 +100,25 @@ def run(device: Device, options: argparse.Namespace) -> None:
     from tunegemm.measure.backend import CudaBackend
 
     method = METHOD.format(rounds=options.rounds, turns=options.turns)
-    name = "first_use.json" if options.least_rows == 1 else "first_use_rows.json"
-    name = "first_use_kinds.json" if options.kinds else name
+    name = "first_use_kinds.json" if options.kinds else "first_use.json"
     results = Results(results_path(options.out, device, name), meta(device, method))
     backend = CudaBackend(device)
     backend.open()
-    unseen = drawn(options.unseen, options.seed, options.most_rows, options.least_rows)[options.skip :]
+    unseen = drawn(options.unseen, options.seed, options.most_rows)[options.skip :]
     groups = {"listed": some(shipped(device), options.listed, options.seed), "unseen": unseen}
     if options.kinds:
         groups = {name: [_of_kind(problem, name) for problem in unseen] for name in options.kinds.split(",")}
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in groups}
     begun = time.monotonic()
-    asked = dict.fromkeys(groups, 0)
     for of_each in itertools.zip_longest(*groups.values()):
         for name, problem in zip(groups, of_each, strict=True):
-            if problem is None or time.monotonic() - begun > options.within:
-                continue
-            asked[name] += 1
-            if name == "listed" or not options.served or selected(problem, device)[1]:
+            if problem is not None and time.monotonic() - begun < options.within:
                 rows[name].append(measure(problem, name == "listed", device, backend, options))
                 results.put(rows[name][-1])
-    if options.served:
-        results.summary = {"drawn": sum(asked.values()) - asked.get("listed", 0)}
-        results.put()
     for name, problems in groups.items():
         ratios = [row["ratio"] for row in rows[name]]
-        if asked[name] < len(problems):
-            print(f"{name}: no time is left for {len(problems) - asked[name]} of {len(problems)} products")
+        if len(ratios) < len(problems):
+            print(f"{name}: no time is left for {len(problems) - len(ratios)} of {len(problems)} products")
         if ratios:
             served = sum(row["served"] for row in rows[name])
             below = sum(ratio < 0.99 for ratio in ratios)
@@ -165,33 +150,17 @@ def _of_kind(problem: Problem, name: str) -> Problem:
     return of_kind(f"{problem.m}x{n}x{k}", name, KINDS)
 
 
-def drawn(count: int, seed: int, most_rows: int = MOST_ROWS, least_rows: int = 1) -> list[Problem]:
+def drawn(count: int, seed: int, most_rows: int = MOST_ROWS) -> list[Problem]:
     """Products that nobody tuned."""
     chance = random.Random(seed)
 
     def extent() -> int:
         return chance.choice(DIMENSIONS) if chance.random() < 0.7 else 8 * chance.randint(32, 2048)
 
-    low, high = math.log2(least_rows), math.log2(most_rows)
     return [
-        Problem.parse(f"{round(2 ** chance.uniform(low, high))}x{extent()}x{extent()}") for _ in range(count)
+        Problem.parse(f"{round(2 ** chance.uniform(0, math.log2(most_rows)))}x{extent()}x{extent()}")
+        for _ in range(count)
     ]
-
-
-def selected(problem: Problem, device: Device) -> tuple[Selection, bool, str]:
-    """What dispatch selects, whether that is a kernel that is there, and why."""
-    from tunegemm.choose.selection import select
-    from tunegemm.choose.snapshot import read_snapshot
-    from tunegemm.serve.launchers import find_object
-
-    selection = select(read_snapshot(), problem, device)
-    if not selection.options:
-        return selection, False, selection.why
-    try:
-        find_object(selection.options[0], device)
-    except ArtifactError as error:
-        return selection, False, str(error)
-    return selection, True, selection.why
 
 
 def measure(
@@ -199,8 +168,18 @@ def measure(
 ) -> dict[str, Any]:
     """The row of one product."""
     from tunegemm import serve
+    from tunegemm.choose.selection import select
+    from tunegemm.choose.snapshot import read_snapshot
+    from tunegemm.serve.launchers import find_object
 
-    selection, served, why = selected(problem, device)
+    selection = select(read_snapshot(), problem, device)
+    why, served = selection.why, False
+    if selection.options:
+        try:
+            find_object(selection.options[0], device)
+            served = True
+        except ArtifactError as error:
+            why = str(error)
     first: list[float] = []
 
     call = product(problem)

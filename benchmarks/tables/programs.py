@@ -143,37 +143,6 @@ def first_use(data: Data) -> list[str]:
     return [markdown_table(header, lines), said]
 
 
-def first_use_rows(results: Path) -> str:
-    """Plain products of over 128 rows that nobody tuned: held out in the fit, and drawn anew."""
-    parts, lines = [], []
-    for folder in sorted(results.parent.glob("h*")):
-        fitted, drawn = load(folder, "rows.json"), load(folder, "first_use_rows.json")
-        gpu = folder.name.split("-")[0].upper()
-        for name, data in (("held out", fitted), ("drawn anew", drawn)):
-            if data is None:
-                continue
-            field = "got" if name == "held out" else "ratio"
-            found = [(row[field], row) for row in data["rows"] if row["served"]]
-            count = data["summary"]["products"] if name == "held out" else data["drawn"]
-            ratios = [ratio for ratio, _ in found]
-            expected = geometric_mean([row["expected"] for _, row in found if row["expected"]])
-            every = geometric_mean([*ratios, *([1.0] * (count - len(ratios)))])
-            below = ", ".join(f"{shape_of(row)} {ratio:.3f}" for ratio, row in found if ratio < 0.99)
-            lines.append(
-                [gpu, name, str(count), str(len(found)), f"{expected:.3f}",
-                 f"{geometric_mean(ratios):.3f}", f"{every:.4f}", below or "none"]
-            )  # fmt: skip
-            if name == "drawn anew":
-                parts.append(machine_line(data["meta"]))
-    header = [
-        "GPU", "products", "in all", "served", "expected of them", "times torch.mm", "of all",
-        "below 0.99",
-    ]  # fmt: skip
-    return (
-        "\n\n".join([*parts, markdown_table(header, lines)]) if lines else not_measured(results, "rows.json")
-    )
-
-
 def experts(results: Path) -> str:
     """`tunegemm.grouped_mm` beside torch's, and gate and up with swiglu, by rows."""
     parts = []

@@ -35,8 +35,6 @@ MOST_OPTIONS = 3
 #: 16,384 rows 708 lay in such ranges, and none of them passed its margin (H200's files, 2026-11-27). To ask
 #: the trees takes milliseconds, and each step of a serving engine has rows of another number.
 FROM_ROWS, RANGES, SURELY = 256, 8, 0.02
-#: Plain products of so many rows and more have a model of their own.
-MANY_ROWS = 129
 #: Ends of ranges that are remembered.
 MOST_LEADS = 4096
 
@@ -101,8 +99,6 @@ class Fitted(ABC):
     """What the names of its files begin with."""
     features: ClassVar[Sequence[str]]
     """The columns that its trees compare."""
-    least_rows: ClassVar[int] = 1
-    """Fewest rows of the products that it is asked about."""
 
     forest: Forest
     rows: tuple[int, ...]
@@ -182,11 +178,11 @@ class Fitted(ABC):
             refusal = f"predictions are for up to {self.rows[-1]} rows"
             return Outlook(refusal=refusal, decides=False, rows=(self.rows[-1] + 1, sys.maxsize))
         if refusal := self.unmeasured(problem):
-            return Outlook(refusal=refusal, decides=False, rows=(self.least_rows, self.rows[-1]))
+            return Outlook(refusal=refusal, decides=False, rows=(1, self.rows[-1]))
         number = self._number(problem)
         if self._margin(self.case(problem, None), number) is None:
             refusal = f"nothing is predicted of them at {problem.m} rows"
-            rows = (self.rows[number - 1] + 1 if number else self.least_rows, self.rows[number])
+            rows = (self.rows[number - 1] + 1 if number else 1, self.rows[number])
             return Outlook(refusal=refusal, decides=False, rows=rows)
         if (between := self._between(problem.m)) is not None:
             leads = [self._lead(replace(problem, m=end), device, ask) for end in between]
@@ -196,10 +192,8 @@ class Fitted(ABC):
                     refusal=f"the best shipped kernel is predicted to gain too little {where}", rows=between
                 )
         case, loss, margin, candidate_of, logs = self._asked(problem, device, ask)
-        if not len(logs):
-            return Outlook(refusal="no shipped kernel can be compared with torch's")
         order = np.argsort(-logs, kind="stable").tolist()
-        best = logs[order[0]]
+        best = logs[order[0]] if order else -math.inf
         if best <= margin:
             return Outlook(
                 refusal=f"{math.exp(best - loss):.3f} x torch is predicted of the best shipped kernel, "

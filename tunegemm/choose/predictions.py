@@ -1,5 +1,5 @@
-"""What is predicted of a problem on a device: by `Selector` of plain products of few rows, by `Logits` of
-those as wide as vocabularies, by `rows.Rows` of plain ones of many rows, by `fused.Gains` of others.
+"""What is predicted of a problem on a device: by `Selector` of plain products, by `Logits` of those as wide
+as vocabularies, by `fused.Gains` of others.
 
 Plain products are those of 16-bit operands (`shortlist.covers`) of few rows, by the listed kernels. What
 torch launches is part of what is expected: the library's heuristic is asked as torch asks it
@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tunegemm.choose.fitted import MANY_ROWS, Allows, Fitted, Outlook, anything
+from tunegemm.choose.fitted import Allows, Fitted, Outlook, anything
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -116,29 +116,24 @@ def digest_of_list() -> str:
 
 def outlook(problem: Problem, device: Device, allows: Allows = anything) -> Outlook:
     """What the device's model says of a problem. A file that is of no use is one warning."""
-    model, rows = _model_for(problem)
+    model = _model_for(problem)
     if not model.covers(problem):
-        return Outlook(decides=False, rows=rows)
+        return Outlook(decides=False, rows=(1, sys.maxsize))
     fitted = load(model, device.name)
     if isinstance(fitted, str):
-        return Outlook(refusal=fitted, decides=False, rows=rows)
+        return Outlook(refusal=fitted, decides=False, rows=(1, sys.maxsize))
     fingerprint = device.fingerprint
     if fingerprint.mig or fingerprint.sm_budget < fingerprint.sm_count:
-        return Outlook(refusal="predictions are for whole GPUs", decides=False, rows=rows)
+        return Outlook(refusal="predictions are for whole GPUs", decides=False, rows=(1, sys.maxsize))
     return fitted.outlook(problem, device, allows)
 
 
-def _model_for(problem: Problem) -> tuple[type[Fitted], tuple[int, int]]:
-    """The model of such a problem, and the numbers of rows at which it is asked."""
-    if problem.epilogue:
-        from tunegemm.choose.fused import Gains  # a plain product does without what it imports
+def _model_for(problem: Problem) -> type[Fitted]:
+    if not problem.epilogue:
+        return Logits if problem.n > Logits.BEYOND else Selector
+    from tunegemm.choose.fused import Gains  # a plain product does without what it imports
 
-        return Gains, (1, sys.maxsize)
-    if problem.m < MANY_ROWS:
-        return Logits if problem.n > Logits.BEYOND else Selector, (1, MANY_ROWS - 1)
-    from tunegemm.choose.rows import Rows
-
-    return Rows, (MANY_ROWS, sys.maxsize)
+    return Gains
 
 
 @cache

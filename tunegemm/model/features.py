@@ -45,15 +45,6 @@ OF_ORDER = (
 #: What tells the gain of such a kernel over torch's operations for an fp8 or fused product.
 OF_GAIN = (*OF_ORDER, "behind", "one_byte", "gated", "adds", "after", *OF_TORCH)
 
-#: What tells a launch's ratio to torch.mm of a product of many rows. `slowed`: what the power cap takes.
-#: `ahead`: of a kernel of ours with the tiles of torch's, by the model, at one clock for both; `ahead_steady`
-#: at the clock that the cap leaves each; and by what. `torch_whole_...`: where clusters are whole.
-OF_ROWS = (
-    *OF_ORDER, "place", "streams", "along_n", "streamed", "slowed", "ahead", "ahead_steady", "ahead_fill",
-    "ahead_compute", "ahead_l2", "ahead_epilogue", "torch_whole_fill", "torch_whole_waves", "torch_to_flops",
-    *OF_TORCH,
-)  # fmt: skip
-
 
 def features(problem: Problem, found: Choices, device: Device, library: LibraryChoice | None) -> Floats:
     """A row of `NAMES` for each launch. library: None where it is not known what torch will launch."""
@@ -90,18 +81,6 @@ def gain_features(
     rows_all = -(-problem.m // known["rows"]) * known["rows"]
     known |= zip(OF_TORCH, _of_torch(problem, rows_all, device.sm_count, library), strict=True)
     return _table(OF_GAIN, known, len(families))
-
-
-def row_features(
-    problem: Problem, columns: Columns, found: Terms, device: Device, library: LibraryChoice, **known: Any
-) -> Floats:
-    """A row of `OF_ROWS` for each launch of kernels of `cute_sm90`. known: features that `choose.rows` has of
-    them, by name."""
-    known |= _of_launches(problem, columns, found, np.zeros(len(found.total_us)), device)
-    known |= {"along_n": columns.along_n, "streamed": columns.streamed}
-    rows_all = -(-problem.m // known["rows"]) * known["rows"]
-    known |= zip(OF_TORCH, _of_torch(problem, rows_all, device.sm_count, library), strict=True)
-    return _table(OF_ROWS, known, len(found.total_us))
 
 
 def _of_launches(
