@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -264,34 +265,39 @@ def test_a_result_is_not_kept_beyond_a_change_of_its_input_or_weight(serve):
     assert y.requires_grad, "it was computed without gradients"
 
 
-def test_a_result_is_not_kept_beyond_a_weight_of_other_memory(serve):
-    """Which has the version that it had."""
-    model, plain = made(Attention), made(Attention)
-    fuse(model)
-    serve()
-    with torch.no_grad():
-        model.q(given())
-        x = given()
-        model.q(x)
-        model.v.weight.data = plain.v.weight * 7
-        close(model.v(x), plain.v(x) * 7, TOLERANCE)
+def _with(name: str, factor: float | None) -> Callable[[nn.Linear], None]:
+    """Gives a layer other memory, which has the version that the former had, or takes it away."""
+
+    def change(layer: nn.Linear) -> None:
+        if factor is None:
+            setattr(layer, name, None)
+        else:
+            getattr(layer, name).data = getattr(layer, name).data * factor
+
+    return change
 
 
 @pytest.mark.parametrize(
-    "change", [lambda bias: bias.add_(1), lambda bias: setattr(bias, "data", bias.data + 1)]
+    "bias, change",
+    [
+        (False, _with("weight", 7.0)),
+        (True, _with("weight", 7.0)),
+        (True, _with("bias", 7.0)),
+        (True, _with("bias", None)),
+        (True, lambda layer: layer.bias.add_(1)),
+    ],
 )
-def test_a_result_is_not_kept_beyond_a_changed_bias(serve, change):
-    model, plain = made(lambda: Attention(bias=True)), made(lambda: Attention(bias=True))
+def test_a_result_is_not_kept_beyond_what_it_was_made_of(serve, bias, change):
+    model, plain = made(lambda: Attention(bias)), made(lambda: Attention(bias))
     fuse(model)
     serve()
     with torch.no_grad():
-        model.q(given())
-        x = given()
-        model.q(x)
-        change(model.k.bias)
-        model.v.bias = None
-        close(model.k(x), plain.k(x) + 1, TOLERANCE)
-        close(model.v(x), plain.v(x) - plain.v.bias, TOLERANCE)
+        for name in "kv":
+            x = given()
+            model.q(x)
+            for each in (model, plain):
+                change(getattr(each, name))
+            close(getattr(model, name)(x), getattr(plain, name)(x), TOLERANCE)
 
 
 def test_threads_in_turns_each_take_their_own(serve, kernel):
