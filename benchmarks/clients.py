@@ -204,7 +204,7 @@ def fused(model: LlamaForCausalLM, trains: bool) -> LlamaForCausalLM:
     one optimizer's state and one set of gradients; else of its own, since gate's and up's rows alternate.
     """
     tuned = _twin(model) if trains else copy.deepcopy(model)
-    tunegemm.patch(tuned.train(trains), fuse=True)
+    tunegemm.patch(tuned.train(trains))
     return tuned.eval()
 
 

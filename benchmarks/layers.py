@@ -1,4 +1,4 @@
-"""Times layers of known models, as users have them and with merged weights, beside `patch(fuse=True)`.
+"""Times layers of known models, as users have them and with merged weights, beside `patch`.
 
     python -m benchmarks.layers                                    # all models, rows and modes, nothing tuned
     python -m benchmarks.layers --models llama-3-8b --rows d16,4096 --modes graph
@@ -334,7 +334,7 @@ def measure(
     with torch.no_grad():
         expected = copy.deepcopy(model).float()(x.float())
     fused = copy.deepcopy(model)
-    tunegemm.patch(fused, fuse=True)
+    tunegemm.patch(fused)
     steps: dict[tuple[str, str], Step] = {}
     errors: dict[tuple[str, str], float] = {}
     for mode in modes:
@@ -390,7 +390,7 @@ def explain(name: str, size: Size, rows: str, place: torch.device) -> None:
     """Prints what became of the layers, what serves each product, and the time of each kernel of a step."""
     model, x = _made(size, rows, place)
     fused = copy.deepcopy(model)
-    report = tunegemm.patch(fused, fuse=True, report=True)
+    report = tunegemm.patch(fused, report=True)
     print(f"== {name} {rows}\n{report}" if rows == ROWS[0] else f"== {name} {rows}")
     before = {problem for problem, _ in api.dispatcher.planner.tuned()}
     with warnings.catch_warnings(record=True) as caught:

@@ -47,10 +47,6 @@ def test_models_that_train_have_one_set_of_weights() -> None:
     model = clients.build(clients.Size.of("tiny", 1), torch.device("cpu"))
     fused = clients.fused(model, trains=True)
     assert all(ours is torchs for ours, torchs in zip(fused.parameters(), model.parameters(), strict=True))
-    gate, up = (getattr(fused.model.layers[0].mlp, name).weight for name in ("gate_proj", "up_proj"))
-    assert gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr() and gate.is_contiguous()
-    apart = clients.fused(model, trains=False).model.layers[0].mlp.gate_proj.weight
-    assert not apart.is_contiguous() and gate.is_contiguous()
 
 
 @pytest.mark.parametrize(("model", "layers"), [("8B", 2), ("1B", 16), ("tiny", 2)])

@@ -81,6 +81,6 @@ def test_fused_models_of_clients_give_torchs_results() -> None:
 def test_it_says_why_and_when_no_time_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     words = (*CPU, "--models", "llama-3-8b", "--rows", "256")
     assert layers.main([*words, "--why"]) == 0
-    assert "fused   0.mlp.down_proj" in capsys.readouterr().out
+    assert "served  0.mlp.down_proj" in capsys.readouterr().out
     assert layers.main([*words, "--within", "-1"]) == 0
     assert "no time is left" in capsys.readouterr().out

@@ -16,9 +16,8 @@ from tests.support.fusing import close
 from tests.support.serving import BF16
 from tunegemm.describe.problem import Problem
 from tunegemm.serve import api, grouped
-from tunegemm.serve.integrations import engines, vllm_gates
+from tunegemm.serve.integrations import engines, halves, vllm_gates
 from tunegemm.serve.torch import ops
-from tunegemm.serve.torch.layers import halves
 
 COLUMNS, WIDTH = 7168, 64
 HALF = COLUMNS // 2

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import tunegemm
 from tunegemm.errors import TunegemmWarning
-from tunegemm.serve.torch.layers.report import Report
 
 BF16 = torch.bfloat16
 WIDTH, INNER, ROWS = 64, 96, 16
@@ -83,14 +81,6 @@ def given(*lead: int) -> torch.Tensor:
     return torch.randn(*(lead or (2, ROWS // 2)), WIDTH, generator=torch.Generator().manual_seed(1)).to(BF16)
 
 
-def fuse(model: nn.Module) -> Report:
-    return tunegemm.patch(model, fuse=True, report=True)
-
-
-def fused(report: Report) -> list[str]:
-    return [line.name for line in report.of("fused")]
-
-
 def by_torch(model: nn.Module, *x: torch.Tensor) -> torch.Tensor:
     """What a model gives where nothing is planted: kernels are CUDA's."""
     with torch.no_grad(), warnings.catch_warnings():
@@ -98,5 +88,4 @@ def by_torch(model: nn.Module, *x: torch.Tensor) -> torch.Tensor:
         return model(*x)
 
 
-ALL = ["attention.o", "attention.{q,k,v}", "mlp.w2", "mlp.{w1,w3}", "plain.down", "plain.up"]
 TOLERANCE = 3e-2

@@ -14,13 +14,12 @@ from tunegemm.errors import ProblemError, unknown_argument
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import ADDMM, BMM, LINEAR, MATMUL, SCALED_MM, form_of
 from tunegemm.serve.library import addmm_steps, is_sum, scale_steps
-from tunegemm.serve.torch import ops, several
+from tunegemm.serve.torch import ops
 from tunegemm.serve.torch.fx import node_of, rank, refuse_proxies
 
 #: What computes all products of the process.
 dispatcher = Dispatcher()
 ops.define(lambda: dispatcher)
-several.define(lambda: dispatcher)
 product = dispatcher.product
 WITH_BIAS = form_of(LINEAR, "bias_n")
 _is_compiling = torch.compiler.is_compiling

@@ -21,10 +21,10 @@ from torch.fx import Node
 from tunegemm.model.grouped import choose
 from tunegemm.serve import api
 from tunegemm.serve.forms import MATMUL, form_of
+from tunegemm.serve.integrations import halves
 from tunegemm.serve.integrations.engines import plain, replace
 from tunegemm.serve.routing import Gate, routing
 from tunegemm.serve.torch import ops
-from tunegemm.serve.torch.layers import halves
 from tunegemm.serve.torch.lowering import lower_to_function
 
 #: In what vLLM's compile cache goes by, beside the records: its graphs have the operator.

@@ -19,7 +19,6 @@ import torch
 
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import MATMUL, form_of
-from tunegemm.serve.torch.together import Layout, Tensors, is_gated, operands_of
 
 _NAME = "tunegemm_product"
 #: What the sites begin with whose number of rows may change.
@@ -42,7 +41,7 @@ def site_of(operands: Sequence[torch.Tensor], *form: object) -> str:
 
 
 def lower(serving: Callable[[], Dispatcher]) -> None:
-    """Teach Inductor `tunegemm::mm`, `bmm`, `fused` and `several`, once.
+    """Teach Inductor `tunegemm::mm`, `bmm` and `fused`, once.
 
     Imports it: for a process that compiles.
     """
@@ -86,35 +85,9 @@ def _lower(serving: Callable[[], Dispatcher]) -> None:
         form = form_of(MATMUL, epilogue, out_dtype, accumulation)
         return serving().compiled((site, a.size(0)) if any_rows else site, form, a, b, operands, numbers, out)
 
-    def several_product(
-        x: torch.Tensor, *others: torch.Tensor, site: str, any_rows: bool = False, weights: int,
-        epilogue: str, out: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        right, bias = merged(site, others[:weights], others[weights:], epilogue)
-        form = form_of(MATMUL, epilogue)
-        return serving().compiled((site, x.size(0)) if any_rows else site, form, x, right, bias, (), out)
-
-    layouts: dict[str, tuple[Layout | None, Layout | None]] = {}
-
-    def merged(site: str, weights: Tensors, biases: Tensors, epilogue: str) -> tuple[Any, Tensors]:
-        """`operands_of`, by addresses alone: a site's shapes and strides are always the same."""
-        if site not in layouts:
-            of_weights, of_biases = (
-                Layout.of(parts, in_turns=is_gated(epilogue)) if parts and site else None
-                for parts in (weights, biases)
-            )
-            layouts[site] = of_weights, of_biases
-        of_weights, of_biases = layouts[site]
-        right = None if of_weights is None else of_weights.view(weights)
-        bias = None if of_biases is None else of_biases.view(biases)
-        if right is None or (biases and bias is None):
-            return operands_of(weights, biases, epilogue)
-        return right, () if bias is None else (bias,)
-
     plain = form_of(MATMUL, "")
     choice = inductor.ExternKernelChoice(product, name=_NAME)
     fused_choice = inductor.ExternKernelChoice(fused_product, name=f"{_NAME}_and_more")
-    several_choice = inductor.ExternKernelChoice(several_product, name=f"{_NAME}_of_several")
 
     def called(
         choice: Any, operands: Sequence[Any], traced: Sequence[Any], columns: Any, **words: Any
@@ -143,21 +116,6 @@ def _lower(serving: Callable[[], Dispatcher]) -> None:
             epilogue=form.text, out_dtype=form.out_dtype, accumulation=form.accumulation,
         )  # fmt: skip
 
-    def several(
-        x: Any, weights: Sequence[Any], biases: Sequence[Any], epilogue: str, *, records: str = ""
-    ) -> Any:
-        # Each of the layers that share an input asks for the product of all: it is made once.
-        made = graphs.graph.__dict__.setdefault("_tunegemm_several", {})
-        left, rights, others, *_ = graphs.graph.current_node.args
-        key = (left, *rights, *others, epilogue)
-        if key not in made:
-            columns = sum(weight.get_size()[0] for weight in weights) // (2 if is_gated(epilogue) else 1)
-            made[key] = called(
-                several_choice, (x, *weights, *biases), (left, *rights, *others), columns,
-                weights=len(weights), epilogue=epilogue,
-            )  # fmt: skip
-        return made[key]
-
     def register(operator: Any, call: Callable[..., Any]) -> None:
         by_operator = lowering.fallback_handler(operator, add_to_fallback_set=False)
 
@@ -169,7 +127,6 @@ def _lower(serving: Callable[[], Dispatcher]) -> None:
         lowering.add_needs_realized_inputs(operator)  # as for aten.mm
 
     register(torch.ops.tunegemm.fused.default, fused)
-    register(torch.ops.tunegemm.several.default, several)
     for operator in (torch.ops.tunegemm.mm.default, torch.ops.tunegemm.bmm.default):
         register(operator, plainly)
 

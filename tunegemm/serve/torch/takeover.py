@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Self, overload
@@ -10,7 +11,7 @@ from typing import Any, Literal, Self, overload
 import torch
 
 from tunegemm.choose.operators import OPERATORS
-from tunegemm.errors import ProblemError
+from tunegemm.errors import ProblemError, TunegemmWarning
 from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
 from tunegemm.serve import api, grouped, scaled_groups
 from tunegemm.serve.forms import BELOW_AUTOGRAD, form_of
@@ -18,9 +19,8 @@ from tunegemm.serve.guards import deterministic, tf32_allowed
 from tunegemm.serve.library import addmm_steps, call_of, is_sum
 from tunegemm.serve.torch.aten import Layer, replacements
 from tunegemm.serve.torch.autograd import DTYPES
-from tunegemm.serve.torch.layers.fuse import lines_of, unfuse
-from tunegemm.serve.torch.layers.report import Report
 from tunegemm.serve.torch.linear import TunedLinear, is_tuned, untuned
+from tunegemm.serve.torch.report import Report, lines_of
 
 #: Makes a function that counts an operator's calls, given its name, what makes the function in the place of
 #: its kernel, and that kernel.
@@ -240,28 +240,30 @@ def patch(model: torch.nn.Module, *, fuse: bool = False, report: bool = False) -
     as they are, and torch.jit.script compiles what it does of `torch.nn.Linear`. Patch before torch.compile:
     torch 2.11 does not notice that the class changed, and what it compiled before stays torch's.
 
-    fuse: also computes as one what modules are seen to do with their layers: gate and up with the gate,
-    several layers of one input, a layer and its activation, a layer and what is added to it. It does so where
-    a kernel is recorded or predicted for all of it; elsewhere each layer is computed as without. Weights of
-    layers that become one product are put into one storage, of which the parameters become views.
-    report: returns a `Report` in place of the number, whose text says what became of each layer and why.
+    fuse: changes nothing in this version, and a warning says so.
+    report: returns a `Report` in place of the number; its text says what became of each linear layer and why.
     """
     _check_model(model)
+    if fuse:
+        warnings.warn(
+            "patch(fuse=True) is patch(model) in this version: each linear layer is served by itself, since "
+            "fusing modules gave wrong results for some models",
+            TunegemmWarning,
+            stacklevel=2,
+        )
     layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
     for layer in layers:
         layer.__class__ = TunedLinear
-    lines = lines_of(model, fuse=fuse) if fuse or report else []
-    return Report(len(layers), tuple(lines)) if report else len(layers)
+    return Report(len(layers), tuple(lines_of(model))) if report else len(layers)
 
 
 def unpatch(model: torch.nn.Module) -> int:
     """Undoes `patch`; the number of layers that are torch's again.
 
     A class that a tool has derived meanwhile, as FSDP2 and parametrizations do, is made anew, derived from
-    `torch.nn.Linear`. Parameters that were views of one storage get storages of their own.
+    `torch.nn.Linear`.
     """
     _check_model(model)
-    unfuse(model)
     modules = [module for module in model.modules() if is_tuned(type(module))]
     for module in modules:
         module.__class__ = untuned(type(module))

@@ -1,8 +1,4 @@
-"""Gates by kernels of groups, with all rows in one group.
-
-They read gate's rows and up's as they lie: in turns, or those of up behind those of gate. So Phi-3 and merged
-models have them in one layer's weight, for which nothing is packed, and `Shared` puts two that are trained.
-"""
+"""Gates of one weight, gate's rows before up's, by kernels of groups with all rows in one group."""
 
 from __future__ import annotations
 
