@@ -23,7 +23,7 @@ PACKAGE = Path(tunegemm.__file__).parent
 #: The ground floor's files, then the rooms. A file imports only from its own room and from those to its left.
 ORDER = (
     "errors", "extras", "resources", "files", "untrusted", "describe", "compile", "generate", "model",
-    "measure", "search", "store", "choose", "tuning", "serve", "report", "cli", "testing",
+    "measure", "search", "store", "choose", "tuning", "serve", "layers", "report", "cli", "testing",
 )  # fmt: skip
 
 PUBLIC = [

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from tunegemm.describe.problem import Problem
     from tunegemm.describe.space import Candidate
     from tunegemm.errors import TunegemmError, TunegemmWarning
+    from tunegemm.layers.inductor import enable
+    from tunegemm.layers.modules import patch, unpatch
     from tunegemm.measure.outcome import Failure, Measurement
     from tunegemm.report.explain import explain
     from tunegemm.report.space import Space
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     )
     from tunegemm.serve.operation import Operation
     from tunegemm.serve.torch.recording import record
-    from tunegemm.serve.torch.takeover import disable, enable, patch, unpatch
+    from tunegemm.serve.torch.takeover import disable
     from tunegemm.store import Database
     from tunegemm.store.record import Record
     from tunegemm.tuning.progress import Progress, TuneResult
@@ -70,7 +72,7 @@ _HOMES = {
     "baddbmm": "serve",
     "bmm": "serve",
     "disable": "serve.torch.takeover",
-    "enable": "serve.torch.takeover",
+    "enable": "layers.inductor",
     "experts": "serve",
     "explain": "report.explain",
     "gated_linear": "serve",
@@ -79,14 +81,14 @@ _HOMES = {
     "linear": "serve",
     "matmul": "serve",
     "mm": "serve",
-    "patch": "serve.torch.takeover",
+    "patch": "layers.modules",
     "policy": "serve",
     "record": "serve.torch.recording",
     "refresh": "serve",
     "scaled_grouped_mm": "serve",
     "scaled_mm": "serve",
     "tune": "tuning.tuner",
-    "unpatch": "serve.torch.takeover",
+    "unpatch": "layers.modules",
 }
 
 

@@ -1,91 +1,79 @@
-"""Small models with what layers of transformers consist of, and what is done with them."""
+"""Small models, written in the ways that people write them."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from tunegemm.errors import TunegemmWarning
-
 BF16 = torch.bfloat16
-WIDTH, INNER, ROWS = 64, 96, 16
+WIDTH, INNER = 64, 96
 
 
-class Attention(nn.Module):
-    """Attention as most model libraries write it."""
+class MLP(nn.Module):
+    """As transformers writes it."""
 
-    def __init__(self, bias: bool = False) -> None:
+    def __init__(self, act: nn.Module | None = None, bias: bool = False) -> None:
         super().__init__()
-        self.q, self.k, self.v = (nn.Linear(WIDTH, width, bias) for width in (WIDTH, 32, 32))
+        self.gate_proj = nn.Linear(WIDTH, INNER, bias=bias)
+        self.up_proj = nn.Linear(WIDTH, INNER, bias=bias)
+        self.down_proj = nn.Linear(INNER, WIDTH, bias=False)
+        self.act_fn = act or nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return down_proj  # noqa: RET504 - as it is written there
+
+
+class Layer(nn.Module):
+    """Attention, MLP and both residuals in one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, width, bias=False) for width in (WIDTH, 32, 32))
         self.o = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.gate, self.up = (nn.Linear(WIDTH, INNER, bias=False) for _ in range(2))
+        self.down = nn.Linear(INNER, WIDTH, bias=False)
+        self.n1, self.n2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        lead = x.shape[:-1]
-        q, k, v = (layer(x).view(*lead, -1, 16).transpose(-3, -2) for layer in (self.q, self.k, self.v))
-        mixed = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        return self.o(mixed.transpose(-3, -2).reshape(*lead, -1))
+        h = self.n1(x)
+        q, k, v = (f(h).unflatten(-1, (-1, 16)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(mixed.transpose(1, 2).flatten(2))
+        h = self.n2(x)
+        return x + self.down(functional.silu(self.gate(h)) * self.up(h))
 
 
-class Gates(nn.Module):
-    """torchtune's way to write Llama's MLP."""
+class Own(nn.Module):
+    """Three layers, and a function of them and of an input."""
 
-    def __init__(self, activation: Callable[..., torch.Tensor] | None = None, bias: bool = False) -> None:
+    def __init__(self, function: Callable[..., torch.Tensor], bias: bool = False) -> None:
         super().__init__()
-        self.w1, self.w3 = nn.Linear(WIDTH, INNER, bias), nn.Linear(WIDTH, INNER, bias)
-        self.w2 = nn.Linear(INNER, WIDTH, bias=False)
-        self.activation = activation or nn.SiLU()
+        self.a, self.b = (nn.Linear(WIDTH, INNER, bias=bias) for _ in range(2))
+        self.c = nn.Linear(WIDTH, WIDTH, bias=bias)
+        self.both = nn.Linear(WIDTH, 2 * INNER, bias=bias)
+        self.function = function
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.activation(self.w1(x))
-        if self.w3 is not None:
-            h = h * self.w3(x)
-        return self.w2(h)
+    def forward(self, x: torch.Tensor, *more: object) -> torch.Tensor:
+        return self.function(self, x, *more)
 
 
-class Plain(nn.Module):
-    """An MLP with a bias, and a stream to which its result is added."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x)), approximate="tanh"))
-
-
-class Model(nn.Module):
-    """A layer of a transformer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.mlp, self.plain = Attention(), Gates(), Plain()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(x)
-        return self.plain(x + self.mlp(x))
+def made(model: nn.Module, dtype: torch.dtype = BF16) -> nn.Module:
+    """Random weights, the same for each call, one after the other in memory; evaluated."""
+    generator = torch.Generator().manual_seed(0)
+    memory = torch.empty(sum(-(-each.numel() // 32) * 32 for each in model.parameters()), dtype=dtype)
+    begin = 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+            place = memory[begin : begin + parameter.numel()].view(parameter.shape)
+            parameter.data = place.copy_(scale * torch.randn(parameter.shape, generator=generator))
+            begin += -(-parameter.numel() // 32) * 32
+    return model.to(dtype).eval()
 
 
-def made(
-    make: Callable[[], nn.Module] = Model, *, train: bool = False, dtype: torch.dtype = BF16
-) -> nn.Module:
-    torch.manual_seed(0)
-    return make().to(dtype).train(train)
-
-
-def given(*lead: int) -> torch.Tensor:
-    return torch.randn(*(lead or (2, ROWS // 2)), WIDTH, generator=torch.Generator().manual_seed(1)).to(BF16)
-
-
-def by_torch(model: nn.Module, *x: torch.Tensor) -> torch.Tensor:
-    """What a model gives where nothing is planted: kernels are CUDA's."""
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", TunegemmWarning)
-        return model(*x)
-
-
-TOLERANCE = 3e-2
+def given(*lead: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(*(lead or (2, 8)), WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)

@@ -108,8 +108,9 @@ class State:
         self.earlier: dict[tuple[int, int, tuple[int, ...]], Recent] = {}
         """By that, the elements of `a` and the strides of `b`: a weight's products alternate where batch
         sizes do, and those of its input's gradient are between them."""
-        self.sites: dict[Hashable, Plan] = {}
-        """The plans of compiled code, by what it says of its operands."""
+        self.sites: dict[Hashable, Any] = {}
+        """The plans of compiled code, by what it says of its operands; and how a site of a graph is computed
+        (`tunegemm.layers.sites`), by its input's shape."""
         self.sites_of_torch: dict[Hashable, Callable[..., Any]] = {}
         """Where it has none: torch's function of the tensors and ``out``, until the next look at records."""
         self.torchs: set[tuple[int, ...]] = set()

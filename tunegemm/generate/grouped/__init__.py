@@ -137,6 +137,28 @@ class GroupedKernel:
 
         return launch_at
 
+    def gate_apart(
+        self, n: int, k: int, rows: int, row_stride: int, end: Any, *,
+        index: int, blocks: int, swizzle_size: int = 8, l2_hint: int = 0,
+    ) -> Callable[[int, int, int, int, int], None]:  # fmt: skip
+        """``gate(a first^T) * (a second^T)`` of packed a: a function of the addresses of gate's weight and
+        up's, a, the packed result and a bias, which lies as one of `bound` does (0: none).
+
+        The weights are (n, k), k contiguous, of one row stride, in elements; up's lies less than 2^40 bytes
+        behind gate's, a multiple of 16. end: int32 on the device, the number of rows; it is to stay.
+        """
+        from torch._C import _cuda_getCurrentRawStream as current_stream
+
+        function, ends = self.function, end.data_ptr()
+
+        def launch(first: int, second: int, a: int, out: int, bias: int = 0) -> None:
+            function(
+                first, a, out, n, rows, k, 1, row_stride, k, n, 2 * n * row_stride, 2 * n,
+                (second - first) // 2, swizzle_size, blocks, l2_hint, ends, bias, 0, current_stream(index),
+            )  # fmt: skip
+
+        return launch
+
 
 class _Named(GroupedConfig):
     """What a label is made of: a config of a candidate's parameters, for which no problem stands."""

@@ -207,7 +207,7 @@ def is_served(
     if not may_be_served(a, b):
         return False
     places = [
-        ([_hint(extent) for extent in tensor.shape], [_hint(step) for step in tensor.stride()], tensor.dtype)
+        ([hint(extent) for extent in tensor.shape], [hint(step) for step in tensor.stride()], tensor.dtype)
         for tensor in (a, b)
     ]
     symbolic = any(isinstance(extent, torch.SymInt) for extent in (*a.shape, *b.shape))
@@ -238,7 +238,7 @@ def may_be_served(a: torch.Tensor, b: torch.Tensor) -> bool:
     return not getattr(sys.modules.get("torch._inductor.config"), "cpp_wrapper", False)
 
 
-def _hint(extent: Any) -> int:
+def hint(extent: Any) -> int:
     """An extent, or what a symbolic one was traced with; no guard is made of it."""
     return int(extent.node.hint or 2) if isinstance(extent, torch.SymInt) else int(extent)
 

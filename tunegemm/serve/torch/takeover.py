@@ -1,17 +1,15 @@
-"""`enable`, which serves every product of a program, and `patch`, which serves those of a model's layers."""
+"""`enable`, which serves every product of a program."""
 
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, Self, overload
+from typing import Any, Self
 
 import torch
 
 from tunegemm.choose.operators import OPERATORS
-from tunegemm.errors import ProblemError, TunegemmWarning
 from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
 from tunegemm.serve import api, grouped, scaled_groups
 from tunegemm.serve.forms import BELOW_AUTOGRAD, form_of
@@ -19,8 +17,6 @@ from tunegemm.serve.guards import deterministic, tf32_allowed
 from tunegemm.serve.library import addmm_steps, call_of, is_sum
 from tunegemm.serve.torch.aten import Layer, replacements
 from tunegemm.serve.torch.autograd import DTYPES
-from tunegemm.serve.torch.linear import TunedLinear, is_tuned, untuned
-from tunegemm.serve.torch.report import Report, lines_of
 
 #: Makes a function that counts an operator's calls, given its name, what makes the function in the place of
 #: its kernel, and that kernel.
@@ -226,52 +222,3 @@ _SERVED = {name: _serving(name) for name, operator in OPERATORS.items() if opera
     "_grouped_mm": _grouping,
     "_scaled_grouped_mm": _scaled_grouping,
 }
-
-
-@overload
-def patch(model: torch.nn.Module, *, fuse: bool = ..., report: Literal[False] = ...) -> int: ...
-@overload
-def patch(model: torch.nn.Module, *, fuse: bool = ..., report: Literal[True]) -> Report: ...
-def patch(model: torch.nn.Module, *, fuse: bool = False, report: bool = False) -> int | Report:
-    """Lets a model's linear layers call `tunegemm.linear`; the number of layers that now do and did not.
-
-    Of `torch.nn.Linear` itself; subclasses keep their own ways. Only the class of a layer changes, to a
-    subclass of `torch.nn.Linear`: parameters, their sharing, hooks, `state_dict`, copying and pickling stay
-    as they are, and torch.jit.script compiles what it does of `torch.nn.Linear`. Patch before torch.compile:
-    torch 2.11 does not notice that the class changed, and what it compiled before stays torch's.
-
-    fuse: changes nothing in this version, and a warning says so.
-    report: returns a `Report` in place of the number; its text says what became of each linear layer and why.
-    """
-    _check_model(model)
-    if fuse:
-        warnings.warn(
-            "patch(fuse=True) is patch(model) in this version: each linear layer is served by itself, since "
-            "fusing modules gave wrong results for some models",
-            TunegemmWarning,
-            stacklevel=2,
-        )
-    layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
-    for layer in layers:
-        layer.__class__ = TunedLinear
-    return Report(len(layers), tuple(lines_of(model))) if report else len(layers)
-
-
-def unpatch(model: torch.nn.Module) -> int:
-    """Undoes `patch`; the number of layers that are torch's again.
-
-    A class that a tool has derived meanwhile, as FSDP2 and parametrizations do, is made anew, derived from
-    `torch.nn.Linear`.
-    """
-    _check_model(model)
-    modules = [module for module in model.modules() if is_tuned(type(module))]
-    for module in modules:
-        module.__class__ = untuned(type(module))
-    return sum(isinstance(module, torch.nn.Linear) for module in modules)
-
-
-def _check_model(model: torch.nn.Module) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise ProblemError(
-            f"model {model!r:.40} is not a torch.nn.Module; give the model whose layers are meant"
-        )

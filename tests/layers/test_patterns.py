@@ -1,0 +1,236 @@
+"""What the pass finds in graphs, by any spelling, and what it must not touch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.fusing import close
+from tests.support.gates import Kernels
+from tests.support.layers import INNER, WIDTH, Own, given, made
+from tunegemm.layers import backend
+
+silu = F.silu
+
+
+def counts_of(model: nn.Module, *x: Any, dynamic: bool | None = False) -> tuple[torch.Tensor, Counter[str]]:
+    """What a model gives through the backend, and what the pass found in its graphs."""
+    found: Counter[str] = Counter()
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.update(backend.prepare(graph))
+        return graph.forward
+
+    with torch.no_grad():
+        compiled = torch.compile(model, backend=compiler, dynamic=dynamic)
+        compiled(*x)
+        return compiled(*x), found
+
+
+def gated(spell: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda m, x: spell(m, x)
+
+
+GATES: dict[str, Callable[..., torch.Tensor]] = {
+    "operator": lambda m, x: silu(m.a(x)) * m.b(x),
+    "other way round": lambda m, x: m.b(x) * silu(m.a(x)),
+    "method": lambda m, x: silu(m.a(x)).mul(m.b(x)),
+    "function": lambda m, x: torch.mul(m.b(x), nn.SiLU()(m.a(x))),
+    "up first": lambda m, x: (m.b(x), silu(m.a(x)))[1] * m.b(x),
+    "gelu": lambda m, x: F.gelu(m.a(x)) * m.b(x),
+    "gelu tanh": lambda m, x: F.gelu(m.a(x), approximate="tanh") * m.b(x),
+    "relu": lambda m, x: m.a(x).relu() * m.b(x),
+    "linear of a parameter": lambda m, x: (
+        silu(F.linear(x, m.a.weight)) * F.linear(input=x, weight=m.b.weight)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_a_gate_of_two_weights_is_one_call(planner: Any, kernels: Kernels, name: str) -> None:
+    model, x = made(Own(GATES[name])), given()
+    with torch.no_grad():
+        expected = model(x)
+    result, found = counts_of(model, x)
+    close(result, expected)
+    assert found["gate"] == 1
+    is_ours = "gelu" not in name and "relu" not in name
+    assert len(kernels.gates) == 2 * is_ours, (
+        "the gate of silu has a kernel; others are two products and torch's"
+    )
+
+
+HALVES: dict[str, Callable[..., torch.Tensor]] = {
+    "chunk": lambda m, x: (lambda g, u: silu(g) * u)(*m.both(x).chunk(2, dim=-1)),
+    "split": lambda m, x: (lambda g, u: u * silu(g))(*torch.split(m.both(x), INNER, -1)),
+    "split by sizes": lambda m, x: (lambda g, u: u * silu(g))(*m.both(x).split([INNER, INNER], dim=2)),
+    "slices": lambda m, x: (lambda y: silu(y[..., :INNER]) * y[..., INNER:])(m.both(x)),
+    "alternate": lambda m, x: (lambda y: silu(y[..., ::2]) * y[..., 1::2])(m.both(x)),
+    "up first": lambda m, x: (lambda u, g: silu(g) * u)(*m.both(x).chunk(2, -1)),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_a_gate_of_one_weight_is_one_call(planner: Any, kernels: Kernels, name: str) -> None:
+    model, x = made(Own(HALVES[name])), given()
+    with torch.no_grad():
+        expected = model(x)
+    result, found = counts_of(model, x)
+    close(result, expected)
+    assert found["half gate"] == 1 and len(kernels.gates) == 2 * (name != "up first")
+
+
+CHAINS: dict[str, tuple[Callable[..., torch.Tensor], list[str]]] = {
+    "residual": (lambda m, x: x + m.c(x), ["residual"]),
+    "residual last": (lambda m, x: m.c(x).add(x), ["residual"]),
+    "dropout that is off": (lambda m, x: x + F.dropout(m.c(x), 0.5, m.training), ["residual"]),
+    "activation": (lambda m, x: F.gelu(m.a(x), approximate="tanh"), ["gelu_tanh"]),
+    "both": (lambda m, x: x + F.relu(m.c(x)), ["relu", "residual"]),
+    "two of one input": (lambda m, x: torch.cat((m.a(x), m.b(x)), -1), []),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("name", CHAINS)
+def test_steps_after_a_layer_are_its_kernels(planner: Any, kernels: Kernels, name: str, bias: bool) -> None:
+    spell, steps = CHAINS[name]
+    model, x = made(Own(spell, bias)), given()
+    with torch.no_grad():
+        expected = model(x)
+    before = len(kernels.calls)
+    result, found = counts_of(model, x)
+    close(result, expected)
+    assert (found["chain"], found["linear"]) == ((1, 0) if steps else (0, 2))
+    assert len(kernels.calls) - before == 2 * (1 if steps else 2)
+
+
+def _written_between(m: Own, x: torch.Tensor) -> torch.Tensor:
+    h = x * 1
+    gate = silu(m.a(h))
+    h.add_(1)
+    return gate * m.b(h)
+
+
+def _weight_written(m: Own, x: torch.Tensor) -> torch.Tensor:
+    gate = silu(m.a(x))
+    m.a.weight.mul_(2)
+    return gate * m.b(x)
+
+
+def _buffer_written(m: Own, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    gate = silu(m.a(x))
+    kept.add_(1)
+    return gate * m.b(x)
+
+
+def _by_view(m: Own, x: torch.Tensor) -> torch.Tensor:
+    h = x * 1
+    view = h.transpose(0, 1)
+    gate = silu(m.a(h))
+    view[0] = 0
+    return gate * m.b(h)
+
+
+LEFT: dict[str, Callable[..., torch.Tensor]] = {
+    "an input written to in between": _written_between,
+    "an input written to through a view": _by_view,
+    "a weight written to in between": _weight_written,
+    "another use of the gate": lambda m, x: silu(m.a(x)) * m.b(x) + m.a(x).sum() * 0 + _twice(m, x),
+    "another input": lambda m, x: silu(m.a(x)) * m.b(x + 1),
+    "an activation in place": lambda m, x: F.silu(m.a(x), inplace=True) * m.b(x),
+    "another activation": lambda m, x: torch.sigmoid(m.a(x)) * m.b(x),
+}
+
+
+def _twice(m: Own, x: torch.Tensor) -> torch.Tensor:
+    gate = silu(m.b(x))
+    return gate * m.a(x) + gate
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_not_the_same_stays(planner: Any, kernels: Kernels, name: str) -> None:
+    spell, x = LEFT[name], given()
+    with torch.no_grad():
+        expected = made(Own(spell))(x)
+    model = made(Own(spell))
+    found: Counter[str] = Counter()
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.update(backend.prepare(graph))
+        return graph.forward
+
+    with torch.no_grad():
+        close(torch.compile(model, backend=compiler)(x), expected, 0.03)
+    assert found["gate"] == (1 if name == "another use of the gate" else 0)
+
+
+def test_a_buffer_that_is_written_to_in_between_forbids_it(planner: Any, kernels: Kernels) -> None:
+    """The caller's tensors may share memory in ways that a graph does not show."""
+    model, x = made(Own(_buffer_written)), given()
+    with torch.no_grad():
+        expected = model(x.clone(), torch.zeros(3))
+        result, found = counts_of(model, x.clone(), torch.zeros(3))
+    close(result, expected)
+    assert found == {"chain": 1, "linear": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_dtypes_are_left(planner: Any, dtype: torch.dtype) -> None:
+    model = made(Own(GATES["operator"]), dtype)
+    result, found = counts_of(model, given(dtype=dtype))
+    assert not found and result.dtype is dtype
+
+
+def test_a_residual_of_another_shape_or_dtype_is_torchs_to_add(planner: Any) -> None:
+    model, x = made(Own(lambda m, x, other: m.c(x) + other)), given()
+    for other in (torch.ones(WIDTH, dtype=x.dtype), torch.ones(2, 8, 1, dtype=x.dtype), x.float()):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            expected = model(x, other)
+        result, found = counts_of(model, x, other)
+        close(result, expected)
+        assert found == {"linear": 1}
+
+
+def test_any_number_of_rows_is_one_graph(planner: Any, kernels: Kernels) -> None:
+    model, graphs = made(Own(GATES["operator"])), 0
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        assert backend.prepare(graph) == {"gate": 1}
+        return graph.forward
+
+    compiled = torch.compile(model, backend=compiler, dynamic=True)
+    with torch.no_grad():
+        for rows in (3, 7, 7, 33, 520):
+            x = given(rows)
+            close(compiled(x), model(x))
+    assert graphs == 1
+    assert [rows for rows, *_ in kernels.gates] == [3, 7, 7, 33], "520 rows have no kernel of the gate"
+
+
+def test_other_views_of_an_input_are_right(planner: Any) -> None:
+    """A graph for any strides: an input whose rows have gaps, one that is transposed, one without rows."""
+    model = made(Own(GATES["operator"]))
+    compiled = torch.compile(model, backend=backend.tunegemm, dynamic=True)
+    wide = torch.randn(6, 2 * WIDTH).to(torch.bfloat16)
+    with torch.no_grad():
+        for x in (wide[:, :WIDTH], wide[:, WIDTH:], given(4, 5).transpose(0, 1), given(0, 3), given(1)[0:1]):
+            close(compiled(x), model(x))
+
+
+def test_nan_and_infinity_go_through(planner: Any) -> None:
+    model, x = made(Own(lambda m, x: x + m.c(x))), given()
+    x[0, 0, 0], x[1, 2, 3] = math.nan, math.inf
+    with torch.no_grad():
+        expected = model(x)
+    result, _ = counts_of(model, x)
+    assert torch.equal(result.isnan(), expected.isnan())

@@ -1,0 +1,53 @@
+"""torch.compile's backend `tunegemm`: Dynamo's graph with fused calls, run as it is, without Inductor."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tunegemm.layers.fusion import fuse
+from tunegemm.serve.guards import deterministic, functorch_level
+
+_log = logging.getLogger(__name__)
+
+
+def tunegemm(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Serves a graph: ``torch.compile(model, backend="tunegemm")``.
+
+    Gate and up with their activation, a layer with its activation and residual, and the remaining linear
+    layers become tunegemm's calls; all else stays torch's, as it was. Nothing is compiled. What a graph
+    trains stays torch's, and so does a graph under deterministic algorithms or within torch.func.
+    """
+    count = prepare(graph)
+    _log.info("%s", said(count))
+    return graph.forward
+
+
+def prepare(graph: torch.fx.GraphModule) -> Counter[str]:
+    """Puts tunegemm's calls into a graph; how often each pattern was found."""
+    if deterministic() or functorch_level() is not None or _is_transformed(graph):
+        return Counter()
+    count = fuse(graph.graph)
+    if count:
+        graph.recompile()
+    return count
+
+
+def _is_transformed(graph: torch.fx.GraphModule) -> bool:
+    """Whether a part of a graph runs within torch.func: its tensors have no memory of their own there."""
+    return any(
+        node.op == "call_function" and "functorch" in str(getattr(node.target, "__module__", ""))
+        for node in graph.graph.nodes
+    )
+
+
+def said(count: Counter[str]) -> str:
+    """What became of a graph, in a line."""
+    if not count:
+        return "tunegemm: no linear layer of this graph is served"
+    words = ", ".join(f"{number} x {name}" for name, number in count.items())
+    return f"tunegemm: {words}"

@@ -1,0 +1,90 @@
+"""The one pass over a graph of torch's operations: what matches a pattern becomes a call of tunegemm."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from tunegemm.layers.graph import Order, are_same, is_matrix, value
+from tunegemm.layers.patterns import PATTERNS, Match
+from tunegemm.serve import api
+from tunegemm.serve.torch.autograd import DTYPES
+
+#: Makes the function that a match becomes; None where the graph's own operations are to stay.
+Make = Callable[[Match, tuple[Any, ...]], Callable[..., Any] | None]
+
+
+def of_site(match: Match, facts: tuple[Any, ...]) -> Callable[..., Any]:
+    """What a graph calls that runs as it is."""
+    made: Callable[..., Any] = match.site(*match.words, facts)
+    return made
+
+
+def fuse(graph: Graph, make: Make = of_site) -> Counter[str]:
+    """Replaces what is recognised in a graph, in place; how often each pattern was.
+
+    make: of a match and facts of its operands the function to be called with the operands.
+    """
+    count: Counter[str] = Counter()
+    for pattern in PATTERNS:
+        order, gone = Order(graph), set[Node]()
+        for node in [*graph.nodes]:
+            match = None if node in gone else pattern.match(node)
+            if match is None or gone.intersection(match.nodes) or (facts := _facts(match, order)) is None:
+                continue
+            if (function := make(match, facts)) is None:
+                continue
+            _replace(graph, match, function)
+            gone.update(match.nodes)
+            count[pattern.name] += 1
+    return count
+
+
+def _replace(graph: Graph, match: Match, function: Callable[..., Any]) -> None:
+    node = match.nodes[-1]
+    with graph.inserting_before(node):
+        new = graph.call_function(function, match.operands)
+    new.meta = {**node.meta}
+    node.replace_all_uses_with(new)
+    for each in reversed(match.nodes):
+        if not each.users:
+            graph.erase_node(each)
+
+
+def _facts(match: Match, order: Order) -> tuple[Any, ...] | None:
+    """What the operands have in common but for their rows; None where the match may not be replaced."""
+    inside = {*match.nodes}
+    if any(user not in inside for node in match.nodes[:-1] for user in node.users):
+        return None
+    x, result = value(match.operands[0]), value(match.nodes[-1])
+    computed = [
+        value(node) for node in match.nodes if isinstance(node.meta.get("example_value"), torch.Tensor)
+    ]
+    operands = [value(node) for node in match.operands]
+    if x is None or result is None or any(each is None for each in (*computed, *operands)):
+        return None
+    weights = [value(node) for node in match.weights]
+    if (
+        x.dtype not in DTYPES
+        or x.device.type != api.dispatcher.planner.device_type
+        or any(each.dtype is not x.dtype or each.device != x.device for each in (*computed, *operands))
+        or any(each.requires_grad for each in computed)
+        or any(each.layout is not torch.strided or each.is_conj() or each.is_neg() for each in operands)
+        or not all(is_matrix(weight) for weight in weights)
+        or x.ndim < 2
+        or not are_same(x.shape[-1:], weights[0].shape[1:])
+        or not all(_is_vector(each, weights[0].shape[0]) for each in operands if each.ndim == 1)
+        or any(each.ndim == 0 for each in operands)
+        or not order.may_move(match.nodes, match.operands)
+    ):
+        return None
+    (n, k), row_stride = weights[0].shape, weights[0].stride(0)
+    return n, k, row_stride, x.dtype, x.device
+
+
+def _is_vector(tensor: torch.Tensor, extent: int) -> bool:
+    return bool(tensor.shape[0] == extent and tensor.stride(0) == 1)

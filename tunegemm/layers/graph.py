@@ -1,0 +1,231 @@
+"""Facts about a graph of torch's operations, as Dynamo gives it to a backend, before AOTAutograd.
+
+Its nodes have the fake tensors that Dynamo computed with, so that shapes, dtypes, gradients and views that
+share memory are known. Extents may be symbolic: nothing here adds a guard.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn import functional
+
+#: torch's linear layer: (x, weight, bias), in either spelling.
+LINEAR = frozenset((torch._C._nn.linear, functional.linear))
+_SAME: dict[str, frozenset[Any]] = {
+    "mul": frozenset((operator.mul, torch.mul, torch.multiply)),
+    "add": frozenset((operator.add, torch.add)),
+}
+
+
+def value(node: Any) -> Any:
+    """The fake tensor that a node computes; None where it is none, or a subclass's."""
+    if not isinstance(node, Node):
+        return None
+    found = node.meta.get("example_value", node.meta.get("val"))
+    return found if isinstance(found, FakeTensor) else None
+
+
+def calls(node: Any, name: str) -> tuple[Any, Any] | None:
+    """The two operands of `mul` or `add`, as a function, an operator or a method; None for anything else."""
+    if not isinstance(node, Node) or node.kwargs or len(node.args) != 2:
+        return None
+    is_method = node.op == "call_method" and node.target == name
+    if not is_method and not (node.op == "call_function" and node.target in _SAME[name]):
+        return None
+    return node.args[0], node.args[1]
+
+
+def linear_of(node: Any) -> tuple[Node, Node, Node | None] | None:
+    """The input, weight and bias of a linear layer; None for anything else."""
+    if not isinstance(node, Node) or node.op != "call_function" or node.target not in LINEAR:
+        return None
+    names = ("input", "weight", "bias")
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    x, weight, bias = (given.get(name) for name in names)
+    if not isinstance(x, Node) or not isinstance(weight, Node) or not isinstance(bias, Node | None):
+        return None
+    return x, weight, bias
+
+
+def activation_of(node: Any) -> tuple[str, Node] | None:
+    """The name and the input of silu, gelu, gelu_tanh or relu; None for anything else, or in place."""
+    if not isinstance(node, Node) or not node.args or not isinstance(node.args[0], Node):
+        return None
+    target, source, kwargs = node.target, node.args[0], dict(node.kwargs)
+    if kwargs.pop("inplace", False) or (len(node.args) > 1 and target is not functional.gelu):
+        return None
+    if node.op == "call_method":
+        return ("relu", source) if target == "relu" and not kwargs else None
+    if node.op != "call_function":
+        return None
+    if target in (functional.silu, functional.relu, torch.relu):
+        return None if kwargs else ("silu" if target is functional.silu else "relu", source)
+    if target in (functional.gelu, torch._C._nn.gelu) and len(node.args) == 1:
+        approximate = kwargs.pop("approximate", "none")
+        name = {"none": "gelu", "tanh": "gelu_tanh"}.get(str(approximate))
+        return (name, source) if not kwargs and name else None
+    return None
+
+
+def passed_on(node: Node) -> Node | None:
+    """What a dropout that is off returns as it is; None for anything else."""
+    if node.op != "call_function" or node.target is not functional.dropout:
+        return None
+    bound = inspect.signature(functional.dropout).bind(*node.args, **node.kwargs).arguments
+    source = bound["input"]
+    return source if bound.get("training", True) is False and isinstance(source, Node) else None
+
+
+def only_user(node: Node) -> Node | None:
+    """The one node that reads this one; None where there are none or several."""
+    users = [*node.users]
+    return users[0] if len(users) == 1 else None
+
+
+def are_same(left: Iterable[Any], right: Iterable[Any]) -> bool:
+    """Whether extents are equal, whatever symbols in them stand for."""
+    left, right = tuple(left), tuple(right)
+    return len(left) == len(right) and all(
+        a is b or statically_known_true(a == b) for a, b in zip(left, right, strict=True)
+    )
+
+
+def is_matrix(tensor: torch.Tensor) -> bool:
+    """Whether a weight is strided with contiguous rows and extents that are numbers."""
+    return (
+        tensor.ndim == 2
+        and tensor.layout is torch.strided
+        and all(type(extent) is int and extent > 0 for extent in (*tensor.shape, *tensor.stride()))
+        and tensor.stride(1) == 1
+    )
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Tells storages apart: fake tensors that are views of one share it."""
+    return tensor.untyped_storage()._cdata
+
+
+class Order:
+    """Where the nodes of a graph stand, and what is written in between."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._nodes = [*graph.nodes]
+        self._place = {node: place for place, node in enumerate(self._nodes)}
+        given = {"placeholder", "get_attr"}
+        self._given = {
+            storage_of(found)
+            for node in self._nodes
+            if node.op in given and isinstance(found := value(node), torch.Tensor)
+        }
+
+    def first(self, nodes: Iterable[Node]) -> Node:
+        """The one that comes first."""
+        return min(nodes, key=self._place.__getitem__)
+
+    def last(self, nodes: Iterable[Node]) -> Node:
+        """The one that comes last."""
+        return max(nodes, key=self._place.__getitem__)
+
+    def may_move(self, nodes: Iterable[Node], operands: Iterable[Node]) -> bool:
+        """Whether these nodes compute the same where the last, or the first, of them stands: what stands
+        between them writes to no operand and changes no state of torch's.
+        """
+        own = {*nodes}
+        begin, end = self._place[self.first(own)], self._place[self.last(own)]
+        read: set[int] = set()
+        for operand in operands:
+            found = value(operand)
+            if found is None:
+                return False
+            read.add(storage_of(found))
+        for node in self._nodes[begin:end]:
+            if node in own:
+                continue
+            for written in writes(node):
+                found = value(written) if isinstance(written, Node) else None
+                # What the caller gave may share memory in ways that the graph does not show.
+                if found is None or (place := storage_of(found)) in read or place in self._given:
+                    return False
+        return True
+
+
+def writes(node: Node) -> Iterator[Any]:
+    """What a node writes to: nodes, or None for what is not known, as of state that it changes."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return
+    if node.op == "call_method":
+        name = str(node.target)
+        if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
+            yield node.args[0]
+    elif node.op != "call_function":
+        yield None
+    elif isinstance(node.target, torch._ops.OpOverload):
+        if node.target._schema.is_mutable:
+            yield None
+    elif isinstance(node.target, torch._ops.OpOverloadPacket):
+        if any(getattr(node.target, name)._schema.is_mutable for name in node.target._overload_names):
+            yield None
+    elif node.target is operator.setitem or node.target in _IN_PLACE:
+        yield node.args[0]
+    elif not _only_computes(node.target):
+        yield None
+    elif str(getattr(node.target, "__name__", "")).endswith("_"):
+        yield node.args[0] if node.args else None
+    if "out" in node.kwargs:
+        yield node.kwargs["out"]
+    if _is_in_place(node):
+        yield node.args[0] if node.args else None
+
+
+_IN_PLACE = frozenset(
+    getattr(operator, name)
+    for name in (
+        "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor",
+        "ilshift", "irshift",
+    )
+)  # fmt: skip
+
+
+@cache
+def _only_computes(target: Callable[..., Any]) -> bool:
+    """Whether a function computes from its operands alone: torch's functions do, and Python's operators;
+    functions that change a state of torch's, and any other, may not."""
+    module = str(getattr(target, "__module__", None) or "")
+    name = str(getattr(target, "__name__", ""))
+    if module in ("_operator", "operator", "builtins", "math"):
+        return name not in ("setattr", "delattr")
+    if name == "_log_api_usage_once":
+        return True
+    if module == "torch._C" or name.startswith(("_set_", "set_", "_enter", "_exit", "manual_seed")):
+        return False
+    if target in _BUILTINS:
+        return True
+    return module in ("torch", "torch.functional", "torch.nn.functional", "torch._C._nn", "torch._C._fft")
+
+
+_BUILTINS = frozenset(
+    each
+    for namespace in (torch, torch._C._nn)
+    for name, each in vars(namespace).items()
+    if inspect.isbuiltin(each) and not name.startswith("_")
+)
+
+
+def _is_in_place(node: Node) -> bool:
+    """Whether a function was given ``inplace=True``."""
+    if node.op != "call_function" or not inspect.isfunction(node.target):
+        return bool(node.kwargs.get("inplace", False))
+    try:
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
+    except (TypeError, ValueError):
+        return True
+    return bool(bound.get("inplace", False))

@@ -1,0 +1,223 @@
+"""The gate of an MLP by one kernel, where nobody compiles the model.
+
+Only a module whose class's forward is, by its source, `self.down(self.act(self.gate(x)) * self.up(x))` and
+no more, and whose children are plain linear layers without biases and an activation of torch's. It gets a
+`forward` of its own; its class, its parameters and its children stay. At each call that finds anything else
+(hooks, another child, gradients, autocast, modes), the class's forward runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from functools import cache
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as torch_module
+
+from tunegemm.layers import sites
+from tunegemm.serve import guards
+from tunegemm.serve.torch.autograd import PLAIN
+from tunegemm.serve.torch.linear import TunedLinear
+
+_function_modes = torch._C._len_torch_function_stack
+_is_compiling = torch.compiler.is_compiling
+
+
+class Places(NamedTuple):
+    """The names of an MLP's children."""
+
+    down: str
+    act: str
+    gate: str
+    up: str
+
+
+def places_of(cls: type) -> Places | None:
+    """The names of the children, for a class whose forward is just an MLP with a gate; None for another."""
+    forward = vars(cls).get("forward")
+    return _places_in(forward) if isinstance(forward, FunctionType) else None
+
+
+@cache
+def _places_in(forward: FunctionType) -> Places | None:
+    if forward.__closure__ or hasattr(forward, "__wrapped__"):
+        return None
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError, IndentationError):
+        return None
+    function = tree.body[0] if len(tree.body) == 1 else None
+    if not isinstance(function, ast.FunctionDef) or function.decorator_list or not _is_of(tree, forward):
+        return None
+    arguments = function.args
+    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
+    if len(names) != 2 or arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults:
+        return None
+    result = _result_of(function.body)
+    for form in ("{s}.D({s}.A({s}.G({x})) * {s}.U({x}))", "{s}.D({s}.U({x}) * {s}.A({s}.G({x})))"):
+        own, x = names
+        expected = ast.parse(form.format(s=own, x=x), mode="eval").body
+        found: dict[str, str] = {}
+        if result is not None and _is_like(expected, result, own, found):
+            return Places(found["D"], found["A"], found["G"], found["U"])
+    return None
+
+
+def _is_of(tree: ast.Module, forward: FunctionType) -> bool:
+    """Whether a function was compiled from a source: files may change while a program runs."""
+    code = compile(tree, "", "exec", dont_inherit=True)
+    made = next((each for each in code.co_consts if inspect.iscode(each)), None)
+    own = forward.__code__
+    return made is not None and (made.co_code, made.co_names) == (own.co_code, own.co_names)
+
+
+def _result_of(body: list[ast.stmt]) -> ast.expr | None:
+    """What a function returns that does nothing else, but for a docstring and a name for it."""
+    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        body = body[1:]
+    match body:
+        case [ast.Return(value=result)]:
+            return result
+        case [ast.Assign(targets=[ast.Name(id=name)], value=result), ast.Return(value=ast.Name(id=same))]:
+            return result if name == same else None
+    return None
+
+
+def _is_like(expected: ast.AST, given: ast.AST, own: str, found: dict[str, str]) -> bool:
+    """Whether two expressions are the same but for attributes of `own`; `found` learns their names."""
+    if isinstance(expected, ast.Attribute) and isinstance(given, ast.Attribute):
+        is_own = isinstance(given.value, ast.Name) and given.value.id == own
+        return is_own and found.setdefault(expected.attr, given.attr) == given.attr
+    if type(expected) is not type(given):
+        return False
+    for name, value in ast.iter_fields(expected):
+        other = getattr(given, name)
+        if isinstance(value, ast.AST):
+            if not isinstance(other, ast.AST) or not _is_like(value, other, own, found):
+                return False
+        elif isinstance(value, list):
+            pairs = zip(value, other, strict=False)
+            if len(value) != len(other) or not all(_is_like(a, b, own, found) for a, b in pairs):
+                return False
+        elif value != other:
+            return False
+    return True
+
+
+def activation_of(module: Any) -> str:
+    """The name of an activation that is a module of torch's; empty for any other."""
+    if type(module) is nn.SiLU:
+        return "" if module.inplace else "silu"
+    if type(module) is nn.GELU:
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate, "")
+    return "relu" if type(module) is nn.ReLU and not module.inplace else ""
+
+
+def recognised(module: nn.Module) -> Places | None:
+    """The children of a module that `fuse` may give a forward; None for any other."""
+    places = places_of(type(module))
+    if places is None or "forward" in vars(module):
+        return None
+    children = module._modules
+    layers = [children.get(name) for name in (places.gate, places.up, places.down)]
+    if any(type(layer) not in (nn.Linear, TunedLinear) for layer in layers):
+        return None
+    return places if activation_of(children.get(places.act)) else None
+
+
+class Forward:
+    """What stands for the forward of one MLP: `module.forward`."""
+
+    def __init__(self, module: nn.Module, places: Places) -> None:
+        self._module, self._places = module, places
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        module = self._module
+        if not _is_compiling() and len(arguments) == 1 and not keywords:
+            gated = self._gated(arguments[0])
+            if gated is not None:
+                return module.get_submodule(self._places.down)(gated)
+        return type(module).forward(module, *arguments, **keywords)
+
+    def _gated(self, x: Any) -> torch.Tensor | None:
+        """The gate by a kernel; None where the class's forward is to compute it."""
+        children, places = self._module._modules, self._places
+        gate, act, up = children.get(places.gate), children.get(places.act), children.get(places.up)
+        if not (type(gate) is type(up) is TunedLinear and _is_bare(gate) and _is_bare(act) and _is_bare(up)):
+            return None
+        first, second = (layer._parameters.get("weight") for layer in (gate, up))
+        activation = activation_of(act)
+        if (
+            not activation
+            or type(x) not in PLAIN
+            or first is None
+            or second is None
+            or type(first) not in PLAIN
+            or type(second) not in PLAIN
+            or gate._parameters.get("bias") is not None
+            or up._parameters.get("bias") is not None
+            or not (x.dtype is first.dtype is second.dtype)
+            or not (x.device == first.device == second.device)
+            or x.ndim < 2
+            or first.shape != second.shape
+            or first.stride() != second.stride()
+            or first.stride(1) != 1
+            or x.shape[-1] != first.shape[1]
+            or (guards.grad_enabled() and any(each.requires_grad for each in (x, first, second)))
+            or guards.any_autocast()
+            or guards.deterministic()
+            or guards.dispatch_modes()
+            or _function_modes()
+            or guards.functorch_level() is not None
+            or guards.tracing()
+            or forward_ad._current_level >= 0
+            or any(map(guards.is_lazy, (x, first, second)))
+        ):
+            return None
+        site = sites.gated(activation, False, (*first.shape, first.stride(0), x.dtype, x.device))
+        result: torch.Tensor | None = site.kernel(x, first, second)
+        return result
+
+
+def _is_bare(module: Any) -> bool:
+    """Whether a call of a module is its class's forward and nothing more: no hooks, own or global."""
+    return (
+        module is not None
+        and "forward" not in module.__dict__
+        and not (
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or torch_module._global_forward_hooks
+            or torch_module._global_forward_pre_hooks
+            or torch_module._global_backward_hooks
+            or torch_module._global_backward_pre_hooks
+        )
+    )
+
+
+def fuse(model: nn.Module) -> int:
+    """Gives recognised MLPs of a model a forward; how many have one now."""
+    for module in model.modules():
+        if (places := recognised(module)) is not None:
+            module.forward = Forward(module, places)
+    return sum(is_fused(module) for module in model.modules())
+
+
+def unfuse(model: nn.Module) -> None:
+    """Takes it away again."""
+    for module in model.modules():
+        if is_fused(module):
+            del module.forward
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether a module has a forward of ours."""
+    return isinstance(vars(module).get("forward"), Forward)

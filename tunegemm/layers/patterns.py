@@ -1,0 +1,243 @@
+"""What the pass recognises: each pattern says what it matches, what it becomes, and what it needs.
+
+To add one: write a function of a node that returns a `Match` or None, a site for it in `sites` (and for
+Inductor a function in `inductor`), and put the pattern into `PATTERNS`, before those that match parts of
+it. The pass itself refuses matches whose operands are written to in between, whose intermediates have other
+users, that mix dtypes or devices, or whose gradients are wanted.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from tunegemm.layers import sites
+from tunegemm.layers.graph import (
+    activation_of,
+    are_same,
+    calls,
+    is_matrix,
+    linear_of,
+    only_user,
+    passed_on,
+    value,
+)
+
+
+@dataclass(frozen=True)
+class Match:
+    """Nodes that one call replaces."""
+
+    kind: str
+    """What is found, for a report: gate, half gate, chain or linear."""
+    nodes: tuple[Node, ...]
+    """All that go; the last one's result is the call's."""
+    operands: tuple[Node, ...]
+    """The call's: first the input, then weights, biases and a residual."""
+    site: Callable[..., Any]
+    """Makes the call, from facts of the operands."""
+    words: tuple[Any, ...]
+    """Its first arguments."""
+
+    @property
+    def weights(self) -> tuple[Node, ...]:
+        """The operands that are matrices of weights."""
+        return self.operands[1:3] if self.kind == "gate" else self.operands[1:2]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One thing that is recognised."""
+
+    name: str
+    match: Callable[[Node], Match | None]
+
+
+def gate(node: Node) -> Match | None:
+    """``act(linear(x, gate)) * linear(x, up)``, in either order, each with a bias or neither."""
+    for activated, other in _both_ways(calls(node, "mul")):
+        found, up = activation_of(activated), linear_of(other)
+        if found is None or up is None or (first := linear_of(found[1])) is None:
+            continue
+        (x, weight, bias), (same, upper, upper_bias) = first, up
+        if same is not x or (bias is None) != (upper_bias is None) or not _are_alike(weight, upper):
+            continue
+        biases = () if bias is None or upper_bias is None else (bias, upper_bias)
+        return Match(
+            "gate", (found[1], activated, other, node), (x, weight, upper, *biases), sites.gated,
+            (found[0], bool(biases)),
+        )  # fmt: skip
+    return None
+
+
+def half_gate(node: Node) -> Match | None:
+    """The same of the halves of one layer's result, or of every other column, however they are taken."""
+    for activated, other in _both_ways(calls(node, "mul")):
+        found, upper = activation_of(activated), _part_of(other)
+        gate = None if found is None else _part_of(found[1])
+        if found is None or gate is None or upper is None or gate.whole is not upper.whole:
+            continue
+        layout = _LAYOUTS.get((gate.part, upper.part))
+        if layout is None or (layer := linear_of(gate.whole)) is None:
+            continue
+        x, weight, bias = layer
+        between = dict.fromkeys((*gate.nodes, *upper.nodes))
+        return Match(
+            "half gate", (gate.whole, *between, activated, node),
+            (x, weight) if bias is None else (x, weight, bias), sites.halves,
+            (found[0], layout, bias is not None),
+        )  # fmt: skip
+    return None
+
+
+def chain(node: Node) -> Match | None:
+    """A layer with an activation, a residual, or both: ``residual + act(linear(x, weight, bias))``."""
+    nodes: list[Node] = [node]
+    residual: Node | None = None
+    inner = node
+    if (pair := calls(node, "add")) is not None:
+        for left, right in _both_ways(pair):
+            if isinstance(right, Node) and isinstance(left, Node) and _ends_in_linear(right):
+                residual, inner = left, right
+                break
+        else:
+            return None
+        if not _has_shape_of(residual, node):
+            return None
+        nodes.insert(0, inner)
+        while (source := passed_on(inner)) is not None:
+            inner = source
+            nodes.insert(0, inner)
+    activation = ""
+    if (found := activation_of(inner)) is not None:
+        activation, inner = found
+        nodes.insert(0, inner)
+    if (layer := linear_of(inner)) is None or (residual is None and not activation):
+        return None
+    x, weight, bias = layer
+    operands = [x, weight, *([] if bias is None else [bias]), *([] if residual is None else [residual])]
+    words = activation, bias is not None, residual is not None
+    return Match("chain", tuple(dict.fromkeys(nodes)), tuple(operands), sites.chain, words)
+
+
+def linear(node: Node) -> Match | None:
+    """A linear layer alone."""
+    if (layer := linear_of(node)) is None:
+        return None
+    x, weight, bias = layer
+    operands = (x, weight) if bias is None else (x, weight, bias)
+    return Match("linear", (node,), operands, sites.chain, ("", bias is not None, False))
+
+
+#: In the order in which they are looked for.
+PATTERNS = (
+    Pattern("gate", gate),
+    Pattern("half gate", half_gate),
+    Pattern("chain", chain),
+    Pattern("linear", linear),
+)
+
+_LAYOUTS = {
+    ("first", "second"): "gate first",
+    ("second", "first"): "up first",
+    ("even", "odd"): "alternate",
+}
+
+
+@dataclass(frozen=True)
+class _Part:
+    whole: Node
+    part: str
+    nodes: tuple[Node, ...]
+    """Those that take it."""
+
+
+def _part_of(node: Any) -> _Part | None:
+    """Which columns of a node's result another one is: a half, or every other."""
+    if not isinstance(node, Node) or node.op != "call_function" or node.target is not operator.getitem:
+        return None
+    source, index = node.args
+    if not isinstance(source, Node):
+        return None
+    if isinstance(index, int):  # of chunk or split
+        if not (0 <= index < 2) or not _is_halved(source):
+            return None
+        return _Part(_source(source), ("first", "second")[index], (source, node))
+    whole = value(source)
+    if not isinstance(index, tuple) or index[0] is not Ellipsis or len(index) != 2 or whole is None:
+        return None
+    columns, taken = whole.shape[-1], index[1]
+    if not isinstance(taken, slice) or type(columns) is not int or columns % 2:
+        return None
+    if any(not isinstance(each, int | None) for each in (taken.start, taken.stop, taken.step)):
+        return None
+    half = columns // 2
+    names = {
+        (0, half, 1): "first",
+        (half, columns, 1): "second",
+        (0, columns, 2): "even",
+        (1, columns, 2): "odd",
+    }
+    part = names.get(taken.indices(columns))
+    return None if part is None else _Part(source, part, (node,))
+
+
+def _is_halved(node: Node) -> bool:
+    """Whether a node takes two halves along the last dimension, by chunk or split."""
+    if not (source := _source(node)) or (whole := value(source)) is None:
+        return False
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    given = dict(zip(("size", "dim"), node.args[1:], strict=False)) | node.kwargs
+    dim, columns = given.pop("dim", 0), whole.shape[-1]
+    if dim not in (-1, whole.ndim - 1) or type(columns) is not int or columns % 2 or len(given) != 1:
+        return False
+    ((_, size),) = given.items()
+    if name == "chunk":
+        return bool(size == 2)
+    if name in ("split", "split_with_sizes"):
+        sizes = [*size] if isinstance(size, list | tuple) else [size, size]
+        return sizes == [columns // 2] * 2
+    return False
+
+
+def _source(node: Node) -> Any:
+    return node.args[0] if node.args else None
+
+
+def _both_ways(pair: tuple[Any, Any] | None) -> list[tuple[Any, Any]]:
+    return [] if pair is None else [pair, pair[::-1]]
+
+
+def _ends_in_linear(node: Node) -> bool:
+    """Whether a node is a layer, its activation, or a dropout of either that is off, for one user alone."""
+    if only_user(node) is None:
+        return False
+    inner = node
+    while (source := passed_on(inner)) is not None:
+        inner = source
+    if (found := activation_of(inner)) is not None:
+        inner = found[1]
+    return linear_of(inner) is not None
+
+
+def _are_alike(first: Node, second: Node) -> bool:
+    """Whether two weights have one shape, layout and dtype."""
+    left, right = value(first), value(second)
+    if left is None or right is None or not (is_matrix(left) and is_matrix(right)):
+        return False
+    facts = [(tuple(each.shape), each.stride(), each.dtype) for each in (left, right)]
+    return facts[0] == facts[1]
+
+
+def _has_shape_of(node: Node, other: Node) -> bool:
+    left, right = value(node), value(other)
+    return (
+        isinstance(left, torch.Tensor)
+        and isinstance(right, torch.Tensor)
+        and are_same(left.shape, right.shape)
+    )

@@ -1,0 +1,111 @@
+"""What became of each linear layer of a patched model, in words."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tunegemm.errors import TunegemmWarning
+from tunegemm.serve import api
+from tunegemm.serve.forms import MATMUL, form_of
+from tunegemm.serve.torch.linear import is_tuned
+
+#: Numbers of rows that a line speaks of: of decoding, and of prompts.
+ROWS = (1, 16, 64, 256, 1024, 4096)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One layer of the model, or one MLP."""
+
+    name: str
+    """Its name within the model; empty for the model itself."""
+    state: Literal["fused", "served", "left"]
+    """fused: an MLP whose gate is recognised; served: a layer that calls `tunegemm.linear`; left: a layer
+    that `patch` did not change."""
+    why: str
+    """With the numbers of rows that have a kernel here."""
+
+    def __str__(self) -> str:
+        return f"{self.state:6}  {self.name}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `patch` did, a line for each layer."""
+
+    patched: int
+    """Linear layers that call `tunegemm.linear` now and did not before."""
+    lines: tuple[Line, ...]
+
+    def __iter__(self) -> Iterator[Line]:
+        return iter(self.lines)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.lines))
+
+    def of(self, state: str) -> list[Line]:
+        """The lines of one state: fused, served or left."""
+        return [line for line in self.lines if line.state == state]
+
+
+def lines_of(model: torch.nn.Module) -> Iterator[Line]:
+    """A line for each linear layer of a patched model, and for each MLP with a forward of ours."""
+    from tunegemm.layers import mlp
+
+    known: dict[Hashable, str] = {}
+    for name, module in model.named_modules():
+        if mlp.is_fused(module):
+            places = mlp.places_of(type(module))
+            assert places is not None
+            layer = module._modules[places.gate]
+            activation = mlp.activation_of(module._modules[places.act])
+            rows = (
+                _rows_of_gate(activation, layer.weight) if isinstance(layer, torch.nn.Linear) else "no kernel"
+            )
+            yield Line(name, "fused", f"{places.gate}, {places.up} and their gate are recognised: {rows}")
+        elif is_tuned(type(module)):
+            assert isinstance(module, torch.nn.Linear)
+            weight, has_bias = module.weight, module.bias is not None
+            kind = tuple(weight.shape), weight.dtype, weight.device, has_bias
+            if kind not in known:
+                is_here = weight.device.type == api.dispatcher.planner.device_type
+                known[kind] = _said(_served_rows(weight, has_bias)) if is_here else _elsewhere(weight)
+            yield Line(name, "served", f"calls tunegemm.linear: {known[kind]}")
+        elif isinstance(module, torch.nn.MultiheadAttention):
+            yield Line(name, "left", "torch computes its projections in one product where it can")
+        elif isinstance(module, torch.nn.Linear):
+            yield Line(name, "left", f"{type(module).__name__} is a subclass with a forward of its own")
+
+
+def _rows_of_gate(activation: str, weight: torch.Tensor) -> str:
+    from tunegemm.layers import gates, sites
+
+    if weight.device.type != api.dispatcher.planner.device_type:
+        return _elsewhere(weight)
+    n, k = weight.shape
+    is_kind = weight.dtype is torch.bfloat16
+    return _said([m for m in ROWS if is_kind and gates.may_serve(sites.GATE_OF[activation], m, n, k)])
+
+
+def _served_rows(weight: torch.Tensor, has_bias: bool) -> list[int]:
+    form, planner = form_of(MATMUL, "bias_n" if has_bias else ""), api.dispatcher.planner
+    left = [torch.empty((m, weight.shape[1]), dtype=weight.dtype, device="meta") for m in ROWS]
+    right = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta").t()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TunegemmWarning)  # the report says so itself
+        return [len(a) for a in left if planner.family(form, a, right, weight.device.index or 0)]
+
+
+def _said(rows: Sequence[int]) -> str:
+    if not rows:
+        return f"no kernel here is faster than torch at {', '.join(map(str, ROWS))} rows"
+    return f"has a kernel here for {', '.join(map(str, rows))} rows"
+
+
+def _elsewhere(weight: torch.Tensor) -> str:
+    return f"no kernel on {weight.device.type}; move the model to a CUDA device"

@@ -1,0 +1,250 @@
+"""The calls that the pass puts into a graph: each decides once per shape of its input how it is computed.
+
+A site knows what the graph's guards promise: dtypes, devices, the layout of weights, that no gradient is
+wanted. It looks at what they do not: the addresses of this call, and whether the input is contiguous. What it
+decided is kept by the planner's state, and so ends with it: with another policy, a `refresh`, new records.
+Where no kernel is known, torch's operations run as the graph had them; each linear layer among them is a site
+of its own.
+
+Equal sites are one object: the layers of a model decide together.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import cache, partial
+from time import monotonic
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn import functional
+
+from tunegemm.describe.epilogue import GATED
+from tunegemm.layers import gates
+from tunegemm.serve import api
+from tunegemm.serve.forms import BELOW_AUTOGRAD, form_of
+from tunegemm.serve.guards import current_device, dispatch_modes
+from tunegemm.serve.operands import ALIGNMENT
+from tunegemm.serve.plans import Plan
+
+#: Computes a call of known shapes from its operands; None where this call's addresses forbid it.
+Way: TypeAlias = Callable[..., Any]
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+}
+#: The gate with each activation, such as swiglu with silu.
+GATE_OF = {activation: gate for gate, activation in GATED.items()}
+_BITS = ALIGNMENT - 1
+#: Shapes that one site keeps; then it forgets all. Steps of an engine have ever other numbers of rows.
+_MOST_SHAPES = 4096
+
+
+class Site:
+    """One kind of call. Subclasses say how it is decided and what torch's operations are."""
+
+    def __init__(self, label: str, facts: tuple[Any, ...]) -> None:
+        """label: what it is, for a report. facts: what its operands have in common but for rows."""
+        self.label, self.facts = label, facts
+        self.__name__ = f"tunegemm_{type(self).__name__.lower()}"  # which torch.fx writes into code
+        self.shapes: dict[torch.Size, bool] = {}
+        """The shapes of its inputs that were decided, and whether a kernel computes them."""
+
+    def __repr__(self) -> str:
+        return f"<{self.label} of {', '.join(map(str, self.facts))}>"
+
+    def __call__(self, x: torch.Tensor, *operands: torch.Tensor) -> Any:
+        result = self.kernel(x, *operands)
+        return self.by_torch(x, *operands) if result is None else result
+
+    def kernel(self, x: torch.Tensor, *operands: torch.Tensor) -> Any:
+        """The result by a kernel; None where torch is to compute it."""
+        planner = api.dispatcher.planner
+        state, key = planner.state, (self, x.shape)
+        way = state.sites.get(key)
+        if way is not None:
+            return None if dispatch_modes() else way(x, *operands)
+        if key in state.sites_of_torch and monotonic() < planner.next_look:
+            return None
+        if dispatch_modes() or not x.is_contiguous() or not x.numel():
+            return None
+        return self._decide(key, x, *operands)
+
+    def _decide(self, key: tuple[Site, torch.Size], x: torch.Tensor, *operands: torch.Tensor) -> Any:
+        way, result, is_known = self.decided(x, *operands)
+        planner = api.dispatcher.planner
+        # The look at records may replace the state; without a kernel it says when to decide anew.
+        state = planner.look() if is_known and way is None else planner.state
+        if is_known:
+            if len(self.shapes) >= _MOST_SHAPES:
+                self._forget(state)
+            self.shapes[x.shape] = way is not None
+            if way is not None:
+                state.sites[key] = way
+            else:
+                state.sites_of_torch[key] = self.by_torch
+        return result
+
+    def _forget(self, state: Any) -> None:
+        for shape in self.shapes:
+            state.sites.pop((self, shape), None)
+            state.sites_of_torch.pop((self, shape), None)
+        self.shapes.clear()
+
+    def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, bool]:
+        """How calls like this one are computed from now on, None by torch; the result of this call, None
+        where torch is to compute it; and whether that may be kept."""
+        raise NotImplementedError  # pragma: no cover - each kind has its own
+
+    def by_torch(self, x: torch.Tensor, *operands: Any) -> Any:
+        """Torch's operations, as the graph had them."""
+        raise NotImplementedError  # pragma: no cover - each kind has its own
+
+
+class Linear(Site):
+    """A linear layer, and what becomes of its result: (x, weight[, bias][, residual])."""
+
+    def __init__(self, activation: str, has_bias: bool, has_residual: bool, facts: tuple[Any, ...]) -> None:
+        steps = ["bias_n"] * has_bias + [activation] * bool(activation) + ["residual"] * has_residual
+        super().__init__("+".join(["linear", *steps]), facts)
+        self._form = form_of(BELOW_AUTOGRAD, "+".join(steps))
+        self._activate = ACTIVATIONS.get(activation)
+        self._has_bias, self._has_residual = has_bias, has_residual
+        is_alone = not activation and not has_residual
+        self._linear = functional.linear if is_alone else linear(has_bias, facts)
+
+    def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, bool]:
+        weight, *tensors = operands
+        if self._has_residual and not tensors[-1].is_contiguous():
+            return None, None, False
+        rows, right = x.view(-1, x.shape[-1]), weight.t()
+        seen = tuple(each if each.ndim == 1 else each.view(-1, each.shape[-1]) for each in tensors)
+        dispatcher = api.dispatcher
+        result = dispatcher.fused(self._form, rows, right, seen)
+        recent = dispatcher.planner.state.recent.get(weight.data_ptr() | self._form.tag)
+        is_known = recent is not None and recent.check(rows, right, *seen)
+        shape = (*x.shape[:-1], weight.shape[0])
+        way = None
+        if result is not None:
+            result = result.view(shape)
+            plan = recent.plan if is_known and recent is not None else None
+            if plan is None or plan.launch_at is None or plan.reduces:
+                way, is_known = self._by_dispatcher, True
+            else:
+                way = _launched(plan, result.shape, result.stride(), self._has_residual)
+        return way, result, is_known
+
+    def _by_dispatcher(self, x: torch.Tensor, weight: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        """For kernels that are not launched by addresses alone."""
+        if not x.is_contiguous() or (self._has_residual and not tensors[-1].is_contiguous()):
+            return None
+        seen = tuple(each if each.ndim == 1 else each.view(-1, each.shape[-1]) for each in tensors)
+        result = api.dispatcher.fused(self._form, x.view(-1, x.shape[-1]), weight.t(), seen)
+        return None if result is None else result.view(*x.shape[:-1], weight.shape[0])
+
+    def by_torch(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
+        weight, *tensors = operands
+        bias = tensors[:1] if self._has_bias else ()
+        result: torch.Tensor = self._linear(x, weight, *bias)
+        if self._activate is not None:
+            result = self._activate(result)
+        return tensors[-1] + result if self._has_residual else result
+
+
+def _launched(plan: Plan, shape: torch.Size, strides: tuple[int, ...], has_residual: bool) -> Way:
+    """A launch of a plan: a check of addresses, an output, a call."""
+    launch, words_of, dtype = plan.launch_at, plan.words, plan.output[2]
+    assert launch is not None
+    allocate = api.dispatcher.planner.allocate
+    device = (plan.device.index or 0) if plan.guarded else -1
+
+    def way(x: torch.Tensor, weight: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor | None:
+        a, b = x.data_ptr(), weight.data_ptr()
+        if (a | b) & _BITS or not x.is_contiguous() or (device >= 0 and device != current_device()):
+            return None
+        words: Any = ()
+        if words_of is not None:
+            words = words_of(tensors, ())
+            if words is None or (has_residual and not tensors[-1].is_contiguous()):
+                return None
+        result: torch.Tensor = allocate(shape, strides, dtype)
+        try:
+            launch(a, b, result.data_ptr(), *words)
+        except (RuntimeError, ValueError):  # the dispatcher meets it at the next decision, and says so
+            api.dispatcher.planner.state.forget_checks()
+            return None
+        return result
+
+    return way
+
+
+class Gated(Site):
+    """Gate and up of two weights: (x, gate, up[, gate's bias, up's bias])."""
+
+    def __init__(self, activation: str, has_bias: bool, facts: tuple[Any, ...]) -> None:
+        super().__init__(f"gate and up with {activation}", facts)
+        self._gate, self._activate = GATE_OF[activation], ACTIVATIONS[activation]
+        self._has_bias, self._linear = has_bias, linear(has_bias, facts)
+
+    def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, bool]:
+        gate, up, *biases = operands
+        way, is_known = gates.of_two(self._gate, x, gate, up, biases)
+        return way, None if way is None else way(x, gate, up, *biases), is_known
+
+    def by_torch(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
+        gate, up, *biases = operands
+        first = self._linear(x, gate, *biases[:1])
+        return self._activate(first) * self._linear(x, up, *biases[1:])
+
+
+class Halves(Site):
+    """Gate and up in one weight: (x, weight[, bias])."""
+
+    def __init__(self, activation: str, layout: str, has_bias: bool, facts: tuple[Any, ...]) -> None:
+        """layout: gate first, up first, or alternate."""
+        super().__init__(f"{layout} of one weight with {activation}", facts)
+        self._gate, self._activate = GATE_OF[activation], ACTIVATIONS[activation]
+        self._layout, self._linear = layout, linear(has_bias, facts)
+
+    def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, bool]:
+        weight, *bias = operands
+        way, is_known = gates.of_one(self._gate, self._layout, x, weight, bias)
+        return way, None if way is None else way(x, weight, *bias), is_known
+
+    def by_torch(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
+        weight, *bias = operands
+        both = self._linear(x, weight, *bias)
+        if self._layout == "alternate":
+            gate, up = both[..., ::2], both[..., 1::2]
+        else:
+            gate, up = both.chunk(2, -1) if self._layout == "gate first" else reversed(both.chunk(2, -1))
+        return self._activate(gate) * up
+
+
+_lock = threading.Lock()
+
+
+def _once(make: Callable[..., Site]) -> Callable[..., Any]:
+    """The same site for the same arguments, from whatever thread."""
+    kept = cache(make)
+
+    def made(*arguments: Any) -> Site:
+        with _lock:
+            return kept(*arguments)
+
+    return made
+
+
+_linears = cache(Linear)
+
+
+def linear(has_bias: bool, facts: tuple[Any, ...]) -> Linear:
+    """The site of a linear layer alone."""
+    return _linears("", has_bias, False, facts)
+
+
+chain, gated, halves = _once(Linear), _once(Gated), _once(Halves)
