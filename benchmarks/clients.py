@@ -439,18 +439,23 @@ def prepare(
     ours: bool,
 ) -> Step:
     """The step of a workload in a mode, warm. ours: the model is tunegemm's, and torch does not tune."""
-    captured = mode in ("graph", TUNED_BY_TORCH)
-    if captured and place.type != "cuda":
+    is_captured = mode in ("graph", TUNED_BY_TORCH)
+    if is_captured and place.type != "cuda":
         raise ClientError(f"--modes {mode} needs a GPU; use eager,compile with --device {place}")
     if mode in ("compile", TUNED_BY_TORCH):
         # In a CUDA graph of ours, so that what is captured is the same as elsewhere.
         how = "max-autotune-no-cudagraphs" if mode == TUNED_BY_TORCH and not ours else "default"
         model = Compiled(model, torch.compile(model, mode=how, dynamic=False))
     step = make(model, size, place)
-    if not captured:
+    if not is_captured:
         for _ in range(3):
             step()
         return step
+    return captured(step)
+
+
+def captured(step: Step) -> _Replay:
+    """A step in a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # workspaces and autotuning, outside the capture

@@ -1,19 +1,20 @@
-"""Times layers of known models, as users have them and with merged weights, beside `patch`.
+"""Times layers of models through torch.compile's backend `tunegemm` and through Inductor, nothing tuned.
 
-    python -m benchmarks.layers                                    # all models, rows and modes, nothing tuned
+    python -m benchmarks.layers                                    # all models, rows and modes
     python -m benchmarks.layers --models llama-3-8b --rows d16,4096 --modes graph
     python -m benchmarks.layers --within 150 --sample-ms 20        # what there is time for, in order
-    python -m benchmarks.layers --why --modes graph --rows d16     # what serves each product, and kernels
-    python -m benchmarks.layers --liger --modes graph,max-autotune --rows d16  # peers, which are no default
-    python -m benchmarks.layers --device cpu --tiny --modes eager  # without a GPU: results, no times
+    python -m benchmarks.layers --why --rows d16                   # what serves each product, and kernels
+    python -m benchmarks.layers --device cpu --tiny --modes backend  # without a GPU: results, no times
 
-Two layers in plain torch with random weights. Rows are the tokens of one prompt, or, as in d16, one token for
-each of so many sequences that attend to 512 tokens. *Merged* is torch alone with q, k and v, and gate and up,
-as one product each and a compiled gate, as serving engines have it. Peers: with --liger torch's layers with
-Liger's norms and gates, where liger-kernel is installed; in mode max-autotune torch and merged are compiled
-so, tunegemm by default, all in CUDA graphs.
-All rows come in the eager and graph modes first, then under torch.compile, which takes seconds to compile.
-Writes results/GPU/layers.json after each model and number of rows, so that it can run in slices.
+Two layers in plain torch with random weights: modules of modules, or (a name that ends with `-whole`) all
+of a layer in one forward. Rows are the tokens of one prompt, or, as in d16, one token for each of so many
+sequences that attend to 512 tokens. Modes: *backend* times eager calls of the model and of
+``torch.compile(model, backend="tunegemm")`` by the wall clock; *graph* the same in a CUDA graph each;
+*inductor* the model compiled by Inductor without and with the pass of `tunegemm.enable`, in a CUDA graph
+each. *Merged* is torch alone with q, k and v, and gate and up, as one product each and a compiled gate, as
+serving engines have it; `--with-inductor N` adds the model compiled by Inductor, for up to N rows, to the
+first two modes. Writes results/GPU/layers.json after each model and number of rows, so that it can run in
+slices.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from importlib.util import find_spec
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,26 +38,26 @@ from torch import nn
 from torch.nn import functional as F
 
 import tunegemm
-from benchmarks.clients import AGAIN, CONTEXT, TUNED_BY_TORCH, Step, interleave, prepare
+from benchmarks.clients import AGAIN, CONTEXT, Compiled, Step, captured, interleave
 from benchmarks.command import choose_names, command, parser_of
 from benchmarks.results import Results, meta, results_path
 from tunegemm.describe.device import find_device
-from tunegemm.errors import BadValueError, TunegemmWarning, one_line
+from tunegemm.errors import TunegemmWarning, one_line
+from tunegemm.layers.backend import tunegemm as backend
 from tunegemm.measure.statistics import aa_noise
 from tunegemm.serve import api
 
 METHOD = (
     "wall time of two layers with the device idle before and after, as many steps a sample as take a row's "
-    "sample_ms, after as many that are not timed; torch, torch again, merged and tunegemm in shuffled order "
-    "in each round, of which modes eager and compile have five times as many, of a quarter as long; ratio "
-    "and ratio_to_merged are medians over rounds; noise of timing torch twice a round; errors are relative "
-    "to the same layers in fp32; memory is that of the weights and the peak of an eager step"
+    "sample_ms, after as many that are not timed; torch, torch again and the others in shuffled order in a "
+    "round, of which mode backend has three times as many, of a third as long; ratios are medians over "
+    "rounds; noise of timing torch twice a round; host_us is the host's time for a step that nobody waits "
+    "for; errors are relative to the same layers in fp32"
 )
-MODES = ("eager", "graph", "compile")
+MODES = ("backend", "graph", "inductor")
 LAYERS = 2
-#: Modes where the host's time counts, in which samples differ more: times as many rounds, and how short.
-_HOSTS = ("eager", "compile")
-_HOSTS_ROUNDS, _HOSTS_SHARE = 5, 0.25
+#: Of mode backend, where the host's time counts: times as many rounds, and how short.
+_HOSTS_ROUNDS, _HOSTS_SHARE = 3, 1 / 3
 #: A result may be this much further from fp32 than torch's own.
 _TOLERANCE = 1.25
 
@@ -80,9 +80,14 @@ SIZES = {
     "qwen3-32b": Size(5120, 25600, 64, 8),
     "gemma-2-9b": Size(3584, 14336, 16, 8, 256, "gelu_tanh"),
     "mixtral-attention": Size(4096, 0, 32, 8),
+    # In no list that records, kernels or predictions come from.
+    "llama-3.2-3b-whole": Size(3072, 8192, 24, 8),
+    "mistral-nemo-12b-whole": Size(5120, 14336, 32, 8),
+    "granite-3.3-8b": Size(4096, 12800, 32, 8),
+    "olmo-2-13b-whole": Size(5120, 13824, 40, 40),
 }
 #: Tokens of a prompt, and sequences that are decoded.
-ROWS = ("256", "1024", "4096", "16384", "d1", "d4", "d16", "d64", "d256")
+ROWS = ("d1", "d16", "d64", "256", "1024", "4096")
 
 
 class Attention(nn.Module):
@@ -165,22 +170,6 @@ class MergedMLP(nn.Module):
         return self.down_proj(self.gated(both).unflatten(0, x.shape[:-1]))
 
 
-class LigerMLP(MLP):
-    """With Liger's kernel for the gate."""
-
-    def __init__(self, other: MLP) -> None:
-        from liger_kernel import ops
-
-        nn.Module.__init__(self)
-        self.gate_proj, self.up_proj, self.down_proj = other.gate_proj, other.up_proj, other.down_proj
-        is_silu = isinstance(other.act, nn.SiLU)
-        self.gated: Any = (ops.LigerSiLUMulFunction if is_silu else ops.LigerGELUMulFunction).apply
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
-        return result
-
-
 @cache
 def _gate(is_silu: bool, compiles: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     """Of gate and up beside each other. One for all rows and models, which would take seconds each."""
@@ -203,6 +192,29 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.before(x))
         return x if self.mlp is None else x + self.mlp(self.between(x))
+
+
+class Whole(nn.Module):
+    """The same layer, all in one forward."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        assert isinstance(block.attention, Attention) and isinstance(block.mlp, MLP)
+        self.attention, self.n1, self.n2, self.act = (
+            block.attention,
+            block.before,
+            block.between,
+            block.mlp.act,
+        )
+        self.q, self.k, self.v = block.attention.q_proj, block.attention.k_proj, block.attention.v_proj
+        self.o, self.gate, self.up = block.attention.o_proj, block.mlp.gate_proj, block.mlp.up_proj
+        self.down = block.mlp.down_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.n1(x)
+        x = x + self.o(self.attention.attend(self.q(h), self.k(h), self.v(h)))
+        h = self.n2(x)
+        return x + self.down(self.act(self.gate(h)) * self.up(h))
 
 
 def build(size: Size, place: torch.device, sequences: int) -> nn.Sequential:
@@ -234,22 +246,6 @@ def _copied(block: Any) -> Any:
     return made
 
 
-def by_liger(model: nn.Sequential) -> nn.Sequential:
-    """The same layers with Liger's norms and gates, as it puts them into a model of transformers."""
-    from liger_kernel.transformers import LigerRMSNorm
-
-    blocks = [_copied(block) for block in model]
-    for block in blocks:
-        for name in ("before", "between"):
-            weight = getattr(block, name).weight
-            norm = LigerRMSNorm(len(weight), eps=torch.finfo(weight.dtype).eps)
-            norm.weight = weight
-            setattr(block, name, norm)
-        if isinstance(block.mlp, MLP):
-            block.mlp = LigerMLP(block.mlp)
-    return nn.Sequential(*blocks)
-
-
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a result is further from fp32 than torch's allows."""
@@ -258,9 +254,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rows", default=",".join(ROWS), help="tokens of a prompt, or dN: default %(default)s"
     )
-    modes = ",".join(MODES)
-    parser.add_argument("--modes", default=modes, help=f"default: %(default)s; also {TUNED_BY_TORCH}")
-    parser.add_argument("--liger", action="store_true", help="Liger's kernels, too, if they are installed")
+    parser.add_argument("--modes", default=",".join(MODES), help="default: %(default)s")
+    parser.add_argument(
+        "--with-inductor",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Inductor, too, for up to N rows (default: none)",
+    )
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds")
     parser.add_argument("--sample-ms", type=float, default=100.0, help="default: %(default)s")
     parser.add_argument(
@@ -270,9 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="layers of a few thousand weights")
     parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu, which is not timed")
     options = parser.parse_args(arguments)
-    choose_names(options, models=tuple(SIZES), rows=ROWS, modes=(*MODES, TUNED_BY_TORCH))
-    if options.liger and find_spec("liger_kernel") is None:
-        raise BadValueError("--liger needs liger-kernel: pip install liger-kernel")
+    choose_names(options, models=tuple(SIZES), rows=ROWS, modes=MODES)
     return run(options)
 
 
@@ -286,8 +285,10 @@ def run(options: argparse.Namespace) -> int:
         facts = meta(device, METHOD)
         results = Results(results_path(options.out, device, "layers.json"), facts)
     torch._dynamo.config.recompile_limit = 64  # of `_gate`
-    compiled = [mode for mode in options.modes if mode in ("compile", TUNED_BY_TORCH)]
-    phases = [[mode for mode in options.modes if mode not in compiled], compiled]
+    phases = [
+        [mode for mode in options.modes if mode != "inductor"],
+        [m for m in options.modes if m == "inductor"],
+    ]
     wrong, begun = 0, time.monotonic()
     for modes, rows, model in itertools.product(filter(None, phases), options.rows, options.models):
         if time.monotonic() - begun > options.within:
@@ -304,7 +305,7 @@ def run(options: argparse.Namespace) -> int:
         except RuntimeError as error:  # such as memory that is not there: other rows may do with less
             print(f"{model} {rows} {','.join(modes)}: {one_line(error)}", flush=True)
             found, wrong = [], wrong + 1
-        _clear(compiled=bool(compiled and modes is compiled), place=place)
+        _clear(place)
         if results is not None and found:
             results.put(*found)
         wrong += sum(not row["right"] for row in found)
@@ -333,79 +334,108 @@ def measure(
     model, x = _made(size, rows, place)
     with torch.no_grad():
         expected = copy.deepcopy(model).float()(x.float())
-    fused = copy.deepcopy(model)
-    tunegemm.patch(fused)
-    steps: dict[tuple[str, str], Step] = {}
-    errors: dict[tuple[str, str], float] = {}
-    for mode in modes:
-        of_merged = merged(model, compiles=mode in ("eager", "graph") and place.type == "cuda")
-        sides: list[tuple[str, nn.Module]]
-        sides = [("torch", model), ("merged", of_merged), ("tunegemm", fused)]
-        for library, which in [*sides, *([("liger", by_liger(model))] if options.liger else [])]:
-            make: Any = partial(_step, x)
-            step = prepare(mode, make, which, size, place, ours=library == "tunegemm")  # type: ignore[arg-type]
-            errors[mode, library] = ((step().float() - expected).norm() / expected.norm()).item()
-            steps[mode, library] = step
-    samples: dict[tuple[str, str], list[float]] = {}
-    for mode in modes if place.type == "cuda" else ():
-        some = {key: step for key, step in steps.items() if key[0] == mode}
-        rounds, sample_ms = options.rounds, options.sample_ms
-        if mode in _HOSTS:
-            rounds, sample_ms = _HOSTS_ROUNDS * rounds, _HOSTS_SHARE * sample_ms
-        samples |= interleave(some, rounds, sample_ms)
-    memory = {}
-    if place.type == "cuda":
-        memory = {"torch_mib": _peak_mib(model, x), "tunegemm_mib": _peak_mib(fused, x)}
+    if name.endswith("-whole"):
+        model = nn.Sequential(*(Whole(block) for block in model))
     found = []
     for mode in modes:
-        error, bound = errors[mode, "tunegemm"], max(_TOLERANCE * errors[mode, "torch"], 1e-6)
+        steps = _steps(mode, model, x, options)
+        errors = {
+            library: ((step().float() - expected).norm() / expected.norm()).item()
+            for (_, library), step in steps.items()
+        }
+        error, bound = errors["tunegemm"], max(_TOLERANCE * errors["torch"], 1e-6)
         row: dict[str, Any] = {"model": name, "rows": rows, "mode": mode, "layers": LAYERS, "dtype": "bf16"}
         row["sample_ms"] = options.sample_ms
-        row |= {"torch_error": errors[mode, "torch"], "tunegemm_error": error, "right": error <= bound}
-        found.append(row | times(samples, mode) | memory if samples else row)
+        row |= {"torch_error": errors["torch"], "tunegemm_error": error, "right": error <= bound}
+        if place.type == "cuda":
+            rounds, sample_ms = options.rounds, options.sample_ms
+            if mode == "backend":
+                rounds, sample_ms = _HOSTS_ROUNDS * rounds, _HOSTS_SHARE * sample_ms
+                row |= {
+                    name: round(host_us(steps[mode, library]), 1)
+                    for name, library in (("host_us", "tunegemm"), ("torch_host_us", "torch"))
+                }
+            row |= times(interleave(steps, rounds, sample_ms), mode)
+        found.append(row)
     return found
 
 
-def _clear(*, compiled: bool, place: torch.device) -> None:
-    """The memory of a row that is over, also of one that failed."""
-    if compiled:
+def _steps(
+    mode: str, model: nn.Sequential, x: torch.Tensor, options: argparse.Namespace
+) -> dict[tuple[str, str], Step]:
+    """What is timed beside each other, by mode and library, warm."""
+    sides: dict[str, Step] = {}
+    if mode == "inductor":
+        sides["torch"] = _step(x, torch.compile(model, dynamic=False))
+        sides["torch"]()
         torch.compiler.reset()
+        sides["tunegemm"] = _enabled(_step(x, Compiled(model, torch.compile(model, dynamic=False))))
+    else:
+        sides["torch"] = _step(x, model)
+        if all(isinstance(block, Block) for block in model):
+            sides["merged"] = _step(x, merged(model, compiles=x.is_cuda))
+        sides["tunegemm"] = _step(x, Compiled(model, torch.compile(model, backend=backend, dynamic=False)))
+        if x.numel() // x.shape[-1] <= options.with_inductor:
+            sides["inductor"] = _step(x, Compiled(model, torch.compile(model, dynamic=False)))
+    if mode == "backend" or not x.is_cuda:
+        for step in sides.values():
+            for _ in range(3):
+                step()
+        return {(mode, library): step for library, step in sides.items()}
+    return {(mode, library): captured(step) for library, step in sides.items()}
+
+
+def _enabled(step: Step) -> Step:
+    def enabled() -> torch.Tensor:
+        with tunegemm.enable():
+            return step()
+
+    return enabled
+
+
+def host_us(step: Step, steps: int = 5, rounds: int = 9) -> float:
+    """The host's time for a step: of a few that the device's queue has room for."""
+    found = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        found.append((time.perf_counter() - begin) / steps * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(found)
+
+
+def _clear(place: torch.device) -> None:
+    """The memory of a row that is over, also of one that failed."""
+    torch.compiler.reset()
     if place.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def _peak_mib(model: nn.Module, x: torch.Tensor) -> float:
-    """Of the storages of its parameters, each once, and of what a step takes at most beside them."""
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in model.parameters()}
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    with torch.no_grad():
-        model(x)
-    taken = torch.cuda.max_memory_allocated() - before
-    return round((sum(each.nbytes() for each in storages.values()) + taken) / 2**20, 1)
-
-
 def explain(name: str, size: Size, rows: str, place: torch.device) -> None:
     """Prints what became of the layers, what serves each product, and the time of each kernel of a step."""
     model, x = _made(size, rows, place)
-    fused = copy.deepcopy(model)
-    report = tunegemm.patch(fused, report=True)
-    print(f"== {name} {rows}\n{report}" if rows == ROWS[0] else f"== {name} {rows}")
+    print(f"== {name} {rows}")
+    served = torch.compile(model, backend=backend, dynamic=False)
     before = {problem for problem, _ in api.dispatcher.planner.tuned()}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", TunegemmWarning)
         for _ in range(3):
-            _step(x, fused, size, place)()
+            _step(x, served)()
     for problem, record in api.dispatcher.planner.tuned():
         if problem not in before:
             print(f"served  {problem}: {record.ratio:.3f} by {record.candidate}")
     for message in {str(each.message) for each in caught}:
-        print(f"torch's {message}")
+        print(f"torch {message}")
     if place.type == "cuda":
-        of_merged = merged(model, compiles=True)
-        for library, which in (("torch", model), ("merged", of_merged), ("tunegemm", fused)):
-            print(f"{library}:", *kernels(_step(x, which, size, place)), sep="\n  ", flush=True)
+        for library, which in (
+            ("torch", model),
+            ("merged", merged(model, compiles=True)),
+            ("tunegemm", served),
+        ):
+            print(f"{library}:", *kernels(_step(x, which)), sep="\n  ", flush=True)
 
 
 def kernels(step: Step, steps: int = 10) -> list[str]:
@@ -423,7 +453,7 @@ def kernels(step: Step, steps: int = 10) -> list[str]:
     return [f"{total:9.1f} us in all", *lines]
 
 
-def _step(x: torch.Tensor, model: Any, size: Any, place: Any) -> Step:
+def _step(x: torch.Tensor, model: Any) -> Step:
     def step() -> torch.Tensor:
         with torch.no_grad():
             return model(x)
@@ -438,7 +468,7 @@ def times(samples: dict[tuple[str, str], list[float]], mode: str) -> dict[str, A
     def ratio(others: Sequence[float]) -> float:
         return round(statistics.median(other / our for other, our in zip(others, ours, strict=True)), 4)
 
-    others = {name: samples[mode, name] for name in ("merged", "liger") if (mode, name) in samples}
+    others = {name: samples[mode, name] for name in ("merged", "inductor") if (mode, name) in samples}
     return {
         "torch_ms": round(statistics.median(torchs) / 1e3, 4),
         "ratio": ratio(torchs),
@@ -451,11 +481,14 @@ def times(samples: dict[tuple[str, str], list[float]], mode: str) -> dict[str, A
 def _brief(row: dict[str, Any]) -> str:
     words = [f"{row['model']} {row['rows']} {row['mode']}:"]
     if "torch_ms" in row:
-        words.append(f"torch {row['torch_ms']:.3f} ms, {row['ratio']:.3f} x torch,")
-        words.append(f"{row['ratio_to_merged']:.3f} x merged (noise {100 * row['noise']:.1f} %),")
-        if "ratio_to_liger" in row:
-            words.append(f"{row['ratio_to_liger']:.3f} x Liger's,")
-        words.append(f"{row['torch_mib']:.0f} MiB, tunegemm {row['tunegemm_mib']:.0f},")
+        words.append(
+            f"torch {row['torch_ms']:.3f} ms, {row['ratio']:.3f} x torch (noise {100 * row['noise']:.1f} %),"
+        )
+        for other in ("merged", "inductor"):
+            if f"ratio_to_{other}" in row:
+                words.append(f"{row[f'ratio_to_{other}']:.3f} x {other},")
+        if "host_us" in row:
+            words.append(f"host {row['host_us']:.0f} us, torch {row['torch_host_us']:.0f},")
     words.append(f"error {row['torch_error']:.2e}, tunegemm {row['tunegemm_error']:.2e}")
     return " ".join([*words, *([] if row["right"] else ["WRONG"])])
 
