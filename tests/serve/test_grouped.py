@@ -23,6 +23,7 @@ from tunegemm.errors import ArtifactError, ProblemError, TunegemmWarning
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.generate.grouped import config_of
+from tunegemm.generate.takes import NotTaken
 from tunegemm.model.grouped import GroupedChoice, choose
 from tunegemm.serve import api, grouped
 from tunegemm.serve.dispatcher import Dispatcher
@@ -123,6 +124,47 @@ def test_what_does_not_fit_is_torchs(loops: Loops, name: str) -> None:
         result = tunegemm.grouped_mm(a, b, offs=offs)
         assert torch.equal(result[:13], expected[:13]) and result.stride() == expected.stride()
     assert loops.calls == []
+
+
+def shifted(tensor: torch.Tensor, by: int) -> torch.Tensor:
+    """The same values, so many elements behind an aligned address."""
+    return torch.empty(tensor.numel() + by).to(tensor.dtype)[by:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("by", [1, 4, 8])
+@pytest.mark.parametrize("which", ["a", "weights"])
+def test_operands_at_addresses_that_kernels_do_not_take_are_torchs(
+    loops: Loops, monkeypatch: pytest.MonkeyPatch, which: str, by: int
+) -> None:
+    monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
+    a, b, offs = operands()
+    expected = torchs(a, b, offs=offs)
+    tunegemm.grouped_mm(a, b, offs=offs)  # a plan of operands that are laid out alike
+    if which == "a":
+        a = shifted(a, by)
+    else:
+        b = shifted(b.mT, by).mT
+    loops.calls.clear()
+    assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), expected)
+    with takeover.enable():
+        assert torch.equal(torchs(a, b, offs=offs), expected)
+    gated = grouped.groups(a, b, offs, None, "swiglu")
+    assert (gated is not None) == (by == 8)
+    assert len(loops.calls) == (3 if by == 8 else 0)
+
+
+def test_what_a_launch_does_not_take_is_torchs_each_time(loops: Loops) -> None:
+    """Of which no warning says anything, as of other operands that do not fit."""
+    a, b, offs = operands()
+
+    def refuse(*_: Any) -> None:
+        loops.calls.append(())
+        raise NotTaken("an address")
+
+    loops.of = lambda *_, **__: refuse  # type: ignore[method-assign]
+    for count in (1, 2):
+        assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
+        assert len(loops.calls) == count
 
 
 def test_surroundings_in_which_torch_computes(loops: Loops) -> None:
