@@ -65,7 +65,7 @@ class Place(NamedTuple):
             stride = strides[dimension]
             apart = stride * size
             if apart % self.unit_bytes or apart >= _MOST_STRIDE_BYTES:
-                return f"{name} of strides {strides} has lines {apart} B apart, not a multiple of {self.unit_bytes}"
+                return f"{name} of strides {strides}: lines {apart} B apart, not units of {self.unit_bytes}"
             if self.apart and stride < least:
                 return f"{name} of strides {strides} overlaps itself"
             least = stride * self.shape[dimension]
