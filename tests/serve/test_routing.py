@@ -274,6 +274,18 @@ def test_layers_by_the_kernels_themselves() -> None:
     run_interpreted(SCRIPT)
 
 
+def test_one_order_of_sums_has_the_same_steps_at_any_number_of_tokens(steps: Steps, loops: Loops) -> None:
+    """Also where `route` does not take what the router gives."""
+    with tunegemm.policy("batch_invariant"):
+        for tokens in (1, 11, 300):
+            steps.calls.clear()
+            given = layer(tokens, torch.bfloat16)
+            given["index"] = torch.stack((given["index"], given["index"]), -1)[..., 0]
+            tunegemm.experts(**given)
+            assert steps.calls == ["combine bf16 bf16"]
+    assert len(loops.calls) == 6
+
+
 def test_sizes_of_the_layer_are_such_that_kernels_take_them() -> None:
     assert HIDDEN * 2 % UNIT_BYTES == INNER * 2 % UNIT_BYTES == 0
 

@@ -216,14 +216,27 @@ class Groups:
         if planner.is_off or not do_fit:
             plan = _TORCHS
         elif torch.cuda._is_in_bad_fork() or capturing(a.device):
+            self._warn_of_order(a, b, "is captured before it was computed once, and")
             return _TORCHS  # not kept: a kernel is not loaded now
         else:
             plan = self._found(a, b, offs, gate)
+        if plan.kernel is None and not planner.is_off:
+            self._warn_of_order(a, b, "has no kernel here, and")
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
         if planner.state is self._state:
             self._plans[key] = plan
         return plan
+
+    def _warn_of_order(self, a: Any, b: Any, why: str) -> None:
+        """That a policy's promise of one order of sums does not hold for a product of rows in groups."""
+        planner = api.dispatcher.planner
+        if planner.policy.is_batch_invariant and b.ndim == 3 and a.device.type == planner.device_type:
+            planner.notices.warn(
+                f"a product of {tuple(a.shape)} and {tuple(b.shape)} in groups {why} is torch's: "
+                f"{planner.policy} does not hold",
+                about=("order of groups", why, tuple(b.shape), b.dtype),
+            )
 
     def _found(self, a: Any, b: Any, offs: Any, gate: str) -> _Plan:
         """The plan for operands that fit."""
@@ -237,8 +250,11 @@ class Groups:
                 extents = b.shape[0], b.shape[2], b.shape[1], a.shape[0]
                 dtype, major = _DTYPES[a.dtype], "k" if b.stride(1) == 1 else "n"
                 record = _record(*extents, a.device, dtype=dtype, gate=gate, b_major=major)
-                if record is None:
-                    choice = choose(*extents, gpu=gpu_of(a.device), dtype=dtype, gate=gate, major=major)
+                ordered = planner.policy.is_batch_invariant
+                if record is None or (ordered and is_torch(record.candidate)):
+                    choice = choose(
+                        *extents, gpu=gpu_of(a.device), dtype=dtype, gate=gate, major=major, ordered=ordered
+                    )
                 else:
                     choice = _choice_of(record)
             if choice is None:

@@ -27,6 +27,7 @@ from tunegemm.generate.grouped.operands import objection, output_objection
 from tunegemm.generate.grouped.rules import RULES, config_from, config_of
 from tunegemm.generate.sources import hash_of_code, kernel_sources
 from tunegemm.generate.takes import UNIT_BYTES, NotTaken, not_aligned
+from tunegemm.generate.tiles import ordered_sum
 from tunegemm.generate.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -202,6 +203,7 @@ FAMILY = TileGenerator(
     config=_Named,
     config_of=config_of,
     rules=RULES,
+    reduction_class=ordered_sum,
     grouped=True,
     fuses=True,
     tma=True,
