@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -149,13 +150,18 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Whatever the table says, a kernel of groups along k serves. Gives the shapes of what it wrote."""
     loaded()
     found: list[Any] = []
-    launch = AlongK.launch
+    of = AlongK.of
 
-    def counted(kernel: AlongK, a: Any, b: Any, out: Any, offsets: Any, **words: int) -> None:
-        found.append(out.shape)
-        launch(kernel, a, b, out, offsets, **words)
+    def counted(kernel: AlongK, a: Any, b: Any, out: Any, offsets: Any, **words: int) -> Callable[..., None]:
+        launch = of(kernel, a, b, out, offsets, **words)
 
-    monkeypatch.setattr(AlongK, "launch", counted)
+        def launch_and_count(*operands: Any) -> None:
+            found.append(operands[2].shape)
+            launch(*operands)
+
+        return launch_and_count
+
+    monkeypatch.setattr(AlongK, "of", counted)
     monkeypatch.setattr(grouped, "groups", grouped.Groups())
     choice = AlongKChoice(listed_along_k(every=True)[0], 8)
     monkeypatch.setattr(grouped, "choose_along_k", lambda *extents, gpu: choice)

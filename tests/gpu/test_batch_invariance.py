@@ -32,10 +32,11 @@ from tunegemm.generate import families
 from tunegemm.generate.tiles import ORDERED
 from tunegemm.measure.operands import make_operands
 from tunegemm.model import shortlist
-from tunegemm.serve import api
+from tunegemm.serve import api, grouped
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import find_object
 from tunegemm.serve.planning import Planner
+from tunegemm.store import packing
 from tunegemm.store.record import Record
 
 pytestmark = pytest.mark.gpu
@@ -176,3 +177,38 @@ def test_calls_of_torch_are_served_alike(served: None) -> None:
         tunegemm.patch(layer)
         patched = [m for m in extents if not torch.equal(layer(x[:m]), whole[:m])]
     assert enabled == patched == []
+
+
+@pytest.mark.parametrize("gate", ["", "swiglu"])
+@pytest.mark.parametrize(("n", "k"), [(1024, 4096), (14336, 1088)])
+def test_a_row_of_a_group_has_its_bits_among_any_others(gate: str, n: int, k: int) -> None:
+    """Alone, where a kernel with another order of sums serves otherwise, and among more than any race had."""
+    for kind in ("bf16", "gated"):
+        assert not packing.provide_grouped(kind).failures
+    torch.manual_seed(0)
+    weights = torch.randn(4, n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5
+    a = torch.randn(20000, k, device="cuda", dtype=torch.bfloat16)
+    rows = []
+    with tunegemm.policy("batch_invariant"):
+        for count in (1, 2, 16, 64, 300, 1200, 4096, 20000):
+            ends = torch.tensor([(count + 1) // 2, count, count, count], device="cuda", dtype=torch.int32)
+            result = grouped.groups(a[:count], weights.mT, ends, None, gate)
+            assert result is not None, count
+            rows.append(result[0].clone())
+    assert all(torch.equal(row, rows[0]) for row in rows)
+
+
+def test_a_layer_of_experts_has_a_tokens_bits_among_any_others() -> None:
+    for kind in ("bf16", "gated", "routing"):
+        assert not packing.provide_grouped(kind).failures
+    torch.manual_seed(0)
+    half: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    x, up = torch.randn(9000, 512, **half), torch.randn(8, 1024, 512, **half) / 22
+    down = torch.randn(8, 512, 512, **half) / 22
+    weights, index = torch.rand(9000, 8, device="cuda").topk(2)
+    with tunegemm.policy("batch_invariant"):
+        rows = [
+            tunegemm.experts(x[:count], up, down, index[:count].contiguous(), weights[:count].contiguous())[0]
+            for count in (1, 2, 100, 5000, 9000)
+        ]
+    assert all(torch.equal(row, rows[0]) for row in rows)

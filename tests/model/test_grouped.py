@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +97,25 @@ def test_few_rows_have_a_kernel_where_k_is_whole_units(tmp_path: Path) -> None:
     assert few.is_few and few.label == "few bf16"
     assert not other.is_few and other.label == other.config.label == few.config.label
     assert not beyond.is_few
+
+
+@pytest.mark.parametrize("gate", ["", "swiglu"])
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", ""])
+def test_one_order_of_sums_has_a_kernel_for_any_number_of_rows(gpu: str, gate: str) -> None:
+    others = 0
+    kinds = [{"gate": gate}] if gate else [{}, {"major": "n"}, {"dtype": "fp16"}, {"dtype": "fp8_e4m3"}]
+    for kind, groups, n, k in itertools.product(kinds, (1, 8, 128), (512, 14336), (2048, 7168)):
+        for rows in (1, 2, 16, 300, 4096, 1 << 15, 1 << 20):
+            words: dict[str, Any] = {"gpu": gpu, **kind}
+            choice, usual = (
+                choose(groups, n, k, rows, **words, ordered=True),
+                choose(groups, n, k, rows, **words),
+            )
+            assert choice is not None and not choice.is_few, (kind, groups, n, k, rows)
+            others += choice != usual
+            assert usual is None or usual.is_few or choice == usual
+            assert choice.config in listed()  # which ships
+    assert others
 
 
 def test_a_choice_may_be_for_a_gpu(tmp_path: Path) -> None:

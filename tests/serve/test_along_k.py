@@ -26,7 +26,7 @@ class Along:
         self.calls: list[tuple[int, ...]] = []
 
     def load(self, choice: Any, index: int) -> Any:
-        return self if isinstance(choice, AlongKChoice) else None
+        return (lambda *operands: self) if isinstance(choice, AlongKChoice) else None
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, offs: torch.Tensor) -> None:
         assert a.stride(1) == b.stride(1) == 1 and out.is_contiguous()

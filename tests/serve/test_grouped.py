@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -23,6 +23,7 @@ from tunegemm.errors import ArtifactError, ProblemError, TunegemmWarning
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.generate.grouped import config_of
+from tunegemm.generate.takes import NotTaken
 from tunegemm.model.grouped import GroupedChoice, choose
 from tunegemm.serve import api, grouped
 from tunegemm.serve.dispatcher import Dispatcher
@@ -123,6 +124,47 @@ def test_what_does_not_fit_is_torchs(loops: Loops, name: str) -> None:
         result = tunegemm.grouped_mm(a, b, offs=offs)
         assert torch.equal(result[:13], expected[:13]) and result.stride() == expected.stride()
     assert loops.calls == []
+
+
+def shifted(tensor: torch.Tensor, by: int) -> torch.Tensor:
+    """The same values, so many elements behind an aligned address."""
+    return torch.empty(tensor.numel() + by).to(tensor.dtype)[by:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("by", [1, 4, 8])
+@pytest.mark.parametrize("which", ["a", "weights"])
+def test_operands_at_addresses_that_kernels_do_not_take_are_torchs(
+    loops: Loops, monkeypatch: pytest.MonkeyPatch, which: str, by: int
+) -> None:
+    monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
+    a, b, offs = operands()
+    expected = torchs(a, b, offs=offs)
+    tunegemm.grouped_mm(a, b, offs=offs)  # a plan of operands that are laid out alike
+    if which == "a":
+        a = shifted(a, by)
+    else:
+        b = shifted(b.mT, by).mT
+    loops.calls.clear()
+    assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), expected)
+    with takeover.enable():
+        assert torch.equal(torchs(a, b, offs=offs), expected)
+    gated = grouped.groups(a, b, offs, None, "swiglu")
+    assert (gated is not None) == (by == 8)
+    assert len(loops.calls) == (3 if by == 8 else 0)
+
+
+def test_what_a_launch_does_not_take_is_torchs_each_time(loops: Loops) -> None:
+    """Of which no warning says anything, as of other operands that do not fit."""
+    a, b, offs = operands()
+
+    def refuse(*_: Any) -> None:
+        loops.calls.append(())
+        raise NotTaken("an address")
+
+    loops.of = lambda *_, **__: refuse  # type: ignore[method-assign]
+    for count in (1, 2):
+        assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
+        assert len(loops.calls) == count
 
 
 def test_surroundings_in_which_torch_computes(loops: Loops) -> None:
@@ -502,3 +544,58 @@ def test_operands_that_torch_refuses_are_named(name: str) -> None:
     a, b = change(torch.randn(10, 64).bfloat16(), torch.randn(4, 48, 64).bfloat16().mT)
     with pytest.raises(ProblemError, match=words):
         tunegemm.grouped_mm(a, b, offs=torch.tensor([3, 8, 8, 10], dtype=torch.int32))
+
+
+@pytest.fixture
+def one_order(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GroupedChoice]]:
+    """Policy batch_invariant; which kernels were asked for."""
+    asked: list[GroupedChoice] = []
+
+    def load(choice: GroupedChoice, index: int) -> Callable[..., None] | None:
+        asked.append(choice)
+        return loops.load(choice, index)
+
+    monkeypatch.setattr(grouped, "groups", grouped.Groups(load))
+    with tunegemm.policy("batch_invariant"):
+        yield asked
+
+
+@pytest.mark.parametrize("gate", ["", "swiglu"])
+def test_one_order_of_sums_at_any_number_of_rows(
+    one_order: list[GroupedChoice], loops: Loops, monkeypatch: pytest.MonkeyPatch, gate: str
+) -> None:
+    monkeypatch.setattr(grouped, "gpu_of", lambda device: "NVIDIA H100 80GB HBM3")
+    loops.quiet = True
+    weights = torch.zeros(2, 128, 3136, dtype=BF16)
+    usual = []
+    for rows in (1, 2, 16, 300, 1200, 4096, 20000):
+        ends = torch.full((2,), rows, dtype=torch.int32)
+        result = grouped.groups(torch.zeros(rows, 3136, dtype=BF16), weights.mT, ends, None, gate)
+        assert result is not None, rows
+        usual.append(choose(2, 128, 3136, rows, gpu="NVIDIA H100 80GB HBM3", gate=gate))
+    assert len(loops.calls) == 7 and one_order and not any(c.is_few for c in one_order)
+    # Without the policy one row has another kernel, and many have torch's.
+    assert usual[0] is not None and usual[0].is_few and (gate or None in usual)
+
+
+def test_what_no_kernel_takes_is_outside_of_the_promise_and_said(
+    one_order: list[GroupedChoice], loops: Loops
+) -> None:
+    a, b, offs = operands()
+    with pytest.warns(
+        TunegemmWarning, match="has no kernel here, and is torch's: batch_invariant does not hold"
+    ):
+        tunegemm.grouped_mm(a.float(), b.float(), offs=offs)
+    tunegemm.grouped_mm(a[:3].float(), b.float(), offs=offs.clamp(max=3))  # once: warnings are errors here
+    tunegemm.grouped_mm(a, b, offs=offs)
+    assert len(loops.calls) == 1
+
+
+def test_a_record_of_torchs_kernel_does_not_serve_one_order(
+    recorded: Callable[..., list[GroupedChoice]],
+) -> None:
+    asked = recorded(13, TORCH_MM, ratio=1.0, confirmed=True)
+    a, b, offs = operands()
+    with tunegemm.policy("batch_invariant"):
+        assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
+    assert len(asked) == 1

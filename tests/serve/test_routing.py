@@ -14,6 +14,7 @@ from tests.support.grouped import Loops
 from tests.support.processes import run_interpreted
 from tunegemm.errors import ArtifactError
 from tunegemm.generate import routing as kernels
+from tunegemm.generate.takes import UNIT_BYTES
 from tunegemm.model.grouped import configs
 from tunegemm.serve import routing
 from tunegemm.serve.routing import Gate, Routing
@@ -225,6 +226,7 @@ from tests.support.serving import Row
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import find_device
 from tunegemm.generate import routing as kernels
+from tunegemm.generate.takes import UNIT_BYTES
 from tunegemm.model.grouped import configs
 from tunegemm.generate.routing import kernel
 from tunegemm.model.grouped import choose
@@ -272,21 +274,34 @@ def test_layers_by_the_kernels_themselves() -> None:
     run_interpreted(SCRIPT)
 
 
+def test_one_order_of_sums_has_the_same_steps_at_any_number_of_tokens(steps: Steps, loops: Loops) -> None:
+    """Also where `route` does not take what the router gives."""
+    with tunegemm.policy("batch_invariant"):
+        for tokens in (1, 11, 300):
+            steps.calls.clear()
+            given = layer(tokens, torch.bfloat16)
+            given["index"] = torch.stack((given["index"], given["index"]), -1)[..., 0]
+            tunegemm.experts(**given)
+            assert steps.calls == ["combine bf16 bf16"]
+    assert len(loops.calls) == 6
+
+
 def test_sizes_of_the_layer_are_such_that_kernels_take_them() -> None:
-    assert HIDDEN * 2 % kernels.UNIT_BYTES == INNER * 2 % kernels.UNIT_BYTES == 0
+    assert HIDDEN * 2 % UNIT_BYTES == INNER * 2 % UNIT_BYTES == 0
 
 
 def test_few_rows_are_launched_with_their_strides(steps: Steps) -> None:
     seen: list[dict[str, Any]] = []
     steps.few = lambda name, numbers, *tensors: seen.append(numbers | {"bias": tensors[3]})  # type: ignore[attr-defined]
     config = configs("bf16")["co64x32"]
-    launch = routing.few(config, 0, steps.load)
+    few = routing.few(config, 0, steps.load)
     gated = routing.few(configs("gated")["co64x32"], 0, steps.load)
-    assert launch is not None and gated is not None
+    assert few is not None and gated is not None
     a, weights = torch.randn(2, 40).bfloat16()[:, :32], torch.randn(5, 16, 48).bfloat16()[..., :32]
     ends, bias = torch.zeros(5, dtype=torch.int32), torch.randn(16).bfloat16().expand(5, 16)
-    launch(a, weights, torch.empty(2, 16), ends, None)
-    gated(a, weights, torch.empty(2, 8), ends, bias, interleaved=True)
+    for of, n, words in ((few, 16, (None,)), (gated, 8, (bias,))):
+        given = a, weights, torch.empty(2, n, dtype=a.dtype), ends, *words
+        of(*given, interleaved=of is gated)(*given, None)
     assert steps.calls == ["few bf16 False", "few bf16 True"]
     plain, of_gate = seen
     assert plain["bias"] is a and of_gate["bias"] is bias

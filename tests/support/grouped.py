@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from tests.support.serving import at
 from tunegemm.describe.epilogue import Epilogue
 
 #: By the names that kernels' configs have.
@@ -21,9 +20,6 @@ class Loops:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.loads = 0
-        self.bound = 0
-        """Calls of them at addresses alone, all of which fail if `fails`."""
-        self.fails = False
         self.found = True
         self.quiet = False
         """Computes nothing, so that torch is asked for nothing."""
@@ -33,25 +29,15 @@ class Loops:
         self.loads += 1
         if self.error is not None:
             raise self.error
-        launch: Any = partial(self, choice.config.fused)
-        launch.bound = partial(self._bound, launch)
-        return launch if self.found else None
+        return partial(self.of, choice.config.fused) if self.found else None
 
-    def _bound(self, launch: Any, a: Any, weights: Any, out: Any, *rest: Any, **words: Any) -> Any:
-        """For bf16 operands, packed."""
-
-        def launch_at(a_address: int, out_address: int) -> None:
-            self.bound += 1
-            if self.fails:
-                raise RuntimeError("no such stream")
-            result = at(out_address, out.shape, out.stride())
-            launch(at(a_address, a.shape, a.stride()), weights, result, *rest, **words)
-
-        return launch_at
+    def of(self, fused: Epilogue, *operands: Any, **words: Any) -> Callable[..., None]:
+        """As `GroupedKernel.of`."""
+        return lambda *operands: self(fused, *operands, **words)
 
     def __call__(
-        self, fused: Epilogue, a: Any, weights: Any, out: Any, offs: Any, bias: Any = None, *,
-        interleaved: bool, scales: Any = None,
+        self, fused: Epilogue, a: Any, weights: Any, out: Any, offs: Any, bias: Any, scales: Any, *,
+        interleaved: bool,
     ) -> None:  # fmt: skip
         assert 1 in weights.stride()[1:] and (bias is None or bias.ndim == 2)
         assert (scales is not None) == fused.scales

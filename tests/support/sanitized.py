@@ -153,20 +153,15 @@ def launch_around() -> None:
         here = ((index >= 0) & (index < count)).sum(1, keepdim=True)
         assert torch.equal(result.float(), here.float().expand(-1, 144)), (tokens, chosen, count)
     for kind in ("bf16", "gated"):
-        launch = few(configs(kind)["co64x32"], 0)
-        assert launch is not None
+        of = few(configs(kind)["co64x32"], 0)
+        assert of is not None
         a, weights = (
             torch.ones(*size, device="cuda", dtype=torch.bfloat16) for size in ((3, 72), (5, 34, 72))
         )
         for ends in ([0, 1, 1, 3, 3], [1, 1, 1, 2, 2], [-5, 40, 2, 2**31 - 1, 7]):
             out = torch.zeros(3, 34 // (1 + (kind == "gated")), device="cuda", dtype=torch.bfloat16)
-            launch(
-                a,
-                weights,
-                out,
-                torch.tensor(ends, dtype=torch.int32, device="cuda"),
-                weights[:, :, 0].contiguous(),
-            )
+            given = torch.tensor(ends, dtype=torch.int32, device="cuda"), weights[:, :, 0].contiguous()
+            of(a, weights, out, *given)(a, weights, out, *given, None)
     print("around", flush=True)
 
 

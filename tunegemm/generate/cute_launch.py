@@ -13,6 +13,7 @@ from tunegemm.compile import cute_object
 from tunegemm.describe.device import Device
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.launching import AddressLaunch
+from tunegemm.generate.takes import UNIT_BYTES, not_aligned
 from tunegemm.generate.workspace import Workspace
 
 SHARED_LIBRARY = b"\3\0"
@@ -60,15 +61,19 @@ def load_launch(
     extents: Sequence[int],
     schedule: Sequence[int],
     addresses: Sequence[int] = (),
+    *,
+    unit_bytes: tuple[int, int] = (UNIT_BYTES, UNIT_BYTES),
 ) -> Callable[..., AddressLaunch]:
     """A function of the six strides, as in `launching.Places`, that gives the launch for them.
 
     extents, schedule: arguments before and behind the strides. addresses: those behind the workspace's.
+    unit_bytes: what the addresses of A and B, and that of D, are multiples of; a launch raises NotTaken for
+    others.
     """
     from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
 
     function, index = load_function(artifact), device.index
-    swap = bool(candidate.params.get("swap_ab", False))
+    swap, (in_mask, out_mask) = bool(candidate.params.get("swap_ab", False)), (n - 1 for n in unit_bytes)
 
     def make(lda: int, ldb: int, ldd: int, a_step: int, b_step: int, d_step: int) -> AddressLaunch:
         strides = (ldb, lda, ldd, b_step, a_step, d_step) if swap else (lda, ldb, ldd, a_step, b_step, d_step)
@@ -77,6 +82,8 @@ def load_launch(
             everything = (*fixed, 0, 0, *addresses)
 
             def launch(a: int, b: int, d: int, *words: int) -> None:
+                if (a | b) & in_mask or d & out_mask:
+                    raise not_aligned(a=a, b=b, out=d)
                 if swap:
                     a, b = b, a
                 function(a, b, d, *everything, *words, current_stream(index))
@@ -84,6 +91,8 @@ def load_launch(
         else:
 
             def launch(a: int, b: int, d: int, *words: int) -> None:
+                if (a | b) & in_mask or d & out_mask:
+                    raise not_aligned(a=a, b=b, out=d)
                 if swap:
                     a, b = b, a
                 stream = current_stream(index)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunegemm.describe.epilogue import MAX_WORDS, Operand, check_operands, operand_dtype
 from tunegemm.describe.problem import DTYPE_BYTES, Problem, normalize_dtype
+from tunegemm.generate.takes import NotTaken
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +92,7 @@ def operand_reader(
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Places]:
     """A function of (a, b, out) that says where they are.
 
-    It raises ValueError where addresses and strides of A and B are not multiples of `in_bytes`, or those of D
+    It raises NotTaken where addresses and strides of A and B are not multiples of `in_bytes`, or those of D
     of `out_bytes`: the kernel would fault there.
     """
     m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
@@ -106,7 +107,7 @@ def operand_reader(
     def leading(tensor: torch.Tensor, mode: int, lines: int, packed: int, unit: int) -> int:
         stride = -(-packed // unit) * unit if lines == 1 else tensor.stride(mode)
         if stride % unit:
-            raise ValueError(
+            raise NotTaken(
                 f"leading dimension {stride} is not a multiple of the {unit} elements of one access"
             )
         return stride
@@ -115,13 +116,13 @@ def operand_reader(
         if tensor.ndim == 2 or batch == 1:
             return -(-packed // unit) * unit
         if tensor.stride(0) % unit:
-            raise ValueError(f"batch stride {tensor.stride(0)} is not a multiple of {unit} elements")
+            raise NotTaken(f"batch stride {tensor.stride(0)} is not a multiple of {unit} elements")
         return tensor.stride(0)
 
     def read(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Places:
         a_address, b_address, d_address = a.data_ptr(), b.data_ptr(), out.data_ptr()
         if (a_address | b_address) & (in_bytes - 1) or d_address & (out_bytes - 1):
-            raise ValueError(
+            raise NotTaken(
                 f"an operand does not start at a multiple of the {in_bytes} B of one access "
                 f"(output: {out_bytes} B)"
             )

@@ -21,6 +21,7 @@ from tunegemm.describe.driver import ensure_context, primary_context
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, never_unloaded, tma_reader
+from tunegemm.generate.takes import UNIT_BYTES, not_aligned
 from tunegemm.generate.tiles import seen_by_kernel
 from tunegemm.generate.workspace import Workspace
 
@@ -149,6 +150,8 @@ def load_launcher(
             key = (a, b, d, partials, counters)
             found = kept.get(key)
             if found is None:
+                if (a | b | d) & (UNIT_BYTES - 1):
+                    raise not_aligned(a=a, b=b, out=d)
                 ensure_context(index)  # tensor maps want one
                 found = kept.keep(key, arguments(*key))
             kernel.launch(ctas, stream, found)

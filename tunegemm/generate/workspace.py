@@ -5,8 +5,10 @@ given back as soon as the launch is queued, as temporaries of torch's own operat
 next is behind the launch on the stream. So threads that share a stream share no sums, memory goes to
 the pool of a graph that is captured or warmed up, and nothing accumulates.
 
-Counters are zeros before and after a launch. Launches on a stream follow each other, so that one small block
-for each stream serves them all.
+Counters are zeros when a launch begins, and it zeroes them again. One small block for each stream serves its
+launches, which follow each other. It comes from the stream's own memory and is zeroed on the stream, so that
+what was queued before for that memory is done before. CUDA graphs have no block, nor have streams that may
+end and come back under the same handle: each of their launches has counters of its own, which it zeroes.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ WORKSPACE_ALIGNMENT = 256
 MAX_WORKSPACE_BYTES = 256 << 20
 #: Bytes of the counters of a stream. Kernels need under 5 kB; beyond that, each launch zeroes its own.
 _BLOCK_BYTES = 16384
-#: Streams with a block, on all devices. Launches on further ones have their counters zeroed, too.
-_MAX_BLOCKS = 1024
+#: cudaStreamPerThread, which is another stream in each thread.
+_PER_THREAD = 2
 
 
 class Workspace:
@@ -72,10 +74,13 @@ class Workspace:
         if self._lent is not None:
             return self._lent
         allocate, capturing = self._torchs
+        is_captured = capturing()
+        if stream == _PER_THREAD and not is_captured:
+            allocate = functools.partial(_for_this_thread, self._index)
         counters = 0
         if self.counter_bytes:
-            # A replay of a graph may be beside anything: its counters are a temporary that it zeroes itself.
-            if capturing() or not self._has_block or not (counters := _block(self._index, stream)):
+            # A replay of a graph may be beside anything, and so may a stream that took an ended one's handle.
+            if is_captured or not self._has_block or not (counters := _block(self._index, stream)):
                 memory = allocate(self.num_bytes)
                 memory[self.partial_bytes :].zero_()
                 start = memory.data_ptr()
@@ -113,35 +118,61 @@ def _allocation(index: int) -> Callable[[int], Any]:
     return allocate
 
 
-_blocks: dict[tuple[int, int], torch.Tensor | None] = {}
+def _for_this_thread(index: int, num_bytes: int) -> Any:
+    """Memory for this thread's own stream. Torch takes those of all threads for one, and would give it to
+    another thread while it is in use: so it is the default stream's, which these streams wait for, and which
+    has it back once a mark that this thread's stream leaves behind the launch is reached.
+    """
+    import torch
+
+    stream = torch.cuda.current_stream(index)
+    with torch.cuda.stream(torch.cuda.default_stream(index)):
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=stream.device)
+    memory.record_stream(stream)
+    return memory
+
+
+_blocks: dict[tuple[int, int], torch.Tensor] = {}
 _addresses: dict[tuple[int, int], int] = {}
 _making = threading.Lock()
 
 
 def _block(index: int, stream: int) -> int:
-    """The address of a stream's counters; 0 for one stream too many."""
+    """The address of the counters of the current stream of a device, whose handle this is; 0 for none."""
     address = _addresses.get((index, stream))
     return _make_block(index, stream) if address is None else address
 
 
 def _make_block(index: int, stream: int) -> int:
+    import torch
+
+    current = torch.cuda.current_stream(index)
+    if current.cuda_stream != stream or not _is_lasting(current.stream_id):
+        return 0
     with _making:
         if (address := _addresses.get((index, stream))) is not None:
             return address
-        if len(_blocks) >= _MAX_BLOCKS:
+        if (block := _made_on(current)) is None:
             return 0
-        block = _made_elsewhere(index)
-        block.zero_()  # on the current stream, before the launch
         _blocks[index, stream] = block
-        # Seen by others from now on; what they queue on the stream comes behind.
+        # Seen by others from now on; what they queue on the stream comes behind the zeros.
         _addresses[index, stream] = address = block.data_ptr()
         return address
 
 
-def _made_elsewhere(index: int) -> Any:
-    """A block of memory, allocated by another thread.
+def _is_lasting(stream_id: int) -> bool:
+    """Whether a stream is the default one or of torch's pool, whose number is odd: they last, while another
+    one may end, with its work still queued, and the next one have its handle, or be another stream in each
+    thread. Torch's number of such a stream is its handle, which is even.
+    """
+    return stream_id == 0 or stream_id % 2 == 1
 
-    This one's allocations may go to a pool of torch.compile's, in which nothing may stay, or of the user's.
+
+def _made_on(stream: Any) -> Any:
+    """A block of a stream's memory, zeroed on it; None where no thread can be started, as at exit.
+
+    By another thread: this one's allocations may go to a pool of torch.compile's, in which nothing may stay,
+    or of the user's, and modes may look on.
     """
     made: list[Any] = []
 
@@ -149,12 +180,16 @@ def _made_elsewhere(index: int) -> Any:
         import torch
 
         try:
-            made.append(torch.empty(_BLOCK_BYTES, dtype=torch.uint8, device=torch.device("cuda", index)))
+            with torch.cuda.stream(stream):
+                made.append(torch.zeros(_BLOCK_BYTES, dtype=torch.uint8, device=stream.device))
         except BaseException as error:
             made.append(error)
 
     thread = threading.Thread(target=make, name="tunegemm-counters")
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
     thread.join()
     if isinstance(made[0], BaseException):
         raise made[0]

@@ -88,6 +88,7 @@ def listed_along_k(path: Path | None = None, *, every: bool = False) -> tuple[Ke
 def choose(
     groups: int, n: int, k: int, rows: int, path: Path | None = None, *,
     gpu: str = "", dtype: str = "bf16", gate: str = "", major: str = "k", every: bool = False,
+    ordered: bool = False,
 ) -> GroupedChoice | None:  # fmt: skip
     """The kernel for A of rows x K and B of groups x N x K; None where torch's own is not known to be slower.
 
@@ -96,6 +97,7 @@ def choose(
     kernel saves torch one that reads and writes the product: it is named where that of the product is not.
     major: k or n, whichever lies contiguous in B.
     every: of kinds that are not served, too.
+    ordered: a kernel that adds up k in the one order of all but `few`, whatever the rows; never torch's.
 
     Raises BadValueError for a damaged table.
     """
@@ -106,11 +108,14 @@ def choose(
         return None
     facts = dict(zip(_FACTS, (groups, n, k, rows, rows / groups), strict=True))
     held = (rule for rule in table.rules if rule.is_for(kind, gpu) and rule.holds(facts))
-    rule = next((rule for rule in held if rule.kernel or not gate), None)
+    rule = next((rule for rule in held if rule.kernel or not (gate or ordered)), None)
+    if rule is None and ordered:  # of groups of more rows than were timed: what those of the most have
+        others = [rule for rule in table.rules if rule.is_for(kind, gpu) and rule.kernel]
+        rule = max(others, key=_Rule.most_per_group, default=None)
     if rule is None or not rule.kernel:
         return None
     config = table.configs[kind, rule.kernel]
-    return GroupedChoice(config, **rule.launch, is_few=rule.is_few and k % _FEW_K == 0)
+    return GroupedChoice(config, **rule.launch, is_few=rule.is_few and not ordered and k % _FEW_K == 0)
 
 
 def chosen(problem: Problem, gpu: str) -> GroupedChoice | None:
@@ -189,6 +194,10 @@ class _Rule:
 
     def is_for(self, kind: str, gpu: str) -> bool:
         return (not self.kinds or kind in self.kinds) and self.gpu in gpu
+
+    def most_per_group(self) -> float:
+        """The most rows of a group that it names; 0 where it names none."""
+        return max((high for fact, _, high in self.bounds if fact == "rows_per_group"), default=0)
 
     def holds(self, facts: Mapping[str, float]) -> bool:
         return all(low <= facts[name] <= high for name, low, high in self.bounds)

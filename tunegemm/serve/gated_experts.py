@@ -100,7 +100,7 @@ def served(
     """
     count, rows = gate_up.shape[0], index.numel()
     sides = tuple(gate_up.shape[1:]), tuple(down.shape[1:])
-    if not are_chosen(count, *sides, rows, x.dtype, x.device):
+    if not are_chosen(count, *sides, rows, x.dtype, x.device, ordered=is_ordered()):
         return None
     given = x, gate_up, down, index, weights, gate_up_bias, down_bias
     return _layer(*given, "silu", False, False, served=True, out=out)
@@ -109,14 +109,19 @@ def served(
 @functools.lru_cache(maxsize=1 << 12)
 def are_chosen(
     count: int, up: tuple[int, int], down: tuple[int, int], rows: int, dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device, ordered: bool = False,
 ) -> bool:  # fmt: skip
-    """Whether the table that ships has kernels for both products, the first one gated."""
+    """Whether the table that ships has kernels for both products, the first gated. ordered: see `choose`."""
     if dtype is not torch.bfloat16 or not rows:
         return False
-    gpu = grouped.gpu_of(device)
-    gated = choose(count, *up, rows, gpu=gpu, gate=_GATES["silu"])
-    return gated is not None and choose(count, *down, rows, gpu=gpu) is not None
+    words: dict[str, Any] = {"gpu": grouped.gpu_of(device), "ordered": ordered}
+    gated = choose(count, *up, rows, gate=_GATES["silu"], **words)
+    return gated is not None and choose(count, *down, rows, **words) is not None
+
+
+def is_ordered() -> bool:
+    """Whether a token's result may not depend on how many tokens there are."""
+    return api.dispatcher.planner.policy.is_batch_invariant
 
 
 def _layer(
@@ -182,7 +187,7 @@ def _layer(
     if of_rows is None:
         of_rows = grouped_mm(inner, down.mT, offs=ends, bias=down_bias)
     # Of few choices torch's way back takes fewer operators, if `route` is not served, than to make places.
-    if around is not None and (routed is not None or order.shape[0] > MOST_CHOICES):
+    if around is not None and (routed is not None or order.shape[0] > MOST_CHOICES or is_ordered()):
         place = _inverse(order, plain) if routed is None else routed.place
         combined = around.combine(of_rows, place, ends, weights, out)
         if combined is not None:
@@ -306,7 +311,7 @@ def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, 
         return (of_tokens * weights.unsqueeze(-1)).sum(dim=1)
     tokens, chosen = weights.shape
     weights = weights.to(result.dtype).reshape(-1)
-    if tokens == 1:
+    if tokens == 1 and not is_ordered():
         return torch.mv(result.mT, weights[order])[None]
     first = _numbers(tokens, order, plain, chosen)
     # Mode 0 is a sum. torch.nn.functional's makes `first` anew at each call.

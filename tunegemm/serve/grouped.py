@@ -23,6 +23,8 @@ from tunegemm.generate import grouped as kernels
 from tunegemm.generate.along_k import AlongK
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.grouped import GroupedKernel
+from tunegemm.generate.grouped.operands import objection
+from tunegemm.generate.takes import NotTaken
 from tunegemm.model.grouped import FP8, AlongKChoice, GroupedChoice, choose, choose_along_k
 from tunegemm.serve import api, routing
 from tunegemm.serve.guards import (
@@ -46,10 +48,13 @@ from tunegemm.store.record import Record
 
 #: What kernels multiply, as the table names it.
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: FP8}
-#: Launches into an output: of a, the weights as (groups, N, K), the output, the groups' ends, the bias, and
-#: whether gate and up are interleaved; of fp8 products scales of a's rows, and in the bias' place of b's.
-#: Of groups along k: of a's transpose, b, the output, the groups' ends.
+#: Launches into an output: of a, the weights as (groups, N, K), the output, the groups' ends, the bias or
+#: None, and scales of a's rows or None; of fp8 products those of b's columns are in the bias' place. Of
+#: groups along k: of a's transpose, b, the output, the groups' ends.
 Launch = Callable[..., None]
+#: Gives the launch for operands that are laid out as these, and for whether gate and up are interleaved. Both
+#: raise NotTaken for what the kernel does not take.
+Kernel = Callable[..., Launch]
 
 
 def grouped_mm(
@@ -104,8 +109,10 @@ def grouped_mm(
 class _Plan(NamedTuple):
     """What is done with calls of one key."""
 
-    launch: Launch | None
+    kernel: Kernel | None
     """None where torch computes them."""
+    launch: Launch | None = None
+    """The kernel's for operands of the key, once there were some."""
     again: float = float("inf")
     """When to look for a kernel again, on the monotonic clock: where one is compiled meanwhile."""
 
@@ -116,13 +123,13 @@ _TORCHS = _Plan(None)
 class Groups:
     """Computes products of groups by kernels: those of the process are `groups`."""
 
-    def __init__(self, load: Callable[[Any, int], Launch | None] | None = None) -> None:
-        """load: the launch of a choice on a device by its number, or None until it is compiled."""
+    def __init__(self, load: Callable[[Any, int], Kernel | None] | None = None) -> None:
+        """load: the kernel of a choice on a device by its number, or None until it is compiled."""
         self._load = load or self._load_compiled
         self._state: object = None
         self._are_checked = False
         self._plans: dict[Hashable, _Plan] = {}
-        self.launches: dict[tuple[GroupedChoice | AlongKChoice, int], Launch] = {}
+        self.kernels: dict[tuple[GroupedChoice | AlongKChoice, int], Kernel] = {}
         """What was loaded, by kernel and device."""
 
     def __call__(
@@ -144,7 +151,7 @@ class Groups:
         """Whether values on the device are looked at, for which the host waits: ``TUNEGEMM_CHECK_GROUPS``."""
         planner = api.dispatcher.planner
         if planner.state is not self._state:  # by `refresh`, another policy, a fork
-            self._state, self._plans, self.launches = planner.state, {}, {}
+            self._state, self._plans, self.kernels = planner.state, {}, {}
             self._are_checked = read_check_groups(planner.notices.warn)
         return self._are_checked
 
@@ -168,7 +175,7 @@ class Groups:
         plan = self._plans.get(key)
         if plan is None or time.monotonic() > plan.again:
             plan = self._make_plan(key, a, b, offs, bias, gate, scales)
-        if plan.launch is None or any(map(is_lazy, (a, b) if bias is None else (a, b, bias))):
+        if plan.kernel is None or any(map(is_lazy, (a, b) if bias is None else (a, b, bias))):
             return None
         operands: tuple[Any, ...]
         words: dict[str, Any] = {}
@@ -181,10 +188,15 @@ class Groups:
             result = a.new_empty((a.shape[0], weights.shape[1] // (2 if gate else 1)), dtype=dtype)
             if bias is not None and bias.ndim == 1:
                 bias = bias.expand(weights.shape[:2])
-            operands = a, weights, result, offs, bias
-            words = {"interleaved": interleaved, "scales": scales}
+            operands, words = (a, weights, result, offs, bias, scales), {"interleaved": interleaved}
         try:
-            plan.launch(*operands, **words)
+            launch = plan.launch
+            if launch is None:
+                launch = plan.kernel(*operands, **words)
+                self._plans[key] = plan._replace(launch=launch)
+            launch(*operands)
+        except NotTaken:
+            return None
         except (RuntimeError, ValueError) as error:
             if capturing(a.device):
                 raise
@@ -196,40 +208,35 @@ class Groups:
             return None
         return result
 
-    def bound(
-        self, a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool, out: Any
-    ) -> Callable[[int, int], None] | None:
-        """The launch of a call that `below_autograd` has served, at other addresses of a and of its result,
-        out: each laid out as before, b, offs and bias the same. None where there is no such launch.
-        """
-        plan = None if self.are_checked() else self._plans.get(_key(a, b, offs, bias, gate, interleaved))
-        make = None if plan is None else getattr(plan.launch, "bound", None)
-        if make is None:
-            return None
-        if bias is not None and bias.ndim == 1:
-            bias = bias.expand(b.mT.shape[:2])
-        launch: Callable[[int, int], None] = make(a, b.mT, out, offs, bias, interleaved=interleaved)
-        return launch
-
     def _make_plan(
         self, key: Hashable, a: Any, b: Any, offs: Any, bias: Any, gate: str, scales: Any
     ) -> _Plan:
         planner = api.dispatcher.planner
-        if b.ndim == 2:
-            do_fit = bias is None and fits_along_k(a, b, offs, planner.device_type)
-        else:
-            do_fit = fits(a, b, offs, bias, planner.device_type, gated=bool(gate), scales=scales)
+        do_fit = fits(a, b, offs, bias, planner.device_type, gated=bool(gate), scales=scales)
         if planner.is_off or not do_fit:
             plan = _TORCHS
         elif torch.cuda._is_in_bad_fork() or capturing(a.device):
+            self._warn_of_order(a, b, "is captured before it was computed once, and")
             return _TORCHS  # not kept: a kernel is not loaded now
         else:
             plan = self._found(a, b, offs, gate)
+        if plan.kernel is None and not planner.is_off:
+            self._warn_of_order(a, b, "has no kernel here, and")
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
         if planner.state is self._state:
             self._plans[key] = plan
         return plan
+
+    def _warn_of_order(self, a: Any, b: Any, why: str) -> None:
+        """That a policy's promise of one order of sums does not hold for a product of rows in groups."""
+        planner = api.dispatcher.planner
+        if planner.policy.is_batch_invariant and b.ndim == 3 and a.device.type == planner.device_type:
+            planner.notices.warn(
+                f"a product of {tuple(a.shape)} and {tuple(b.shape)} in groups {why} is torch's: "
+                f"{planner.policy} does not hold",
+                about=("order of groups", why, tuple(b.shape), b.dtype),
+            )
 
     def _found(self, a: Any, b: Any, offs: Any, gate: str) -> _Plan:
         """The plan for operands that fit."""
@@ -243,26 +250,29 @@ class Groups:
                 extents = b.shape[0], b.shape[2], b.shape[1], a.shape[0]
                 dtype, major = _DTYPES[a.dtype], "k" if b.stride(1) == 1 else "n"
                 record = _record(*extents, a.device, dtype=dtype, gate=gate, b_major=major)
-                if record is None:
-                    choice = choose(*extents, gpu=gpu_of(a.device), dtype=dtype, gate=gate, major=major)
+                ordered = planner.policy.is_batch_invariant
+                if record is None or (ordered and is_torch(record.candidate)):
+                    choice = choose(
+                        *extents, gpu=gpu_of(a.device), dtype=dtype, gate=gate, major=major, ordered=ordered
+                    )
                 else:
                     choice = _choice_of(record)
             if choice is None:
                 return _TORCHS
             place = choice, a.device.index or 0
-            launch = self.launches.get(place) or self._load(*place)
+            kernel = self.kernels.get(place) or self._load(*place)
         except (TunegemmError, OSError, RuntimeError) as error:
             planner.notices.warn(
                 f"kernels of groups cannot run on {a.device}: {one_line(error)}; tunegemm.grouped_mm falls "
                 "back to torch"
             )
             return _TORCHS
-        if launch is None:
-            return _Plan(None, time.monotonic() + LOOK_SECONDS)
-        self.launches[place] = launch
-        return _Plan(launch)
+        if kernel is None:
+            return _Plan(None, again=time.monotonic() + LOOK_SECONDS)
+        self.kernels[place] = kernel
+        return _Plan(kernel)
 
-    def _load_compiled(self, choice: GroupedChoice | AlongKChoice, index: int) -> Launch | None:
+    def _load_compiled(self, choice: GroupedChoice | AlongKChoice, index: int) -> Kernel | None:
         planner = api.dispatcher.planner
         whole = find_device(f"cuda:{index}")
         device = planner.policy.device(whole)
@@ -284,18 +294,21 @@ class Groups:
         load: Any = GroupedKernel.load if isinstance(choice, GroupedChoice) else AlongK.load
         with torch.cuda.device(index):
             kernel = load(choice.config, artifact.path)
-        launch = partial(kernel.launch, **words)
+        of = partial(kernel.of, **words)
 
-        def launch_there(*tensors: Any, **words: Any) -> None:
-            if current_device() == index:
-                launch(*tensors, **words)
-            else:
-                with torch.cuda.device(index):
-                    launch(*tensors, **words)
+        def of_there(*operands: Any, **words: Any) -> Launch:
+            launch = of(*operands, **words)
 
-        if isinstance(kernel, GroupedKernel):
-            launch_there.bound = partial(kernel.bound, **words)  # type: ignore[attr-defined]
-        return launch_there
+            def launch_there(*operands: Any) -> None:
+                if current_device() == index:
+                    launch(*operands)
+                else:
+                    with torch.cuda.device(index):
+                        launch(*operands)
+
+            return launch_there
+
+        return of_there
 
 
 def _key(
@@ -365,73 +378,17 @@ def fits(
     gated: bool = False,
     scales: Any = None,
 ) -> bool:
-    """Whether kernels read these operands as they lie, but for their addresses."""
-    if not (a.ndim == 2 and b.ndim == 3 and offs.ndim == 1 and a.device.type == device_type):
+    """Whether kernels read these operands as and where they lie; groups are along k if b has 2 dimensions."""
+    if a.device.type != device_type or (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
         return False
-    rows, k = a.shape
-    count, n = b.shape[0], b.shape[2]
-    if (a.dtype is torch.float8_e4m3fn) != (scales is not None and bias is not None):
+    if b.ndim == 2:
+        return bias is None and a.ndim == 2 and not along_k.objection(a.mT, b, offs)
+    if b.ndim != 3 or a.dtype not in _DTYPES:
         return False
-    if scales is not None and not (
-        scales.dtype is torch.float32
-        and scales.device == a.device
-        and scales.shape == (rows,)
-        and scales.is_contiguous()
-        and bias.shape == (count, n)
-        and b.stride(1) == 1
-    ):
-        return False
-    if bias is not None and not (
-        bias.dtype is (a.dtype if scales is None else torch.float32)
-        and bias.device == a.device
-        and (bias.shape == (n,) or (bias.shape == (count, n) and bias.stride(0) >= 0))
-        and bias.stride(-1) == 1
-    ):
-        return False
-    step, across, along = b.stride()
-    return (
-        a.dtype in _DTYPES
-        and b.dtype is a.dtype
-        and offs.dtype is torch.int32
-        and a.device == b.device == offs.device
-        and b.shape[1] == k
-        and offs.shape == (count,)
-        and (offs.stride(0) == 1 or count == 1)
-        and 0 not in (rows, k, count, n)
-        and n % (16 if gated or scales is not None else 8) == 0
-        and a.stride(1) == 1
-        and a.stride(0) >= k
-        and (across == 1 and along >= k and step >= n * along)
-        | (along == 1 and across >= n and step >= k * across and not gated)
-        and not any(
-            stride * a.element_size() % ALIGNMENT for stride in (a.stride(0), max(across, along), step)
-        )
-        and max(rows, k, n, count) < 2**31
-    )
-
-
-def fits_along_k(a: Any, b: Any, offs: Any, device_type: str = "cuda") -> bool:
-    """Whether kernels of groups along k read these operands as they lie: a (m, rows) and b (rows, n), each
-    with its rows' lines contiguous.
-    """
-    if not (a.ndim == b.ndim == 2 and offs.ndim == 1 and a.device.type == device_type):
-        return False
-    (m, rows), n = a.shape, b.shape[1]
-    return (
-        a.dtype is b.dtype is torch.bfloat16
-        and offs.dtype is torch.int32
-        and a.device == b.device == offs.device
-        and b.shape[0] == rows
-        and 0 not in (m, n, rows, len(offs))
-        and (offs.stride(0) == 1 or len(offs) == 1)
-        and n % (ALIGNMENT // 2) == 0
-        and a.stride(0) == b.stride(1) == 1
-        and a.stride(1) >= m
-        and b.stride(0) >= n
-        and not any(stride * 2 % ALIGNMENT for stride in (a.stride(1), b.stride(0)))
-        and (a.data_ptr() | b.data_ptr()) % ALIGNMENT == 0
-        and max(rows, m, n, len(offs)) < 2**31 - 2**10
-    )
+    if bias is not None and bias.ndim == 1 and scales is None:
+        bias = bias.expand(b.shape[0], -1)
+    kind: dict[str, Any] = {"dtype": _DTYPES[a.dtype], "gated": gated, "n_major": b.stride(1) != 1}
+    return not objection(a, b.mT, offs, bias, scales, **kind)
 
 
 #: What serves the process.
@@ -490,6 +447,8 @@ def _wrong_groups(a: Any, b: Any, offs: Any) -> str:
     if a.dtype is not b.dtype:
         return f"a is {a.dtype}, b {b.dtype}; give both of one dtype"
     for name, each in (("a", a), ("b", b)):
+        if each.data_ptr() % ALIGNMENT:
+            return f"{name} begins at {each.data_ptr():#x}, not a multiple of {ALIGNMENT} bytes; clone() it"
         *_, across, along = each.stride()
         if 1 not in (across, along):
             return f"{name} has strides {each.stride()}; give one with k or n contiguous: {name}.contiguous()"

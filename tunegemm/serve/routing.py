@@ -16,6 +16,8 @@ from tunegemm.describe.device import find_device
 from tunegemm.errors import ArtifactError, TunegemmError, one_line
 from tunegemm.generate import routing as kernels
 from tunegemm.generate.grouped.config import GroupedConfig
+from tunegemm.generate.grouped.operands import objection, output_objection
+from tunegemm.generate.takes import UNIT_BYTES, NotTaken
 from tunegemm.serve import api
 from tunegemm.serve.guards import capturing, is_lazy
 from tunegemm.serve.objects import compiled
@@ -173,15 +175,20 @@ class Routing:
         if len(found) < len(binds):
             return None, time.monotonic() + LOOK_SECONDS
         self._binds.update(zip([(name, index) for name in names], found, strict=True))
-        launch = found[-1](planned.ctas, **planned.numbers)
-        if planned.name == "spread":
-            few = {name: planned.numbers[name] for name in ("step", "total", "count")}
-            launch = _in_two(found[0](planned.ctas, **few), launch, planned.ctas)
+        try:
+            launch = found[-1](planned.ctas, **planned.numbers)
+            if planned.name == "spread":
+                few = {name: planned.numbers[name] for name in ("step", "total", "count")}
+                launch = _in_two(found[0](planned.ctas, **few), launch, planned.ctas)
+        except NotTaken:
+            return None, float("inf")
         return launch, float("inf")
 
     def _done(self, launch: Launch, tensors: tuple[Any, ...]) -> bool:
         try:
             launch(*tensors)
+        except NotTaken:
+            return False
         except RuntimeError as error:
             if capturing(tensors[0].device):
                 raise
@@ -221,11 +228,11 @@ def _route(x: Any, index: Any, count: int) -> Planned | None:
         and count
         and index.is_contiguous()
         and x.stride(1) == 1
-        and not any(lines * size % kernels.UNIT_BYTES for lines in (hidden, x.stride(0)))
+        and not any(lines * size % UNIT_BYTES for lines in (hidden, x.stride(0)))
         and x.data_ptr() % ALIGNMENT == 0
     ):
         return None
-    units, x_units = (lines * size // kernels.UNIT_BYTES for lines in (hidden, x.stride(0)))
+    units, x_units = (lines * size // UNIT_BYTES for lines in (hidden, x.stride(0)))
     given = {
         "step": index.element_size() // 4, "tokens": tokens, "chosen": chosen, "count": count,
         "units": units, "x_units": x_units,
@@ -250,13 +257,13 @@ def _combine(rows: Any, place: Any, ends: Any, weights: Any) -> Planned | None:
         and rows.device == place.device == ends.device == weights.device
         and weights.stride(1) == 1
         and 0 not in (*weights.shape, *ends.shape)
-        and rows.shape[1] * rows.element_size() % kernels.UNIT_BYTES == 0
+        and rows.shape[1] * rows.element_size() % UNIT_BYTES == 0
         and rows.data_ptr() % ALIGNMENT == 0
     ):
         return None
     blocks, numbers = kernels.combine_numbers(
         step=place.element_size() // 4, tokens=weights.shape[0], chosen=weights.shape[1],
-        count=ends.shape[0], units=rows.shape[1] * rows.element_size() // kernels.UNIT_BYTES,
+        count=ends.shape[0], units=rows.shape[1] * rows.element_size() // UNIT_BYTES,
         weights_stride=weights.stride(0),
     )  # fmt: skip
     return Planned(f"combine {dtype} {of_weights}", blocks, numbers)
@@ -269,13 +276,13 @@ def _gate(both: Any, gate: Gate) -> Planned | None:
         dtype is None
         or not both.is_contiguous()
         or not both.numel()
-        or inner * both.element_size() % kernels.UNIT_BYTES
+        or inner * both.element_size() % UNIT_BYTES
         or both.data_ptr() % ALIGNMENT
         or is_lazy(both)
     ):
         return None
     blocks, numbers = kernels.gate_numbers(
-        rows=rows, units=inner * both.element_size() // kernels.UNIT_BYTES, slope=gate.slope,
+        rows=rows, units=inner * both.element_size() // UNIT_BYTES, slope=gate.slope,
         limit=gate.limit, offset=gate.offset,
     )  # fmt: skip
     return Planned(f"gate {dtype} {gate.interleaved}", blocks, numbers)
@@ -292,42 +299,38 @@ def _load(name: str, index: int) -> Bind | None:
     return None if artifact is None else kernels.load(artifact.path, index)
 
 
-def few(config: GroupedConfig, index: int, load: Callable[[str, int], Bind | None] = _load) -> Launch | None:
-    """What launches the product of few rows in the place of a grouped kernel, whose arguments it takes; None
-    until it is compiled. Raises ArtifactError where there will be no kernel.
+def few(
+    config: GroupedConfig, index: int, load: Callable[[str, int], Bind | None] = _load
+) -> Callable[..., Launch] | None:
+    """`GroupedKernel.of` by the kernel of few rows; None until it is compiled. Raises ArtifactError where
+    there will be no kernel.
     """
     gated = config.fused.gated
     bind = load(f"few {config.in_dtype} {gated}", index)
     if bind is None:
         return None
-    bound: dict[Hashable, Launch] = {}
 
-    def launch(
-        a: Any,
-        weights: Any,
-        out: Any,
-        ends: Any,
-        bias: Any,
-        *,
-        interleaved: bool = False,
-        scales: None = None,
-    ) -> None:
-        strides = a.stride(0), weights.stride(0), weights.stride(1)
-        key = a.shape, weights.shape, strides, None if bias is None else bias.stride(0), interleaved
-        found = bound.get(key)
-        if found is None:
-            if len(bound) >= MAX_PLANS:
-                bound.clear()
-            units, *lines = (each * a.element_size() // kernels.UNIT_BYTES for each in (a.shape[1], *strides))
-            ctas, numbers = kernels.few_numbers(
-                rows=a.shape[0], count=weights.shape[0], n=out.shape[1], units=units,
-                strides=(lines[0], lines[1], lines[2]), bias_stride=key[3], gated=gated,
-                interleaved=interleaved,
-            )  # fmt: skip
-            found = bound[key] = bind(ctas, **numbers)
-        found(a, weights, ends, a if bias is None else bias, out)
+    def of(
+        a: Any, weights: Any, out: Any, ends: Any, bias: Any, *, interleaved: bool = False, scales: Any = None
+    ) -> Launch:
+        kind: dict[str, Any] = {"dtype": config.in_dtype, "gated": gated, "n_major": False, "few": True}
+        columns = weights.shape[1] // (1 + gated)
+        wrong = objection(a, weights, ends, bias, scales, **kind)
+        if wrong := wrong or output_objection(out, a, columns, config.out_dtype, packed=True):
+            raise NotTaken(wrong)
+        lengths = a.shape[1], a.stride(0), weights.stride(0), weights.stride(1)
+        units, *strides = (each * a.element_size() // UNIT_BYTES for each in lengths)
+        ctas, numbers = kernels.few_numbers(
+            rows=a.shape[0], count=weights.shape[0], n=columns, units=units,
+            strides=(strides[0], strides[1], strides[2]),
+            bias_stride=None if bias is None else bias.stride(0), gated=gated, interleaved=interleaved,
+        )  # fmt: skip
+        launch = bind(ctas, **numbers)
+        return lambda a, weights, out, ends, bias, scales: launch(
+            a, weights, ends, a if bias is None else bias, out
+        )
 
-    return launch
+    return of
 
 
 def _warn(error: Exception) -> None:

@@ -17,6 +17,15 @@ from tunegemm.generate.cute_launch import load_function
 from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Key
 from tunegemm.generate.sources import hash_of_code, kernel_sources
+from tunegemm.generate.takes import (
+    MOST,
+    UNIT_BYTES,
+    NotTaken,
+    Place,
+    first_objection,
+    not_aligned,
+    wrong_extents,
+)
 from tunegemm.generate.workspace import Workspace
 
 NAME = "along_k"
@@ -75,16 +84,55 @@ class AlongK:
         a: (rows, M). b: (rows, N). out: (E, M, N). Rows' strides, and those of out, are multiples of 16
         bytes. offsets: int32 (E). blocks: the grid, at most as many as are resident. swizzle_size: tiles
         along N that share tiles of a.
+
+        Raises NotTaken for operands that the kernel does not take.
+        """
+        self.of(a, b, out, offsets, blocks=blocks, swizzle_size=swizzle_size)(a, b, out, offsets)
+
+    def of(
+        self, a: Any, b: Any, out: Any, offsets: Any, *, blocks: int, swizzle_size: int = 8
+    ) -> Callable[..., None]:
+        """`launch` for operands that are laid out as these. Raises NotTaken, here for how operands are laid
+        out, at a launch for their addresses.
         """
         from torch._C import _cuda_getCurrentRawStream as current_stream
 
+        if wrong := objection(a, b, offsets) or _output_objection(out, a, b, offsets):
+            raise NotTaken(wrong)
         groups, m, n = out.shape
-        index = a.device.index
-        stream = current_stream(index)
-        _, counter, memory = _counter(index).take(stream)
-        self.function(
-            a.data_ptr(), b.data_ptr(), out.data_ptr(), m, n, a.shape[0], groups, a.stride(0), b.stride(0),
-            out.stride(1), 0, 0, out.stride(0), swizzle_size, max(1, blocks // self.config.cluster_size),
-            offsets.data_ptr(), counter, stream,
+        function, index = self.function, a.device.index
+        numbers = (
+            m, n, a.shape[0], groups, a.stride(0), b.stride(0), out.stride(1), 0, 0, out.stride(0),
+            swizzle_size, max(1, blocks // self.config.cluster_size),
         )  # fmt: skip
-        del memory  # the launch is queued
+
+        def launch(a: Any, b: Any, out: Any, offsets: Any) -> None:
+            first_a, first_b, first, ends = a.data_ptr(), b.data_ptr(), out.data_ptr(), offsets.data_ptr()
+            if (first_a | first_b | first) & (UNIT_BYTES - 1) or ends & 3:
+                raise not_aligned(a=first_a, b=first_b, out=first, offsets=ends)
+            stream = current_stream(index)
+            _, counter, memory = _counter(index).take(stream)
+            function(first_a, first_b, first, *numbers, ends, counter, stream)
+            del memory  # the launch is queued
+
+        return launch
+
+
+def objection(a: Any, b: Any, offsets: Any) -> str:
+    """Why no kernel takes these operands of `AlongK.launch`, their addresses aside; empty if one does."""
+    if (a.ndim, b.ndim, offsets.ndim) != (2, 2, 1):
+        return f"a has {a.ndim} dimensions, b {b.ndim}, offsets {offsets.ndim}, not 2, 2 and 1"
+    (rows, m), n, groups, device = a.shape, b.shape[1], offsets.shape[0], a.device
+    if n % 8 or max(rows, m, n, groups) >= MOST - 2**10:
+        return f"n {n} is not a multiple of 8, or an extent of {tuple(a.shape)} x {n} too large"
+    places = (
+        Place("a", a, "bfloat16", (rows, m), (0, 1)),
+        Place("b", b, "bfloat16", (rows, n), (0, 1)),
+        Place("offsets", offsets, "int32", (groups,), (0,), apart=False),
+    )
+    return wrong_extents(rows=rows, m=m, n=n, groups=groups) or first_objection(places, device)
+
+
+def _output_objection(out: Any, a: Any, b: Any, offsets: Any) -> str:
+    shape = offsets.shape[0], a.shape[1], b.shape[1]
+    return Place("out", out, "bfloat16", shape, (0, 1, 2)).objection(a.device)

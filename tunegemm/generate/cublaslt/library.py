@@ -23,6 +23,7 @@ from tunegemm.generate.launching import (
     never_unloaded,
     words_reader,
 )
+from tunegemm.generate.takes import not_aligned
 from tunegemm.generate.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ def launcher(
 
         def launch(a: int, b: int, out: int, added: int = 0, leading: int = 0, *rest: int) -> None:
             """added, leading: the address of a residual, and elements from one of its lines to the next."""
+            if (a | b | out | added) & (MAX_ALIGNMENT - 1):
+                raise not_aligned(a=a, b=b, out=out, residual=added)
             stream = current_stream(device_index)
             address, _, memory = (None, 0, None) if workspace is None else workspace.take(stream)
             first, second = (b, a) if first_is_b else (a, b)

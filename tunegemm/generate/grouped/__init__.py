@@ -23,8 +23,11 @@ from tunegemm.generate.cute_launch import load_function
 from tunegemm.generate.families import import_compiler
 from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, TileGenerator
 from tunegemm.generate.grouped.config import GroupedConfig
+from tunegemm.generate.grouped.operands import objection, output_objection
 from tunegemm.generate.grouped.rules import RULES, config_from, config_of
 from tunegemm.generate.sources import hash_of_code, kernel_sources
+from tunegemm.generate.takes import UNIT_BYTES, NotTaken, not_aligned
+from tunegemm.generate.tiles import ordered_sum
 from tunegemm.generate.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -104,38 +107,61 @@ class GroupedKernel:
         blocks: the grid, at most as many as are resident; of clusters as many whole ones, or one.
         swizzle_size: tiles of rows that share weights.
         l2_hint: 1 where lines of the weights are to leave the L2 first.
+
+        Raises NotTaken for operands that the kernel does not take.
         """
-        launch_at = self.bound(
+        launch = self.of(
             a, weights, out, offsets, bias, scales=scales, interleaved=interleaved,
             blocks=blocks, swizzle_size=swizzle_size, l2_hint=l2_hint,
         )  # fmt: skip
-        launch_at(a.data_ptr(), out.data_ptr())
+        launch(a, weights, out, offsets, bias, scales)
 
-    def bound(
+    def of(
         self, a: Any, weights: Any, out: Any, offsets: Any, bias: Any = None, *,
         scales: Any = None, interleaved: bool = False, blocks: int, swizzle_size: int = 8, l2_hint: int = 0,
-    ) -> Callable[[int, int], None]:  # fmt: skip
-        """`launch` at addresses of a and out that are laid out as these; the other operands are to stay."""
+    ) -> Callable[..., None]:  # fmt: skip
+        """`launch` for operands that are laid out as these: a, the weights, out, offsets, bias and scales.
+        Raises NotTaken, here for how operands are laid out, at a launch for their addresses.
+        """
         from torch._C import _cuda_getCurrentRawStream as current_stream
 
+        config, fused = self.config, self.config.fused
+        wrong = objection(
+            a, weights, offsets, bias, scales,
+            dtype=config.in_dtype, gated=fused.gated, n_major=config.a_major == "m",
+        )  # fmt: skip
+        columns = weights.shape[1] // (1 + fused.gated)
+        if wrong := wrong or output_objection(out, a, columns, config.out_dtype):
+            raise NotTaken(wrong)
         groups, _, k = weights.shape
         n, up_stride = out.shape[1], 0
-        row_stride = weights.stride(1 if self.config.a_major == "k" else 2)
-        if self.config.fused.gated:
+        row_stride = weights.stride(1 if config.a_major == "k" else 2)
+        if fused.gated:
             up_stride = row_stride if interleaved else n * row_stride
             row_stride *= 1 + interleaved
-        function, index, first = self.function, a.device.index, weights.data_ptr()
-        rest = (
+        function, index = self.function, a.device.index
+        numbers = (
             n, a.shape[0], k, groups, row_stride, a.stride(0), out.stride(0), weights.stride(0),
             0 if bias is None else bias.stride(0), up_stride, swizzle_size, blocks, l2_hint,
-            offsets.data_ptr(), 0 if bias is None else bias.data_ptr(),
-            0 if scales is None else scales.data_ptr(),
         )  # fmt: skip
+        bias_mask = 0 if bias is None else bias.element_size() - 1
 
-        def launch_at(a: int, out: int) -> None:
-            function(first, a, out, *rest, current_stream(index))
+        def launch(a: Any, weights: Any, out: Any, offsets: Any, bias: Any, scales: Any) -> None:
+            places = a.data_ptr(), weights.data_ptr(), out.data_ptr(), offsets.data_ptr()
+            first_bias = 0 if bias is None else bias.data_ptr()
+            first_scale = 0 if scales is None else scales.data_ptr()
+            a, weights, out, offsets = places
+            if (
+                (a | weights | out) & (UNIT_BYTES - 1)
+                or (offsets | first_scale) & 3
+                or first_bias & bias_mask
+            ):
+                raise not_aligned(
+                    a=a, weights=weights, out=out, offsets=offsets, bias=first_bias, scales=first_scale
+                )
+            function(weights, a, out, *numbers, offsets, first_bias, first_scale, current_stream(index))
 
-        return launch_at
+        return launch
 
     def gate_apart(
         self, n: int, k: int, rows: int, row_stride: int, end: Any, *,
@@ -199,6 +225,7 @@ FAMILY = TileGenerator(
     config=_Named,
     config_of=config_of,
     rules=RULES,
+    reduction_class=ordered_sum,
     grouped=True,
     fuses=True,
     tma=True,

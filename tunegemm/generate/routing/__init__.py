@@ -15,13 +15,13 @@ from tunegemm.compile.ptxas import Resources
 from tunegemm.compile.triton_object import build, toolchain
 from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Key
 from tunegemm.generate.sources import hash_of_code, kernel_sources
+from tunegemm.generate.takes import MOST, UNIT_BYTES, NotTaken, not_aligned
 
 NAME = "routing"
 TARGET = "sm_90a"
 #: What kernels do, and which of them serve, and ship: those that a GPU has shown right.
 ALL = ("route", "tally", "spread", "combine", "gate", "few")
 SERVED: tuple[str, ...] = ALL
-UNIT_BYTES = 16
 #: Choices of a block of `route`, by how many there are at most: it compares each with all.
 ROUTE_ROWS = {512: 1, 8192: 8}
 MOST_CHOICES = max(ROUTE_ROWS)
@@ -115,7 +115,8 @@ def compile(key: Mapping[str, str | int | bool], out: Path) -> Resources:
 def load(artifact: Path, index: int) -> Callable[..., Callable[..., None]]:
     """Of an object a function of the grid and numbers by name, which gives the launch for tensors in order.
 
-    Raises RuntimeError for what cannot be loaded on the GPU of that index.
+    Raises RuntimeError for what cannot be loaded on the GPU of that index. The function raises NotTaken for
+    numbers that the kernel does not hold, the launch for addresses that it does not take.
     """
     import torch
     from torch._C import _cuda_getCurrentRawStream as current_stream
@@ -125,18 +126,27 @@ def load(artifact: Path, index: int) -> Callable[..., Callable[..., None]]:
 
     kernel = triton_launch.load(artifact, index)
     pointers = [argument.name for argument in kernel.header.arguments if argument.type == "pointer"]
+    is_wide = [name in _ALIGNED[kernel.header.entry] for name in pointers]
 
     # Of all grids and numbers: addresses that never come back fill it once, not for each of them.
     kept = triton_launch.Kept()
 
     def bind(ctas: int, **numbers: int) -> Callable[..., None]:
         fixed = (ctas, *numbers.values())
+        if not all(-MOST <= number < MOST for number in fixed):
+            raise NotTaken(f"{kernel.header.entry} of {ctas} blocks does not hold one of {numbers}")
 
         def launch(*tensors: Any) -> None:
             addresses = [tensor.data_ptr() for tensor in tensors]
             key = (fixed, *addresses)
             found = kept.get(key)
             if found is None:
+                units = [
+                    UNIT_BYTES if wide else each.element_size()
+                    for wide, each in zip(is_wide, tensors, strict=True)
+                ]
+                if any(address % unit for address, unit in zip(addresses, units, strict=True)):
+                    raise not_aligned(**dict(zip(pointers, addresses, strict=True)))
                 values = {**numbers, **dict(zip(pointers, addresses, strict=True))}
                 found = kept.keep(key, triton_launch.Arguments(kernel.header, values))
             if current_device() == index:

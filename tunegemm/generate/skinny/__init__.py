@@ -30,8 +30,9 @@ def launcher(
 ) -> Launcher:
     extents = (problem.m, problem.n, problem.k, problem.batch)
     schedule = (persistent_grid(problem, candidate, device), int(candidate["split_k"]))
-    make = load_launch(artifact, candidate, device, workspace, extents, schedule)
-    read = operand_reader(problem, int(candidate["vector_bytes"]), DTYPE_BYTES[problem.out_dtype])
+    units = int(candidate["vector_bytes"]), DTYPE_BYTES[problem.out_dtype]
+    make = load_launch(artifact, candidate, device, workspace, extents, schedule, unit_bytes=units)
+    read = operand_reader(problem, *units)
     return AddressLauncher(read, make, words_reader(problem) if problem.fused.words else None)
 
 

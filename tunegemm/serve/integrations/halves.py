@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
 from tunegemm.serve import api, grouped
-from tunegemm.serve.guards import capturing, current_device, deterministic, is_lazy
-from tunegemm.serve.operands import ALIGNMENT
-from tunegemm.serve.plans import State
-from tunegemm.serve.torch.fx import data_ptr
+from tunegemm.serve.guards import capturing, deterministic
 
 #: The gate that these kernels have.
 GATE = "swiglu"
@@ -27,9 +23,6 @@ SERVED = (
     (256, 1023, 14336, 51200),
     (1024, MOST_ROWS, 7168, 51200),
 )
-
-#: Shapes of inputs that a layer serves by few looks.
-_MOST_BOUND = 64
 
 #: By device and number of rows where one group ends: views of all numbers, which are at None. They stay,
 #: since captured graphs read them.
@@ -56,35 +49,13 @@ def one_group(weight: torch.Tensor) -> torch.Tensor:
     return weight[None].mT
 
 
-class Bound(NamedTuple):
-    """What serves inputs of one shape, by a few looks."""
-
-    state: State
-    """The planner's, then: another one has other records, another policy or mode."""
-    device: int
-    """The index of theirs."""
-    launch: Callable[[int, int], None]
-    """Takes the addresses of an input and of its result."""
-    shape: torch.Size
-    """Of the result."""
-
-
 def gated(
-    x: torch.Tensor, weight: torch.Tensor, bias: Sequence[torch.Tensor], gate: str, *, in_turns: bool,
-    known: dict[torch.Size, Bound] | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: Sequence[torch.Tensor], gate: str, *, in_turns: bool
 ) -> torch.Tensor | None:  # fmt: skip
     """``silu(gate) * up`` of what the rows of a weight, as `one_group`, give; None where it is torch's.
 
-    in_turns: whether rows of gate and up alternate. known: what serves this weight, where it lies, by the
-    shape of an input.
+    in_turns: whether rows of gate and up alternate.
     """
-    if known and (bound := known.get(x.shape)) is not None and _is_as(bound, x):
-        served = x.new_empty(bound.shape)
-        try:
-            bound.launch(data_ptr(x), data_ptr(served))
-            return served
-        except (RuntimeError, ValueError):  # the way below meets it again, and knows what to do
-            del known[x.shape]
     count = x.numel() // max(x.shape[-1], 1)
     if gate != GATE or not is_served(count, weight.shape[-1]):
         return None
@@ -97,30 +68,8 @@ def gated(
             return None
         ends = _ends[device, count] = _numbers(device)[count : count + 1]
     rows = x if x.ndim == 2 else x.reshape(count, -1)
-    given = rows, weight, ends, bias[0] if bias else None, gate, in_turns
-    result = grouped.groups.below_autograd(*given)
-    if result is None:
-        return None
-    whole = result if x.ndim == 2 else result.view(*x.shape[:-1], -1)
-    if known is not None and x.is_contiguous() and (launch := grouped.groups.bound(*given, result)):
-        if len(known) >= _MOST_BOUND:
-            known.clear()
-        known[x.shape] = Bound(api.dispatcher.planner.state, x.get_device(), launch, whole.shape)
-    return whole
-
-
-def _is_as(bound: Bound, x: torch.Tensor) -> bool:
-    """Whether an input of that shape may be served so now, as far as `Shared.taken` has not looked."""
-    return (
-        bound.state is api.dispatcher.planner.state
-        and x.dtype is torch.bfloat16
-        and x.is_contiguous()
-        and not data_ptr(x) % ALIGNMENT
-        and x.get_device() == bound.device
-        and (bound.device < 0 or current_device() == bound.device)
-        and not deterministic()
-        and not is_lazy(x)
-    )
+    result = grouped.groups.below_autograd(rows, weight, ends, bias[0] if bias else None, gate, in_turns)
+    return result if result is None or x.ndim == 2 else result.view(*x.shape[:-1], -1)
 
 
 def _numbers(device: torch.device) -> torch.Tensor:

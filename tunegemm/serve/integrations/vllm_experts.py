@@ -81,7 +81,9 @@ def asker(layer: Any) -> Asker | None:
 
     def family(tokens: int) -> str:
         sides = tuple(up.shape[1:]), tuple(down.shape[1:])
-        is_chosen = gated_experts.are_chosen(up.shape[0], *sides, tokens * chosen, up.dtype, up.device)
+        is_chosen = gated_experts.are_chosen(
+            up.shape[0], *sides, tokens * chosen, up.dtype, up.device, ordered=gated_experts.is_ordered()
+        )
         return FAMILY if is_chosen else ""
 
     return family
