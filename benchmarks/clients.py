@@ -509,7 +509,7 @@ def interleave(
     calls = {key: max(1, math.ceil(sample_ms * 1e3 / _time_us(step, 1))) for key, step in timed.items()}
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in timed}
     generator = random.Random(0)
-    with _undisturbed():
+    with undisturbed():
         for _ in range(rounds):
             for key in generator.sample(list(timed), len(timed)):
                 for _ in range(calls[key]):
@@ -519,7 +519,7 @@ def interleave(
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """This thread stays on one core, and garbage where it is."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cores)})

@@ -38,7 +38,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tunegemm
-from benchmarks.clients import AGAIN, CONTEXT, Compiled, Step, captured, interleave
+from benchmarks.clients import AGAIN, CONTEXT, Compiled, Step, captured, interleave, undisturbed
 from benchmarks.command import choose_names, command, parser_of
 from benchmarks.results import Results, meta, results_path
 from tunegemm.describe.device import find_device
@@ -351,10 +351,7 @@ def measure(
             rounds, sample_ms = options.rounds, options.sample_ms
             if mode == "backend":
                 rounds, sample_ms = _HOSTS_ROUNDS * rounds, _HOSTS_SHARE * sample_ms
-                row |= {
-                    name: round(host_us(steps[mode, library]), 1)
-                    for name, library in (("host_us", "tunegemm"), ("torch_host_us", "torch"))
-                }
+                row["host_us"], row["torch_host_us"] = host_us(steps[mode, "tunegemm"], steps[mode, "torch"])
             row |= times(interleave(steps, rounds, sample_ms), mode)
         found.append(row)
     return found
@@ -393,17 +390,19 @@ def _enabled(step: Step) -> Step:
     return enabled
 
 
-def host_us(step: Step, steps: int = 5, rounds: int = 9) -> float:
-    """The host's time for a step: of a few that the device's queue has room for."""
-    found = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(steps):
-            step()
-        found.append((time.perf_counter() - begin) / steps * 1e6)
+def host_us(*kinds: Step, steps: int = 5, rounds: int = 25) -> list[float]:
+    """The host's time for a step of each kind: of a few that the device's queue has room for."""
+    found: list[list[float]] = [[] for _ in kinds]
+    with undisturbed():
+        for _ in range(rounds):
+            for step, times_of in zip(kinds, found, strict=True):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                for _ in range(steps):
+                    step()
+                times_of.append((time.perf_counter() - begin) / steps * 1e6)
     torch.cuda.synchronize()
-    return statistics.median(found)
+    return [round(statistics.median(each), 1) for each in found]
 
 
 def _clear(place: torch.device) -> None:

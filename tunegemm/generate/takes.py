@@ -18,7 +18,7 @@ UNIT_BYTES = 16
 #: Extents, and strides where a kernel has them as int32, stay below.
 MOST = 2**31
 #: Bytes from a line to the next stay below: globalStrides of cuTensorMapEncodeTiled.
-_MOST_STRIDE_BYTES = 2**40
+MOST_STRIDE_BYTES = 2**40
 
 
 class NotTaken(ValueError):
@@ -64,7 +64,7 @@ class Place(NamedTuple):
         for dimension in reversed(outer):
             stride = strides[dimension]
             apart = stride * size
-            if apart % self.unit_bytes or apart >= _MOST_STRIDE_BYTES:
+            if apart % self.unit_bytes or apart >= MOST_STRIDE_BYTES:
                 return f"{name} of strides {strides}: lines {apart} B apart, not units of {self.unit_bytes}"
             if self.apart and stride < least:
                 return f"{name} of strides {strides} overlaps itself"

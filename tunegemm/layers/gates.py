@@ -17,11 +17,11 @@ from tunegemm.describe.device import find_device
 from tunegemm.errors import ArtifactError, TunegemmError, one_line
 from tunegemm.generate import grouped as kernels
 from tunegemm.generate.grouped import GroupedKernel
+from tunegemm.generate.takes import NotTaken
 from tunegemm.model.grouped import GroupedChoice, choose
 from tunegemm.serve import api
 from tunegemm.serve.guards import capturing, current_device
 from tunegemm.serve.objects import compiled
-from tunegemm.serve.operands import ALIGNMENT
 
 #: The gate that these kernels have.
 GATE = "swiglu"
@@ -36,9 +36,6 @@ SERVED = (
     (256, 1023, 14336, 51200),
     (1024, MOST_ROWS, 7168, 51200),
 )
-#: Bytes that a stride of TMA's may span.
-_FARTHEST = 1 << 40
-_BITS = ALIGNMENT - 1
 
 #: Takes addresses of gate, up, the rows, the result and a bias (0 for none).
 Launch = Callable[[int, int, int, int, int], None]
@@ -116,17 +113,13 @@ def _at(
     launch: Launch, shape: torch.Size, n: int, device: torch.device, x: torch.Tensor, gate: int, up: int,
     bias: int,
 ) -> torch.Tensor | None:  # fmt: skip
-    rows = x.data_ptr()
-    if (
-        (rows | gate | up | bias) & _BITS
-        or not 0 < up - gate < _FARTHEST
-        or not x.is_contiguous()
-        or (device.type == "cuda" and current_device() != device.index)
-    ):
+    if not x.is_contiguous() or (device.type == "cuda" and current_device() != device.index):
         return None
     result = x.new_empty((*shape[:-1], n))
     try:
-        launch(gate, up, rows, result.data_ptr(), bias)
+        launch(gate, up, x.data_ptr(), result.data_ptr(), bias)
+    except NotTaken:  # such as up's weight before gate's
+        return None
     except (RuntimeError, ValueError) as error:
         planner = api.dispatcher.planner
         planner.notices.warn(f"the kernel of a gate failed to launch ({one_line(error)}); torch computes it")

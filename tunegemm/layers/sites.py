@@ -135,7 +135,7 @@ class Linear(Site):
             if plan is None or plan.launch_at is None or plan.reduces:
                 way, is_known = self._by_dispatcher, True
             else:
-                way = _launched(plan, result.shape, result.stride(), self._has_residual)
+                way = _launched(plan, tuple(shape), tuple(result.stride()), self._has_residual)
         return way, result, is_known
 
     def _by_dispatcher(self, x: torch.Tensor, weight: torch.Tensor, *tensors: torch.Tensor) -> Any:
@@ -155,7 +155,7 @@ class Linear(Site):
         return tensors[-1] + result if self._has_residual else result
 
 
-def _launched(plan: Plan, shape: torch.Size, strides: tuple[int, ...], has_residual: bool) -> Way:
+def _launched(plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], has_residual: bool) -> Way:
     """A launch of a plan: a check of addresses, an output, a call."""
     launch, words_of, dtype = plan.launch_at, plan.words, plan.output[2]
     assert launch is not None
