@@ -207,3 +207,17 @@ def test_experts_of_other_processes_add_nothing_by_any_way(around: Routing, nobo
         compiled(x, *given, elsewhere=True),
     ):
         assert error(result, served.float()) < 2e-2
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_layer_of_no_tokens_gives_none(around: Routing, grad: bool) -> None:
+    half: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": grad}
+    up, down = torch.randn(8, 512, 256, **half), torch.randn(8, 256, 256, **half)
+    x, weights = torch.randn(0, 256, **half), torch.rand(0, 2, **half)
+    index = torch.zeros(0, 2, device="cuda", dtype=torch.int64)
+    for call in (tunegemm.experts, torch.compile(tunegemm.experts, backend="aot_eager", fullgraph=True)):
+        result = call(x, up, down, index, weights)
+        assert result.shape == (0, 256)
+        if grad:
+            grads = torch.autograd.grad(result.float().sum(), (x, up, down, weights))
+            assert not any(bool(each.any()) for each in grads)

@@ -63,11 +63,29 @@ def test_a_layer_is_what_loops_give(tokens: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(result.float(), by_loops(**given), **bound)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_of_no_tokens_is_empty(loops: Loops, dtype: torch.dtype) -> None:
-    given = layer(1, dtype)
-    nothing = {name: given[name][:0] for name in ("x", "index", "weights")}
-    assert tunegemm.experts(**given | nothing).shape == (0, HIDDEN)
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("tokens", "chosen"), [(0, CHOSEN), (3, 0)], ids=["no tokens", "no choices"])
+def test_a_layer_of_nothing_gives_nothing(
+    loops: Loops, tokens: int, chosen: int, grad: bool, way: str
+) -> None:
+    given = layer(3, torch.bfloat16)
+    given |= {"x": given["x"][:tokens]} | {
+        name: given[name][:tokens, :chosen] for name in ("index", "weights")
+    }
+    given |= {"gate_up_bias": torch.randn(EXPERTS, 2 * INNER).bfloat16(), "weights": given["weights"].float()}
+    leaves = {name: each.clone().requires_grad_(grad) for name, each in given.items() if name != "index"}
+    call: Callable[..., torch.Tensor] = tunegemm.experts
+    if way == "compiled":
+        torch._dynamo.reset()
+        call = torch.compile(tunegemm.experts, backend="aot_eager", fullgraph=True)
+    result = call(**given | leaves)
+    assert result.shape == (tokens, HIDDEN) and result.dtype is torch.bfloat16 and not result.any()
+    assert result.requires_grad == grad
+    if grad:
+        result.float().sum().backward()
+        for name, each in leaves.items():
+            assert each.grad is not None and each.grad.shape == each.shape and not each.grad.any(), name
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])

@@ -79,6 +79,8 @@ def experts(
         return result
     _check(x, gate_up, down, index, weights, activation)
     given = x, gate_up, down, index, weights, gate_up_bias, down_bias
+    if not index.numel():
+        return _of_nothing(*given)
     computed = _layer(*given, activation, interleaved, elsewhere)
     assert computed is not None
     return computed
@@ -123,6 +125,17 @@ def are_chosen(
 def is_ordered() -> bool:
     """Whether a token's result may not depend on how many tokens there are."""
     return api.dispatcher.planner.policy.is_batch_invariant
+
+
+def _of_nothing(x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+    """The result of no choices: zeros, whose gradients are zeros of all that has one, as a rank of a training
+    has to give them that got no token.
+    """
+    result = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    for each in (x, *others):
+        if each is not None and each.is_floating_point():
+            result = result + each[:0].sum().to(x.dtype)
+    return result
 
 
 def _layer(
