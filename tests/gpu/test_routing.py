@@ -184,3 +184,40 @@ def test_layers_ask_torch_for_nothing_else(around: Routing, tokens: int, kind: s
     x.copy_(x.roll(1, 0))
     graph.replay()
     assert error(result, reference.roll(1, 0)) < 8e-3
+
+
+@pytest.mark.parametrize("nobodys", [-1, -(2**31), 8, 2**31 - 1])
+def test_experts_of_other_processes_add_nothing_by_any_way(around: Routing, nobodys: int) -> None:
+    """Kernels, torch's operations with gradients, and compiled code."""
+    assert not packing.provide_grouped("gated").failures
+    torch.manual_seed(0)
+    half: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    x, up = torch.randn(16, 256, **half), torch.randn(8, 512, 256, **half) / 16
+    down = torch.randn(8, 256, 256, **half) / 16
+    weights, index = torch.rand(16, 8, device="cuda").topk(2)
+    index[::3, 1] = nobodys
+    index[4] = nobodys
+    given = up, down, index.contiguous(), weights.to(torch.bfloat16)
+    served = tunegemm.experts(x, *given, elsewhere=True)
+    assert not bool(served[4].any())
+    torch._dynamo.reset()
+    compiled = torch.compile(tunegemm.experts, backend="aot_eager", fullgraph=True)
+    for result in (
+        tunegemm.experts(x.clone().requires_grad_(), *given, elsewhere=True),
+        compiled(x, *given, elsewhere=True),
+    ):
+        assert error(result, served.float()) < 2e-2
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_layer_of_no_tokens_gives_none(around: Routing, grad: bool) -> None:
+    half: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": grad}
+    up, down = torch.randn(8, 512, 256, **half), torch.randn(8, 256, 256, **half)
+    x, weights = torch.randn(0, 256, **half), torch.rand(0, 2, **half)
+    index = torch.zeros(0, 2, device="cuda", dtype=torch.int64)
+    for call in (tunegemm.experts, torch.compile(tunegemm.experts, backend="aot_eager", fullgraph=True)):
+        result = call(x, up, down, index, weights)
+        assert result.shape == (0, 256)
+        if grad:
+            grads = torch.autograd.grad(result.float().sum(), (x, up, down, weights))
+            assert not any(bool(each.any()) for each in grads)

@@ -16,7 +16,7 @@ from tunegemm.model.grouped import choose
 from tunegemm.serve import api, grouped, routing
 from tunegemm.serve.api import Activation
 from tunegemm.serve.grouped import grouped_mm
-from tunegemm.serve.guards import capturing, deterministic, dispatch_modes
+from tunegemm.serve.guards import capturing, deterministic, dispatch_modes, functorch_level, tracing
 from tunegemm.serve.routing import Gate
 from tunegemm.serve.torch.fx import node_of, rank
 from tunegemm.serve.torch.recorded_groups import GroupedCall
@@ -61,11 +61,12 @@ def experts(
     activation: silu, gelu, gelu_tanh, relu, or a function of gate_up's product (rows, 2 inner) that gives
     (rows, inner), such as a `Gate`, which has a kernel. interleaved: whether rows of gate and up alternate,
     as `interleave` has them.
-    elsewhere: whether `index` may have numbers from the number of experts on: experts of other processes,
-    which add nothing here.
+    elsewhere: whether `index` may have numbers below 0, or from the number of experts on: experts of other
+    processes, which add nothing here.
 
     Has gradients. Nothing waits for the device, so that a CUDA graph holds for other choices of the router.
-    Raises ProblemError for shapes that do not fit, with what they are.
+    Raises ProblemError for shapes and dtypes that do not fit, with what they are; on a CPU, or with
+    ``TUNEGEMM_CHECK_GROUPS=1``, also for numbers of no expert.
     """
     try:
         rank(x)
@@ -78,6 +79,8 @@ def experts(
         return result
     _check(x, gate_up, down, index, weights, activation)
     given = x, gate_up, down, index, weights, gate_up_bias, down_bias
+    if not index.numel():
+        return _of_nothing(*given)
     computed = _layer(*given, activation, interleaved, elsewhere)
     assert computed is not None
     return computed
@@ -124,6 +127,17 @@ def is_ordered() -> bool:
     return api.dispatcher.planner.policy.is_batch_invariant
 
 
+def _of_nothing(x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+    """The result of no choices: zeros, whose gradients are zeros of all that has one, as a rank of a training
+    has to give them that got no token.
+    """
+    result = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    for each in (x, *others):
+        if each is not None and each.is_floating_point():
+            result = result + each[:0].sum().to(x.dtype)
+    return result
+
+
 def _layer(
     x: torch.Tensor,
     gate_up: torch.Tensor,
@@ -146,14 +160,17 @@ def _layer(
     if served and not plain:
         return None
     count, (tokens, chosen) = gate_up.shape[0], index.shape
-    if not traced and grouped.groups.are_checked():
-        _check_index(index, count, elsewhere)
+    # On a CPU nobody waits for values.
+    if not traced and not elsewhere and (index.device.type == "cpu" or grouped.groups.are_checked()):
+        _check_index(index, count)
     around = routing.routing if plain else None
     routed = around.route(x, index, count) if around else None
     nobodys = None
     if routed is not None:
         rows, order, ends = routed
     else:
+        if elsewhere:  # numbers below 0 sort with the others that are nobody's
+            index = index.masked_fill(index < 0, count)
         ids, order = index.reshape(-1).sort()
         # Where each group ends: how many rows have an expert up to it.
         ends = torch.searchsorted(ids, _numbers(count, ids, plain), right=True, out_int32=True)
@@ -197,6 +214,8 @@ def _layer(
             nobodys = (torch.arange(order.shape[0], device=x.device) >= ends[-1])[:, None]
     if nobodys is not None:
         of_rows = of_rows.masked_fill(nobodys, 0)
+    if elsewhere:  # whatever the weight is, as `combine` has it
+        weights = weights.masked_fill((index < 0) | (index >= count), 0)
     return _combined(of_rows, order, weights, plain).to(x.dtype)
 
 
@@ -344,15 +363,28 @@ def _check(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, activation
         )
     if index.dtype not in (torch.int64, torch.int32):
         raise ProblemError(f"index is {index.dtype}; give numbers of experts: index.to(torch.int64)")
+    if not weights.is_floating_point():
+        raise ProblemError(f"weights are {weights.dtype}; give floats: weights.to(x.dtype)")
 
 
-def _check_index(index: torch.Tensor, count: int, elsewhere: bool) -> None:
+def _check_index(index: torch.Tensor, count: int) -> None:
     """Raises ProblemError for numbers of no expert. Waits for the device."""
-    if index.device.type == "meta" or dispatch_modes() or capturing(index.device):
+    if not _has_values(index):
         return
-    least, most = index.min().item() if index.numel() else 0, index.max().item() if index.numel() else 0
-    if least < 0 or (most >= count and not elsewhere):
+    least, most = (int(each) for each in index.aminmax())
+    if least < 0 or most >= count:
         raise ProblemError(
             f"index names expert {least if least < 0 else most} of {count}; give numbers from 0 on, those "
             "of experts of other processes with elsewhere=True"
         )
+
+
+def _has_values(index: torch.Tensor) -> bool:
+    """Whether values are known now: not of traced code, nor while a graph is captured."""
+    return index.numel() > 0 and not (
+        index.device.type == "meta"
+        or dispatch_modes()
+        or functorch_level() is not None
+        or tracing()
+        or capturing(index.device)
+    )
