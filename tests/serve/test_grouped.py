@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -22,7 +23,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmWarning
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.families import kernel_source_hash
-from tunegemm.generate.grouped import config_of
+from tunegemm.generate.grouped import GroupedKernel, config_of
 from tunegemm.generate.takes import NotTaken
 from tunegemm.model.grouped import GroupedChoice, choose
 from tunegemm.serve import api, grouped
@@ -599,3 +600,10 @@ def test_a_record_of_torchs_kernel_does_not_serve_one_order(
     with tunegemm.policy("batch_invariant"):
         assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
     assert len(asked) == 1
+
+
+def test_a_launch_takes_what_a_call_gives_it() -> None:
+    """By position, as `Groups` calls it: a, weights, result, ends, bias, scales."""
+    signature = inspect.signature(GroupedKernel.of)
+    bound = signature.bind(None, *range(6), interleaved=True, blocks=1, swizzle_size=1, l2_hint=0)
+    assert list(bound.arguments)[1:7] == ["a", "weights", "out", "offsets", "bias", "scales"]

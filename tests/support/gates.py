@@ -23,7 +23,7 @@ class Kernels(Kernel):
         self, choice: Any, device: torch.device, *, n: int, k: int, rows: int, row_stride: int
     ) -> gates.Launch:
         def launch(gate: int, up: int, x: int, out: int, bias: int) -> None:
-            if up < gate:
+            if up <= gate:
                 raise NotTaken("up lies before gate")
             self.gates.append((rows, n, k))
             a = at(x, (rows, k), (k, 1)).float()

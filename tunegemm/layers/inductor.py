@@ -74,7 +74,11 @@ def install() -> None:
 def _set(config: Any) -> None:
     before = getattr(config, "pre_grad_custom_pass", None)
     if not isinstance(before, Fusion):
-        config.pre_grad_custom_pass = Fusion(before)
+        from torch._inductor.custom_graph_pass import CustomGraphPass
+
+        # Inductor asks only what derives from its class for an `uuid`, without which it caches nothing.
+        derived: Any = type("Fusion", (Fusion, CustomGraphPass), {})
+        config.pre_grad_custom_pass = derived(before)
 
 
 class _AfterImport:
@@ -116,13 +120,15 @@ def _pays(match: Match, facts: tuple[Any, ...]) -> bool:
     """Whether a kernel of the gate serves as many rows as the graph was traced with."""
     from tunegemm.layers import gates
     from tunegemm.layers.graph import value
+    from tunegemm.layers.sites import GATE_OF
 
     n, k, *_ = facts
     rows = 1
     for extent in value(match.operands[0]).shape[:-1]:
         rows *= ops.hint(extent)
     config = sys.modules.get(_CONFIG)
-    return gates.may_serve(match.words[0], rows, n, k) and not getattr(config, "cpp_wrapper", False)
+    gate = GATE_OF[match.words[0]]
+    return gates.may_serve(gate, rows, n, k) and not getattr(config, "cpp_wrapper", False)
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -24,7 +24,7 @@ from tunegemm.describe.epilogue import GATED
 from tunegemm.layers import gates
 from tunegemm.serve import api
 from tunegemm.serve.forms import BELOW_AUTOGRAD, form_of
-from tunegemm.serve.guards import current_device, dispatch_modes
+from tunegemm.serve.guards import capturing, current_device, dispatch_modes
 from tunegemm.serve.operands import ALIGNMENT
 from tunegemm.serve.plans import Plan
 
@@ -40,6 +40,9 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 #: The gate with each activation, such as swiglu with silu.
 GATE_OF = {activation: gate for gate, activation in GATED.items()}
 _BITS = ALIGNMENT - 1
+#: Rows up to which an eager residual is not added by a library's algorithm: its launch takes the host longer
+#: than torch's product and sum.
+_LIBRARY_ROWS = 256
 #: Shapes that one site keeps; then it forgets all. Steps of an engine have ever other numbers of rows.
 _MOST_SHAPES = 4096
 
@@ -136,6 +139,8 @@ class Linear(Site):
                 way, is_known = self._by_dispatcher, True
             else:
                 way = _launched(plan, tuple(shape), tuple(result.stride()), self._has_residual)
+                if self._has_residual and len(rows) <= _LIBRARY_ROWS and _is_library(plan):
+                    way = partial(_captured, way)
         return way, result, is_known
 
     def _by_dispatcher(self, x: torch.Tensor, weight: torch.Tensor, *tensors: torch.Tensor) -> Any:
@@ -180,6 +185,15 @@ def _launched(plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], has_
         return result
 
     return way
+
+
+def _is_library(plan: Plan) -> bool:
+    return plan.record is not None and plan.record.candidate.family == "cublaslt"
+
+
+def _captured(way: Way, x: torch.Tensor, *operands: torch.Tensor) -> Any:
+    """For what pays in a CUDA graph alone."""
+    return way(x, *operands) if capturing(x.device) else None
 
 
 class Gated(Site):

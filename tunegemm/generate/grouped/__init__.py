@@ -123,8 +123,8 @@ class GroupedKernel:
         launch(a, weights, out, offsets, bias, scales)
 
     def of(
-        self, a: Any, weights: Any, out: Any, offsets: Any, bias: Any = None, *,
-        scales: Any = None, interleaved: bool = False, blocks: int, swizzle_size: int = 8, l2_hint: int = 0,
+        self, a: Any, weights: Any, out: Any, offsets: Any, bias: Any = None, scales: Any = None, *,
+        interleaved: bool = False, blocks: int, swizzle_size: int = 8, l2_hint: int = 0,
     ) -> Callable[..., None]:  # fmt: skip
         """`launch` for operands that are laid out as these: a, the weights, out, offsets, bias and scales.
         Raises NotTaken, here for how operands are laid out, at a launch for their addresses.

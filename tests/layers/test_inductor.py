@@ -1,0 +1,81 @@
+"""The pass in what Inductor compiles while `enable` is on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor import config
+
+import tunegemm
+from tests.support.fusing import close
+from tests.support.gates import Kernels
+from tests.support.layers import MLP, Layer, given, made
+from tunegemm.layers import inductor
+
+pytestmark = pytest.mark.usefixtures("planner")
+
+
+def test_a_gate_is_one_call_while_it_is_on(kernels: Kernels) -> None:
+    model, x = made(MLP()), given()
+    with torch.no_grad():
+        expected = model(x)
+        with tunegemm.enable():
+            run = torch.compile(model, dynamic=False)
+            close(run(x), expected)
+            close(run(x), expected)
+            assert len(kernels.gates) == 2
+        torch._dynamo.reset()
+        close(torch.compile(model, dynamic=False)(x), expected)
+    assert len(kernels.gates) == 2, "off, it is torch's code"
+
+
+def test_a_layer_is_right_for_any_number_of_rows(kernels: Kernels) -> None:
+    model = made(Layer())
+    with torch.no_grad(), tunegemm.enable():
+        run = torch.compile(model, dynamic=True)
+        for rows in (3, 9, 40):
+            x = given(1, rows)
+            close(run(x), model(x))
+    assert kernels.gates and kernels.calls
+
+
+def test_what_is_trained_is_torchs(kernels: Kernels) -> None:
+    model, x = made(MLP()), given()
+    with tunegemm.enable():
+        torch.compile(model)(x).float().sum().backward()
+    assert not kernels.gates and model.gate_proj.weight.grad is not None
+
+
+def test_a_pass_of_the_program_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(config, "pre_grad_custom_pass", seen.append)
+    with torch.no_grad(), tunegemm.enable():
+        assert isinstance(config.pre_grad_custom_pass, inductor.Fusion)
+        assert config.pre_grad_custom_pass.uuid() is None, "of the program's pass no cache may speak"
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            torch.compile(made(MLP()), dynamic=False)(given())
+    assert len(seen) == 1
+
+
+def test_what_caches_go_by_changes_with_records_and_with_enable() -> None:
+    fusion = inductor.Fusion(None)
+    off = fusion.uuid()
+    with tunegemm.enable():
+        on = fusion.uuid()
+    assert off != on and fusion.uuid() == off
+
+
+def test_inductor_is_not_imported_for_it() -> None:
+    program = (
+        "import sys, torch, tunegemm\n"
+        "with tunegemm.enable():\n"
+        "    assert 'torch._inductor.config' not in sys.modules\n"
+        "    import torch._inductor.config as config\n"
+        "    print(type(config.pre_grad_custom_pass).__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["Fusion"]

@@ -1,0 +1,227 @@
+"""`patch(fuse=True)`: an MLP whose class's forward is just a gate, and whatever else somebody does to it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import prune
+from torch.overrides import TorchFunctionMode
+
+import tunegemm
+from tests.support.fusing import close
+from tests.support.gates import Kernels
+from tests.support.layers import MLP, given, made
+from tunegemm.layers import mlp
+
+pytestmark = pytest.mark.usefixtures("planner")
+
+
+class Other(MLP):
+    """With a step more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * 2)
+
+
+class Branches(MLP):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Inherits(MLP):
+    pass
+
+
+class Decorated(MLP):
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Swapped(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The other way round, with a docstring."""
+        return self.down_proj(self.up_proj(x) * self.act_fn(self.gate_proj(x)))
+
+
+class Twice(MLP):
+    """One layer is gate and up."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.gate_proj(x))
+
+
+def fused(model: nn.Module) -> nn.Module:
+    tunegemm.patch(model, fuse=True)
+    return model
+
+
+@pytest.mark.parametrize("make", [MLP, Swapped])
+def test_the_gate_is_one_kernel(kernels: Kernels, make: type[MLP]) -> None:
+    model, x = fused(made(make())), given()
+    with torch.no_grad():
+        close(model(x), made(make())(x))
+    assert len(kernels.gates) == 1 and type(model) is make
+
+
+@pytest.mark.parametrize("make", [Other, Branches, Inherits, Decorated])
+def test_another_forward_is_not_recognised(make: type[MLP]) -> None:
+    model, x = made(make()), given()
+    with torch.no_grad():
+        expected = model(x)
+        close(fused(model)(x), expected)
+    assert "forward" not in vars(model)
+
+
+def test_one_layer_may_be_both(kernels: Kernels) -> None:
+    model, x = fused(made(Twice())), given()
+    with torch.no_grad():
+        close(model(x), made(Twice())(x))
+    assert not kernels.gates, "up's weight does not lie behind gate's"
+
+
+def test_classes_of_transformers_are_recognised() -> None:
+    from transformers.models.gemma.modeling_gemma import GemmaMLP
+    from transformers.models.llama.modeling_llama import LlamaMLP
+    from transformers.models.phi3.modeling_phi3 import Phi3MLP
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+
+    for cls in (LlamaMLP, GemmaMLP, Qwen2MLP):
+        assert mlp.places_of(cls) == ("down_proj", "act_fn", "gate_proj", "up_proj")
+    assert mlp.places_of(Phi3MLP) is None
+
+
+def _replaced(model: Any) -> None:
+    model.up_proj = made(nn.Linear(64, 96, bias=False))
+
+
+def _adapted(model: Any) -> None:
+    layer = model.gate_proj
+    model.gate_proj = nn.Sequential(layer, nn.Hardtanh())
+
+
+def _forward(model: Any) -> None:
+    layer = model.gate_proj
+    layer.forward = lambda x: F.linear(x, layer.weight) * 2
+
+
+def _own_forward(model: Any) -> None:
+    model.forward = lambda x: x + 1
+
+
+def _act(model: Any) -> None:
+    model.act_fn = nn.Tanh()
+
+
+def _biased(model: Any) -> None:
+    model.gate_proj.bias = nn.Parameter(torch.ones(96, dtype=torch.bfloat16))
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a hook of gate": lambda model: model.gate_proj.register_forward_hook(lambda m, i, o: o * 2),
+    "a hook of up before": lambda model: model.up_proj.register_forward_pre_hook(lambda m, i: (i[0] + 1,)),
+    "a hook of the activation": lambda model: model.act_fn.register_forward_hook(lambda m, i, o: o + 1),
+    "a hook of down": lambda model: model.down_proj.register_forward_hook(lambda m, i, o: o * 3),
+    "another layer": _replaced,
+    "an adapter": _adapted,
+    "another forward of a layer": _forward,
+    "another forward": _own_forward,
+    "another activation": _act,
+    "a bias": _biased,
+    "data": lambda model: setattr(model.up_proj.weight, "data", model.up_proj.weight.data * 2),
+    "pruned": lambda model: prune.random_unstructured(model.gate_proj, "weight", amount=0.5),
+    "fp32": lambda model: model.float(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:fp32 operands")
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_changed_later_is_seen(name: str) -> None:
+    torch.manual_seed(0)
+    plain, model, x = made(MLP()), fused(made(MLP())), given()
+    with torch.no_grad():
+        model(x)
+        for each in (plain, model):
+            torch.manual_seed(1)
+            CHANGES[name](each)
+        x = x.to(next(model.parameters()).dtype)
+        close(model(x), plain(x))
+
+
+def test_a_global_hook_sees_each_layer() -> None:
+    seen: list[str] = []
+    model, x = fused(made(MLP())), given()
+    handle = nn.modules.module.register_module_forward_hook(lambda m, i, o: seen.append(type(m).__name__))
+    with torch.no_grad():
+        model(x)
+    handle.remove()
+    assert len(seen) == 5, "two layers, the activation, the third layer, and the MLP"
+
+
+def test_gradients_modes_and_autocast_are_the_modules_own(kernels: Kernels) -> None:
+    plain, model, x = made(MLP()), fused(made(MLP())), given()
+    model(x).float().sum().backward()
+    plain(x).float().sum().backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        close(a.grad, b.grad)
+    seen: list[Any] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(function)
+            return function(*args, **kwargs or {})
+
+    with torch.no_grad():
+        with Mode():
+            close(model(x), plain(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            close(model(x), plain(x))
+        close(torch.vmap(model)(x), torch.vmap(plain)(x))
+        with pytest.raises(RuntimeError):
+            model(x[..., :5])
+    assert not kernels.gates and seen
+
+
+def test_copies_and_pickles_are_fused_with_weights_of_their_own(kernels: Kernels) -> None:
+    model, x = fused(made(MLP())), given()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other.up_proj.weight.data.zero_()
+        with torch.no_grad():
+            assert not other(x).any() and model(x).any()
+    assert model.state_dict().keys() == MLP().state_dict().keys()
+
+
+def test_unpatch_takes_it_away_again(kernels: Kernels) -> None:
+    model, x = made(MLP()), given()
+    before = dict(vars(model))
+    with torch.no_grad():
+        expected = model(x)
+        assert tunegemm.patch(model, fuse=True) == 3
+        assert tunegemm.patch(model, fuse=True) == 0, "a second time it changes nothing"
+        assert tunegemm.unpatch(model) == 3
+        assert torch.equal(model(x), expected)
+    assert vars(model) == before and not kernels.gates
+
+
+def test_a_report_tells_recognised_from_served() -> None:
+    report = tunegemm.patch(nn.ModuleDict({"mlp": made(MLP())}), fuse=True, report=True)
+    (line,) = report.of("fused")
+    assert line.name == "mlp"
+    assert (
+        line.why
+        == "gate_proj, up_proj and their gate are recognised: has a kernel here for 1, 16, 64, 256 rows"
+    )
+    assert [line.name for line in report.of("served")] == ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+
+
+def test_compiled_and_fused_are_the_same(kernels: Kernels) -> None:
+    model, x = fused(made(MLP())), given()
+    with torch.no_grad():
+        close(torch.compile(model, backend="eager", fullgraph=True)(x), made(MLP())(x))
