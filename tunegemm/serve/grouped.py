@@ -447,8 +447,8 @@ def _wrong_groups(a: Any, b: Any, offs: Any) -> str:
     if a.dtype is not b.dtype:
         return f"a is {a.dtype}, b {b.dtype}; give both of one dtype"
     for name, each in (("a", a), ("b", b)):
-        if each.data_ptr() % ALIGNMENT:
-            return f"{name} begins at {each.data_ptr():#x}, not a multiple of {ALIGNMENT} bytes; clone() it"
+        if (address := _address(each)) % ALIGNMENT:
+            return f"{name} begins at {address:#x}, not a multiple of {ALIGNMENT} bytes; clone() it"
         *_, across, along = each.stride()
         if 1 not in (across, along):
             return f"{name} has strides {each.stride()}; give one with k or n contiguous: {name}.contiguous()"
@@ -458,6 +458,14 @@ def _wrong_groups(a: Any, b: Any, offs: Any) -> str:
                 f"{ALIGNMENT} bytes: {name}.contiguous(), of n and k that are multiples"
             )
     return ""
+
+
+def _address(tensor: Any) -> int:
+    """Where a tensor lies; 0 for such as have no memory."""
+    try:
+        return int(tensor.data_ptr())
+    except RuntimeError:
+        return 0
 
 
 def _wrong_bias(a: Any, b: Any, bias: Any) -> str:
