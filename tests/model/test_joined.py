@@ -21,14 +21,16 @@ def test_few_rows_are_the_narrow_mode_and_many_the_wide_one(dtype: str, gpu: str
             ns = (14336, 14336) if gate else LLAMA
             choice = choose(rows, ns, 4096, gate=gate, dtype=dtype, bias=bias, gpu=gpu)
             assert choice is not None and choice.config in listed()
-            assert isinstance(choice.config, GroupedConfig) == (rows <= 64)
+            assert isinstance(choice.config, GroupedConfig) == (rows <= (64 if gate else 32))
             assert choice.config.in_dtype == dtype and choice.config.fused.gated == bool(gate)
-            if rows > 64:
+            if not isinstance(choice.config, GroupedConfig):
                 assert ("bias_n" in choice.config.fused.steps) == bias
 
 
 def test_a_tile_of_many_rows_is_wider_than_no_weight_but_the_last() -> None:
     choice = choose(1000, (4096, 16, 1024), 4096)
+    assert choice is not None and isinstance(choice.config, GroupedConfig)
+    choice = choose(40, (40, 1024, 16), 4096)
     assert choice is not None and isinstance(choice.config, GroupedConfig)
     choice = choose(1000, (4096, 1024, 16), 4096)
     assert choice is not None and not isinstance(choice.config, GroupedConfig)

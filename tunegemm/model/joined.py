@@ -17,12 +17,15 @@ from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.resources import data_path
 
-#: GB/s that kernels get of a GPU's memory, by a word in its name, and that one multiprocessor can take.
-_MEMORY_GBS, _OF_SM_GBS = {"H200": 4200.0, "": 3000.0}, 60.0
+#: By a word in a GPU's name GB/s that kernels of records get of its memory, and those that one multiprocessor
+#: gets where few of them read (one row, 40 to 64 tiles; db/records, 2026-11-24).
+_GBS = {"H200": (4300.0, 68.0), "": (3000.0, 61.0)}
 _SMS = 132
 """Multiprocessors of both."""
-_L2_HINT_FEW = 2
-"""Lines of weights leave the L2 first, which are read once: so won nearly all records of up to 64 rows."""
+_WAVE_NS = 300.0
+"""What a further wave of tiles costs beside its bytes."""
+_MOST_BY_MEMORY = 64
+"""Up to so many rows memory decides, from there on waves of tiles."""
 
 
 @dataclass(frozen=True)
@@ -100,18 +103,17 @@ class Listed:
         return isinstance(config, GroupedConfig) or all(n >= config.tile_n for n in ns[:-1])
 
     def estimate(self, rows: int, ns: Sequence[int], k: int, gpu: str) -> float:
-        """Of kernels of a form the least is the fastest."""
+        """For so many rows and weights the kernel of the least one is taken to be the fastest."""
         config = self.choice.config
-        tiles = joined.tiles_of(config, rows, ns)
-        if not isinstance(config, GroupedConfig):
-            waves = -(-tiles * config.cluster_size // _SMS)
-            return waves * config.tile_m * config.tile_n / self.relative
-        memory = next(gbs for word, gbs in _MEMORY_GBS.items() if word in gpu)
-        bytes_each = config.tile_m * k * 2
+        tiles = joined.tiles_of(config, rows, ns) * config.cluster_size
+        if rows > _MOST_BY_MEMORY:
+            return -(-tiles // _SMS) * config.tile_m * config.tile_n / self.relative
+        memory, of_sm = next(rates for word, rates in _GBS.items() if word in gpu)
+        tile_bytes = 2 * k * (config.tile_m if isinstance(config, GroupedConfig) else config.tile_n)
         waves, rest = divmod(tiles, _SMS)
-        return waves * _SMS * bytes_each / memory + max(
-            rest * bytes_each / memory, bytes_each / _OF_SM_GBS * (rest > 0)
-        )
+        last_ns = max(rest * tile_bytes / memory, tile_bytes / of_sm if rest else 0.0)
+        waves_ns = waves * (_SMS * tile_bytes / memory + _WAVE_NS)
+        return (waves_ns + last_ns + (_WAVE_NS if rest else 0.0)) / self.relative
 
 
 @cache
@@ -136,7 +138,7 @@ def _table(path: Path | None) -> tuple[Listed, ...]:
 def _listed(
     name: str, form: str, dtype: str, parameters: Sequence[str], *,
     values: Sequence[int], rows: Sequence[int], relative: float = 1.0, gates: Sequence[str] = ("",),
-    biased: bool = False,
+    biased: bool = False, l2_hint: int = 0,
 ) -> list[Listed]:  # fmt: skip
     """A line of the table: a kernel for each gate, of many rows without biases and perhaps with."""
     tile: dict[str, Any] = dict(zip(parameters, values, strict=True))
@@ -145,10 +147,11 @@ def _listed(
     for gate in gates:
         if form == "few":
             config: KernelConfig = joined.few({"schedule": "cooperative"} | tile, dtype=dtype, gate=gate)
-            choice = JoinedChoice(name, config, l2_hint=_L2_HINT_FEW)
+            choice = JoinedChoice(name, config, l2_hint=l2_hint)
             found.append(Listed(choice, dtype, gate, False, first, last, relative))
             continue
         for bias in (False, True)[: 1 + biased]:
             config = joined.many(tile, dtype=dtype, gate=gate, bias=bias)
-            found.append(Listed(JoinedChoice(name, config), dtype, gate, bias, first, last, relative))
+            choice = JoinedChoice(name, config, l2_hint=l2_hint)
+            found.append(Listed(choice, dtype, gate, bias, first, last, relative))
     return found
