@@ -14,12 +14,14 @@ from tunegemm.generate.cute_sm90.config import SMEM_LIMIT, KernelConfig
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.joined import JoinedKernel, refusal, tiles_of
+from tunegemm.generate.takes import NotTaken
 from tunegemm.model.joined import listed
 
 CONFIGS = listed()
 FEW = next(config for config in CONFIGS if isinstance(config, GroupedConfig) and not config.epilogue)
 GATED_FEW = next(config for config in CONFIGS if isinstance(config, GroupedConfig) and config.fused.gated)
 MANY = next(c for c in CONFIGS if not isinstance(c, GroupedConfig) and c.epilogue == "bias_n")
+PLAIN_MANY = next(c for c in CONFIGS if not isinstance(c, GroupedConfig) and not c.epilogue)
 GATED_MANY = next(c for c in CONFIGS if not isinstance(c, GroupedConfig) and c.epilogue == "bias_n+swiglu")
 BF16 = torch.bfloat16
 
@@ -100,6 +102,29 @@ def test_a_launch_of_a_gate_has_the_rows_of_one_weight(seen: Seen, h200: Device)
         assert [given[name] for name in ("n", "n1", "n2", "lda", "ldd")] == [512, 0, 0, 64, 512]
         assert (given["b_address"], given["b1_address"]) == (up.data_ptr(), gate.data_ptr())
         assert given["clusters"] == tiles_of(config, 1, [512])
+
+
+def test_a_kernel_refuses_what_is_for_another(seen: Seen, h200: Device) -> None:
+    def bind(config: KernelConfig, ns: tuple[int, ...], dtype: torch.dtype = BF16, bias: bool = False) -> Any:
+        weights = [torch.empty(n, 64, dtype=dtype) for n in ns]
+        biases = [torch.empty(n, dtype=dtype) for n in ns] if bias else ()
+        a, out = torch.empty(4, 64, dtype=dtype), torch.empty(4, sum(ns), dtype=dtype)
+        return JoinedKernel(config, seen).bound(a, weights, out, biases, device=h200)
+
+    wide = MANY.tile_n
+    bind(MANY, (wide, 8), bias=True)
+    launch = bind(FEW, (8, 8), bias=True)
+    with pytest.raises(NotTaken, match="a 0x8"):
+        launch(8, 16)
+    for wrong, of in (
+        ((FEW, (8, 8), torch.float16), "operands of torch.float16"),
+        ((MANY, (wide - 8, 8)), f"a weight of {wide - 8} rows"),
+        ((PLAIN_MANY, (512,), BF16, True), "which adds none"),
+        ((FEW, (12, 8)), "N 12, 8"),
+    ):
+        with pytest.raises(NotTaken, match=of):
+            bind(*wrong)
+    assert not seen
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype = BF16) -> torch.Tensor:

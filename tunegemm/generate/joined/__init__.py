@@ -28,6 +28,7 @@ from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Key
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.grouped.rules import config_from
 from tunegemm.generate.sources import hash_of_code, kernel_sources
+from tunegemm.generate.takes import MOST, MOST_STRIDE_BYTES, UNIT_BYTES, NotTaken, not_aligned
 
 __all__ = [
     "MOST_WEIGHTS", "NAME", "JoinedKernel", "compile", "few", "get", "import_compiler", "kernel_key", "many",
@@ -38,11 +39,9 @@ NAME = "joined"
 TARGET = "sm_90a"
 MOST_WEIGHTS = 3
 """Most weights of a product. A gate has two."""
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _UNIT = 8
 """Elements of 16 bytes: what TMA and the stores take at a time."""
-_FARTHEST = 2**40
-"""Bytes between a gate and its up that a descriptor of TMA can say."""
-_LARGEST = 2**31 - 1
 FORMS: Mapping[str, type[KernelConfig]] = {"few": GroupedConfig, "many": KernelConfig}
 """The forms of kernels and what their configs are: rows as the narrow mode, or as the wide one."""
 
@@ -138,12 +137,15 @@ class JoinedKernel:
         swizzle_size, along_m: which tiles follow each other; of few rows along_m says nothing.
         l2_hint: 1 where lines of a leave the L2 first, 2 where those of the weights do.
 
-        Nothing is checked: see `refusal`. Of many rows all weights but the last have `tile_n` rows at least
-        (`tunegemm.model.joined.choose` sees to it).
+        Raises NotTaken, here for what `refusal` says and for weights with fewer rows than a tile of this
+        kernel has columns, at a launch for addresses. The first time for a number of tiles it may ask the
+        device which clusters share a GPC: not while a graph is captured.
         """
         from torch._C import _cuda_getCurrentRawStream as current_stream
 
         config, gated = self.config, self.config.fused.gated
+        if wrong := refusal(a, weights, out, biases, gated=gated) or self._objection(a, weights, biases):
+            raise NotTaken(wrong)
         absent = MOST_WEIGHTS - len(weights)
         rows, k = a.shape
         ns = [weight.shape[0] for weight in weights]
@@ -169,9 +171,23 @@ class JoinedKernel:
         function, index, first = self.function, a.device.index, places[0]
 
         def launch_at(a: int, out: int) -> None:
+            if (a | out) & (UNIT_BYTES - 1):
+                raise not_aligned(a=a, out=out)
             function(a, first, out, *rest, current_stream(index))
 
         return launch_at
+
+    def _objection(self, a: Any, weights: Sequence[Any], biases: Sequence[Any]) -> str:
+        """What this kernel does not take, though others do; empty if it does."""
+        config = self.config
+        if str(a.dtype) != f"torch.{_DTYPES[config.in_dtype]}":
+            return f"operands of {a.dtype} for a kernel of {config.in_dtype}"
+        if isinstance(config, GroupedConfig):
+            return ""
+        if any(bias is not None for bias in biases) and "bias_n" not in config.fused.steps:
+            return f"biases for {config.label}, which adds none"
+        short = [] if config.fused.gated else [w.shape[0] for w in weights[:-1] if w.shape[0] < config.tile_n]
+        return f"a weight of {short[0]} rows, fewer than {config.tile_n}" if short else ""
 
 
 def _order(config: KernelConfig, device: Device, clusters: int, swizzle_size: int, along_m: bool) -> Order:
@@ -206,7 +222,7 @@ def refusal(
     columns = ns[0] if gated else sum(ns)
     if tuple(out.shape) != (rows, columns):
         return f"an output of {tuple(out.shape)}, not {(rows, columns)}"
-    if not rows or any(not n or n % _UNIT for n in (k, *ns)) or max(rows, columns * 2, k) > _LARGEST:
+    if not rows or any(not n or n % _UNIT for n in (k, *ns)) or max(rows, columns * 2, k) >= MOST:
         return f"{rows} rows, K {k}, N {', '.join(map(str, ns))}: K and each N are multiples of {_UNIT}"
     for name, matrix in (("a", a), *(("a weight", weight) for weight in weights), ("the output", out)):
         if reason := _misaligned(matrix):
@@ -217,18 +233,18 @@ def refusal(
     if gated:
         gate, up = weights
         apart = abs(gate.data_ptr() - up.data_ptr())
-        if apart >= _FARTHEST or gate.stride(0) != up.stride(0) or gate.data_ptr() == up.data_ptr():
+        if apart >= MOST_STRIDE_BYTES or gate.stride(0) != up.stride(0) or gate.data_ptr() == up.data_ptr():
             return f"gate and up {apart} bytes apart, of row strides {gate.stride(0)} and {up.stride(0)}"
     return None
 
 
 def _misaligned(matrix: Any) -> str:
     """What of a matrix TMA cannot read or write; empty where it can."""
-    if matrix.data_ptr() % 16:
+    if matrix.data_ptr() % UNIT_BYTES:
         return f"begins at {matrix.data_ptr():#x}, not at a multiple of 16 bytes"
     if matrix.stride(1) != 1:
         return f"has strides {matrix.stride()}: its columns are not contiguous"
     stride = matrix.stride(0)
-    if matrix.shape[0] > 1 and (stride % _UNIT or not matrix.shape[1] <= stride < _FARTHEST // 2):
+    if matrix.shape[0] > 1 and (stride % _UNIT or not matrix.shape[1] <= stride < MOST_STRIDE_BYTES // 2):
         return f"has a row stride of {stride}, not a multiple of {_UNIT} from {matrix.shape[1]} on"
     return ""
