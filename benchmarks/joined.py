@@ -57,7 +57,7 @@ _TURN_MS, _SHORT_MS = 24.0, 0.5
 _MOST_FEW, _LEAST_MANY = 256, 64
 _ERROR = 8e-3
 
-Side = Callable[[int], torch.Tensor]
+Side = Callable[[int], Any]
 
 
 class Case(NamedTuple):
@@ -187,7 +187,12 @@ class Graph:
             replays = max(1, math.ceil(turn_ms / 2 / timed_ms(self.replay)))
             for _ in range(replays):
                 self.replay()
-        return timed_ms(lambda: [self.replay() for _ in range(replays)]) * 1e3 / self.calls / replays
+
+        def again() -> None:
+            for _ in range(replays):
+                self.replay()
+
+        return timed_ms(again) * 1e3 / self.calls / replays
 
 
 def timed_ms(run: Callable[[], Any]) -> float:
@@ -254,7 +259,7 @@ def run(options: argparse.Namespace) -> int:
     ]
     cases.sort(key=lambda case: results.find(_named(case)) is not None)
     provided: list[packing.Provided] = []
-    found = []
+    found: list[dict[str, Any]] = []
     for case in cases:
         if options.seconds and time.monotonic() - begun > options.seconds:
             print(f"stopped after {options.seconds} s: {len(found)} of {len(cases)}", flush=True)

@@ -40,7 +40,7 @@ class JoinedChoice:
     l2_hint: int = 0
 
     @property
-    def words(self) -> Mapping[str, int]:
+    def words(self) -> Mapping[str, Any]:
         return {"swizzle_size": self.swizzle_size, "along_m": self.along_m, "l2_hint": self.l2_hint}
 
 

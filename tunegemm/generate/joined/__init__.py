@@ -19,7 +19,7 @@ from typing import Any
 from tunegemm.compile.cute_object import compile_object, toolchain
 from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device
-from tunegemm.describe.space import Candidate
+from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate.cute_launch import load_function
 from tunegemm.generate.cute_sm90 import Order
 from tunegemm.generate.cute_sm90.config import KernelConfig
@@ -194,7 +194,7 @@ def _order(config: KernelConfig, device: Device, clusters: int, swizzle_size: in
     """Which cluster takes which tiles, as `cute_sm90` has it for clusters of a GPC."""
     shape = {name: getattr(config, name) for name in ("tile_m", "tile_n", "cluster_m", "cluster_n")}
     raster = "along_m" if along_m else "along_n"
-    launch = {"raster_order": raster, "swizzle_size": swizzle_size, "cluster_order": "gpc"}
+    launch: dict[str, Value] = {"raster_order": raster, "swizzle_size": swizzle_size, "cluster_order": "gpc"}
     return Order.of(Candidate.make("cute_sm90", shape, launch), device, clusters)
 
 
