@@ -60,10 +60,11 @@ def choose(
         each for each in candidates(gate=gate, dtype=dtype, bias=bias, path=path) if each.fits(rows, parts)
     ]
     inside = [each for each in found if each.first_row <= rows <= each.last_row]
-    if not (inside or found):
-        return None
-    best = min(inside or found, key=lambda each: each.estimate(rows, parts, k, gpu))
-    return best.choice
+    if not inside:  # narrow weights of many rows: what is for the most
+        most = max((each.last_row for each in found), default=0)
+        inside = [each for each in found if each.last_row == most]
+    best = min(inside, key=lambda each: each.estimate(rows, parts, k, gpu), default=None)
+    return None if best is None else best.choice
 
 
 def listed(path: Path | None = None) -> tuple[KernelConfig, ...]:
