@@ -33,6 +33,7 @@ def compiled(kernels: Kernels) -> Path:
         kernels.compiled(operation.problem, operation.candidate)
     for kind in (*kinds(), along_k.NAME, routing.NAME):
         assert not packing.provide_grouped(kind).failures
+    assert not packing.provide_joined().failures
     return kernels.pool.store.root.parent
 
 
@@ -60,6 +61,7 @@ def test_nothing_is_found(compiled: Path, tool: str) -> None:
     assert done.stdout.count("grouped") == len([*sanitized.grouped_kernels()])
     assert done.stdout.count("along k") == len(listed_along_k(every=True))
     assert "\naround\n" in done.stdout
+    assert done.stdout.count("joined") == len(sanitized.joined_kernels())
 
 
 def test_memory_that_is_too_small_is_found(compiled: Path) -> None:

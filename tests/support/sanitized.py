@@ -1,4 +1,4 @@
-"""Launches a sample of the Hopper kernel's schedules, and grouped kernels, for compute-sanitizer to look at.
+"""Launches a sample of the Hopper kernel's schedules, grouped and joined kernels, for compute-sanitizer.
 
     compute-sanitizer --tool memcheck python -m tests.support.sanitized STORE
 
@@ -19,11 +19,14 @@ from tests.support.numerics import Case
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.generate import along_k, grouped, routing
+from tunegemm.generate import along_k, grouped, joined, routing
 from tunegemm.generate.along_k import AlongK
+from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.generate.grouped.config import GroupedConfig
+from tunegemm.generate.joined import JoinedKernel
 from tunegemm.model.grouped import configs, kinds, listed, listed_along_k
+from tunegemm.model.joined import listed as listed_of_weights
 from tunegemm.serve.operation import Operation
 from tunegemm.serve.routing import Gate, Routing, few
 from tunegemm.store import packing
@@ -92,6 +95,7 @@ def main(folder: str, planted: bool = False) -> None:
         launch_grouped()
         launch_along_k()
         launch_around()
+        launch_joined()
 
 
 def grouped_kernels() -> Iterator[tuple[str, GroupedConfig]]:
@@ -136,6 +140,34 @@ def launch_along_k() -> None:
                 sizes = torch.tensor([1, 0, 131, 8, 7], device="cuda")
                 assert torch.equal(out.float(), sizes[:, None, None].expand_as(out).float()), config.label
         print("along k", config.label, flush=True)
+
+
+def joined_kernels() -> list[KernelConfig]:
+    """The bf16 kernels of several weights side by side, and of gates those with SwiGLU."""
+    found = (config for config in listed_of_weights() if config.in_dtype == "bf16")
+    return [config for config in found if not config.fused.gated or "swiglu" in config.fused.steps]
+
+
+def launch_joined() -> None:
+    """Kernels of several weights that end where their memory does, with tiles that hang over it."""
+    device, provided = find_device("cuda:0"), packing.provide_joined()
+    for config in joined_kernels():
+        artifact = provided.of(joined.kernel_key(config))
+        assert artifact is not None, config.label
+        kernel, gated = JoinedKernel.load(config, artifact.path), config.fused.gated
+        many = not isinstance(config, GroupedConfig)
+        ns = (config.tile_n + 8,) * 2 if gated else (config.tile_n + 8, config.tile_n * (1 + many), 24)
+        for rows in (1, 150, 300):
+            a = torch.ones(rows, 208, device="cuda", dtype=torch.bfloat16)
+            weights = [torch.ones(n, 208, device="cuda", dtype=torch.bfloat16) for n in ns]
+            biases = [torch.ones(n, device="cuda", dtype=torch.bfloat16) for n in ns]
+            if many and "bias_n" not in config.fused.steps:
+                biases = []
+            out = a.new_zeros(rows, ns[0] if gated else sum(ns))
+            kernel.launch(a, weights, out, biases, device=device)
+            value = 208.0 + bool(biases)
+            assert bool((out == out.new_tensor(value * value if gated else value)).all()), config.label
+        print("joined", config.label, flush=True)
 
 
 def launch_around() -> None:

@@ -24,12 +24,13 @@ from tunegemm.describe.device import (
 )
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import PackError, TunegemmError
-from tunegemm.generate import along_k, families, grouped, routing
+from tunegemm.generate import along_k, families, grouped, joined, routing
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.model import shortlist
 from tunegemm.model.grouped import listed as listed_of_groups
 from tunegemm.model.grouped import listed_along_k
+from tunegemm.model.joined import listed as listed_of_weights
 from tunegemm.store import packs
 from tunegemm.store.checks import device_of, record_objection
 from tunegemm.store.layers import NARROWNESS
@@ -127,11 +128,11 @@ def ship(folder: Path) -> tuple[int, Mapping[str, str]]:
     failures |= {str(record.problem): reason for record, reason in found.failures.items()}
     shortlisted = _shortlisted()
     of_list = _provide(shortlisted)
-    of_groups = provide_grouped()
-    failures |= {**of_list.failures, **of_groups.failures}
-    artifacts = {**found.artifacts, **of_list.artifacts, **of_groups.artifacts}
+    of_groups, of_weights = provide_grouped(), provide_joined()
+    failures |= {**of_list.failures, **of_groups.failures, **of_weights.failures}
+    artifacts = {**found.artifacts, **of_list.artifacts, **of_groups.artifacts, **of_weights.artifacts}
     keys = [key for record in usable if (key := _key(record))]
-    keys += [key for _, key in (*shortlisted.values(), *_grouped().values())]
+    keys += [key for _, key in (*shortlisted.values(), *_grouped().values(), *_joined().values())]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as scratch:
         fresh = Path(scratch, "kernels")
@@ -179,6 +180,16 @@ def _grouped(kind: str = "") -> dict[str, tuple[str, Key]]:
     return found
 
 
+def _joined() -> dict[str, tuple[str, Key]]:
+    """By its name each kernel of several weights."""
+    return {
+        " ".join(filter(None, (joined.NAME, config.in_dtype, config.label, config.epilogue))): (
+            joined.NAME, joined.kernel_key(config),
+        )
+        for config in listed_of_weights()
+    }  # fmt: skip
+
+
 def _toolchain() -> dict[str, str]:
     """The compilers that are here, as kernel keys name them."""
     return {name: package_version(package) for name, package in _COMPILERS.items()} | {
@@ -206,6 +217,11 @@ def provide_grouped(kind: str = "") -> Provided:
     ``along_k``: of those for groups along k, served or not. As `provide`.
     """
     return _provide(_grouped(kind), families_module=grouped.__name__)
+
+
+def provide_joined() -> Provided:
+    """The objects of the kernels of several weights (db/joined.toml). As `provide`."""
+    return _provide(_joined(), families_module=joined.__name__)
 
 
 def provide(

@@ -1,0 +1,302 @@
+"""Times one A with several weights where they lie: q, k and v; gate and up. Every kernel of db/joined.toml.
+
+    python -m benchmarks.joined                        # five models, six numbers of rows: two minutes
+    python -m benchmarks.joined --seconds 60           # so long; the next run begins with what is missing
+    python -m benchmarks.joined --rows 1,16 --models Llama-3-8B
+
+Beside them, in CUDA graphs and in one interleave: torch's products one by one (`separate`, and what makes a
+gate of two), torch's of the weights merged (`merged`), and tunegemm's of the weights merged or interleaved
+(`today`). `chosen` is the kernel that `tunegemm.model.joined.choose` names. Writes results/GPU/joined.json
+after each row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import linear, silu
+
+import tunegemm
+from benchmarks.command import choose_names, command, parser_of
+from benchmarks.results import Results, geometric_mean, meta, results_path
+from tunegemm.describe.device import Device, find_device
+from tunegemm.generate import joined
+from tunegemm.generate.grouped.config import GroupedConfig
+from tunegemm.generate.joined import JoinedKernel
+from tunegemm.model.joined import Listed, candidates, choose
+from tunegemm.store import packing, packs
+
+METHOD = (
+    "each side in one CUDA graph over as many sets of weights as pass 3x the L2; all in shuffled order in "
+    "each round, one replay of some ms; from 1024 rows on each has turn_ms to itself in a round, the second "
+    "half of which is timed; medians over rounds. separate: torch's products one by one, and silu and a "
+    "product of a gate; merged: torch's of one weight; today: tunegemm's of that, of a gate of rows "
+    "interleaved. ratio, ratio_to_merged, ratio_to_today: to the chosen kernel; best: the fastest kernel"
+)
+#: K; rows of q, k and v; whether they have biases; rows of gate.
+MODELS = {
+    "Llama-3-8B": (4096, (4096, 1024, 1024), False, 14336),
+    "Llama-3.2-3B": (3072, (3072, 1024, 1024), False, 8192),
+    "Mistral-Nemo": (5120, (4096, 1024, 1024), False, 14336),
+    "Qwen2.5-7B": (3584, (3584, 512, 512), True, 18944),
+    "Qwen3-32B": (5120, (8192, 1024, 1024), False, 25600),
+}
+ROWS = ("1", "16", "64", "256", "1024", "4096")
+_STEADY_ROWS = 1024
+_TURN_MS, _SHORT_MS = 24.0, 0.5
+#: Kernels for few rows are timed up to so many, those for many from so many on.
+_MOST_FEW, _LEAST_MANY = 256, 64
+_ERROR = 8e-3
+
+Side = Callable[[int], Any]
+
+
+class Case(NamedTuple):
+    """A product: the weights of a model's attention or of its gate."""
+
+    model: str
+    rows: int
+    gate: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {'gate' if self.gate else 'qkv'}"
+
+    @property
+    def k(self) -> int:
+        return MODELS[self.model][0]
+
+    @property
+    def ns(self) -> tuple[int, ...]:
+        return (MODELS[self.model][3],) * 2 if self.gate else MODELS[self.model][1]
+
+    @property
+    def bias(self) -> bool:
+        return MODELS[self.model][2] and not self.gate
+
+    @property
+    def columns(self) -> int:
+        return self.ns[0] if self.gate else sum(self.ns)
+
+
+class Weights:
+    """The weights of one model's attention or gate, apart, merged, and interleaved."""
+
+    def __init__(self, case: Case, sets: int) -> None:
+        scale = case.k**-0.5
+
+        def drawn(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+        self.apart = [[drawn(n, case.k) * scale for n in case.ns] for _ in range(sets)]
+        self.merged = [torch.cat(weights) for weights in self.apart]
+        self.biases = [drawn(n) for n in case.ns] if case.bias else []
+        self.bias = torch.cat(self.biases) if case.bias else None
+        self.interleaved = [tunegemm.interleave(*each) for each in self.apart] if case.gate else self.merged
+
+
+def kernel_of(listed: Listed, provided: list[packing.Provided]) -> JoinedKernel | None:
+    """A kernel, compiled where it does not ship; None where it cannot be compiled."""
+    key = joined.kernel_key(listed.choice.config)
+    artifact = packs.find(key)
+    if artifact is None:
+        if not provided:
+            provided.append(packing.provide_joined())
+        artifact = provided[0].of(key)
+    return None if artifact is None else JoinedKernel.load(listed.choice.config, artifact.path)
+
+
+def sides_of(
+    case: Case, weights: Weights, device: Device, provided: list[packing.Provided]
+) -> dict[str, Side]:
+    """What is timed, by name; each takes the number of a set of weights."""
+    a = torch.randn(case.rows, case.k, device="cuda", dtype=torch.bfloat16)
+    n, apart, merged, interleaved = case.ns[0], weights.apart, weights.merged, weights.interleaved
+    biases: Sequence[Any] = weights.biases or [None] * len(case.ns)
+
+    def separate(i: int) -> Any:
+        parts = [linear(a, weight, bias) for weight, bias in zip(apart[i], biases, strict=True)]
+        return silu(parts[0]) * parts[1] if case.gate else parts
+
+    def of_merged(i: int) -> torch.Tensor:
+        product = linear(a, merged[i], weights.bias)
+        return silu(product[:, :n]) * product[:, n:] if case.gate else product
+
+    def today(i: int) -> torch.Tensor:
+        if case.gate:
+            return tunegemm.gated_linear(a, interleaved[i])
+        return tunegemm.linear(a, merged[i], weights.bias)
+
+    found: dict[str, Side] = {"separate": separate, "merged": of_merged, "today": today}
+    out = torch.empty(case.rows, case.columns, device="cuda", dtype=torch.bfloat16)
+    for each in candidates(gate=case.gate, bias=case.bias):
+        few = isinstance(each.choice.config, GroupedConfig)
+        timed = case.rows <= _MOST_FEW if few else case.rows >= _LEAST_MANY
+        if not timed or not each.fits(case.rows, case.ns[:1] if case.gate else case.ns):
+            continue
+        if (kernel := kernel_of(each, provided)) is None:
+            continue
+        launches = [
+            kernel.bound(a, own, out, weights.biases, device=device, **each.choice.words) for own in apart
+        ]
+
+        def run(i: int, launches: Sequence[Callable[[int, int], None]] = launches) -> torch.Tensor:
+            launches[i](a.data_ptr(), out.data_ptr())
+            return out
+
+        found[each.choice.name] = run
+    return found
+
+
+@dataclass
+class Graph:
+    """A side over all sets, captured."""
+
+    replay: Callable[[], None]
+    calls: int
+
+    @classmethod
+    def capture(cls, side: Side, sets: int) -> Graph:
+        def all_of(again: int) -> None:
+            for _ in range(again):
+                for number in range(sets):
+                    side(number)
+
+        all_of(1)
+        one_ms = timed_ms(lambda: all_of(1)) / sets
+        again = max(1, min(int(_SHORT_MS / one_ms / sets), 200 // sets))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            all_of(again)
+        graph.replay()
+        return cls(graph.replay, again * sets)
+
+    def us(self, turn_ms: float) -> float:
+        """us a call: of one replay, or of the second half of a turn."""
+        replays = 1
+        if turn_ms:
+            replays = max(1, math.ceil(turn_ms / 2 / timed_ms(self.replay)))
+            for _ in range(replays):
+                self.replay()
+
+        def again() -> None:
+            for _ in range(replays):
+                self.replay()
+
+        return timed_ms(again) * 1e3 / self.calls / replays
+
+
+def timed_ms(run: Callable[[], Any]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def measure(case: Case, device: Device, provided: list[packing.Provided], rounds: int) -> dict[str, Any]:
+    """A row."""
+    each_bytes = sum(case.ns) * case.k * 2
+    sets = 1 if case.rows >= _STEADY_ROWS else max(1, math.ceil(3 * device.l2_bytes / each_bytes))
+    weights = Weights(case, sets)
+    sides = sides_of(case, weights, device, provided)
+    choice = choose(case.rows, case.ns, case.k, gate=case.gate, bias=case.bias, gpu=device.name)
+    chosen = "" if choice is None else choice.name
+    parts = sides["separate"](0)
+    reference = (parts if case.gate else torch.cat(parts, 1)).float()
+    errors = {name: error_of(side(0), reference) for name, side in sides.items() if name != "separate"}
+    graphs = {name: Graph.capture(side, sets) for name, side in sides.items()}
+    turn_ms = _TURN_MS if case.rows >= _STEADY_ROWS else 0.0
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(rounds if not turn_ms else max(3, rounds // 3)):
+        for name in random.sample(list(graphs), len(graphs)):
+            samples[name].append(graphs[name].us(turn_ms))
+    us = {name: statistics.median(times) for name, times in samples.items()}
+    kernels = [name for name in us if name not in ("separate", "merged", "today")]
+    best = min(kernels, key=us.__getitem__)
+    return {
+        "model": case.name, "rows": case.rows, "dtype": "bf16", "k": case.k, "ns": list(case.ns),
+        "ratio": round(us["separate"] / us[chosen], 4),
+        "ratio_to_merged": round(us["merged"] / us[chosen], 4),
+        "ratio_to_today": round(us["today"] / us[chosen], 4), "chosen": chosen, "best": best,
+        "best_to_chosen": round(us[chosen] / us[best], 4),
+        "gbs": round((each_bytes + 2 * case.rows * (case.k + case.columns)) / us[best] * 1e-3),
+        "tflops": round(2 * case.rows * sum(case.ns) * case.k / us[best] * 1e-6),
+        "us": {name: round(value, 2) for name, value in us.items()},
+        "wrong": [name for name in kernels if not errors[name] < _ERROR], "turn_ms": turn_ms,
+    }  # fmt: skip
+
+
+def error_of(result: torch.Tensor, reference: torch.Tensor) -> float:
+    """Relative to torch's own of bf16, which is as far off."""
+    return float((result.float() - reference).norm() / reference.norm())
+
+
+@torch.no_grad()
+def run(options: argparse.Namespace) -> int:
+    """Prints and writes a row for each case, those that the file lacks first; 1 where a result is wrong."""
+    begun = time.monotonic()
+    device = find_device(options.device)
+    torch.cuda.set_device(device.index)
+    torch.manual_seed(0)
+    random.seed(0)
+    results = Results(results_path(options.out, device, "joined.json"), meta(device, METHOD))
+    cases = [
+        Case(model, rows, gate)
+        for rows in map(int, options.rows)
+        for model in options.models
+        for gate in ("", "swiglu")
+    ]
+    cases.sort(key=lambda case: results.find(_named(case)) is not None)
+    provided: list[packing.Provided] = []
+    found: list[dict[str, Any]] = []
+    for case in cases:
+        if options.seconds and time.monotonic() - begun > options.seconds:
+            print(f"stopped after {options.seconds} s: {len(found)} of {len(cases)}", flush=True)
+            break
+        found.append(measure(case, device, provided, options.rounds))
+        results.put(found[-1])
+        row = found[-1]
+        print(
+            f"{case.name} {case.rows}: {row['ratio']:.3f} x separate, {row['ratio_to_merged']:.3f} x merged, "
+            f"{row['ratio_to_today']:.3f} x today by {row['chosen']}, best {row['best']} "
+            f"{row['best_to_chosen']:.3f} x that, {row['gbs']} GB/s, {row['tflops']} Tflop/s; {row['us']}"
+            f"{' WRONG ' + ','.join(row['wrong']) if row['wrong'] else ''}", flush=True
+        )  # fmt: skip
+    for words in ("ratio", "ratio_to_merged", "ratio_to_today"):
+        if found:
+            values = [row[words] for row in found]
+            print(f"{words}: {geometric_mean(values):.3f}, least {min(values):.3f}")
+    return 0 if not any(row["wrong"] for row in found) else 1
+
+
+def _named(case: Case) -> dict[str, Any]:
+    """What of a row names it."""
+    return {"model": case.name, "rows": case.rows, "dtype": "bf16", "k": case.k}
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 where a result is wrong."""
+    parser = parser_of("joined", __doc__)
+    parser.add_argument("--models", default=",".join(MODELS), help="default: all of %(default)s")
+    parser.add_argument("--rows", default=",".join(ROWS), help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds; a third with turns")
+    parser.add_argument("--seconds", type=float, default=0, help="begin no further row after so many")
+    options = parser.parse_args(arguments)
+    choose_names(options, models=tuple(MODELS), rows=ROWS)
+    return run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

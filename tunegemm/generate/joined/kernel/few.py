@@ -1,0 +1,416 @@
+"""The kernel for few rows: persistent, warp-specialized TMA + WGMMA; the weights' N is WGMMA's m.
+
+D[:, columns of i] = A[m, k] B_i[n, k]^T + bias_i[n], for up to three weights; or, with a gate,
+D = act(A B_0^T + bias_0) * (A B_1^T + bias_1).
+
+Tiles, ring, main loop and the way out are those of `grouped`: a weight is what a group is there, but that all
+of them have all rows. A tile is of one weight: TMA knows each by a descriptor of its own, with its own end.
+A gate's two weights TMA reads as one tensor, whichever lies first in memory. Its sums then change places.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+from cutlass.utils import SmemAllocator
+
+from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
+from tunegemm.generate.cute_sm90.kernel.layouts import (
+    ORDER_BARRIER,
+    START_BARRIER,
+    load_box,
+    matrix_at,
+)
+from tunegemm.generate.cute_sm90.kernel.producer import EVICT_FIRST, EVICT_NORMAL
+from tunegemm.generate.cute_sm90.kernel.ring import Ring
+from tunegemm.generate.grouped.config import GroupedConfig
+from tunegemm.generate.grouped.kernel import consumer as grouped_consumer
+from tunegemm.generate.grouped.kernel import epilogue as grouped_epilogue
+from tunegemm.generate.grouped.kernel import gemm as grouped_gemm
+from tunegemm.generate.grouped.kernel import producer as grouped_producer
+from tunegemm.generate.grouped.kernel.producer import takes_width, views
+from tunegemm.generate.joined.kernel.arguments import WEIGHTS, Arguments
+from tunegemm.generate.kernel_rasterization import raster_of, tile_at
+
+
+class TilesParams(NamedTuple):
+    """What the launch decides. Tiles of weights are counted one weight after the other."""
+
+    n: Int32
+    """Rows of each weight."""
+    n1: Int32
+    n2: Int32
+    second: Int32
+    """The first tile of the second weight, and of the third."""
+    third: Int32
+    tiles_m: Int32
+    """Tiles of all weights."""
+    row_tiles: Int32
+    rows: Int32
+    """Of A and D."""
+    swizzle_size: Int32
+    blocks: Int32
+    """The grid."""
+
+
+class Place(NamedTuple):
+    """Where a tile lies. All threads have the same."""
+
+    column: Int32
+    """Its first row of its weight."""
+    row: Int32
+    """Its first row in A and D."""
+    rows: Int32
+    """How many there are from there on, at most a tile's."""
+    group: Int32
+    """Its weight."""
+    n: Int32
+    """Rows of that."""
+    begin: Int32
+    """The first column of that in D."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of one block: `first`, `next` while `has`, and the `place` of each."""
+
+    config: GroupedConfig
+    params: TilesParams
+    block: Int32
+
+    def first(self):
+        return Int32(self.block)
+
+    def has(self, index):
+        return index < self.params.tiles_m * self.params.row_tiles
+
+    def next(self, index, steps):
+        return index + steps * self.params.blocks
+
+    @cute.jit
+    def place(self, index):
+        """Where a tile lies."""
+        config, params = self.config, self.params
+        raster = raster_of(params.tiles_m, params.row_tiles, Int32(1), params.swizzle_size)
+        tile, tile_row = tile_at(index, raster)
+        weight = Int32(0)
+        begin = Int32(0)
+        n = Int32(params.n)
+        first = Int32(0)
+        if const_expr(not config.fused.gated):
+            if tile >= params.second:
+                weight = Int32(1)
+                begin = Int32(params.n)
+                n = Int32(params.n1)
+                first = Int32(params.second)
+            if tile >= params.third:
+                weight = Int32(2)
+                begin = params.n + params.n1
+                n = Int32(params.n2)
+                first = Int32(params.third)
+        row = tile_row * config.tile_n
+        rows = cutlass.min(params.rows - row, config.tile_n)
+        return Place((tile - first) * config.tile_columns, row, rows, weight, n, begin)
+
+
+@dataclass(frozen=True)
+class Producer(grouped_producer.Producer):
+    """One warp. `weights`: a tensor for each, (N, K, 1); with a gate one, (8, K, 2, N / 8, 1)."""
+
+    @cute.jit
+    def run(self, tiles, k_tiles, l2_hint):
+        """Fill the ring, tile after tile."""
+        widths = self.config.widths
+        policy = Int64(EVICT_NORMAL)
+        if l2_hint == 2:
+            policy = Int64(EVICT_FIRST)
+        state = self.ring.producer_start()
+        index = tiles.first()
+        while tiles.has(index):
+            place = tiles.place(index)
+            for weight in cutlass.range_constexpr(len(self.weights)):
+                for width in cutlass.range_constexpr(len(widths)):
+                    if cutlass.and_(place.group == weight, takes_rows(widths, width, place.rows)):
+                        state = self.fill(place, weight, width, state, k_tiles, policy)
+            index = tiles.next(index, 1)
+
+    @cute.jit
+    def fill(
+        self, place, weight: cutlass.Constexpr, index: cutlass.Constexpr, state, k_tiles, policy
+    ):  # fmt: skip
+        """Load what a tile multiplies, k tile after k tile. Returns where the ring then is."""
+        config, ring, width = self.config, self.ring, self.config.widths[index]
+        weights = self.weights[weight]
+        stage_bytes = (config.tile_m + width) * config.tile_k * 2
+        if const_expr(config.fused.gated):
+            inside = cute.domain_offset((0, 0, 0, place.column // 8, 0), weights.tensor)
+            box = (8, config.tile_k, 2, config.tile_m // 16)
+            tile = cute.local_tile(inside, box, (0, None, 0, 0, None))  # (*box, RestK, 1)
+            tAsA, tAgA = views(weights.atom, self.sA, tile, 4)
+        else:
+            inside = cute.domain_offset((place.column, 0, 0), weights.tensor)
+            tile = cute.local_tile(inside, (config.tile_m, config.tile_k), (0, None, None))
+            tAsA, tAgA = views(weights.atom, self.sA, tile)  # of (bM, bK, RestK, 1)
+        inside = cute.domain_offset((place.row, 0), self.rows[index].tensor)
+        tile = cute.local_tile(inside, (width, config.tile_k), (0, None))  # (width, bK, RestK)
+        tBsB, tBgB = views(self.rows[index].atom, self.sB[index], tile)
+        for k_tile in cutlass.range(k_tiles, unroll=1):
+            ring.wait_empty(state)
+            full = ring.full + state.stage
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, stage_bytes)
+            cute.copy(
+                weights.atom, tAgA[(None, k_tile, 0)], tAsA[(None, state.stage)],
+                tma_bar_ptr=full, cache_policy=policy,
+            )  # fmt: skip
+            cute.copy(
+                self.rows[index].atom, tBgB[(None, k_tile)], tBsB[(None, state.stage)], tma_bar_ptr=full
+            )
+            state = ring.advance(state)
+        return state
+
+
+def takes_rows(widths, index, rows):
+    """As `takes_width`, of one width, too."""
+    return rows > 0 if len(widths) == 1 else takes_width(widths, index, rows)
+
+
+@dataclass(frozen=True)
+class Consumer(grouped_consumer.Consumer):
+    """One warpgroup: the main loop, and what follows it for each tile."""
+
+    swapped: Any = None
+    """1 where the gate's sums lie behind those of up."""
+
+    @cute.jit
+    def run(self, tiles, k_tiles):
+        """Multiply, convert, store, tile after tile."""
+        config, ring, group = self.config, self.ring, self.group
+        widths = config.widths
+        pingpong = const_expr(config.schedule == "pingpong")
+
+        sums = cute.make_rmem_tensor(config.accumulator_registers, Float32)
+        turn = Int32(0)
+        state = ring.consumer_start()
+        index = tiles.first()
+        if const_expr(pingpong):
+            if group == 1:
+                # The second warpgroup takes the block's second tile, k tiles deeper in the ring.
+                state = ring.consumer_state(k_tiles)
+                index = tiles.next(index, 1)
+                self.end_turn(0)
+
+        while tiles.has(index):
+            place = tiles.place(index)
+            epilogue = self.epilogue.at(place)
+            bias = epilogue.bias_of(place)
+            if const_expr(pingpong):
+                cute.arch.barrier(barrier_id=ORDER_BARRIER + group, number_of_threads=2 * WARPGROUP_THREADS)
+            if const_expr(len(widths) == 1):
+                state = self.sum(sums, 0, state, k_tiles)
+            else:
+                for width in cutlass.range_constexpr(len(widths)):
+                    if takes_width(widths, width, place.rows):
+                        state = self.sum(sums, width, state, k_tiles)
+            if const_expr(config.fused.gated):
+                self.put_gate_first(sums)
+            turn = epilogue.store(sums, place, bias, turn)
+            if const_expr(pingpong):
+                state = ring.skip(state, k_tiles)
+                index = tiles.next(index, 2)
+            else:
+                index = tiles.next(index, 1)
+
+    @cute.jit
+    def put_gate_first(self, sums):
+        """Exchange the two values of each gate, 8 rows apart, where up lies first in memory."""
+        for block in cutlass.range_constexpr(self.config.accumulator_registers // 4):
+            for pair in cutlass.range_constexpr(2):
+                first, second = sums[4 * block + pair], sums[4 * block + 2 + pair]
+                sums[4 * block + pair] = second if self.swapped == 1 else first
+                sums[4 * block + 2 + pair] = first if self.swapped == 1 else second
+
+
+@dataclass(frozen=True)
+class Epilogue(grouped_epilogue.Epilogue):
+    """One consumer warpgroup's way out; of a product of one weight once it is `at` a tile."""
+
+    biases: tuple = ()
+    """Addresses of the weights' biases; 0 without."""
+
+    @cute.jit
+    def at(self, place):
+        """The way out of a tile: that of a product of its weight alone, whose D is columns of D."""
+        bias = Int64(self.biases[0])
+        for weight in cutlass.range_constexpr(1, WEIGHTS):
+            if place.group == weight:
+                bias = Int64(self.biases[weight])
+        d = self.d + Int64(place.begin) * (self.out.width // 8)
+        return replace(self, n=place.n, d=d, bias=bias)
+
+
+@dataclass(frozen=True)
+class GatedEpilogue(Epilogue):
+    """Where one weight gates the other."""
+
+    @cute.jit
+    def bias_of(self, place):
+        """What is added to this thread's column of gate and of up, for each part of a tile."""
+        atoms, bytes_each = self.config.atoms_per_warpgroup, self.out.width // 8
+        values = cute.make_rmem_tensor(2 * atoms, Float32)
+        values.fill(0.0)
+        for half in cutlass.range_constexpr(2 * atoms):
+            column = self.column_of(place, half // 2) + self.thread // 32 * 8 + self.thread % 32 // 4
+            if cutlass.and_(self.biases[half % 2] != 0, column < self.n):
+                address = self.biases[half % 2] + Int64(column) * bytes_each
+                pointer = cute.make_ptr(self.out, address, cute.AddressSpace.gmem, assumed_align=bytes_each)
+                values[half] = cute.make_tensor(pointer, cute.make_layout(1))[0].to(Float32)
+        return values
+
+
+class Gemm(grouped_gemm.Gemm):
+    """The product for one `GroupedConfig`, whose epilogue is empty or a gate."""
+
+    # ---- host side: runs on the CPU at every launch -------------------------------------------------
+
+    @cute.jit
+    def launch(self, given, stream):
+        """Encode the TMA descriptors and launch."""
+        config, dtypes, layouts = self.config, self.dtypes, self.layouts
+        swapped = Int32(0)
+        if const_expr(config.fused.gated):
+            base = Int64(given.b_address)
+            apart = given.b1_address - given.b_address
+            if apart < 0:
+                base = Int64(given.b1_address)
+                apart = given.b_address - given.b1_address
+                swapped = Int32(1)
+            mA = matrix_at(base, dtypes.a, (given.n, given.k, 1), True, given.ldb, given.ldb)  # (N, K, 1)
+            gated, stage, sA_loaded, box = self.gated_weights(mA, given.ldb, apart // (dtypes.a.width // 8))
+            sA_layout = layouts.ring_a(mA, config.stages)  # (bM, bK, STAGE)
+            weights = (load_box(gated, stage, box, 1),)
+        else:
+            mAs = given.weights(dtypes.a, [cutlass.max(n, 8) for n in given.rows])  # (N, K, 1) each
+            sA_layout = layouts.ring_a(mAs[0], config.stages)  # (bM, bK, STAGE)
+            sA_loaded = sA_layout
+            stage, box = layouts.ring_a(mAs[0]), (config.tile_m, config.tile_k)
+            weights = tuple(load_box(mA, stage, box, 1) for mA in mAs)
+        lda = cute.assume(given.lda, divby=128 // dtypes.b.width)
+        mB = cute.make_tensor(  # (ROW, K)
+            cute.make_ptr(dtypes.b, given.a_address, cute.AddressSpace.gmem, assumed_align=16),
+            cute.make_layout((given.m, given.k), stride=(lda, 1)),
+        )
+        sB_layout = layouts.ring_b(mB, config.stages)  # (bN, bK, STAGE)
+        sB_widths = tuple(  # (width, bK, STAGE)
+            self.first_rows(layouts._ring(mB, dtypes.b, width)) for width in config.widths
+        )
+        rows = tuple(
+            load_box(mB, layouts._ring(mB, dtypes.b, width), (width, config.tile_k), 1)
+            for width in config.widths
+        )
+        mmas = tuple(layouts.tiled_mma(config.tile_warpgroups, width) for width in config.widths)
+        epilogue_mma = layouts.tiled_mma(1, config.epi_n)
+        self.storage = layouts.shared_storage(cute.cosize(sA_layout), cute.cosize(sB_layout))
+        self.smem_bytes = self.storage.size_in_bytes()
+        second = cute.ceil_div(given.n, config.tile_columns)
+        third, total = second, second
+        if const_expr(not config.fused.gated):
+            third = second + cute.ceil_div(given.n1, config.tile_columns)
+            total = third + cute.ceil_div(given.n2, config.tile_columns)
+        params = TilesParams(
+            given.n, given.n1, given.n2, second, third, total, cute.ceil_div(given.m, config.tile_n),
+            given.m, given.swizzle_size, given.clusters,
+        )  # fmt: skip
+        out = (given.d_address, given.ldd, given.biases, swapped)
+        self.kernel(
+            weights, rows, mmas, epilogue_mma, (sA_layout, sA_loaded, sB_widths), params, out,
+            cute.ceil_div(given.k, config.tile_k), given.l2_hint,
+        ).launch(
+            grid=(given.clusters, 1, 1),
+            block=(config.threads, 1, 1),
+            smem=self.smem_bytes,
+            stream=stream,
+            # Without it ptxas ignores setmaxnreg (warning C7508).
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    @cute.jit
+    def __call__(self, *arguments):
+        """arguments: those of `Arguments`; the stream."""
+        self.launch(Arguments(*arguments[:-1]), arguments[-1])
+
+    # ---- device side --------------------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(
+        self,
+        weights: tuple,
+        rows: tuple,
+        mmas: tuple,
+        epilogue_mma: cute.TiledMma,
+        layouts: tuple,
+        params: TilesParams,
+        out: tuple,
+        k_tiles: Int32,
+        l2_hint: Int32,
+    ):
+        """`weights`, `rows`: what TMA loads, the rows for each of the config's widths."""
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+        tiles = Tiles(config, params, Int32(block))
+
+        if warp_index == 0:
+            for index in cutlass.range_constexpr(len(weights)):
+                cpasync.prefetch_descriptor(weights[index].atom)
+            for index in cutlass.range_constexpr(len(config.widths)):
+                cpasync.prefetch_descriptor(rows[index].atom)
+
+        storage = SmemAllocator().allocate(self.storage)
+        ring = Ring(config, storage.full.data_ptr(), storage.empty.data_ptr())
+        if thread == 0:
+            ring.make_barriers()
+        cute.arch.mbarrier_init_fence()
+
+        sA = storage.a.get_tensor(layouts[0].outer, swizzle=layouts[0].inner)  # (bM, bK, STAGE)
+        sA_loaded = storage.a.get_tensor(layouts[1].outer, swizzle=layouts[1].inner)
+        sB_widths = tuple(storage.b.get_tensor(layout.outer, swizzle=layout.inner) for layout in layouts[2])
+
+        load_registers, mma_registers = config.registers
+        started = 32 + config.consumers * WARPGROUP_THREADS
+        if group == 0:
+            cute.arch.setmaxregister_decrease(load_registers)
+            if warp_index == 0:
+                # Nobody waits here, as in `cute_sm90`.
+                cute.arch.sync_warp()
+                cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
+                producer = Producer(config, weights, rows, sA_loaded, sB_widths, ring, Int32(0))
+                producer.run(tiles, k_tiles, l2_hint)
+        else:
+            cute.arch.setmaxregister_increase(mma_registers)
+            cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
+            buffers = config.consumers * config.epilogue_buffers
+            rows_apart, buffer = config.pitch * config.epi_n, config.pitch * config.staged_rows
+            staging = cute.make_layout(  # (epiM, epiN, BUFFER)
+                (MMA_ATOM_M, config.epi_n, buffers), stride=(1, config.pitch, buffer)
+            )
+            if const_expr(config.fused.gated):
+                staging = cute.make_layout(
+                    ((8, 2, MMA_ATOM_M // 16), config.epi_n, buffers),
+                    stride=((1, rows_apart, 8), config.pitch, buffer),
+                )
+            sD = storage.d.get_tensor(staging)
+            consumer, own = group - 1, (thread - WARPGROUP_THREADS) % WARPGROUP_THREADS
+            d, ldd, biases, swapped = out
+            way_out = GatedEpilogue if const_expr(config.fused.gated) else Epilogue
+            epilogue = way_out(
+                config, self.dtypes.out, epilogue_mma, sD, params.n, d, ldd, biases[0], Int64(0), Int32(0),
+                Int64(0), consumer, own, biases,
+            )  # fmt: skip
+            released = ring.for_consumer(thread % 32, (Int32(0), Int32(0)))
+            Consumer(config, mmas, sA, sB_widths, released, epilogue, consumer, swapped).run(tiles, k_tiles)

@@ -1,0 +1,158 @@
+"""Which kernel of db/joined.toml computes one A with several weights where they lie: by an estimate.
+
+Of few rows what a block takes to bring its weights from memory counts, of many rows the waves of tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tunegemm.errors import BadValueError
+from tunegemm.generate import joined
+from tunegemm.generate.cute_sm90.config import KernelConfig
+from tunegemm.generate.grouped.config import GroupedConfig
+from tunegemm.resources import data_path
+
+#: By a word in a GPU's name GB/s that kernels of records get of its memory, and those that one multiprocessor
+#: gets where few of them read (one row, 40 to 64 tiles; db/records, 2026-11-24).
+_GBS = {"H200": (4300.0, 68.0), "": (3000.0, 61.0)}
+_SMS = 132
+"""Multiprocessors of both."""
+_WAVE_NS = 300.0
+"""What a further wave of tiles costs beside its bytes."""
+_MOST_BY_MEMORY = 64
+"""Up to so many rows memory decides, from there on waves of tiles."""
+
+
+@dataclass(frozen=True)
+class JoinedChoice:
+    """A kernel and how it is launched: the words of `JoinedKernel.bound`, but for the device."""
+
+    name: str
+    """Its name in the table."""
+    config: KernelConfig
+    swizzle_size: int = 8
+    along_m: bool = True
+    l2_hint: int = 0
+
+    @property
+    def words(self) -> Mapping[str, Any]:
+        return {"swizzle_size": self.swizzle_size, "along_m": self.along_m, "l2_hint": self.l2_hint}
+
+
+def choose(
+    rows: int, ns: Sequence[int], k: int, *,
+    gate: str = "", dtype: str = "bf16", bias: bool = False, gpu: str = "", path: Path | None = None,
+) -> JoinedChoice | None:  # fmt: skip
+    """The kernel for A of rows x K with weights of each N x K; None where there is none for such a product.
+
+    ns: of a gate two equal ones. gate: a gated step of `tunegemm.describe.epilogue`, such as swiglu. bias:
+    whether some weight has one. gpu: its name, such as NVIDIA H200.
+
+    Raises BadValueError for a damaged table.
+    """
+    parts = list(ns[:1] if gate else ns)
+    found = [
+        each for each in candidates(gate=gate, dtype=dtype, bias=bias, path=path) if each.fits(rows, parts)
+    ]
+    inside = [each for each in found if each.first_row <= rows <= each.last_row]
+    if not inside:  # narrow weights of many rows: what is for the most
+        most = max((each.last_row for each in found), default=0)
+        inside = [each for each in found if each.last_row == most]
+    best = min(inside, key=lambda each: each.estimate(rows, parts, k, gpu), default=None)
+    return None if best is None else best.choice
+
+
+def listed(path: Path | None = None) -> tuple[KernelConfig, ...]:
+    """All kernels, which ship compiled. Raises BadValueError for a damaged table."""
+    return tuple(dict.fromkeys(each.choice.config for each in _table(path)))
+
+
+def candidates(
+    *, gate: str = "", dtype: str = "bf16", bias: bool = False, path: Path | None = None
+) -> tuple[Listed, ...]:
+    """The kernels of a kind of product. Raises BadValueError for a damaged table."""
+    asked = dtype, gate, bias
+    return tuple(each for each in _table(path) if (each.dtype, each.gate, bias) == asked and each.takes(bias))
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A kernel of the table."""
+
+    choice: JoinedChoice
+    dtype: str
+    gate: str
+    biased: bool
+    """Whether it was compiled for biases; of few rows all kernels take them."""
+    first_row: int
+    last_row: int
+    """It is for so many rows; for others where no kernel is."""
+    relative: float
+
+    def takes(self, bias: bool) -> bool:
+        """Whether the kernel is for products with biases, or without."""
+        return isinstance(self.choice.config, GroupedConfig) or self.biased == bias
+
+    def fits(self, rows: int, ns: Sequence[int]) -> bool:
+        """Whether a tile reaches from no weight into the next: of many rows it ends with its weight."""
+        config = self.choice.config
+        return isinstance(config, GroupedConfig) or all(n >= config.tile_n for n in ns[:-1])
+
+    def estimate(self, rows: int, ns: Sequence[int], k: int, gpu: str) -> float:
+        """For so many rows and weights the kernel of the least one is taken to be the fastest."""
+        config = self.choice.config
+        tiles = joined.tiles_of(config, rows, ns) * config.cluster_size
+        if rows > _MOST_BY_MEMORY:
+            return -(-tiles // _SMS) * config.tile_m * config.tile_n / self.relative
+        memory, of_sm = next(rates for word, rates in _GBS.items() if word in gpu)
+        tile_bytes = 2 * k * (config.tile_m if isinstance(config, GroupedConfig) else config.tile_n)
+        waves, rest = divmod(tiles, _SMS)
+        last_ns = max(rest * tile_bytes / memory, tile_bytes / of_sm if rest else 0.0)
+        waves_ns = waves * (_SMS * tile_bytes / memory + _WAVE_NS)
+        return (waves_ns + last_ns + (_WAVE_NS if rest else 0.0)) / self.relative
+
+
+@cache
+def _table(path: Path | None) -> tuple[Listed, ...]:
+    import tomllib  # with the first such product: other programs do without
+
+    path = path or data_path("db", "joined.toml")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tuple(
+            each
+            for dtype in table["dtypes"]
+            for form in ("few", "many")
+            for name, words in table[form].items()
+            if name != "parameters"
+            for each in _listed(name, form, dtype, table[form]["parameters"], **words)
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadValueError(f"{path}: {type(error).__name__}: {error}; install the package anew") from None
+
+
+def _listed(
+    name: str, form: str, dtype: str, parameters: Sequence[str], *,
+    values: Sequence[int], rows: Sequence[int], relative: float = 1.0, gates: Sequence[str] = ("",),
+    biased: bool = False, l2_hint: int = 0,
+) -> list[Listed]:  # fmt: skip
+    """A line of the table: a kernel for each gate, of many rows without biases and perhaps with."""
+    tile: dict[str, Any] = dict(zip(parameters, values, strict=True))
+    first, last = rows
+    found = []
+    for gate in gates:
+        if form == "few":
+            config: KernelConfig = joined.few({"schedule": "cooperative"} | tile, dtype=dtype, gate=gate)
+            choice = JoinedChoice(name, config, l2_hint=l2_hint)
+            found.append(Listed(choice, dtype, gate, False, first, last, relative))
+            continue
+        for bias in (False, True)[: 1 + biased]:
+            config = joined.many(tile, dtype=dtype, gate=gate, bias=bias)
+            choice = JoinedChoice(name, config, l2_hint=l2_hint)
+            found.append(Listed(choice, dtype, gate, bias, first, last, relative))
+    return found
