@@ -49,7 +49,29 @@ def eagerly(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
         return node_of(error, api.linear, (input, weight, bias))
 
 
-class TunedLinear(torch.nn.Linear):
+class _Standing(type):
+    """The class of classes that tables of classes hold as the one that they stand for.
+
+    Tools look a layer's exact class up (``type(layer) in mapping``: torch.ao.quantization, DeepSpeed's
+    policies, tables of FLOPs) and pass over, silently, what is not there. A class that a tool derives has
+    places of its own.
+    """
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or (_stands_for(cls) is not None and _stands_for(cls) == _stands_for(other))
+
+    def __hash__(cls) -> int:
+        return hash(_stands_for(cls)) if _stands_for(cls) is not None else super().__hash__()
+
+
+def _stands_for(cls: object) -> object:
+    """The class that one of ours stands for; `torch.nn.Linear` for itself; None for others."""
+    if cls is torch.nn.Linear:
+        return cls
+    return vars(cls).get("stands_for") if isinstance(cls, _Standing) else None
+
+
+class TunedLinear(torch.nn.Linear, metaclass=_Standing):
     """`torch.nn.Linear` by `tunegemm.linear`: what `patch` makes of one. Has nothing of its own to store."""
 
     stands_for = torch.nn.Linear
