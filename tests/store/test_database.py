@@ -29,6 +29,7 @@ from tunegemm.errors import DatabaseError
 from tunegemm.generate import families
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.store import Database, Record
+from tunegemm.store.connection import display, without_passwords
 from tunegemm.store.schema import OLDEST_SCHEMA, SCHEMA_VERSION, VERSION_TABLE
 
 FINGERPRINT = Fingerprint(
@@ -399,6 +400,25 @@ class TestOpening:
     def test_memory_is_refused(self, location: str) -> None:
         with pytest.raises(DatabaseError, match="lost at exit; give a path"):
             Database.open(location)
+
+    @pytest.mark.parametrize(
+        ("location", "shown"),
+        [
+            ("postgresql://me:s%3Acret@host/db", "postgresql://me:***@host/db"),
+            (
+                "postgresql://host/db?PASSWORD=s%3Acret&sslmode=require",
+                "host/db?PASSWORD=...&sslmode=require",
+            ),
+            ("postgresql://me:s%3Acret@host:no-port/db", "postgresql://..."),
+            ("/folder/a file", "/folder/a file"),
+        ],
+    )
+    def test_a_location_in_a_message(self, location: str, shown: str) -> None:
+        assert display(location).endswith(shown)
+        said = without_passwords(f"cannot reach {location}, which says s:cret", location)
+        assert "s%3Acret" not in said and (
+            "s:cret" not in said or "no-port" in location or location[0] == "/"
+        )
 
     def test_a_server_of_another_kind_is_named_without_its_password(self) -> None:
         with pytest.raises(DatabaseError, match=r"nosuchserver://\.\.\.: not a kind that is known") as caught:

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 # Bound once: each is a call of 15-80 ns, where `torch.x.y` would cost as much again in look-ups.
 grad_enabled = torch.is_grad_enabled
 deterministic = torch._C._get_deterministic_algorithms
 dispatch_modes = torch._C._len_torch_dispatch_stack
+function_modes = torch._C._len_torch_function_stack
 functorch_level = torch._C._functorch.peek_interpreter_stack
 tracing = torch._C._is_tracing
 any_autocast = torch._C._is_any_autocast_enabled
@@ -63,6 +65,16 @@ def is_ordinary(a: torch.Tensor, b: torch.Tensor, tensors: Sequence[torch.Tensor
         and forward_ad._current_level < 0
         and not (a.is_neg() or b.is_neg() or a._is_zerotensor() or b._is_zerotensor())  # see `is_lazy`
     )
+
+
+def are_functions_watched() -> bool:
+    """Whether a `TorchFunctionMode` is on that may look at products.
+
+    All may but that of ``torch.set_default_device`` and ``with torch.device(...)``, which is for functions
+    that make tensors.
+    """
+    modes = map(torch._C._get_function_stack_at, range(function_modes()))
+    return any(type(mode) is not DeviceContext for mode in modes)
 
 
 def is_transformed() -> bool:

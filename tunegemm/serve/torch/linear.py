@@ -13,6 +13,7 @@ from tunegemm.serve import api
 from tunegemm.serve.forms import LINEAR
 from tunegemm.serve.guards import capturing, grad_enabled
 from tunegemm.serve.plans import trained
+from tunegemm.serve.states import own
 from tunegemm.serve.torch.autograd import PLAIN
 from tunegemm.serve.torch.fx import node_of
 
@@ -29,7 +30,7 @@ def eagerly(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
     except KeyError:  # they are something else's to give, such as a parametrization's
         weight, bias = layer.weight, layer.bias
     planner = api.dispatcher.planner
-    known = planner.state.torchs
+    known = planner.states[own()].torchs
     if known and type(input) in PLAIN and monotonic() < planner.next_look:
         # The products of a gradient might have kernels where the layer's has none. A CUDA graph does not
         # mind what the host has to do for them.
