@@ -13,6 +13,8 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from tunegemm.describe.precision import fp32_precision
+
 # Bound once: each is a call of 15-80 ns, where `torch.x.y` would cost as much again in look-ups.
 grad_enabled = torch.is_grad_enabled
 deterministic = torch._C._get_deterministic_algorithms
@@ -22,8 +24,10 @@ functorch_level = torch._C._functorch.peek_interpreter_stack
 tracing = torch._C._is_tracing
 any_autocast = torch._C._is_any_autocast_enabled
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  # absent from CPU builds
-# What `torch.backends.cuda.matmul.fp32_precision` asks, in 0.1 us instead of 0.8.
-_precision_of_fp32: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
+# What `fp32_precision` asks, without a look-up.
+_precision_of_fp32: Callable[[str, str], str] = getattr(
+    torch._C, "_get_fp32_precision_getter", lambda *_: fp32_precision()
+)
 
 #: What `torch.backends.cuda.matmul.allow_*_reduced_precision_reduction` says of 16-bit operands: whether the
 #: library may add up in 16 bits, and whether it may split k.
