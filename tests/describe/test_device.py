@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
 
+from tunegemm.describe import driver
 from tunegemm.describe.device import (
     ARCHITECTURES,
     PARTS,
@@ -59,6 +61,25 @@ class TestFindDevice:
         monkeypatch.setattr("tunegemm.describe.driver.device_count", lambda: 0)
         with pytest.raises(DeviceError, match=r"0 CUDA device.* use replay:h200 or model:h200"):
             find_device("cuda:0")
+
+    @pytest.mark.parametrize(
+        ("name", "tflops"), [("NVIDIA H200", 989.4), ("NVIDIA H100 PCIe", 756.5), ("NVIDIA H800", 0.0)]
+    )
+    def test_a_real_one_has_the_figures_of_its_part(
+        self, monkeypatch: pytest.MonkeyPatch, name: str, tflops: float
+    ) -> None:
+        facts = driver.Properties(name, (9, 0), 78, 50 * 2**20, 80 * 10**9)
+        monkeypatch.setattr("tunegemm.describe.device.cuda_device_count", lambda: 2)
+        monkeypatch.setattr(
+            driver, "properties", {0: facts, 1: replace(facts, capability=(7, 5))}.__getitem__
+        )
+        found = find_device("cuda")
+        assert (found.spec, found.name, found.sm_count, found.peak_tflops) == ("cuda:0", name, 78, tflops)
+        assert (found.bandwidth_gbps > 0) == (tflops > 0) and found.memory_bytes == 80 * 10**9
+        with pytest.raises(DeviceError, match=f"{name} is sm_75; tunegemm knows sm_80, "):
+            find_device("cuda:1")
+        with pytest.raises(DeviceError, match=r"2 CUDA device.* use cuda:0 to cuda:1$"):
+            find_device("cuda:2")
 
     @pytest.mark.gpu
     def test_the_real_one(self) -> None:
