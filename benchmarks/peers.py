@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("peers", __doc__)
+    parser = parser_of("benchmarks.peers", __doc__)
     parser.add_argument(
         "--shapes", action="append", default=[], help="a group, MxNxK or a regular expression"
     )

@@ -151,7 +151,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("search", __doc__, gpu=False)
+    parser = parser_of("benchmarks.search", __doc__, gpu=False)
     parser.add_argument("--recorded", default="h200", help="name of the recorded GPU (default: %(default)s)")
     parser.add_argument(
         "--sweeps",

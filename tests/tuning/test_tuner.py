@@ -18,7 +18,7 @@ from typing import Any
 import optuna
 import pytest
 
-from benchmarks.sweep_files import write_sweep
+from fit.sweep_files import write_sweep
 from tests.support.planted import tuning_families
 from tests.tuning.planted import (
     DEVICE,

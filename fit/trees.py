@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.results import RESULTS
 from tunegemm.choose.forest import MAX_LEAVES
 from tunegemm.describe.device import PARTS, Device, find_device
 from tunegemm.describe.problem import Problem
@@ -23,7 +24,6 @@ from tunegemm.model import shortlist
 from tunegemm.model.shortlist import Choices
 from tunegemm.model.terms import Columns, terms
 
-RESULTS = Path(__file__).parent / "results"
 FOLDS = 8
 #: Weight of a launch that was measured on another GPU.
 OF_OTHERS = 0.5
@@ -46,12 +46,12 @@ def source(gpu: str, name: str) -> Path:
     """A GPU's file of what was measured. Raises TunegemmError where it is not there."""
     path = RESULTS / gpu / name
     if not path.exists():
-        raise TunegemmError(f"{path} is not there; `python -m benchmarks.{name.split('.')[0]}` writes it")
+        raise TunegemmError(f"{path} is not there; `python -m fit.{name.split('.')[0]}` writes it")
     return path
 
 
 def measured(gpu: str, most_rows: int) -> tuple[dict[str, Any], list[dict[str, Any]], Device]:
-    """The head of a GPU's file of `benchmarks.choices`, its products of so many rows at most, and the GPU.
+    """The head of a GPU's file of `fit.choices`, its products of so many rows at most, and the GPU.
 
     Raises TunegemmError where there is no such file.
     """
@@ -63,7 +63,7 @@ def measured(gpu: str, most_rows: int) -> tuple[dict[str, Any], list[dict[str, A
 
 
 def launches_of(problem: Problem, launches: Sequence[Sequence[Any]], device: Device) -> Choices:
-    """Launches of `benchmarks.choices` by their numbers: place in the list, splits of k, second, along n,
+    """Launches of `fit.choices` by their numbers: place in the list, splits of k, second, along n,
     swizzle size."""
     rows = np.array([one[:5] for one in launches], dtype=np.int64).reshape(-1, 5)
     columns = Columns.of(
