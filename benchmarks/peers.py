@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from benchmarks.providers import Options, Provider
     from tunegemm.measure.backend import Backend
-    from tunegemm.tuning.efforts import Effort
+    from tunegemm.search.efforts import Effort
     from tunegemm.tuning.tuner import Tuner
 
 

@@ -38,11 +38,11 @@ from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.replay import Sweep, open_replay
 from tunegemm.model import rank as model
 from tunegemm.search import Portfolio, Search, first_of_each_kernel
+from tunegemm.search.efforts import EFFORTS
 from tunegemm.search.samplers import NAMES, sampler_of
 from tunegemm.search.space import StudySpace
 from tunegemm.search.study import ProblemStudy
 from tunegemm.tuning.begin import opinions
-from tunegemm.tuning.efforts import EFFORTS
 
 COUNTS = (8, 16, 32, 64)
 STEADY = "-steady"

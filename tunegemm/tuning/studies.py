@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.errors import StudyError, one_line
-from tunegemm.search.delegate import quiet_optuna
+from tunegemm.search.space import quiet_optuna
 from tunegemm.store.locations import project_location, user_location
 from tunegemm.untrusted import shown
 
