@@ -200,7 +200,7 @@ class Tuner:
                 run, self.kernels, algorithms,
                 swept=measurer.swept(problem), compiled=self.ahead.compiled(),
                 ready=self.ahead.ready(problem, effort), effort=effort, limit=limit, seed=self._seed,
-                sampler=self._sampler and sampler_of(self._sampler, seed=self._seed),
+                sampler=None if self._sampler is None else sampler_of(self._sampler, seed=self._seed),
             )  # fmt: skip
             if self._studies is not None:
                 self._studies.begin(search.study)
