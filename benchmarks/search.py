@@ -75,20 +75,23 @@ def by_sampler(name: str, problem: Problem, values: Values, device: Device, seed
             study.tell(candidate, values[candidate])
 
 
+def search_of(order: Sequence[Candidate], values: Values, trials: int) -> Search:
+    """A quick search of the recorded candidates, which come in the model's order."""
+    lists = value_lists(values)
+    launch_names = {name for candidate in values for name, _ in candidate.launch_params}
+    return Search(
+        first_of_each_kernel(order), {name: lists[name] for name in lists if name in launch_names},
+        EFFORTS["quick"].plan, allowed=values.__contains__, trials=trials,
+    )  # fmt: skip
+
+
 def study_of_sweep(
     problem: Problem, values: Values, device: Device, *, sampler: str, trials: int, seed: int = 0
 ) -> ProblemStudy:
     """The study of a tuning that has the recorded candidates of one family, and no others."""
-    order = list(by_model(problem, values, device, seed))
-    lists = value_lists(values)
-    launch_names = {name for candidate in values for name, _ in candidate.launch_params}
-    plan = EFFORTS["quick"].plan
-    search = Search(
-        first_of_each_kernel(order), {name: lists[name] for name in lists if name in launch_names}, plan,
-        allowed=values.__contains__, trials=trials,
-    )  # fmt: skip
+    search = search_of(list(by_model(problem, values, device, seed)), values, trials)
     return ProblemStudy(
-        Portfolio([search], plan), StudySpace([], candidates=values),
+        Portfolio([search], EFFORTS["quick"].plan), StudySpace([], candidates=values),
         verdict=lambda point: Verdict("recorded", f"{point} is not in the recording"),
         features=lambda candidates: opinions(problem, candidates, device),
         sampler=sampler_of(sampler, seed=seed), seed=seed,
@@ -176,7 +179,7 @@ def run(options: argparse.Namespace) -> None:
     for name in names:
         if name not in STRATEGIES:
             raise TunegemmError(f"--strategies {name}: use {', '.join(STRATEGIES)}")
-    root = _root(options)
+    root = options.sweeps or root_of(options.recorded)
     replays = {"interleaved": open_replay(options.recorded, root=root)}
     if (root / (options.recorded + STEADY)).is_dir():
         replays["steady"] = open_replay(options.recorded + STEADY, root=root)
@@ -234,11 +237,10 @@ def meta_of(replay: ReplayMeasurer) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _root(options: argparse.Namespace) -> Path:
-    """The folder that has the recorded GPU."""
+def root_of(recorded: str) -> Path:
+    """The folder that has a recorded GPU."""
     roots = [Path(__file__).parents[1] / folder for folder in FOLDERS]
-    found = (root for root in roots if (root / options.recorded).is_dir())
-    return options.sweeps or next(found, roots[0])
+    return next((root for root in roots if (root / recorded).is_dir()), roots[0])
 
 
 if __name__ == "__main__":
