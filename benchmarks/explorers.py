@@ -33,7 +33,6 @@ from tunegemm.generate.feasibility import Verdict
 from tunegemm.measure.replay import open_replay
 from tunegemm.search import Search
 from tunegemm.search.delegate import Delegate
-from tunegemm.search.roofline import explorer
 from tunegemm.search.search import Explorer
 from tunegemm.search.surrogate import Surrogate
 from tunegemm.tuning.begin import opinions
@@ -52,7 +51,10 @@ def made(name: str, search: Search, problem: Problem, device: Device, seed: int)
     def reject(candidate: Candidate, verdict: Verdict) -> None: ...
 
     if name == "gp":
-        return Delegate(explorer(seed), [search], verdict=verdict, reject=reject)
+        from optuna.samplers import GPSampler
+
+        sampler = GPSampler(seed=seed, n_startup_trials=1, warn_independent_sampling=False)
+        return Delegate(sampler, [search], verdict=verdict, reject=reject)
     return Surrogate(
         search, verdict=verdict, reject=reject, features=lambda some: opinions(problem, some, device)
     )

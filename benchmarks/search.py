@@ -34,7 +34,7 @@ from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import TunegemmError
 from tunegemm.generate.feasibility import Verdict
 from tunegemm.measure.outcome import Measurement
-from tunegemm.measure.replay import ReplayMeasurer, Sweep, open_replay
+from tunegemm.measure.replay import ReplayDevice, Sweep, open_replay
 from tunegemm.model import rank as model
 from tunegemm.search import Portfolio, Search, first_of_each_kernel
 from tunegemm.search.efforts import EFFORTS
@@ -227,7 +227,7 @@ def run(options: argparse.Namespace) -> None:
     print(f"written: {results.path}")
 
 
-def meta_of(replay: ReplayMeasurer) -> dict[str, Any]:
+def meta_of(replay: ReplayDevice) -> dict[str, Any]:
     """How rows of a recording come about: its GPU and driver, and today's packages."""
     versions = {name: package_version(name) for name in ("tunegemm", "optuna")}
     return {

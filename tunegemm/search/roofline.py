@@ -6,14 +6,12 @@ same study, and passes Optuna's own conformance suite. Importing this module imp
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from optuna.distributions import BaseDistribution
-from optuna.samplers import BaseSampler, GPSampler, TPESampler
+from optuna.samplers import BaseSampler, TPESampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
@@ -47,10 +45,10 @@ class Order(Protocol):
 
 class RooflineSampler(BaseSampler):
     """The model's order by cycles and joules and what won for neighbours, then variants and launches of the
-    best; after these what a Gaussian process of ours expects most of (`tunegemm.search.surrogate`).
+    best; after these what a Gaussian process expects most of (`tunegemm.search.surrogate`).
 
     `tunegemm.tune` gives it the order of its problem, from which it takes one candidate a trial. Alone, as in
-    a study of something else, and after the last trial of a tuning, it is Optuna's Gaussian process.
+    a study of something else, and after the last trial of a tuning, it is Optuna's TPE.
     """
 
     def __init__(
@@ -61,10 +59,11 @@ class RooflineSampler(BaseSampler):
         beyond: BaseSampler | None = None,
         seed: int | None = None,
     ) -> None:
-        """order, space: the candidates, and how they are a trial's parameters. beyond: takes the place of
-        Optuna's Gaussian process. seed: of that.
+        """order, space: the candidates, and how they are a trial's parameters. beyond: in place of TPE,
+        whose seed is `seed`.
         """
-        self._order, self.space, self._given_beyond, self._seed = order, space, beyond, seed
+        self._order, self.space = order, space
+        self._beyond = beyond or _tpe(seed)
         self._waiting: deque[Candidate] = deque()
         self._given: dict[int, Candidate] = {}
         #: What a search goes by in place of the value that the study is told.
@@ -79,10 +78,6 @@ class RooflineSampler(BaseSampler):
     def expect(self, candidate: Candidate, search_value: float | None) -> None:
         """What the search is to go by when the candidate's trial is told."""
         self._search_values[candidate] = search_value
-
-    @functools.cached_property
-    def _beyond(self) -> BaseSampler:
-        return self._given_beyond or explorer(self._seed)
 
     def reseed_rng(self) -> None:
         self._beyond.reseed_rng()
@@ -122,13 +117,11 @@ class RooflineSampler(BaseSampler):
 
     def __getstate__(self) -> Mapping[str, Any]:
         """Without the order, which knows kernels of this process: a study that is kept needs it no more."""
-        return self.__dict__ | {"_order": None, "_waiting": deque(), "_given": {}, "_search_values": {}}
+        lost: dict[str, Any] = {"_order": None, "_waiting": deque(), "_given": {}, "_search_values": {}}
+        return self.__dict__ | lost | {"_beyond": _tpe(None)}
 
 
-def explorer(seed: int | None) -> BaseSampler:
-    """The sampler that a search hands over to: Optuna's Gaussian process, which needs SciPy; else its TPE."""
+def _tpe(seed: int | None) -> BaseSampler:
+    """It begins where another order ends: no trial of it is by chance."""
     with quiet_optuna():
-        if importlib.util.find_spec("scipy") is not None:
-            # It begins where another order ends: no trial of it is by chance.
-            return GPSampler(seed=seed, n_startup_trials=1, warn_independent_sampling=False)
         return TPESampler(seed=seed, n_startup_trials=1, multivariate=True, constant_liar=True)
