@@ -18,13 +18,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.command import command, parser_of
+from benchmarks.command import command
 from benchmarks.results import RESULTS, geometric_mean
 from fit.trees import (
     LOSERS,
@@ -35,6 +34,7 @@ from fit.trees import (
     Mask,
     boosted,
     device_of,
+    parser_of_fit,
     source,
     trees_of,
     validated,
@@ -68,12 +68,7 @@ SETTINGS: dict[str, Any] = {
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("fit.kinds", __doc__, gpu=False)
-    parser.add_argument("--gpu", default="h200", help="folder of benchmarks/results that has the data")
-    parser.add_argument("--also", help="another such folder, whose products are fitted to, too")
-    parser.add_argument("--out", type=Path, help="folder of kinds-GPU.json (default: db)")
-    parser.add_argument("--results", type=Path, help="folder of kinds.json (default: results/GPU)")
-    fit(parser.parse_args(arguments))
+    fit(parser_of_fit("fit.kinds", __doc__).parse_args(arguments))
 
 
 class Frame:

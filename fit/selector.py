@@ -19,13 +19,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.command import command, parser_of
+from benchmarks.command import command
 from benchmarks.results import RESULTS
 from fit.choices import ROWS_OF_LOGITS
 from fit.trees import (
@@ -38,6 +37,7 @@ from fit.trees import (
     boosted,
     launches_of,
     measured,
+    parser_of_fit,
     ratios_and_weights,
     trees_of,
     validated,
@@ -77,12 +77,8 @@ SETTINGS: dict[str, Any] = {
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("fit.selector", __doc__, gpu=False)
-    parser.add_argument("--gpu", default="h200", help="folder of benchmarks/results that has choices.json.xz")
-    parser.add_argument("--also", default="", help="another such folder, whose products are fitted to, too")
+    parser = parser_of_fit("fit.selector", __doc__)
     parser.add_argument("--logits", action="store_true", help="products as wide as vocabularies")
-    parser.add_argument("--out", type=Path, help="folder of the fitted file (default: db)")
-    parser.add_argument("--results", type=Path, help="folder of what was validated (default: results/GPU)")
     fit(parser.parse_args(arguments))
 
 

@@ -6,6 +6,7 @@ leaves out a fold of all (N, K), fits to the others and lets the trees choose.
 
 from __future__ import annotations
 
+import argparse
 import json
 import lzma
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.command import parser_of
 from benchmarks.results import RESULTS
 from tunegemm.choose.forest import MAX_LEAVES
 from tunegemm.describe.device import PARTS, Device, find_device
@@ -34,6 +36,16 @@ MOST_MARGIN, MARGIN_STEP = 0.3, 0.0025
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
+
+
+def parser_of_fit(name: str, text: str | None) -> argparse.ArgumentParser:
+    """The parser of a fit to one GPU's data."""
+    parser = parser_of(name, text, gpu=False)
+    parser.add_argument("--gpu", default="h200", help="folder of benchmarks/results that has the data")
+    parser.add_argument("--also", help="another such folder, whose products are fitted to, too")
+    parser.add_argument("--out", type=Path, help="folder of the fitted file (default: db)")
+    parser.add_argument("--results", type=Path, help="folder of what was validated (default: results/GPU)")
+    return parser
 
 
 def device_of(meta: Mapping[str, Any]) -> Device:
