@@ -70,7 +70,7 @@ check: $(READY)
 	$(RUN) -m mypy
 
 format: $(READY)
-	$(RUN) -m ruff format tunegemm tests benchmarks db docs  # not the code in README: its comments are aligned
+	$(RUN) -m ruff format tunegemm tests benchmarks fit db docs  # not the code in README: its comments are aligned
 	$(RUN) -m ruff check --fix .
 
 # The generated blocks and figures, then the site in build/site.

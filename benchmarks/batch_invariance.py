@@ -73,7 +73,7 @@ def larger(count: int = MORE, largest: int = LARGEST) -> list[int]:
 @command
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """1 where bits differ."""
-    parser = parser_of("batch_invariance", __doc__)
+    parser = parser_of("benchmarks.batch_invariance", __doc__)
     parser.add_argument("--shapes", default=",".join(SHAPES), help="NxK,...; default: %(default)s")
     parser.add_argument("--kinds", default=",".join(KINDS), help="default: %(default)s")
     parser.add_argument("--timed", default=",".join(map(str, TIMED)), help="M,...; default: %(default)s")

@@ -108,7 +108,7 @@ class Size:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a result is further from fp32 than torch's allows."""
-    parser = parser_of("clients", __doc__)
+    parser = parser_of("benchmarks.clients", __doc__)
     parser.add_argument("--model", choices=("8B", "1B"), default="8B", help="default: %(default)s")
     parser.add_argument("--layers", type=int, help="decoder layers (default: 2 of the 32 of 8B, all of 1B)")
     parser.add_argument(

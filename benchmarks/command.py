@@ -1,4 +1,4 @@
-"""The command lines of the benchmarks: how they begin and how they end."""
+"""The command lines of benchmarks and fits: how they begin and how they end."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Main = Callable[[Sequence[str] | None], int | None]
 
 
 def parser_of(name: str, text: str | None, *, gpu: bool = True) -> argparse.ArgumentParser:
-    """The parser of the benchmark of that name, whose module's docstring is the text.
+    """The parser of the module of that name, such as benchmarks.peers, whose docstring is the text.
 
     gpu: whether it measures on one: it takes `--device` then, and `--out`, which the module may explain anew.
     """
     description = (text or "").partition("\n")[0]
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{name}", description=description, conflict_handler="resolve"
+        prog=f"python -m {name}", description=description, conflict_handler="resolve"
     )
     if gpu:
         parser.add_argument("--device", default="cuda:0", help="cuda:N (default: %(default)s)")

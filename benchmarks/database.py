@@ -30,6 +30,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import RESULTS
 from tunegemm.describe.device import PARTS, Device, Fingerprint, device_from_part, package_version
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -37,7 +38,7 @@ from tunegemm.measure.outcome import Measurement
 from tunegemm.store import Database
 from tunegemm.store.schema import FASTEST
 
-OUT = Path(__file__).parent / "results" / "cpu" / "database.json"
+OUT = RESULTS / "cpu" / "database.json"
 
 WRITERS, PUBLICATIONS = 8, 1_000
 KILLS = 200

@@ -52,7 +52,7 @@ Call = Callable[[], Any]
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("dispatch", __doc__)
+    parser = parser_of("benchmarks.dispatch", __doc__)
     parser.add_argument("--shape", default="128x128x64", help="a small one: the host's time is measured")
     parser.add_argument("--families", default="cute_sm90", help="comma-separated, to be tuned")
     parser.add_argument("--trials", type=int, default=6, help="candidates per problem")

@@ -48,7 +48,7 @@ KINDS = {
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("dtypes", __doc__)
+    parser = parser_of("benchmarks.dtypes", __doc__)
     parser.add_argument("--dtypes", default=",".join(KINDS), help=f"of {', '.join(KINDS)} (default: all)")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="MxNxK,... (default: the eight)")
     parser.add_argument("--trials", type=int, default=32, help="candidates per product (default: 32)")

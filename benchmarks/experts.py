@@ -15,7 +15,7 @@ slices: all layers take turns, each with other rows and another skew, so that `-
 evenly, ends it with as many of each. Weights' gradients, products of groups along k, go to
 experts_along_k.json. quack's kernel is its own for such products, untuned; vLLM's the Triton
 one as its tables say, for which the rows of each block are found before. With `--kernels` it writes
-experts_kernels.json, from which `benchmarks.expert_choices` draws.
+experts_kernels.json, from which `fit.expert_choices` draws.
 """
 
 from __future__ import annotations
@@ -587,7 +587,7 @@ def _line(name: str, rows: Sequence[dict[str, Any]]) -> str:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a result is wrong."""
-    parser = parser_of("experts", __doc__)
+    parser = parser_of("benchmarks.experts", __doc__)
     parser.add_argument(
         "--layers", default=",".join(LAYERS), help="or `anchor`, the first six; default: all of %(default)s"
     )

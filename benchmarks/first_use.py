@@ -74,7 +74,7 @@ DIMENSIONS = (
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("first_use", __doc__)
+    parser = parser_of("benchmarks.first_use", __doc__)
     parser.add_argument("--listed", type=int, default=1000, help="most shipped products, drawn by seed")
     parser.add_argument(
         "--unseen", type=int, default=30, help="products drawn by seed (default: %(default)s)"

@@ -249,7 +249,7 @@ def _copied(block: Any) -> Any:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a result is further from fp32 than torch's allows."""
-    parser = parser_of("layers", __doc__)
+    parser = parser_of("benchmarks.layers", __doc__)
     parser.add_argument("--models", default=",".join(SIZES), help="default: all of %(default)s")
     parser.add_argument(
         "--rows", default=",".join(ROWS), help="tokens of a prompt, or dN: default %(default)s"

@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
     from benchmarks.providers import Options, Provider
     from tunegemm.measure.backend import Backend
-    from tunegemm.tuning.efforts import Effort
+    from tunegemm.search.efforts import Effort
     from tunegemm.tuning.tuner import Tuner
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("peers", __doc__)
+    parser = parser_of("benchmarks.peers", __doc__)
     parser.add_argument(
         "--shapes", action="append", default=[], help="a group, MxNxK or a regular expression"
     )

@@ -41,7 +41,7 @@ METHOD = (
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("ragged", __doc__)
+    parser = parser_of("benchmarks.ragged", __doc__)
     parser.add_argument("--numbers", type=int, default=NUMBERS, help="products under each policy")
     options = parser.parse_args(arguments)
     device = find_device(options.device)

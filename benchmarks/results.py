@@ -22,11 +22,14 @@ from tunegemm.describe.device import Device, TelemetryReader, package_version
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
 
+#: The result files: a folder for each GPU, named by `folder_of`.
+RESULTS = Path(__file__).parent / "results"
 #: Facts under `meta` that rows of one file must share.
 SHARED = ("gpu", "driver", "packages", "method")
 _KEY = (
     "m", "n", "k", "batch", "dtype", "accumulation", "layout", "epilogue", "effort", "call", "workload",
     "mode", "layers", "label", "model", "rows", "phase", "sequences", "groups", "skew", "tuned",
+    "timing", "strategy",
 )  # fmt: skip
 _PACKAGES = (
     "tunegemm", "torch", "triton", "nvidia-cutlass-dsl", "nvmath-python", "quack-kernels",
@@ -43,10 +46,12 @@ class ResultsError(TunegemmError):
 
 def results_path(out: Path | None, device: Device, name: str) -> Path:
     """``OUT/NAME``, by default in the folder of the GPU beside this file, such as ``results/h200``."""
-    if out is None:
-        words = device.name.removeprefix("NVIDIA").lower().split()
-        out = Path(__file__).parent / "results" / "-".join(words)
-    return out / name
+    return (out or folder_of(device.name)) / name
+
+
+def folder_of(gpu: str) -> Path:
+    """The folder of a GPU's results, by the name that its driver gives it."""
+    return RESULTS / "-".join(gpu.removeprefix("NVIDIA").lower().split())
 
 
 def meta(device: Device, method: str) -> dict[str, Any]:
@@ -67,7 +72,8 @@ def meta(device: Device, method: str) -> dict[str, Any]:
 
 def command_line(arguments: list[str]) -> str:
     """What to type to run this again. Where its files went says nothing about a figure, and is left out."""
-    words = ["python", "-m", f"benchmarks.{Path(arguments[0]).stem}"]
+    program = Path(arguments[0])
+    words = ["python", "-m", f"{program.parent.name}.{program.stem}"]
     rest = iter(arguments[1:])
     for word in rest:
         if word in _PLACES:

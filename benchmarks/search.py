@@ -16,7 +16,6 @@ part of that. Sweeps named NAME-steady were timed in steady state.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -28,21 +27,21 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import command, parser_of
-from benchmarks.results import command_line, problem_fields, results_path
+from benchmarks.results import Results, command_line, problem_fields, results_path
 from tunegemm.describe.device import Device, package_version
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import TunegemmError
 from tunegemm.generate.feasibility import Verdict
 from tunegemm.measure.outcome import Measurement
-from tunegemm.measure.replay import Sweep, open_replay
+from tunegemm.measure.replay import ReplayDevice, Sweep, open_replay
 from tunegemm.model import rank as model
 from tunegemm.search import Portfolio, Search, first_of_each_kernel
+from tunegemm.search.efforts import EFFORTS
 from tunegemm.search.samplers import NAMES, sampler_of
 from tunegemm.search.space import StudySpace
 from tunegemm.search.study import ProblemStudy
 from tunegemm.tuning.begin import opinions
-from tunegemm.tuning.efforts import EFFORTS
 
 COUNTS = (8, 16, 32, 64)
 STEADY = "-steady"
@@ -76,20 +75,23 @@ def by_sampler(name: str, problem: Problem, values: Values, device: Device, seed
             study.tell(candidate, values[candidate])
 
 
+def search_of(order: Sequence[Candidate], values: Values, trials: int) -> Search:
+    """A quick search of the recorded candidates, which come in the model's order."""
+    lists = value_lists(values)
+    launch_names = {name for candidate in values for name, _ in candidate.launch_params}
+    return Search(
+        first_of_each_kernel(order), {name: lists[name] for name in lists if name in launch_names},
+        EFFORTS["quick"].plan, allowed=values.__contains__, trials=trials,
+    )  # fmt: skip
+
+
 def study_of_sweep(
     problem: Problem, values: Values, device: Device, *, sampler: str, trials: int, seed: int = 0
 ) -> ProblemStudy:
     """The study of a tuning that has the recorded candidates of one family, and no others."""
-    order = list(by_model(problem, values, device, seed))
-    lists = value_lists(values)
-    launch_names = {name for candidate in values for name, _ in candidate.launch_params}
-    plan = EFFORTS["quick"].plan
-    search = Search(
-        first_of_each_kernel(order), {name: lists[name] for name in lists if name in launch_names}, plan,
-        allowed=values.__contains__, trials=trials,
-    )  # fmt: skip
+    search = search_of(list(by_model(problem, values, device, seed)), values, trials)
     return ProblemStudy(
-        Portfolio([search], plan), StudySpace([], candidates=values),
+        Portfolio([search], EFFORTS["quick"].plan), StudySpace([], candidates=values),
         verdict=lambda point: Verdict("recorded", f"{point} is not in the recording"),
         features=lambda candidates: opinions(problem, candidates, device),
         sampler=sampler_of(sampler, seed=seed), seed=seed,
@@ -136,7 +138,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Of each strategy and timing, over sweeps and seeds: the regret's median and 90th percentile."""
     found = []
     for timing in dict.fromkeys(row["timing"] for row in rows):
-        for name in dict.fromkeys(row["strategy"] for row in rows):
+        for name in STRATEGIES:
             mine = [row for row in rows if (row["timing"], row["strategy"]) == (timing, name)]
             if not mine:  # it takes none of these sweeps
                 continue
@@ -151,7 +153,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("search", __doc__, gpu=False)
+    parser = parser_of("benchmarks.search", __doc__, gpu=False)
     parser.add_argument("--recorded", default="h200", help="name of the recorded GPU (default: %(default)s)")
     parser.add_argument(
         "--sweeps",
@@ -177,13 +179,18 @@ def run(options: argparse.Namespace) -> None:
     for name in names:
         if name not in STRATEGIES:
             raise TunegemmError(f"--strategies {name}: use {', '.join(STRATEGIES)}")
-    root = _root(options)
+    root = options.sweeps or root_of(options.recorded)
     replays = {"interleaved": open_replay(options.recorded, root=root)}
     if (root / (options.recorded + STEADY)).is_dir():
         replays["steady"] = open_replay(options.recorded + STEADY, root=root)
     device = replays["interleaved"].device
-    path = results_path(options.out, device, "search.json")
-    rows = _rows_of_before(path)
+    results = Results(results_path(options.out, device, "search.json"), meta_of(replays["interleaved"]))
+    # Of strategies that there are still, as far as they were compared after as many candidates.
+    wanted = {str(count) for count in COUNTS}
+    results.rows = [
+        row for row in results.rows if row["strategy"] in STRATEGIES and row["regret"].keys() == wanted
+    ]
+    results.summary = results.earlier_summary  # until all are there
     told = False
     for timing, replay in replays.items():
         for problem in replay.problems():
@@ -195,6 +202,7 @@ def run(options: argparse.Namespace) -> None:
             of_sweep = problem_fields(problem) | {
                 "timing": timing, "recorded": sweep.recorded_at[:10], "candidates": len(values)
             }  # fmt: skip
+            rows = []
             for name in names:
                 seeds = range(min(options.seeds, _SEEDS.get(name, options.seeds)))
                 try:
@@ -207,51 +215,32 @@ def run(options: argparse.Namespace) -> None:
                 by_count = {
                     str(count): list(one) for count, one in zip(COUNTS, zip(*found, strict=True), strict=True)
                 }
-                row = of_sweep | {"strategy": name, "regret": by_count}
-                rows = [one for one in rows if _place(one) != _place(row)] + [row]
+                rows.append(of_sweep | {"strategy": name, "regret": by_count})
             print(f"{problem}, {timing}, {len(values)} candidates", flush=True)
-            write(path, rows, {"gpu": device.name, "driver": sweep.fingerprint.driver})
+            results.put(*rows)
     if not told:
         raise TunegemmError(f"no sweep of {options.recorded} has a measured candidate of {options.family}")
-    for one in summary(rows):
+    results.summary = {"strategies": summary(results.rows)}
+    results.put()
+    for one in results.summary["strategies"]:
         print(*one.values())
-    print(f"written: {path}")
+    print(f"written: {results.path}")
 
 
-def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What there is one row of."""
-    return tuple(value for name, value in row.items() if name not in ("regret", "recorded", "candidates"))
-
-
-def _rows_of_before(path: Path) -> list[dict[str, Any]]:
-    """Of strategies that there are still, as far as they were compared after as many candidates."""
-    if not path.exists():
-        return []
-    wanted = {str(count) for count in COUNTS}
-    rows = json.loads(path.read_text())["rows"]
-    return [row for row in rows if row["strategy"] in STRATEGIES and row["regret"].keys() == wanted]
-
-
-def write(path: Path, rows: Sequence[dict[str, Any]], told: Mapping[str, str]) -> None:
-    """Rows in the order of the strategies, and what sums them up."""
-    order = list(STRATEGIES)
-    ordered = sorted(rows, key=lambda row: (row["timing"], order.index(row["strategy"])))
+def meta_of(replay: ReplayDevice) -> dict[str, Any]:
+    """How rows of a recording come about: its GPU and driver, and today's packages."""
     versions = {name: package_version(name) for name in ("tunegemm", "optuna")}
-    head = {
-        "command": command_line(sys.argv), "date": datetime.now(UTC).isoformat(timespec="seconds"), **told,
+    return {
+        "command": command_line(sys.argv), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "gpu": replay.device.name, "driver": replay.device.fingerprint.driver,
         "packages": {name: version for name, version in versions.items() if version}, "method": METHOD,
     }  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(row) for row in ordered)
-    entries = f'"strategies": {json.dumps(summary(ordered), indent=1)},\n"rows": [\n{lines}\n]'
-    path.write_text(f'{{"meta": {json.dumps(head)},\n{entries}}}\n')
 
 
-def _root(options: argparse.Namespace) -> Path:
-    """The folder that has the recorded GPU."""
+def root_of(recorded: str) -> Path:
+    """The folder that has a recorded GPU."""
     roots = [Path(__file__).parents[1] / folder for folder in FOLDERS]
-    found = (root for root in roots if (root / options.recorded).is_dir())
-    return options.sweeps or next(found, roots[0])
+    return next((root for root in roots if (root / recorded).is_dir()), roots[0])
 
 
 if __name__ == "__main__":

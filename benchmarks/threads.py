@@ -120,7 +120,7 @@ def _of_library(problem: Problem, device: Device) -> list[Case]:
 @command
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """1 where a result was wrong."""
-    parser = parser_of("threads", __doc__)
+    parser = parser_of("benchmarks.threads", __doc__)
     parser.add_argument("--calls", type=int, default=1_000_000, help="of all rows together, at least")
     options = parser.parse_args(arguments)
     device = find_device(options.device)

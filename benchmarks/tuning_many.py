@@ -63,7 +63,7 @@ _PEER = "import sys; from benchmarks.tuning_many import print_peer; print_peer(*
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int | None:
-    parser = parser_of("tuning_many", __doc__)
+    parser = parser_of("benchmarks.tuning_many", __doc__)
     parser.add_argument("--list", type=Path, default=LIST, help="what --from takes (default: %(default)s)")
     parser.add_argument("--budget", type=float, metavar="S", help="seconds; then the command is interrupted")
     parser.add_argument("--without-library", action="store_true", help="leave the package's kernels out")

@@ -90,7 +90,7 @@ print(json.dumps(found | {
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("tuning_time", __doc__)
+    parser = parser_of("benchmarks.tuning_time", __doc__)
     parser.add_argument("--shapes", action="append", default=[], help="a group, MxNxK or pattern")
     options = parser.parse_args(arguments)
     problems = shapes.select(options.shapes) if options.shapes else [Problem.parse(s) for s in SHAPES]

@@ -141,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a result is wrong."""
-    parser = parser_of("vllm_experts", __doc__)
+    parser = parser_of("benchmarks.vllm_experts", __doc__)
     parser.add_argument("--models", default=",".join(MODELS), help="default: all of %(default)s")
     parser.add_argument("--tokens", default=",".join(TOKENS), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds")

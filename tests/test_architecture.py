@@ -179,6 +179,10 @@ def last_name(node: ast.expr) -> str:
     return str(getattr(node, "attr", getattr(node, "id", "")))
 
 
+#: What has private names that others leave alone.
+FOLDERS = ("tunegemm", "benchmarks", "fit")
+
+
 def touches(text: str, private: set[str]) -> Iterator[tuple[int, str]]:
     """Lines of a program, and of those in its strings, that reach for such a name of another object."""
     for node in ast.walk(ast.parse(text)):
@@ -194,19 +198,34 @@ def touches(text: str, private: set[str]) -> Iterator[tuple[int, str]]:
             for base, name in re.findall(r"([\w.]+)\.(_[a-z]\w*)", node.value):
                 if name in private and base not in ("self", "cls") and not base.startswith("torch"):
                     yield node.lineno, name
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("tunegemm", "benchmarks")):
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in FOLDERS:
             yield from ((node.lineno, name.name) for name in node.names if name.name.startswith("_"))
 
 
 def test_tests_and_benchmarks_touch_no_private_name() -> None:
     """What they need has a public door, or shows in what the object does."""
     root = PACKAGE.parent
-    private = private_names(PACKAGE) | private_names(root / "benchmarks")
+    private = set().union(*(private_names(root / folder) for folder in FOLDERS))
     found = [
         f"{path.relative_to(root)}:{line} {name}"
-        for folder in ("tests", "benchmarks")
+        for folder in ("tests", "benchmarks", "fit")
         for path in sorted((root / folder).rglob("*.py"))
         for line, name in touches(path.read_text(), private - set(TOUCHED))
+    ]
+    assert found == []
+
+
+def test_what_measures_knows_nothing_of_what_makes_data_and_the_package_of_neither() -> None:
+    root = PACKAGE.parent
+    allowed = {"tunegemm": {"tunegemm"}, "benchmarks": {"tunegemm", "benchmarks"}}
+    found = [
+        f"{path.relative_to(root)} imports {module}"
+        for folder, own in allowed.items()
+        for path in sorted((root / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for module in [node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name]
+        if module.partition(".")[0] in {"tunegemm", "benchmarks", "fit"} - own
     ]
     assert found == []
 

@@ -339,7 +339,7 @@ def test_the_check_fails_on_a_stale_block(tmp_path: Path) -> None:
 #: What tells of the tree as it is, which history does not.
 TOLD = [
     path
-    for folder in ("docs", "tunegemm", "benchmarks", "db", "search_spaces", ".")
+    for folder in ("docs", "tunegemm", "benchmarks", "fit", "db", "search_spaces", ".")
     for path in sorted(ROOT.glob("*.md") if folder == "." else (ROOT / folder).rglob("*"))
     if path.suffix in (".md", ".py", ".toml") and "history" not in path.parts and path.name != "CHANGELOG.md"
 ]
@@ -359,9 +359,9 @@ def test_files_and_modules_that_documents_and_comments_name_are_there() -> None:
     missing = []
     for path in TOLD:
         text = path.read_text()
-        cited = re.findall(r"\b(?:tests|docs|tunegemm|benchmarks)/[\w/-]+\.(?:py|md|toml|html)\b", text)
-        modules = re.findall(r"(?:-m |`)benchmarks\.(\w+)", text)
-        cited += [f"benchmarks/{name}" for name in modules]
+        cited = re.findall(r"\b(?:tests|docs|tunegemm|benchmarks|fit)/[\w/-]+\.(?:py|md|toml|html)\b", text)
+        modules = re.findall(r"(?:-m |`)(benchmarks|fit)\.(\w+)", text)
+        cited += [f"{folder}/{name}" for folder, name in modules]
         missing += [
             f"{path.relative_to(ROOT)}: {name}"
             for name in cited

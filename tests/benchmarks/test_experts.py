@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.expert_choices import BEGIN, END, TABLE, Cell, drawn, held_out, rows_of, text_of
 from benchmarks.experts import ANCHOR, LAYERS, ROWS, SKEWS, order
 from benchmarks.experts import drawn as drawn_layers
+from fit.expert_choices import BEGIN, END, TABLE, Cell, drawn, held_out, rows_of, text_of
 from tunegemm.model.grouped import choose, configs
 
 

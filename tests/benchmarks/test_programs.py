@@ -13,9 +13,10 @@ import warnings
 import pytest
 import torch
 
-from benchmarks import dispatch, first_call, peers, results, shapes, sweep, tuning_time
+from benchmarks import dispatch, first_call, peers, results, shapes, tuning_time
 from benchmarks.interleave import interleave
 from benchmarks.providers import PROVIDERS, Contender, Options, OutOfTime, Skip, deadline
+from fit import sweep
 from tests.support.planted.cpu_backend import CpuBackend, ThrottledBackend, work
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem

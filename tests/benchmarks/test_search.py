@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import search
-from benchmarks.sweep_files import write_sweep
+from benchmarks import explorers, search
+from fit.sweep_files import write_sweep
 from tunegemm.describe.device import PARTS, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
 
 
-def test_compares_strategies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def recording(folder: Path) -> None:
+    """Sweeps of 40 candidates in an interleave, and of 20 in steady state."""
     device = device_from_part(
         "cuda:0", PARTS["h200"], Fingerprint("NVIDIA H200", 132, "9.0", "", 132, "", "", "", "", "")
     )
@@ -36,11 +37,14 @@ def test_compares_strategies(tmp_path: Path, capsys: pytest.CaptureFixture[str])
                 us = 40.0 + abs(tile_m - 128) / 8 + abs(tile_n - 160) / 16 + abs(swizzle - 4) / 4
                 rows.append(Measurement(candidate, (us,), (40.0,), 0.002, 0.004))
     problem = Problem.parse("512x6144x4096")
+    now = datetime.now(UTC)
     # Of 40 the Gaussian process suggests the last 8 of each seed.
-    write_sweep(tmp_path, "h200", device, problem, rows[-40:], recorded_at=datetime.now(UTC), command="x")
-    write_sweep(
-        tmp_path, "h200-steady", device, problem, rows[:20], recorded_at=datetime.now(UTC), command="x"
-    )
+    write_sweep(folder, "h200", device, problem, rows[-40:], recorded_at=now, command="x")
+    write_sweep(folder, "h200-steady", device, problem, rows[:20], recorded_at=now, command="x")
+
+
+def test_compares_strategies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recording(tmp_path)
 
     def compared(strategies: str, code: int = 0) -> str:
         folder = str(tmp_path)
@@ -67,3 +71,25 @@ def test_compares_strategies(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert {row["strategy"] for row in kept} == {*names, "random"}, "one strategy after the other"
     assert [row for row in kept if row["strategy"] != "random"] == told["rows"]
     assert compared("luck", 2).startswith("--strategies luck: use chance")
+
+
+def test_explorers_begin_with_the_same_candidates_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording(tmp_path)
+    monkeypatch.setattr(explorers, "root_of", lambda recorded: tmp_path)
+    monkeypatch.setattr(explorers, "FIRST", 4)
+    monkeypatch.setattr(explorers, "COUNTS", (4, 8))
+    given = ["--recorded", "h200", "--seeds", "0,1", "--out", str(tmp_path / "explorers.json")]
+    assert explorers.main(given) == explorers.main(given) == 0, "the second time all is there"
+    rows = json.loads((tmp_path / "explorers.json").read_text())["rows"]
+    assert [(row["seed"], row["strategy"]) for row in rows] == [
+        (seed, name) for seed in (0, 1) for name in ("model", "own", "gp")
+    ]
+    assert [row["candidates"] for row in rows] == [40] * 3 + [32] * 3
+    for seed in (0, 1):
+        mine = [row for row in rows if row["seed"] == seed]
+        first, *others = (row["regret"][0] for row in mine)
+        assert others == [first] * 2 and all(row["regret"][1] <= first for row in mine)
+        assert [("ask_ms" in row) for row in mine] == [False, first > 0, first > 0]
+    assert any("ask_ms" in row for row in rows)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tuning_many
-from benchmarks.campaign import products
+from fit.campaign import products
 from tunegemm.describe.device import PARTS, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate

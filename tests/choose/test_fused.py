@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.kind_choices import drawn, kinds_of
+from fit.kind_choices import drawn, kinds_of
 from tunegemm.choose import fitted
 from tunegemm.choose.fused import ASKED, Gains, best_ranked, features_of
 from tunegemm.choose.predictions import load, outlook

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tunegemm.describe.problem import OUTPUT_DTYPES, Problem, operand_dtypes
-from tunegemm.describe.workload import Demand, Product, Workload, demands, merge, read, read_all
+from tunegemm.describe.workload import Demand, Product, Workload, demands, foreign, merge, read, read_all
+from tunegemm.describe.workload.formats import Entries, Format, dtype_of
 from tunegemm.describe.workload.products import Kind
 from tunegemm.errors import WorkloadError
 from tunegemm.generate import families
@@ -417,6 +418,33 @@ def test_what_is_no_list_of_shapes(tmp_path: Path, text: str, named: str) -> Non
         read(path)
     with pytest.raises(WorkloadError, match="No such file"):
         read(tmp_path / "other")
+
+
+def entries(text: str) -> Entries | None:
+    head, *rows = text.splitlines()
+    return [(f"line {i}", row) for i, row in enumerate(rows, 2)] if head == "m,n,k,dtype" else None
+
+
+def problems(row: str) -> list[Problem]:
+    m, n, k, dtype = row.split(",")
+    return [Problem(int(m), int(n), int(k), in_dtype=dtype_of(dtype))]
+
+
+def test_another_tools_format_is_a_module_and_its_place_in_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What CONTRIBUTING.md says of adding one, done here."""
+    path = tmp_path / "shapes.csv"
+    path.write_text("m,n,k,dtype\n64,32,16,Float16\n64,32,16,complex64\n")
+    with pytest.raises(WorkloadError, match="no list of shapes"):
+        read(path)
+    monkeypatch.setattr(foreign, "FORMATS", [*foreign.FORMATS, Format("a table", entries, problems)])
+    found, (refused,) = read(path)
+    assert found == [Demand(Problem(64, 32, 16, in_dtype="fp16"), 1)]
+    assert refused.startswith("line 3: ") and "complex64" in refused
+    path.write_text("a,b\n")
+    with pytest.raises(WorkloadError, match=r"known are .*TunableOp's CSV, CUTLASS's .* and a table"):
+        read(path)
 
 
 LONG = "7" * 5000

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sweep_files import write_sweep
+from fit.sweep_files import write_sweep
 from tunegemm.describe.device import PARTS, Device, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate

@@ -5,7 +5,7 @@ import pytest
 from tests.search.test_search import LAUNCHES, kernels, truth
 from tunegemm.describe.space import Candidate
 from tunegemm.search import Portfolio, Search
-from tunegemm.tuning.efforts import EFFORTS, Effort
+from tunegemm.search.efforts import EFFORTS, Effort
 
 QUICK, FULL = EFFORTS["quick"].plan, EFFORTS["full"].plan
 LIBRARY = Candidate.make("cublaslt", {"algorithm": "torch.mm"})

@@ -7,26 +7,18 @@ from collections.abc import Callable
 
 import optuna
 import pytest
-from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
-from optuna.samplers import BaseSampler, TPESampler
+from optuna.samplers import BaseSampler
 from optuna.testing import pytest_samplers as suite
 
 from tests.search.test_study import landscape, study_of_landscape
 from tunegemm.search import RooflineSampler
 
-#: One of each kind.
-PAIRS = (
-    (FloatDistribution(-1.0, 1.0), IntDistribution(3, 9, step=2)),
-    (IntDistribution(3, 10), FloatDistribution(1e-7, 1.0, log=True)),
-    (FloatDistribution(-10, 10, step=0.5), IntDistribution(1, 100, log=True)),
-)
-
 
 class Ours:
     @pytest.fixture
     def sampler(self) -> Callable[[], BaseSampler]:
-        """Alone it is what it hands over to; here TPE, whose asks take no time."""
-        return lambda: RooflineSampler(beyond=TPESampler(n_startup_trials=1, seed=0))
+        """Alone it is what it hands over to."""
+        return lambda: RooflineSampler(seed=0)
 
 
 class TestBasic(Ours, suite.BasicSamplerTestCase):
@@ -39,24 +31,6 @@ class TestRelative(Ours, suite.RelativeSamplerTestCase):
 
 class TestMultiObjective(Ours, suite.MultiObjectiveSamplerTestCase):
     pass
-
-
-@pytest.mark.slow
-class TestWithTheGaussianProcess(suite.RelativeSamplerTestCase):
-    @pytest.fixture
-    def sampler(self) -> Callable[[], BaseSampler]:
-        pytest.importorskip("scipy", reason="Optuna's Gaussian process needs SciPy: pip install scipy")
-        return lambda: RooflineSampler(seed=0)
-
-    @pytest.mark.parametrize(("x_distribution", "y_distribution"), PAIRS)
-    def test_sample_relative_numerical(
-        self,
-        sampler: Callable[[], BaseSampler],
-        x_distribution: BaseDistribution,
-        y_distribution: BaseDistribution,
-    ) -> None:
-        """Each kind once, as beside words: of the 36 pairs that TestRelative tries one takes ten seconds."""
-        super().test_sample_relative_numerical(sampler, x_distribution, y_distribution)
 
 
 def test_in_a_plain_loop_it_asks_for_the_same_as_in_a_tuning() -> None:

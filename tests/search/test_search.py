@@ -21,7 +21,7 @@ from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.replay import open_replay
 from tunegemm.model import rank as model
 from tunegemm.search import Search, first_of_each_kernel
-from tunegemm.tuning.efforts import EFFORTS, Effort, profile
+from tunegemm.search.efforts import EFFORTS, Effort, profile
 
 if TYPE_CHECKING:
     from tunegemm.search.surrogate import Surrogate

@@ -17,10 +17,10 @@ from tunegemm.describe.space import Candidate, SearchSpace
 from tunegemm.errors import SpaceError
 from tunegemm.generate.feasibility import FEASIBLE, Verdict
 from tunegemm.search import Portfolio, Search
+from tunegemm.search.efforts import EFFORTS, Effort
 from tunegemm.search.samplers import sampler_of
 from tunegemm.search.space import StudySpace
 from tunegemm.search.study import ProblemStudy, Told, finished_trials, importances, of_family
-from tunegemm.tuning.efforts import EFFORTS, Effort
 
 LAUNCHES = {"raster_order": ("along_m", "along_n"), "swizzle_size": (1, 2, 4, 8)}
 TILES = {"tile_m": (64, 128, 192, 256), "tile_n": tuple(range(32, 257, 32)), "stages": (2, 3, 4, 5, 6)}

@@ -10,8 +10,8 @@ from tests.search.test_search import LAUNCHES, SUMMIT, kernels, truth
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.feasibility import Verdict
 from tunegemm.search import Search
+from tunegemm.search.efforts import EFFORTS
 from tunegemm.search.surrogate import Surrogate
-from tunegemm.tuning.efforts import EFFORTS
 
 #: Kernels that are known, and one of them in another launch.
 KNOWN = [*kernels()[::70], kernels()[0].with_launch(swizzle_size=2)]

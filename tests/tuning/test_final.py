@@ -37,9 +37,9 @@ from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
 from tunegemm.measure.settings import FINAL, QUICK_FINAL, SCREEN, Job, RaceSettings
 from tunegemm.model import rank as model
+from tunegemm.search.efforts import EFFORTS, Effort
 from tunegemm.store import Database
 from tunegemm.tuning import tuner as tuning
-from tunegemm.tuning.efforts import EFFORTS, Effort
 from tunegemm.tuning.final import finalists, race
 from tunegemm.tuning.progress import Progress
 from tunegemm.tuning.run import Run

@@ -5,6 +5,7 @@ The recording is written here; its numbers are made up. Compile workers are plan
 
 from __future__ import annotations
 
+import cProfile
 import functools
 import threading
 from collections import Counter
@@ -18,7 +19,7 @@ from typing import Any
 import optuna
 import pytest
 
-from benchmarks.sweep_files import write_sweep
+from fit.sweep_files import write_sweep
 from tests.support.planted import tuning_families
 from tests.tuning.planted import (
     DEVICE,
@@ -43,11 +44,11 @@ from tunegemm.measure.outcome import Failure, Measurement, Outcome
 from tunegemm.measure.settings import SCREEN, RaceSettings
 from tunegemm.measure.statistics import tie
 from tunegemm.search import Portfolio
+from tunegemm.search.efforts import Effort
 from tunegemm.store import Database
 from tunegemm.tuning import run as tuning_run
 from tunegemm.tuning import tuner as tuning
 from tunegemm.tuning.begin import start_search
-from tunegemm.tuning.efforts import Effort
 from tunegemm.tuning.progress import Progress, Request, TuneResult
 from tunegemm.tuning.tuner import Tuner, open_device, open_gpu
 
@@ -155,6 +156,18 @@ class TestReplayed:
         assert runs[0].best == runs[1].best
         own = {c for c in candidates(runs[0]) if c.family == "cute_sm90"}
         assert len(own) == 6, "the final race measures candidates again, and only those"
+
+    def test_it_crosses_few_files_of_the_rooms_that_decide(self, tuner: Tuner) -> None:
+        """What a reader of `Tuner.tune` opens of search and tuning, the Gaussian process among them."""
+        profile = cProfile.Profile()
+        profile.enable()
+        tuner.tune(PROBLEM, effort="full")
+        profile.disable()
+        codes = [entry.code for entry in profile.getstats() if not isinstance(entry.code, str)]
+        found = {Path(code.co_filename) for code in codes}
+        rooms = ("tunegemm", "search"), ("tunegemm", "tuning")
+        crossed = sorted(path.stem for path in found if path.parts[-3:-1] in rooms)
+        assert {"tuner", "study", "surrogate", "final"} <= {*crossed} and len(crossed) <= 12, crossed
 
     def test_nothing_replayed_is_stored(self, cache: Path, tmp_path: Path) -> None:
         with (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sweep_files import write_sweep
+from fit.sweep_files import write_sweep
 from tests.store.test_history import raced
 from tunegemm.cli.verify import lines
 from tunegemm.describe.device import find_device

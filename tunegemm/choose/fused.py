@@ -2,7 +2,7 @@
 
 The kernels are those of policy `batch_invariant`, in the order that `invariance` expects of them; the trees
 are asked about the first few. torch runs its operations one after the other. Trees and margins are in
-db/kinds-GPU.json, made by `benchmarks.kind_fit` from what `benchmarks.kind_choices` measured.
+db/kinds-GPU.json, made by `fit.kinds` from what `fit.kind_choices` measured.
 docs/decisions/0021 has the evidence.
 
 Products of many rows run at the power cap (docs/decisions/0012), where the kernel that draws least is the

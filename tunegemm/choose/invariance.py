@@ -5,7 +5,7 @@ may take whichever of them is fastest there. A kernel is compiled for no extents
 may. Those of db/selector.toml ship compiled for plain 16-bit products, those of db/invariant.toml for some
 other kinds; kernels that were recorded stand beside them, also those of another GPU of the architecture.
 Boosted trees put them in order: they expect how far each is behind the best of the class, by products of
-16-bit operands that were measured (db/order.json, made by `benchmarks.order_fit`). Other operands are taken
+16-bit operands that were measured (db/order.json, made by `fit.order`). Other operands are taken
 for 16-bit ones of as many bytes, and epilogues for none.
 
 The product alone and the product with its epilogue have different bits: they round in different places. Where

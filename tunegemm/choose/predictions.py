@@ -4,7 +4,7 @@ as vocabularies, by `fused.Gains` of others.
 Plain products are those of 16-bit operands (`shortlist.covers`) of few rows, by the listed kernels. What
 torch launches is part of what is expected: the library's heuristic is asked as torch asks it
 (`cublaslt.choice`). Trees and margins are in db/selector-GPU.json and db/logits-GPU.json, made by
-`benchmarks.selector_fit`. docs/decisions/0020 has the evidence.
+`fit.selector`. docs/decisions/0020 has the evidence.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Selector(Fitted):
     def _further(cls, data: Mapping[str, Any], path: Path) -> dict[str, Any]:
         if data["list"] != digest_of_list():
             raise TunegemmError(
-                f"{path} was fitted to another db/selector.toml; run `python -m benchmarks.selector_fit`"
+                f"{path} was fitted to another db/selector.toml; run `python -m fit.selector`"
             )
         return {
             "kernels": tuple(data["kernels"]),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tunegemm.cli import arguments, options
-from tunegemm.tuning.efforts import Effort
+from tunegemm.search.efforts import Effort
 
 
 @dataclass(frozen=True)

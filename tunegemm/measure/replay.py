@@ -1,7 +1,7 @@
 """The replay device: recorded sweeps of a real GPU stand in for measuring on a machine that has none.
 
 A folder ``db/sweeps/NAME/`` is the device ``replay:NAME``: `device.json` says what it is, and each other file
-has every outcome of one problem, ``MxNxK-DTYPE-LAYOUT.json.xz`` (db/sweeps/README.md; `benchmarks.sweep`
+has every outcome of one problem, ``MxNxK-DTYPE-LAYOUT.json.xz`` (db/sweeps/README.md; `fit.sweep`
 records them). What is replayed says so in its telemetry, and is never stored or shown as measured here.
 """
 

@@ -1,5 +1,5 @@
 """What fitted trees read of a launch: numbers of the problem, of torch's product, of the kernel and of the
-model's terms. `benchmarks.selector_fit` and `benchmarks.order_fit` fit to them, `choose.predictions` and
+model's terms. `fit.selector` and `fit.order` fit to them, `choose.predictions` and
 `choose.invariance` go by them.
 """
 

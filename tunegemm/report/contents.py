@@ -295,7 +295,7 @@ def _replayed_search(
     """
     from tunegemm.model import rank as model
     from tunegemm.search import Search, first_of_each_kernel
-    from tunegemm.tuning.efforts import EFFORTS
+    from tunegemm.search.efforts import EFFORTS
 
     library = [candidate for candidate in trials if candidate.family == VENDOR_FAMILY]
     own = Counter(candidate.family for candidate in trials if candidate.family != VENDOR_FAMILY)

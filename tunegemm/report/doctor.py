@@ -261,7 +261,7 @@ VARIABLES = (
 
 
 def _environment() -> Check:
-    from tunegemm.search.budget import online_budget
+    from tunegemm.search.efforts import online_budget
     from tunegemm.serve import modes
 
     warnings: list[str] = []

@@ -1,16 +1,14 @@
 """Which candidates to try next: the search of a problem is an Optuna study. Neither GPU nor database.
 
 `study` is that of a problem, `roofline` its own sampler, `delegate` lets any other of Optuna's take its
-place. `search` is the order in which one family's candidates are tried, `surrogate` what explores in it,
-`portfolio` the order of several families, `budget` how many trials there are, `space` a study's parameters.
-Optuna and NumPy are loaded on first use.
+place. `search` is the order in which candidates are tried, `surrogate` what explores in it, `efforts` how
+many trials there are, `space` a study's parameters. Optuna and NumPy are loaded on first use.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from tunegemm.search.budget import Budget, Plan, budget_for
-from tunegemm.search.portfolio import Portfolio
-from tunegemm.search.search import Search, first_of_each_kernel, launches_around
+from tunegemm.search.efforts import Budget, Plan, budget_for
+from tunegemm.search.search import Portfolio, Search, first_of_each_kernel, launches_around
 
 if TYPE_CHECKING:
     from tunegemm.search.roofline import RooflineSampler

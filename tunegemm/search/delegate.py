@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +20,11 @@ from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import SpaceError, one_line
 from tunegemm.generate.feasibility import Verdict
 from tunegemm.search.search import Search, StageName
+from tunegemm.search.space import FAMILY, in_order, is_ordered, quiet_optuna
 
 if TYPE_CHECKING:
     import optuna
 
-#: The parameter that tells families apart.
-FAMILY = "family"
 #: Kernels, and launches of them, that are looked at for one that was not tried yet.
 _NEAR_KERNELS, _NEAR_LAUNCHES = 32, 4000
 #: Suggestions in a row that come to nothing new before a search by a sampler alone is ended.
@@ -352,16 +350,6 @@ class _Kernels:
         return len(self._lists[name]) - 1.0 if self._ordered[name] else 0.0
 
 
-def is_ordered(listed: Sequence[Value]) -> bool:
-    """Whether the values are numbers, so that near ones are alike."""
-    return all(isinstance(value, int) and not isinstance(value, bool) for value in listed)
-
-
-def in_order(values: Iterable[Value]) -> tuple[Value, ...]:
-    """Distinct values of a list that stays the same for a whole study."""
-    return tuple(sorted(dict.fromkeys(values), key=lambda value: (str(type(value)), value)))
-
-
 @contextmanager
 def one_thread() -> Iterator[None]:
     """With one thread of torch's, where it is loaded: a Gaussian process of some hundred trials gives it
@@ -377,21 +365,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@contextmanager
-def quiet_optuna() -> Iterator[None]:
-    """Without Optuna's lines about new studies and experimental options."""
-    import optuna
-
-    verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            yield
-    finally:
-        optuna.logging.set_verbosity(verbosity)
 
 
 def _value_lists(searches: Sequence[Search]) -> dict[str, tuple[Value, ...]]:

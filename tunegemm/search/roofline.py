@@ -6,21 +6,18 @@ same study, and passes Optuna's own conformance suite. Importing this module imp
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from optuna.distributions import BaseDistribution
-from optuna.samplers import BaseSampler, GPSampler, TPESampler
+from optuna.samplers import BaseSampler, TPESampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from tunegemm.describe.space import Candidate
-from tunegemm.search.delegate import quiet_optuna
 from tunegemm.search.search import StageName
-from tunegemm.search.space import StudySpace
+from tunegemm.search.space import StudySpace, quiet_optuna
 
 
 class Order(Protocol):
@@ -29,24 +26,44 @@ class Order(Protocol):
     @property
     def stage(self) -> StageName: ...
 
+    @property
+    def trials(self) -> int: ...
+
+    @property
+    def note(self) -> str: ...
+
+    def stage_of(self, candidate: Candidate) -> StageName: ...
+
+    def planned_screen(self) -> list[Candidate]: ...
+
+    def planned_launches(self) -> list[Candidate]: ...
+
     def ask(self, count: int = 24) -> list[Candidate]: ...
 
     def tell(self, candidate: Candidate, value: float | None) -> None: ...
 
 
-class OrderedSampler(BaseSampler):
-    """Suggests the candidates of an order, one a trial; where it has none, another sampler does."""
+class RooflineSampler(BaseSampler):
+    """The model's order by cycles and joules and what won for neighbours, then variants and launches of the
+    best; after these what a Gaussian process expects most of (`tunegemm.search.surrogate`).
+
+    `tunegemm.tune` gives it the order of its problem, from which it takes one candidate a trial. Alone, as in
+    a study of something else, and after the last trial of a tuning, it is Optuna's TPE.
+    """
 
     def __init__(
         self,
-        order: Order | None,
-        space: StudySpace | None,
-        beyond: Callable[[], BaseSampler],
+        order: Order | None = None,
+        space: StudySpace | None = None,
+        *,
+        beyond: BaseSampler | None = None,
+        seed: int | None = None,
     ) -> None:
-        """order, space: the candidates, and how they are a trial's parameters. beyond: makes the other
-        sampler, once it is needed.
+        """order, space: the candidates, and how they are a trial's parameters. beyond: in place of TPE,
+        whose seed is `seed`.
         """
-        self._order, self.space, self._make_beyond = order, space, beyond
+        self._order, self.space = order, space
+        self._beyond = beyond or _tpe(seed)
         self._waiting: deque[Candidate] = deque()
         self._given: dict[int, Candidate] = {}
         #: What a search goes by in place of the value that the study is told.
@@ -61,10 +78,6 @@ class OrderedSampler(BaseSampler):
     def expect(self, candidate: Candidate, search_value: float | None) -> None:
         """What the search is to go by when the candidate's trial is told."""
         self._search_values[candidate] = search_value
-
-    @functools.cached_property
-    def _beyond(self) -> BaseSampler:
-        return self._make_beyond()
 
     def reseed_rng(self) -> None:
         self._beyond.reseed_rng()
@@ -105,38 +118,10 @@ class OrderedSampler(BaseSampler):
     def __getstate__(self) -> Mapping[str, Any]:
         """Without the order, which knows kernels of this process: a study that is kept needs it no more."""
         lost: dict[str, Any] = {"_order": None, "_waiting": deque(), "_given": {}, "_search_values": {}}
-        return self.__dict__ | lost | {"_make_beyond": functools.partial(explorer, None)}
+        return self.__dict__ | lost | {"_beyond": _tpe(None)}
 
 
-class RooflineSampler(OrderedSampler):
-    """The model's order by cycles and joules and what won for neighbours, then variants and launches of the
-    best; after these what a Gaussian process of ours expects most of (`tunegemm.search.surrogate`).
-
-    `tunegemm.tune` gives it the order of its problem. Alone, as in a study of something else, and after the
-    last trial of a tuning, it is Optuna's Gaussian process.
-    """
-
-    def __init__(
-        self,
-        order: Order | None = None,
-        space: StudySpace | None = None,
-        *,
-        beyond: BaseSampler | None = None,
-        seed: int | None = None,
-    ) -> None:
-        """beyond: takes the place of Optuna's Gaussian process. seed: of that."""
-        make = functools.partial(explorer, seed) if beyond is None else functools.partial(_same, beyond)
-        super().__init__(order, space, make)
-
-
-def _same(sampler: BaseSampler) -> BaseSampler:
-    return sampler
-
-
-def explorer(seed: int | None) -> BaseSampler:
-    """The sampler that a search hands over to: Optuna's Gaussian process, which needs SciPy; else its TPE."""
+def _tpe(seed: int | None) -> BaseSampler:
+    """It begins where another order ends: no trial of it is by chance."""
     with quiet_optuna():
-        if importlib.util.find_spec("scipy") is not None:
-            # It begins where another order ends: no trial of it is by chance.
-            return GPSampler(seed=seed, n_startup_trials=1, warn_independent_sampling=False)
         return TPESampler(seed=seed, n_startup_trials=1, multivariate=True, constant_liar=True)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.describe.space import Candidate, SearchSpace, Value
-from tunegemm.search.delegate import FAMILY, in_order
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
+#: The parameter that tells families apart.
+FAMILY = "family"
 #: Of the vendor's library: the place of an algorithm among those that it named, torch.mm first. Its own
 #: parameters are words of one version of the library; the trial's attribute `candidate` has them.
 ALGORITHM, _MOST_ALGORITHMS = "library_algorithm", 1023
@@ -109,3 +112,28 @@ class StudySpace:
             else:
                 self._known[name] = CategoricalDistribution(self.lists[name])
         return self._known[name]
+
+
+def is_ordered(listed: Sequence[Value]) -> bool:
+    """Whether the values are numbers, so that near ones are alike."""
+    return all(isinstance(value, int) and not isinstance(value, bool) for value in listed)
+
+
+def in_order(values: Iterable[Value]) -> tuple[Value, ...]:
+    """Distinct values of a list that stays the same for a whole study."""
+    return tuple(sorted(dict.fromkeys(values), key=lambda value: (str(type(value)), value)))
+
+
+@contextmanager
+def quiet_optuna() -> Iterator[None]:
+    """Without Optuna's lines about new studies and experimental options."""
+    import optuna
+
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(verbosity)

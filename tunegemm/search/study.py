@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.feasibility import Verdict
-from tunegemm.search.delegate import FAMILY, Delegate, Suggested, quiet_optuna
-from tunegemm.search.portfolio import Portfolio
-from tunegemm.search.search import Search, StageName
-from tunegemm.search.space import StudySpace
+from tunegemm.search.search import Portfolio, Search, StageName
+from tunegemm.search.space import FAMILY, StudySpace, quiet_optuna
 
 if TYPE_CHECKING:
     import optuna
     from optuna.distributions import BaseDistribution
 
-    from tunegemm.search.roofline import OrderedSampler
+    from tunegemm.search.roofline import Order
     from tunegemm.search.surrogate import Features, Surrogate
 
 
@@ -70,21 +68,22 @@ class ProblemStudy:
         """
         import optuna
 
-        from tunegemm.search.roofline import OrderedSampler, RooflineSampler
+        from tunegemm.search.roofline import RooflineSampler
 
         self.space, self._label = space, label
-        self._order: Portfolio | Suggested = portfolio
+        self._order: Order = portfolio
         searches = [search for search in portfolio.searches if search.ranked]
         if sampler is not None:
+            from tunegemm.search.delegate import Delegate, Suggested
+
             delegate = Delegate(sampler, searches, verdict=verdict, reject=self.prune)
             self._order = Suggested(delegate, searches, list(library), portfolio.trials)
-            self._sampler: OrderedSampler = OrderedSampler(self._order, space, lambda: sampler)
         else:
-            self._sampler = RooflineSampler(portfolio, space, seed=seed)
             for search in searches:
                 search.make_explorer = functools.partial(
                     _surrogate, search, verdict=verdict, reject=self.prune, features=features
                 )
+        self._sampler = RooflineSampler(self._order, space, beyond=sampler, seed=seed)
         with quiet_optuna():
             self.study = optuna.create_study(direction="maximize", sampler=self._sampler, study_name=name)
         for key, value in {**(attributes or {}), "space": space.digest}.items():
@@ -105,7 +104,7 @@ class ProblemStudy:
     @property
     def note(self) -> str:
         """What is to be said of the sampler; empty for nothing."""
-        return self._order.note if isinstance(self._order, Suggested) else ""
+        return self._order.note
 
     def planned_screen(self) -> list[Candidate]:
         """What will be asked for whatever the results: may be compiled ahead, in this order."""

@@ -140,7 +140,7 @@ class OnlineTuning:
     def _measure_for_a_while(self, first: _Waiting) -> str:
         """Measure what waits on a device, for some seconds; the reason to stop for good, if there is one."""
         if self._left_s is None:
-            from tunegemm.search.budget import online_budget
+            from tunegemm.search.efforts import online_budget
 
             self._left_s, warning = online_budget()
             if warning:

@@ -13,8 +13,8 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
 from tunegemm.search import Portfolio, Search
+from tunegemm.search.efforts import Effort, profile
 from tunegemm.tuning.begin import ranked_families
-from tunegemm.tuning.efforts import Effort, profile
 from tunegemm.tuning.kernels import Kernels
 
 #: Kernels by the name of their family and their key.

@@ -23,12 +23,11 @@ from tunegemm.measure.settings import SKEWS
 from tunegemm.model import rank as model
 from tunegemm.model.grouped import shipped_kernel
 from tunegemm.search import Portfolio, Search, first_of_each_kernel
-from tunegemm.search.budget import budget_for
+from tunegemm.search.efforts import Effort, budget_for, profile
 from tunegemm.search.space import StudySpace
 from tunegemm.search.study import ProblemStudy, Told
 from tunegemm.store.history import related, seeds
 from tunegemm.store.layers import read_texts
-from tunegemm.tuning.efforts import Effort, profile
 from tunegemm.tuning.kernels import Kernels, Ranking
 from tunegemm.tuning.progress import TuneResult
 from tunegemm.tuning.run import Run, Trial, label, speed
@@ -63,7 +62,7 @@ def start_search(
     library's algorithms. What is known of the problem already are trials of the study.
 
     swept, compiled: see `Kernels.ranked`. ready: see `limit_uncompiled`. effort, limit: how many candidates;
-    see `tunegemm.tuning.efforts`. sampler: one of Optuna's in place of the project's.
+    see `tunegemm.search.efforts`. sampler: one of Optuna's in place of the project's.
     """
     problem, device, numbers = run.problem, run.device, profile(effort)
     if swept is not None and compiled is not None:

@@ -10,7 +10,7 @@ from tunegemm.generate.cublaslt import TORCH_MM, is_torch
 from tunegemm.measure.outcome import Measurement, Outcome
 from tunegemm.measure.settings import RaceSettings
 from tunegemm.measure.statistics import final_choice, slowdown
-from tunegemm.tuning.efforts import Effort, profile
+from tunegemm.search.efforts import Effort, profile
 from tunegemm.tuning.progress import TuneResult
 from tunegemm.tuning.run import Run, label, speed
 

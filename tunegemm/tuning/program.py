@@ -15,8 +15,7 @@ from typing import Protocol
 
 from tunegemm.describe.device import USUAL_EFFICIENCY, Device
 from tunegemm.describe.workload import Demand
-from tunegemm.search.budget import checked_seconds
-from tunegemm.tuning.efforts import Effort
+from tunegemm.search.efforts import Effort, checked_seconds
 from tunegemm.tuning.progress import Progress, Request, TuneResult
 
 

@@ -16,7 +16,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.measure.outcome import Measurement, Outcome
 from tunegemm.model import rank as model
-from tunegemm.tuning.efforts import Effort
+from tunegemm.search.efforts import Effort
 
 if TYPE_CHECKING:
     import optuna

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunegemm.errors import StudyError, TunegemmError, one_line
 from tunegemm.files import kind
-from tunegemm.search.delegate import quiet_optuna
+from tunegemm.search.space import quiet_optuna
 from tunegemm.store.locations import project_location, user_location
 from tunegemm.untrusted import shown
 

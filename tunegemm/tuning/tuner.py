@@ -34,7 +34,7 @@ from tunegemm.measure.replay import ReplayMeasurer, open_replay
 from tunegemm.measure.settings import SCREEN, SKEWS, Job, RaceSettings
 from tunegemm.measure.worker import Child, MeasureWorker
 from tunegemm.model import rank as model
-from tunegemm.search.budget import checked_seconds, checked_seed, checked_trials
+from tunegemm.search.efforts import Effort, checked_seconds, checked_seed, checked_trials, profile
 from tunegemm.search.samplers import sampler_of
 from tunegemm.search.study import ProblemStudy
 from tunegemm.store import packs
@@ -48,7 +48,6 @@ from tunegemm.tuning.begin import (
     study_name,
     told_from,
 )
-from tunegemm.tuning.efforts import Effort, profile
 from tunegemm.tuning.kernels import Kernels
 from tunegemm.tuning.progress import Progress, Request, TuneResult, bar
 from tunegemm.tuning.run import Measurer, Run, evidence_word
@@ -117,8 +116,9 @@ class Tuner:
         self.pool = CompilePool(store, workers=workers, shipped=packs.shipped())
         self.compiled_only, self._seed = compiled_only, checked_seed(seed)
         self._skews = checked_skews(skews)
-        self._sampler = sampler
-        is_own = sampler_of(sampler, seed=self._seed) is None  # refused now, made anew for each problem
+        # One that is none is refused now; each problem has its own.
+        is_own = sampler_of(sampler, seed=self._seed) is None
+        self._sampler = None if is_own else sampler
         self.ahead = Ahead(self.kernels, self.pool, compiled_only=compiled_only, is_known=is_own)
         place = database.location if database is not None else None
         self._studies = Studies(study, database=place) if study is not None else None
@@ -200,7 +200,7 @@ class Tuner:
                 run, self.kernels, algorithms,
                 swept=measurer.swept(problem), compiled=self.ahead.compiled(),
                 ready=self.ahead.ready(problem, effort), effort=effort, limit=limit, seed=self._seed,
-                sampler=sampler_of(self._sampler, seed=self._seed),
+                sampler=None if self._sampler is None else sampler_of(self._sampler, seed=self._seed),
             )  # fmt: skip
             if self._studies is not None:
                 self._studies.begin(search.study)

@@ -6,6 +6,7 @@ leaves out a fold of all (N, K), fits to the others and lets the trees choose.
 
 from __future__ import annotations
 
+import argparse
 import json
 import lzma
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.command import parser_of
+from benchmarks.results import RESULTS
 from tunegemm.choose.forest import MAX_LEAVES
 from tunegemm.describe.device import PARTS, Device, find_device
 from tunegemm.describe.problem import Problem
@@ -23,7 +26,6 @@ from tunegemm.model import shortlist
 from tunegemm.model.shortlist import Choices
 from tunegemm.model.terms import Columns, terms
 
-RESULTS = Path(__file__).parent / "results"
 FOLDS = 8
 #: Weight of a launch that was measured on another GPU.
 OF_OTHERS = 0.5
@@ -36,6 +38,16 @@ Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 
+def parser_of_fit(name: str, text: str | None) -> argparse.ArgumentParser:
+    """The parser of a fit to one GPU's data."""
+    parser = parser_of(name, text, gpu=False)
+    parser.add_argument("--gpu", default="h200", help="folder of benchmarks/results that has the data")
+    parser.add_argument("--also", help="another such folder, whose products are fitted to, too")
+    parser.add_argument("--out", type=Path, help="folder of the fitted file (default: db)")
+    parser.add_argument("--results", type=Path, help="folder of what was validated (default: results/GPU)")
+    return parser
+
+
 def device_of(meta: Mapping[str, Any]) -> Device:
     """The GPU of a result file."""
     part = next(name for name, part in PARTS.items() if part.device_name == meta["gpu"])
@@ -46,12 +58,12 @@ def source(gpu: str, name: str) -> Path:
     """A GPU's file of what was measured. Raises TunegemmError where it is not there."""
     path = RESULTS / gpu / name
     if not path.exists():
-        raise TunegemmError(f"{path} is not there; `python -m benchmarks.{name.split('.')[0]}` writes it")
+        raise TunegemmError(f"{path} is not there; `python -m fit.{name.split('.')[0]}` writes it")
     return path
 
 
 def measured(gpu: str, most_rows: int) -> tuple[dict[str, Any], list[dict[str, Any]], Device]:
-    """The head of a GPU's file of `benchmarks.choices`, its products of so many rows at most, and the GPU.
+    """The head of a GPU's file of `fit.choices`, its products of so many rows at most, and the GPU.
 
     Raises TunegemmError where there is no such file.
     """
@@ -63,7 +75,7 @@ def measured(gpu: str, most_rows: int) -> tuple[dict[str, Any], list[dict[str, A
 
 
 def launches_of(problem: Problem, launches: Sequence[Sequence[Any]], device: Device) -> Choices:
-    """Launches of `benchmarks.choices` by their numbers: place in the list, splits of k, second, along n,
+    """Launches of `fit.choices` by their numbers: place in the list, splits of k, second, along n,
     swizzle size."""
     rows = np.array([one[:5] for one in launches], dtype=np.int64).reshape(-1, 5)
     columns = Columns.of(

@@ -1,8 +1,8 @@
-"""Fits the selector to what `benchmarks.choices` measured, and validates it on products that it has not seen.
+"""Fits the selector to what `fit.choices` measured, and validates it on products that it has not seen.
 
-    python -m benchmarks.selector_fit                 # db/selector-h200.json, results/h200/selector.json
-    python -m benchmarks.selector_fit --gpu h100-80gb-hbm3 --also h200
-    python -m benchmarks.selector_fit --logits --also h100-80gb-hbm3     # logits-h200.json, logits.json
+    python -m fit.selector                 # db/selector-h200.json, results/h200/selector.json
+    python -m fit.selector --gpu h100-80gb-hbm3 --also h200
+    python -m fit.selector --logits --also h100-80gb-hbm3     # logits-h200.json, logits.json
 
 The second one fits to what was measured on another GPU, too, at half the weight, and validates on its own.
 Boosted trees (scikit-learn, needed here only) predict the logarithm of each launch's ratio to torch.mm from
@@ -19,25 +19,25 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.choices import ROWS_OF_LOGITS
-from benchmarks.command import command, parser_of
-from benchmarks.fits import (
+from benchmarks.command import command
+from benchmarks.results import RESULTS
+from fit.choices import ROWS_OF_LOGITS
+from fit.trees import (
     LOSERS,
     MARGIN_STEP,
     MOST_MARGIN,
     OF_OTHERS,
-    RESULTS,
     Floats,
     Mask,
     boosted,
     launches_of,
     measured,
+    parser_of_fit,
     ratios_and_weights,
     trees_of,
     validated,
@@ -77,12 +77,8 @@ SETTINGS: dict[str, Any] = {
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("selector_fit", __doc__, gpu=False)
-    parser.add_argument("--gpu", default="h200", help="folder of benchmarks/results that has choices.json.xz")
-    parser.add_argument("--also", default="", help="another such folder, whose products are fitted to, too")
+    parser = parser_of_fit("fit.selector", __doc__)
     parser.add_argument("--logits", action="store_true", help="products as wide as vocabularies")
-    parser.add_argument("--out", type=Path, help="folder of the fitted file (default: db)")
-    parser.add_argument("--results", type=Path, help="folder of what was validated (default: results/GPU)")
     fit(parser.parse_args(arguments))
 
 
@@ -187,13 +183,13 @@ def fit(options: argparse.Namespace) -> None:
     rows = [row | {"torch_known": name == "known"} for name, one in report.items() for row in one.pop("rows")]
     also = f" --also {options.also}" if options.also else ""
     logits = " --logits" if options.logits else ""
-    head["meta"]["command"] = f"python -m benchmarks.selector_fit{logits} --gpu {gpu}{also}"
+    head["meta"]["command"] = f"python -m fit.selector{logits} --gpu {gpu}{also}"
     place = (options.results or RESULTS / gpu) / f"{model_class.file}.json"
     write_validation(place, head["meta"], report, rows)
 
 
 def is_wide(row: dict[str, Any]) -> bool:
-    """Whether a product is one of those that `benchmarks.choices --logits` draws, beyond all others."""
+    """Whether a product is one of those that `fit.choices --logits` draws, beyond all others."""
     return bool(row["n"] > Logits.BEYOND)
 
 

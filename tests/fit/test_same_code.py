@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.same_code import cubin_of, rekey, shipped
+from fit.same_code import cubin_of, rekey, shipped
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.store.shipped import read_shipped, write_records
 

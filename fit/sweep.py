@@ -1,8 +1,8 @@
 """Records sweeps of this GPU: what `replay:NAME` answers with on machines that have none.
 
-    python -m benchmarks.sweep --name h200 --shapes 4096x4096x4096 --shapes 512x6144x4096
-    python -m benchmarks.sweep --compile 640                  # without a GPU, into TUNEGEMM_CACHE_DIR
-    python -m benchmarks.sweep --name h100-drawn --compiled-only --trials 700 --shapes drawn
+    python -m fit.sweep --name h200 --shapes 4096x4096x4096 --shapes 512x6144x4096
+    python -m fit.sweep --compile 640                  # without a GPU, into TUNEGEMM_CACHE_DIR
+    python -m fit.sweep --name h100-drawn --compiled-only --trials 700 --shapes drawn
 
 Every feasible kernel is measured at its model-best launch, and the whole launch grid on the leaders; with
 --compiled-only of the kernels that ship or are in the store. `--shapes drawn` are those of `DRAWN`. Where
@@ -59,7 +59,7 @@ _STEADY = replace(FINAL, rounds=9, steady_groups=(8, 8), race_margin=10.0, inter
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("sweep", __doc__)
+    parser = parser_of("fit.sweep", __doc__)
     parser.add_argument("--name", default="h200", help="of the recorded device")
     parser.add_argument(
         "--shapes", action="append", default=[], help="a group, MxNxK, a regular expression, or: drawn"
@@ -105,7 +105,7 @@ def compile_some(count: int) -> None:
 
 def record(problems: list[Problem], device: Device, options: argparse.Namespace) -> None:
     """One file per problem, written as soon as its sweep is done. An interrupted sweep is not written."""
-    from benchmarks.sweep_files import write_sweep
+    from fit.sweep_files import write_sweep
 
     out = options.out or Path(__file__).parents[1] / "db" / "sweeps"
     started = time.monotonic()
@@ -120,7 +120,7 @@ def record(problems: list[Problem], device: Device, options: argparse.Namespace)
             if result.interrupted:
                 print(f"{problem}: interrupted, not written", file=sys.stderr)
                 return
-            command = f"python -m benchmarks.sweep --name {options.name} --shapes {problem.shape}"
+            command = f"python -m fit.sweep --name {options.name} --shapes {problem.shape}"
             command += f" --trials {options.trials}" if options.trials is not None else ""
             command += " --compiled-only" if options.compiled_only else ""
             # A final race at the power cap was in steady state; such ratios compare with no others.

@@ -1,9 +1,9 @@
 """Draws choices of db/grouped.toml from times of its kernels: prints them, or writes them into the table.
 
     python -m benchmarks.experts --kernels --layers anchor --kinds fp8,n_major  # times each kernel on a GPU
-    python -m benchmarks.expert_choices          # draws of results/*/experts_kernels.json and experts.json
-    python -m benchmarks.expert_choices --write  # into db/grouped.toml, between its two marks
-    python -m benchmarks.expert_choices --held-out  # what it is worth for layers that it has not seen
+    python -m fit.expert_choices          # draws of results/*/experts_kernels.json and experts.json
+    python -m fit.expert_choices --write  # into db/grouped.toml, between its two marks
+    python -m fit.expert_choices --held-out  # what it is worth for layers that it has not seen
 
 A cell is a GPU, a kind of product, a band of rows a group, which bounds how often a tile of weights is used,
 and one of K: the longer, the less a tile's store costs. Its kernel is the one with the best geometric mean
@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.command import command, parser_of
-from benchmarks.results import geometric_mean
+from benchmarks.results import RESULTS, geometric_mean
 from tunegemm.model.grouped import configs, kinds
 
 TABLE = Path(__file__).parent.parent / "db" / "grouped.toml"
-BEGIN = "# Drawn by `python -m benchmarks.expert_choices --write` of rows of each kind's own:\n"
+BEGIN = "# Drawn by `python -m fit.expert_choices --write` of rows of each kind's own:\n"
 END = "# Of all other:\n"
 _ALL = 2**31 - 1
 #: Rows a group, and K, up to which a band goes.
@@ -236,8 +236,8 @@ def rows_of(results: Path) -> dict[str, list[Row]]:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; 2 for a table without marks."""
-    parser = parser_of("expert_choices", __doc__, gpu=False)
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser = parser_of("fit.expert_choices", __doc__, gpu=False)
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--least", type=float, default=LEAST, help="mean to torch that a kernel has to reach")
     parser.add_argument("--worst", type=float, default=WORST, help="and each problem at least")
     parser.add_argument("--held-out", action="store_true", help="say what each layer has from the others")

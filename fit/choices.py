@@ -1,9 +1,9 @@
 """The listed kernels beside torch.mm on products drawn by seed: what the selector is fitted to.
 
-    python -m benchmarks.choices --device cuda:0 --part 0/2 --budget 200 --out build/choices
-    python -m benchmarks.choices --device cuda:1 --part 1/2 --budget 200 --out build/choices
-    python -m benchmarks.choices --logits --seed logits --budget 50 --out build/choices
-    python -m benchmarks.choices --collect build/choices    # adds their rows to results/GPU/choices.json.xz
+    python -m fit.choices --device cuda:0 --part 0/2 --budget 200 --out build/choices
+    python -m fit.choices --device cuda:1 --part 1/2 --budget 200 --out build/choices
+    python -m fit.choices --logits --seed logits --budget 50 --out build/choices
+    python -m fit.choices --collect build/choices    # adds their rows to results/GPU/choices.json.xz
 
 All kernels of db/selector.toml that suit a product race torch.mm in one interleave, each at the launches that
 suit it; those that are near the fastest go on for longer. A line is written after each product, so that a run
@@ -33,7 +33,7 @@ import numpy as np
 
 from benchmarks.command import command, parser_of
 from benchmarks.first_use import DIMENSIONS
-from benchmarks.results import meta
+from benchmarks.results import folder_of, meta
 from tunegemm.choose.predictions import Logits
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
@@ -79,7 +79,7 @@ HANGS_S = 30.0
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("choices", __doc__)
+    parser = parser_of("fit.choices", __doc__)
     parser.add_argument("--part", default="0/1", help="which of how many equal shares of the products")
     parser.add_argument("--budget", type=float, default=200, help="seconds; begin no product later than that")
     parser.add_argument("--seed", default="train", help="of the products")
@@ -352,8 +352,7 @@ def collect(folder: Path, out: Path | None) -> None:
     gpu = next((line["meta"]["gpu"] for _, lines in added for line in lines if "meta" in line), None)
     if gpu is None:
         raise TunegemmError(f"{folder} has no lines of this command")
-    names = gpu.removeprefix("NVIDIA").lower().split()
-    path = (out or Path(__file__).parent / "results" / "-".join(names)) / "choices.json.xz"
+    path = (out or folder_of(gpu)) / "choices.json.xz"
     there = lzma.decompress(path.read_bytes()).decode().splitlines() if path.exists() else []
     runs: list[dict[str, Any]] = []
     commands: list[str] = []

@@ -1,9 +1,9 @@
 """Tunes the products whose records ship (db/products.toml) that have no record yet.
 
-    python -m benchmarks.campaign --budget 600          # on a GPU
-    python -m benchmarks.campaign --budget 600 --again --rows 4096,2048     # the search has learned since
-    python -m benchmarks.campaign --budget 600 --kinds swiglu,fp8           # not plain bf16, but these
-    python -m benchmarks.campaign --records db/records --lost benchmarks/results/h200/first_use.json
+    python -m fit.campaign --budget 600          # on a GPU
+    python -m fit.campaign --budget 600 --again --rows 4096,2048     # the search has learned since
+    python -m fit.campaign --budget 600 --kinds swiglu,fp8           # not plain bf16, but these
+    python -m fit.campaign --records db/records --lost benchmarks/results/h200/first_use.json
 
 The last one writes what was found beside what ships already, but for what gains under 1 %, and what lost when
 `benchmarks.first_use` measured it once more. What a run reaches is in its database; the next one, given that
@@ -46,7 +46,7 @@ METHOD = "Tuner.tune_all of one process, quick; seconds of wall time each"
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("campaign", __doc__)
+    parser = parser_of("fit.campaign", __doc__)
     parser.add_argument("--budget", type=float, default=600.0, help="seconds")
     parser.add_argument(
         "--records", type=Path, metavar="FOLDER", help="write shipped and found records there"

@@ -1,10 +1,10 @@
 """Which kernels are the same machine code in two source trees: what one measured holds for the other.
 
     git worktree add /tmp/before COMMIT
-    python -m benchmarks.same_code /tmp/before            # every kernel that ships: twice a second of a core
-    python -m benchmarks.same_code /tmp/before --rekey    # and says so in db/records
-    python -m benchmarks.same_code /tmp/before --kernels 'relu|amax' --sample 12
-    python -m benchmarks.same_code /tmp/before --rekey --judged 'residual'   # these, too, by a measurement
+    python -m fit.same_code /tmp/before            # every kernel that ships: twice a second of a core
+    python -m fit.same_code /tmp/before --rekey    # and says so in db/records
+    python -m fit.same_code /tmp/before --kernels 'relu|amax' --sample 12
+    python -m fit.same_code /tmp/before --rekey --judged 'residual'   # these, too, by a measurement
 
 Either tree compiles a kernel from a problem and a candidate, and the cubins are compared byte by byte:
 compilers give the same bytes for the same source. `--rekey` gives the records of kernels that are the same
@@ -214,9 +214,7 @@ def _lines(jobs: Sequence[Job], before: Sequence[str], after: Sequence[str]) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.same_code", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m fit.same_code", description=__doc__.split("\n")[0])
     parser.add_argument("before", type=Path, help="the folder of the other source tree")
     parser.add_argument("--kernels", default="", help="a regular expression for names of kernels")
     parser.add_argument("--sample", type=int, default=0, help="so many of them, drawn by chance; 0: all")

@@ -1,7 +1,7 @@
-"""Fits the order in which policy `batch_invariant` takes kernels, to what `benchmarks.choices` measured.
+"""Fits the order in which policy `batch_invariant` takes kernels, to what `fit.choices` measured.
 
-    python -m benchmarks.order_fit                  # db/order.json, results/order.json
-    python -m benchmarks.order_fit --keep 28        # prints lines for db/invariant.toml, too
+    python -m fit.order                  # db/order.json, results/order.json
+    python -m fit.order --keep 28        # prints lines for db/invariant.toml, too
 
 Boosted trees (scikit-learn, needed here only) expect of each launch that leaves k whole how far it is behind
 the best such launch of its product, in log, from `model.features.OF_ORDER`. The products of all measured
@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.command import command, parser_of
-from benchmarks.fits import (
+from benchmarks.results import RESULTS, geometric_mean
+from fit.trees import (
     FOLDS,
-    RESULTS,
     Floats,
     Mask,
     boosted,
@@ -36,7 +36,6 @@ from benchmarks.fits import (
     write,
     write_validation,
 )
-from benchmarks.results import geometric_mean
 from tunegemm.choose.forest import written
 from tunegemm.choose.invariance import ranked
 from tunegemm.describe.problem import Problem
@@ -59,7 +58,7 @@ RANGES = (16, 64, 256, 1024, MOST_ROWS)
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("order_fit", __doc__, gpu=False)
+    parser = parser_of("fit.order", __doc__, gpu=False)
     parser.add_argument("--keep", type=int, default=0, help="print so many kernels that serve best")
     parser.add_argument("--out", type=Path, help="folder of order.json (default: db)")
     parser.add_argument("--results", type=Path, help="folder of the validation's file (default: results)")
@@ -123,7 +122,7 @@ def fit(options: argparse.Namespace) -> None:
         **trees_of(model),
     }
     write((options.out or data_path("db")) / "order.json", written(data, OF_ORDER))
-    meta = {"command": "python -m benchmarks.order_fit", "measured": frame.meta, "folds": FOLDS}
+    meta = {"command": "python -m fit.order", "measured": frame.meta, "folds": FOLDS}
     write_validation((options.results or RESULTS) / "order.json", meta, summary, rows)
     if options.keep:
         for gated in (False, True):

@@ -1,7 +1,7 @@
-"""Fits the gains of shipped kernels on fp8 and fused products to what `benchmarks.kind_choices` measured.
+"""Fits the gains of shipped kernels on fp8 and fused products to what `fit.kind_choices` measured.
 
-    python -m benchmarks.kind_fit                  # db/kinds-h200.json, results/h200/kinds.json
-    python -m benchmarks.kind_fit --gpu h100-80gb-hbm3 --also h200
+    python -m fit.kinds                  # db/kinds-h200.json, results/h200/kinds.json
+    python -m fit.kinds --gpu h100-80gb-hbm3 --also h200
 
 The second one fits to what was measured on another GPU, too, at half the weight, and validates on its own.
 Boosted trees (scikit-learn, needed here only) predict the logarithm of each launch's ratio to torch's own
@@ -18,30 +18,29 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.command import command, parser_of
-from benchmarks.fits import (
+from benchmarks.command import command
+from benchmarks.results import RESULTS, geometric_mean
+from fit.trees import (
     LOSERS,
     MARGIN_STEP,
     MOST_MARGIN,
     OF_OTHERS,
-    RESULTS,
     Floats,
     Mask,
     boosted,
     device_of,
+    parser_of_fit,
     source,
     trees_of,
     validated,
     write,
     write_validation,
 )
-from benchmarks.results import geometric_mean
 from tunegemm.choose.compiled_code import kernels_after
 from tunegemm.choose.forest import written
 from tunegemm.choose.fused import features_of, is_gated, name_of
@@ -69,12 +68,7 @@ SETTINGS: dict[str, Any] = {
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("kind_fit", __doc__, gpu=False)
-    parser.add_argument("--gpu", default="h200", help="folder of benchmarks/results that has the data")
-    parser.add_argument("--also", help="another such folder, whose products are fitted to, too")
-    parser.add_argument("--out", type=Path, help="folder of kinds-GPU.json (default: db)")
-    parser.add_argument("--results", type=Path, help="folder of kinds.json (default: results/GPU)")
-    fit(parser.parse_args(arguments))
+    fit(parser_of_fit("fit.kinds", __doc__).parse_args(arguments))
 
 
 class Frame:
@@ -183,7 +177,7 @@ def fit(options: argparse.Namespace) -> None:
         for row, hope, one, taken in zip(frame.rows, hopes, got, served, strict=True)
     ]
     also = f" --also {options.also}" if options.also else ""
-    meta = frame.meta | {"command": f"python -m benchmarks.kind_fit --gpu {options.gpu}{also}"}
+    meta = frame.meta | {"command": f"python -m fit.kinds --gpu {options.gpu}{also}"}
     write_validation((options.results or RESULTS / options.gpu) / "kinds.json", meta, report, rows)
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/campaign.py: what is tuned, and which records ship. How it is tuned is tested with the tuner."""
+"""fit/campaign.py: what is tuned, and which records ship. How it is tuned is tested with the tuner."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.campaign import best, products
+from fit.campaign import best, products
 from tests.store.test_packs import RECORDS
 from tunegemm.errors import TunegemmError
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import choices
 from benchmarks.first_use import DIMENSIONS
+from fit import choices
 from tunegemm.errors import TunegemmError
 
 

@@ -1,10 +1,10 @@
 """Shipped kernels of fp8 and fused products beside torch: what their expected gains are fitted to.
 
-    python -m benchmarks.kind_choices --budget 120          # on a GPU, with the kernels of `make kernels`
-    python -m benchmarks.kind_choices --kinds residual,swiglu --least-rows 257 --most-rows 16384
-    python -m benchmarks.kind_choices --seed 1 --count 100 --out build/other
+    python -m fit.kind_choices --budget 120          # on a GPU, with the kernels of `make kernels`
+    python -m fit.kind_choices --kinds residual,swiglu --least-rows 257 --most-rows 16384
+    python -m fit.kind_choices --seed 1 --count 100 --out build/other
 
-Of kinds of db/invariant.toml products are drawn: N and K as `benchmarks.choices` draws them, half of the
+Of kinds of db/invariant.toml products are drawn: N and K as `fit.choices` draws them, half of the
 gates twice as wide, M mostly up to 256 rows. The kernels that predictions would ask about
 (`choose.fused.best_ranked`) race torch's own operations in one interleave; of over 256 rows, where the chip
 lowers its clocks, in steady state. Torch also computes gates of two halves, as one merged product and two
@@ -24,10 +24,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.choices import extent_of
 from benchmarks.command import command, parser_of
 from benchmarks.interleave import METHOD, interleave
 from benchmarks.results import Results, meta, problem_fields, results_path
+from fit.choices import extent_of
 from tunegemm.choose.fused import FEW_ROWS, best_ranked, is_gated
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.epilogue import GATED
@@ -57,7 +57,7 @@ HALVES = "halves"
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("kind_choices", __doc__)
+    parser = parser_of("fit.kind_choices", __doc__)
     parser.add_argument("--budget", type=float, default=120, help="seconds; begin no product later than that")
     parser.add_argument("--count", type=int, default=100_000, help="most products")
     parser.add_argument("--seed", default="train", help="of the products")

@@ -1,0 +1,68 @@
+"""What a foreign file of shapes is: `Format`, and what formats share.
+
+A format is a module beside this one with a `FORMAT`, and its place in `foreign.FORMATS`. Which dtypes have
+kernels is for `Problem` to say; a format has only other tools' names for them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tunegemm.describe.epilogue import operand_dtype
+from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, OUTPUT_DTYPES, Problem, normalize_dtype
+from tunegemm.errors import ProblemError
+
+#: Entries of a file, each with its place, such as ``line 3``.
+Entries = list[tuple[str, Any]]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of file that another tool writes."""
+
+    name: str
+    """As messages list it, such as ``CUTLASS's JSON list of problems``."""
+    entries: Callable[[str], Entries | None]
+    """The entries of a file's text; None for a file of another kind. Raises BadValueError for a damaged
+    one."""
+    problems: Callable[[Any], Iterable[Problem]]
+    """What an entry asks for. Raises ProblemError or BadValueError, which names that entry, for one that has
+    no kernels."""
+
+
+#: How JSON of objects begins: a line of a log may begin with a bracket, too, and go on with a date.
+_JSON = re.compile(r"\s*(\[\s*[{\]]|\{\s*[\"}]|[\[{]\s*\Z)")
+
+
+def is_json(text: str) -> bool:
+    """Whether a text begins as JSON of objects does."""
+    return _JSON.match(text) is not None
+
+
+#: Spellings of other tools.
+_NAMES = {"f16": "fp16", "f32": "fp32", "s8": "int8", "s32": "int32"}
+
+
+def dtype_of(name: str) -> str:
+    """Our name of a dtype. Raises ProblemError for one that has none."""
+    name = name.lower()
+    return normalize_dtype(_NAMES.get(name, name), OUTPUT_DTYPES)
+
+
+def check_addend(problem: Problem, name: str, dtype: str) -> None:
+    """Raises ProblemError for an operand of the epilogue whose dtype is not the one that kernels add."""
+    operand = next(one for one in problem.fused.operands if one.name == name)
+    if (wanted := operand_dtype(operand, problem.out_dtype)) != dtype:
+        raise ProblemError(
+            f"a {name} of {dtype} beside an output of {problem.out_dtype}: kernels add {wanted}"
+        )
+
+
+def aligned(problem: Problem, steps: Iterable[int], most: int) -> Problem:
+    """The problem with lines of operands so many elements apart, and addresses of at most such alignment."""
+    size = DTYPE_BYTES[problem.in_dtype]
+    return replace(problem, alignment=math.gcd(MAX_ALIGNMENT, most, *(step * size for step in steps)))

@@ -1,0 +1,102 @@
+"""PyTorch's TunableOp: a line for each GEMM.
+
+It writes one without tuning (``PYTORCH_TUNABLEOP_RECORD_UNTUNED=1``), and its results begin alike:
+``GemmTunableOp_BFloat16_TN,tn_N_M_K_ld_LDA_LDB_LDC``. Its letters and extents are those of BLAS,
+column-major: its first operand is torch's second one, transposed. Older versions wrote no leading dimensions.
+In a log such a line may have a launcher's prefix, and others stand between.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from tunegemm.describe.problem import (
+    ACCUMULATIONS,
+    MAX_ALIGNMENT,
+    Problem,
+    default_out_dtype,
+    in_dtype_of,
+)
+from tunegemm.describe.workload.formats import Entries, Format, aligned, check_addend, dtype_of
+from tunegemm.errors import ProblemError
+from tunegemm.untrusted import shown
+
+#: How an entry of TunableOp's begins, wherever in its line.
+_TUNABLE = re.compile(r"(?:Scaled)?Gemm[A-Za-z]*TunableOp_", re.ASCII)
+#: What PyTorch's `Signature` functions write (ATen/cuda/tunable/TunableGemm.h).
+_TUNABLE_OPERATOR = re.compile(
+    r"(Gemm|GemmAndBias|GemmStridedBatched|ScaledGemm)TunableOp_(\S+)_[TN]{2}", re.ASCII
+)
+#: The same of the operands (ATen/cuda/tunable/GemmCommon.h); a bias is named by its dtype, or None.
+_TUNABLE_EXTENTS = re.compile(
+    r"([tn])([tn])_(\d{1,10})_(\d{1,10})_(\d{1,10})(?:_B_(\d{1,10}))?"
+    r"(?:_ld_(\d{1,19})_(\d{1,19})_(\d{1,19}))?(?:_rw_([01])_bias_(\w{1,40}))?",
+    re.ASCII,
+)
+#: Names of dtypes with an underscore in them are those of fp8.
+_TUNABLE_DTYPE = re.compile(r"Float8_[^_]+|[^_]+", re.ASCII)
+
+
+def _entries(text: str) -> Entries | None:
+    lines = text.splitlines()
+    rows = [
+        (f"line {position}", row[entry.start() :].strip())
+        for position, row in enumerate(lines, 1)
+        if (entry := _TUNABLE.search(row)) is not None and row[: entry.start()].count('"') == 0
+    ]
+    is_json = text.lstrip()[:1] in ("{", "[")
+    # Results may have a head alone.
+    return rows if rows or (not is_json and any(row.startswith("Validator,") for row in lines)) else None
+
+
+def _problems(text: str) -> list[Problem]:
+    """A GEMM's problem. Of a scaled one TunableOp does not say how its sums are kept: it may be either."""
+    signature, _, rest = text.partition(",")
+    operator = _TUNABLE_OPERATOR.fullmatch(signature)
+    kind, names = operator.groups() if operator is not None else ("", "")
+    dtypes = _TUNABLE_DTYPE.findall(names)
+    if "_".join(dtypes) != names or len(dtypes) != (3 if kind == "ScaledGemm" else 1):
+        raise ProblemError(f"operator {shown(signature)} has no kernels here")
+    extents = rest.split(",")[0].strip()
+    match = _TUNABLE_EXTENTS.fullmatch(extents)
+    if match is None:
+        raise ProblemError(f"extents {shown(extents)} are not like tn_N_M_K_ld_LDA_LDB_LDC")
+    b_letter, a_letter, *numbers, row_wise, bias = match.groups()
+    n, m, k, batch = (int(group or 1) for group in numbers[:4])
+    leading = [int(group) for group in numbers[4:6]] if numbers[4] else []
+    a_major, b_major = "k" if a_letter == "n" else "m", "k" if b_letter == "t" else "n"
+    if kind == "ScaledGemm":
+        in_dtype = in_dtype_of(*(dtype_of(name) for name in dtypes[:2]))
+        out_dtype = dtype_of(dtypes[2]).replace(
+            "tf32", "fp32"
+        )  # of the output it says what fp32 products are
+        steps = ["scale_rowwise" if row_wise == "1" else "scale_tensor"]
+        steps += ["bias_n"] * (bias not in (None, "None"))
+    else:
+        in_dtype = dtype_of(dtypes[0])
+        out_dtype, steps = _known(in_dtype, dtypes[0]), ["bias_n"] * (kind == "GemmAndBias")
+    problem = Problem(
+        m, n, k, batch, in_dtype, out_dtype, a_major, b_major, epilogue="+".join(steps)
+    )  # fmt: skip
+    if bias not in (None, "None"):
+        check_addend(problem, "bias", dtype_of(bias))
+    if leading:
+        b_leading, a_leading = leading
+        lines = [a_leading] * ((m if a_major == "k" else k) > 1)
+        lines += [b_leading] * ((n if b_major == "k" else k) > 1)
+        problem = aligned(problem, lines, MAX_ALIGNMENT)
+    if kind != "ScaledGemm":
+        return [problem]
+    return [replace(problem, accumulation=accumulation) for accumulation in ACCUMULATIONS]
+
+
+def _known(in_dtype: str, name: str) -> str:
+    """The usual output dtype of operands that have kernels; a ProblemError shows the name that they had."""
+    try:
+        return default_out_dtype(in_dtype)
+    except ProblemError as error:
+        raise ProblemError(f"dtype {shown(name)}: {error}") from None
+
+
+FORMAT = Format("TunableOp's CSV", _entries, _problems)
