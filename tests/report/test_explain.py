@@ -21,6 +21,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError
 from tunegemm.measure.outcome import Measurement
 from tunegemm.report.explain import candidate_of, explain_problem
+from tunegemm.report.space import Space
 from tunegemm.store import Database
 
 SHAPE = "128x7168x16384"
@@ -161,6 +162,22 @@ def test_values_that_no_space_lists_get_a_verdict(
     assert found.tile is not None and found.tile.verdict == verdict
     assert ("B of shared memory" in str(found)) == (found.tile.smem_bytes is not None)
     assert found.tile.smem_bytes is not None or verdict != "feasible"
+
+
+def test_a_candidate_starts_from_what_dispatch_would_launch(location: str, device: Device) -> None:
+    problem = Problem.parse(SHAPE)
+    record = explain_problem(problem, device, database=location).record
+    assert record is not None
+    family, known = record.candidate.family, record.candidate.params
+    found = explain_problem(problem, device, candidate=f"{family},tile_k=32", database=location)
+    assert found.tile is not None and found.tile.candidate.params == known | {"tile_k": 32}
+    # One of another family starts from the kernel that the model ranks first among those with its values.
+    found = explain_problem(problem, device, candidate="triton_tma,tile_n=64", database=location)
+    assert found.tile is not None and found.tile.verdict == "feasible"
+    first = next(
+        one for one in Space.of("triton_tma", problem, device).ranked() if one.candidate["tile_n"] == 64
+    )
+    assert found.tile.candidate == first.candidate
 
 
 def test_operands_that_are_always_torchs() -> None:

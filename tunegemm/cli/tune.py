@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,7 @@ from tunegemm.describe.workload import read_all
 from tunegemm.report.text import clean, to_json
 
 if TYPE_CHECKING:
+    from tunegemm.describe.space import Candidate
     from tunegemm.describe.workload import Demand
     from tunegemm.tuning.program import TunedDemand
     from tunegemm.tuning.progress import Progress, TuneResult
@@ -255,16 +257,27 @@ def program_document(product: TunedDemand) -> dict[str, Any]:
 
 def race_named(tuner: Tuner, problems: Sequence[Problem], named: Sequence[str]) -> Iterator[TuneResult]:
     """A race of the candidates that a command line names, beside torch.mm and the record there is."""
-    from tunegemm.report.explain import candidate_of
+    from tunegemm.choose.snapshot import read_snapshot
+    from tunegemm.measure.replay import ReplayMeasurer
+    from tunegemm.report.explain import candidate_of, ranked_by_model
 
-    candidates = [candidate_of(text) for text in named]
+    device, database = tuner.device, tuner.database
+    snapshot = read_snapshot()
     for problem in problems:
+        known: Candidate | None = None
+        ranked: Callable[[str], Iterable[Candidate]] = functools.partial(ranked_by_model, problem, device)
+        if device.is_real:
+            record = database.best(problem, device.fingerprint) if database is not None else None
+            record = record or snapshot.find(problem, device.fingerprint)
+            known = record.candidate if record is not None else None
+        elif isinstance(measurer := tuner.measurer_for(problem), ReplayMeasurer):
+            ranked = functools.partial(measurer.fastest_first, problem)  # no other kernel's time is known
+        candidates = [candidate_of(text, known, ranked) for text in named]
         for one in candidates:
             verdict = tuner.kernels.check(problem, one)
             if not verdict:
                 raise arguments.UsageError(f"--candidate {one} cannot run {problem}: {verdict}")
-        known = tuner.database.best(problem, tuner.device.fingerprint) if tuner.database is not None else None
-        yield tuner.race(problem, [*candidates, *([known.candidate] if known is not None else [])])
+        yield tuner.race(problem, [*candidates, *([known] if known is not None else [])])
 
 
 def say_gpu_command(context: typer.Context, asked_for: Sequence[Problem]) -> None:
@@ -283,10 +296,12 @@ def resume_command(context: typer.Context, remaining: list[Problem]) -> str:
 
 
 def given_options(context: typer.Context) -> dict[str, str]:
-    """The flags of the options whose values are not their defaults, by the options' names."""
-    parameters = {parameter.name or "": parameter for parameter in context.command.params}
+    """The flags of the options that the command line has, by the options' names."""
+    # Where a value comes from, not whether it is the default: versions of Click and Typer hand over another
+    # empty list than the one that an option was declared with.
+    sources = {one: context.get_parameter_source(one.name or "") for one in context.command.params}
     return {
-        name: next(flag for flag in one.opts if flag.startswith("--"))
-        for name, one in parameters.items()
-        if context.params.get(name) != one.default
+        one.name or "": next(flag for flag in one.opts if flag.startswith("--"))
+        for one, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
     }

@@ -7,7 +7,8 @@ L2; the truth lies between the two. See S. Williams et al., "Roofline", CACM 52(
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil, isnan
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +29,7 @@ from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.tiles import tile_count
 from tunegemm.measure.evidence import Evidence, leaders
 from tunegemm.measure.outcome import PREDICTED_RATIO
+from tunegemm.report.space import Space
 from tunegemm.report.space import candidate as chosen_candidate
 from tunegemm.report.text import significant
 from tunegemm.serve.launchers import find_object
@@ -279,14 +281,15 @@ def explain_problem(
     problem: Problem,
     device: Device,
     *,
-    candidate: Candidate | None = None,
+    candidate: Candidate | str | None = None,
     database: str | None = None,
     policy: Policy | None = None,
 ) -> Explanation:
     """The roofline of a problem on a device, of a candidate or else of what dispatch would launch, and why.
 
-    database: where to look for records; in all layers, as dispatch does, when None. policy: by default that
-    of the environment.
+    candidate: one, or its text for `candidate_of`, which starts from what dispatch would launch. database:
+    where to look for records; in all layers, as dispatch does, when None. policy: by default that of the
+    environment.
     Raises DeviceError for a device whose peaks are not known.
     """
     if not device.peak_tflops:
@@ -316,7 +319,10 @@ def explain_problem(
         why_not = "TUNEGEMM_MODE=off"
     elif chosen is not None:
         why_not = _refusal_to_load(chosen, device)
-    shown = candidate or (chosen.candidate if chosen is not None else None)
+    shown = chosen.candidate if chosen is not None else None
+    if candidate is not None:
+        ranked = functools.partial(ranked_by_model, problem, device)
+        shown = candidate_of(candidate, shown, ranked) if isinstance(candidate, str) else candidate
     ridge = device.peak_tflops_of(problem) * 1e3 / device.bandwidth_gbps
     roofline_us = device.roofline_us(problem)
     return Explanation(
@@ -342,8 +348,19 @@ def explain_problem(
     )
 
 
-def candidate_of(text: str) -> Candidate:
-    """A candidate from ``FAMILY,NAME=VALUE,...``; parameters that are not given take the space's first value.
+def ranked_by_model(problem: Problem, device: Device, family: str) -> Iterable[Candidate]:
+    """A family's kernels for a problem in the model's order."""
+    return (one.candidate for one in Space(family, problem, device).ranked())
+
+
+def candidate_of(
+    text: str,
+    start: Candidate | None = None,
+    ranked: Callable[[str], Iterable[Candidate]] = lambda family: (),
+) -> Candidate:
+    """A candidate from ``FAMILY,NAME=VALUE,...``. The other parameters come from `start` if that is of the
+    same family, or else from the first of the family's `ranked` candidates that has these values, or else
+    are the first of the space.
 
     Raises SpaceError for a family or a parameter that is not known, and for a value that it cannot have.
     """
@@ -353,7 +370,14 @@ def candidate_of(text: str) -> Candidate:
     values = dict(pair.split("=", 1) for pair in pairs)
     if len(values) < len(pairs):
         raise SpaceError(f"candidate {text!r} gives a parameter twice; give each once")
-    return chosen_candidate(family, {name: _value(value) for name, value in values.items()})
+    chosen = {name: _value(value) for name, value in values.items()}
+    plain = chosen_candidate(family, chosen)
+    if not families.get(family).compiled:
+        return plain
+    if start is None or start.family != family:
+        start = next((one for one in ranked(family) if chosen.items() <= one.params.items()), None)
+    known = {name: start[name] for name in plain.params if name in start.params} if start is not None else {}
+    return chosen_candidate(family, known | chosen)
 
 
 def _value(text: str) -> int | str | bool:
