@@ -403,6 +403,11 @@ class TestSeveralFiles:
     [
         ("m,n,k\n1,2,3\n", "no list of shapes; known are"),
         ("[]", "no product in it can be tuned"),
+        (" \n", "it is empty: nothing was recorded"),
+        (
+            '{"model_type": "llama", "hidden_size": 4096}',
+            "a model's config.* write one with: tunegemm shapes /",
+        ),
         ('[{"m": 3}]', "the first because: entry 1: n, k, layout"),
         ("{\n", "line 2 column 1"),
     ],

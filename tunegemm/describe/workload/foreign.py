@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +87,11 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Demand], list[str]]:
 
 
 def _read(path: Path) -> tuple[list[Demand], list[str]]:
+    if path.is_dir() and (path / "config.json").is_file():
+        raise WorkloadError(_is_config(path))
     text = read_text(path, WorkloadError)
+    if not text.strip():
+        raise WorkloadError(f"{path}: it is empty: nothing was recorded; write the file anew")
     # First, since a log may begin with a bracket, too.
     if rows := [
         (f"line {position}", row[entry.start() :].strip())
@@ -101,6 +106,8 @@ def _read(path: Path) -> tuple[list[Demand], list[str]]:
             raise WorkloadError(f"{path}: not JSON ({error}); write the file anew") from None
         if not isinstance(document, dict):
             return _collect(_cutlass, [(f"entry {i}", e) for i, e in enumerate(document, 1)])
+        if not {"architectures", "model_type", "hidden_size"}.isdisjoint(document):
+            raise WorkloadError(_is_config(path))
         workload, unreadable = Workload.from_document(document, str(path))
         found, refused = demands(workload.products)
         return found, unreadable + refused
@@ -110,6 +117,11 @@ def _read(path: Path) -> tuple[list[Demand], list[str]]:
         f"{path}: no list of shapes; known are the JSON of `tunegemm record`, TunableOp's CSV and "
         "CUTLASS's JSON list of problems"
     )
+
+
+def _is_config(path: Path) -> str:
+    command = f"tunegemm shapes {shlex.quote(str(path))}"
+    return f"{path}: a model's config, no list of shapes; write one with: {command}"
 
 
 def _collect(
