@@ -200,5 +200,5 @@ def empty_on_server(postgres: Cluster) -> str:
     from tunegemm.store import Database
 
     url = postgres.create()
-    Database.open(url).close()
+    Database.open(url, create=True).close()
     return url.rpartition("/")[2]

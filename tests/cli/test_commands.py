@@ -242,7 +242,7 @@ class TestDoctor:
         path = tmp_path / "tuning.sqlite"
         monkeypatch.setenv("TUNEGEMM_DB", str(path))
         assert check("database").status == "note"
-        Database.open(path).close()
+        Database.open(path, create=True).close()
         assert check("database").status == "ok"
         monkeypatch.setattr("tunegemm.store.connection.BUSY_TIMEOUT_S", 0)
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
@@ -382,7 +382,7 @@ class TestExplain:
     def empty(self, tmp_path: Path) -> str:
         from tunegemm.store import Database
 
-        with Database.open(tmp_path / "empty.sqlite") as database:
+        with Database.open(tmp_path / "empty.sqlite", create=True) as database:
             return database.name
 
     def explain(self, tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:

@@ -104,7 +104,7 @@ def open_tuner(
     arguments.require_memory(device, problems)  # before a database is made
     # Only what is measured is stored, so only a real device gets a database; a bad --db is told of anyway.
     wanted = device.is_real or db is not None
-    database = stack.enter_context(Database.open(db)) if wanted else None
+    database = stack.enter_context(Database.open(db, create=True)) if wanted else None
     tuner = Tuner(device, database if device.is_real else None, **how)
     return stack.enter_context(tuner), database
 
@@ -117,7 +117,7 @@ def open_pool(
     from tunegemm.tuning import cluster
 
     cluster.import_ray()  # where it is not installed, nothing else is begun
-    database = stack.enter_context(Database.open(db))
+    database = stack.enter_context(Database.open(db, create=True))
     stack.enter_context(cluster.started_here(gpus) if ray is None else cluster.connected(ray))
     cluster.refuse_file(database.location)
     if (study := how["study"]) is not None and "://" not in study:

@@ -251,8 +251,8 @@ class Explanation:
 
 @named_arguments
 def explain(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: torch.Tensor | Problem | str | Sequence[int],
+    b: torch.Tensor | None = None,
     *,
     epilogue: str = "",
     out_dtype: torch.dtype | None = None,
@@ -260,15 +260,34 @@ def explain(
 ) -> Explanation:
     """What `tunegemm.matmul(a, b)` does and why; print it. Nothing is multiplied.
 
+    Instead of two tensors, give a `Problem` or extents, ``"512x6144x4096"`` or ``(512, 6144, 4096)``, bf16
+    and
+    k-major.
     epilogue: of a fused call, such as ``bias_n+gelu``. out_dtype and accumulation: as in a `Problem`.
     On CPU tensors it tells of ``cuda:0``, or of an H200 where there is no GPU. It reads the databases anew,
     and heeds the mode and policy that the environment or `tunegemm.policy` set. Raises ProblemError for
     operands that are torch's whatever was recorded.
     """
+    import torch
+
     from tunegemm.serve import api
     from tunegemm.serve.operands import Refusal, describe
-    from tunegemm.tuning.tuner import open_device
+    from tunegemm.tuning.tuner import as_problem, open_device
 
+    if b is None:
+        how = {"epilogue": str(epilogue), "accumulation": accumulation}
+        given = how | ({"out_dtype": str(out_dtype)} if out_dtype is not None else {})
+        problem = as_problem(a, **given)  # type: ignore[arg-type]
+        return explain_problem(problem, open_device(), policy=api.dispatcher.planner.policy)
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        raise ProblemError(
+            "explain() takes two tensors, or a Problem or extents such as 4096x4096x4096 alone"
+        )
+    if len(a.shape) > 1 and len(b.shape) > 1 and a.shape[-1] != b.shape[-2]:
+        raise ProblemError(
+            f"operands of shapes {tuple(a.shape)} and {tuple(b.shape)} do not fit: a has "
+            f"{a.shape[-1]} columns and b {b.shape[-2]} rows; transpose or reshape one"
+        )
     operands = describe(a, b, out_dtype=out_dtype, epilogue=str(epilogue), accumulation=accumulation)
     if isinstance(operands, Refusal):
         reason = operands.reason or f"operands of shapes {tuple(a.shape)} and {tuple(b.shape)} are torch's"

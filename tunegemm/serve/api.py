@@ -363,7 +363,11 @@ class policy:
     """
 
     def __init__(self, prefer: Preference = "fastest", *, max_sms: int | None = None) -> None:
-        self._before = dispatcher.planner.use(Policy(prefer, max_sms))
+        self._policy = Policy(prefer, max_sms)
+        self._before = dispatcher.planner.use(self._policy)
+
+    def __repr__(self) -> str:
+        return f"<tunegemm.policy: {self._policy}>"
 
     def __enter__(self) -> None:
         return None
