@@ -84,6 +84,9 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory, shared_folder: Path) -> 
     }
     before = {name: os.environ.get(name) for name in own}
     os.environ.update(own)
+    from tunegemm.store import Database
+
+    Database.open(own["TUNEGEMM_DB"], create=True).close()  # explain refuses a name without a file
     yield
     for name, value in before.items():
         if value is None:

@@ -1,7 +1,8 @@
 """What `pip install tunegemm` leaves out, and the extra that brings it.
 
 A host that serves needs torch, the compilers' runtimes, the command line and little more; searching, tables
-and pages come with extras of pyproject.toml. Code imports what it needs where it needs it; the doors (the public
+and pages come with extras of pyproject.toml. Code imports what it needs where it needs it; the doors (the
+public
 names of `tunegemm`, the command, `Tuner`, the layers of dispatch) say in one line what is missing.
 """
 

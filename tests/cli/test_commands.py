@@ -412,6 +412,18 @@ class TestExplain:
         assert "4096x4096x1001 bf16 tn align2 on NVIDIA H200" in run.stdout
         assert "compute-bound" in run.stdout and "dispatch  torch:" in run.stdout
 
+    @pytest.mark.parametrize("name", ["TUNEGEMM_DB", "TUNEGEMM_PACK"])
+    def test_a_file_that_a_variable_names_and_that_is_not_there_ends_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        place = tmp_path / "absent"
+        monkeypatch.setenv(name, str(place))
+        run = here("explain", "--shape", SHAPE, "--device", "model:h200", code=2)
+        assert f"{name}={place}: there is no such file; correct" in run.stderr and run.stdout == ""
+        checks = json.loads(here("doctor", "--json", code=1).stdout)
+        (failed,) = (one for one in checks if one["status"] == "fail")
+        assert str(place) in failed["detail"] and "correct" in failed["remedy"]
+
     @pytest.mark.parametrize("place", ["/etc/passwd", "/nowhere.sqlite"])
     def test_a_database_that_cannot_be_read_ends_it(self, place: str) -> None:
         run = here("explain", "--shape", SHAPE, "--device", "model:h200", "--db", place, code=2)

@@ -23,7 +23,14 @@ from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import ArtifactError, DeviceError, ProblemError, SpaceError, named_arguments
+from tunegemm.errors import (
+    ArtifactError,
+    DatabaseError,
+    DeviceError,
+    ProblemError,
+    SpaceError,
+    named_arguments,
+)
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.tiles import tile_count
@@ -35,7 +42,7 @@ from tunegemm.report.text import significant
 from tunegemm.serve.launchers import find_object
 from tunegemm.serve.modes import read_compile, read_mode, read_policy
 from tunegemm.store import Record as StoredRecord
-from tunegemm.store.layers import read_records
+from tunegemm.store.layers import absent, read_records
 from tunegemm.store.validity import judge_stored
 
 if TYPE_CHECKING:
@@ -261,8 +268,8 @@ def explain(
     """What `tunegemm.matmul(a, b)` does and why; print it. Nothing is multiplied.
 
     Instead of two tensors, give a `Problem` or extents, ``"512x6144x4096"`` or ``(512, 6144, 4096)``, bf16
-    and
-    k-major.
+    and k-major.
+
     epilogue: of a fused call, such as ``bias_n+gelu``. out_dtype and accumulation: as in a `Problem`.
     On CPU tensors it tells of ``cuda:0``, or of an H200 where there is no GPU. It reads the databases anew,
     and heeds the mode and policy that the environment or `tunegemm.policy` set. Raises ProblemError for
@@ -442,6 +449,8 @@ def _read(problem: Problem, location: str | None) -> tuple[list[StoredRecord], l
     serve.
     """
     if location is None:
+        if missing := absent():  # what a user named is not left out in silence
+            raise DatabaseError(missing[0])
         records, warnings = read_records()
         return records, read_rivals(problem), warnings
     from tunegemm.store import Database

@@ -62,8 +62,8 @@ class Database:
 
         For writing, an older schema is migrated, from `tunegemm.store.schema.OLDEST_SCHEMA` on. A missing
         file is created, with its folder, if `create` asks for that or no location is given. Read-only
-        opening changes nothing, and works in a folder that cannot be written to. Raises DatabaseError for a file that is missing, unreadable, damaged, no
-        tuning database, or of a schema that is not read.
+        opening changes nothing, and works in a folder that cannot be written to. Raises DatabaseError for a
+        file that is missing, unreadable, damaged, no tuning database, or of a schema that is not read.
         """
         place = resolve(location)
         if (
