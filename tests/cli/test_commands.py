@@ -241,7 +241,7 @@ class TestDoctor:
         assert check("database").status == "fail"
         path = tmp_path / "tuning.sqlite"
         monkeypatch.setenv("TUNEGEMM_DB", str(path))
-        assert check("database").status == "note"
+        assert check("database").status == "fail"
         Database.open(path, create=True).close()
         assert check("database").status == "ok"
         monkeypatch.setattr("tunegemm.store.connection.BUSY_TIMEOUT_S", 0)

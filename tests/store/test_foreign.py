@@ -499,8 +499,7 @@ class TestPlaces:
             "Database.open(path, create=True).close()  # what is imported then, that user need not find\n"
             f"os.chmod('{closed}', 0)\n"
             "if os.geteuid() == 0: os.setuid(65534)  # whom a folder's mode binds\n"
-            "for attempt in (lambda: Database.open(path, read_only=True), lambda: Database.open(path,
-            create=True),\n"
+            "for attempt in (lambda: Database.open(path, read_only=True), lambda: Database.open(path, create=True),\n"
             "                lambda: read_bytes(path), lambda: write_text(path, '')):\n"
             "    try: attempt()\n"
             "    except TunegemmError as error: print(error)\n"

@@ -38,6 +38,8 @@ class Session:
     """For results."""
     log: Console
     """For progress."""
+    is_named: bool
+    """Whether a GPU was asked for by name."""
 
     @property
     def is_real(self) -> bool:
@@ -74,12 +76,12 @@ def open_session(
     else:
         spec = f"cuda:{gpus[0]}" if gpus else place.device
         tuning, database = open_tuner(stack, spec, asked_for, place.db, how)
-    if not (is_named or tuning.device.is_real or output.is_bare):
+    if not (is_named or tuning.device.is_real or output.is_bare or demanded):
         printing.say(without_gpu(tuning.device, problems, how["families"]), err=True)
     if search.study is not None:
         require_studies(tuning, search.study, database, problems)
     out, log = printing.stdout_console(), printing.stderr_console()
-    return Session(context, tuning, database, search, output, out, log)
+    return Session(context, tuning, database, search, output, out, log, is_named)
 
 
 def begin_to_measure(stack: ExitStack) -> Child | None:

@@ -22,6 +22,7 @@ from tunegemm.describe.workload import read_all
 from tunegemm.report.text import clean, to_json
 
 if TYPE_CHECKING:
+    from tunegemm.describe.device import Device
     from tunegemm.describe.space import Candidate
     from tunegemm.describe.workload import Demand
     from tunegemm.tuning.program import TunedDemand
@@ -141,6 +142,8 @@ def tuned(
     from tunegemm.tuning.tuner import Tuner
 
     search, tuning = session.search, session.tuning
+    if search.kernels is not None and isinstance(tuning, Tuner):
+        require_kernels(tuning, problems)
     if not search.candidate:
         requests = [
             Request(one, search.effort or "quick", search.trials, search.budget_s, following)
@@ -150,6 +153,17 @@ def tuned(
     if not isinstance(tuning, Tuner):
         raise arguments.UsageError("--candidate is raced on one GPU; give --device cuda:N")
     return race_named(tuning, problems, search.candidate)
+
+
+def require_kernels(tuner: Tuner, problems: Sequence[Problem]) -> None:
+    """Raises UsageError for a problem that no kernel which --kernels leaves is feasible for."""
+    kernels = tuner.kernels
+    for problem in problems:
+        if not any(kernels.ranked(problem, family).predictions for family in kernels.generators):
+            raise arguments.UsageError(
+                f"--kernels {kernels.matching!r}: no feasible kernel for {problem} has a label with a match; "
+                f"{command_line('explain', {'shape': problem.shape})} shows one"
+            )
 
 
 def show(session: Session, result: TuneResult) -> None:
@@ -197,6 +211,10 @@ def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[
     from tunegemm.tuning.program import by_headroom
 
     device, output = session.tuning.device, session.output
+    if not (session.is_real or session.is_named or output.as_json):
+        printing.say(*shipped_lines(demands, device))  # to compile kernels would show no times
+        say_gpu_command(session.context, [])
+        return DONE
     lacking = {demand.problem: device.lacks_memory(demand.problem) for demand in demands}
     plan = by_headroom([demand for demand in demands if lacking[demand.problem] is None], device)
     current, interrupted = spend_budget(session, plan)
@@ -211,6 +229,21 @@ def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[
     if not (session.is_real or output.as_json):
         say_gpu_command(session.context, [])
     return DONE
+
+
+def shipped_lines(demands: Sequence[Demand], device: Device) -> list[str]:
+    """How many of a program's products the shipped records serve on a device, and how much faster each is."""
+    from tunegemm.choose.snapshot import read_snapshot
+
+    snapshot = read_snapshot()
+    found = {demand: snapshot.find(demand.problem, device.fingerprint) for demand in demands}
+    ratios = [one.ratio for one in found.values() if one is not None]
+    line = f"No CUDA GPU here. {len(ratios)} of {len(demands)} products ship with records for {device.name}"
+    lines = [f"{line}, {min(ratios):.2f} to {max(ratios):.2f} x torch.mm:" if ratios else f"{line}."]
+    for demand, record in found.items():
+        known = f"{record.ratio:.3f} x torch.mm, {record.label}" if record is not None else "no record"
+        lines.append(f"  {demand.problem} x {demand.calls}: {known}")
+    return lines
 
 
 def spend_budget(session: Session, plan: Sequence[TunedDemand]) -> tuple[list[TunedDemand], bool]:
