@@ -4,12 +4,14 @@ help documents. Times are recorded or modelled, and nothing is compiled."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import typer.main
 
-from tests.support.commands import here
+from tests.support.commands import here, process
+from tests.support.processes import environment
 from tunegemm.cli import app
 from tunegemm.describe.device import cuda_device_count
 
@@ -165,7 +167,43 @@ def test_pairs(words: tuple[str, ...], place: Path) -> None:
 
 def test_a_named_candidate_is_raced_and_nothing_else(place: Path) -> None:
     done = here("tune", *SHAPE, "--device", "replay:h200", "--candidate", "cublaslt", "--json", cwd=place)
-    assert {one["label"] for one in json.loads(done.stdout)["outcomes"]} == {"torch.mm"}
+    outcomes = json.loads(done.stdout)["outcomes"]
+    assert {(one["label"], one["tuning_stage"]) for one in outcomes} == {("torch.mm", "final")}
+
+
+def test_patterns_without_a_match_are_refused(place: Path) -> None:
+    done = here("tune", *SHAPE, "--device", "replay:h200", "--kernels", "zzz", cwd=place, code=2)
+    assert "--kernels 'zzz': no feasible kernel for 512x6144x4096 bf16 tn has a label" in done.stderr
+
+
+def test_help_is_in_groups_and_of_the_terminals_width() -> None:
+    text = process("tune", "--help", env=environment(COLUMNS="120")).stdout
+    headings = re.findall(r"^(\w.*):$", text, re.MULTILINE)
+    assert headings == ["What to tune", "How long", "Search", "Where", "Output", "Options", "Examples"]
+    assert 100 < max(map(len, text.splitlines())) <= 120 and "<int" not in text
+    assert "MODEL_CONFIG" in here("shapes", "--help").stdout
+
+
+@pytest.mark.skipif(cuda_device_count() > 0, reason="a GPU measures")
+def test_a_programs_products_without_a_gpu_are_told_from_what_ships(place: Path) -> None:
+    done = here("tune", "--from", "one.csv", cwd=place)
+    assert done.stdout.startswith("No CUDA GPU here. 1 of 1 products ship with records for NVIDIA H200, 1.0")
+    assert "512x6144x4096 bf16 tn x 1: 1.0" in done.stdout and done.stderr == ""
+
+
+def test_what_ships_has_a_history(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("TUNEGEMM_DB", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, str(tmp_path) if name == "XDG_DATA_HOME" else "")
+    done = here("history", *SHAPE, cwd=tmp_path)
+    assert "NVIDIA H200" in done.stdout and "shipped" in done.stdout
+    assert json.loads(here("history", *SHAPE, "--json", cwd=tmp_path).stdout)[0]["label"] in done.stdout
+
+
+@pytest.mark.skipif(cuda_device_count() > 0, reason="a GPU has measured")
+def test_a_report_of_nothing_names_the_recorded_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TUNEGEMM_DB", str(tmp_path / "none.sqlite"))
+    done = here("report", cwd=tmp_path, code=2)
+    assert "tunegemm report --device replay:h200" in done.stderr
 
 
 @pytest.mark.skipif(cuda_device_count() > 0, reason="on a GPU the whole space is measured")

@@ -113,7 +113,7 @@ Families = Annotated[
         metavar="NAME[,NAME]",
         autocompletion=completed(_families),
         help="Kernel families. Default: all.",
-    ),  # fmt: skip
+    ),
 ]
 DatabaseLocation = Annotated[
     str | None,
