@@ -1,4 +1,4 @@
-# make tune [SHAPE=MxNxK] | test [SLOW=1] | test-gpu | test-engines | check | format | docs | kernels | wheel | clean
+# make help | tune [SHAPE=MxNxK] | test [SLOW=1] | test-gpu | test-engines | check | format | docs | kernels | wheel | clean
 PYTHON ?= python3
 VENV ?= .venv
 # A product where the project's kernels win, and which is recorded for a machine without a GPU.
@@ -35,11 +35,22 @@ step = @printf '%s ... ' "$(1)"; start=$$(date +%s); mkdir -p $(VENV); \
 	echo "make: this step failed: $(1). $(3), and that there is room: $(4) GB here ($(call FREE,.) are free) and 4 GB for pip" \
 	"in $${TMPDIR:-/tmp} ($(call FREE,$${TMPDIR:-/tmp})); then the same make goes on from here (all output: $(LOG))"; exit 1; fi
 
-.PHONY: ready tune test test-gpu test-engines check format docs kernels wheel clean
+.PHONY: help ready tune test test-gpu test-engines check format docs kernels wheel clean
 
 tune: $(TUNING)
 	@echo "Tuning $(SHAPE) $(DTYPE) $(LAYOUT), with the kernels that this asks for; make kernels compiles all that ship."
 	@$(RUN) -m tunegemm tune --shape $(SHAPE) --dtype $(DTYPE) --layout $(LAYOUT)
+
+help:
+	@echo "make tune [SHAPE=MxNxK]  set up .venv and tune a product; without a GPU by recorded times"
+	@echo "make test [SLOW=1]       the tests; SLOW=1: all of them"
+	@echo "make test-gpu            the tests that need a GPU"
+	@echo "make test-engines        the tests beside vLLM and SGLang, which are downloaded"
+	@echo "make check, make format  ruff and mypy; ruff rewrites the sources"
+	@echo "make docs                generated tables, and the site in build/site"
+	@echo "make kernels             compile the kernels that ship, without a GPU"
+	@echo "make wheel               build the wheel with them, in dist/"
+	@echo "make clean               delete what was built"
 
 # On a GPU the tests take turns: they want it to themselves. Elsewhere two cores are enough.
 PYTEST ?= -q $(if $(shell command -v nvidia-smi 2>/dev/null),,-n 2 --dist worksteal)

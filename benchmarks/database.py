@@ -108,7 +108,7 @@ def concurrent(path: Path, writers: int = WRITERS, each: int = PUBLICATIONS) -> 
 
 def _publish_many(path: Path, writer: int, count: int, result: Connection) -> None:
     slowest, here = 0.0, device()
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         for index in range(count):
             found = measurement(_kernel(writer=writer, index=index), 1 + writer / 100 + index / 10_000)
             begin = time.perf_counter()
@@ -141,7 +141,7 @@ def killed(path: Path, kills: int = KILLS, seed: int = 0) -> dict[str, Any]:
         told = _count(receiver) + (not creates)
         acknowledged += told
         # As the next process would: it recovers what the killed one left.
-        with Database.open(file) as database:
+        with Database.open(file, create=True) as database:
             kept = database.measurements(Problem(number, 64, 64), fingerprint)
             missing += len(set(range(told)) - {m.candidate["index"] for m in kept})
     with closing(sqlite3.connect(path)) as connection:
@@ -158,7 +158,7 @@ def killed(path: Path, kills: int = KILLS, seed: int = 0) -> dict[str, Any]:
 
 def _publish_until_killed(path: Path, number: int, acknowledge: Connection) -> None:
     here, index = device(), 0
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         while True:
             database.publish(
                 Problem(number, 64, 64), here, measurement(_kernel(index=index), 1 + index / 1e5)
@@ -182,7 +182,7 @@ def _count(receiver: Connection) -> int:
 
 def build(path: Path, shapes: int = SHAPES, toolchains: int = TOOLCHAINS, measured: int = MEASURED) -> int:
     """Fills a new database; how many measurements it has. Two GPUs, each with `toolchains` fingerprints."""
-    Database.open(path).close()
+    Database.open(path, create=True).close()
     chance = random.Random(0)
     fingerprints = [
         device(part, f"580.{number}").fingerprint

@@ -81,7 +81,10 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
 
     known: dict[str, Provider] = {"torch": eager, "tunegemm_cute": family_best("cute_sm90")}
     results = Results(results_path(options.out, device, "dtypes.json"), meta(device, METHOD))
-    with Database.open(options.db) as database, Tuner(device, database, families=["cute_sm90"]) as tuner:
+    with (
+        Database.open(options.db, create=True) as database,
+        Tuner(device, database, families=["cute_sm90"]) as tuner,
+    ):
         rows = compared(
             problems, device, [*known], Options(0.0, options.db), options.rounds, tuner,
             trials=options.trials, known=known,

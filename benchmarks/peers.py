@@ -79,7 +79,9 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
             from tunegemm.store import Database
             from tunegemm.tuning.tuner import Tuner
 
-            tuner = stack.enter_context(Tuner(device, stack.enter_context(Database.open(options.db))))
+            tuner = stack.enter_context(
+                Tuner(device, stack.enter_context(Database.open(options.db, create=True)))
+            )
         settings = Options(options.tune_cap, options.db)
         for row in compared(problems, device, chosen, settings, options.rounds, tuner, options.effort):
             if row["tune_seconds"] is None and (old := results.find(row)) is not None:

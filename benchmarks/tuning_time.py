@@ -69,7 +69,7 @@ found = {}
 with Tuner(open_device(spec), compiled_only=warm, child=child) as tuner:
     for name in ("seconds", "next_s") if warm else ("seconds",):
         begin = imported if name == "seconds" else time.time()
-        with Database.open(Path(f"{name}.sqlite")) as tuner.database:
+        with Database.open(Path(f"{name}.sqlite"), create=True) as tuner.database:
             result = tuner.tune(Problem.parse(shape), on_progress=on_progress)
         found[name] = round(time.time() - begin, 2)
 measured = [one for one in result.outcomes if isinstance(one, Measurement)]

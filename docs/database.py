@@ -61,7 +61,10 @@ def schema_sql() -> str:
 
     from tunegemm.store.database import Database
 
-    with TemporaryDirectory() as folder, Database.open(Path(folder) / "schema.sqlite") as database:
+    with (
+        TemporaryDirectory() as folder,
+        Database.open(Path(folder) / "schema.sqlite", create=True) as database,
+    ):
         query = text("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY tbl_name, type DESC, name")
         with database.engine.connect() as connection:
             statements = [sql for (sql,) in connection.execute(query)]

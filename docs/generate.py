@@ -125,7 +125,7 @@ def shipped(_: Path) -> str:
 def sample(_: Path) -> str:
     """What `tunegemm explain` says of a shipped record, on the recorded GPU."""
     with TemporaryDirectory() as home:
-        environment = dict(os.environ) | {"TUNEGEMM_DB": f"{home}/none.sqlite", "XDG_DATA_HOME": home}
+        environment = dict(os.environ) | {"TUNEGEMM_DB": "", "XDG_DATA_HOME": home}
         environment |= {
             "PYTHONPATH": str(ROOT),
             "TUNEGEMM_MODE": "",

@@ -117,7 +117,7 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
     results = Results(results_path(options.out, device, "campaign.json"), meta(device, METHOD))
     deadline = time.monotonic() + options.budget
     with (
-        Database.open(options.db) as database,
+        Database.open(options.db, create=True) as database,
         Tuner(device, database, compiled_only=options.compiled_only) as tuner,
     ):
         known = {r.problem for r in database.records()}

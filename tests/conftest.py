@@ -85,6 +85,9 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory, shared_folder: Path) -> 
     }
     before = {name: os.environ.get(name) for name in own}
     os.environ.update(own)
+    from tunegemm.store import Database
+
+    Database.open(own["TUNEGEMM_DB"], create=True).close()  # explain refuses a name without a file
     yield
     for name, value in before.items():
         if value is None:
@@ -201,5 +204,5 @@ def empty_on_server(postgres: Cluster) -> str:
     from tunegemm.store import Database
 
     url = postgres.create()
-    Database.open(url).close()
+    Database.open(url, create=True).close()
     return url.rpartition("/")[2]

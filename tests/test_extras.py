@@ -29,7 +29,7 @@ ENGINES = {path.stem: path for path in sorted((ROOT / "tests" / "data" / "engine
 _BLOCKED = f"""
 import sys
 class Blocker:
-    names = {sorted({name for names in EXTRAS.values() for name in names} | {"click", "mako", "scipy"})!r}
+    names = {sorted({name for names in EXTRAS.values() for name in names} | {"mako", "scipy"})!r}
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in self.names:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
@@ -109,16 +109,11 @@ for call in (lambda: tunegemm.tune("64x64x64", device="model:h200"), lambda: tun
         call()
     except tunegemm.TunegemmError as error:
         print(error)
-from tunegemm.cli import main
-main()
 """
     )
     remedy = "is not installed; pip install 'tunegemm[tune]' brings it"
     assert done.stdout.splitlines() == ["explain", f"alembic {remedy}", f"sqlalchemy {remedy}"], done.stderr
-    assert done.stderr == (
-        "tunegemm: the command line: typer is not installed; pip install 'tunegemm[cli]' brings it\n"
-    )
-    assert done.returncode == 2
+    assert done.returncode == 0
 
 
 def test_a_database_on_a_server_is_a_warning(run: Run) -> None:
@@ -143,28 +138,29 @@ while not online.is_idle:
     assert done.stdout.startswith("tuning online failed") and "'tunegemm[tune]'" in done.stdout, done
 
 
-@pytest.mark.slow  # starts the command three times
-def test_commands_that_need_more_say_so_in_one_line(run: Run) -> None:
-    """With the command line alone, as a host that serves may have it."""
-    code = """
-for names in {names}:
-    Blocker.names.remove(names)
+COMMAND = """
 from tunegemm.cli import main
 sys.argv = ["tunegemm", *{words}]
 main()
 """
-    names = [*EXTRAS["cli"], "click"]
-    done = run(code.format(names=names, words=["tune", "--shape", "64x64x64", "--device", "model:h200"]))
+
+
+@pytest.mark.parametrize("words", [["--version"], ["run", "--", "true"], ["doctor"]])
+def test_commands_of_a_host_that_serves_need_no_extra(run: Run, words: list[str]) -> None:
+    done = run(COMMAND.format(words=words))
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done
+    assert "pip install" not in done.stderr and (words != ["doctor"] or "tunegemm[tune]" in done.stdout), done
+
+
+@pytest.mark.slow  # starts the command twice
+def test_commands_that_need_more_say_so_in_one_line(run: Run) -> None:
+    done = run(COMMAND.format(words=["tune", "--shape", "64x64x64", "--device", "model:h200"]))
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.splitlines() == [
         "tunegemm: sqlalchemy is not installed; pip install 'tunegemm[tune]' brings it"
     ]
-    done = run(
-        code.format(names=names, words=["explain", "--shape", "512x6144x4096", "--device", "model:h200"])
-    )
+    done = run(COMMAND.format(words=["explain", "--shape", "512x6144x4096", "--device", "model:h200"]))
     assert done.returncode == 0, done.stderr
-    done = run(code.format(names=names, words=["doctor"]))
-    assert "tunegemm[tune]" in done.stdout and "Traceback" not in done.stderr, done
 
 
 def test_an_error_names_the_extra() -> None:
@@ -221,7 +217,6 @@ def test_beside_an_engine_nothing_of_its_packages_changes(engine: str) -> None:
     pins = pinned(ENGINES[engine])
     assert len(pins) > 150
     assert conflicts(project()[""], pins) == ({"platformdirs"}, set())
-    assert conflicts(project()["cli"], pins) == (set(), set())
     added, changed = conflicts([*project()["tune"], *project()["report"]], pins)
     assert changed == set() and {"optuna", "sqlalchemy"} <= added
     assert conflicts(project()["cu13"], pins)[1] == set()

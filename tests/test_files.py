@@ -40,7 +40,7 @@ def test_an_exception_leaves_what_was_there(tmp_path: Path) -> None:
 def test_a_database_is_not_written_over(tmp_path: Path) -> None:
     """`--db x --out x` would end the database that is read."""
     target, link = tmp_path / "tuning.sqlite", tmp_path / "link"
-    Database.open(target).close()
+    Database.open(target, create=True).close()
     link.symlink_to(target)
     before = target.read_bytes()
     for path in (target, link):

@@ -1,8 +1,9 @@
 """What `pip install tunegemm` leaves out, and the extra that brings it.
 
-A host that serves needs torch, the compilers' runtimes and little more; searching, tables, pages and the
-command line come with extras of pyproject.toml. Code imports what it needs where it needs it; the doors (the
-public names of `tunegemm`, the command, `Tuner`, the layers of dispatch) say in one line what is missing.
+A host that serves needs torch, the compilers' runtimes, the command line and little more; searching, tables
+and pages come with extras of pyproject.toml. Code imports what it needs where it needs it; the doors (the
+public
+names of `tunegemm`, the command, `Tuner`, the layers of dispatch) say in one line what is missing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from tunegemm.errors import ExtraError
 
 #: The packages of each extra, as they are imported; an extra includes those named before it, up to `report`.
 EXTRAS = {
-    "cli": ("rich", "typer"),
     "tune": ("alembic", "optuna", "pandas", "psutil", "sqlalchemy"),
     "report": ("jinja2", "matplotlib"),
     "postgres": ("psycopg",),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -68,6 +68,14 @@ def whole(value: Any, name: str, least: int = 0, most: int = LARGEST_INT) -> int
     if type(value) is not int or not least <= value <= most:
         raise BadValueError(f"{name} {shown(value)} is not a whole number from {least} to {most}")
     return value
+
+
+def named(names: Iterable[str] | str) -> tuple[str, ...]:
+    """Names that a call gives as a sequence, or one alone; as on a command line with commas between
+    several."""
+    if isinstance(names, str):
+        return tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    return tuple(names)
 
 
 def digits(text: str) -> int | None:

@@ -191,7 +191,7 @@ def losses(rows: list[dict[str, Any]], all_ratios: list[dict[str, float]]) -> st
         if family and found[family] > own * (1 + noise):
             missed.append(f"{shape} ({family}: {100 * (found[family] / own - 1):.1f} %)")
     if not beaten:
-        parts = ["tunegemm loses on none of these shapes."]
+        parts = ["On none of these shapes is a peer faster than tunegemm by more than the noise."]
     else:
         parts = [f"Slower than `torch.mm`: {', '.join(slower)}."] if slower else []
         parts.append(f"Where tunegemm loses: {', '.join(beaten)}.")

@@ -92,7 +92,7 @@ def test_rows_of_modes_and_layers_stand_beside_each_other(tmp_path: Path) -> Non
 def test_a_record_of_older_kernels_is_tuned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dispatch leaves it to torch: a table of peers once had torch's own time for tunegemm's."""
     problem = Problem.parse("64x64x64")
-    with Database.open(tmp_path / "tuning.sqlite") as database:
+    with Database.open(tmp_path / "tuning.sqlite", create=True) as database:
         assert not is_settled(database, problem, DEVICE)
         database.confirm(problem, DEVICE, measurement(1.1), label="of these kernels")
         assert is_settled(database, problem, DEVICE)

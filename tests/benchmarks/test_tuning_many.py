@@ -66,7 +66,7 @@ def test_rows_say_what_the_database_has(tmp_path: Path) -> None:
     )
     kernels = [Candidate.make("cute_sm90", {"tile_m": 128, "tile_n": n}, {}) for n in (64, 128, 256)]
     steady = {"rounds": 4, "turn_ms": 160.0}
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         for kernel in kernels:
             database.publish(FIRST, device, Measurement(kernel, (2.0,) * 3, (2.1,) * 3, 1e-3, 0.002, {}))
         best = Measurement(kernels[1], (2.0,) * 3, (2.5,) * 3, 1e-3, 0.002, {})

@@ -227,7 +227,7 @@ def test_databases_and_shipped_records_are_one_neighbourhood(tmp_path, device):
     """The narrow rows that dispatch reads of a real database answer as records do."""
     real = replace(device, spec="cuda:0")
     problem, samples, baseline = Problem(64, *SQUARE), (10.0, 10.1, 10.2), (12.0, 12.1, 12.2)
-    with Database.open(tmp_path / "tuning.sqlite") as database:
+    with Database.open(tmp_path / "tuning.sqlite", create=True) as database:
         database.confirm(problem, real, Measurement(kernel(), samples, baseline, 1e-3, 0.003))
         lookup = database.lookup()
     other = Row(replace(problem, m=128), device.fingerprint, kernel())

@@ -77,7 +77,7 @@ def test_a_launch_fills_no_more_multiprocessors_than_it_may(sms, clusters):
 def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Snapshot, list[Record]]:
     """The recorded candidates of a shape in a real database, and one that splits k as its record."""
     path = fill(tmp_path_factory.mktemp("policies") / "tuning.sqlite", ["128x7168x16384"])
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         entries = database.measurements(PROBLEM)
         best = max(entries, key=rank)
         split = replace(best.measurement, candidate=SPLITTING)

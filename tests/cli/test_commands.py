@@ -241,8 +241,8 @@ class TestDoctor:
         assert check("database").status == "fail"
         path = tmp_path / "tuning.sqlite"
         monkeypatch.setenv("TUNEGEMM_DB", str(path))
-        assert check("database").status == "note"
-        Database.open(path).close()
+        assert check("database").status == "fail"
+        Database.open(path, create=True).close()
         assert check("database").status == "ok"
         monkeypatch.setattr("tunegemm.store.connection.BUSY_TIMEOUT_S", 0)
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
@@ -382,7 +382,7 @@ class TestExplain:
     def empty(self, tmp_path: Path) -> str:
         from tunegemm.store import Database
 
-        with Database.open(tmp_path / "empty.sqlite") as database:
+        with Database.open(tmp_path / "empty.sqlite", create=True) as database:
             return database.name
 
     def explain(self, tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -411,6 +411,18 @@ class TestExplain:
         )
         assert "4096x4096x1001 bf16 tn align2 on NVIDIA H200" in run.stdout
         assert "compute-bound" in run.stdout and "dispatch  torch:" in run.stdout
+
+    @pytest.mark.parametrize("name", ["TUNEGEMM_DB", "TUNEGEMM_PACK"])
+    def test_a_file_that_a_variable_names_and_that_is_not_there_ends_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        place = tmp_path / "absent"
+        monkeypatch.setenv(name, str(place))
+        run = here("explain", "--shape", SHAPE, "--device", "model:h200", code=2)
+        assert f"{name}={place}: there is no such file; correct" in run.stderr and run.stdout == ""
+        checks = json.loads(here("doctor", "--json", code=1).stdout)
+        (failed,) = (one for one in checks if one["status"] == "fail")
+        assert str(place) in failed["detail"] and "correct" in failed["remedy"]
 
     @pytest.mark.parametrize("place", ["/etc/passwd", "/nowhere.sqlite"])
     def test_a_database_that_cannot_be_read_ends_it(self, place: str) -> None:

@@ -32,7 +32,7 @@ def run(*arguments: str | Path, code: int = 0) -> tuple[str, str]:
 @pytest.fixture
 def database(tmp_path: Path) -> Path:
     path = tmp_path / "tuning.sqlite"
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         database.confirm(PROBLEM, DEVICE, measurement(1.1), label="pp128x256")
     return path
 
@@ -102,9 +102,9 @@ class TestLayers:
         monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
         monkeypatch.setenv("TUNEGEMM_DB", str(tmp_path / "project.sqlite"))
         self.device = find_device("model:h200")
-        with Database.open(user_location()) as database:
+        with Database.open(user_location(), create=True) as database:
             database.confirm(SMALL, replace(self.device, spec="cuda:0"), measurement(1.2, TWIN), label="mine")
-        Database.open(tmp_path / "project.sqlite").close()
+        Database.open(tmp_path / "project.sqlite", create=True).close()
 
     def test_explain_names_the_layer(self) -> None:
         arguments = ("explain", "--shape", SMALL.shape, "--device", "model:h200")
@@ -122,7 +122,7 @@ class TestLayers:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         device = replace(self.device, spec="cuda:0")
-        with Database.open(tmp_path / "shipped.sqlite") as database:
+        with Database.open(tmp_path / "shipped.sqlite", create=True) as database:
             database.confirm(SMALL, device, measurement(1.4, TWIN), label="shipped")
             database.confirm(PROBLEM, device, measurement(1.3), label="shipped")
             write_records(database.records(), tmp_path / "records")
@@ -132,7 +132,7 @@ class TestLayers:
         assert self.board("--shape", PROBLEM.shape) == [("shipped", 1.3), ("torch.mm", 1.0)]
         assert self.board("--family", "cute_sm90")[0] == ("shipped", 1.3)
         assert self.board("--db", user_location()) == [("mine", 1.2)]
-        with Database.open(tmp_path / "project.sqlite") as database:
+        with Database.open(tmp_path / "project.sqlite", create=True) as database:
             database.confirm(SMALL, device, measurement(1.1, TWIN), label="project's")
         assert self.board() == [("project's", 1.1), ("shipped", 1.3)]
 

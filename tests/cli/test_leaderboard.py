@@ -28,7 +28,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("db") / "tuning.sqlite"
     device = dataclasses.replace(find_device("model:h200"), spec="cuda:0")
     problems = [Problem.parse(shape) for shape in SHAPES] + [Problem.parse(SHAPES[0], dtype="fp16")]
-    with Database.open(path) as store:
+    with Database.open(path, create=True) as store:
         for problem in problems:
             for us in (20.0, 10.0, 30.0):
                 candidate = Candidate.make("cute_sm90", {"tile_m": int(us)})
@@ -138,7 +138,7 @@ def test_refusals(database: Path, arguments: tuple[str, ...], named: str) -> Non
 def two_devices(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two products on an H200 and one on an H100, at 10 and 12 us beside torch.mm's 15."""
     path = tmp_path_factory.mktemp("db") / "tuning.sqlite"
-    with Database.open(path) as store:
+    with Database.open(path, create=True) as store:
         for name, shapes in (("h200", SHAPES), ("h100-sxm", SHAPES[:1])):
             device = dataclasses.replace(find_device(f"model:{name}"), spec="cuda:0")
             for us, shape in zip((12.0, 10.0), shapes, strict=False):
@@ -182,7 +182,7 @@ def test_torch_timed_as_a_candidate_is_1000(tmp_path: Path) -> None:
     from tunegemm.generate.cublaslt import TORCH_MM
 
     device = dataclasses.replace(find_device("model:h200"), spec="cuda:0")
-    with Database.open(tmp_path / "t.sqlite") as store:
+    with Database.open(tmp_path / "t.sqlite", create=True) as store:
         measurement = Measurement(TORCH_MM, (15.0,) * 5, (15.1,) * 5, 1e-3, 0.002)
         store.publish(Problem.parse(SHAPES[0]), device, measurement, label="torch.mm")
     (row,) = rows(leaderboard("--db", tmp_path / "t.sqlite", "--shape", SHAPES[0], "--format", "json"))

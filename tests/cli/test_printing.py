@@ -93,7 +93,7 @@ def test_imported_rows_are_not_called_measured_here(database: Path, tmp_path: Pa
     assert "Imported from H [/b]" in " ".join(said.split()) and "Measured on" not in said
     path = tmp_path / "t.sqlite"
     device = dataclasses.replace(find_device("model:h200"), spec="cuda:0")
-    with Database.open(path) as store:
+    with Database.open(path, create=True) as store:
         sample = Measurement(Candidate.make("cute_sm90", {"tile_m": 1}), (9.0,) * 8, (10.0,) * 8, 0.0, 0.0)
         store.publish(Problem.parse("64x64x64"), device, sample, label="one")
     with closing(sqlite3.connect(path)) as connection, connection:
@@ -251,7 +251,7 @@ def test_causes_are_true(tmp_path: Path) -> None:
     assert f"measured are {SHAPES[0]} bf16 tn" in said
     assert f"tunegemm tune --shape {SHAPES[1]} --dtype fp16 --layout nt" in said
     assert "tf32" in (said := refused("tune", "--shape", "1x1x1", "--dtype", "bf61")) and "fp32" not in said
-    Database.open(tmp_path / "empty.sqlite").close()
+    Database.open(tmp_path / "empty.sqlite", create=True).close()
     said = refused("leaderboard", "--db", str(tmp_path / "empty.sqlite"))
     assert "nothing measured yet" in said and "no measurement of" not in said
     assert "is not MxNxK" in refused("tune", "--shape", f"{'9' * 5000}x1x1")

@@ -20,7 +20,7 @@ from tunegemm.describe.problem import (
     operand_dtypes,
     swapped_dtype,
 )
-from tunegemm.errors import ProblemError, TunegemmError
+from tunegemm.errors import ArgumentError, ProblemError, TunegemmError
 
 
 class TestParse:
@@ -491,3 +491,8 @@ class TestBackward:
     def test_other_output_dtypes_have_none(self) -> None:
         with pytest.raises(ProblemError, match="another dtype"):
             Problem.parse("64x48x32", out_dtype="fp32").backward()
+
+
+def test_a_keyword_that_is_no_field_names_the_field() -> None:
+    with pytest.raises(ArgumentError, match=r"Problem\(\) has no argument 'dtype'; did you mean in_dtype\?"):
+        Problem(64, 64, 64, dtype="bf16")  # type: ignore[call-arg]

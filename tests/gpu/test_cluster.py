@@ -28,7 +28,7 @@ def test_all_gpus_of_this_host(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert [str(problem) for problem in PROBLEMS if f"for {problem}" not in done.stdout] == []
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         for problem in PROBLEMS:
             record = database.best(problem, find_device("cuda:0").fingerprint)
             # Beside other tests on the GPU, no kernel may win the race clearly.

@@ -48,7 +48,7 @@ def problem(device: Device) -> Problem:
 
 def check_record(path: Path, problem: Problem, device: Device) -> None:
     """What is stored is the outcome of one race, and no product that lost is served by its kernel."""
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         record = database.best(problem, device.fingerprint)
         entries = database.measurements(problem)
     assert record is not None and (record.is_torch or record.ratio >= 1)
@@ -72,7 +72,7 @@ def idle_tuning(
     """An empty database, what tunes into it and what serves from it, and operands of the problem."""
     monkeypatch.setenv("TUNEGEMM_MODE", "online")
     path = folder / "tuning.sqlite"
-    Database.open(path).close()
+    Database.open(path, create=True).close()
     monkeypatch.setenv("TUNEGEMM_DB", str(path))
     online = OnlineTuning()
     a = torch.randn(problem.m, problem.k, dtype=torch.bfloat16, device="cuda")

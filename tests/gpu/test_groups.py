@@ -35,7 +35,7 @@ KINDS: list[dict[str, str]] = [
 def tuner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tuner]:
     device = open_device("cuda:0")
     path: Path = tmp_path_factory.mktemp("groups") / "tuning.sqlite"
-    with Database.open(path) as database, Tuner(device, database) as tuner:
+    with Database.open(path, create=True) as database, Tuner(device, database) as tuner:
         yield tuner
 
 

@@ -63,7 +63,7 @@ def test_near_plans_are_not_made_during_capture(rows: list[Row]) -> None:
 
 def test_energy_of_the_finalists_is_stored(tmp_path) -> None:
     problem = Problem(1024, 1024, 1024)
-    with Database.open(tmp_path / "tuning.sqlite") as database:
+    with Database.open(tmp_path / "tuning.sqlite", create=True) as database:
         device = open_device("cuda:0")
         with Tuner(device, database, energy=True) as tuner:
             tuner.race(problem, [kernel(128, 128)])

@@ -21,6 +21,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError
 from tunegemm.measure.outcome import Measurement
 from tunegemm.report.explain import candidate_of, explain_problem
+from tunegemm.report.space import Space
 from tunegemm.store import Database
 
 SHAPE = "128x7168x16384"
@@ -31,7 +32,7 @@ def location(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A recorded shape with its history, and two shapes that vouch for one between them."""
     path = fill(tmp_path_factory.mktemp("explain") / "tuning.sqlite", [SHAPE])
     device = recorded_device()
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         for m in (64, 128):
             measured = Measurement(kernel(), (10.0, 10.1, 10.2), (12.0, 12.1, 12.2), 1e-3, 0.003)
             database.confirm(Problem(m, 4096, 4096), device, measured, label="pp64x64x64")
@@ -163,6 +164,34 @@ def test_values_that_no_space_lists_get_a_verdict(
     assert found.tile.smem_bytes is not None or verdict != "feasible"
 
 
+def test_a_candidate_starts_from_what_dispatch_would_launch(location: str, device: Device) -> None:
+    problem = Problem(128, 4096, 4096)
+    record = explain_problem(problem, device, database=location).record
+    assert record is not None
+    family, known = record.candidate.family, record.candidate.params
+    found = explain_problem(problem, device, candidate=f"{family},stages=3", database=location)
+    assert found.tile is not None and found.tile.candidate.params == known | {"stages": 3}
+    # One of another family starts from the kernel that the model ranks first among those with its values.
+    found = explain_problem(problem, device, candidate="triton_tma,tile_n=64", database=location)
+    assert found.tile is not None and found.tile.verdict == "feasible"
+    first = next(
+        one for one in Space.of("triton_tma", problem, device).ranked() if one.candidate["tile_n"] == 64
+    )
+    assert found.tile.candidate == first.candidate
+
+
 def test_operands_that_are_always_torchs() -> None:
     with pytest.raises(ProblemError, match=r"torch\.matmul computes"):
+        tunegemm.explain(torch.empty(4), torch.empty(4))
+    with pytest.raises(ProblemError, match=r"\(4, 5\) and \(6, 7\) do not fit: a has 5 columns and b 6 rows"):
         tunegemm.explain(torch.empty(4, 5), torch.empty(6, 7))
+
+
+def test_extents_and_problems_are_explained_too() -> None:
+    problem = Problem(512, 6144, 4096, epilogue="bias_n")
+    for asked in (problem, "512x6144x4096", (512, 6144, 4096)):
+        assert tunegemm.explain(asked, epilogue="bias_n").problem == problem
+    with pytest.raises(ProblemError, match=r"problem 3: give a Problem, \(m, n, k\) or text"):
+        tunegemm.explain(3)  # type: ignore[arg-type]
+    with pytest.raises(ProblemError, match="takes two tensors, or a Problem"):
+        tunegemm.explain("512x6144x4096", torch.empty(4, 4))

@@ -118,7 +118,7 @@ class TestDatabase:
         assert "Measured on" not in text
 
     def test_real_evidence_is_called_measured(self, tmp_path: Path) -> None:
-        with Database.open(tmp_path / "t.sqlite") as database:
+        with Database.open(tmp_path / "t.sqlite", create=True) as database:
             sample = Measurement(
                 Candidate.make("cute_sm90", {"tile_m": 1}), (9.0,) * 8, (10.0,) * 8, 0.0, 0.0
             )
@@ -165,7 +165,7 @@ class TestDatabase:
 
     def test_an_empty_database(self, tmp_path: Path) -> None:
         with (
-            Database.open(tmp_path / "t.sqlite") as database,
+            Database.open(tmp_path / "t.sqlite", create=True) as database,
             pytest.raises(TunegemmError, match="nothing measured yet; run `tunegemm tune"),
         ):
             from_database(database)
@@ -178,7 +178,7 @@ class TestDatabase:
         foreign = dataclasses.replace(device, name=nasty, fingerprint=fingerprint)
         problem = Problem.parse("64x64x64")
         candidate = Candidate.make(nasty, {nasty: nasty, "tile_m": 8, "tile_n": 8})
-        with Database.open(tmp_path / "t.sqlite") as database:
+        with Database.open(tmp_path / "t.sqlite", create=True) as database:
             for ratio in range(30):
                 sample = Measurement(
                     candidate.with_launch(x=ratio), (9.0,) * 8, (10.0 + ratio,) * 8, 0.0, 0.0
@@ -219,7 +219,7 @@ def test_a_record_beside_its_searchs_curve_says_why(tmp_path: Path) -> None:
     searched, raced = (
         Measurement(candidate, (us,) * 5, (1000.0,) * 5, 1e-3, 0.002) for us in (1000 / 1.37, 1000 / 1.452)
     )
-    with Database.open(tmp_path / "t.sqlite") as database:
+    with Database.open(tmp_path / "t.sqlite", create=True) as database:
         database.publish(problem, recorded_device(), searched, label="pp")
         database.confirm(problem, recorded_device(), raced, label="pp")
         text = text_of(report(from_database(database)))

@@ -46,7 +46,7 @@ def labels(*outcomes: Measurement | Failure) -> dict[str, str]:
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    with Database.open(tmp_path / "t.sqlite") as database:
+    with Database.open(tmp_path / "t.sqlite", create=True) as database:
         yield database
 
 

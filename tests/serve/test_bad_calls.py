@@ -221,7 +221,7 @@ def test_a_place_that_no_file_has(place):
 
 def test_arguments_of_a_database_of_other_types(tmp_path):
     problem, fingerprint = tunegemm.Problem(8, 8, 8), find_device("model:h200").fingerprint
-    with tunegemm.Database.open(tmp_path / "t.sqlite") as database:
+    with tunegemm.Database.open(tmp_path / "t.sqlite", create=True) as database:
         for call, said in (
             (lambda: database.best(5, fingerprint), "problem 5: its type is int; give a Problem"),
             (lambda: database.history("8x8x8"), "give a Problem"),
@@ -239,7 +239,7 @@ def test_a_database_takes_only_what_it_can_give_back(tmp_path):
     tile, launch = {"tile_m": 128, "tile_n": 256, "epi_n": 32}, {"raster_order": "along_m"}
     kernel = completed(tunegemm.Candidate.make("cute_sm90", tile, launch))
     good = Measurement(kernel, (5.0,) * 4, (6.0,) * 4, 0.0, 0.0)
-    with tunegemm.Database.open(tmp_path / "t.sqlite") as database:
+    with tunegemm.Database.open(tmp_path / "t.sqlite", create=True) as database:
         for outcome, options, said in (
             (replace(good, samples_us=(1e-9,) * 4), {}, "positive times, from 0.001"),
             (replace(good, samples_us=(1e308,) * 4), {}, "positive times"),

@@ -72,14 +72,14 @@ def timed(*ratios: float, noise: float = 0.001) -> Timed:
 def location(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The database that dispatch reads."""
     path = tmp_path / "tuning.sqlite"
-    Database.open(path).close()
+    Database.open(path, create=True).close()
     monkeypatch.setenv("TUNEGEMM_DB", str(path))
     return path
 
 
 @pytest.fixture
 def database(location: Path) -> Iterator[Database]:
-    with Database.open(location) as database:
+    with Database.open(location, create=True) as database:
         yield database
 
 
@@ -215,7 +215,7 @@ def test_kill_9_loses_nothing_that_is_stored(location: Path, tmp_path: Path) -> 
         "def die(candidate, settings):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "measurers = [timed(0.96), Timed(die)]\n"
-        "with Database.open(sys.argv[1]) as database, "
+        "with Database.open(sys.argv[1], create=True) as database, "
         "planted_tuner(DEVICE, database, cache=Path(sys.argv[2])) as tuner:\n"
         "    for number in (0, 1):\n"
         "        tuner.measurer_for = lambda problem: measurers[number]\n"

@@ -50,7 +50,7 @@ def artifact(folder: Path) -> Artifact:
 def many_records(folder: Path) -> Path:
     path = folder / "tuning.sqlite"
     synthetic.build(path, shapes=2500, toolchains=2, measured=1)
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         database.confirm(PROBLEM, replace(DEVICE, spec="cuda:0"), MEASURED)
     return path
 

@@ -292,7 +292,7 @@ def test_records_of_a_real_database_are_dispatched(monkeypatch, tmp_path, device
     path = tmp_path / "tuning.sqlite"
     real = replace(device, spec="cuda:0")
     baseline = Candidate.make("cublaslt", {"algorithm": "torch.mm"})
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         for m, candidate in ((32, CANDIDATE), (16, baseline)):
             samples = (10.0, 11.0, 10.5)
             database.confirm(Problem(m, 48, 64), real, Measurement(candidate, samples, samples, 1e-3, 0.003))
@@ -414,7 +414,7 @@ def test_what_is_looked_at_changes_when_another_process_publishes(monkeypatch, t
     before = modified()
     real = replace(device, spec="cuda:0")
     seen = [before]
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         for m in (16, 32):
             measured = Measurement(CANDIDATE, (1.0, 1.1, 1.2), (1.0, 1.1, 1.2), 1e-3, 0.003)
             database.confirm(Problem(m, 48, 64), real, measured)

@@ -99,7 +99,7 @@ def test_without_a_home(tmp_path: Path, first_product: FirstProduct) -> None:
 def test_without_a_home_where_database_and_cache_are_named(
     tmp_path: Path, first_product: FirstProduct
 ) -> None:
-    Database.open(tmp_path / "own.sqlite").close()
+    Database.open(tmp_path / "own.sqlite", create=True).close()
     said = first_product(NO_ENTRY, **HOMELESS)["said"]
     assert len(said) == 2 and all("Tune it with" in line for line in said)
 
@@ -150,7 +150,7 @@ def test_a_package_in_a_zip(tmp_path: Path, first_product: FirstProduct) -> None
         for path in app.rglob("*.py"):
             archive.write(path, path.relative_to(app.parent))
     shutil.rmtree(app)
-    Database.open(tmp_path / "own.sqlite").close()
+    Database.open(tmp_path / "own.sqlite", create=True).close()
     said = first_product(PYTHONPATH=str(tmp_path / "app.zip"))["said"]
     assert len(said) == 1 and "db/records" in said[0]
 
@@ -219,7 +219,7 @@ def locked(path: Path) -> Iterator[None]:
 
 def test_a_locked_database_is_not_waited_for(tmp_path, monkeypatch, device):
     path = tmp_path / "locked.sqlite"
-    Database.open(path).close()
+    Database.open(path, create=True).close()
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA journal_mode = DELETE")
     monkeypatch.setenv("TUNEGEMM_DB", str(path))
@@ -253,7 +253,7 @@ def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch, device):
 
 def test_tables_that_are_locked_are_not_waited_for(postgres, monkeypatch, device):
     url = postgres.create()
-    Database.open(url).close()
+    Database.open(url, create=True).close()
     import psycopg
 
     with psycopg.connect(url) as connection:
@@ -266,7 +266,7 @@ def test_tables_that_are_locked_are_not_waited_for(postgres, monkeypatch, device
 
 def test_who_asks_for_the_database_waits_as_long_as_before(tmp_path):
     path = tmp_path / "locked.sqlite"
-    Database.open(path).close()
+    Database.open(path, create=True).close()
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA journal_mode = DELETE")
     lock = locked(path)
@@ -291,7 +291,7 @@ def linked(tmp_path: Path) -> tuple[Path, Path]:
 def test_publishing_is_noticed_through_a_link(tmp_path, monkeypatch):
     real, link = linked(tmp_path)
     monkeypatch.setenv("TUNEGEMM_DB", str(link))
-    with Database.open(link):  # a link to a file that is not there yet
+    with Database.open(link, create=True):  # a link to a file that is not there yet
         assert real.exists()
         before = modified()
         with sqlite3.connect(real) as connection:
@@ -304,7 +304,7 @@ def test_a_link_in_a_folder_that_is_read_only(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode, access=os.access: (
         Path(path) != link.parent and access(path, mode)
     ))  # fmt: skip
-    Database.open(link).close()
+    Database.open(link, create=True).close()
     assert real.exists()
 
 
@@ -313,7 +313,7 @@ def test_a_write_ahead_log_is_looked_for_beside_the_file(tmp_path, monkeypatch):
     from tunegemm.store import connection
 
     real, link = linked(tmp_path)
-    database = Database.open(link)  # keeps the log there
+    database = Database.open(link, create=True)  # keeps the log there
     (real.parent / "db.sqlite-wal").touch()
 
     class Blocked(sqlite3.Connection):

@@ -36,7 +36,7 @@ with tunegemm.enable(), tunegemm.record("x.json") as recording:
 tunegemm.disable()
 layers: int = tunegemm.patch(torch.nn.Linear(8, 8)) + tunegemm.unpatch(torch.nn.Linear(8, 8))
 print(tunegemm.explain(a, a).problem, Epilogue.parse("relu"))
-with Database.open("t.sqlite") as database:
+with Database.open("t.sqlite", create=True) as database:
     result = tunegemm.tune("8x8x8", device="model:h200", database=database, effort="full", trials=3)
     for record in database.records():
         print(record.problem, record.ratio, record.candidate)

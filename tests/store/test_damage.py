@@ -100,7 +100,7 @@ def publish(database: Database, problem: Problem, device: Device, kernel: Candid
 def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two problems under two fingerprints, with every kind of row."""
     path = tmp_path_factory.mktemp("damage") / "sample.sqlite"
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         for problem in (PROBLEM, SMALL):
             for device in (DEVICE, OTHER):
                 publish(database, problem, device, KERNEL)
@@ -129,7 +129,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[sqlite3.C
     SMALL is what is sound; each of the problems is under a fingerprint to be damaged, and a sound one.
     """
     path = tmp_path_factory.mktemp("damage") / "damaged.sqlite"
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         for device in (DEVICE, OTHER):
             publish(database, SMALL, device, KERNEL)
         for number, (problem, fingerprint) in enumerate(zip(PROBLEMS, FINGERPRINTS, strict=True)):
@@ -212,7 +212,7 @@ def test_a_damaged_row_is_a_named_miss(
 ) -> None:
     path = tmp_path / "damaged.sqlite"
     shutil.copy(sample, path)
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         whole = len(read(database))
         assert "unreadable" not in caplog.text
         with closing(sqlite3.connect(path)) as connection, connection:

@@ -61,7 +61,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def database(path: Path) -> Iterator[Database]:
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         yield database
 
 
@@ -78,9 +78,9 @@ class TestPublishing(Store):
         assert row["compile_seconds"] == 0.75
 
     def test_it_survives_closing(self, location: Location) -> None:
-        with Database.open(location) as first:
+        with Database.open(location, create=True) as first:
             first.publish(PROBLEM, DEVICE, measurement())
-        with Database.open(location) as second:
+        with Database.open(location, create=True) as second:
             assert [one.measurement for one in second.measurements(PROBLEM)] == [measurement()]
 
     def test_a_failure_reads_back_and_makes_no_record(self, database: Database) -> None:
@@ -388,19 +388,19 @@ class TestOpening:
             assert database.location == tmp_path / "data" / "tunegemm" / "tunegemm.sqlite"
 
     def test_a_sqlite_url_is_a_path(self, path: Path) -> None:
-        with Database.open(f"sqlite:///{path}") as database:
+        with Database.open(f"sqlite:///{path}", create=True) as database:
             assert database.location == path
 
     def test_a_path_with_odd_letters(self, tmp_path: Path) -> None:
         path = tmp_path / "a folder" / "50% ?mode=memory#ä.sqlite"
-        with Database.open(path) as database:
+        with Database.open(path, create=True) as database:
             database.publish(PROBLEM, DEVICE, measurement())
         assert path.stat().st_size > 0
 
     @pytest.mark.parametrize("location", ["sqlite://", "sqlite:///:memory:"])
     def test_memory_is_refused(self, location: str) -> None:
         with pytest.raises(DatabaseError, match="lost at exit; give a path"):
-            Database.open(location)
+            Database.open(location, create=True)
 
     @pytest.mark.parametrize(
         ("location", "shown"),
@@ -438,15 +438,15 @@ class TestOpening:
 
     def test_a_server_of_another_kind_is_named_without_its_password(self) -> None:
         with pytest.raises(DatabaseError, match=r"nosuchserver://\.\.\.: not a kind that is known") as caught:
-            Database.open("nosuchserver://user:secret@host/tunegemm")
+            Database.open("nosuchserver://user:secret@host/tunegemm", create=True)
         assert "secret" not in str(caught.value)
         with pytest.raises(DatabaseError, match="not a URL") as caught:
-            Database.open("postgresql://user:secret@host:no-port/x")
+            Database.open("postgresql://user:secret@host:no-port/x", create=True)
         assert "secret" not in str(caught.value)
 
     def test_a_folder(self, tmp_path: Path) -> None:
         with pytest.raises(DatabaseError, match="a folder"):
-            Database.open(tmp_path)
+            Database.open(tmp_path, create=True)
 
     def test_a_missing_file_is_not_created_by_a_reader(self, path: Path) -> None:
         with pytest.raises(DatabaseError, match=f"{path}: no such database; `tunegemm tune`"):
@@ -456,7 +456,7 @@ class TestOpening:
     def test_a_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(DatabaseError, match="while creating its folder; choose another path"):
-            Database.open(tmp_path / "file" / "x" / "tuning.sqlite")
+            Database.open(tmp_path / "file" / "x" / "tuning.sqlite", create=True)
 
     @pytest.mark.parametrize("read_only", [False, True])
     def test_what_is_no_database_is_left_alone(self, path: Path, read_only: bool) -> None:
@@ -468,21 +468,21 @@ class TestOpening:
 
     @pytest.mark.parametrize("read_only", [False, True])
     def test_a_truncated_file(self, path: Path, read_only: bool) -> None:
-        with Database.open(path) as database:
+        with Database.open(path, create=True) as database:
             database.publish(PROBLEM, DEVICE, measurement())
         os.truncate(path, path.stat().st_size // 2)
         with pytest.raises(DatabaseError, match=f"{path}: the database is damaged; .*recover"):
             Database.open(path, read_only=read_only)
 
     def test_damage_met_later_is_named_too(self, path: Path) -> None:
-        with Database.open(path) as database:
+        with Database.open(path, create=True) as database:
             for index in range(50):
                 database.publish(PROBLEM, DEVICE, measurement(candidate=KERNEL.with_launch(index=index)))
         content = bytearray(path.read_bytes())
         page = content.index(b"sw_power_cap") // 4096 * 4096
         content[page : page + 4096] = b"\xa5" * 4096
         path.write_bytes(content)
-        with Database.open(path) as database:
+        with Database.open(path, create=True) as database:
             for read in (database.frame, lambda: database.measurements(PROBLEM, FINGERPRINT)):
                 with pytest.raises(DatabaseError, match=f"{path}: the database is damaged"):
                     read()
@@ -499,7 +499,7 @@ class TestOpening:
 
     @pytest.mark.parametrize("read_only", [False, True])
     def test_a_newer_schema(self, path: Path, read_only: bool) -> None:
-        Database.open(path).close()
+        Database.open(path, create=True).close()
         damage(path, f"UPDATE {VERSION_TABLE} SET version_num = '0999'")
         with pytest.raises(
             DatabaseError, match=f"schema 0999 is newer than {SCHEMA_VERSION}.*upgrade tunegemm"
@@ -507,7 +507,7 @@ class TestOpening:
             Database.open(path, read_only=read_only)
 
     def test_a_reader_neither_writes_nor_publishes(self, path: Path) -> None:
-        with Database.open(path) as database:
+        with Database.open(path, create=True) as database:
             database.publish(PROBLEM, DEVICE, measurement())
         before = path.read_bytes()
         with Database.open(path, read_only=True) as database:
@@ -520,7 +520,7 @@ class TestOpening:
         path.touch()
         with pytest.raises(DatabaseError, match=r"schema \(none\)"):
             Database.open(path, read_only=True)
-        Database.open(path).close()
+        Database.open(path, create=True).close()
         Database.open(path, read_only=True).close()
 
     def test_write_ahead_log_where_it_can_be_had(self, database: Database, path: Path) -> None:
@@ -529,7 +529,7 @@ class TestOpening:
     def test_rollback_journal_where_memory_cannot_be_shared(self, path: Path) -> None:
         # A folder of that name keeps SQLite from making the shared-memory file, as some file systems do.
         path.with_name(path.name + "-shm").mkdir()
-        with Database.open(path) as database:
+        with Database.open(path, create=True) as database:
             database.publish(PROBLEM, DEVICE, measurement())
         with Database.open(path, read_only=True) as database:
             assert database.best(PROBLEM, FINGERPRINT) is not None
@@ -547,9 +547,9 @@ class TestOpening:
             )
 
     def test_a_full_disk_is_named_and_nothing_is_lost(self, path: Path) -> None:
-        with Database.open(path) as database:
+        with Database.open(path, create=True) as database:
             database.publish(PROBLEM, DEVICE, measurement())
-        with Database.open(path) as database:
+        with Database.open(path, create=True) as database:
             pages = path.stat().st_size // 4096 + 5
             event.listen(
                 database.engine, "begin", lambda c: c.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
@@ -585,7 +585,7 @@ class TestPermissions:
     def folder(self) -> Iterator[Path]:
         with tempfile.TemporaryDirectory() as name:  # not tmp_path, whose parents only its owner may enter
             folder = Path(name)
-            with Database.open(folder / "t.sqlite") as database:
+            with Database.open(folder / "t.sqlite", create=True) as database:
                 database.publish(PROBLEM, DEVICE, measurement())
             yield folder
             folder.chmod(0o755)
@@ -627,7 +627,7 @@ class TestReleasedSchemas:
     @pytest.mark.parametrize("version", SCHEMAS)
     def test_a_database_of_that_schema_is_read(self, path: Path, version: str) -> None:
         shutil.copy(Path(__file__).parents[1] / "data" / f"schema-{version}.sqlite", path)
-        with Database.open(path) as database:
+        with Database.open(path, create=True) as database:
             (problem,) = database.problems()
             assert str(problem) == "4096x4096x4096 bf16 tn"
             (record,) = database.records()
@@ -654,10 +654,10 @@ def test_the_package_loads_without_sqlalchemy() -> None:
 
 
 def test_opening_a_current_database_does_not_load_alembic(path: Path) -> None:
-    Database.open(path).close()
+    Database.open(path, create=True).close()
     code = (
         "import sys; from tunegemm.store import Database\n"
-        "Database.open(sys.argv[1]); print('alembic' in sys.modules)"
+        "Database.open(sys.argv[1], create=True); print('alembic' in sys.modules)"
     )
     command = [sys.executable, "-c", code, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60)
@@ -666,7 +666,7 @@ def test_opening_a_current_database_does_not_load_alembic(path: Path) -> None:
 
 def write_sample(path: Path, device: Device = DEVICE) -> None:
     """How tests/data/schema-NNNN.sqlite was made, by the version of that schema."""
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         database.publish(PROBLEM, device, measurement(1.04), resources=RESOURCES, label="pp128x256")
         database.publish(
             PROBLEM, device, measurement(0.97, KERNEL.kernel), resources=RESOURCES, label="co128x256"
@@ -679,3 +679,14 @@ def write_sample(path: Path, device: Device = DEVICE) -> None:
 
 if __name__ == "__main__":
     eval(sys.argv[1])
+
+
+def test_a_name_that_is_misspelt_creates_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "tuning.sqlite"
+    with pytest.raises(DatabaseError, match=r"tuning\.sqlite: there is no such file; .*create=True"):
+        Database.open(path)
+    assert not path.parent.exists()
+    with Database.open(path, create=True) as database:
+        assert repr(database) == f"<tunegemm.Database {path}>"
+    with Database.open(path, read_only=True) as database:
+        assert repr(database) == f"<tunegemm.Database {path}, read-only>"

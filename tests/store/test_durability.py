@@ -58,7 +58,7 @@ folder = Path(sys.argv[1])
 ballast = folder / "ballast"
 ballast.write_bytes(bytes(2_000_000))
 kept = 0
-with Database.open(folder / "t.sqlite") as database:
+with Database.open(folder / "t.sqlite", create=True) as database:
     try:
         for index in range(10_000):
             database.publish(PROBLEM, DEVICE, measurement(candidate=KERNEL.with_launch(index=index)))
@@ -67,12 +67,12 @@ with Database.open(folder / "t.sqlite") as database:
         print(error)
     print(len(database.measurements(PROBLEM, FINGERPRINT)) - kept)
     try:
-        Database.open(folder / "other.sqlite")
+        Database.open(folder / "other.sqlite", create=True)
     except DatabaseError as error:
         print(error)
     ballast.unlink()
     database.publish(PROBLEM, DEVICE, measurement(candidate=KERNEL.with_launch(index=kept)))
-with Database.open(folder / "t.sqlite") as database:
+with Database.open(folder / "t.sqlite", create=True) as database:
     indices = [m.candidate["index"] for m in database.measurements(PROBLEM, FINGERPRINT)]
     print(indices == list(range(kept + 1)), kept > 50)
 """
@@ -175,7 +175,7 @@ def test_the_journal_is_chosen_by_the_kind_of_file_system(
     mounts = [Mount("/", "ext4"), Mount(str(path.parent), fstype), Mount(str(path.parent / "sub"), "xfs")]
     monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
     assert on_network(path) is expected
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         database.publish(PROBLEM, DEVICE, measurement())
         with database.engine.connect() as connection:
             mode = connection.exec_driver_sql("PRAGMA journal_mode").scalar()
@@ -186,10 +186,10 @@ def test_the_journal_is_chosen_by_the_kind_of_file_system(
 def test_a_file_brought_to_a_network_file_system_leaves_write_ahead_logging(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         database.publish(PROBLEM, DEVICE, measurement())
     monkeypatch.setattr("psutil.disk_partitions", lambda all: [Mount("/", "nfs4")])
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         assert [one.measurement for one in database.measurements(PROBLEM, FINGERPRINT)] == [measurement()]
         with database.engine.connect() as connection:
             assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "delete"
@@ -229,7 +229,7 @@ def test_a_damaged_file_is_read_around_or_named(path: Path, sound: bytes, seed: 
         assert str(path) in str(error) and "\n" not in str(error)
     assert path.read_bytes() == content
     try:
-        Database.open(path).close()
+        Database.open(path, create=True).close()
     except DatabaseError as error:
         assert str(path) in str(error)
 
@@ -280,17 +280,17 @@ def test_dispatch_leaves_its_products_to_torch_with_one_warning(
 
 def test_a_server_that_cannot_be_used_is_named(postgres) -> None:
     with pytest.raises(DatabaseError, match=r"no such database; create it with `createdb`"):
-        Database.open(postgres.url("missing"))
+        Database.open(postgres.url("missing"), create=True)
     with pytest.raises(DatabaseError, match=r"refuses this user or password; check the URL"):
-        Database.open(postgres.url("postgres").replace("tunegemm@", "nobody-known:secret@"))
+        Database.open(postgres.url("postgres").replace("tunegemm@", "nobody-known:secret@"), create=True)
     with pytest.raises(DatabaseError, match=r"check the address, and that the server runs") as caught:
-        Database.open("postgresql://tunegemm:secret@127.0.0.1:9/nothing")
+        Database.open("postgresql://tunegemm:secret@127.0.0.1:9/nothing", create=True)
     assert "secret" not in str(caught.value)
 
 
 def test_a_server_that_went_away_and_came_back(postgres) -> None:
     url = postgres.create()
-    with Database.open(url) as database:
+    with Database.open(url, create=True) as database:
         database.publish(PROBLEM, DEVICE, measurement())
         postgres.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
@@ -302,7 +302,7 @@ def test_a_server_that_went_away_and_came_back(postgres) -> None:
 
 
 def test_a_copy_is_a_database(path: Path, tmp_path: Path) -> None:
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         database.publish(PROBLEM, DEVICE, measurement())
     shutil.copy(path, tmp_path / "copy.sqlite")
     with Database.open(tmp_path / "copy.sqlite", read_only=True) as database:

@@ -136,7 +136,10 @@ SEQUENCES = settings(deadline=None, suppress_health_check=list(HealthCheck))
 @pytest.fixture(scope="module")
 def shared() -> Database:
     """One file for all sequences: each has a problem of its own."""
-    with tempfile.TemporaryDirectory() as folder, Database.open(Path(folder) / "t.sqlite") as database:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Database.open(Path(folder) / "t.sqlite", create=True) as database,
+    ):
         yield database
 
 

@@ -28,7 +28,7 @@ OTHER = KERNEL.with_launch(swizzle_size=8)
 @pytest.fixture
 def source(tmp_path: Path) -> Iterator[Database]:
     """Two problems, a failure, and a record that changed hands."""
-    with Database.open(tmp_path / "source.sqlite") as database:
+    with Database.open(tmp_path / "source.sqlite", create=True) as database:
         deeper = Candidate.make(KERNEL.family, dict(KERNEL.compile_params) | {"stages": 4})
         tiled = deeper.with_launch(**dict(KERNEL.launch_params) | {"swizzle_size": 2})
         database.publish(PROBLEM, DEVICE, measurement(1.02, tiled), resources=RESOURCES, label="first")
@@ -40,7 +40,7 @@ def source(tmp_path: Path) -> Iterator[Database]:
 
 @pytest.fixture
 def target(tmp_path: Path) -> Iterator[Database]:
-    with Database.open(tmp_path / "target.sqlite") as database:
+    with Database.open(tmp_path / "target.sqlite", create=True) as database:
         yield database
 
 
@@ -67,7 +67,7 @@ def test_every_dtype_comes_back(tmp_path: Path, target: Database, in_dtype: str)
     fast = Problem.parse("64x96x128", dtype=in_dtype)
     kinds = ("fast", "two_level") if in_dtype.startswith("fp8") else ("fast",)
     problems = [replace(fast, accumulation=kind) for kind in kinds]
-    with Database.open(tmp_path / "dtypes.sqlite") as source:
+    with Database.open(tmp_path / "dtypes.sqlite", create=True) as source:
         for problem in problems:
             source.confirm(problem, DEVICE, measurement(1.05, TORCH_MM, relative_error=0.0))
         write(dump(source), path := tmp_path / "export.json")
@@ -158,7 +158,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
 class TestMerge:
     def make(self, path: Path, ratio: float, rounds: int, candidate: Any = KERNEL, **facts: str) -> str:
         device = replace(DEVICE, fingerprint=replace(FINGERPRINT, **facts))
-        with Database.open(path) as database:
+        with Database.open(path, create=True) as database:
             full = measurement(ratio, candidate)
             repeated = replace(
                 full, samples_us=full.samples_us * rounds, baseline_us=full.baseline_us * rounds
@@ -195,7 +195,7 @@ class TestMerge:
 
     def test_a_final_race_wins_over_a_search(self, tmp_path: Path) -> None:
         raced = self.make(tmp_path / "raced.sqlite", 1.01, 1)
-        with Database.open(tmp_path / "search.sqlite") as database:
+        with Database.open(tmp_path / "search.sqlite", create=True) as database:
             full = measurement(1.3, OTHER)
             long = replace(full, samples_us=full.samples_us * 9, baseline_us=full.baseline_us * 9)
             database.publish(PROBLEM, DEVICE, long)

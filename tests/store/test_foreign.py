@@ -44,7 +44,7 @@ def run(*arguments: str | Path, code: int = 0) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("made") / "made.sqlite"
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         database.publish(PROBLEM, DEVICE, measurement(1.02), resources=RESOURCES, label="first")
         database.publish(PROBLEM, DEVICE, Failure(OTHER, "timeout", "no answer within 10 s"))
         database.confirm(PROBLEM, DEVICE, measurement(1.05, OTHER), label="second")
@@ -86,7 +86,7 @@ class TestNames:
             database.confirm(PROBLEM, device, measurement(1.05))
 
     def test_no_name_leads_out_of_the_folder(self, tmp_path: Path, into: Path) -> None:
-        with Database.open(into) as database:
+        with Database.open(into, create=True) as database:
             self.named(database, "/../../evil", "..", ".", "a\\b", "\x1b[31m", "x" * 127)
         out = tmp_path / "here" / "records"
         lines = run("db", "export", "--db", into, "--records", out)[0].splitlines()
@@ -95,7 +95,7 @@ class TestNames:
         assert all(path.name[0].isalnum() for path in out.iterdir())
 
     def test_names_that_are_written_alike(self, tmp_path: Path, into: Path) -> None:
-        with Database.open(into) as database:
+        with Database.open(into, create=True) as database:
             self.named(database, "NVIDIA H200", "NVIDIA-H200", "nvidia h200", "NVIDIA/H200", "NVIDIA H100")
         lines = run("db", "export", "--db", into, "--records", tmp_path / "records")[0].splitlines()
         assert len({*lines}) == 5
@@ -104,7 +104,7 @@ class TestNames:
         assert (tmp_path / "records" / "NVIDIA-H100.json").is_file()
 
     def test_nothing_to_write_is_said(self, tmp_path: Path, into: Path) -> None:
-        with Database.open(into) as database:
+        with Database.open(into, create=True) as database:
             database.publish(PROBLEM, DEVICE, measurement(1.05))
         line = run("db", "export", "--db", into, "--records", tmp_path / "records", code=2)[1]
         assert "no confirmed record to write" in line and not (tmp_path / "records").exists()
@@ -208,14 +208,14 @@ class TestConflicts:
         stdout = run("db", "import", file, "--db", source)[0]
         assert "1 rows added" in stdout
         assert f"conflict {PROBLEM} on NVIDIA H200: second over first, it was measured here" in stdout
-        with Database.open(source) as database:
+        with Database.open(source, create=True) as database:
             assert database.best(PROBLEM, FINGERPRINT).candidate == OTHER  # type: ignore[union-attr]
 
     def test_what_is_measured_here_later_replaces_a_claim(
         self, rows: list[Any], into: Path, tmp_path: Path
     ) -> None:
         run("db", "import", self.claim(rows, tmp_path), "--db", into)
-        with Database.open(into) as database:
+        with Database.open(into, create=True) as database:
             assert database.best(PROBLEM, FINGERPRINT).candidate == KERNEL  # type: ignore[union-attr]
             database.publish(PROBLEM, DEVICE, measurement(1.001, OTHER))
             assert database.best(PROBLEM, FINGERPRINT).candidate == OTHER  # type: ignore[union-attr]
@@ -496,10 +496,11 @@ class TestPlaces:
             "from tunegemm.files import read_bytes, write_text\n"
             "from tunegemm.store import Database\n"
             f"path = Path('{closed}/a.sqlite')\n"
-            "Database.open(path).close()  # what is imported then, that user need not find\n"
+            "Database.open(path, create=True).close()  # what is imported then, that user need not find\n"
             f"os.chmod('{closed}', 0)\n"
             "if os.geteuid() == 0: os.setuid(65534)  # whom a folder's mode binds\n"
-            "for attempt in (lambda: Database.open(path, read_only=True), lambda: Database.open(path),\n"
+            "for attempt in (lambda: Database.open(path, read_only=True),\n"
+            "                lambda: Database.open(path, create=True),\n"
             "                lambda: read_bytes(path), lambda: write_text(path, '')):\n"
             "    try: attempt()\n"
             "    except TunegemmError as error: print(error)\n"
@@ -526,6 +527,6 @@ def test_an_error_while_rows_are_read_is_of_the_file(tmp_path: Path) -> None:
 
 
 def test_an_origin_of_a_strange_file_name(rows: list[Any], into: Path) -> None:
-    with Database.open(into) as database:
+    with Database.open(into, create=True) as database:
         load(database, rows, origin="a\nb\udcff\x1b")
         assert {row["origin"] for row in dump(database) if row["kind"] != "choice"} == {"a b  "}

@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def database(path: Path) -> Iterator[Database]:
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         yield database
 
 

@@ -37,14 +37,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def fill(location: Path, ratio: float, problem: Problem = PROBLEM) -> None:
-    with Database.open(location) as database:
+    with Database.open(location, create=True) as database:
         database.confirm(problem, DEVICE, measurement(ratio), label=f"at {ratio}")
 
 
 def test_each_layer_is_read_and_named(home: Path) -> None:
     fill(user_location(), 1.2)
     fill(Path("tunegemm.sqlite"), 1.1)
-    with Database.open("elsewhere.sqlite") as database:
+    with Database.open("elsewhere.sqlite", create=True) as database:
         database.confirm(PROBLEM, DEVICE, measurement(1.3))
         write_records(latest_confirmed(database.records()), home / "records")
     records, warnings = read_records()
@@ -80,7 +80,7 @@ def test_what_is_tuned_goes_into_the_narrowest_that_there_is(
     assert project_location() is None
     with Database.open() as database:
         assert database.location == user_location()
-    Database.open("tunegemm.sqlite").close()
+    Database.open("tunegemm.sqlite", create=True).close()
     with Database.open() as database:
         assert database.location == home / "work" / "tunegemm.sqlite"
     monkeypatch.setenv("TUNEGEMM_DB", str(home / "configured.sqlite"))
@@ -166,7 +166,7 @@ def test_without_any_layer_nothing_is_created(home: Path) -> None:
 
 class TestShippedFiles:
     def write(self, home: Path) -> Path:
-        with Database.open("t.sqlite") as database:
+        with Database.open("t.sqlite", create=True) as database:
             for index, problem in enumerate((PROBLEM, SMALL)):
                 database.confirm(problem, DEVICE, measurement(1.1 + index / 10), label="pp128x256")
             older = replace(DEVICE, fingerprint=replace(FINGERPRINT, torch="2.10.0"))
@@ -243,7 +243,7 @@ class TestLookup:
         assert lookup.find(Problem.parse("8x8x8")) == []
 
     def test_bad_ones_are_left_out(self, home: Path, caplog: pytest.LogCaptureFixture) -> None:
-        with Database.open("t.sqlite") as database:
+        with Database.open("t.sqlite", create=True) as database:
             for problem in (PROBLEM, SMALL):
                 database.confirm(problem, DEVICE, measurement(1.1), label="pp128x256")
             (path,) = write_records(database.records(), home / "records")
@@ -263,7 +263,7 @@ class TestLookup:
     def test_a_line_is_looked_into_when_it_is_asked_for(
         self, home: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        with Database.open("t.sqlite") as database:
+        with Database.open("t.sqlite", create=True) as database:
             for problem in (PROBLEM, SMALL):
                 database.confirm(problem, DEVICE, measurement(1.1), label="pp128x256")
             (path,) = write_records(database.records(), home / "records")

@@ -104,7 +104,7 @@ def rows(made: Path) -> list[dict[str, Any]]:  # noqa: F811
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("empty") / "empty.sqlite"
-    Database.open(path).close()
+    Database.open(path, create=True).close()
     return path
 
 
@@ -115,7 +115,7 @@ def imported(empty: Path, tmp_path: Path) -> Callable[[Path], int]:
     def load_all(file: Path) -> int:
         into = tmp_path / "into.sqlite"
         shutil.copyfile(empty, into)
-        with Database.open(into) as database:
+        with Database.open(into, create=True) as database:
             report = load(database, read(file), origin=file.name)
             skipped: list[str] = []
             kept = sum(1 for row in sound(dump(database), skipped) if row["kind"] != "choice")

@@ -73,7 +73,10 @@ NONSENSE: dict[str, Candidate] = {
 def test_a_nonsense_candidate_is_left_out_of_an_import_and_is_no_kernel(what: str, tmp_path: Path) -> None:
     candidate = NONSENSE[what]
     assert objection(PROBLEM, candidate, FINGERPRINT)
-    with Database.open(tmp_path / "a.sqlite") as source, Database.open(tmp_path / "b.sqlite") as target:
+    with (
+        Database.open(tmp_path / "a.sqlite", create=True) as source,
+        Database.open(tmp_path / "b.sqlite", create=True) as target,
+    ):
         source.confirm(PROBLEM, DEVICE, measurement(1.2, candidate))
         report = load(target, json.loads(json.dumps(list(dump(source)))), origin="elsewhere")
         assert report.added == 0 and len(report.skipped) == 2, "the measurement, and its choice"
@@ -130,7 +133,7 @@ def test_whatever_preparing_raises_is_a_miss_and_one_warning(error: Exception) -
 
 
 def test_a_wrong_kernels_record_in_a_database_is_not_served(tmp_path: Path) -> None:
-    with Database.open(path := tmp_path / "a.sqlite") as database:
+    with Database.open(path := tmp_path / "a.sqlite", create=True) as database:
         database.confirm(SMALL, DEVICE, measurement(1.2, relative_error=1000.0))
     lookup = read_file(path, "project")
     assert lookup is not None

@@ -366,6 +366,10 @@ def test_the_commands(made: packing.Packed, home: Path, monkeypatch: pytest.Monk
     assert {one.layer for one in read_records()[0]} == {"system", "pack"}
     _, told = run("unload", "ffff", code=2)
     assert f"pack 'ffff' is not loaded; loaded: {name}" in told
-    assert run("unload", name[:6])[0] == f"unloaded {name}\n"
+    assert f"{name} ({made.path.name})" in told
+    for known in (name[:6], made.path.name, made.path.stem):
+        assert run("unload", known)[0] == f"unloaded {name}\n"
+        run("load", made.path)
+    run("unload", name)
     assert {one.layer for one in read_records()[0]} == {"system"}
     run("unload", code=2)

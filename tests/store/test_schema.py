@@ -107,7 +107,7 @@ class TestTheNextRevision:
     def test_readers_name_the_command_and_a_writer_migrates(self, old: Path) -> None:
         with pytest.raises(DatabaseError, match=f"{SCHEMA_VERSION} is older than {NEXT}; run `tunegemm db u"):
             Database.open(old, read_only=True)
-        with Database.open(old) as database:
+        with Database.open(old, create=True) as database:
             (record,) = database.records()
         assert (record.label, record.confirmed) == ("pp128x256", True)
         with closing(sqlite3.connect(old)) as connection:
@@ -120,7 +120,7 @@ class TestTheNextRevision:
         damage(old, "UPDATE measurements SET candidate_id = 77 WHERE id = 1")
         before = old.read_bytes()
         with pytest.raises(DatabaseError, match="'measurements' refers to a missing one in 'candidates'"):
-            Database.open(old)
+            Database.open(old, create=True)
         assert old.read_bytes() == before
 
     def test_tables_that_are_not_those_of_the_schema_are_said_to_be(self, old: Path) -> None:
@@ -128,7 +128,7 @@ class TestTheNextRevision:
             connection.execute("DROP TABLE problems")
         before = old.read_bytes()
         with pytest.raises(DatabaseError, match=f"not those of its schema {SCHEMA_VERSION}|no such table"):
-            Database.open(old)
+            Database.open(old, create=True)
         assert old.read_bytes() == before
 
 
@@ -151,7 +151,7 @@ def test_a_mark_that_its_tables_belie(tmp_path: Path, version: str, said: str) -
         connection.execute("CREATE TABLE problems (id)")
     before = (tmp_path / "t.sqlite").read_bytes()
     with pytest.raises(DatabaseError, match=said):
-        Database.open(tmp_path / "t.sqlite")
+        Database.open(tmp_path / "t.sqlite", create=True)
     with pytest.raises(DatabaseError, match=said):
         Database.open(tmp_path / "t.sqlite", read_only=True)
     assert (tmp_path / "t.sqlite").read_bytes() == before

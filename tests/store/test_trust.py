@@ -156,7 +156,7 @@ class TestServing:
         scratch.write_bytes(b"native code")
         store.add(family.kernel_key(PROBLEM, candidate, DEVICE), scratch, Resources(128, 0, 1024))
         monkeypatch.setattr(type(family), "load", lambda *_: lambda a, b, out: None)
-        with Database.open(tmp_path / "t.sqlite") as database:
+        with Database.open(tmp_path / "t.sqlite", create=True) as database:
             database.confirm(PROBLEM, DEVICE, measurement(1.4, candidate))
             first, second = [prepare(database.records()[0], DEVICE) for _ in range(2)]
         assert first.launch is not None and first.launch is second.launch
@@ -172,10 +172,10 @@ class TestImports:
         space = families.load_space("cute_sm90")
         kernel = next(k for k in space.kernels() if family.check(PROBLEM, k, DEVICE))
         candidate = next(space.launches(kernel))
-        with Database.open(tmp_path / "theirs.sqlite") as theirs:
+        with Database.open(tmp_path / "theirs.sqlite", create=True) as theirs:
             theirs.confirm(PROBLEM, DEVICE, measurement(1.4, candidate))
             rows = list(dump(theirs))
-        with Database.open(tmp_path / "ours.sqlite") as ours:
+        with Database.open(tmp_path / "ours.sqlite", create=True) as ours:
             assert load(ours, rows, origin="stranger").added == 1
             (record,) = ours.records()
         assert not cache.exists()
@@ -185,7 +185,7 @@ class TestImports:
             prepare(record, DEVICE)
 
     def test_importing_runs_no_compiler_and_no_kernel_package(self, tmp_path: Path) -> None:
-        with Database.open(tmp_path / "theirs.sqlite") as theirs:
+        with Database.open(tmp_path / "theirs.sqlite", create=True) as theirs:
             theirs.confirm(PROBLEM, DEVICE, measurement(1.1, KERNEL))
             (tmp_path / "rows.json").write_text(
                 json.dumps({"format": "tunegemm-database/1", "rows": list(dump(theirs))})

@@ -32,7 +32,7 @@ def recorded_device() -> Device:
 def fill(path: Path, shapes: Sequence[str] = SHAPES, *, each: int = 60) -> Path:
     """The vendor's algorithms and `each` spread candidates of every shape, three failures, and a record."""
     replay, device = open_replay("h200"), recorded_device()
-    with Database.open(path) as database:
+    with Database.open(path, create=True) as database:
         for shape in shapes:
             problem = Problem.parse(shape)
             outcomes = list(replay.sweep(problem).outcomes.values())

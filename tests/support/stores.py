@@ -30,7 +30,7 @@ class Store:
 
     @pytest.fixture
     def database(self, location: Location) -> Iterator[Database]:
-        with Database.open(location) as database:
+        with Database.open(location, create=True) as database:
             yield database
 
 

@@ -38,7 +38,7 @@ ELSEWHERE = replace(DEVICE, fingerprint=replace(DEVICE.fingerprint, driver="570.
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    with Database.open(tmp_path / "tuning.sqlite") as database:
+    with Database.open(tmp_path / "tuning.sqlite", create=True) as database:
         yield database
 
 

@@ -72,7 +72,7 @@ def planted(
     """What opens a worker's tuner: with all its parts, but made-up times."""
     only = ["cute_sm90", "cublaslt"]
     with (
-        Database.open(location) as database,
+        Database.open(location, create=True) as database,
         planted_tuner(DEVICE, database, cache=folder / "cache", families=only) as tuner,
     ):
         measurer = Logged(folder / "log", pause_s, deadly, slow)
@@ -151,7 +151,7 @@ def requests(problems: Sequence[Problem] = PROBLEMS, trials: int = 6) -> list[Re
 
 def measured(location: str | Path) -> Counter[tuple[int, int, str]]:
     """How often each candidate of a problem was measured, by what the measurement proves."""
-    with Database.open(location) as database, database.reading() as session:
+    with Database.open(location, create=True) as database, database.reading() as session:
         rows = session.query(MeasurementRow.problem_id, MeasurementRow.candidate_id, MeasurementRow.method)
         return Counter(tuple(row) for row in rows)
 
@@ -159,7 +159,7 @@ def measured(location: str | Path) -> Counter[tuple[int, int, str]]:
 def test_a_worker_that_is_killed_costs_nothing(address: str, postgres: Postgres, tmp_path: Path) -> None:
     """Its problem goes on where it was, in the same database on a server."""
     location = postgres.create()
-    Database.open(location).close()
+    Database.open(location, create=True).close()
     told: list[Progress] = []
     killed: list[int] = []
 
@@ -177,7 +177,7 @@ def test_a_worker_that_is_killed_costs_nothing(address: str, postgres: Postgres,
     assert len(killed) == 1
     assert sorted(result.problem for result in results) == sorted(PROBLEMS)
     assert all(result.best is not None and not result.interrupted for result in results)
-    with Database.open(location) as database:
+    with Database.open(location, create=True) as database:
         records = {record.problem: record for record in database.records()}
     assert set(records) == set(PROBLEMS) and all(record.confirmed for record in records.values())
     assert set(measured(location).values()) == {1}
@@ -192,7 +192,7 @@ def test_ctrl_c_keeps_what_was_measured_and_the_cluster(
 ) -> None:
     monkeypatch.setattr(cluster, "STOP_S", 60.0)  # workers of a busy host take long; none is to be killed
     location = str(tmp_path / "tuning.sqlite")
-    Database.open(location).close()
+    Database.open(location, create=True).close()
     begun = threading.Event()
     # A shell starts what it puts in the background with SIGINT ignored, these tests too.
     before_test = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -219,7 +219,7 @@ def test_a_worker_knows_what_it_takes_next_and_an_idle_one_takes_it_instead(
     address: str, tmp_path: Path
 ) -> None:
     location = str(tmp_path / "tuning.sqlite")
-    Database.open(location).close()
+    Database.open(location, create=True).close()
     with cluster.connected(address), Pool(functools.partial(planted, tmp_path, location, slow=True)) as pool:
         results = list(pool.tune_all(requests()))
     assert sorted(result.problem for result in results) == sorted(PROBLEMS)
@@ -252,7 +252,7 @@ def test_a_reserved_product_has_what_is_left_of_its_budget() -> None:
 
 def test_workers_that_die_and_gpus_that_go_away(address: str, tmp_path: Path) -> None:
     location = str(tmp_path / "tuning.sqlite")
-    Database.open(location).close()
+    Database.open(location, create=True).close()
     deadly = functools.partial(planted, tmp_path, location, deadly=True)
     with cluster.connected(address), Pool(deadly) as pool:
         results = {result.problem: result for result in pool.tune_all(requests(PROBLEMS[:3]))}
@@ -269,7 +269,7 @@ def test_gpus_of_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     location = str(tmp_path / "tuning.sqlite")
-    Database.open(location).close()
+    Database.open(location, create=True).close()
     with cluster.started_here((0, 2)), Pool(functools.partial(planted, tmp_path, location, 0.2)) as pool:
         assert len(list(pool.tune_all(requests(PROBLEMS[:3])))) == 3
     assert {line.split()[2] for line in (tmp_path / "log").read_text().splitlines()} == {"4", "6"}
@@ -301,7 +301,7 @@ def test_the_command_on_hosts_whose_gpus_are_not_there(
 def test_a_host_that_dies_is_done_without(hosts: Hosts, tmp_path: Path) -> None:
     """The last test: afterwards the cluster has one host. The product of the other goes on on its GPU."""
     location = str(tmp_path / "tuning.sqlite")
-    Database.open(location).close()
+    Database.open(location, create=True).close()
     lost: list[Problem] = []
 
     def on_progress(progress: Progress) -> None:

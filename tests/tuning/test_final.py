@@ -153,7 +153,7 @@ def test_a_race_on_a_busy_gpu_confirms_nothing(tmp_path: Path, noise: float) -> 
     """Of made-up times: torch.mm disagrees with itself, timed twice in one race."""
     raced = [replace(one, noise=noise) for one in (measurement(FASTEST, 9.0), measurement(TORCH_MM, 10.0))]
     with (
-        Database.open(tmp_path / "tuning.sqlite") as database,
+        Database.open(tmp_path / "tuning.sqlite", create=True) as database,
         planted_tuner(DEVICE, database, cache=tmp_path) as tuner,
     ):
         trials = run_of(tuner, Planted(raced))
@@ -194,7 +194,7 @@ def test_a_baseline_that_is_slow_throughout_confirms_nothing(
         return Measurement(candidate, (us / ratio,) * 3, (us,) * 3, 1e-3, noise, telemetry)
 
     with (
-        Database.open(tmp_path / "tuning.sqlite") as database,
+        Database.open(tmp_path / "tuning.sqlite", create=True) as database,
         planted_tuner(DEVICE, database, cache=tmp_path) as tuner,
     ):
         screens = [measured(FASTEST, baseline, 1.0) for baseline in screen]
@@ -213,7 +213,7 @@ def test_nothing_slower_than_torch_wins(tmp_path: Path) -> None:
     slower, torch_mm = measurement(FASTEST, 10.001), measurement(TORCH_MM, 10.02)
     for raced, best in (([slower, torch_mm], TORCH_MM), ([slower], None)):
         with (
-            Database.open(tmp_path / f"{len(raced)}.sqlite") as database,
+            Database.open(tmp_path / f"{len(raced)}.sqlite", create=True) as database,
             planted_tuner(DEVICE, database, cache=tmp_path) as tuner,
         ):
             result = race(run_of(tuner, Planted(raced)), [one.candidate for one in raced], FINAL)
@@ -236,7 +236,7 @@ OWN = [launches(kernel)[0] for kernel in kernels(16, 32, 64)]
 @pytest.fixture
 def tuner(tmp_path: Path) -> Iterator[Tuner]:
     with (
-        Database.open(tmp_path / "tuning.sqlite") as database,
+        Database.open(tmp_path / "tuning.sqlite", create=True) as database,
         planted_tuner(DEVICE, database, cache=tmp_path) as tuner,
     ):
         yield tuner
@@ -359,7 +359,7 @@ class TestEndedAmidIt:
     def test_the_three_measurements(self, tmp_path: Path, stored: bool) -> None:
         """A at 1.05 by a screen, 0.98 in steady state; B at 1.03 there: it is B."""
         with (
-            Database.open(tmp_path / "tuning.sqlite") as database,
+            Database.open(tmp_path / "tuning.sqlite", create=True) as database,
             planted_tuner(DEVICE, database if stored else None, cache=tmp_path) as tuner,
         ):
             trials = run_of(tuner, Timed(by_ratio))
@@ -417,7 +417,7 @@ class TestEndedAmidIt:
             "    if sum(one.measurement.is_steady for one in trials.results) == 2:\n"
             "        os.kill(os.getpid(), signal.SIGKILL)\n"
             "folder = Path(sys.argv[1])\n"
-            "database = Database.open(folder / 'tuning.sqlite')\n"
+            "database = Database.open(folder / 'tuning.sqlite', create=True)\n"
             "with planted_tuner(DEVICE, database, cache=folder) as tuner:\n"
             "    trials = run_of(tuner, Timed(by_ratio), on_progress=die)\n"
             "    screen(trials, A, B)\n"
@@ -426,7 +426,7 @@ class TestEndedAmidIt:
         path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=path, timeout=120)
         assert killed.returncode == -signal.SIGKILL
-        with Database.open(tmp_path / "tuning.sqlite") as database:
+        with Database.open(tmp_path / "tuning.sqlite", create=True) as database:
             record = database.best(PROBLEM, DEVICE.fingerprint)
             assert len(database.measurements(PROBLEM, DEVICE.fingerprint)) == 5
             raced = [

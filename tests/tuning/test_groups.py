@@ -33,7 +33,10 @@ def time_us(candidate: Candidate, settings: RaceSettings) -> float:
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "tuning.sqlite"
     monkeypatch.setattr(Tuner, "measurer_for", lambda *_: Timed(time_us, is_throttled=lambda _: False))
-    with Database.open(path) as database, planted_tuner(DEVICE, database, cache=tmp_path) as tuner:
+    with (
+        Database.open(path, create=True) as database,
+        planted_tuner(DEVICE, database, cache=tmp_path) as tuner,
+    ):
         result = tuner.tune(PROBLEM)
         assert result.best is not None and result.best.candidate.family == "grouped"
         tried = {outcome.candidate for outcome in result.outcomes}
@@ -56,7 +59,10 @@ def test_torch_alone_takes_no_products_from_the_table(
     """As where a budget ends before a kernel is measured."""
     monkeypatch.setattr(Tuner, "measurer_for", lambda *_: Timed(time_us, is_throttled=lambda _: False))
     path = tmp_path / "tuning.sqlite"
-    with Database.open(path) as database, planted_tuner(DEVICE, database, cache=tmp_path) as tuner:
+    with (
+        Database.open(path, create=True) as database,
+        planted_tuner(DEVICE, database, cache=tmp_path) as tuner,
+    ):
         result = tuner.race(PROBLEM, [])
         assert result.best is not None and result.best.candidate == TORCH_MM
         assert "no kernel was measured" in result.note
@@ -80,7 +86,7 @@ def test_what_was_tuned_is_listed_and_explained(tuned: Path) -> None:
 
 
 def test_what_was_timed_over_other_skews_is_not_compared(tuned: Path, tmp_path: Path) -> None:
-    with Database.open(tuned) as database:
+    with Database.open(tuned, create=True) as database:
         assert len(screened_before(database, PROBLEM, DEVICE)) >= 10
         assert not screened_before(database, PROBLEM, DEVICE, ("uniform",))
 

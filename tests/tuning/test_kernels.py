@@ -13,8 +13,10 @@ from tests.tuning.planted import DEVICE, PROBLEM, small_space
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.compile.pool import Ready
 from tunegemm.compile.ptxas import Resources
+from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.generate import families
+from tunegemm.measure.groups import checked_skews
 from tunegemm.tuning.kernels import Kernels
 
 
@@ -106,3 +108,10 @@ print(len(found.families), "torch" in sys.modules)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout.split()[1] == "False", ran.stdout
+
+
+def test_one_name_stands_for_a_sequence_of_one() -> None:
+    device = find_device("model:h200")
+    assert Kernels(device, "cublaslt").families == ("cublaslt",)
+    assert Kernels(device, "cublaslt, skinny").families == ("cublaslt", "skinny")
+    assert checked_skews("typical") == ("typical",)

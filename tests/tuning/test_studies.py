@@ -26,7 +26,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    with Database.open(tmp_path / "tuning.sqlite") as database:
+    with Database.open(tmp_path / "tuning.sqlite", create=True) as database:
         yield database
 
 

@@ -171,7 +171,7 @@ class TestReplayed:
 
     def test_nothing_replayed_is_stored(self, cache: Path, tmp_path: Path) -> None:
         with (
-            Database.open(tmp_path / "tuning.sqlite") as database,
+            Database.open(tmp_path / "tuning.sqlite", create=True) as database,
             planted_tuner(open_device("replay:h200"), database, cache=cache) as tuner,
         ):
             assert tuner.tune(PROBLEM, trials=2).best is not None
@@ -422,7 +422,7 @@ def test_a_whole_tuning_at_the_power_cap(
     monkeypatch.setattr(Tuner, "measurer_for", lambda *_: measurer)
     only = ["cute_sm90", "cublaslt"]
     with (
-        Database.open(tmp_path / "tuning.sqlite") as database,
+        Database.open(tmp_path / "tuning.sqlite", create=True) as database,
         planted_tuner(DEVICE, database, cache=cache, families=only) as tuner,
     ):
         measurer = capped()
@@ -452,7 +452,7 @@ def test_the_library_is_measured_while_kernels_are_ranked(
     )
     only, other = ["cute_sm90", "cublaslt"], Problem.parse("512x512x1024")
     with (
-        Database.open(tmp_path / "tuning.sqlite") as database,
+        Database.open(tmp_path / "tuning.sqlite", create=True) as database,
         planted_tuner(DEVICE, database, cache=cache, families=only) as tuner,
     ):
         rank = tuner.kernels.ranked

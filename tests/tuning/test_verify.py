@@ -40,7 +40,7 @@ FIRST, SECOND, BROKEN = library("a"), library("bb"), library("ccc")
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    with Database.open(tmp_path / "tuning.sqlite") as database:
+    with Database.open(tmp_path / "tuning.sqlite", create=True) as database:
         for candidate, ratio in ((FIRST, 1.10), (SECOND, 1.05), (BROKEN, 1.04), (TORCH_MM, 1.0)):
             database.publish(PROBLEM, THEN, raced(ratio, candidate), method="race", label=str(ratio))
         database.confirm(PROBLEM, THEN, raced(1.10, FIRST), label="1.1")
@@ -123,7 +123,7 @@ def test_on_a_real_gpu(tmp_path: Path) -> None:
 
     device = open_device("cuda:0")
     problem = Problem.parse("1024x1024x1024")
-    with Database.open(tmp_path / "gpu.sqlite") as database:
+    with Database.open(tmp_path / "gpu.sqlite", create=True) as database:
         before = replace(
             device, fingerprint=replace(device.fingerprint, driver=f"{device.fingerprint.driver}.0")
         )

@@ -4,20 +4,6 @@
 what is printed while tuning. Imports every room; none imports it.
 """
 
-import sys
-
-from tunegemm.extras import lack
-
-try:
-    from tunegemm.cli.app import app, main
-except ModuleNotFoundError as error:  # a host that only serves has the command, but not what it needs
-    if (lacking := lack(error)) is None:
-        raise
-    _line = f"tunegemm: the command line: {lacking}"
-
-    def main() -> None:
-        print(_line, file=sys.stderr)
-        sys.exit(2)
-
+from tunegemm.cli.app import app, main
 
 __all__ = ["app", "main"]

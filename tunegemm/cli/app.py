@@ -33,8 +33,9 @@ from tunegemm.errors import TunegemmError
 from tunegemm.extras import lack
 from tunegemm.untrusted import shown
 
-#: Exit codes: 0 done, 1 done but nothing usable came of it, 2 bad input, 130 interrupted by Ctrl-C.
-BAD_INPUT, INTERRUPTED = 2, 130
+#: Exit codes: 0 done, 1 done but nothing usable came of it, 2 bad input, 130 interrupted by Ctrl-C, 141 its
+#: output was closed.
+BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
 
 # The base of all usage errors. Newer versions of Typer carry their own copy of Click and export it only
 # as an ancestor of BadParameter, so that is how it is found in both.
@@ -57,6 +58,10 @@ class OneLineErrors(Group):
             if (lacking := lack(error)) is None:
                 raise
             _fail(str(lacking))
+        except BrokenPipeError:  # whoever read our output, such as `head`, has enough
+            # Nothing more is flushed at the end, which would fail anew.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(PIPE_CLOSED)
         except OSError as error:  # the working directory was deleted, a disk does not answer
             _fail(f"{error.filename or 'the working directory'}: {error.strerror or error}")
         except _UsageProblem as error:
@@ -111,7 +116,7 @@ app = App(
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 160},
 )
 
 

@@ -101,7 +101,7 @@ def import_command(
                 printing.say(f"{file}: 0 rows added, not read")
     used = 0
     if readable:
-        with Database.open(db) as database:
+        with Database.open(db, create=True) as database:
             for file, rows in readable:
                 report = load(database, rows, origin=file.name)
                 _print(f"{file}", report)

@@ -22,7 +22,8 @@ def command(
         typer.Option(
             "--candidate",
             metavar="FAMILY[,NAME=VALUE]",
-            help="Explain this candidate, not the record's. What is not given is its space's first value.",
+            help="Explain this candidate. Parameters that are not given come from the kernel that dispatch "
+            "would launch, or of another family from the model's first choice.",
         ),
     ] = None,
     device: options.DeviceSpec = None,
@@ -42,14 +43,13 @@ def command(
 def _explained(
     problems: list[Problem], device: str | None, candidate: str | None, db: str | None
 ) -> list[Explanation]:
-    from tunegemm.report.explain import candidate_of, explain_problem
+    from tunegemm.report.explain import explain_problem
     from tunegemm.tuning.tuner import open_device
 
-    chosen = candidate_of(candidate) if candidate is not None else None
     opened = open_device(device)
-    if opened.is_real and chosen is None:
+    if opened.is_real and candidate is None:
         import torch
 
         with suppress(RuntimeError):  # no memory for a context: predictions have wider margins then
             torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's library is asked as in a program
-    return [explain_problem(problem, opened, candidate=chosen, database=db) for problem in problems]
+    return [explain_problem(problem, opened, candidate=candidate, database=db) for problem in problems]

@@ -63,6 +63,39 @@ EXAMPLES: dict[str, tuple[str, str]] = {
 }
 
 
+#: Options of a command in groups, by their names; the others come last.
+GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
+    "tune": {
+        "What to tune": (
+            "shape", "dtype", "out_dtype", "layout", "alignment", "epilogue", "accumulation", "groups",
+            "from_files", "with_backward",
+        ),
+        "How long": ("effort", "trials", "budget"),
+        "Search": (
+            "seed", "skews", "families", "kernels", "candidate", "workers", "compiled_only", "energy",
+            "sampler", "study",
+        ),
+        "Where": ("device", "devices", "ray", "db"),
+        "Output": ("top", "quiet", "verbose", "as_json"),
+    },
+}  # fmt: skip
+#: What Click calls types and bounds, in words.
+_WORDS = {
+    "<int range>": "N",
+    "<integer>": "N",
+    "<text>": "TEXT",
+    " <str>": "",
+    "<path>": "FILE",
+    "; x>=0": "",
+}
+
+
+def _in_words(text: str) -> str:
+    for word, plain in _WORDS.items():
+        text = text.replace(word, plain)
+    return text
+
+
 class Group(TyperGroup):
     """Lists its commands with their summaries whole, as many lines as that takes."""
 
@@ -87,6 +120,19 @@ class Command(TyperCommand):
 
     Options that may be repeated are lists, and flags are what they are.
     """
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups = GROUPS.get(" ".join(ctx.command_path.split()[1:]), {})
+        listed: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", *groups, "Options")}
+        for one in self.get_params(ctx):
+            if (record := one.get_help_record(ctx)) is not None:
+                title = next((title for title, names in groups.items() if one.name in names), "Options")
+                title = title if one.param_type_name == "option" else "Arguments"
+                listed[title].append((_in_words(record[0]), _in_words(record[1])))
+        for title, rows in listed.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         name = " ".join(ctx.command_path.split()[1:])

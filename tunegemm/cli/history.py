@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from tunegemm.cli import options, printing
 from tunegemm.cli.arguments import UsageError
 from tunegemm.describe.command import tune_command
+from tunegemm.describe.problem import Problem
 from tunegemm.report.text import to_json
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
@@ -24,13 +26,30 @@ def history(
 
     Final races are compared: faster or slower is what is so by more than the noise.
     """
-    from tunegemm.store import Database
+    from tunegemm.store import Database, Record
+    from tunegemm.store.connection import resolve
     from tunegemm.store.history import changes
+    from tunegemm.store.shipped import read_shipped
 
-    with Database.open(db, read_only=True) as database:
-        found = {problem: database.history(problem, samples=True) for problem in problems}
-        location = database.name
+    place = resolve(db)
+    found: dict[Problem, list[Record]] = {problem: [] for problem in problems}
+    if db is None and isinstance(place, Path) and not place.exists():  # what ships has a history, too
+        location = str(place)
+    else:
+        with Database.open(db, read_only=True) as database:
+            found = {problem: database.history(problem, samples=True) for problem in problems}
+            location = database.name
     missing = [problem for problem, choices in found.items() if not choices]
+    shipped = [one for one in read_shipped()[0] if one.problem in missing] if db is None else []
+    missing = [problem for problem in missing if problem not in {one.problem for one in shipped}]
+    for one in () if as_json else shipped:
+        printing.say(one.problem)
+        printing.say(
+            f"  {one.measured_at:%Y-%m-%d %H:%M}  {one.median_us:9.2f} us  {one.ratio:6.3f} of torch.mm  "
+            f"{'final race' if one.confirmed else 'search':10}  {one.label}  "
+            f"[{one.fingerprint.device_name}, {one.fingerprint.digest}]  shipped"
+        )
+    found = {problem: choices for problem, choices in found.items() if choices or problem in missing}
     if missing:
         raise UsageError(
             f"{location}: no record of {missing[0]}; run `{tune_command(missing[0])}` on a GPU first"
@@ -48,6 +67,17 @@ def history(
             }
             for problem, choices in found.items()
             for choice, change in zip(choices, changes(choices), strict=True)
+        ]
+        documents += [
+            {
+                "problem": str(one.problem),
+                "chosen_at": one.measured_at.isoformat(),
+                "candidate": one.candidate.digest,
+                "fingerprint": one.fingerprint.digest,
+                **{name: getattr(one, name) for name in names},
+                "change": None,
+            }
+            for one in shipped
         ]
         typer.echo(to_json(documents))
         return

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
 from tunegemm.cli.arguments import UsageError, expanded
-from tunegemm.describe.problem import OUTPUT_DTYPES, Problem
+from tunegemm.describe.problem import ACCUMULATIONS, DTYPE_BYTES, LAYOUTS, OUTPUT_DTYPES, Problem
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,26 @@ def _positive(parameter: typer.CallbackParam, value: int | None) -> int | None:
     return value
 
 
+def completed(values: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """What a shell offers for a value that was begun; of several with commas, for the last one."""
+
+    def found(incomplete: str) -> list[str]:
+        before, comma, begun = incomplete.rpartition(",")
+        return [before + comma + value for value in values() if value.startswith(begun)]
+
+    return found
+
+
+def _families() -> Iterable[str]:
+    from tunegemm.generate import families
+
+    return families.NAMES
+
+
+DEVICES = completed(lambda: ("cuda:0", "model:h100", "model:h200", "replay:h200"))
+DTYPES = completed(lambda: OUTPUT_DTYPES)
+
+
 def count_option(flag: str, help: str) -> Any:
     """An option whose value is a positive number. Raises UsageError for others."""
     return typer.Option(flag, metavar="N", callback=_positive, help=help)
@@ -76,6 +96,7 @@ DeviceSpec = Annotated[
     typer.Option(
         "--device",
         metavar="SPEC",
+        autocompletion=DEVICES,
         help="cuda:N, replay:h200 (recorded) or model:h200. Default: cuda:0, or replay:h200 without a GPU.",
     ),
 ]
@@ -86,7 +107,13 @@ GpuSpec = Annotated[
 ]
 Families = Annotated[
     str | None,
-    typer.Option("--families", "--family", metavar="NAME[,NAME]", help="Kernel families. Default: all."),
+    typer.Option(
+        "--families",
+        "--family",
+        metavar="NAME[,NAME]",
+        autocompletion=completed(_families),
+        help="Kernel families. Default: all.",
+    ),
 ]
 DatabaseLocation = Annotated[
     str | None,
@@ -115,7 +142,10 @@ def parse_problems(
     dtype: Annotated[
         str,
         typer.Option(
-            "--dtype", metavar="DTYPE", help=f"Element type of A and B: {', '.join(OUTPUT_DTYPES)}."
+            "--dtype",
+            metavar="DTYPE",
+            autocompletion=DTYPES,
+            help=f"Element type of A and B: {', '.join(OUTPUT_DTYPES)}.",
         ),
     ] = "bf16",
     out_dtype: Annotated[
@@ -123,6 +153,7 @@ def parse_problems(
         typer.Option(
             "--out-dtype",
             metavar="DTYPE",
+            autocompletion=completed(lambda: DTYPE_BYTES),
             help="Element type of D: bf16, fp16 or fp32; of fp8 operands also fp8_e4m3 or fp8_e5m2; "
             "of int8 int32, or with scales bf16, fp16 or fp32. "
             "Default: as A and B; of fp8 bf16, of tf32 fp32, of int8 int32.",
@@ -133,6 +164,7 @@ def parse_problems(
         typer.Option(
             "--layout",
             metavar="LAYOUT",
+            autocompletion=completed(lambda: LAYOUTS),
             help="Layout of A and B: tn (both K-major: activations times a transposed weight), tt, nn or nt.",
         ),
     ] = "tn",
@@ -158,6 +190,7 @@ def parse_problems(
         typer.Option(
             "--accumulation",
             metavar="HOW",
+            autocompletion=completed(lambda: ACCUMULATIONS),
             help="How sums of fp8 products are kept: fast, or two_level, in fp32 from every 128 of k on.",
         ),
     ] = "fast",

@@ -9,6 +9,8 @@ import typer
 
 from tunegemm.cli import arguments, options, printing
 from tunegemm.describe.command import command_line
+from tunegemm.describe.device import cuda_device_count
+from tunegemm.errors import TunegemmError
 from tunegemm.report.text import counted
 
 if TYPE_CHECKING:
@@ -64,8 +66,14 @@ def _write(
     else:
         from tunegemm.store import Database
 
-        with Database.open(db, read_only=True) as database:
-            contents = from_database(database, device=device, shapes=shapes, detailed=details)
+        try:
+            with Database.open(db, read_only=True) as database:
+                contents = from_database(database, device=device, shapes=shapes, detailed=details)
+        except TunegemmError as error:
+            if device is not None or db is not None or cuda_device_count():
+                raise
+            command = command_line("report", {"shape": shape, "device": "replay:h200"})
+            raise arguments.UsageError(f"{error}; of the recorded H200: {command}") from None
     # In the page's footer stands the command without a database's address, which may hold a password.
     arguments.write_text(
         out, report(contents, command=command_line("report", {"shape": shape, "device": device}))

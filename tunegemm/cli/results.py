@@ -4,6 +4,7 @@ products, what tuning saves.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -176,7 +177,10 @@ def document(result: TuneResult) -> dict[str, Any]:
             named(one.candidate) | {"predicted_us": one.total_us, "bound": one.bound}
             for one in result.predictions
         ],
-        "outcomes": [outcome_document(outcome) for outcome in result.outcomes],
+        "outcomes": [
+            outcome_document(outcome) | {"tuning_stage": stage}
+            for outcome, stage in itertools.zip_longest(result.outcomes, result.stages)
+        ],
     }
 
 

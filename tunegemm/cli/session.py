@@ -38,6 +38,8 @@ class Session:
     """For results."""
     log: Console
     """For progress."""
+    is_named: bool
+    """Whether a GPU was asked for by name."""
 
     @property
     def is_real(self) -> bool:
@@ -74,12 +76,12 @@ def open_session(
     else:
         spec = f"cuda:{gpus[0]}" if gpus else place.device
         tuning, database = open_tuner(stack, spec, asked_for, place.db, how)
-    if not (is_named or tuning.device.is_real or output.is_bare):
+    if not (is_named or tuning.device.is_real or output.is_bare or demanded):
         printing.say(without_gpu(tuning.device, problems, how["families"]), err=True)
     if search.study is not None:
         require_studies(tuning, search.study, database, problems)
     out, log = printing.stdout_console(), printing.stderr_console()
-    return Session(context, tuning, database, search, output, out, log)
+    return Session(context, tuning, database, search, output, out, log, is_named)
 
 
 def begin_to_measure(stack: ExitStack) -> Child | None:
@@ -104,7 +106,7 @@ def open_tuner(
     arguments.require_memory(device, problems)  # before a database is made
     # Only what is measured is stored, so only a real device gets a database; a bad --db is told of anyway.
     wanted = device.is_real or db is not None
-    database = stack.enter_context(Database.open(db)) if wanted else None
+    database = stack.enter_context(Database.open(db, create=True)) if wanted else None
     tuner = Tuner(device, database if device.is_real else None, **how)
     return stack.enter_context(tuner), database
 
@@ -117,7 +119,7 @@ def open_pool(
     from tunegemm.tuning import cluster
 
     cluster.import_ray()  # where it is not installed, nothing else is begun
-    database = stack.enter_context(Database.open(db))
+    database = stack.enter_context(Database.open(db, create=True))
     stack.enter_context(cluster.started_here(gpus) if ray is None else cluster.connected(ray))
     cluster.refuse_file(database.location)
     if (study := how["study"]) is not None and "://" not in study:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,8 @@ from tunegemm.describe.workload import read_all
 from tunegemm.report.text import clean, to_json
 
 if TYPE_CHECKING:
+    from tunegemm.describe.device import Device
+    from tunegemm.describe.space import Candidate
     from tunegemm.describe.workload import Demand
     from tunegemm.tuning.program import TunedDemand
     from tunegemm.tuning.progress import Progress, TuneResult
@@ -139,6 +142,8 @@ def tuned(
     from tunegemm.tuning.tuner import Tuner
 
     search, tuning = session.search, session.tuning
+    if search.kernels is not None and isinstance(tuning, Tuner):
+        require_kernels(tuning, problems)
     if not search.candidate:
         requests = [
             Request(one, search.effort or "quick", search.trials, search.budget_s, following)
@@ -148,6 +153,17 @@ def tuned(
     if not isinstance(tuning, Tuner):
         raise arguments.UsageError("--candidate is raced on one GPU; give --device cuda:N")
     return race_named(tuning, problems, search.candidate)
+
+
+def require_kernels(tuner: Tuner, problems: Sequence[Problem]) -> None:
+    """Raises UsageError for a problem that no kernel which --kernels leaves is feasible for."""
+    kernels = tuner.kernels
+    for problem in problems:
+        if not any(kernels.ranked(problem, family).predictions for family in kernels.generators):
+            raise arguments.UsageError(
+                f"--kernels {kernels.matching!r}: no feasible kernel for {problem} has a label with a match; "
+                f"{command_line('explain', {'shape': problem.shape})} shows one"
+            )
 
 
 def show(session: Session, result: TuneResult) -> None:
@@ -195,6 +211,10 @@ def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[
     from tunegemm.tuning.program import by_headroom
 
     device, output = session.tuning.device, session.output
+    if not (session.is_real or session.is_named or output.as_json):
+        printing.say(*shipped_lines(demands, device))  # to compile kernels would show no times
+        say_gpu_command(session.context, [])
+        return DONE
     lacking = {demand.problem: device.lacks_memory(demand.problem) for demand in demands}
     plan = by_headroom([demand for demand in demands if lacking[demand.problem] is None], device)
     current, interrupted = spend_budget(session, plan)
@@ -209,6 +229,21 @@ def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[
     if not (session.is_real or output.as_json):
         say_gpu_command(session.context, [])
     return DONE
+
+
+def shipped_lines(demands: Sequence[Demand], device: Device) -> list[str]:
+    """How many of a program's products the shipped records serve on a device, and how much faster each is."""
+    from tunegemm.choose.snapshot import read_snapshot
+
+    snapshot = read_snapshot()
+    found = {demand: snapshot.find(demand.problem, device.fingerprint) for demand in demands}
+    ratios = [one.ratio for one in found.values() if one is not None]
+    line = f"No CUDA GPU here. {len(ratios)} of {len(demands)} products ship with records for {device.name}"
+    lines = [f"{line}, {min(ratios):.2f} to {max(ratios):.2f} x torch.mm:" if ratios else f"{line}."]
+    for demand, record in found.items():
+        known = f"{record.ratio:.3f} x torch.mm, {record.label}" if record is not None else "no record"
+        lines.append(f"  {demand.problem} x {demand.calls}: {known}")
+    return lines
 
 
 def spend_budget(session: Session, plan: Sequence[TunedDemand]) -> tuple[list[TunedDemand], bool]:
@@ -255,16 +290,27 @@ def program_document(product: TunedDemand) -> dict[str, Any]:
 
 def race_named(tuner: Tuner, problems: Sequence[Problem], named: Sequence[str]) -> Iterator[TuneResult]:
     """A race of the candidates that a command line names, beside torch.mm and the record there is."""
-    from tunegemm.report.explain import candidate_of
+    from tunegemm.choose.snapshot import read_snapshot
+    from tunegemm.measure.replay import ReplayMeasurer
+    from tunegemm.report.explain import candidate_of, ranked_by_model
 
-    candidates = [candidate_of(text) for text in named]
+    device, database = tuner.device, tuner.database
+    snapshot = read_snapshot()
     for problem in problems:
+        known: Candidate | None = None
+        ranked: Callable[[str], Iterable[Candidate]] = functools.partial(ranked_by_model, problem, device)
+        if device.is_real:
+            record = database.best(problem, device.fingerprint) if database is not None else None
+            record = record or snapshot.find(problem, device.fingerprint)
+            known = record.candidate if record is not None else None
+        elif isinstance(measurer := tuner.measurer_for(problem), ReplayMeasurer):
+            ranked = functools.partial(measurer.fastest_first, problem)  # no other kernel's time is known
+        candidates = [candidate_of(text, known, ranked) for text in named]
         for one in candidates:
             verdict = tuner.kernels.check(problem, one)
             if not verdict:
                 raise arguments.UsageError(f"--candidate {one} cannot run {problem}: {verdict}")
-        known = tuner.database.best(problem, tuner.device.fingerprint) if tuner.database is not None else None
-        yield tuner.race(problem, [*candidates, *([known.candidate] if known is not None else [])])
+        yield tuner.race(problem, [*candidates, *([known] if known is not None else [])])
 
 
 def say_gpu_command(context: typer.Context, asked_for: Sequence[Problem]) -> None:
@@ -283,10 +329,12 @@ def resume_command(context: typer.Context, remaining: list[Problem]) -> str:
 
 
 def given_options(context: typer.Context) -> dict[str, str]:
-    """The flags of the options whose values are not their defaults, by the options' names."""
-    parameters = {parameter.name or "": parameter for parameter in context.command.params}
+    """The flags of the options that the command line has, by the options' names."""
+    # Where a value comes from, not whether it is the default: versions of Click and Typer hand over another
+    # empty list than the one that an option was declared with.
+    sources = {one: context.get_parameter_source(one.name or "") for one in context.command.params}
     return {
-        name: next(flag for flag in one.opts if flag.startswith("--"))
-        for name, one in parameters.items()
-        if context.params.get(name) != one.default
+        one.name or "": next(flag for flag in one.opts if flag.startswith("--"))
+        for one, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
     }

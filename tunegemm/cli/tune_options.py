@@ -56,7 +56,8 @@ class Search:
         typer.Option(
             "--candidate",
             metavar="FAMILY[,NAME=VALUE]",
-            help="Instead of a search: race this one beside torch.mm and the record; may be repeated.",
+            help="Instead of a search: race this one beside torch.mm and the record; may be repeated. "
+            "Parameters that are not given come from the record, or else from the model's first choice.",
         ),
     ] = None
     workers: options.Workers = None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tunegemm.describe.epilogue import GATED, Epilogue, Operand, operand_dtype
 from tunegemm.describe.precision import fp32_precision, tf32_remedy
-from tunegemm.errors import ProblemError
+from tunegemm.errors import ProblemError, unknown_argument
 from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
@@ -154,6 +154,16 @@ class Problem:
     It begins with `GROUPED` where rows are in groups, each with a B of its own (`tunegemm.grouped_mm`)."""
     accumulation: str = "fast"
     """How sums over k are kept: one of `ACCUMULATIONS`; ``two_level`` for fp8 only."""
+
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *values: object, **keywords: object) -> Problem:
+            """Raises ArgumentError for a keyword that is no field, such as ``dtype``; it names the
+            nearest."""
+            for name in keywords:
+                if name not in cls.__dataclass_fields__:
+                    raise unknown_argument(cls.__name__, name, list(cls.__dataclass_fields__))
+            return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "batch", "alignment"):

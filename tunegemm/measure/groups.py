@@ -19,7 +19,7 @@ from tunegemm.generate.cublaslt.eager import SIZES
 from tunegemm.measure.operands import L2_MULTIPLE, MAX_SETS, Operands
 from tunegemm.measure.race import Replay
 from tunegemm.measure.settings import SKEWS
-from tunegemm.untrusted import shown
+from tunegemm.untrusted import named, shown
 
 #: Shape of the gamma distribution: with 0.5 the largest of 32 groups has some 5 times the mean.
 _GAMMA = 0.5
@@ -69,9 +69,10 @@ def divided(problem: Problem, operands: Operands, skew: str, seed: int) -> Opera
     return replace(operands, out=operands.out[:used], guards=(*operands.guards, behind), fused=fused)
 
 
-def checked_skews(names: Sequence[str]) -> tuple[str, ...]:
-    """The skews of these names, in their order. Raises ProblemError for what is none, and for no name."""
-    known = ", ".join(SKEWS)
+def checked_skews(names: Sequence[str] | str) -> tuple[str, ...]:
+    """The skews of these names or of one, in their order. Raises ProblemError for what is none, and for no
+    name."""
+    names, known = named(names), ", ".join(SKEWS)
     if not names:
         raise ProblemError(f"skews are none; use some of {known}")
     if unknown := [name for name in names if name not in SKEWS]:

@@ -207,9 +207,15 @@ class ReplayMeasurer:
             if job.candidate not in sweep.outcomes:
                 raise DeviceError(
                     f"{job.candidate} was not recorded on {self.replay.device.spec} for {problem}; "
-                    f"ask for the {len(sweep.outcomes)} recorded candidates only"
+                    f"that recording has {len(sweep.outcomes):,} others; measure this one on a GPU"
                 )
             yield sweep.outcomes[job.candidate]
+
+    def fastest_first(self, problem: Problem, family: str) -> list[Candidate]:
+        """The recorded candidates of a family that could be measured, in the order of their ratios."""
+        found = [o for o in self.replay.sweep(problem).outcomes.values() if isinstance(o, Measurement)]
+        of_family = (one for one in found if one.candidate.family == family)
+        return [one.candidate for one in sorted(of_family, key=lambda one: -one.ratio)]
 
     def discover(self, problem: Problem) -> list[Candidate]:
         """The recorded candidates of vendor libraries: those that are not compiled from a tile shape."""

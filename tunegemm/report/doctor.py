@@ -185,7 +185,13 @@ def _packs() -> list[Check]:
             checks.append(Check("pack", "note", "; ".join([detail, *troubles]), remedy))
         else:
             checks.append(Check("pack", "ok", detail))
-    return checks + [Check("pack", "note", line, remedy) for line in warnings]
+    named = os.environ.get("TUNEGEMM_PACK") or "/"  # what a user names must serve
+    for line in warnings:
+        status: Status = "fail" if line.startswith(f"{named}:") else "note"
+        checks.append(
+            Check("pack", status, line, "correct or unset TUNEGEMM_PACK" if status == "fail" else remedy)
+        )
+    return checks
 
 
 def _database(location: str | None) -> Check:
@@ -194,9 +200,13 @@ def _database(location: str | None) -> Check:
             from tunegemm.store import Database
             from tunegemm.store.connection import check_writable, display, resolve
             from tunegemm.store.damage import damaged_rows
+            from tunegemm.store.layers import absent
     except ExtraError as error:
         return Check("database", "note", f"not looked into: {error}", "nothing, where nothing is tuned")
     try:
+        if location is None and (missing := [line for line in absent() if line.startswith("TUNEGEMM_DB")]):
+            detail, _, remedy = missing[0].partition("; correct")
+            return Check("database", "fail", detail, f"correct{remedy}")
         place = resolve(location)
         if isinstance(place, Path) and not os.path.lexists(place):
             if refusal := _refusal_to_write(place.parent):

@@ -7,7 +7,8 @@ L2; the truth lies between the two. See S. Williams et al., "Roofline", CACM 52(
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil, isnan
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,18 +23,26 @@ from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import ArtifactError, DeviceError, ProblemError, SpaceError, named_arguments
+from tunegemm.errors import (
+    ArtifactError,
+    DatabaseError,
+    DeviceError,
+    ProblemError,
+    SpaceError,
+    named_arguments,
+)
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.tiles import tile_count
 from tunegemm.measure.evidence import Evidence, leaders
 from tunegemm.measure.outcome import PREDICTED_RATIO
+from tunegemm.report.space import Space
 from tunegemm.report.space import candidate as chosen_candidate
 from tunegemm.report.text import significant
 from tunegemm.serve.launchers import find_object
 from tunegemm.serve.modes import read_compile, read_mode, read_policy
 from tunegemm.store import Record as StoredRecord
-from tunegemm.store.layers import read_records
+from tunegemm.store.layers import absent, read_records
 from tunegemm.store.validity import judge_stored
 
 if TYPE_CHECKING:
@@ -249,8 +258,8 @@ class Explanation:
 
 @named_arguments
 def explain(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: torch.Tensor | Problem | str | Sequence[int],
+    b: torch.Tensor | None = None,
     *,
     epilogue: str = "",
     out_dtype: torch.dtype | None = None,
@@ -258,15 +267,34 @@ def explain(
 ) -> Explanation:
     """What `tunegemm.matmul(a, b)` does and why; print it. Nothing is multiplied.
 
+    Instead of two tensors, give a `Problem` or extents, ``"512x6144x4096"`` or ``(512, 6144, 4096)``, bf16
+    and k-major.
+
     epilogue: of a fused call, such as ``bias_n+gelu``. out_dtype and accumulation: as in a `Problem`.
     On CPU tensors it tells of ``cuda:0``, or of an H200 where there is no GPU. It reads the databases anew,
     and heeds the mode and policy that the environment or `tunegemm.policy` set. Raises ProblemError for
     operands that are torch's whatever was recorded.
     """
+    import torch
+
     from tunegemm.serve import api
     from tunegemm.serve.operands import Refusal, describe
-    from tunegemm.tuning.tuner import open_device
+    from tunegemm.tuning.tuner import as_problem, open_device
 
+    if b is None:
+        how = {"epilogue": str(epilogue), "accumulation": accumulation}
+        given = how | ({"out_dtype": str(out_dtype)} if out_dtype is not None else {})
+        problem = as_problem(a, **given)  # type: ignore[arg-type]
+        return explain_problem(problem, open_device(), policy=api.dispatcher.planner.policy)
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        raise ProblemError(
+            "explain() takes two tensors, or a Problem or extents such as 4096x4096x4096 alone"
+        )
+    if len(a.shape) > 1 and len(b.shape) > 1 and a.shape[-1] != b.shape[-2]:
+        raise ProblemError(
+            f"operands of shapes {tuple(a.shape)} and {tuple(b.shape)} do not fit: a has "
+            f"{a.shape[-1]} columns and b {b.shape[-2]} rows; transpose or reshape one"
+        )
     operands = describe(a, b, out_dtype=out_dtype, epilogue=str(epilogue), accumulation=accumulation)
     if isinstance(operands, Refusal):
         reason = operands.reason or f"operands of shapes {tuple(a.shape)} and {tuple(b.shape)} are torch's"
@@ -279,14 +307,15 @@ def explain_problem(
     problem: Problem,
     device: Device,
     *,
-    candidate: Candidate | None = None,
+    candidate: Candidate | str | None = None,
     database: str | None = None,
     policy: Policy | None = None,
 ) -> Explanation:
     """The roofline of a problem on a device, of a candidate or else of what dispatch would launch, and why.
 
-    database: where to look for records; in all layers, as dispatch does, when None. policy: by default that
-    of the environment.
+    candidate: one, or its text for `candidate_of`, which starts from what dispatch would launch. database:
+    where to look for records; in all layers, as dispatch does, when None. policy: by default that of the
+    environment.
     Raises DeviceError for a device whose peaks are not known.
     """
     if not device.peak_tflops:
@@ -316,7 +345,10 @@ def explain_problem(
         why_not = "TUNEGEMM_MODE=off"
     elif chosen is not None:
         why_not = _refusal_to_load(chosen, device)
-    shown = candidate or (chosen.candidate if chosen is not None else None)
+    shown = chosen.candidate if chosen is not None else None
+    if candidate is not None:
+        ranked = functools.partial(ranked_by_model, problem, device)
+        shown = candidate_of(candidate, shown, ranked) if isinstance(candidate, str) else candidate
     ridge = device.peak_tflops_of(problem) * 1e3 / device.bandwidth_gbps
     roofline_us = device.roofline_us(problem)
     return Explanation(
@@ -342,8 +374,19 @@ def explain_problem(
     )
 
 
-def candidate_of(text: str) -> Candidate:
-    """A candidate from ``FAMILY,NAME=VALUE,...``; parameters that are not given take the space's first value.
+def ranked_by_model(problem: Problem, device: Device, family: str) -> Iterable[Candidate]:
+    """A family's kernels for a problem in the model's order."""
+    return (one.candidate for one in Space(family, problem, device).ranked())
+
+
+def candidate_of(
+    text: str,
+    start: Candidate | None = None,
+    ranked: Callable[[str], Iterable[Candidate]] = lambda family: (),
+) -> Candidate:
+    """A candidate from ``FAMILY,NAME=VALUE,...``. The other parameters come from `start` if that is of the
+    same family, or else from the first of the family's `ranked` candidates that has these values, or else
+    are the first of the space.
 
     Raises SpaceError for a family or a parameter that is not known, and for a value that it cannot have.
     """
@@ -353,7 +396,14 @@ def candidate_of(text: str) -> Candidate:
     values = dict(pair.split("=", 1) for pair in pairs)
     if len(values) < len(pairs):
         raise SpaceError(f"candidate {text!r} gives a parameter twice; give each once")
-    return chosen_candidate(family, {name: _value(value) for name, value in values.items()})
+    chosen = {name: _value(value) for name, value in values.items()}
+    plain = chosen_candidate(family, chosen)
+    if not families.get(family).compiled:
+        return plain
+    if start is None or start.family != family:
+        start = next((one for one in ranked(family) if chosen.items() <= one.params.items()), None)
+    known = {name: start[name] for name in plain.params if name in start.params} if start is not None else {}
+    return chosen_candidate(family, known | chosen)
 
 
 def _value(text: str) -> int | str | bool:
@@ -399,6 +449,8 @@ def _read(problem: Problem, location: str | None) -> tuple[list[StoredRecord], l
     serve.
     """
     if location is None:
+        if missing := absent():  # what a user named is not left out in silence
+            raise DatabaseError(missing[0])
         records, warnings = read_records()
         return records, read_rivals(problem), warnings
     from tunegemm.store import Database

@@ -17,6 +17,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, SearchSpace, Value
 from tunegemm.errors import SpaceError
 from tunegemm.generate import families
+from tunegemm.generate.cublaslt import TORCH_MM, is_torch
 from tunegemm.generate.family import Family, Generator
 from tunegemm.generate.feasibility import Verdict, parameters_read
 from tunegemm.model import rank as model
@@ -107,11 +108,12 @@ def candidate(family: str, chosen: Mapping[str, Value]) -> Candidate:
             written = str(value).lower() if isinstance(value, bool) else value  # as on a command line
             raise SpaceError(f"{family}: {name}={written}; {allowed}")
     whole = {name: chosen.get(name, values[0]) for name, values in known.items()}
-    return Candidate.make(
+    made = Candidate.make(
         family,
         {name: whole[name] for name in space.compile_values},
         {name: whole[name] for name in space.launch_values},
     )
+    return TORCH_MM if is_torch(made) else made
 
 
 @dataclass(frozen=True)

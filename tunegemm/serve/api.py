@@ -376,6 +376,9 @@ class policy:
         dispatcher.planner.policy  # noqa: B018 - the environment's comes first
         self._before = [choose(self._policy)]
 
+    def __repr__(self) -> str:
+        return f"<tunegemm.policy: {self._policy}>"
+
     def __enter__(self) -> None:
         assert self._before is not None
         if self._is_block:

@@ -6,6 +6,7 @@ the process. Reading skips rows that cannot be understood, and says so in the lo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,15 +50,28 @@ class Database:
         """SQLAlchemy's, over the tables of `tunegemm.store.models`."""
 
     @classmethod
-    def open(cls, location: str | Path | None = None, *, read_only: bool = False, layer: str = "") -> Self:
+    def open(
+        cls,
+        location: str | Path | None = None,
+        *,
+        read_only: bool = False,
+        create: bool = False,
+        layer: str = "",
+    ) -> Self:
         """Open by path or SQLAlchemy URL; None means the project's or else the user's (`store.layers`).
 
-        For writing, a missing file and its folder are created and an older schema is migrated, from
-        `tunegemm.store.schema.OLDEST_SCHEMA` on. Read-only opening changes nothing, and works in a folder
-        that cannot be written to. Raises DatabaseError for a file that is missing (read-only), unreadable,
-        damaged, no tuning database, or of a schema that is not read.
+        For writing, an older schema is migrated, from `tunegemm.store.schema.OLDEST_SCHEMA` on. A missing
+        file is created, with its folder, if `create` asks for that or no location is given. Read-only
+        opening changes nothing, and works in a folder that cannot be written to. Raises DatabaseError for a
+        file that is missing, unreadable, damaged, no tuning database, or of a schema that is not read.
         """
         place = resolve(location)
+        if (
+            location is not None
+            and isinstance(place, Path)
+            and not (create or read_only or os.path.lexists(place))
+        ):
+            raise DatabaseError(f"{place}: there is no such file; Database.open(..., create=True) makes one")
         database = cls(place, connect(place, read_only=read_only), read_only=read_only, layer=layer)
         try:
             with translated(place):
@@ -74,6 +88,9 @@ class Database:
             database.close()
             raise
         return database
+
+    def __repr__(self) -> str:
+        return f"<tunegemm.Database {self.name}{', read-only' * self.read_only}>"
 
     @property
     def name(self) -> str:

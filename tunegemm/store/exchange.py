@@ -223,7 +223,7 @@ def merge(sources: Sequence[str], into: str) -> Report:
         if any(is_same(source.location, place) for source in opened):
             raise DatabaseError(f"{display(place)}: cannot be merged into itself; name another --into")
         total = Report()
-        with Database.open(into) as target:
+        with Database.open(into, create=True) as target:
             for source in opened:
                 report = load(target, dump(source), origin=source.name)
                 total.added, total.known = total.added + report.added, total.known + report.known

@@ -51,6 +51,19 @@ def modified() -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
+def absent() -> list[str]:
+    """A line for each file that ``TUNEGEMM_PACK`` or ``TUNEGEMM_DB`` names and that is not there."""
+    remedies = {
+        "TUNEGEMM_PACK": "correct or unset it",
+        "TUNEGEMM_DB": "correct it; `tunegemm tune` creates it",
+    }
+    return [
+        f"{name}={place}: there is no such file; {remedy}"
+        for name, remedy in remedies.items()
+        if (place := os.environ.get(name)) and "://" not in place and not os.path.lexists(place)
+    ]
+
+
 def read_records() -> tuple[list[Record], list[str]]:
     """The records of every layer, and one line for each layer that could not be read."""
     records, warnings = read_texts()

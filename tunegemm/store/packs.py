@@ -48,6 +48,8 @@ _MANIFEST, _CLOSING = "manifest.json", "manifest.sha256"
 _ENTRY = re.compile(
     r"records/[A-Za-z0-9][A-Za-z0-9.-]{0,120}\.json|objects/[0-9a-f]{2}/[0-9a-f]{62}\.(o|json)"
 )
+#: Beside the entries of a loaded pack: the name of its file.
+_LOADED_FROM = "loaded_from"
 #: An object is some 50 kB, a record 1 kB: what is larger by a thousand times is no pack of ours.
 _LARGEST_BYTES = 64 * 1024**2
 
@@ -179,6 +181,7 @@ def install(file: Path, root: Path | None = None, *, sha256: str | None = None) 
                 _make_folder(fresh)
                 _unpack(file, fresh)
                 _check(_read_records(fresh, file), file)
+                (fresh / _LOADED_FROM).write_text(file.name)
                 if not final.is_dir():
                     fresh.rename(final)
         except OSError as error:
@@ -187,16 +190,32 @@ def install(file: Path, root: Path | None = None, *, sha256: str | None = None) 
     return _open(final)
 
 
+def _loaded_from(folder: Path) -> str:
+    """The name of the file that a pack was loaded from; empty where an older version did not keep it."""
+    try:
+        return (folder / _LOADED_FROM).read_text()
+    except (OSError, ValueError):
+        return ""
+
+
 def remove(name: str) -> str:
-    """Take a loaded pack away, by its name or the start of it, and return its name.
+    """Take a loaded pack away, by its name or the start of it, or by the file that it was loaded from, with
+    or
+    without its ending; returns its name.
 
     Raises PackError, which lists the loaded ones.
     """
-    names = {folder.name: folder for folder in installed()}
-    chosen = [folder for known, folder in names.items() if name and known.startswith(name)]
+    files = {folder: _loaded_from(folder) for folder in installed()}
+    chosen = [
+        folder for folder, file in files.items()
+        if name and (folder.name.startswith(name) or Path(name).name in (file, Path(file).stem))
+    ]  # fmt: skip
     if len(chosen) != 1:
         what = "names several packs" if chosen else "is not loaded"
-        raise PackError(f"pack {name!r} {what}; loaded: {', '.join(names) or 'none'}")
+        listed = ", ".join(
+            f"{folder.name} ({file})" if file else folder.name for folder, file in files.items()
+        )
+        raise PackError(f"pack {name!r} {what}; loaded: {listed or 'none'}")
     try:
         with tempfile.TemporaryDirectory(dir=chosen[0].parent, prefix=".old-") as scratch:
             chosen[0].rename(Path(scratch, "pack"))  # gone for others at once, then deleted

@@ -329,7 +329,8 @@ def rank_by_model(
     ranked = ranked[: min(_MODELLED, budget.trials)]
     run.planned = len(ranked)
     jobs = run.compile([prediction.candidate for prediction in ranked])
-    kept = tuple(one for one, (_, job) in zip(ranked, jobs, strict=True) if job is not None)
+    compiled_ones = (one for one, (_, job) in zip(ranked, jobs, strict=True) if job is not None)
+    kept = tuple(sorted(compiled_ones, key=lambda one: one.total_us))
     run.report(stage="done")
     note = f"{_without_times(problem, kernels, run.device)}: ranked by the model, which only ranks"
     return run.result(None, note=note, predictions=kept)

@@ -22,6 +22,7 @@ from tunegemm.generate.feasibility import Remembered, Verdict, parameters_read
 from tunegemm.model import rank as model
 from tunegemm.model.feasible import extent_check, kernel_check, kernel_facts, possible_kernels
 from tunegemm.model.terms import Columns
+from tunegemm.untrusted import named
 
 _log = logging.getLogger(__name__)
 
@@ -51,11 +52,12 @@ class Kernels:
     def __init__(
         self,
         device: Device,
-        names: Sequence[str] | None = None,
+        names: Sequence[str] | str | None = None,
         folder: Path | None = None,
         matching: str | None = None,
     ) -> None:
-        """names: of the families to try; by default all whose packages are installed. folder: where lists of
+        """names: of the families to try, or one of them; by default all whose packages are installed.
+        folder: where lists of
         kernels are kept between processes; None for nowhere. matching: a regular expression that the labels
         of generated kernels have to have a match of.
 
@@ -283,10 +285,11 @@ def _kind(problem: Problem) -> tuple[str | int, ...]:
     return *kernel_facts(problem), function.source if function else ""
 
 
-def _usable(names: Sequence[str] | None) -> tuple[str, ...]:
+def _usable(names: Sequence[str] | str | None) -> tuple[str, ...]:
     """The families asked for, or all that can work here, with a warning of others. Raises DeviceError when an
     asked one cannot.
     """
+    names = named(names) if names is not None else None
     usable, missing = [], dict[str, list[str]]()
     for name in names or families.NAMES:
         # The library's family always has torch.mm; to ask for more would import torch, which takes a second.

@@ -126,6 +126,8 @@ class TuneResult:
     """The search as an Optuna study, in memory; None where nothing was timed, or another process tuned."""
     note: str = ""
     """One sentence for the user: what was not done, and how to go on."""
+    stages: tuple[str, ...] = ()
+    """Of each outcome the stage that it is of: ``library``, ``screen``, ... and ``final``."""
 
     def rows(self) -> list[tuple[str, Measurement]]:
         """Each candidate that was measured, by its label: the winner first, then the fastest beside torch.mm.

@@ -100,6 +100,7 @@ class Run:
         self.feasible = self.planned = 0
         self.note = ""
         self.outcomes: list[Outcome] = []
+        self.stages: list[str] = []
         self.resources: dict[Candidate, Resources] = {}
         self.results: list[Trial] = []
         """Oldest first; what the database knew comes before."""
@@ -319,6 +320,7 @@ class Run:
             source="measured" if self.device.is_real else source,
             best=best,
             outcomes=tuple(self.outcomes),
+            stages=tuple(self.stages),
             predictions=predictions,
             labels={candidate.digest: label(candidate) for candidate in dict.fromkeys(candidates)},
             seconds=time.monotonic() - self._started,
@@ -349,6 +351,7 @@ class Run:
 
     def _publish(self, outcome: Outcome, word: str) -> None:
         self.outcomes.append(outcome)
+        self.stages.append(self.stage)
         if isinstance(outcome, Measurement) and speed(outcome) is not None:
             self.results.append(Trial(outcome, evidence_of(word)))
             if self.stage != "final":

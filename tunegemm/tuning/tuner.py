@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tunegemm import extras
 from tunegemm.compile.artifacts import ArtifactStore
@@ -77,10 +77,10 @@ class Tuner:
         device: Device,
         database: Database | None = None,
         *,
-        families: Sequence[str] | None = None,
+        families: Sequence[str] | str | None = None,
         workers: int | None = None,
         seed: int = 0,
-        skews: Sequence[str] = SKEWS,
+        skews: Sequence[str] | str = SKEWS,
         cache: Path | str | None = None,
         compiled_only: bool = False,
         energy: bool = False,
@@ -378,7 +378,7 @@ def tune(
     *,
     device: Device | str | torch.device | None = None,
     database: Database | None = None,
-    families: Sequence[str] | None = None,
+    families: Sequence[str] | str | None = None,
     effort: Effort = "quick",
     trials: int | None = None,
     budget_seconds: float | None = None,
@@ -415,8 +415,7 @@ def tune(
     checked_seconds(budget_seconds)  # before anything is opened
     if database is not None:
         require(database, Database, "database")
-    if not isinstance(problem, Problem):
-        problem = Problem.parse(problem if isinstance(problem, str) else _extents(problem))
+    problem = as_problem(problem)
     if not isinstance(device, Device):
         named = device is not None and type(device).__name__ == "device"  # torch's
         device = open_device(str(device) if named else device)  # type: ignore[arg-type]
@@ -436,13 +435,19 @@ def tune(
         )
 
 
-def _extents(problem: Sequence[int]) -> str:
-    """``MxNxK`` of three or four numbers. Raises ProblemError for anything else."""
-    if not isinstance(problem, tuple | list) or not all(type(extent) is int for extent in problem):
+def as_problem(problem: Problem | str | Sequence[int], **how: Any) -> Problem:
+    """A problem, or that of extents: ``"4096x4096x4096"`` or ``(4096, 4096, 4096)``. Raises ProblemError for
+    anything else. how: as `Problem.parse` takes it; what a `Problem` has already.
+    """
+    if isinstance(problem, Problem):
+        return problem
+    if isinstance(problem, tuple | list) and all(type(extent) is int for extent in problem):
+        problem = "x".join(map(str, problem))
+    if not isinstance(problem, str):
         raise ProblemError(
             f"problem {shown(problem)}: give a Problem, (m, n, k) or text such as 4096x4096x4096"
         )
-    return "x".join(map(str, problem))
+    return Problem.parse(problem, **how)
 
 
 def open_device(spec: str | None = None) -> Device:

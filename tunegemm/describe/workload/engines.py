@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from tunegemm.describe.problem import GROUPED, Problem
-from tunegemm.describe.workload.models import Layer, Linear, Model
+from tunegemm.describe.workload.matrices import Layer, Linear
+from tunegemm.describe.workload.models import Model
 from tunegemm.describe.workload.products import Kind, Product, Workload
 from tunegemm.errors import ProblemError, WorkloadError
 from tunegemm.untrusted import shown
@@ -97,6 +99,9 @@ def shapes(
     refused = {}
     gate = next((layer.gate for layer in model.layers if layer.experts), "")
     for layer in model.layers:
+        if layer.left_out:
+            refused[layer.name] = layer.left_out
+            continue
         found = arithmetic(layer.parts[0])  # of parts that are merged it is the same
         if layer.experts and not isinstance(found, str):
             found = _left(found, gate, engine, experts) or found
@@ -189,7 +194,8 @@ def _arithmetic(model: Model, plain: str) -> Callable[[Linear], Arithmetic | str
     if config.get("quant_method") == "mxfp4":  # which is of experts alone
         why = "quantised by mxfp4, which has no kernels"
         return lambda linear: why if ".experts." in linear.path else usual
-    lists = (config.get(name) for name in ("modules_to_not_convert", "ignore", "ignored_layers"))
+    names = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
+    lists = (config.get(name) for name in names)
     patterns = [one for each in lists for one in _texts(each)]
     groups = _groups(config, plain)
 
@@ -211,6 +217,9 @@ def _matches(path: str, patterns: Sequence[str]) -> bool:
             with suppress(re.error):
                 if re.match(pattern[3:], path):
                     return True
+        elif "*" in pattern:
+            if any(fnmatchcase(path, end) for end in (pattern, f"{pattern}.*")):
+                return True
         elif f".{pattern.replace('language_model.', '')}." in f".{path}.":
             return True
     return False
@@ -223,6 +232,8 @@ def _texts(value: Any) -> list[str]:
 def _groups(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Arithmetic | str]]:
     """How the modules of each group are computed: patterns, and their arithmetic or why it has no kernels."""
     method, everything = config.get("quant_method"), ["Linear"]
+    if method == "modelopt" or (method is None and "quant_algo" in config):
+        return _modelopt(config, plain)
     if method == "fbgemm_fp8":
         return [(everything, Arithmetic("fp8_e4m3", plain, "scale_rowwise"))]
     if method == "fp8" and config.get("weight_block_size"):
@@ -237,6 +248,24 @@ def _groups(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Arit
             if isinstance(group, dict)
         ]
     return [(everything, f"quantised by {shown(method)}, which has no kernels")]
+
+
+#: Algorithms of NVIDIA's ModelOpt by the scales of their products.
+_MODELOPT = {"FP8": "scale_tensor", "FP8_PER_CHANNEL_PER_TOKEN": "scale_rowwise"}
+
+
+def _modelopt(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Arithmetic | str]]:
+    def how(algorithm: Any) -> Arithmetic | str:
+        if isinstance(algorithm, str) and algorithm in _MODELOPT:
+            return Arithmetic("fp8_e4m3", plain, _MODELOPT[algorithm])
+        return f"quantised by ModelOpt's {shown(algorithm)}, which has no kernels"
+
+    each = config.get("quantized_layers")  # of MIXED_PRECISION
+    if isinstance(each, dict):
+        named = {name: one.get("quant_algo") for name, one in each.items() if isinstance(one, dict)}
+        return [([name], how(algorithm)) for name, algorithm in named.items()]
+    algorithm = config.get("quant_algo")
+    return [] if algorithm is None else [(["Linear"], how(algorithm))]  # None: its cache alone is quantised
 
 
 def _compressed(group: Mapping[str, Any], plain: str) -> Arithmetic | str:

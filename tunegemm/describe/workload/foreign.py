@@ -5,6 +5,7 @@ No format says how often a product is computed: each counts once.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,11 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Demand], list[str]]:
 
 
 def _read(path: Path) -> tuple[list[Demand], list[str]]:
+    if path.is_dir() and (path / "config.json").is_file():
+        raise WorkloadError(_is_config(path))
     text = read_text(path, WorkloadError)
+    if not text.strip():
+        raise WorkloadError(f"{path}: it is empty: nothing was recorded; write the file anew")
     try:
         for format in FORMATS:
             if (entries := format.entries(text)) is not None:
@@ -59,12 +64,19 @@ def _read(path: Path) -> tuple[list[Demand], list[str]]:
         raise WorkloadError(f"{path}: not JSON ({error}); write the file anew") from None
     if document is None:
         *names, last = ("the JSON of `tunegemm record`", *(format.name for format in FORMATS))
-        first = next((row.strip() for row in text.splitlines() if row.strip()), "")
-        seen = f"it begins with {shown(first)}" if first else "it is empty"
-        raise WorkloadError(f"{path}: no list of shapes, {seen}; known are {', '.join(names)} and {last}")
+        first = shown(next(row.strip() for row in text.splitlines() if row.strip()))
+        known = f"known are {', '.join(names)} and {last}"
+        raise WorkloadError(f"{path}: no list of shapes, it begins with {first}; {known}")
+    if isinstance(document, dict) and not {"architectures", "model_type", "hidden_size"}.isdisjoint(document):
+        raise WorkloadError(_is_config(path))
     workload, unreadable = Workload.from_document(document, str(path))
     found, refused = demands(workload.products)
     return found, unreadable + refused
+
+
+def _is_config(path: Path) -> str:
+    command = f"tunegemm shapes {shlex.quote(str(path))}"
+    return f"{path}: a model's config, no list of shapes; write one with: {command}"
 
 
 def _collect(

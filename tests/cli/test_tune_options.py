@@ -1,0 +1,215 @@
+"""Every option of `tunegemm tune` with a value that works and one that is refused, and the pairs that its
+help documents. Times are recorded or modelled, and nothing is compiled."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from tests.support.commands import here, process
+from tests.support.processes import environment
+from tunegemm.cli import app
+from tunegemm.describe.device import cuda_device_count
+
+SHAPE = ("--shape", "512x6144x4096")
+#: The recorded times of a library: nothing is compiled.
+REPLAY = ("--device", "replay:h200", "--families", "cublaslt")
+#: A model's order of what is compiled already.
+MODEL = ("--device", "model:h200", "--compiled-only", "--families", "skinny")
+GROUPS = ("--shape", "64x64x64", "--groups", "4", "--device", "model:h200", "--compiled-only")
+
+#: Of each option words that work, words that are refused, and what the refusal says.
+USES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
+    "--shape": ((*SHAPE, *REPLAY), ("--shape", "512x6144", *REPLAY), "shape '512x6144' is not MxNxK"),
+    "--dtype": (
+        ("--shape", "64x64x64", *MODEL, "--dtype", "fp16"),
+        (*SHAPE, "--dtype", "int4"),
+        "dtype 'int4' is not known",
+    ),
+    "--out-dtype": (
+        ("--shape", "64x64x64", *MODEL, "--out-dtype", "fp32"),
+        (*SHAPE, "--out-dtype", "int4"),
+        "dtype 'int4' is not known",
+    ),
+    "--layout": (
+        ("--shape", "64x64x64", *MODEL, "--layout", "tn"),
+        (*SHAPE, "--layout", "rc"),
+        "layout 'rc' is not known",
+    ),
+    "--alignment": (
+        ("--shape", "64x64x64", *MODEL, "--alignment", "8"),
+        (*SHAPE, "--alignment", "3"),
+        "alignment",
+    ),
+    "--epilogue": (
+        ("--shape", "64x64x64", *MODEL, "--epilogue", "bias_n+gelu_tanh"),
+        (*SHAPE, "--epilogue", "sigmoidal"),
+        "'sigmoidal'",
+    ),
+    "--accumulation": (
+        ("--shape", "64x64x64", *MODEL, "--dtype", "fp8_e4m3", "--accumulation", "two_level"),
+        (*SHAPE, "--accumulation", "slow"),
+        "'slow'",
+    ),
+    "--groups": (
+        GROUPS,
+        (*SHAPE, "--groups", "-1"),
+        "'-1'",
+    ),
+    "--from": (
+        ("--from", "one.csv", *REPLAY),
+        ("--from", "absent.json"),
+        "absent.json",
+    ),
+    "--with-backward": (
+        ("--shape", "64x64x64", *MODEL, "--with-backward"),
+        ("--from", "one.csv", "--with-backward"),
+        "--with-backward with --from",
+    ),
+    "--effort": ((*SHAPE, *REPLAY, "--effort", "full"), (*SHAPE, "--effort", "hard"), "'hard'"),
+    "--trials": ((*SHAPE, *REPLAY, "--trials", "1"), (*SHAPE, "--trials", "0"), "--trials 0: must be"),
+    "--budget": ((*SHAPE, *REPLAY, "--budget", "90s"), (*SHAPE, "--budget", "soon"), "not a duration"),
+    "--seed": ((*SHAPE, *REPLAY, "--seed", "7"), (*SHAPE, "--seed", "-1"), "'-1'"),
+    "--skews": (
+        (*GROUPS, "--skews", "uniform"),
+        (*SHAPE, "--skews", "uniform"),
+        "--skews is for rows in groups",
+    ),
+    "--families": ((*SHAPE, *REPLAY), (*SHAPE, "--families", "cutlass"), "'cutlass' is not known"),
+    "--kernels": (
+        (*SHAPE, "--device", "replay:h200", "--compiled-only", "--kernels", "^co128x192x64"),
+        (*SHAPE, "--kernels", "("),
+        "not a regular expression",
+    ),
+    "--candidate": (
+        (*SHAPE, "--device", "replay:h200", "--candidate", "cublaslt"),
+        (*SHAPE, "--device", "replay:h200", "--candidate", "cublaslt,algorithm=none"),
+        "algorithm=none; use one of",
+    ),
+    "--workers": ((*SHAPE, *REPLAY, "--workers", "1"), (*SHAPE, "--workers", "0"), "--workers 0: must be"),
+    "--compiled-only": (
+        ("--shape", "64x64x64", *MODEL),
+        (*SHAPE, "--compiled-only", "--candidate", "cublaslt"),
+        "--compiled-only with --candidate",
+    ),
+    "--energy": (
+        (*SHAPE, *REPLAY, "--energy"),
+        (*SHAPE, "--energy=1"),
+        "--energy",
+    ),
+    "--sampler": ((*SHAPE, *REPLAY, "--sampler", "random"), (*SHAPE, "--sampler", "best"), "'best'"),
+    "--study": (
+        (*SHAPE, *REPLAY, "--study", "study.log"),
+        (*SHAPE, *REPLAY, "--study", "/etc/passwd"),
+        "/etc/passwd",
+    ),
+    "--device": ((*SHAPE, *REPLAY), (*SHAPE, "--device", "tpu:0"), "device 'tpu:0' is not known"),
+    "--devices": ((), (*SHAPE, "--devices", "0,0"), "names GPU 0 twice"),
+    "--ray": ((), (*SHAPE, "--ray", "--devices", "all"), "--devices and --ray: give one of them"),
+    "--db": ((*SHAPE, *REPLAY, "--db", "new.sqlite"), (*SHAPE, *REPLAY, "--db", "/etc/passwd"), "passwd"),
+    "--top": ((*SHAPE, *REPLAY, "--top", "1"), (*SHAPE, "--top", "0"), "--top 0: must be 1 or more"),
+    "--quiet": ((*SHAPE, *REPLAY, "-q"), (*SHAPE, "-q", "-v"), "--quiet and --verbose: give one of them"),
+    "--verbose": ((*SHAPE, *REPLAY, "-v"), (*SHAPE, "-q", "-v"), "--quiet and --verbose: give one of them"),
+    "--json": ((*SHAPE, *REPLAY, "--json"), (*SHAPE, "-q", "--json"), "--quiet and --json: give one of them"),
+}  # fmt: skip
+#: Pairs of which the help of one names the other, or that the guides print.
+PAIRS: list[tuple[str, ...]] = [
+    (*SHAPE, "--device", "replay:h200", "--candidate", "cublaslt", "--candidate", "cublaslt"),
+    (*SHAPE, "--device", "replay:h200", "--candidate", "cublaslt", "-q"),
+    (*SHAPE, "--device", "replay:h200", "--candidate", "cublaslt", "--json"),
+    (*SHAPE, "--device", "replay:h200", "--candidate", "cublaslt", "--top", "3", "--seed", "1"),
+    ("--from", "one.csv", "--from", "two.csv", "--budget", "5", *REPLAY),
+    ("--from", "one.csv", *REPLAY, "--effort", "quick", "--json"),
+    (*SHAPE, *REPLAY, "--effort", "full", "--trials", "2", "--budget", "1m"),
+    (*SHAPE, *REPLAY, "--sampler", "tpe", "--study", "pair.log"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tune")
+    for name in ("one", "two"):
+        (folder / f"{name}.csv").write_text("GemmTunableOp_BFloat16_TN,tn_6144_512_4096\n")
+    return folder
+
+
+def test_each_option_is_here() -> None:
+    command = typer.main.get_command(app).get_command(None, "tune")  # type: ignore[attr-defined]
+    long = {next(flag for flag in one.opts if flag.startswith("--")) for one in command.params}
+    assert set(USES) == long - {"--help"}
+
+
+@pytest.mark.parametrize("option", USES)
+def test_a_value_that_works(option: str, place: Path) -> None:
+    words = USES[option][0]
+    if not words:
+        pytest.skip("needs several GPUs: tests/tuning/test_cluster.py")
+    done = here("tune", *words, cwd=place, code=None if "--compiled-only" in words else 0)
+    # A cache without kernels has none to rank: the command names the problem and ends with 1.
+    assert done.returncode == 0 or "; leave out --compiled-only\n" in done.stderr, done
+
+
+@pytest.mark.parametrize("option", USES)
+def test_a_value_that_is_refused(option: str, place: Path) -> None:
+    done = here("tune", *USES[option][1], cwd=place, code=2)
+    assert USES[option][2] in done.stderr and done.stderr.count("\n") == 1 and not done.stdout, done
+
+
+@pytest.mark.parametrize("words", PAIRS, ids=" ".join)
+def test_pairs(words: tuple[str, ...], place: Path) -> None:
+    done = here("tune", *words, cwd=place)
+    assert "512x6144x4096" in done.stdout
+
+
+def test_a_named_candidate_is_raced_and_nothing_else(place: Path) -> None:
+    done = here("tune", *SHAPE, "--device", "replay:h200", "--candidate", "cublaslt", "--json", cwd=place)
+    outcomes = json.loads(done.stdout)["outcomes"]
+    assert {(one["label"], one["tuning_stage"]) for one in outcomes} == {("torch.mm", "final")}
+
+
+def test_patterns_without_a_match_are_refused(place: Path) -> None:
+    done = here("tune", *SHAPE, "--device", "replay:h200", "--kernels", "zzz", cwd=place, code=2)
+    assert "--kernels 'zzz': no feasible kernel for 512x6144x4096 bf16 tn has a label" in done.stderr
+
+
+def test_help_is_in_groups_and_of_the_terminals_width() -> None:
+    text = process("tune", "--help", env=environment(COLUMNS="120")).stdout
+    headings = re.findall(r"^(\w.*):$", text, re.MULTILINE)
+    assert headings == ["What to tune", "How long", "Search", "Where", "Output", "Options", "Examples"]
+    assert 100 < max(map(len, text.splitlines())) <= 120 and "<int" not in text
+    assert "MODEL_CONFIG" in here("shapes", "--help").stdout
+
+
+@pytest.mark.skipif(cuda_device_count() > 0, reason="a GPU measures")
+def test_a_programs_products_without_a_gpu_are_told_from_what_ships(place: Path) -> None:
+    done = here("tune", "--from", "one.csv", cwd=place)
+    assert done.stdout.startswith("No CUDA GPU here. 1 of 1 products ship with records for NVIDIA H200, 1.0")
+    assert "512x6144x4096 bf16 tn x 1: 1.0" in done.stdout and done.stderr == ""
+
+
+def test_what_ships_has_a_history(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("TUNEGEMM_DB", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, str(tmp_path) if name == "XDG_DATA_HOME" else "")
+    done = here("history", *SHAPE, cwd=tmp_path)
+    assert "NVIDIA H200" in done.stdout and "shipped" in done.stdout
+    assert json.loads(here("history", *SHAPE, "--json", cwd=tmp_path).stdout)[0]["label"] in done.stdout
+
+
+@pytest.mark.skipif(cuda_device_count() > 0, reason="a GPU has measured")
+def test_a_report_of_nothing_names_the_recorded_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TUNEGEMM_DB", str(tmp_path / "none.sqlite"))
+    done = here("report", cwd=tmp_path, code=2)
+    assert "tunegemm report --device replay:h200" in done.stderr
+
+
+@pytest.mark.skipif(cuda_device_count() > 0, reason="on a GPU the whole space is measured")
+@pytest.mark.parametrize("flag", ["--trials", "--effort", "--budget", "--families", "--kernels", "--from"])
+def test_a_candidate_is_not_searched_for(flag: str, place: Path) -> None:
+    value = {"--trials": "2", "--effort": "full", "--budget": "9", "--families": "skinny", "--kernels": "co"}
+    words = ["--from", "one.csv"] if flag == "--from" else [*SHAPE, flag, value[flag]]
+    done = here("tune", *words, "--candidate", "cublaslt", cwd=place, code=2)
+    assert f"{flag} with --candidate, which searches nothing" in done.stderr
