@@ -9,9 +9,8 @@ import sys
 import pytest
 import torch
 
+from tunegemm.describe.architectures import ARCHITECTURES, PARTS
 from tunegemm.describe.device import (
-    ARCHITECTURES,
-    PARTS,
     TelemetryReader,
     cuda_device_count,
     current_fingerprint,
