@@ -54,7 +54,7 @@ def opened(
     monkeypatch: pytest.MonkeyPatch, found: driver.Properties, cuda: tuple[int, int] = (0, 0)
 ) -> Device:
     """A GPU that the driver would describe so."""
-    monkeypatch.setattr("tunegemm.describe.device._torch_version", lambda: ("2.13.0", "13.0"))
+    monkeypatch.setattr("tunegemm.describe.device.torch_version", lambda: ("2.13.0", "13.0"))
     monkeypatch.setattr(driver, "device_count", lambda: 1)
     monkeypatch.setattr(driver, "properties", lambda index: found)
     monkeypatch.setattr(driver, "cuda_version", lambda: cuda)
@@ -87,7 +87,7 @@ def test_refusals(
 
 
 def test_an_older_driver_of_the_same_major_version_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunegemm.describe.device._torch_version", lambda: ("2.11.0", "12.8"))
+    monkeypatch.setattr("tunegemm.describe.device.torch_version", lambda: ("2.11.0", "12.8"))
     monkeypatch.setattr(driver, "cuda_version", lambda: (12, 4))
     assert devices.too_old_driver("a card") == ""
 

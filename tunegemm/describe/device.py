@@ -194,7 +194,7 @@ def device_from_part(spec: str, part: Part, fingerprint: Fingerprint) -> Device:
 
 def cuda_device_count() -> int:
     """GPUs that torch can use; 0 on a machine without one."""
-    return driver.device_count() if _torch_version()[1] else 0
+    return driver.device_count() if torch_version()[1] else 0
 
 
 def _cuda_device(spec: str, name: str) -> Device:
@@ -239,7 +239,7 @@ def too_old_driver(device_name: str) -> str:
 
     Within one major version an older driver will do (CUDA Compatibility, minor version compatibility).
     """
-    built, supported = _torch_version()[1], driver.cuda_version()
+    built, supported = torch_version()[1], driver.cuda_version()
     major = digits(built.partition(".")[0]) or 0
     if not supported[0] or major <= supported[0]:
         return ""
@@ -254,7 +254,7 @@ def current_fingerprint(
 ) -> Fingerprint:
     """The fingerprint of a device under this machine's packages and, for a real device, its driver."""
     mig = re.search(r"\bMIG (\S+)", device_name)  # "NVIDIA H200 MIG 1g.18gb"
-    torch, cuda = _torch_version()
+    torch, cuda = torch_version()
     return Fingerprint(
         device_name=device_name,
         sm_count=sm_count,
@@ -270,7 +270,7 @@ def current_fingerprint(
 
 
 @functools.cache
-def _torch_version() -> tuple[str, str]:
+def torch_version() -> tuple[str, str]:
     """torch's version and the CUDA it was built for, empty for none; without importing it."""
     found = importlib.util.find_spec("torch")
     file = Path(found.origin or "").with_name("version.py") if found else Path()

@@ -32,7 +32,7 @@ GROUP = "tunegemm.families"
 SHIPPED = {
     name: f"tunegemm.generate.{name}"
     for name in (
-        "cute_sm90", "gluon_wgmma", "triton_tma", "cute_sm80", "skinny", "grouped", "cublaslt"
+        "cute_sm90", "gluon_wgmma", "triton_tma", "triton", "cute_sm80", "skinny", "grouped", "cublaslt"
     )
 }  # fmt: skip
 """The module of each family that ships, as in pyproject.toml, in the order in which they are tried."""
