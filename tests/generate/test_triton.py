@@ -20,7 +20,7 @@ from tunegemm.generate.tiles import persistent_grid
 from tunegemm.generate.triton import FAMILY
 from tunegemm.generate.triton.config import KernelConfig
 from tunegemm.generate.triton.rules import config_of
-from tunegemm.testing import OTHERWISE, TOO_LARGE, Examples, Rejection, compile_all
+from tunegemm.testing import TOO_LARGE, Examples, Rejection, compile_all
 
 SHAPE = "4096x4096x4096"
 GOOD = {
@@ -59,7 +59,7 @@ EXAMPLES = Examples(
     corners=[
         (PROBLEMS[0], {"tile_m": 256, "tile_k": 64, "stages": 4}),
         (PROBLEMS[0], {"warps": 4, "stages": 5}),
-        (PROBLEMS[2], {"tile_n": 64, "tile_m": 64, "stages": 2, **VECTORS[2]}),
+        (PROBLEMS[2], {"tile_n": 64, "tile_m": 64, "warps": 4, "stages": 2, **VECTORS[2]}),
         (PROBLEMS[6], {**VECTORS[6]}),
         (PROBLEMS[7], {"tile_k": 64, **VECTORS[7]}),
         (PROBLEMS[0], {"tile_m": 16, "tile_n": 64, "tile_k": 128, "warps": 4}),
@@ -68,7 +68,6 @@ EXAMPLES = Examples(
         Rejection("shared_memory", {"tile_m": 256, "tile_k": 64, "stages": 5}, TOO_LARGE),
         Rejection("block_shape", {"tile_m": 96}, "power of 2"),
         Rejection("warps", {"warps": 6}, "power of 2"),
-        Rejection("ring_depth", {"stages": 1}, OTHERWISE),
         Rejection("registers", {"tile_m": 256, "tile_n": 256, "tile_k": 32}, "spills"),
     ],
     objections=[
@@ -80,7 +79,9 @@ EXAMPLES = Examples(
         ("whole_vectors", Problem.parse("4096x4096x4094", alignment=16), {}),
         ("whole_stores", Problem.parse("4096x4095x4096"), {}),
         ("near_lines", Problem.parse("64x64x8388608"), {}),
-        ("copied_ahead", PROBLEMS[2], {"tile_m": 64, "tile_n": 64, **VECTORS[2]}),
+        ("ring_depth", PROBLEMS[0], {"stages": 1}),
+        ("warps", PROBLEMS[0], {"tile_m": 64}),
+        ("copied_ahead", PROBLEMS[2], {"tile_m": 64, "tile_n": 64, "warps": 4, **VECTORS[2]}),
         ("two_blocks", Problem.parse("128x128x4096"), {"ctas": "two_per_sm"}),
         ("split_work", PROBLEMS[0], {"split_k": 2}),
     ],
@@ -109,7 +110,7 @@ def test_every_alignment_has_one_width_of_vectors(h200: Device) -> None:
             for store in (16, 8, 4, 2)
             if FAMILY.check(
                 problem,
-                candidate(vector_bytes=vector, store_bytes=store, tile_m=64, tile_n=64, stages=2),
+                candidate(vector_bytes=vector, store_bytes=store, tile_m=64, tile_n=64, warps=4, stages=2),
                 h200,
             )
         ]

@@ -18,7 +18,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Key, TileGenerator
 from tunegemm.generate.launching import Launcher, Places, operand_reader
 from tunegemm.generate.tiles import persistent_grid, split_workspace
-from tunegemm.generate.triton.config import KernelConfig
+from tunegemm.generate.triton.config import WARPGROUP_ROWS, KernelConfig
 from tunegemm.generate.triton.rules import MAX_LEADING, RULES, config_of
 from tunegemm.generate.workspace import Workspace
 
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 #: Triton's names of element types.
 _TYPES = {"tf32": "fp32", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5", "int8": "i8", "int32": "i32"}
 _STRIDES = ("lda", "ldb", "ldd", "a_step", "b_step", "d_step")
-#: Rows from which on tensor cores of a warpgroup or of a whole multiprocessor multiply, which the compiler
-#: awaits one step later.
-_ASYNC_ROWS = 64
 
 
 def launcher(
@@ -111,7 +108,7 @@ def multiplies_asynchronously(config: KernelConfig, architecture: Architecture) 
     as many buffers as stages, where with mma.sync it has one less (Triton 3.6, 3.7).
     """
     has = architecture.wgmma or (architecture.tcgen05 and config.in_dtype != "int8")
-    return has and config.tile_m >= _ASYNC_ROWS and config.warps >= 4
+    return has and config.tile_m >= WARPGROUP_ROWS and config.warps >= 4
 
 
 FAMILY = TileGenerator(

@@ -11,6 +11,8 @@ from tunegemm.describe.problem import DTYPE_BYTES
 from tunegemm.generate.mapped import Mapped
 
 WARP_THREADS = 32
+WARPGROUP_ROWS = 64
+"""Least rows of wgmma and of tcgen05.mma."""
 LEAST_COPY_BYTES = 4
 """The least that cp.async copies (PTX ISA)."""
 EPI_COLUMNS = 32

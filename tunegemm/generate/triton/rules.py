@@ -8,7 +8,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate.feasibility import exceeded_smem, no_power_of_two, ring_depth, rule
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.tiles import split_work, tile_count
-from tunegemm.generate.triton.config import LEAST_COPY_BYTES, KernelConfig
+from tunegemm.generate.triton.config import EPI_COLUMNS, LEAST_COPY_BYTES, WARPGROUP_ROWS, KernelConfig
 
 #: Registers of a thread beside its accumulators.
 _OTHER_REGISTERS = 96
@@ -95,13 +95,16 @@ def block_shape(problem: Problem, candidate: Candidate, device: Device) -> str |
 
 @rule("warps", "tile_m", "tile_n")
 def warps(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Triton has powers of two of them, and each wants a part of the tile of its own."""
+    """Triton has powers of two of them, and each wants a part of the tile of its own. Warpgroups that share
+    64 rows hold other columns than the epilogue stores together: all would move through shared memory."""
     if (reason := no_power_of_two(candidate, "warps", 1, 16)) is not None:
         return reason
-    most = candidate["tile_m"] // 16 * (candidate["tile_n"] // 8)
-    return (
-        f"{candidate['warps']} warps > {most} instructions of a tile" if candidate["warps"] > most else None
-    )
+    tile_m, tile_n, count = (candidate[name] for name in ("tile_m", "tile_n", "warps"))
+    if count > (most := tile_m // 16 * (tile_n // 8)):
+        return f"{count} warps > {most} instructions of a tile"
+    if tile_m >= WARPGROUP_ROWS and count * 16 > tile_m and tile_n > EPI_COLUMNS:
+        return f"{count} warps share {tile_m} rows of {tile_n} > {EPI_COLUMNS} columns"
+    return None
 
 
 @rule("tile_m", "tile_n", "tile_k", "warps", "vector_bytes", "in_dtype", "device")
