@@ -29,7 +29,7 @@ from tunegemm.generate import families
 from tunegemm.testing import compile_all
 from tunegemm.testing.suite import accepted
 
-PORTABLE = ("triton", "cute_sm80")
+PORTABLE = ("triton", "triton_tma", "cute_sm80")
 #: One device of each architecture.
 DEVICES = {
     one.short_name: find_device(next(name for name, part in PARTS.items() if part.capability == key))
@@ -45,7 +45,7 @@ PROBLEMS = (
     Problem.parse(_SHAPE, dtype="int8"),
     Problem.parse("4096x4100x4100", layout="nn", out_dtype="fp32"),
 )
-_COMPILERS = {"triton": "triton", "cute_sm80": "nvidia-cutlass-dsl"}
+_COMPILERS = {"triton": "triton", "triton_tma": "triton", "cute_sm80": "nvidia-cutlass-dsl"}
 
 
 @command
@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with TemporaryDirectory() as folder, CompilePool(ArtifactStore(folder)) as pool:
         for architecture in options.architectures:
             for family in options.families:
+                if families.refusal_here(family, DEVICES[architecture]):
+                    continue
                 row = compiled(pool, family, DEVICES[architecture], options.kernels)
                 print(row, flush=True)
                 results.put(row)

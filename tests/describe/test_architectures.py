@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tunegemm.choose.policies import Policy
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe import device as devices
@@ -120,6 +121,14 @@ def test_nothing_that_ships_is_served(name: str) -> None:
         assert selection.outcome == "miss" and not selection.options, (problem, selection.why)
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_which_kernels_give_the_same_bits_is_said_of_hopper_alone(name: str) -> None:
+    selection = select(
+        Snapshot([]), Problem.parse("16x4096x4096"), find_device(name), policy=Policy("batch_invariant")
+    )
+    assert selection.outcome == "miss" and "was measured on Hopper alone" in selection.why
+
+
 def test_hopper_tries_what_it_did() -> None:
-    expected = [name for name in families.SHIPPED if name not in families.INSTEAD]
+    expected = [name for name in families.SHIPPED if name not in families.ONLY_IF_ASKED]
     assert list(families.of_device(find_device("h200"))) == expected

@@ -103,7 +103,13 @@ def test_every_shipped_family_is_tried() -> None:
     tried += [
         one.examples.family
         for one in (
-            TestCuteSm80, TestCuteSm90, TestGluonWgmma, TestGrouped, TestSkinny, TestTriton, TestTritonTma
+            TestCuteSm80,
+            TestCuteSm90,
+            TestGluonWgmma,
+            TestGrouped,
+            TestSkinny,
+            TestTriton,
+            TestTritonTma,
         )
     ]
     assert sorted(tried) == sorted(families.SHIPPED)

@@ -106,6 +106,11 @@ ARCHITECTURES: dict[tuple[int, int], Architecture] = {
 }
 
 
+def of_target(compile_target: str) -> Architecture:
+    """The architecture that the compilers call so."""
+    return next(one for one in ARCHITECTURES.values() if one.compile_target == compile_target)
+
+
 @dataclass(frozen=True)
 class Part:
     """Datasheet figures of one product, for the roofline and for `model:NAME`."""

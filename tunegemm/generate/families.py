@@ -36,8 +36,8 @@ SHIPPED = {
     )
 }  # fmt: skip
 """The module of each family that ships, as in pyproject.toml, in the order in which they are tried."""
-INSTEAD = {"triton": "triton_tma"}
-"""Families that are tried where another one has no kernels, or where they are asked for."""
+ONLY_IF_ASKED = ("triton",)
+"""Families that are tried on a Hopper only where they are asked for: others have been faster there."""
 
 NAMES: tuple[str, ...]
 """All families that work, those of other packages last. The first look at it reads what is installed."""
@@ -165,11 +165,11 @@ def refusal_here(name: str, device: Device) -> str:
 
 
 def of_device(device: Device) -> tuple[str, ...]:
-    """The families that may have kernels on a device, in the order in which they are tried; without those
-    of `INSTEAD` where the other one has them, too.
+    """The families that may have kernels on a device, in the order in which they are tried, but for those
+    that are to be asked for.
     """
-    there = [name for name in _each_name() if not refusal_here(name, device)]
-    return tuple(name for name in there if INSTEAD.get(name) not in there)
+    left_out = ONLY_IF_ASKED if device.architecture.wgmma else ()
+    return tuple(n for n in _each_name() if n not in left_out and not refusal_here(n, device))
 
 
 def refusal_by_all(problem: Problem, names: Iterable[str] | None = None) -> str:

@@ -1,6 +1,6 @@
 """Kernel family `triton`: pointers and masks, compiled by Triton for any architecture from Ampere on.
 
-It serves operands of any alignment. Where there is TMA, the family `triton_tma` loads with it.
+It serves operands of any alignment. Where there is TMA, the family `triton_tma` loads by it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunegemm.compile.ptxas import Resources
 from tunegemm.compile.triton_object import build, toolchain
-from tunegemm.describe.architectures import ARCHITECTURES, Architecture
+from tunegemm.describe.architectures import Architecture, of_target
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -76,7 +76,7 @@ def compile_kernel(key: Key, out: Path) -> Resources:
     from tunegemm.generate.triton.kernel import gemm
 
     config = KernelConfig.from_mapping(key)
-    architecture = next(one for one in ARCHITECTURES.values() if one.compile_target == key["target"])
+    architecture = of_target(str(key["target"]))
     is_int = config.in_dtype == "int8"
     constants: dict[str, Any] = {
         name: getattr(config, name)
