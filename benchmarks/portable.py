@@ -86,7 +86,9 @@ def run(problems: Sequence[Problem], device: Device, options: argparse.Namespace
         for index, problem in enumerate(problems):
             # Half of a product's share for its search: the final race and the interleave take the rest.
             share_s = max(deadline - time.monotonic(), 0.0) / (len(problems) - index)
-            found = tuner.tune(problem, trials=options.trials, budget_seconds=max(share_s / 2, 0.2))
+            following = problems[index + 1] if index + 1 < len(problems) else None
+            budget_s = max(share_s / 2, 0.2)
+            found = tuner.tune(problem, trials=options.trials, budget_seconds=budget_s, following=following)
             failed = Counter(one.stage for one in found.outcomes if isinstance(one, Failure))
             row = measure(problem, device, backend, [*known], Options(0.0, place), options.rounds, known)
             row |= {"tune_seconds": round(found.seconds, 2), "failed": dict(failed)}
