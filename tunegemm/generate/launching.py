@@ -24,7 +24,7 @@ _FP32, _FP32_BITS = struct.Struct("f"), struct.Struct("I")
 #: Addresses of A, B, D; their leading dimensions; the strides between their batch entries, in elements.
 Places = tuple[int, int, int, int, int, int, int, int, int]
 
-#: Where the operands (a, b, out) are; raises ValueError where a kernel cannot read or write them there.
+#: Where the operands (a, b, out) are; raises NotTaken where a kernel cannot read or write them there.
 Reader = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], Places]
 
 #: Launches one product on the current stream: addresses of A, B and D, then the words of what its epilogue

@@ -137,18 +137,20 @@ def load_launcher(
     *,
     views: Views | None = None,
     read: Reader | None = None,
+    unit_bytes: tuple[int, int] = (UNIT_BYTES, UNIT_BYTES),
 ) -> Launcher:
     """A launcher of an object, for a grid of so many blocks.
 
     scalars: the kernel's arguments by name, but for those of the operands, and ``partials`` and ``counters``,
     which are a workspace's memory. views, read: the arguments of operands, by default tensor maps, and where
-    operands are, by default such as TMA takes.
+    operands are, by default such as TMA takes. unit_bytes: what addresses of A and B, and of D, are multiples
+    of.
     """
     from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
 
     index, seen = device.index, seen_by_kernel(problem, candidate)
     kernel, swap = load(artifact, index), bool(candidate.params.get("swap_ab", False))
-    views = views or matrix_views
+    views, (in_mask, out_mask) = views or matrix_views, (unit - 1 for unit in unit_bytes)
 
     def make(lda: int, ldb: int, ldd: int, a_step: int, b_step: int, d_step: int) -> AddressLaunch:
         strides = (ldb, lda, ldd, b_step, a_step, d_step) if swap else (lda, ldb, ldd, a_step, b_step, d_step)
@@ -166,7 +168,7 @@ def load_launcher(
             key = (a, b, d, partials, counters)
             found = kept.get(key)
             if found is None:
-                if (a | b | d) & (UNIT_BYTES - 1):
+                if (a | b) & in_mask or d & out_mask:
                     raise not_aligned(a=a, b=b, out=d)
                 ensure_context(index)  # tensor maps want one
                 found = kept.keep(key, arguments(*key))

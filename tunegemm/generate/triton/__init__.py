@@ -17,6 +17,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Key, TileGenerator
 from tunegemm.generate.launching import Launcher, Places, operand_reader
+from tunegemm.generate.takes import NotTaken
 from tunegemm.generate.tiles import persistent_grid, split_workspace
 from tunegemm.generate.triton.config import WARPGROUP_ROWS, KernelConfig
 from tunegemm.generate.triton.rules import MAX_LEADING, RULES, config_of
@@ -46,18 +47,20 @@ def launcher(
         "swizzle": int(candidate["swizzle_size"]),
         "split_k": split_k,
     }
-    read = operand_reader(problem, int(candidate["vector_bytes"]), int(candidate["store_bytes"]))
+    units = int(candidate["vector_bytes"]), int(candidate["store_bytes"])
+    read = operand_reader(problem, *units)
 
     def read_near(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Places:
         places = read(a, b, out)
         if (longest := max(places[3:6])) > MAX_LEADING:
-            raise ValueError(f"leading dimension {longest} > {MAX_LEADING}: offsets in a tile have 32 bits")
+            raise NotTaken(f"leading dimension {longest} > {MAX_LEADING}: offsets in a tile have 32 bits")
         return places
 
     ctas = persistent_grid(problem, candidate, device)
     return load_launcher(
-        problem, candidate, device, artifact, ctas, scalars, workspace, views=operands, read=read_near
-    )
+        problem, candidate, device, artifact, ctas, scalars, workspace,
+        views=operands, read=read_near, unit_bytes=units,
+    )  # fmt: skip
 
 
 def operands(seen: Problem, a: int, b: int, d: int, *strides: int) -> dict[str, int]:
