@@ -11,9 +11,15 @@ from tunegemm.generate.tiles import split_work, tile_count
 from tunegemm.generate.triton.config import EPI_COLUMNS, LEAST_COPY_BYTES, WARPGROUP_ROWS, KernelConfig
 
 #: Registers of a thread beside its accumulators.
-_OTHER_REGISTERS = 96
-#: Of an element that passes registers: itself, its address and its place.
-_REGISTERS_OF_ELEMENT = 3
+_OTHER_REGISTERS = 94
+#: Of an element that passes registers: itself, its address and its place. 32 of them beside 32 accumulators
+#: do not spill on sm_80, 40 beside 32 and 48 beside 4 do.
+_REGISTERS_OF_ELEMENT = 4
+#: Of a copy: with 128 accumulators kernels of 6 and 8 copies a thread do not spill on sm_80, 256x64x32 in 4
+#: warps, which has 10, spills 72 to 140 B, and 128x256x64 in 8, which has 12, 120 B (Triton 3.7.1).
+_REGISTERS_OF_COPY = 4
+#: ptxas of CUDA 13.1 spills 40 B of 128x128x32 in 4 warps for sm_120, where that of 12.8 does not for sm_86.
+_REGISTERS_OF_SM120 = 8
 #: Elements from a line to the next: 256 lines of a tile then are within 31 bits of each other.
 MAX_LEADING = 2**22
 #: Bytes of barriers in Blackwell's shared memory beside the ring.
@@ -116,6 +122,11 @@ def registers(problem: Problem, candidate: Candidate, device: Device) -> str | N
     if not config.copies:
         need += (passing := config.loaded_elements * _REGISTERS_OF_ELEMENT)
         words += f" + {passing} of elements"
+    elif not (limits.wgmma or limits.tcgen05):  # which multiply out of shared memory
+        need += (more := _REGISTERS_OF_SM120 if limits.capability >= (12, 0) else 0)
+        words += f" + {more}" if more else ""
+        need += (copying := config.loaded_elements // config.vector * _REGISTERS_OF_COPY)
+        words += f" + {copying} of copies"
     budget = min(limits.registers_per_sm // config.threads, limits.registers_per_thread)
     if need > budget:
         return f"{config.accumulator_registers} accumulators {words} > {budget} registers"
