@@ -18,6 +18,8 @@ _REGISTERS_OF_ELEMENT = 4
 #: Of a copy: with 128 accumulators kernels of 6 and 8 copies a thread do not spill on sm_80, 256x64x32 in 4
 #: warps, which has 10, spills 72 to 140 B, and 128x256x64 in 8, which has 12, 120 B (Triton 3.7.1).
 _REGISTERS_OF_COPY = 4
+#: 256x32x64 in 4 warps has 18, and spills 24 B on sm_86.
+_MOST_COPIES = 16
 #: ptxas of CUDA 13.1 spills 40 B of 128x128x32 in 4 warps for sm_120, where that of 12.8 does not for sm_86.
 _REGISTERS_OF_SM120 = 8
 #: Elements from a line to the next: 256 lines of a tile then are within 31 bits of each other.
@@ -106,8 +108,8 @@ def warps(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     if (reason := no_power_of_two(candidate, "warps", 1, 16)) is not None:
         return reason
     tile_m, tile_n, count = (candidate[name] for name in ("tile_m", "tile_n", "warps"))
-    if count > (most := tile_m // 16 * (tile_n // 8)):
-        return f"{count} warps > {most} instructions of a tile"
+    if 2 * count > (most := tile_m // 16 * (tile_n // 8)):
+        return f"2 x {count} warps > {most} instructions of a tile"
     if tile_m >= WARPGROUP_ROWS and count * 16 > tile_m and tile_n > EPI_COLUMNS:
         return f"{count} warps share {tile_m} rows of {tile_n} > {EPI_COLUMNS} columns"
     return None
@@ -123,6 +125,8 @@ def registers(problem: Problem, candidate: Candidate, device: Device) -> str | N
         need += (passing := config.loaded_elements * _REGISTERS_OF_ELEMENT)
         words += f" + {passing} of elements"
     elif not (limits.wgmma or limits.tcgen05):  # which multiply out of shared memory
+        if (copies := config.loaded_elements // config.vector) > _MOST_COPIES:
+            return f"{copies} copies of a thread > {_MOST_COPIES}: addresses spill on {limits.compile_target}"
         need += (more := _REGISTERS_OF_SM120 if limits.capability >= (12, 0) else 0)
         words += f" + {more}" if more else ""
         need += (copying := config.loaded_elements // config.vector * _REGISTERS_OF_COPY)
