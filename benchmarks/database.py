@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import RESULTS
-from tunegemm.describe.device import PARTS, Device, Fingerprint, device_from_part, package_version
+from tunegemm.describe.architectures import PARTS
+from tunegemm.describe.device import Device, Fingerprint, device_from_part, package_version
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.measure.outcome import Measurement

@@ -61,6 +61,9 @@ _TRITON: dict[str, Value] = {
     "schedule": "pipelined", "tile_m": 64, "tile_n": 64, "tile_k": 64, "stages": 4, "warps": 4, "epi_n": 64,
     "swap_ab": False,
 }  # fmt: skip
+_PORTABLE: dict[str, Value] = {
+    "tile_m": 64, "tile_n": 64, "tile_k": 64, "stages": 3, "warps": 4, "vector_bytes": 16, "store_bytes": 16,
+}  # fmt: skip
 _SM80: dict[str, Value] = {
     "tile_m": 64, "tile_n": 64, "tile_k": 32, "stages": 4, "warps_m": 2, "warps_n": 2, "atoms_n": 2,
     "smem_swizzle": 2, "vector_bytes": 16, "ctas_per_sm": 1, "acc_dtype": "fp32",
@@ -94,6 +97,8 @@ def cases(device: Device) -> list[Case]:
         ("gluon_wgmma", "none", small, _GLUON, _ORDER),
         ("triton_tma", "none", small, _TRITON, _ORDER | {"split_k": 1}),
         ("triton_tma", "last_cta", small, _TRITON, _ORDER | {"split_k": 4}),
+        ("triton", "none", small, _PORTABLE, _ORDER | {"split_k": 1}),
+        ("triton", "last_cta", small, _PORTABLE, _ORDER | {"split_k": 4}),
         ("cute_sm80", "none", small, _SM80, _ORDER | {"split_k": 1}),
         ("cute_sm80", "last_cta", small, _SM80, _ORDER | {"split_k": 4}),
     ]  # fmt: skip

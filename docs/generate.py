@@ -23,6 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.tables.gpus import gpus, parts
 from benchmarks.tables.peers import even_rows, peers, peers_odd, summary
 from benchmarks.tables.programs import (
     batch_invariance,
@@ -201,6 +202,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "dtypes": dtypes,
     "dispatch": dispatch,
     "batch-invariance": batch_invariance,
+    "gpus": gpus,
+    "parts": parts,
     "cli": cli,
     "labels": labels,
     "sample": sample,

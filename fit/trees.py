@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from benchmarks.command import parser_of
 from benchmarks.results import RESULTS
 from tunegemm.choose.forest import MAX_LEAVES
-from tunegemm.describe.device import PARTS, Device, find_device
+from tunegemm.describe.architectures import PARTS
+from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
 from tunegemm.model import shortlist

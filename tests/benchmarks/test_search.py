@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks import explorers, search
 from fit.sweep_files import write_sweep
-from tunegemm.describe.device import PARTS, Fingerprint, device_from_part
+from tunegemm.describe.architectures import PARTS
+from tunegemm.describe.device import Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.measure.outcome import Failure, Measurement, Outcome

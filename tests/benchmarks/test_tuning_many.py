@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks import tuning_many
 from fit.campaign import products
-from tunegemm.describe.device import PARTS, Fingerprint, device_from_part
+from tunegemm.describe.architectures import PARTS
+from tunegemm.describe.device import Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.describe.workload import read

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from tunegemm.describe import driver
+from tunegemm.describe.architectures import ARCHITECTURES, PARTS
 from tunegemm.describe.device import (
-    ARCHITECTURES,
-    PARTS,
     Telemetry,
     TelemetryReader,
     cuda_device_count,
@@ -104,7 +103,7 @@ class TestWithoutTorch:
         subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
     def test_its_version_is_the_one_that_it_says(self) -> None:
-        program = "from tunegemm.describe.device import _torch_version; print(*_torch_version(), sep='|')"
+        program = "from tunegemm.describe.device import torch_version; print(*torch_version(), sep='|')"
         ran = subprocess.run(
             [sys.executable, "-c", program], check=True, timeout=60, capture_output=True, text=True
         )

@@ -10,6 +10,7 @@ from tests.generate import (
     test_gluon_wgmma,
     test_grouped,
     test_skinny,
+    test_triton,
     test_triton_tma,
 )
 from tunegemm.compile.pool import CompilePool
@@ -53,6 +54,10 @@ class TestSkinny(SharedPool, GeneratorTests):
     examples = test_skinny.EXAMPLES
 
 
+class TestTriton(SharedPool, GeneratorTests):
+    examples = test_triton.EXAMPLES
+
+
 class TestTritonTma(SharedPool, GeneratorTests):
     examples = test_triton_tma.EXAMPLES
 
@@ -83,6 +88,12 @@ class TestKernelsOfSkinny(SharedPool, CompileTests):
 
 @pytest.mark.slow
 @pytest.mark.long
+class TestKernelsOfTriton(SharedPool, CompileTests):
+    examples = test_triton.EXAMPLES
+
+
+@pytest.mark.slow
+@pytest.mark.long
 class TestKernelsOfTritonTma(SharedPool, CompileTests):
     examples = test_triton_tma.EXAMPLES
 
@@ -91,6 +102,14 @@ def test_every_shipped_family_is_tried() -> None:
     tried = [TestCublasLt.family]
     tried += [
         one.examples.family
-        for one in (TestCuteSm80, TestCuteSm90, TestGluonWgmma, TestGrouped, TestSkinny, TestTritonTma)
+        for one in (
+            TestCuteSm80,
+            TestCuteSm90,
+            TestGluonWgmma,
+            TestGrouped,
+            TestSkinny,
+            TestTriton,
+            TestTritonTma,
+        )
     ]
     assert sorted(tried) == sorted(families.SHIPPED)

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tunegemm.compile.pool import CompilePool
-from tunegemm.describe.device import ARCHITECTURES, Device
+from tunegemm.describe.architectures import ARCHITECTURES
+from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu import test_cute_sm80, test_cute_sm90, test_gluon_wgmma, test_skinny, test_triton_tma
+from tests.gpu import (
+    test_cute_sm80,
+    test_cute_sm90,
+    test_gluon_wgmma,
+    test_skinny,
+    test_triton,
+    test_triton_tma,
+)
 from tests.support.kernels import Kernels
 from tests.support.numerics import (
     TOLERANCE,
@@ -23,7 +30,9 @@ from tunegemm.generate import families
 
 pytestmark = pytest.mark.gpu
 
-MODULES = (test_cute_sm80, test_cute_sm90, test_gluon_wgmma, test_triton_tma, test_skinny)
+MODULES = (
+    test_cute_sm80, test_cute_sm90, test_gluon_wgmma, test_triton, test_triton_tma, test_skinny
+)  # fmt: skip
 EXAMPLES = [module.EXAMPLES for module in MODULES]
 # m, n, k, batch and the padding of each row, in elements
 SHAPES = [

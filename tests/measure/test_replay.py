@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from fit.sweep_files import write_sweep
-from tunegemm.describe.device import PARTS, Device, Fingerprint, device_from_part
+from tunegemm.describe.architectures import PARTS
+from tunegemm.describe.device import Device, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunegemm.describe.device import PARTS, Device, Fingerprint, device_from_part, even_cut
+from tunegemm.describe.architectures import PARTS
+from tunegemm.describe.device import Device, Fingerprint, device_from_part, even_cut
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import SpaceError

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tunegemm.describe.device import PARTS, Fingerprint, device_from_part
+from tunegemm.describe.architectures import PARTS
+from tunegemm.describe.device import Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError

@@ -23,7 +23,8 @@ from sqlalchemy import event, insert, make_url
 from tests.support.processes import environment
 from tests.support.stores import Location, Store, damage
 from tunegemm.compile.ptxas import Resources
-from tunegemm.describe.device import PARTS, Device, Fingerprint, device_from_part
+from tunegemm.describe.architectures import PARTS
+from tunegemm.describe.device import Device, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DatabaseError

@@ -107,6 +107,8 @@ def _in_groups(snapshot: Snapshot, problem: Problem, device: Device, near: bool,
     record = recorded(snapshot, problem, device.fingerprint, near=near)
     if record is None or (ordered and record.is_torch):
         why_not = snapshot.why_not(problem, device.fingerprint) if record is None else "torch's is recorded"
+        if not device.architecture.wgmma:
+            return Selection("miss", (), f"{why_not}; kernels for groups are Hopper's")
         name = device.fingerprint.device_name
         why, is_ours = without_record(problem, name, why_not, ordered=ordered)
         return Selection("predicted" if is_ours else "miss", (), why)
@@ -170,6 +172,9 @@ def _batch_invariant(
     is legal here, so that one that is not compiled costs speed only. Never torch: its bits depend on m."""
     from tunegemm.choose.invariance import invariant_options
 
+    if not device.architecture.wgmma:
+        why = f"{policy}: which kernels give the same bits was measured on Hopper alone, not on {device.name}"
+        return Selection("miss", (), why)
     if record is not None and not policy.refusal(problem, record.candidate):
         own: tuple[Record, ...] = (record,)
         why = _grade(record, device)

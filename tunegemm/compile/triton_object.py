@@ -122,7 +122,7 @@ def build(
     *,
     num_warps: int,
     num_stages: int = 1,
-    aligned: Sequence[str] = (),
+    aligned: Sequence[str] | Mapping[str, int] = (),
     max_registers: int | None = None,
     capability: int = 90,
 ) -> Resources:
@@ -130,7 +130,8 @@ def build(
 
     arguments: Triton's type of each run-time argument. Nothing is specialized on their values.
     constants: the values of its `constexpr` parameters.
-    aligned: arguments that are promised to be multiples of 16, such as addresses of a workspace.
+    aligned: arguments that are promised to be multiples of 16, such as addresses of a workspace, or of a
+    number of their own.
     max_registers: of a thread at launch; the default is what lets one block be resident.
 
     Raises RuntimeError with the compiler's first error. Runs in a worker process that sees no GPU.
@@ -140,7 +141,10 @@ def build(
 
     start = time.perf_counter()
     signature = dict(arguments) | dict.fromkeys(constants, "constexpr")
-    attributes = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    promised = aligned if isinstance(aligned, Mapping) else dict.fromkeys(aligned, 16)
+    attributes = {
+        (function.arg_names.index(name),): [["tt.divisibility", number]] for name, number in promised.items()
+    }
     source = _source_type(function)(function, signature, dict(constants), attributes)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")

@@ -16,80 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from tunegemm.describe import driver
+from tunegemm.describe.architectures import ALIASES, ARCHITECTURES, PARTS, Architecture, Part
 from tunegemm.describe.clusters import active_clusters, gpcs_of_clusters
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import DeviceError
 from tunegemm.untrusted import digits, shown
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """Limits that hold for every part of one compute capability.
-
-    Sources: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
-    """
-
-    capability: tuple[int, int]
-    """Major and minor compute capability."""
-    compile_target: str
-    """What the compilers call it, such as ``sm_90a``."""
-    smem_bytes_per_block: int
-    """Largest shared memory of one block, after opting in."""
-    smem_bytes_per_sm: int
-    """Shared memory of one multiprocessor. Each resident block also costs 1 KiB of it."""
-    threads_per_sm: int
-    """Most resident threads."""
-    max_cluster_size: int
-    """Most blocks of a portable cluster; 1 where there are no clusters."""
-    registers_per_sm: int = 65536
-    """32-bit registers of one multiprocessor."""
-    registers_per_thread: int = 255
-    """Most registers one thread can address."""
-    threads_per_block: int = 1024
-    """Most threads of one block."""
-
-
-_KIB = 1024
-ARCHITECTURES: dict[tuple[int, int], Architecture] = {
-    architecture.capability: architecture
-    for architecture in (
-        Architecture((8, 0), "sm_80", 163 * _KIB, 164 * _KIB, 2048, 1),
-        Architecture((8, 6), "sm_86", 99 * _KIB, 100 * _KIB, 1536, 1),
-        Architecture((8, 9), "sm_89", 99 * _KIB, 100 * _KIB, 1536, 1),
-        Architecture((9, 0), "sm_90a", 227 * _KIB, 228 * _KIB, 2048, 8),
-        Architecture((10, 0), "sm_100a", 227 * _KIB, 228 * _KIB, 2048, 8),
-        Architecture((12, 0), "sm_120a", 99 * _KIB, 100 * _KIB, 1536, 8),
-    )
-}
-
-
-@dataclass(frozen=True)
-class Part:
-    """Datasheet figures of one product, for the roofline and for `model:NAME`."""
-
-    device_name: str
-    """The name that CUDA reports."""
-    capability: tuple[int, int]
-    sm_count: int
-    peak_tflops: float
-    """Dense bf16/fp16 tensor throughput, TFLOP/s."""
-    bandwidth_gbps: float
-    """Device memory bandwidth, GB/s."""
-    l2_bytes: int
-    memory_bytes: int
-
-
-# Datasheets of NVIDIA H100 (SXM, PCIe, NVL), H200 and A100, dense rates without sparsity.
-PARTS: dict[str, Part] = {
-    "h200": Part("NVIDIA H200", (9, 0), 132, 989.4, 4800, 60 * _KIB**2, 141 * 10**9),
-    "h100-sxm": Part("NVIDIA H100 80GB HBM3", (9, 0), 132, 989.4, 3350, 50 * _KIB**2, 80 * 10**9),
-    "h100-pcie": Part("NVIDIA H100 PCIe", (9, 0), 114, 756.5, 2039, 50 * _KIB**2, 80 * 10**9),
-    "h100-nvl": Part("NVIDIA H100 NVL", (9, 0), 132, 835.0, 3938, 50 * _KIB**2, 94 * 10**9),
-    "a100-sxm-80gb": Part("NVIDIA A100-SXM4-80GB", (8, 0), 108, 312.0, 2039, 40 * _KIB**2, 80 * 10**9),
-    "a100-sxm-40gb": Part("NVIDIA A100-SXM4-40GB", (8, 0), 108, 312.0, 1555, 40 * _KIB**2, 40 * 10**9),
-    "a100-pcie-80gb": Part("NVIDIA A100 80GB PCIe", (8, 0), 108, 312.0, 1935, 40 * _KIB**2, 80 * 10**9),
-}
-
 
 #: Clusters of so many blocks that a GPU holds, where the driver was asked and its chip is less evenly cut
 #: than could be: 120 of the 132 multiprocessors (benchmarks/results/h200/power_roof.json).
@@ -143,9 +74,9 @@ class Device:
     l2_bytes: int
     memory_bytes: int
     peak_tflops: float
-    """Datasheet dense bf16 rate; 0 when the part is not in `PARTS`."""
+    """Dense bf16 rate: the datasheet's, else by the driver's clocks (no Hopper's slice); 0 if unknown."""
     bandwidth_gbps: float
-    """Datasheet memory bandwidth; 0 when the part is not in `PARTS`."""
+    """Memory bandwidth, as `peak_tflops`."""
     fingerprint: Fingerprint
 
     @property
@@ -183,6 +114,16 @@ class Device:
         )
 
     @property
+    def is_known_part(self) -> bool:
+        """Whether its peaks are a datasheet's."""
+        return any(part.device_name == self.name for part in PARTS.values())
+
+    @property
+    def flops_per_cycle(self) -> int:
+        """Dense bf16 of one multiprocessor's tensor cores a cycle."""
+        return self.architecture.rate(self.name)
+
+    @property
     def index(self) -> int:
         """The CUDA ordinal of a real device; 0 of others."""
         return int(self.spec.partition(":")[2] or 0) if self.is_real else 0
@@ -198,7 +139,7 @@ class Device:
         return f"{problem}: operands and output of {need_gb:.4g} GB > {have_gb:.4g} GB of {self.name}"
 
     def peak_tflops_of(self, problem: Problem) -> float:
-        """Datasheet dense rate for the problem's operands; 0 when the part is not in `PARTS`."""
+        """Dense rate for the problem's operands; 0 where `peak_tflops` is."""
         return self.peak_tflops * problem.relative_rate
 
     def roofline_us(self, problem: Problem) -> float:
@@ -225,20 +166,21 @@ class Telemetry:
 
 
 def find_device(spec: str = "cuda:0") -> Device:
-    """The device named ``cuda``, ``cuda:N``, or ``model:NAME`` (a known part, such as ``model:h200``).
+    """The device named ``cuda``, ``cuda:N``, or ``model:NAME`` (a known part, such as ``model:h200``; its
+    name alone will do).
 
     Raises DeviceError when it is not there. Recorded devices are opened by `tunegemm.measure.replay`.
     """
-    kind, _, name = spec.partition(":")
+    kind, colon, name = spec.partition(":")
     if kind == "cuda":
         return _cuda_device(spec, name)
+    if not colon and (kind in PARTS or kind in ALIASES):
+        kind, name = "model", kind
     if kind == "model":
-        if name not in PARTS:
+        if (part := PARTS.get(ALIASES.get(name, name))) is None:
             raise DeviceError(f"device {spec!r}: no such part; use model: with one of {', '.join(PARTS)}")
-        part = PARTS[name]
-        return device_from_part(
-            spec, part, current_fingerprint(part.device_name, part.sm_count, part.capability)
-        )
+        fingerprint = current_fingerprint(part.device_name, part.sm_count, part.capability)
+        return device_from_part(f"model:{name}", part, fingerprint)
     raise DeviceError(f"device {spec!r} is not known; use cuda:N, replay:NAME or model:NAME")
 
 
@@ -252,7 +194,7 @@ def device_from_part(spec: str, part: Part, fingerprint: Fingerprint) -> Device:
 
 def cuda_device_count() -> int:
     """GPUs that torch can use; 0 on a machine without one."""
-    return driver.device_count() if _torch_version()[1] else 0
+    return driver.device_count() if torch_version()[1] else 0
 
 
 def _cuda_device(spec: str, name: str) -> Device:
@@ -263,21 +205,47 @@ def _cuda_device(spec: str, name: str) -> Device:
     if index >= count:
         remedy = f"use cuda:0 to cuda:{count - 1}" if count else "without a GPU use replay:h200 or model:h200"
         raise DeviceError(f"device {spec!r}: {count} CUDA device(s) here; {remedy}")
-    found = driver.properties(index)
-    if found.capability not in ARCHITECTURES:
-        known = ", ".join(f"sm_{a}{b}" for a, b in ARCHITECTURES)
-        raise DeviceError(f"{found.name} is sm_{''.join(map(str, found.capability))}; tunegemm knows {known}")
+    return _device_of(f"cuda:{index}", driver.properties(index))
+
+
+def _device_of(spec: str, found: driver.Properties) -> Device:
+    """The device that the driver describes. Raises DeviceError for one on which nothing here can run."""
+    name = f"sm_{''.join(map(str, found.capability))}"
+    if found.capability < min(ARCHITECTURES):
+        oldest = ARCHITECTURES[min(ARCHITECTURES)]
+        raise DeviceError(
+            f"{found.name} is {name} and has no cp.async, with which kernels here load; use a GPU from "
+            f"{oldest.name} ({oldest.short_name}) on, or torch.mm"
+        )
+    if (architecture := ARCHITECTURES.get(found.capability)) is None:
+        known = ", ".join(one.short_name for one in ARCHITECTURES.values())
+        raise DeviceError(f"{found.name} is {name}, which tunegemm does not know; it knows {known}")
+    if refusal := too_old_driver(found.name):
+        raise DeviceError(refusal)
     part = next((part for part in PARTS.values() if part.device_name == found.name), None)
+    peak_tflops, bandwidth_gbps = (part.peak_tflops, part.bandwidth_gbps) if part else (0.0, 0.0)
+    if part is None and not architecture.wgmma:
+        # A Hopper that is none of `PARTS` is a slice of one, whose share of the memory its clocks do not say.
+        rate = found.sm_count * architecture.rate(found.name)
+        peak_tflops, bandwidth_gbps = rate * found.clock_khz / 1e9, found.bandwidth_gbps
     return Device(
-        spec=f"cuda:{index}",
-        name=found.name,
-        architecture=ARCHITECTURES[found.capability],
-        sm_count=found.sm_count,
-        l2_bytes=found.l2_bytes,
-        memory_bytes=found.memory_bytes,
-        peak_tflops=part.peak_tflops if part else 0.0,
-        bandwidth_gbps=part.bandwidth_gbps if part else 0.0,
-        fingerprint=current_fingerprint(found.name, found.sm_count, found.capability, real=True),
+        spec, found.name, architecture, found.sm_count, found.l2_bytes, found.memory_bytes, peak_tflops,
+        bandwidth_gbps, current_fingerprint(found.name, found.sm_count, found.capability, real=True),
+    )  # fmt: skip
+
+
+def too_old_driver(device_name: str) -> str:
+    """Why torch's CUDA does not start under the driver; empty where it does, or where either is not known.
+
+    Within one major version an older driver will do (CUDA Compatibility, minor version compatibility).
+    """
+    built, supported = torch_version()[1], driver.cuda_version()
+    major = digits(built.partition(".")[0]) or 0
+    if not supported[0] or major <= supported[0]:
+        return ""
+    return (
+        f"{device_name}: its driver {driver_version()} supports CUDA {'.'.join(map(str, supported))}, and "
+        f"torch was built for CUDA {built}; upgrade the driver, or install a torch for CUDA {supported[0]}"
     )
 
 
@@ -286,7 +254,7 @@ def current_fingerprint(
 ) -> Fingerprint:
     """The fingerprint of a device under this machine's packages and, for a real device, its driver."""
     mig = re.search(r"\bMIG (\S+)", device_name)  # "NVIDIA H200 MIG 1g.18gb"
-    torch, cuda = _torch_version()
+    torch, cuda = torch_version()
     return Fingerprint(
         device_name=device_name,
         sm_count=sm_count,
@@ -302,7 +270,7 @@ def current_fingerprint(
 
 
 @functools.cache
-def _torch_version() -> tuple[str, str]:
+def torch_version() -> tuple[str, str]:
     """torch's version and the CUDA it was built for, empty for none; without importing it."""
     found = importlib.util.find_spec("torch")
     file = Path(found.origin or "").with_name("version.py") if found else Path()

@@ -15,6 +15,7 @@ from typing import Any
 
 # CUdevice_attribute of cuda.h.
 _SM_COUNT, _L2_BYTES, _MAJOR, _MINOR = 16, 38, 75, 76
+_CLOCK_KHZ, _MEMORY_KHZ, _BUS_BITS = 13, 36, 37
 _NAME_BYTES = 256
 
 
@@ -27,6 +28,20 @@ class Properties:
     sm_count: int
     l2_bytes: int
     memory_bytes: int
+    clock_khz: int = 0
+    """Highest clock of its multiprocessors; 0 if the driver does not say."""
+    bandwidth_gbps: float = 0.0
+    """Of device memory, by its clock and width; 0 if the driver does not say."""
+
+
+def cuda_version() -> tuple[int, int]:
+    """The newest CUDA that the driver supports; (0, 0) where there is no driver."""
+    version = ctypes.c_int()
+    try:
+        _ask("cuDriverGetVersion", ctypes.byref(version))
+    except (OSError, RuntimeError):
+        return 0, 0
+    return version.value // 1000, version.value % 1000 // 10
 
 
 def device_count() -> int:
@@ -51,9 +66,16 @@ def properties(index: int) -> Properties:
         _ask("cuDeviceGetAttribute", ctypes.byref(value), number, device)
         return value.value
 
+    def if_known(number: int) -> int:  # a virtual GPU has no clocks of its own
+        try:
+            return attribute(number)
+        except RuntimeError:
+            return 0
+
     return Properties(
         name.value.decode(errors="replace"), (attribute(_MAJOR), attribute(_MINOR)), attribute(_SM_COUNT),
-        attribute(_L2_BYTES), memory_bytes.value,
+        attribute(_L2_BYTES), memory_bytes.value, if_known(_CLOCK_KHZ),
+        2 * if_known(_MEMORY_KHZ) * if_known(_BUS_BITS) / 8 / 1e6,  # two transfers a clock
     )  # fmt: skip
 
 

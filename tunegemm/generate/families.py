@@ -18,11 +18,12 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
+from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, SearchSpace, Value
 from tunegemm.errors import SpaceError
 from tunegemm.generate.family import Family, Generator, Library
-from tunegemm.generate.feasibility import Rule, refusal
+from tunegemm.generate.feasibility import Rule, refusal, refusal_on
 from tunegemm.generate.sources import hash_of_code, kernel_sources
 from tunegemm.untrusted import shown
 
@@ -30,9 +31,13 @@ GROUP = "tunegemm.families"
 """The group of entry points."""
 SHIPPED = {
     name: f"tunegemm.generate.{name}"
-    for name in ("cute_sm90", "gluon_wgmma", "triton_tma", "cute_sm80", "skinny", "grouped", "cublaslt")
-}
+    for name in (
+        "cute_sm90", "gluon_wgmma", "triton_tma", "triton", "cute_sm80", "skinny", "grouped", "cublaslt"
+    )
+}  # fmt: skip
 """The module of each family that ships, as in pyproject.toml, in the order in which they are tried."""
+ONLY_IF_ASKED = ("triton",)
+"""Families that are tried on a Hopper only where they are asked for: others have been faster there."""
 
 NAMES: tuple[str, ...]
 """All families that work, those of other packages last. The first look at it reads what is installed."""
@@ -151,6 +156,20 @@ def kernel_source_hash(name: str) -> str:
         return hash_of_code(kernel_sources(Path(__file__).with_name(name)))
     family = _plug_ins().families.get(name)
     return hash_of_code(family.sources) if family is not None and family.compiled else ""
+
+
+def refusal_here(name: str, device: Device) -> str:
+    """Why a family has no kernel for any problem on a device; empty where it may have some."""
+    family = get(name)
+    return refusal_on(family.rules, name, device) if family.compiled else ""
+
+
+def of_device(device: Device) -> tuple[str, ...]:
+    """The families that may have kernels on a device, in the order in which they are tried, but for those
+    that are to be asked for.
+    """
+    left_out = ONLY_IF_ASKED if device.architecture.wgmma else ()
+    return tuple(n for n in _each_name() if n not in left_out and not refusal_here(n, device))
 
 
 def refusal_by_all(problem: Problem, names: Iterable[str] | None = None) -> str:

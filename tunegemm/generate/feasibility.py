@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from tunegemm.describe.device import Architecture, Device
+from tunegemm.describe.architectures import Architecture
+from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate, Value
 
@@ -129,6 +130,17 @@ class Remembered:
         return True
 
 
+def refusal_on(rules: Iterable[Rule], family: str, device: Device) -> str:
+    """Why a family has no kernel at all for a device; empty where it may have some."""
+    nothing = Candidate(family, ())
+    for one in rules:
+        if one.reads == {"device"}:
+            reason = one.objection(None, nothing, device)  # type: ignore[arg-type]  # it reads no problem
+            if reason is not None:
+                return reason
+    return ""
+
+
 def refusal(rules: Iterable[Rule], family: str, problem: Problem) -> str:
     """Why no kernel of a family can have the problem, on any device; empty where that depends on either."""
     nothing = Candidate(family, ())
@@ -148,7 +160,7 @@ def parameters_read(rules: Iterable[Rule]) -> frozenset[str]:
 @rule("device")
 def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """WGMMA and setmaxnreg exist on compute capability 9.0 only (PTX ISA, sm_90a)."""
-    if device.architecture.capability != (9, 0):
+    if not device.architecture.wgmma:
         return f"{device.architecture.compile_target} has no WGMMA; {candidate.family} needs sm_90a"
     return None
 

@@ -24,6 +24,9 @@ _FP32, _FP32_BITS = struct.Struct("f"), struct.Struct("I")
 #: Addresses of A, B, D; their leading dimensions; the strides between their batch entries, in elements.
 Places = tuple[int, int, int, int, int, int, int, int, int]
 
+#: Where the operands (a, b, out) are; raises NotTaken where a kernel cannot read or write them there.
+Reader = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], Places]
+
 #: Launches one product on the current stream: addresses of A, B and D, then the words of what its epilogue
 #: takes, as a `words_reader` gives them. All else was fixed when it was made.
 AddressLaunch = Callable[..., None]
@@ -82,14 +85,12 @@ class AddressLauncher:
         self.of(a, b, out)(a.data_ptr(), b.data_ptr(), out.data_ptr(), *words)
 
 
-def tma_reader(problem: Problem) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Places]:
+def tma_reader(problem: Problem) -> Reader:
     """An `operand_reader` for TMA: addresses and strides are multiples of 16 bytes."""
     return operand_reader(problem, 16, 16)
 
 
-def operand_reader(
-    problem: Problem, in_bytes: int, out_bytes: int
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Places]:
+def operand_reader(problem: Problem, in_bytes: int, out_bytes: int) -> Reader:
     """A function of (a, b, out) that says where they are.
 
     It raises NotTaken where addresses and strides of A and B are not multiples of `in_bytes`, or those of D

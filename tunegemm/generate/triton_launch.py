@@ -11,7 +11,7 @@ import functools
 import hashlib
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,24 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.driver import ensure_context, primary_context
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, never_unloaded, tma_reader
+from tunegemm.generate.launching import (
+    AddressLaunch,
+    AddressLauncher,
+    Launcher,
+    Reader,
+    never_unloaded,
+    tma_reader,
+)
 from tunegemm.generate.takes import UNIT_BYTES, not_aligned
 from tunegemm.generate.tiles import seen_by_kernel
 from tunegemm.generate.workspace import Workspace
 
 #: (address, extents, strides) of a tensor map: both in elements, outermost first; the last stride is 1.
 View = tuple[int, Sequence[int], Sequence[int]]
+
+#: What a kernel gets of its operands, by its arguments' names: of the product that it sees, addresses of A, B
+#: and D, their leading dimensions, and the strides between their batch entries.
+Views = Callable[..., Mapping[str, int | View]]
 
 _ALIGNMENT = 64  # of a CUtensorMap
 _MAP_BYTES = 128
@@ -123,24 +134,31 @@ def load_launcher(
     ctas: int,
     scalars: Mapping[str, int],
     workspace: Workspace | None,
+    *,
+    views: Views | None = None,
+    read: Reader | None = None,
+    unit_bytes: tuple[int, int] = (UNIT_BYTES, UNIT_BYTES),
 ) -> Launcher:
     """A launcher of an object, for a grid of so many blocks.
 
-    scalars: the kernel's arguments by name, but for the tensor maps ``a_desc``, ``b_desc`` and ``d_desc`` of
-    the product that it sees, and ``partials`` and ``counters``, which are a workspace's memory.
+    scalars: the kernel's arguments by name, but for those of the operands, and ``partials`` and ``counters``,
+    which are a workspace's memory. views, read: the arguments of operands, by default tensor maps, and where
+    operands are, by default such as TMA takes. unit_bytes: what addresses of A and B, and of D, are multiples
+    of.
     """
     from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
 
     index, seen = device.index, seen_by_kernel(problem, candidate)
-    kernel, swap = load(artifact, index), bool(candidate["swap_ab"])
+    kernel, swap = load(artifact, index), bool(candidate.params.get("swap_ab", False))
+    views, (in_mask, out_mask) = views or matrix_views, (unit - 1 for unit in unit_bytes)
 
     def make(lda: int, ldb: int, ldd: int, a_step: int, b_step: int, d_step: int) -> AddressLaunch:
         strides = (ldb, lda, ldd, b_step, a_step, d_step) if swap else (lda, ldb, ldd, a_step, b_step, d_step)
         kept = Kept()
 
         def arguments(a: int, b: int, d: int, partials: int, counters: int) -> Arguments:
-            views = matrix_views(seen, a, b, d, *strides)
-            return Arguments(kernel.header, {**scalars, **views, "partials": partials, "counters": counters})
+            given = {**scalars, **views(seen, a, b, d, *strides), "partials": partials, "counters": counters}
+            return Arguments(kernel.header, given)
 
         def launch(a: int, b: int, d: int) -> None:
             if swap:
@@ -150,7 +168,7 @@ def load_launcher(
             key = (a, b, d, partials, counters)
             found = kept.get(key)
             if found is None:
-                if (a | b | d) & (UNIT_BYTES - 1):
+                if (a | b) & in_mask or d & out_mask:
                     raise not_aligned(a=a, b=b, out=d)
                 ensure_context(index)  # tensor maps want one
                 found = kept.keep(key, arguments(*key))
@@ -160,7 +178,7 @@ def load_launcher(
         return launch
 
     make.keep = never_unloaded  # type: ignore[attr-defined]
-    return AddressLauncher(tma_reader(problem), make)
+    return AddressLauncher(read or tma_reader(problem), make)
 
 
 def matrix_views(seen: Problem, a: int, b: int, d: int, *strides: int) -> dict[str, int | View]:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from tunegemm.describe.device import ARCHITECTURES, Device, Fingerprint
+from tunegemm.describe.architectures import ARCHITECTURES
+from tunegemm.describe.device import Device, Fingerprint
 from tunegemm.describe.problem import DTYPE_BYTES, Problem, default_out_dtype
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import DeviceError, ProblemError

@@ -40,7 +40,6 @@ Bools = NDArray[np.bool_]
 # come from shared memory at 128 B per cycle: A (2 KiB) and B (32 N bytes) for every instruction. That
 # ratio *is* the published efficiency table: N=32 gives 16/24 = 67 % (63 % seen), N=16 40 % (38 %), N=8
 # 22 % (21 %), N >= 64 is bound by the tensor cores (95-96 %); arXiv 2402.13499, table of SS WGMMA on H800.
-_FLOP_PER_CYCLE_AND_SM = 4096
 _WGMMA_PEAK = 1.0
 _SMEM_BYTES_PER_CYCLE = 128
 _INSTRUCTION_K_BYTES = 32
@@ -98,9 +97,15 @@ _LAUNCH_US = 2.0
 _FILL_US = 1.0
 # Overlapping limits disturb each other: the sum of powers lies between their maximum and their sum.
 _OVERLAP_POWER = 4.9
-# A part that is not in `device.PARTS`: cycles and bytes of a mid-range Hopper.
+# A part that is not in `architectures.PARTS`: cycles and bytes of a mid-range Hopper.
 _DEFAULT_CLOCK_MHZ = 1700.0
 _DEFAULT_BANDWIDTH_GBPS = 3000.0
+
+# Other architectures have the roofline of theirs alone: rates of datasheets, four warps that each read their
+# half of A's rows and of B's columns, and L2's 5,120 bytes a cycle to an A100's 108 multiprocessors (NVIDIA
+# A100 architecture whitepaper). None of it was timed.
+_READERS = 2
+_OTHER_L2_BYTES_PER_CYCLE_AND_SM = 47
 
 _REQUIRED = ("tile_m", "tile_n", "tile_k")
 
@@ -222,12 +227,16 @@ def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
 
     # 2. Compute: cycles of one k-step of one tile; a CTA's tiles share the SM's tensor cores one by one.
     k_steps = _ceil(k_tiles, c.split_k)
-    instructions = (c.tile_m // 64) * _ceil(c.tile_k * in_bytes, _INSTRUCTION_K_BYTES)
-    mma_cycles = instructions * c.tile_n / 2 / _WGMMA_PEAK
-    # A warpgroup that owns only part of the columns (192 rows have 3 groups, 256 columns may be split)
-    # reads the same A again; the families here split rows, so B is what every 64 rows read again.
-    smem_bytes = instructions * _INSTRUCTION_K_BYTES * (64 + c.tile_n)
     load_bytes = (c.tile_m + c.tile_n) * c.tile_k * in_bytes
+    if device.architecture.wgmma:
+        instructions = (c.tile_m // 64) * _ceil(c.tile_k * in_bytes, _INSTRUCTION_K_BYTES)
+        mma_cycles = instructions * c.tile_n / 2 / _WGMMA_PEAK
+        # A warpgroup that owns only part of the columns (192 rows have 3 groups, 256 columns may be split)
+        # reads the same A again; the families here split rows, so B is what every 64 rows read again.
+        smem_bytes = instructions * _INSTRUCTION_K_BYTES * (64 + c.tile_n)
+    else:
+        mma_cycles = c.tile_m * c.tile_n * c.tile_k * in_bytes / device.flops_per_cycle
+        smem_bytes = _READERS * load_bytes
     smem_cycles = (smem_bytes + _SMEM_WRITE_WEIGHT * load_bytes) / _SMEM_BYTES_PER_CYCLE
     issuing = np.where(c.pingpong | (c.tile_m == 64), 1, 2)
     barrier_cycles = _BARRIER_CYCLES / issuing**2 + _CLUSTER_CYCLES * (size - 1)
@@ -237,7 +246,8 @@ def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
     step_cycles = np.where(c.pingpong, step_cycles, step_cycles / _COOPERATIVE_EFFICIENCY)
     # One slot is being computed on; the others are in flight and must cover the latency of a load.
     slot_bytes = c.tile_k * in_bytes * (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m)
-    load_cycles = _LOAD_LATENCY_CYCLES + slot_bytes / _L2_BYTES_PER_CYCLE_AND_SM
+    l2_rate = _l2_bytes_per_cycle_and_sm(device)
+    load_cycles = _LOAD_LATENCY_CYCLES + slot_bytes / l2_rate
     step_cycles = _overlap(step_cycles, load_cycles / np.maximum(c.stages - 1, 1))
     mainloop_us = k_steps * step_cycles / clock_mhz
     compute_us = np.where(c.streams, clusters / launched, waves) * mainloop_us
@@ -252,7 +262,7 @@ def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
     )
     sum_bytes = work_units * size * c.tile_m * c.tile_n * 4
     l2_bytes = l2_bytes + 2 * sum_bytes  # partial sums are written once and read once
-    l2_us = l2_bytes / (_L2_BYTES_PER_CYCLE_AND_SM * device.sm_count * full_clock_mhz)
+    l2_us = l2_bytes / (l2_rate * device.sm_count * full_clock_mhz)
 
     # 4. DRAM.
     grid = _Grid(m, n, problem.k * in_bytes, batch, clusters_m, clusters_n, c, resident, device.l2_bytes)
@@ -449,10 +459,14 @@ def _resident(cluster_size: Ints, device: Device) -> Ints:
     return np.array([sizes[size] for size in cluster_size.tolist()], dtype=np.int64)
 
 
+def _l2_bytes_per_cycle_and_sm(device: Device) -> int:
+    return _L2_BYTES_PER_CYCLE_AND_SM if device.architecture.wgmma else _OTHER_L2_BYTES_PER_CYCLE_AND_SM
+
+
 def _clock_mhz(device: Device) -> float:
     if not device.peak_tflops:
         return _DEFAULT_CLOCK_MHZ
-    return device.peak_tflops * 1e6 / (device.sm_count * _FLOP_PER_CYCLE_AND_SM)
+    return device.peak_tflops * 1e6 / (device.sm_count * device.flops_per_cycle)
 
 
 def _bandwidth(device: Device) -> float:

@@ -6,6 +6,7 @@ import difflib
 import os
 import platform
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -87,11 +88,19 @@ def devices() -> list[Check]:
         try:
             device = find_device(f"cuda:{index}")
         except DeviceError as error:
-            checks.append(Check(name, "fail", str(error), "tune on a GPU of a known architecture"))
+            what, _, remedy = str(error).partition("; ")
+            checks.append(Check(name, "fail", what, remedy))
             continue
-        facts = f"{device.name}, {device.sm_count} SMs, {device.memory_bytes / 1e9:.0f} GB"
+        limits = device.architecture
+        facts = (
+            f"{device.name}, {limits.short_name} ({', '.join((limits.name, *limits.instructions))}), "
+            f"{device.sm_count} SMs, {limits.smem_bytes_per_block // 1024} KiB of shared memory a block, "
+            f"{device.memory_bytes / 1e9:.0f} GB"
+        )
         driver = f"driver {device.fingerprint.driver or 'unknown'}, CUDA {device.fingerprint.cuda}"
-        peak = "" if device.peak_tflops else "; its peaks are not known, so there is no roofline"
+        peak = "" if device.is_known_part else "; its peaks are those of its clocks"
+        if not device.peak_tflops:
+            peak = "; its peaks are not known, so there is no roofline"
         checks.append(Check(name, "ok", f"{facts}, {driver}{peak}"))
     return checks
 
@@ -101,11 +110,14 @@ def families_here() -> list[Check]:
 
     known = {name: families.get(name) for name in families.NAMES}
     reasons = {name: family.unavailable() for name, family in known.items()}
+    lacks = {name: _lack(name) for name in known}
     # One family that works is enough to tune with; none is a failure.
     status: Status = "note" if None in reasons.values() else "fail"
     checks = []
     for name, reason in reasons.items():
-        if reason is None:
+        if reason is None and lacks[name]:
+            checks.append(Check(f"family {name}", "note", f"has no kernels for the GPUs here: {lacks[name]}"))
+        elif reason is None:
             checks.append(Check(f"family {name}", "ok", "available"))
         elif known[name].unavailable(launching=True) is None:
             detail = f"launches the kernels of packs; compiles none: {reason}"
@@ -114,6 +126,17 @@ def families_here() -> list[Check]:
             checks.append(Check(f"family {name}", status, reason, "see the packages above"))
     broken = [line.rpartition("; ") for line in families.unusable()]
     return [*checks, *(Check("families", "note", detail, remedy) for detail, _, remedy in broken)]
+
+
+def _lack(family: str) -> str:
+    """Why a family has no kernel for any GPU here; empty where it has, and where there is no GPU."""
+    from tunegemm.generate import families
+
+    lacks = []
+    for index in range(cuda_device_count()):
+        with suppress(DeviceError):  # said already
+            lacks.append(families.refusal_here(family, find_device(f"cuda:{index}")))
+    return lacks[0] if lacks and all(lacks) else ""
 
 
 def _shipped() -> list[Check]:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, fields, replace
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from tunegemm.describe.device import PARTS, Device, Fingerprint, device_from_part
+from tunegemm.describe.architectures import PARTS
+from tunegemm.describe.device import Device, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError

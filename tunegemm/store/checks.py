@@ -9,7 +9,8 @@ from __future__ import annotations
 from math import nan
 from typing import TYPE_CHECKING
 
-from tunegemm.describe.device import ARCHITECTURES, PARTS, Device, Fingerprint, Part, device_from_part
+from tunegemm.describe.architectures import ARCHITECTURES, PARTS, Part
+from tunegemm.describe.device import Device, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import BadValueError, TunegemmError

@@ -44,7 +44,7 @@ class Judgement:
 
 
 #: Packages that decide what a family's kernels are, by the start of its name. torch brings all baselines.
-_COMPILERS = {"cute_": ("cutlass_dsl",), "triton_": ("triton",), "gluon_": ("triton",), "cublaslt": ()}
+_COMPILERS = {"cute_": ("cutlass_dsl",), "triton": ("triton",), "gluon_": ("triton",), "cublaslt": ()}
 _EVERY_COMPILER = ("cutlass_dsl", "triton")
 
 

@@ -332,7 +332,10 @@ def rank_by_model(
     compiled_ones = (one for one, (_, job) in zip(ranked, jobs, strict=True) if job is not None)
     kept = tuple(sorted(compiled_ones, key=lambda one: one.total_us))
     run.report(stage="done")
-    note = f"{_without_times(problem, kernels, run.device)}: ranked by the model, which only ranks"
+    how = "the model, which only ranks"
+    if not run.device.architecture.wgmma:  # the model's figures are Hopper's
+        how = "roofline: a model's ranking, never run"
+    note = f"{_without_times(problem, kernels, run.device)}: ranked by {how}"
     return run.result(None, note=note, predictions=kept)
 
 
@@ -349,7 +352,8 @@ def without_kernels(problem: Problem, kernels: Kernels, *, only_compiled: bool) 
 
 def _without_times(problem: Problem, kernels: Kernels, device: Device) -> str:
     """The note where what is to be tried has no times on a device, with the families if some were chosen."""
-    chosen = "" if set(kernels.families) == set(families.NAMES) else f" of {', '.join(kernels.generators)}"
+    by_default = set(kernels.families) == set(families.of_device(device))
+    chosen = "" if by_default else f" of {', '.join(kernels.generators)}"
     return f"{problem} has no times{chosen} on {device.spec}"
 
 

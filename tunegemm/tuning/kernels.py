@@ -64,7 +64,7 @@ class Kernels:
         Raises SpaceError for a family that is not known, DeviceError for one that cannot be used here.
         """
         self.device = device
-        self.families = _usable(names)
+        self.families = _usable(names, device)
         self.space: Callable[[str], SearchSpace] = cache(families.load_space)
         self._folder = folder
         self.matching = matching
@@ -285,13 +285,16 @@ def _kind(problem: Problem) -> tuple[str | int, ...]:
     return *kernel_facts(problem), function.source if function else ""
 
 
-def _usable(names: Sequence[str] | str | None) -> tuple[str, ...]:
+def _usable(names: Sequence[str] | str | None, device: Device) -> tuple[str, ...]:
     """The families asked for, or all that can work here, with a warning of others. Raises DeviceError when an
     asked one cannot.
     """
     names = named(names) if names is not None else None
     usable, missing = [], dict[str, list[str]]()
-    for name in names or families.NAMES:
+    for name in names or families.of_device(device):
+        if names and (lack := families.refusal_here(name, device)):
+            others = ", ".join(families.of_device(device))
+            raise DeviceError(f"family {name!r} has no kernels for {device.name}: {lack}; use {others}")
         # The library's family always has torch.mm; to ask for more would import torch, which takes a second.
         reason = None if name == TORCH_MM.family else families.get(name).unavailable()
         if reason is None:

@@ -1,4 +1,7 @@
-"""Kernel family `triton_tma`: persistent TMA + WGMMA kernels for Hopper, compiled by Triton."""
+"""Kernel family `triton_tma`: persistent kernels that load and store by TMA, compiled by Triton.
+
+On Hopper they multiply by WGMMA, on which they were measured; on Blackwell by tcgen05.mma or mma.sync.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 from tunegemm.compile.ptxas import Resources
 from tunegemm.compile.triton_object import build, toolchain
+from tunegemm.describe.architectures import of_target
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -40,7 +44,7 @@ def launcher(
 
 
 def compile_kernel(key: Key, out: Path) -> Resources:
-    """Compile the kernel of a key for sm_90a, in a worker that sees no GPU, and write the object `out`.
+    """Compile the kernel of a key for its target, in a worker that sees no GPU, and write the object `out`.
 
     Extents, strides and launch parameters are run-time integers: one object serves every problem of its
     dtypes and majors. Raises whatever the compiler raises.
@@ -48,6 +52,7 @@ def compile_kernel(key: Key, out: Path) -> Resources:
     from tunegemm.generate.triton_tma.kernel import gemm
 
     config = KernelConfig.from_mapping(key)
+    architecture = of_target(str(key["target"]))
     constants: dict[str, Any] = {
         name: getattr(config, name) for name in ("tile_m", "tile_n", "tile_k", "epi_n", "schedule")
     } | {
@@ -68,8 +73,10 @@ def compile_kernel(key: Key, out: Path) -> Resources:
         constants,
         out,
         num_warps=config.warps,
-        num_stages=config.stages,
+        # With mma.sync the compiler has one slot less than stages: none for a tile that is being multiplied.
+        num_stages=config.stages + (not (architecture.wgmma or architecture.tcgen05)),
         aligned=("partials",),
+        capability=architecture.number,
     )
 
 

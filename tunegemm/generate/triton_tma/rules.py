@@ -6,7 +6,6 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.feasibility import (
-    architecture,
     exceeded_smem,
     half_operands,
     no_power_of_two,
@@ -23,7 +22,18 @@ from tunegemm.generate.triton_tma.config import KernelConfig
 _OTHER_REGISTERS = 64
 
 
+#: Bytes of barriers in Blackwell's shared memory beside those of the ring.
+_BARRIER_BYTES = 1024
+
 config_of = config_maker(KernelConfig)
+
+
+@rule("device")
+def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """The Tensor Memory Accelerator is there in compute capability 9.0, and from 10.0 on (PTX ISA)."""
+    if not device.architecture.tma:
+        return f"{device.architecture.compile_target} has no TMA; triton has kernels without it"
+    return None
 
 
 @rule("tile_m", "tile_n", "tile_k")
@@ -86,7 +96,8 @@ def reduction(problem: Problem, candidate: Candidate, device: Device) -> str | N
 )  # fmt: skip
 def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Ring, staging buffer and barriers must fit one block's shared memory."""
-    return exceeded_smem(config_of(problem, candidate).smem_bytes, device.architecture)
+    more = _BARRIER_BYTES if device.architecture.tcgen05 else 0
+    return exceeded_smem(config_of(problem, candidate).smem_bytes + more, device.architecture)
 
 
 @rule(

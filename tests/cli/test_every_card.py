@@ -1,0 +1,65 @@
+"""First use on a card of each architecture: the whole command, compiled for it, with a model's times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.cards import CARDS, plug_in
+from tests.support.commands import here
+from tunegemm.describe.architectures import ARCHITECTURES
+from tunegemm.describe.device import find_device
+
+SHAPE = ("--shape", "1024x1024x1024")
+
+
+def test_there_is_one_of_each_architecture_but_hopper() -> None:
+    found = [find_device(name).architecture for name in CARDS]
+    assert found == [one for one in ARCHITECTURES.values() if not one.wgmma]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("card", CARDS)
+def test_tune_leaderboard_explain_report_and_doctor(
+    card: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plug_in(monkeypatch, card)
+    monkeypatch.setenv("TUNEGEMM_DB", str(tmp_path / "tuning.sqlite"))
+    device = find_device("cuda:0")
+    families = (
+        "triton,cublaslt" if card == "thor" else "triton,cute_sm80,cublaslt"
+    )  # see docs/reference/gpus.md
+    result = json.loads(here("tune", *SHAPE, "--families", families, "--trials", "3", "--json").stdout)
+    assert result["device"] == "cuda:0" and result["source"] == "measured"
+    assert result["best"] is not None, result
+    listed = json.loads(here("leaderboard", "--format", "json").stdout)
+    assert device.name in json.dumps(listed)
+    explained = here("explain", *SHAPE).stdout
+    assert device.name in explained and "torch.mm" in explained
+    page = tmp_path / "report.html"
+    here("report", "--out", page)
+    assert device.name in page.read_text()
+    found = here("doctor", code=None).stdout
+    assert device.architecture.short_name in found and device.architecture.name in found
+    assert "has no kernels for the GPUs here" in " ".join(found.split())
+
+
+def test_families_of_another_card_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, "a100")
+    refused = here("tune", *SHAPE, "--families", "cute_sm90", code=2)
+    assert (
+        refused.stderr.strip()
+        .splitlines()[-1]
+        .startswith("tunegemm: family 'cute_sm90' has no kernels for NVIDIA A100")
+    )
+
+
+def test_a_model_is_a_ranking_that_never_ran() -> None:
+    done = here(
+        "tune", *SHAPE, "--device", "model:rtx4090", "--families", "triton", "--trials", "1", "--json"
+    )
+    result = json.loads(done.stdout)
+    assert result["best"] is None and "a model's ranking, never run" in result["note"]

@@ -1,0 +1,164 @@
+"""What NVIDIA's GPUs since Ampere can hold, by compute capability, and datasheet figures of some of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_KIB = 1024
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Limits that hold for every part of one compute capability.
+
+    Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", and CCCL's
+    `cuda::arch_traits` for 8.7, 10.3, 11.0 and 12.1; for what instructions exist, the target notes of the
+    PTX ISA. The CuTe DSL has the shared memory of each, too, which a test compares.
+    """
+
+    capability: tuple[int, int]
+    """Major and minor compute capability."""
+    name: str
+    """The generation."""
+    compile_target: str
+    """What the compilers call it, such as ``sm_90a``."""
+    smem_bytes_per_block: int
+    """Largest shared memory of one block, after opting in."""
+    smem_bytes_per_sm: int
+    """Shared memory of one multiprocessor. Each resident block also costs 1 KiB of it."""
+    threads_per_sm: int
+    """Most resident threads."""
+    max_cluster_size: int
+    """Most blocks of a portable cluster; 1 where there are no clusters."""
+    flops_per_cycle: int
+    """Dense bf16 of the tensor cores of one multiprocessor a cycle, with fp32 sums (datasheets' rates over
+    multiprocessors and boost clocks). GeForce parts do half of it up to Ada and in 12.0."""
+    fp8: bool = True
+    """Whether its tensor cores multiply fp8."""
+    fp4: bool = False
+    """Whether its tensor cores multiply fp4."""
+    tma: bool = False
+    """Whether it has the Tensor Memory Accelerator."""
+    wgmma: bool = False
+    """Whether a warpgroup multiplies out of shared memory (wgmma, of sm_90a alone)."""
+    tcgen05: bool = False
+    """Whether it has tensor memory, and tcgen05.mma."""
+    registers_per_sm: int = 65536
+    """32-bit registers of one multiprocessor."""
+    registers_per_thread: int = 255
+    """Most registers one thread can address."""
+    threads_per_block: int = 1024
+    """Most threads of one block."""
+
+    @property
+    def short_name(self) -> str:
+        """Such as ``sm_90``."""
+        return f"sm_{self.capability[0]}{self.capability[1]}"
+
+    @property
+    def number(self) -> int:
+        """The capability as Triton writes it, such as 90."""
+        return 10 * self.capability[0] + self.capability[1]
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        """What of it kernels differ by, in words: mma.sync and cp.async are on all."""
+        flags = {
+            "fp8": self.fp8,
+            "fp4": self.fp4,
+            "TMA": self.tma,
+            "wgmma": self.wgmma,
+            "tcgen05": self.tcgen05,
+        }
+        return tuple(name for name, has in flags.items() if has)
+
+    def rate(self, device_name: str) -> int:
+        """`flops_per_cycle` of a part by its product name."""
+        halved = "GeForce" in device_name and self.capability in _HALVED_GEFORCE
+        return self.flops_per_cycle // 2 if halved else self.flops_per_cycle
+
+
+_HALVED_GEFORCE = {(8, 6), (8, 9), (12, 0)}
+
+#: Shared memory of a block and of a multiprocessor.
+_SMALL, _AMPERE, _LARGE = ((kib * _KIB, (kib + 1) * _KIB) for kib in (99, 163, 227))
+
+ARCHITECTURES: dict[tuple[int, int], Architecture] = {
+    architecture.capability: architecture
+    for architecture in (
+        Architecture((8, 0), "Ampere", "sm_80", *_AMPERE, 2048, 1, 2048, fp8=False),
+        Architecture((8, 6), "Ampere", "sm_86", *_SMALL, 1536, 1, 1024, fp8=False),
+        Architecture((8, 7), "Ampere", "sm_87", *_AMPERE, 1536, 1, 2048, fp8=False),
+        Architecture((8, 9), "Ada", "sm_89", *_SMALL, 1536, 1, 1024),
+        Architecture((9, 0), "Hopper", "sm_90a", *_LARGE, 2048, 8, 4096, True, False, True, True),
+        Architecture(
+            (10, 0), "Blackwell", "sm_100a", *_LARGE, 2048, 8, 8192, fp4=True, tma=True, tcgen05=True
+        ),
+        Architecture(
+            (10, 3), "Blackwell", "sm_103a", *_LARGE, 2048, 8, 8192, fp4=True, tma=True, tcgen05=True
+        ),
+        Architecture(
+            (11, 0), "Blackwell", "sm_110a", *_LARGE, 1536, 8, 8192, fp4=True, tma=True, tcgen05=True
+        ),
+        Architecture((12, 0), "Blackwell", "sm_120a", *_SMALL, 1536, 8, 1024, True, True, True),
+        Architecture((12, 1), "Blackwell", "sm_121a", *_SMALL, 1536, 8, 1024, True, True, True),
+    )
+}
+
+
+def of_target(compile_target: str) -> Architecture:
+    """The architecture that the compilers call so."""
+    return next(one for one in ARCHITECTURES.values() if one.compile_target == compile_target)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Datasheet figures of one product, for the roofline and for `model:NAME`."""
+
+    device_name: str
+    """The name that CUDA reports."""
+    capability: tuple[int, int]
+    sm_count: int
+    peak_tflops: float
+    """Dense bf16/fp16 tensor throughput with fp32 sums, TFLOP/s."""
+    bandwidth_gbps: float
+    """Device memory bandwidth, GB/s."""
+    l2_bytes: int
+    memory_bytes: int
+
+
+def _part(
+    name: str, capability: tuple[int, int], sm_count: int, tflops: float, gbps: float, l2_mib: float, gb: int
+) -> Part:
+    return Part(f"NVIDIA {name}", capability, sm_count, tflops, gbps, int(l2_mib * _KIB**2), gb * 10**9)
+
+
+#: Datasheets and architecture whitepapers, dense rates without sparsity. Of Orin, Thor and GB10 NVIDIA gives
+#: sparse INT8 or FP4 alone, of which the dense bf16 rate is a quarter and an eighth.
+PARTS: dict[str, Part] = {
+    "h200": _part("H200", (9, 0), 132, 989.4, 4800, 60, 141),
+    "h100-sxm": _part("H100 80GB HBM3", (9, 0), 132, 989.4, 3350, 50, 80),
+    "h100-pcie": _part("H100 PCIe", (9, 0), 114, 756.5, 2039, 50, 80),
+    "h100-nvl": _part("H100 NVL", (9, 0), 132, 835.0, 3938, 50, 94),
+    "a100-sxm-80gb": _part("A100-SXM4-80GB", (8, 0), 108, 312.0, 2039, 40, 80),
+    "a100-sxm-40gb": _part("A100-SXM4-40GB", (8, 0), 108, 312.0, 1555, 40, 40),
+    "a100-pcie-80gb": _part("A100 80GB PCIe", (8, 0), 108, 312.0, 1935, 40, 80),
+    "a10": _part("A10", (8, 6), 72, 125.0, 600, 6, 24),
+    "a40": _part("A40", (8, 6), 84, 149.7, 696, 6, 48),
+    "rtx3060": _part("GeForce RTX 3060", (8, 6), 28, 25.5, 360, 2.25, 12),
+    "rtx3090": _part("GeForce RTX 3090", (8, 6), 82, 71.0, 936, 6, 24),
+    "orin": Part("Orin", (8, 7), 16, 42.5, 204.8, 4 * _KIB**2, 64 * 10**9),
+    "l4": _part("L4", (8, 9), 58, 121.0, 300, 48, 24),
+    "l40s": _part("L40S", (8, 9), 142, 362.0, 864, 96, 48),
+    "rtx4060": _part("GeForce RTX 4060", (8, 9), 24, 30.2, 272, 24, 8),
+    "rtx4090": _part("GeForce RTX 4090", (8, 9), 128, 165.2, 1008, 72, 24),
+    "b200": _part("B200", (10, 0), 148, 2250.0, 8000, 126, 180),
+    "b300": _part("B300 SXM6 AC", (10, 3), 148, 2250.0, 8000, 126, 270),
+    "thor": _part("Thor", (11, 0), 20, 258.8, 273, 32, 128),
+    "rtx5090": _part("GeForce RTX 5090", (12, 0), 170, 209.5, 1792, 96, 32),
+    "rtx-pro-6000": _part("RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 188, 503.8, 1792, 128, 96),
+    "gb10": _part("GB10", (12, 1), 48, 125.0, 273, 24, 128),
+}
+
+#: Names of parts that have several forms, of which one is meant.
+ALIASES = {"a100": "a100-sxm-80gb", "h100": "h100-sxm", "dgx-spark": "gb10"}

@@ -1,0 +1,193 @@
+"""What a portable Triton kernel may be: one function per cause (see `tunegemm.generate.feasibility`)."""
+
+from __future__ import annotations
+
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate.feasibility import exceeded_smem, no_power_of_two, ring_depth, rule
+from tunegemm.generate.generator import config_maker
+from tunegemm.generate.tiles import split_work, tile_count
+from tunegemm.generate.triton.config import EPI_COLUMNS, LEAST_COPY_BYTES, WARPGROUP_ROWS, KernelConfig
+
+#: Registers of a thread beside its accumulators.
+_OTHER_REGISTERS = 94
+#: Of an element that passes registers: itself, its address and its place. 32 of them beside 32 accumulators
+#: do not spill on sm_80, 40 beside 32 and 48 beside 4 do.
+_REGISTERS_OF_ELEMENT = 4
+#: Of a copy: with 128 accumulators kernels of 6 and 8 copies a thread do not spill on sm_80, 256x64x32 in 4
+#: warps, which has 10, spills 72 to 140 B, and 128x256x64 in 8, which has 12, 120 B (Triton 3.7.1).
+_REGISTERS_OF_COPY = 4
+#: 256x32x64 in 4 warps has 18, and spills 24 B on sm_86.
+_MOST_COPIES = 16
+#: ptxas of CUDA 13.1 spills 40 B of 128x128x32 in 4 warps for sm_120, where that of 12.8 does not for sm_86.
+_REGISTERS_OF_SM120 = 8
+#: Elements from a line to the next: 256 lines of a tile then are within 31 bits of each other.
+MAX_LEADING = 2**22
+#: Bytes of barriers in Blackwell's shared memory beside the ring.
+_BARRIER_BYTES = 1024
+
+config_of = config_maker(KernelConfig)
+
+
+@rule("in_dtype", "device")
+def tensor_cores(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """mma.sync has fp8 operands from compute capability 8.9 on (PTX ISA)."""
+    if problem.in_dtype.startswith("fp8") and not device.architecture.fp8:
+        return f"{device.architecture.compile_target} has no {problem.in_dtype}; it is there from sm_89 on"
+    return None
+
+
+@rule("in_dtype", "out_dtype", "accumulation")
+def operands(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Triton's dot takes operands of one type, sums them in fp32 or int32, and here stores 2 or 4 bytes."""
+    if problem.in_dtype.count("_") > 1:
+        return f"A and B are of one type in Triton's dot, not {problem.in_dtype}"
+    if DTYPE_BYTES[problem.out_dtype] < 2:
+        return f"triton stores results of 2 or 4 bytes, not {problem.out_dtype}"
+    if problem.accumulation != "fast":
+        return f"triton has no {problem.accumulation} accumulation"
+    return None
+
+
+@rule("in_dtype", "a_major", "b_major")
+def majors(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """ldmatrix transposes elements of 16 bits only (PTX ISA): others are read along k."""
+    if DTYPE_BYTES[problem.in_dtype] != 2 and (problem.a_major, problem.b_major) != ("k", "k"):
+        return f"layout {problem.layout} of {problem.in_dtype}: lines along k are wanted, as of layout tn"
+    return None
+
+
+def _reach(num_bytes: int, most: int) -> int:
+    """The largest power of two, up to `most`, that divides a number of bytes."""
+    return min(num_bytes & -num_bytes, most)
+
+
+@rule("vector_bytes", "m", "n", "k", "in_dtype", "a_major", "b_major", "alignment")
+def whole_vectors(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A mask has one bit for a vector, and an access faults where its address is no multiple of it; narrower
+    ones than lines allow copy the same bytes with more instructions."""
+    in_bytes = DTYPE_BYTES[problem.in_dtype]
+    lines = [
+        {"m": problem.m, "n": problem.n, "k": problem.k}[one] for one in (problem.a_major, problem.b_major)
+    ]
+    widest = min(_reach(line * in_bytes, problem.alignment) for line in lines)
+    if candidate["vector_bytes"] != widest:
+        return f"vectors of {candidate['vector_bytes']} B, where lines and addresses have {widest} B"
+    return None
+
+
+@rule("store_bytes", "m", "n", "out_dtype", "out_major")
+def whole_stores(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """As of operands: D's lines are whole vectors of the widest size that divides them."""
+    line = problem.n if problem.out_major == "n" else problem.m
+    widest = _reach(line * DTYPE_BYTES[problem.out_dtype], MAX_ALIGNMENT)
+    if candidate["store_bytes"] != widest:
+        return f"stores of {candidate['store_bytes']} B, where D's lines have {widest} B"
+    return None
+
+
+@rule("m", "n", "k")
+def near_lines(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Offsets within a tile are numbers of 32 bits."""
+    longest = max(problem.m, problem.n, problem.k)
+    return f"lines of {longest} elements > {MAX_LEADING}" if longest > MAX_LEADING else None
+
+
+@rule("tile_m", "tile_n", "tile_k", "in_dtype")
+def block_shape(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Triton's blocks are powers of two, and whole instructions: m16n8, and 32 bytes along k."""
+    least = {"tile_m": 16, "tile_n": 16, "tile_k": 32 // DTYPE_BYTES[problem.in_dtype]}
+    return next(filter(None, (no_power_of_two(candidate, *each) for each in least.items())), None)
+
+
+@rule("warps", "tile_m", "tile_n")
+def warps(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Triton has powers of two of them, and each wants a part of the tile of its own. Warpgroups that share
+    64 rows hold other columns than the epilogue stores together: all would move through shared memory."""
+    if (reason := no_power_of_two(candidate, "warps", 1, 16)) is not None:
+        return reason
+    tile_m, tile_n, count = (candidate[name] for name in ("tile_m", "tile_n", "warps"))
+    if 2 * count > (most := tile_m // 16 * (tile_n // 8)):
+        return f"2 x {count} warps > {most} instructions of a tile"
+    if tile_m >= WARPGROUP_ROWS and count * 16 > tile_m and tile_n > EPI_COLUMNS:
+        return f"{count} warps share {tile_m} rows of {tile_n} > {EPI_COLUMNS} columns"
+    return None
+
+
+@rule("tile_m", "tile_n", "tile_k", "warps", "vector_bytes", "in_dtype", "device")
+def registers(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Accumulators, fragments and addresses must fit a thread's registers, or ptxas spills; and what passes
+    registers on its way to shared memory, too."""
+    config, limits = config_of(problem, candidate), device.architecture
+    need, words = config.accumulator_registers + _OTHER_REGISTERS, f"+ {_OTHER_REGISTERS}"
+    if not config.copies:
+        need += (passing := config.loaded_elements * _REGISTERS_OF_ELEMENT)
+        words += f" + {passing} of elements"
+    elif not (limits.wgmma or limits.tcgen05):  # which multiply out of shared memory
+        if (copies := config.loaded_elements // config.vector) > _MOST_COPIES:
+            return f"{copies} copies of a thread > {_MOST_COPIES}: addresses spill on {limits.compile_target}"
+        need += (more := _REGISTERS_OF_SM120 if limits.capability >= (12, 0) else 0)
+        words += f" + {more}" if more else ""
+        need += (copying := config.loaded_elements // config.vector * _REGISTERS_OF_COPY)
+        words += f" + {copying} of copies"
+    budget = min(limits.registers_per_sm // config.threads, limits.registers_per_thread)
+    if need > budget:
+        return f"{config.accumulator_registers} accumulators {words} > {budget} registers"
+    return None
+
+
+@rule("stages", "vector_bytes", runs=True)
+def copied_ahead(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """cp.async has 4 bytes at least: of narrower vectors nothing is copied ahead, whatever the stages."""
+    if candidate["vector_bytes"] < LEAST_COPY_BYTES and candidate["stages"] > 2:
+        return f"stages {candidate['stages']} of vectors of {candidate['vector_bytes']} B do what 2 do"
+    return None
+
+
+@rule("tile_m", "tile_n", "tile_k", "stages", "vector_bytes", "in_dtype", "device")
+def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """The ring, and on Blackwell its barriers, must fit one block's shared memory."""
+    config, more = config_of(problem, candidate), 0
+    if device.architecture.tcgen05:
+        more = _BARRIER_BYTES + (0 if config.copies else config.stage_bytes)
+    return exceeded_smem(config.smem_bytes + more, device.architecture)
+
+
+@rule(
+    "ctas", "split_k", "warps", "tile_m", "tile_n", "tile_k", "stages", "vector_bytes", "in_dtype", "device",
+    "m", "n", "batch", runs=True,
+)  # fmt: skip
+def two_blocks(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """Two persistent blocks share a multiprocessor only when its registers and shared memory hold both."""
+    if candidate.params.get("ctas") != "two_per_sm":
+        return None
+    work = tile_count(problem, candidate) * int(candidate.params.get("split_k", 1))
+    if work <= device.sm_count:
+        return f"{work} work units <= {device.sm_count} multiprocessors: one block each does the same"
+    config, limits = config_of(problem, candidate), device.architecture
+    if (reason := exceeded_smem(config.smem_bytes, limits, blocks=2)) is not None:
+        return reason
+    registers = config.accumulator_registers + _OTHER_REGISTERS
+    if 2 * config.threads * registers > limits.registers_per_sm:
+        return f"2 x {config.threads} threads x {registers} registers > {limits.registers_per_sm}"
+    return None
+
+
+#: Cheapest first.
+RULES = (
+    tensor_cores,
+    operands,
+    majors,
+    near_lines,
+    whole_vectors,
+    whole_stores,
+    block_shape,
+    warps,
+    registers,
+    ring_depth,
+    copied_ahead,
+    shared_memory,
+    two_blocks,
+    split_work,
+)
