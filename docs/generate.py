@@ -17,12 +17,14 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.tables.gains import gains
 from benchmarks.tables.peers import even_rows, peers, peers_odd, summary
 from benchmarks.tables.programs import (
     batch_invariance,
@@ -45,7 +47,7 @@ from benchmarks.tables.programs import (
     vllm,
     vllm_experts,
 )
-from benchmarks.tables.reading import DocsError, load
+from benchmarks.tables.reading import DocsError, load, markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
@@ -122,6 +124,39 @@ def shipped(_: Path) -> str:
     return f"Records that ship: {listed}."
 
 
+#: Packages of the table of versions.
+_VERSIONS = (
+    "python",
+    "torch",
+    "triton",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "transformers",
+    "vllm",
+    "sglang",
+)
+
+
+def versions(results: Path) -> str:
+    """Which versions are required, tested and measured, from the files that say so."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = [*project["dependencies"], *project["optional-dependencies"]["bench"]]
+    required = dict(re.fullmatch(r"([\w.-]+)(.*)", one).groups() for one in listed)  # type: ignore[union-attr]
+    required["python"] = project["requires-python"]
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    for path in sorted((ROOT / "tests" / "data" / "engines").glob("*.txt")):
+        engine, version = path.stem.split("-")
+        pinned[engine] = f"{pinned[engine]}, {version}" if engine in pinned else version
+    measured: dict[str, str] = {}
+    for name in ("clients.json", "dispatch.json", "vllm.json"):
+        if (data := load(results, name)) is not None:
+            measured |= data.get("meta", {}).get("packages", {})
+    rows = [
+        [name, required.get(name, ""), pinned.get(name, ""), measured.get(name, "")] for name in _VERSIONS
+    ]
+    return markdown_table(["package", "required", "tested", "measured"], rows)
+
+
 def sample(_: Path) -> str:
     """What `tunegemm explain` says of a shipped record, on the recorded GPU."""
     with TemporaryDirectory() as home:
@@ -179,6 +214,7 @@ def labels(_: Path) -> str:
 
 #: What fills each block, given the folder of the result files.
 BLOCKS: dict[str, Callable[[Path], str]] = {
+    "gains": gains,
     "summary": summary,
     "peers": peers,
     "peers-odd": peers_odd,
@@ -205,6 +241,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "labels": labels,
     "sample": sample,
     "shipped": shipped,
+    "versions": versions,
 }
 
 
