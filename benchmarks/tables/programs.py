@@ -350,19 +350,17 @@ def layers(data: Data) -> list[str]:
     """Layers of models under `patch(fuse=True)`: times torch and times merged weights, by mode."""
     rows = data["rows"]
     modes = [mode for mode in ("graph", "eager", "compile") if any(row["mode"] == mode for row in rows)]
-    found = {(row["model"], row["rows"], row["mode"]): row for row in rows}
-    lines, header = [], ["layers, rows"]
+    tables = []
     for mode in modes:
-        header += [f"{mode}: torch, ms", "times torch", "times merged", "noise"]
-    for model, count in dict.fromkeys((row["model"], row["rows"]) for row in rows):
-        line = [f"{model}, {count}"]
-        for mode in modes:
-            row = found.get((model, count, mode))
-            line += [""] * 4 if row is None else [
-                f"{row['torch_ms']:.3f}", f"{row['ratio']:.3f}", f"{row['ratio_to_merged']:.3f}",
-                f"{100 * row['noise']:.1f} %",
-            ]  # fmt: skip
-        lines.append(line)
+        lines = [
+            [
+                f"{row['model']}, {row['rows']}", f"{row['torch_ms']:.3f}", f"{row['ratio']:.3f}",
+                f"{row['ratio_to_merged']:.3f}", f"{100 * row['noise']:.1f} %",
+            ]
+            for row in rows
+            if row["mode"] == mode
+        ]  # fmt: skip
+        tables.append(markdown_table([mode, "torch, ms", "times torch", "times merged", "noise"], lines))
     said = []
     for mode in modes:
         for what, decodes in (("decode", True), ("prefill", False)):
@@ -396,7 +394,7 @@ def layers(data: Data) -> list[str]:
         if 1 - row["ratio"] > row["noise"]
     ]
     said.append(f"- slower than torch by more than the noise: {', '.join(slower) or 'none'}")
-    return [markdown_table(header, lines), "\n".join(said)]
+    return [*tables, "\n".join(said)]
 
 
 #: Of vllm.json's rows.
