@@ -141,7 +141,8 @@ def versions(results: Path) -> str:
     """Which versions are required, tested and measured, from the files that say so."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     listed = [*project["dependencies"], *project["optional-dependencies"]["bench"]]
-    required = dict(re.fullmatch(r"([\w.-]+)(.*)", one).groups() for one in listed)  # type: ignore[union-attr]
+    split = (re.fullmatch(r"([\w.-]+)(.*)", one) for one in listed)
+    required = {found[1]: found[2] for found in split if found}
     required["python"] = project["requires-python"]
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     for path in sorted((ROOT / "tests" / "data" / "engines").glob("*.txt")):

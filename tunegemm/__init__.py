@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tunegemm.tuning.progress import Progress, TuneResult
     from tunegemm.tuning.tuner import tune
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Candidate", "Database", "Device", "Epilogue", "Failure", "Measurement", "Operation", "Problem",

@@ -48,7 +48,7 @@ LINES: tuple[tuple[str, str, Callable[[Row], bool]], ...] = (
         "clients.json",
         _client(("decode-1", "decode-16", "decode-64"), ("graph",)),
     ),
-    ("8B layers reading 4096 tokens", "clients.json", _client(("prefill",), ("graph",))),
+    ("8B layers reading 4096 tokens", "clients.json", _client(("prefill",), ("eager", "graph"))),
     ("8B layers in training", "clients.json", _client(("train",), ("eager", "graph"))),
     ("vLLM, bf16 decode", "vllm.json", _vllm("bf16", "fastest", "decode")),
     ("vLLM, bf16 prefill", "vllm.json", _vllm("bf16", "fastest", "prefill")),

@@ -120,10 +120,9 @@ def first_use(data: Data) -> list[str]:
     unseen = [row for row in data["rows"] if not row["listed"]]
     groups = {
         "with a shipped record": listed,
-        "of them with a K that is a multiple of 8": [row for row in listed if row["k"] % 8 == 0],
         "without": unseen,
-        "of them up to 256 rows": [row for row in unseen if row["m"] <= 256],
-        "of them served by prediction": [row for row in unseen if row["predicted"]],
+        "without, up to 256 rows": [row for row in unseen if row["m"] <= 256],
+        "without, served by prediction": [row for row in unseen if row["predicted"]],
     }
     lines = []
     for name, rows in groups.items():
@@ -136,10 +135,10 @@ def first_use(data: Data) -> list[str]:
     said = ""
     if found := [row for row in unseen if row.get("expected")]:
         expected, got = (geometric_mean([row[name] for row in found]) for name in ("expected", "ratio"))
-        said = f"Of what was predicted {expected:.3f} was expected, {got:.3f} was measured. "
+        said = f"Predicted products: {expected:.3f} expected, {got:.3f} measured. "
     first, *others = data["rows"]
-    said += f"The process's first product took {first['first_ms']:.0f} ms beside what the benchmark had "
-    said += f"imported, the longest first call of another {max(row['first_ms'] for row in others):.0f} ms."
+    said += f"The process's first product took {first['first_ms']:.0f} ms after the benchmark's imports, any "
+    said += f"other first call at most {max(row['first_ms'] for row in others):.0f} ms."
     return [markdown_table(header, lines), said]
 
 
@@ -207,7 +206,7 @@ def expert_layers(data: Data) -> list[str]:
         "times in eager calls", "times vLLM's in a graph",
     ]  # fmt: skip
     found = [row["ratio"] for row in data["rows"]]
-    mean = f"In the mean {geometric_mean(found):.3f} in a graph, the least {min(found):.3f}."
+    mean = f"Geometric mean in a graph {geometric_mean(found):.3f}, lowest {min(found):.3f}."
     return [markdown_table(header, lines), mean]
 
 
@@ -248,9 +247,10 @@ def first_use_kinds(data: Data) -> list[str]:
     every = [row["ratio"] for row in data["rows"]]
     share = sum(row["served"] for row in data["rows"]) / len(every)
     said = (
-        f"Of {len(every)} in all {share:.0%} were served, in the mean {geometric_mean(every):.3f} of torch, "
+        f"{share:.0%} of {len(every)} products were served. Geometric mean of all: "
+        f"{geometric_mean(every):.3f} of torch; {sum(each < LEAST for each in every)} below {LEAST}."
     )
-    return [markdown_table(header, lines), f"{said}{sum(each < LEAST for each in every)} below {LEAST}."]
+    return [markdown_table(header, lines), said]
 
 
 @of_file("dtypes.json")
@@ -285,18 +285,17 @@ def dispatch(data: Data) -> list[str]:
     ]
     table = markdown_table(["call", "torch, us", "tunegemm, us", "ratio"], lines)
     said = (
-        f"`import tunegemm` takes {data['import_ms']:.1f} ms beyond torch, with dispatch "
-        f"{data['import_and_matmul_ms']:.0f} ms; a record in memory {data['bytes_per_record']:.0f} bytes. "
-        f"A process's first product takes {data['first_call_ms']:.0f} ms with {data['records']} records and "
-        f"{data['first_call_few_records_ms']:.0f} ms with few"
+        f"`import tunegemm` takes {data['import_ms']:.1f} ms beyond torch's import, loading dispatch "
+        f"{data['import_and_matmul_ms']:.0f} ms. A record takes {data['bytes_per_record']:.0f} bytes. "
+        f"A process's first product takes {data['first_call_few_records_ms']:.0f} ms with few records and "
+        f"{data['first_call_ms']:.0f} ms with {data['records']}"
     )
     if (parts := data.get("first_call_parts")) is not None:
         warm, cold = parts["warm"], parts["cold"]
         said += (
             f": {warm['records_ms']:.0f} ms to read the records, {warm['kernel_ms']:.0f} ms to load the "
-            f"kernel and {warm['device_ms']:.0f} ms to ask for the device. With its files dropped from the "
-            f"page cache it takes {cold['first_call_ms']:.0f} ms, and the import "
-            f"{cold['import_and_matmul_ms']:.0f} ms"
+            f"kernel, {warm['device_ms']:.0f} ms to query the device. With a cold page cache it takes "
+            f"{cold['first_call_ms']:.0f} ms, and loading dispatch {cold['import_and_matmul_ms']:.0f} ms"
         )
     said += "."
     return [table, said]
@@ -370,8 +369,8 @@ def layers(data: Data) -> list[str]:
                     geometric_mean([row[name] for row in some]) for name in ("ratio", "ratio_to_merged")
                 )
                 said.append(
-                    f"- {mode}, {what}: {of_torch:.3f} of torch, {of_merged:.3f} of merged weights in "
-                    f"geometric mean of {len(some)}"
+                    f"- {mode}, {what}: {of_torch:.3f} times torch, {of_merged:.3f} times merged weights "
+                    f"(geometric means of {len(some)})"
                 )
     for row in rows:
         if row["mode"] == "max-autotune":
@@ -385,8 +384,8 @@ def layers(data: Data) -> list[str]:
             least = min(beside, key=lambda row: row["ratio_to_liger"])
             said.append(
                 f"- {mode}, beside Liger's norms and gates: "
-                f"{geometric_mean([row['ratio_to_liger'] for row in beside]):.3f} of them in geometric mean "
-                f"of {len(beside)}, least {least['ratio_to_liger']:.3f} ({least['model']} {least['rows']})"
+                f"{geometric_mean([row['ratio_to_liger'] for row in beside]):.3f} (geometric mean of "
+                f"{len(beside)}), lowest {least['ratio_to_liger']:.3f} ({least['model']} {least['rows']})"
             )
     slower = [
         f"{row['model']} {row['rows']} {row['mode']} ({row['ratio']:.3f})"
@@ -423,13 +422,13 @@ def vllm(data: Data) -> list[str]:
     means = (f"{name} {geometric_mean(some):.3f}, least {min(some):.3f}" for name, some in ratios.items())
     said = (
         f"Geometric means: {'; '.join(means)}. "
-        f"Slower than vLLM by more than the noise: {', '.join(told[False]) or 'none'}. "
-        f"Faster by more than it: {', '.join(told[True]) or 'none'}."
+        f"Slower than vLLM by more than the noise: {', '.join(told[False]) or 'none'}; faster: "
+        f"{len(told[True])} of {len(data['rows'])}."
     )
     for way, where in ((False, "no product"), (True, "each product")):
         others = [row for row in data.get("other_rows", ()) if row["gates"] is way]
         apart = ", ".join(f"{row['phase']} of {row['sequences']} {row['ratio']:.3f}" for row in others)
-        said += f" By a run with the gate in {where}: {apart}." if others else ""
+        said += f" A run with the gate in {where}: {apart}." if others else ""
     for key, found in data.items():
         if key.startswith("logits_"):
             apart = found["largest_difference"]
@@ -499,7 +498,7 @@ def batch_invariance(data: Data) -> list[str]:
     said = "The Triton kernel is not in this file."
     if theirs:
         unlike = sum(map(bool, theirs.values()))
-        said = f"Of the Triton kernel's {len(theirs)} products {unlike} have rows with other bits."
+        said = f"{unlike} of the Triton kernel's {len(theirs)} products have rows with other bits."
     return [markdown_table(header, lines), said]
 
 
