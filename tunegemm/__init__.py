@@ -1,6 +1,6 @@
-"""tunegemm: find, remember and dispatch the fastest matrix-product kernel for your GPU.
+"""tunegemm finds the fastest matrix-product kernel for your GPU, stores it, and runs it.
 
-The public names below load on first use, so that `import tunegemm` costs milliseconds.
+The public names below load on first use, so `import tunegemm` takes milliseconds.
 """
 
 from __future__ import annotations
