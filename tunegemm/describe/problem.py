@@ -240,7 +240,7 @@ class Problem:
     def of_groups(
         cls, m: int, n: int, k: int, groups: int, *, dtype: str = "bf16", gate: str = "", b_major: str = "k"
     ) -> Problem:
-        """A product of m rows in groups; fp8 has scales. Raises ProblemError for groups that no kernel takes."""
+        """A product of m rows in groups; fp8 has scales. Raises ProblemError if no kernel takes them."""
         steps = filter(None, (GROUPED, gate, _OF_GROUPS.get(dtype)))
         out = default_out_dtype(dtype)
         return cls(m, n, k, groups, dtype, out, b_major=b_major, epilogue="+".join(steps))

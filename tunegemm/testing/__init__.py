@@ -10,8 +10,8 @@
     class TestKernels(CompileTests):
         examples = EXAMPLES
 
-Install the package with the family first, so that its entry point is found. `FamilyTests` are for a library's family,
-which compiles nothing. The families that ship pass the same tests. They need pytest but no GPU.
+Install the package with the family first, so that its entry point is found. `FamilyTests` are for a library's
+family, which compiles nothing. The families that ship pass the same tests. They need pytest but no GPU.
 """
 
 from __future__ import annotations
