@@ -30,7 +30,6 @@ from benchmarks.tables.programs import (
     batch_invariance,
     campaign,
     clients,
-    clients_fused,
     clients_training,
     dispatch,
     dtypes,
@@ -39,7 +38,6 @@ from benchmarks.tables.programs import (
     experts_served,
     first_use,
     first_use_kinds,
-    layers,
     search,
     tuning_four,
     tuning_many,
@@ -57,7 +55,7 @@ H100, OF_H100 = "h100-80gb-hbm3", "-h100"
 #: The product of the sample of output: one that a shipped kernel wins by much.
 SAMPLE = "128x7168x16384"
 #: Values of a parameter that are listed one by one.
-_MANY = 5
+_MANY = 3
 
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 
@@ -230,9 +228,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "search": search,
     "campaign": campaign,
     "clients": clients,
-    "clients-fused": clients_fused,
     "clients-training": clients_training,
-    "layers": layers,
     "vllm": vllm,
     "vllm-experts": vllm_experts,
     "dtypes": dtypes,

@@ -90,7 +90,7 @@ def _regret(one: Mapping[str, Any], count: int) -> str:
     """Median and ninth decile; a dash where an older run did not go so far."""
     if f"median_{count}" not in one:
         return "-"
-    return f"{one[f'median_{count}']:.2%} / {one[f'ninth_{count}']:.2%}"
+    return f"{one[f'median_{count}']:.2%}/{one[f'ninth_{count}']:.2%}"
 
 
 @of_file("campaign.json")
@@ -230,7 +230,7 @@ def first_use_kinds(data: Data) -> list[str]:
         lines.append(
             [
                 f"{dtype} {epilogue}".strip(),
-                f"{min(row['m'] for row in rows)} to {max(row['m'] for row in rows)}",
+                f"{min(row['m'] for row in rows)}-{max(row['m'] for row in rows)}",
                 str(len(rows)),
                 str(len(served)),
                 f"{geometric_mean(ratios):.3f}",
@@ -325,7 +325,7 @@ def _clients(data: Data) -> list[str]:
         layers = f"{row['layers']} of {row['model']}" if "model" in row else str(row["layers"])
         cells = [f"{row['workload']}, {row['mode']}", layers, f"{row['torch_us'] / 1e3:.3f}"]
         others = [of(row) for of in shown.values()]
-        lines.append([*cells, *ours, f"{100 * row['noise']:.1f} %", *others, *errors])
+        lines.append([*cells, *ours, f"{100 * row['noise']:.1f}%", *others, *errors])
     header = [
         "workload, mode", "layers", "torch, ms", "tunegemm, ms", "times torch", "noise", *shown,
         "torch's error", "tunegemm's error",
@@ -340,7 +340,6 @@ def _clients(data: Data) -> list[str]:
 
 
 clients = of_file("clients.json")(_clients)
-clients_fused = of_file("clients_fused.json")(_clients)
 clients_training = of_file("clients_training.json")(_clients)
 
 
@@ -354,7 +353,7 @@ def layers(data: Data) -> list[str]:
         lines = [
             [
                 f"{row['model']}, {row['rows']}", f"{row['torch_ms']:.3f}", f"{row['ratio']:.3f}",
-                f"{row['ratio_to_merged']:.3f}", f"{100 * row['noise']:.1f} %",
+                f"{row['ratio_to_merged']:.3f}", f"{100 * row['noise']:.1f}%",
             ]
             for row in rows
             if row["mode"] == mode
@@ -377,7 +376,7 @@ def layers(data: Data) -> list[str]:
             said.append(
                 f"- beside torch.compile max-autotune, {row['model']} {row['rows']}: {row['ratio']:.3f} of "
                 f"torch, {row['ratio_to_merged']:.3f} of merged weights, both tuned by it (noise "
-                f"{100 * row['noise']:.1f} %)"
+                f"{100 * row['noise']:.1f}%)"
             )
     for mode in (*modes, "max-autotune"):
         if beside := [row for row in rows if row["mode"] == mode and "ratio_to_liger" in row]:
@@ -410,7 +409,7 @@ def vllm(data: Data) -> list[str]:
         kind = row["dtype"] + _MODES[row["mode"]]
         name = f"{kind} {row['phase']}"
         rates = [f"{row[key]:,.0f}" for key in ("engine_tokens_per_s", "tokens_per_s")]
-        share = [f"{row['ratio']:.3f}", f"{100 * row['noise']:.1f} %"]
+        share = [f"{row['ratio']:.3f}", f"{100 * row['noise']:.1f}%"]
         shown = name + ", gate in the product" * row.get("gates", False)
         lines.append([shown, str(row["sequences"]), *rates, *share])
         ratios.setdefault(name, []).append(row["ratio"])
@@ -451,7 +450,7 @@ def vllm_experts(data: Data) -> list[str]:
     lines = []
     for model, some in _by(rows, lambda row: row["model"]).items():
         at = {row["rows"]: row for row in some}
-        cells = [f"{at[n]['ratio']:.3f} ({100 * at[n]['noise']:.1f} %)" if n in at else "" for n in tokens]
+        cells = [f"{at[n]['ratio']:.3f} ({100 * at[n]['noise']:.1f}%)" if n in at else "" for n in tokens]
         lines.append([model, *cells])
     ratios = [row["ratio"] for row in rows]
     slower = [f"{row['model']} {row['rows']}" for row in rows if 1 - row["ratio"] > row["noise"]]

@@ -99,8 +99,8 @@ def clocks_of(row: dict[str, Any]) -> str:
     return "own" if row["turn_ms"] else "below the cap"
 
 
-#: Packages that decide no time; the result files name them.
-_ASIDE = frozenset({"nvmath-python", "apache-tvm-ffi", "python"})
+#: Packages that a table names; its result file names all.
+_NAMED = ("tunegemm", "torch", "cuda", "nvidia-cublas", "vllm", "transformers", "optuna")
 
 
 def machine_line(meta: dict[str, Any]) -> str:
@@ -110,6 +110,6 @@ def machine_line(meta: dict[str, Any]) -> str:
         meta.get("driver") and f"driver {meta['driver']}",
         str(meta.get("date", ""))[:10],
     ]
-    facts += [f"{name} {version}" for name, version in meta.get("packages", {}).items() if name not in _ASIDE]
+    facts += [f"{name} {version}" for name, version in meta.get("packages", {}).items() if name in _NAMED]
     said = ", ".join(str(fact) for fact in facts if fact)
     return f"Measured on {said}." if said else ""

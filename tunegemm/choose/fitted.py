@@ -31,9 +31,9 @@ from tunegemm.store.record import Record
 #: Launches offered for a product, in case the best one cannot be loaded.
 MOST_OPTIONS = 3
 #: Above FROM_ROWS rows each doubling is cut into RANGES. If the best candidate misses its margin by SURELY
-#: (in log) at both ends of a range, nothing inside it is served: 708 of 1,440 fp8 and SwiGLU products with 257
-#: to 16,384 rows lay in such ranges, and none of them passed its margin (H200's files, 2026-11-27). Asking the
-#: trees takes milliseconds, and each step of a serving engine has another number of rows.
+#: (in log) at both ends of a range, nothing inside it is served: 708 of 1,440 fp8 and SwiGLU products with
+#: 257 to 16,384 rows lay in such ranges, and none of them passed its margin (H200's files, 2026-11-27).
+#: Asking the trees takes milliseconds, and each step of a serving engine has another number of rows.
 FROM_ROWS, RANGES, SURELY = 256, 8, 0.02
 #: How many ends of ranges are remembered.
 MOST_LEADS = 4096
