@@ -211,7 +211,7 @@ class Problem:
     def _check_groups(self) -> None:
         """Raises ProblemError for what no kernel of grouped products computes."""
         if self.batch == 1:
-            raise ProblemError(f"epilogue {self.epilogue} needs groups of rows: give --groups, 2 or more")
+            raise ProblemError(f"epilogue {self.epilogue} of one product: give --groups, 2 or more")
         if self.in_dtype not in _OF_GROUPS:
             given, known = repr(self.in_dtype), ", ".join(_OF_GROUPS)
             raise ProblemError(f"in_dtype {given} with {self.groups} groups: use one of {known}")
