@@ -49,13 +49,16 @@ SLOW ?=
 test: $(READY)
 	$(RUN) -m pytest $(PYTEST) $(if $(SLOW),,-m "not slow")
 
-# Those of a GPU alone: what only computes in so many processes at once, a file in each (188 s on 16 cores beside
-# an H100); then, one at a time, what measures (two minutes).
+# Those of a GPU alone, within GPU_LIMIT_S: first what measures, one at a time, then what only computes, in so many
+# processes. What became of them is in build/test-gpu/summary.json and summary.txt, which are written as it goes.
+# PYTEST_PYTHON: a Python that has all it takes, in place of .venv, as on a host without network. CASES: a folder of
+# programs to run, too, that print PASS or FAIL last.
 GPU_WORKERS ?= 9
-MEASURING := tests/gpu/test_feedback.py tests/gpu/test_measure.py $(filter-out tests/gpu/ tests/engines/ tests/__%,$(wildcard tests/*/))
-test-gpu: $(READY)
-	$(RUN) -m pytest -q -m gpu -n $(GPU_WORKERS) --dist loadfile tests/gpu $(patsubst %,--ignore=%,$(filter tests/gpu/%,$(MEASURING)))
-	$(RUN) -m pytest -q -m gpu $(MEASURING)
+GPU_LIMIT_S ?= 590
+PYTEST_PYTHON ?=
+CASES ?=
+test-gpu: $(if $(PYTEST_PYTHON),,$(READY))
+	$(or $(PYTEST_PYTHON),$(RUN)) -m tests.run_gpu --workers $(GPU_WORKERS) --limit $(GPU_LIMIT_S)$(if $(CASES), --cases $(CASES))
 
 # Beside the real vLLM and SGLang, from the package index into build/engines (some GB), and what pip would install
 # beside them.

@@ -335,7 +335,7 @@ def measure(
     with torch.no_grad():
         expected = copy.deepcopy(model).float()(x.float())
     if name.endswith("-whole"):
-        model = nn.Sequential(*(Whole(block) for block in model))
+        model = nn.Sequential(*(Whole(block) for block in model if isinstance(block, Block)))
     found = []
     for mode in modes:
         steps = _steps(mode, model, x, options)

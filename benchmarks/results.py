@@ -6,15 +6,18 @@ replaces rows of the same problem, and writes after each, so that a run that is 
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.stale import blobs_now, hash_of, measured_by, stale
 from tunegemm.describe.device import Device, TelemetryReader, package_version
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
@@ -48,8 +51,10 @@ def results_path(out: Path | None, device: Device, name: str) -> Path:
 
 def meta(device: Device, method: str) -> dict[str, Any]:
     """How the rows of this run come about."""
+    command = command_line(sys.argv)
     return {
-        "command": command_line(sys.argv),
+        "command": command,
+        "code": hash_of(blobs_now(measured_by(command))),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "gpu": device.name,
         "driver": device.fingerprint.driver,
@@ -98,6 +103,8 @@ class Results:
         """Takes over the rows that the file has. Raises ResultsError when they are of another state."""
         self.path = path
         self.meta = dict(meta)
+        self._begun = time.monotonic()
+        self._earlier_s: float | None = 0.0
         self.rows: list[dict[str, Any]] = []
         self.summary: dict[str, Any] = {}
         """Further entries of the file, beside `meta` and `rows`, of this run alone."""
@@ -111,6 +118,9 @@ class Results:
                     f"{path} has rows of another {' and '.join(foreign)}; give another --out, or remove it"
                 )
             self.rows = old["rows"]
+            self._earlier_s = old["meta"].get("gpu_seconds")
+            if self.rows and old["meta"].get("code") != self.meta.get("code"):
+                self.meta.pop("code", None)  # it has rows of other code, too
             self.earlier_summary = {
                 name: value for name, value in old.items() if name not in ("meta", "rows")
             }
@@ -130,6 +140,8 @@ class Results:
                 self.rows.append(row)
             else:
                 self.rows[self.rows.index(old)] = row
+        if self._earlier_s is not None:
+            self.meta["gpu_seconds"] = round(self._earlier_s + time.monotonic() - self._begun, 1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = ",\n".join("  " + json.dumps(row) for row in self.rows)
         summary = "".join(
@@ -159,3 +171,19 @@ def geometric_mean(values: Iterable[float]) -> float:
     """NaN for no values."""
     logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints what is stale, oldest first."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.results", description=main.__doc__)
+    parser.add_argument(
+        "--stale", action="store_true", required=True,
+        help="list the published files whose code has changed since, with the command that renews each",
+    )  # fmt: skip
+    parser.parse_args(arguments)
+    for one in stale():
+        print(one)
+
+
+if __name__ == "__main__":
+    main()

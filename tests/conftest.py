@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import hypothesis
 import pytest
 
 import tunegemm
@@ -54,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     gc.set_threshold(20_000, 50, 100)
     if "not slow" in config.option.markexpr:
+        import hypothesis
+
         hypothesis.settings.register_profile("quick", max_examples=33)
         hypothesis.settings.load_profile("quick")
 

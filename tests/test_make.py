@@ -47,14 +47,11 @@ def test_tuning_installs_no_test_tools_and_compiles_no_other_kernels(clone: Path
     assert "-e '.[test,dev" in make(clone, "-n", "test").stdout
 
 
-def test_what_measures_has_the_gpu_to_itself(clone: Path) -> None:
-    measuring = ["tests/gpu/test_feedback.py", "tests/gpu/test_measure.py"]
-    for name in ("gpu", "cli", "engines"):
-        (clone / "tests" / name).mkdir(parents=True)
-    together, alone = (line.split() for line in make(clone, "-n", "test-gpu").stdout.splitlines()[-2:])
-    assert "-n" in together and "tests/gpu" in together and "tests/cli/" not in together
-    assert all(f"--ignore={one}" in together and (ROOT / one).exists() for one in measuring)
-    assert "-n" not in alone and alone[-3:] == [*measuring, "tests/cli/"]
+def test_tests_of_a_gpu_run_by_the_python_that_is_given(clone: Path) -> None:
+    plan = make(clone, "-n", "test-gpu", "GPU_WORKERS=3").stdout
+    assert "-e '.[test,dev" in plan and ".venv/bin/python -m tests.run_gpu --workers 3 --limit 590\n" in plan
+    plan = make(clone, "-n", "test-gpu", "PYTEST_PYTHON=python3", "CASES=x").stdout
+    assert plan == "python3 -m tests.run_gpu --workers 9 --limit 590 --cases x\n", "without network"
 
 
 def test_each_step_is_a_line_with_its_seconds(clone: Path) -> None:

@@ -25,6 +25,7 @@ from tunegemm.errors import TunegemmError, TunegemmWarning
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt.choice import LibraryChoice
 from tunegemm.model import shortlist
+from tunegemm.model.features import OF_GAIN
 from tunegemm.report.explain import explain_problem
 from tunegemm.resources import data_path
 
@@ -41,6 +42,21 @@ def device() -> Device:
 def problems(count: int, kinds: str = "") -> list[Problem]:
     found = drawn("tests", kinds_of(kinds))
     return [next(found) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        (SERVED, (1, 0, 0)),
+        (Problem.parse("8x6160x4112", epilogue="swiglu"), (0, 1, 0)),
+        (Problem.parse("8x6160x4112", epilogue="bias_n+residual"), (0, 0, 1)),
+    ],
+    ids=str,
+)
+def test_features_say_what_a_product_is(device: Device, problem: Problem, expected: tuple[int, ...]) -> None:
+    rows = features_of(problem, best_ranked(problem, device), device, None)
+    places = [OF_GAIN.index(name) for name in ("one_byte", "gated", "adds")]
+    assert len(rows) and (rows[:, places] == expected).all()
 
 
 def test_every_option_is_legal_and_passes_its_margin(device: Device) -> None:

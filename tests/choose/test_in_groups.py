@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.serving import Row
 from tunegemm.choose.in_groups import bucket, recorded, without_record
+from tunegemm.choose.policies import Policy
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import find_device
@@ -90,3 +91,16 @@ def test_a_selection_says_by_what_it_goes() -> None:
     assert "its record is foreign: triton 0.1" in select(Snapshot([foreign]), of_rows(64), H200).why
     torchs = select(Snapshot(), Problem.of_groups(64, 2048, 7168, 32, gate="geglu"), H200)
     assert torchs.outcome == "miss" and "no kernel that ships" in torchs.why
+
+
+def test_one_order_of_sums_is_said_of_groups_too() -> None:
+    """Where the policy has another kernel than speed: one row, and a product that torch's won."""
+    policy = Policy("batch_invariant")
+    one = Problem.of_groups(1, 1024, 4096, 8)
+    assert "few" in select(Snapshot(), one, H200).why
+    assert "few" not in select(Snapshot(), one, H200, policy=policy).why
+    many = of_rows(64)
+    torchs = Snapshot([replace(row(many, TORCH_MM, 1.0), confirmed=True)])
+    assert select(torchs, many, H200).outcome == "hit"
+    found = select(torchs, many, H200, policy=policy)
+    assert found.outcome == "predicted" and "torch's is recorded" in found.why

@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 from tests.cli.test_damage import COMMANDS, FORBIDDEN
 from tests.support.commands import here, process
 from tests.support.recorded import SHAPES, fill
+from tests.tuning.test_progress import result
 from tunegemm.cli import app, options, printing
-from tunegemm.cli.results import verdict_line
+from tunegemm.cli.results import interruption, verdict_line
 from tunegemm.cli.tune import say_gpu_command
 from tunegemm.describe.command import command_line, tune_command
 from tunegemm.describe.device import Fingerprint, find_device
@@ -255,3 +256,12 @@ def test_causes_are_true(tmp_path: Path) -> None:
     assert "nothing measured yet" in said and "no measurement of" not in said
     assert "is not MxNxK" in refused("tune", "--shape", f"{'9' * 5000}x1x1")
     assert "not a duration" in refused("tune", "--shape", "1x1x1", "--budget", "9" * 5000)
+
+
+def test_an_interruption_says_how_many_candidates_were_measured() -> None:
+    """Each once, here, and no failures: a result that was known already kept nothing."""
+    again, other = result(), result(problem=Problem.parse("64x64x64"))
+    kept = [result(), again, other, result(problem=Problem.parse("8x8x8"), source="database")]
+    assert interruption(kept) == "Interrupted: 4 measured candidates kept."
+    failed = result().outcomes[2:]
+    assert interruption([result(outcomes=failed)]) == "Interrupted: 0 measured candidates kept."

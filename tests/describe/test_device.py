@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 
+from tunegemm.describe import driver
 from tunegemm.describe.device import (
     ARCHITECTURES,
     PARTS,
+    Telemetry,
     TelemetryReader,
     cuda_device_count,
     current_fingerprint,
@@ -56,6 +61,25 @@ class TestFindDevice:
         monkeypatch.setattr("tunegemm.describe.driver.device_count", lambda: 0)
         with pytest.raises(DeviceError, match=r"0 CUDA device.* use replay:h200 or model:h200"):
             find_device("cuda:0")
+
+    @pytest.mark.parametrize(
+        ("name", "tflops"), [("NVIDIA H200", 989.4), ("NVIDIA H100 PCIe", 756.5), ("NVIDIA H800", 0.0)]
+    )
+    def test_a_real_one_has_the_figures_of_its_part(
+        self, monkeypatch: pytest.MonkeyPatch, name: str, tflops: float
+    ) -> None:
+        facts = driver.Properties(name, (9, 0), 78, 50 * 2**20, 80 * 10**9)
+        monkeypatch.setattr("tunegemm.describe.device.cuda_device_count", lambda: 2)
+        monkeypatch.setattr(
+            driver, "properties", {0: facts, 1: replace(facts, capability=(7, 5))}.__getitem__
+        )
+        found = find_device("cuda")
+        assert (found.spec, found.name, found.sm_count, found.peak_tflops) == ("cuda:0", name, 78, tflops)
+        assert (found.bandwidth_gbps > 0) == (tflops > 0) and found.memory_bytes == 80 * 10**9
+        with pytest.raises(DeviceError, match=f"{name} is sm_75; tunegemm knows sm_80, "):
+            find_device("cuda:1")
+        with pytest.raises(DeviceError, match=r"2 CUDA device.* use cuda:0 to cuda:1$"):
+            find_device("cuda:2")
 
     @pytest.mark.gpu
     def test_the_real_one(self) -> None:
@@ -132,6 +156,46 @@ class TestFingerprint:
 
     def test_absent_package(self) -> None:
         assert package_version("no-such-distribution") == ""
+
+
+class Nvml:
+    """NVML of a host with a GPU that is cut, and with old bindings."""
+
+    SLICE = "11111111-2222-3333-4444-555555555555"
+    HANDLES: ClassVar = {"GPU-0": "GPU 0", "GPU-3": "GPU 3", f"MIG-{SLICE}": "slice"}
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return self.HANDLES[uuid]
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, part: str) -> str:
+        return {"slice": "GPU 3"}[part]
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        return f"GPU {index}"
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
+        return {"GPU 0": 100_000, "GPU 3": 650_000}[handle]
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: str) -> int:
+        return 0x04 | 0x40 | 0x01
+
+
+@pytest.mark.parametrize(
+    ("uuid", "power_w"),
+    [("3", 650.0), ("GPU-0", 100.0), (Nvml.SLICE, 650.0), (f"MIG-{Nvml.SLICE}", 650.0), ("7", None)],
+)
+def test_telemetry_is_that_of_the_gpu_whose_uuid_cuda_says(
+    monkeypatch: pytest.MonkeyPatch, uuid: str, power_w: float | None
+) -> None:
+    """Of a slice it is the whole GPU's; of one that NVML does not know it is nothing."""
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuid))
+    reasons = () if power_w is None else ("sw_power_cap", "hw_thermal_slowdown")
+    reader = TelemetryReader(0)
+    assert reader.read() == Telemetry(None, power_w, None, reasons)
+    assert (reader.energy_mj(), reader.busy_percent()) == (None, None)
 
 
 @pytest.mark.gpu

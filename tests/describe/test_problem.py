@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tunegemm.describe.precision import computing_fp32_in, fp32_precision
 from tunegemm.describe.problem import (
     DTYPE_BYTES,
     LAYOUTS,
@@ -441,16 +442,29 @@ class TestDtypes:
 
     def test_fp32_is_tf32_where_torch_may_say_so(self) -> None:
         a, b = torch.ones(16, 32), torch.ones(24, 32).T
-        matmul = torch.backends.cuda.matmul
-        before = matmul.fp32_precision
-        try:
-            matmul.fp32_precision = "tf32"
+        with computing_fp32_in("tf32"):
             assert Problem.from_tensors(a, b) == Problem.parse("16x24x32", dtype="tf32")
-            matmul.fp32_precision = "ieee"
-            with pytest.raises(ProblemError, match="where tf32 is allowed"):
-                Problem.from_tensors(a, b)
-        finally:
-            matmul.fp32_precision = before
+        with computing_fp32_in("ieee"), pytest.raises(ProblemError, match="where tf32 is allowed"):
+            Problem.from_tensors(a, b)
+
+    def test_torch_without_its_newer_interface(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """torch 2.11's module has no `fp32_precision`."""
+        before = fp32_precision()
+        with computing_fp32_in("ieee"):
+            for name in ("_get_fp32_precision_getter", "_set_fp32_precision_setter"):
+                monkeypatch.delattr(torch._C, name)
+            monkeypatch.setattr(torch.backends.cuda, "matmul", object())
+            said = {0: False}
+            allow = lambda allowed: said.update({0: allowed})  # noqa: E731
+            monkeypatch.setattr(torch._C, "_get_cublas_allow_tf32", lambda: said[0])
+            monkeypatch.setattr(torch._C, "_set_cublas_allow_tf32", allow)
+            with pytest.raises(ZeroDivisionError), computing_fp32_in("tf32"):
+                assert fp32_precision() == "tf32"
+                raise ZeroDivisionError
+            with pytest.raises(ProblemError, match="allow_tf32 = True"):
+                Problem.from_tensors(torch.ones(16, 32), torch.ones(24, 32).T)
+            monkeypatch.undo()
+        assert fp32_precision() == before
 
 
 class TestBackward:

@@ -401,7 +401,10 @@ class TestSeveralFiles:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("m,n,k\n1,2,3\n", "no list of shapes; known are"),
+        ("m,n,k\n1,2,3\n", "no list of shapes, it begins with 'm,n,k'; known are"),
+        ("\n[2026-01-01 00:00:00][cublasLt][1][Trace] A=0X1\n", "no list of shapes, it begins with '\\[2026"),
+        ("{gemm} 3\n", "no list of shapes, it begins with '{gemm} 3'"),
+        (" \n", "no list of shapes, it is empty; known are"),
         ("[]", "no product in it can be tuned"),
         ('[{"m": 3}]', "the first because: entry 1: n, k, layout"),
         ("{\n", "line 2 column 1"),

@@ -31,6 +31,7 @@ from tests.support.fusing import Recorded
 from tests.support.kernels import Kernels
 from tests.support.serving import Row
 from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.precision import computing_fp32_in
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ArtifactError
 from tunegemm.generate import families
@@ -99,11 +100,9 @@ def known() -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def planted(kernels: Kernels, known: dict[str, list[Any]]) -> Iterator[Planted]:
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), computing_fp32_in("tf32"):
         warnings.simplefilter("ignore")
         patch.setenv("TUNEGEMM_COMPILE", "0")
-        before = torch.backends.cuda.matmul.fp32_precision
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
         found = Planted(kernels)
         earlier = api.serve_by(Dispatcher(found.planner))
         with suppress(AssertionError):  # the test says what differs
@@ -120,7 +119,6 @@ def planted(kernels: Kernels, known: dict[str, list[Any]]) -> Iterator[Planted]:
         found.planner.refresh()
         yield found
         api.serve_by(earlier)
-        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def _samples(planted: Planted, known: dict[str, list[Any]], name: str, dtype: torch.dtype) -> list[Any]:

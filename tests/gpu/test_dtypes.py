@@ -11,6 +11,7 @@ import torch
 from tests.support.kernels import Kernels
 from tests.support.numerics import Case
 from tunegemm.describe.device import Device
+from tunegemm.describe.precision import computing_fp32_in, fp32_precision
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import FAMILY as LIBRARY
@@ -56,8 +57,9 @@ KINDS = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _exact_references() -> None:
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
+def _exact_references() -> Iterator[None]:
+    with computing_fp32_in("ieee"):
+        yield
 
 
 def candidate(
@@ -129,7 +131,7 @@ def test_the_baseline_is_right(
 ) -> None:
     problem = problem_of(kind, shape)
     Case.of(problem).check(LIBRARY.load(problem, TORCH_MM, device, None))
-    assert torch.backends.cuda.matmul.fp32_precision == "ieee", "the program's choice is left as it was"
+    assert fp32_precision() == "ieee", "the program's choice is left as it was"
 
 
 @pytest.mark.parametrize("accumulation", ["fast", "two_level"])

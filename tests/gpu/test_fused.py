@@ -15,6 +15,7 @@ from tests.support.numerics import difference
 from tests.support.serving import forbid_torch
 from tunegemm.describe.device import find_device
 from tunegemm.describe.epilogue import Epilogue, Number, PerColumn, tanh
+from tunegemm.describe.precision import computing_fp32_in
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmWarning
 from tunegemm.report.explain import explain_problem
@@ -225,7 +226,7 @@ def test_scaled_mm(only_ours, rowwise, has_bias, fast):
     close(torch._scaled_mm(a, weight.t(), scale_a, scale_b, **given), result)
 
 
-def test_output_dtypes_int8_and_tf32(only_ours, monkeypatch):
+def test_output_dtypes_int8_and_tf32(only_ours):
     x, w, _, _ = layer()
     close(tunegemm.matmul(x, w.t(), out_dtype=torch.float32), x.double() @ w.double().t(), 1e-4)
     a = torch.randint(-128, 128, (M, K), device="cuda", dtype=torch.int8)
@@ -233,9 +234,8 @@ def test_output_dtypes_int8_and_tf32(only_ours, monkeypatch):
     exact = (a.double() @ b.double()).int()
     assert torch.equal(tunegemm.matmul(a, b, out_dtype=torch.int32), exact)
     x, w = x.float(), w.float()
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
-    forbid_torch(monkeypatch)
-    close(tunegemm.matmul(x, w.t()), x.double() @ w.double().t(), 2e-3)
+    with computing_fp32_in("tf32"):
+        close(tunegemm.matmul(x, w.t()), x.double() @ w.double().t(), 2e-3)
 
 
 def test_fp32_is_torchs_where_tf32_is_not_allowed():
@@ -243,7 +243,8 @@ def test_fp32_is_torchs_where_tf32_is_not_allowed():
     x, w = torch.rand_like(x, dtype=torch.float32), torch.rand_like(w, dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TunegemmWarning)
-        close(tunegemm.matmul(x, w.t()), x.double() @ w.double().t(), 1e-5)
+        with computing_fp32_in("ieee"):
+            close(tunegemm.matmul(x, w.t()), x.double() @ w.double().t(), 1e-5)
 
 
 def test_near_hits(only_ours):

@@ -13,7 +13,7 @@ from tests.support.gates import Kernels
 from tests.support.serving import serve_with
 from tunegemm.describe.device import find_device
 from tunegemm.errors import TunegemmWarning
-from tunegemm.layers import gates
+from tunegemm.layers import joint
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.planning import Planner
@@ -29,8 +29,8 @@ def planner(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> Planner:
         prepare=lambda record, _: Prepared(kernels.of(record.problem)),
     )
     serve_with(monkeypatch, Dispatcher(planner))
-    monkeypatch.setattr(gates, "load", kernels.load)
-    monkeypatch.setattr(gates, "is_served", lambda rows, columns: rows <= 512)
+    monkeypatch.setattr(joint, "load", kernels.load)
+    monkeypatch.setattr(joint, "_failed", set())
     return planner
 
 

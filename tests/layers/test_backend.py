@@ -21,7 +21,7 @@ import tunegemm
 from tests.support.fusing import close
 from tests.support.gates import Kernels
 from tests.support.layers import MLP, Layer, Own, given, made
-from tunegemm.layers import backend, gates, sites
+from tunegemm.layers import backend, joint, sites
 from tunegemm.serve.planning import Planner
 
 pytestmark = pytest.mark.usefixtures("planner")
@@ -50,13 +50,13 @@ def test_a_layer_is_served(kernels: Kernels, mode: Any) -> None:
         same(model, run, x)
         before = len(kernels.calls)
         run(x)
-        assert len(kernels.calls) - before == 2 * 5, "q, k, v, and two that end with a residual"
-        assert len(kernels.gates) == 4
+        assert len(kernels.calls) - before == 2 * 2, "two that end with a residual"
+        assert len(kernels.gates) == len(kernels.several) == 4
 
 
 def test_layers_of_one_kind_decide_together(monkeypatch: pytest.MonkeyPatch) -> None:
     decided: list[str] = []
-    for kind in (sites.Linear, sites.Gated):
+    for kind in (sites.Linear, sites.Joint):
         own = kind.decided
         monkeypatch.setattr(
             kind, "decided", lambda self, *given, own=own: (decided.append(self.label), own(self, *given))[1]
@@ -66,7 +66,7 @@ def test_layers_of_one_kind_decide_together(monkeypatch: pytest.MonkeyPatch) -> 
         for _ in range(3):
             run(given())
     assert sorted(decided) == [
-        "gate and up with silu", "linear", "linear", "linear+residual", "linear+residual",
+        "3 layers of one input", "gate and up with silu", "linear+residual", "linear+residual",
     ]  # fmt: skip
 
 
@@ -330,14 +330,10 @@ def test_a_policy_and_a_refresh_decide_anew(planner: Planner, kernels: Kernels) 
 
 
 def test_a_launch_that_fails_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: Any, **__: Any) -> gates.Launch:
-        def launch(*_: int) -> None:
-            raise RuntimeError("planted")
+    def bind(*_: Any) -> joint.Launch:
+        raise RuntimeError("planted")
 
-        return launch
-
-    monkeypatch.setattr(gates, "load", load)
-    monkeypatch.setattr(gates, "_failed", set())
+    monkeypatch.setattr(joint, "load", lambda *_: bind)
     model, x = made(MLP()), given()
     run = compiled(model)
     with torch.no_grad():
@@ -363,7 +359,7 @@ def test_it_says_what_it_found(caplog: pytest.LogCaptureFixture) -> None:
         torch._dynamo.reset()
         compiled(nn.ReLU())(given())
     assert caplog.messages == [
-        "tunegemm: 1 x gate, 2 x chain, 3 x linear",
+        "tunegemm: 1 x gate, 2 x chain, 1 x several",
         "tunegemm: no linear layer of this graph is served",
     ]
 

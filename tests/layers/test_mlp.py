@@ -219,7 +219,7 @@ def test_a_report_tells_recognised_from_served() -> None:
     assert line.name == "mlp"
     assert (
         line.why
-        == "gate_proj, up_proj and their gate are recognised: has a kernel here for 1, 16, 64, 256 rows"
+        == "gate_proj, up_proj and their gate are recognised: has a kernel here for 1, 16, 64, 256, 1024, 4096 rows"
     )
     assert [line.name for line in report.of("served")] == ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 

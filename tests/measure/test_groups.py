@@ -54,6 +54,8 @@ def test_sets_of_one_hot_group_go_from_group_to_group() -> None:
     assert [len(each) for each in lists] == [1, 1, 3]
     ends = [one.fused[0].tolist() for one in lists[2]]
     assert len(set(map(tuple, ends))) == 3
+    again = [divided(PROBLEM, sets[0], SKEWS[2], seed).fused[0].tolist() for seed in range(3)]
+    assert ends == again, "seeds count upwards from the given one"
     assert all(one.out.data_ptr() == sets[0].out.data_ptr() for each in lists for one in each)
 
 

@@ -183,6 +183,16 @@ def test_a_sampler_that_raises_is_named() -> None:
         run(study_of_landscape(sampler=Broken()))
 
 
+@pytest.mark.parametrize("hook", ["before_trial", "after_trial", "infer_relative_search_space"])
+def test_a_sampler_that_raises_in_any_of_its_parts_is_named(hook: str) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("a fault\nof mine")
+
+    theirs = type("Theirs", (optuna.samplers.RandomSampler,), {hook: fail})
+    with pytest.raises(SpaceError, match=r"^the sampler Theirs failed: .*a fault.*; use another$"):
+        run(study_of_landscape(sampler=theirs()))
+
+
 def test_a_sampler_is_asked_with_one_thread_of_torchs_and_leaves_all() -> None:
     """Of the small matrices of a Gaussian process more threads take several times the processor time."""
     import torch

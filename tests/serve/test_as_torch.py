@@ -34,6 +34,7 @@ from tests.support.as_torch import (
 from tests.support.fusing import Recorded
 from tests.support.serving import serve_with
 from tunegemm.describe.device import find_device
+from tunegemm.describe.precision import computing_fp32_in
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.launchers import Prepared
 from tunegemm.serve.planning import Planner
@@ -56,12 +57,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
         prepare=lambda record, _: Prepared(kernel.of(record.problem)),
     )
     serve_with(monkeypatch, Dispatcher(planner))
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), computing_fp32_in("tf32"):
         warnings.simplefilter("ignore")
         yield kernel
-    torch.backends.cuda.matmul.fp32_precision = before
     tunegemm.disable()
 
 

@@ -10,7 +10,9 @@ from functools import partial
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
+import tunegemm
 from tests.support.serving import BF16, ByAddress, Row, at, calls_of, is_slow, operands, quietly, serve_with
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.problem import Problem
@@ -74,10 +76,10 @@ def test_a_known_product_is_one_check_one_allocation_and_one_launch(by_address):
     a, b = operands()
     weight, out, x = b.t().contiguous(), torch.zeros(32, 48, dtype=BF16), a.view(2, 16, 64)
     for call, most_python, most_c in (
-        (lambda: dispatcher.matmul(a, b), 2, 9),
-        (lambda: dispatcher.matmul(a, b, out), 4, 10),
-        (lambda: dispatcher.linear(a, weight), 2, 9),
-        (lambda: dispatcher.linear(x, weight), 2, 9),
+        (lambda: dispatcher.matmul(a, b), 2, 11),
+        (lambda: dispatcher.matmul(a, b, out), 4, 12),
+        (lambda: dispatcher.linear(a, weight), 2, 11),
+        (lambda: dispatcher.linear(x, weight), 2, 11),
     ):
         call()
         dispatcher.planner.lock, lock = None, dispatcher.planner.lock  # a warm call that takes the lock fails
@@ -88,6 +90,48 @@ def test_a_known_product_is_one_check_one_allocation_and_one_launch(by_address):
         assert len(before_launch) <= most_c and "check" in before_launch
         assert not {"stride", "acquire", "execute", "open", "format"} & set(before_launch)
     assert len(kernel.calls) == 8
+
+
+class Watching(TorchFunctionMode):
+    """Doubles what torch's functions of products give, and remembers them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.__name__ not in ("mm", "matmul", "linear"):
+            return result
+        self.seen.append(function.__name__)
+        return result * 2
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_modes_of_functions_see_torchs_where_a_kernel_serves(monkeypatch, by_address, trained):
+    kernel, dispatcher = by_address
+    serve_with(monkeypatch, dispatcher)
+    a, b = operands()
+    layer = torch.nn.Linear(64, 48, bias=False, dtype=BF16).requires_grad_(trained)
+    layer.weight.data.copy_(b.t())
+    tunegemm.patch(layer)
+    out = torch.empty(32, 48, dtype=BF16)
+    calls = {
+        "mm": lambda: tunegemm.mm(a, b),
+        "matmul": lambda: tunegemm.matmul(a, b),
+        "matmul ": lambda: tunegemm.matmul(a, b, out=out),
+        "linear": lambda: layer(a),
+    }
+    expected = {name: call().clone() for name, call in calls.items()}
+    for name, call in calls.items():
+        launched = len(kernel.calls)
+        with Watching() as mode:
+            assert torch.equal(call(), expected[name] * 2), name
+        assert mode.seen == [name.strip()] and len(kernel.calls) == launched
+        assert torch.equal(call(), expected[name]) and len(kernel.calls) > launched, "it has gone"
+        with torch.device("cpu"):
+            launched = len(kernel.calls)
+            assert torch.equal(call(), expected[name]) and len(kernel.calls) > launched, "it makes tensors"
 
 
 def test_the_slow_path_is_a_key_and_a_launch(serve, kernel):

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 import tunegemm
 from tests.support.serving import BF16, serve_with
+from tunegemm.describe.precision import computing_fp32_in
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import read
 from tunegemm.errors import WorkloadError
@@ -171,10 +172,8 @@ def demands_of(recording: Any, path: Path) -> tuple[list[Problem], str]:
 
 @pytest.fixture(autouse=True)
 def tf32() -> Iterator[None]:
-    matmul = torch.backends.cuda.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
-    yield
-    matmul.fp32_precision = before
+    with computing_fp32_in("tf32"):
+        yield
 
 
 @pytest.mark.parametrize("group", [plain, sums, scaled, ours])

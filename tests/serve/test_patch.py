@@ -160,17 +160,21 @@ def test_torchscript_compiles_what_it_does_of_torchs_layers(model, kernel):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_tools_see(model):
+def test_tools_find_a_patched_layer_by_its_class(model):
     """As docs/guide/torch.md says."""
-    layer = model[0]
+    layer, table = model[0], {nn.ReLU: "relu", nn.Linear: "linear"}
     assert isinstance(layer, nn.Linear) and type(layer) is not nn.Linear
+    assert table[type(layer)] == table[layer.__class__] == "linear" and type(layer) in [nn.Linear]
+    assert {type(layer): 1}[nn.Linear] == 1
+    parametrize.register_parametrization(model[2], "weight", nn.Identity())
+    assert type(model[2]) not in table and parametrize.type_before_parametrizations(model[2]) in table
+    assert Own not in table and Own == Own and len({Own, TunedLinear}) == 2
+    tunegemm.unpatch(model)
+    tunegemm.patch(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        quantized = torch.ao.quantization.quantize_dynamic(model.float(), {nn.Linear})
-        assert type(quantized[0]) is type(layer), "it asks for the type, and passes by"
-        tunegemm.unpatch(model)
-        quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
-    assert type(quantized[0]) is not nn.Linear
+        quantized = torch.ao.quantization.quantize_dynamic(model[:1].float(), {nn.Linear})
+    assert isinstance(quantized[0], torch.ao.nn.quantized.dynamic.Linear)
 
 
 @pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")

@@ -125,7 +125,8 @@ def test_a_layer_asks_torch_for_memory_alone(steps: Steps, loops: Loops) -> None
         event.name.removeprefix("aten::") for event in profile.events()
         if event.name.startswith("aten::") and not (event.cpu_parent and "aten::" in event.cpu_parent.name)
     ]  # fmt: skip
-    assert set(asked) <= {"new_empty", "mT", "to"}, asked
+    of_numbers = {"aminmax", "item"}  # a look at numbers of experts, on a CPU alone
+    assert set(asked) <= {"new_empty", "mT", "to"} | of_numbers, asked
 
 
 def test_many_choices_take_two_launches_and_more_are_sorted_by_torch(steps: Steps) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import event, insert
+from sqlalchemy import event, insert, make_url
 
 from tests.support.processes import environment
 from tests.support.stores import Location, Store, damage
@@ -29,6 +30,7 @@ from tunegemm.errors import DatabaseError
 from tunegemm.generate import families
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.store import Database, Record
+from tunegemm.store.connection import _explain, display, without_passwords
 from tunegemm.store.schema import OLDEST_SCHEMA, SCHEMA_VERSION, VERSION_TABLE
 
 FINGERPRINT = Fingerprint(
@@ -399,6 +401,40 @@ class TestOpening:
     def test_memory_is_refused(self, location: str) -> None:
         with pytest.raises(DatabaseError, match="lost at exit; give a path"):
             Database.open(location)
+
+    @pytest.mark.parametrize(
+        ("location", "shown"),
+        [
+            ("postgresql://me:s%3Acret@host/db", "postgresql://me:***@host/db"),
+            (
+                "postgresql://host/db?PASSWORD=s%3Acret&sslmode=require",
+                "host/db?PASSWORD=...&sslmode=require",
+            ),
+            ("postgresql://me:s%3Acret@host:no-port/db", "postgresql://..."),
+            ("/folder/a file", "/folder/a file"),
+        ],
+    )
+    def test_a_location_in_a_message(self, location: str, shown: str) -> None:
+        assert display(location).endswith(shown)
+        said = without_passwords(f"cannot reach {location}, which says s:cret", location)
+        assert "s%3Acret" not in said and (
+            "s:cret" not in said or "no-port" in location or location[0] == "/"
+        )
+
+    @pytest.mark.parametrize(
+        ("state", "said", "explained"),
+        [
+            ("42501", "permission denied\nDETAIL", r"lets this user not do that; .* \(permission denied\)"),
+            ("", 'FATAL: role "me" is not permitted', r'user or password; .* \(role "me" is not permitted\)'),
+            ("", 'FATAL: database "x" does not exist', r"createdb` \(database"),
+            ("57P01", "FATAL: terminating", r"shutting down; try again \(terminating\)"),
+            ("", "connection refused", "^connection refused; check the address"),
+            ("", "FATAL: something else", "^FATAL: something else; check the address"),
+        ],
+    )
+    def test_what_a_server_says_is_explained(self, state: str, said: str, explained: str) -> None:
+        error = type("Error", (Exception,), {"sqlstate": state})(said)
+        assert re.search(explained, _explain(make_url("postgresql://host/db"), error))
 
     def test_a_server_of_another_kind_is_named_without_its_password(self) -> None:
         with pytest.raises(DatabaseError, match=r"nosuchserver://\.\.\.: not a kind that is known") as caught:

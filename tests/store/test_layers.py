@@ -15,7 +15,7 @@ from tunegemm.choose.snapshot import read_snapshot
 from tunegemm.describe.problem import Problem
 from tunegemm.resources import data_path
 from tunegemm.store import Database
-from tunegemm.store.layers import read_records
+from tunegemm.store.layers import modified, read_records
 from tunegemm.store.locations import project_location, user_location
 from tunegemm.store.lookup import problem_fields
 from tunegemm.store.record import Record
@@ -54,6 +54,24 @@ def test_each_layer_is_read_and_named(home: Path) -> None:
     ]  # fmt: skip
     found = read_snapshot().find(PROBLEM, FINGERPRINT)
     assert found is not None and found.layer == "project", "the narrower wins, however fast the others are"
+
+
+def test_what_changes_with_a_file_is_seen_and_of_a_server_nothing_is(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user_location().parent.mkdir(parents=True)
+    monkeypatch.setenv("TUNEGEMM_DB", "postgresql://host/name")
+    (home / "work" / "postgresql:").mkdir()
+    assert modified() == ((0, 0),) * 2, "the user's two files"
+    project = home / "project.sqlite"
+    monkeypatch.setenv("TUNEGEMM_DB", str(project))
+    seen = [modified()]
+    for path in (project, Path(f"{project}-wal"), user_location()):
+        path.write_text("a")
+        seen.append(modified())
+        path.write_text("ab")
+        seen.append(modified())
+    assert len(set(seen)) == len(seen) and {len(each) for each in seen} == {4}
 
 
 def test_what_is_tuned_goes_into_the_narrowest_that_there_is(

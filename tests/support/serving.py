@@ -120,11 +120,13 @@ class ByAddress:
         return launch
 
 
-def at(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """The bf16 tensor at an address."""
+def at(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype = BF16
+) -> torch.Tensor:
+    """The tensor of two-byte elements at an address."""
     reach = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
     memory = (ctypes.c_uint8 * (2 * reach)).from_address(address)
-    return torch.frombuffer(memory, dtype=BF16).as_strided(shape, strides)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
 
 def calls_of(call) -> tuple[list[str], list[str]]:

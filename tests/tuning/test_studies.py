@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,6 +149,10 @@ def test_a_locked_database_is_named(tmp_path: Path) -> None:
         (lambda path: path.mkdir(), "a folder; give a file in it"),
         (lambda path: path.write_text("hello\n"), "no journal of Optuna"),
         (lambda path: path.write_bytes(b"SQLite format 3\0"), "give it as sqlite:///"),
+        (os.mkfifo, "a named pipe; give a file"),
+        (lambda path: path.symlink_to("/dev/zero"), "a device; give a file"),
+        (lambda path: path.write_text('{"op_code": 99, "worker_id": "x"}\n'), "of a later Optuna"),
+        (lambda path: path.write_text('{"op_code": 0}\n'), "cannot be used .* damaged"),
     ],
 )
 def test_what_is_no_journal_is_refused(tmp_path: Path, make, says: str) -> None:
@@ -162,6 +167,29 @@ def test_a_url_that_is_none_is_one_line_without_its_password(location: str) -> N
     with pytest.raises(StudyError) as raised:
         Studies(location)
     assert "\n" not in str(raised.value) and "secret" not in str(raised.value)
+
+
+def test_a_pipe_is_refused_as_a_database_too(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "study")
+    with pytest.raises(StudyError, match="a named pipe; give a file"):
+        Studies(f"sqlite:///{tmp_path}/study")
+
+
+def test_no_message_has_the_password_of_a_study(tmp_path: Path) -> None:
+    study = searched()
+    location = f"sqlite:///{tmp_path}/study.db"
+    kept(location, study)
+    loaded(location).set_user_attr("space", "older")
+    with Studies(location) as studies:
+        for url in ("postgresql://me:se%40cret@host/db", "postgresql://host/db?password=se%40cret"):
+            studies.location = url
+            with pytest.raises(
+                StudyError, match=r"study postgresql://.*host/db.*: 'a problem' is of"
+            ) as raised:
+                studies.begin(study.study)
+            assert "cret" not in str(raised.value)
+            with pytest.raises(StudyError, match=r"\(no \*\*\* here\)"), studies._translated():
+                raise OSError("no se@cret here")
 
 
 def test_a_storage_that_fails_meanwhile_does_not_end_the_search(

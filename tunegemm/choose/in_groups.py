@@ -38,11 +38,14 @@ def recorded(
     return min(usable, key=lambda record: abs(math.log(record.problem.m / problem.m)), default=None)
 
 
-def without_record(problem: Problem, gpu: str, why_not: str = "no record") -> tuple[str, bool]:
+def without_record(
+    problem: Problem, gpu: str, why_not: str = "no record", *, ordered: bool = False
+) -> tuple[str, bool]:
     """What computes a grouped product that has no record on a GPU of a name, in one clause, and whether it is
-    a kernel of ours: by the table that ships. why_not: no record, or what is wrong with it.
+    a kernel of ours: by the table that ships. why_not: no record, or what is wrong with it. ordered: as
+    `tunegemm.model.grouped.choose` has it.
     """
-    choice = chosen(problem, gpu)
+    choice = chosen(problem, gpu, ordered=ordered)
     if choice is None:
         return f"{why_not}, and no kernel that ships is known to be faster", False
     return f"{choice.label}, which db/grouped.toml names for such groups; {why_not}", True

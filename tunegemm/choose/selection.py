@@ -65,7 +65,7 @@ def select(
     the fastest.
     """
     if problem.is_grouped:
-        return _in_groups(snapshot, problem, device, near)
+        return _in_groups(snapshot, problem, device, near, policy.is_batch_invariant)
     record = snapshot.find(problem, device.fingerprint)
     if policy.is_batch_invariant:
         return _batch_invariant(snapshot, record, problem, device, policy, rivals, near)
@@ -100,14 +100,15 @@ def select(
     return Selection("near", options, str(around.options[0]), around.options, around.neighbours)
 
 
-def _in_groups(snapshot: Snapshot, problem: Problem, device: Device, near: bool) -> Selection:
-    """As `tunegemm.grouped_mm` does it: without a record by the table that ships."""
+def _in_groups(snapshot: Snapshot, problem: Problem, device: Device, near: bool, ordered: bool) -> Selection:
+    """As `tunegemm.grouped_mm` does it: without a record by the table that ships. ordered: not by torch's."""
     from tunegemm.choose.in_groups import recorded, without_record
 
     record = recorded(snapshot, problem, device.fingerprint, near=near)
-    if record is None:
-        why_not = snapshot.why_not(problem, device.fingerprint)
-        why, is_ours = without_record(problem, device.fingerprint.device_name, why_not)
+    if record is None or (ordered and record.is_torch):
+        why_not = snapshot.why_not(problem, device.fingerprint) if record is None else "torch's is recorded"
+        name = device.fingerprint.device_name
+        why, is_ours = without_record(problem, name, why_not, ordered=ordered)
         return Selection("predicted" if is_ours else "miss", (), why)
     rows = "" if record.problem.m == problem.m else f"by the record of {record.problem.m} rows"
     return Selection("hit", (record,), "; ".join(filter(None, (rows, _grade(record, device)))))

@@ -355,6 +355,11 @@ def driver_version() -> str:
 
 #: NVML_CLOCK_SM and NVML_TEMPERATURE_GPU of nvml.h.
 _CLOCK_SM, _TEMPERATURE_GPU = 1, 0
+#: nvmlClocksEventReason* of nvml.h, whose names differ between versions of its bindings.
+_THROTTLE_REASONS = {
+    0x04: "sw_power_cap", 0x08: "hw_slowdown", 0x20: "sw_thermal_slowdown", 0x40: "hw_thermal_slowdown",
+    0x80: "hw_power_brake",
+}  # fmt: skip
 
 
 class TelemetryReader:
@@ -366,17 +371,24 @@ class TelemetryReader:
 
         self._nvml: Any = None
         self._handle: Any = None
-        with suppress(Exception):  # it may be missing, or not know the MIG device
+        with suppress(Exception):  # it may be missing, or forbidden
             import pynvml
 
             self._nvml = pynvml
             pynvml.nvmlInit()
-            uuid = str(torch.cuda.get_device_properties(index).uuid)
-            uuid = uuid if re.match(r"(GPU|MIG)-", uuid) else f"GPU-{uuid}"
-            try:
-                self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-            except pynvml.NVMLError:
-                self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            self._handle = self._find(str(torch.cuda.get_device_properties(index).uuid))
+
+    def _find(self, uuid: str) -> Any:
+        """NVML's GPU of CUDA's UUID, of a MIG slice the GPU that it is a part of: clocks and power are the
+        whole GPU's. None where NVML does not know it: by its number it might be another.
+        """
+        bare = re.sub(r"^(GPU|MIG)-", "", uuid)
+        with suppress(Exception):
+            return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{bare}")
+        with suppress(Exception):
+            part = self._nvml.nvmlDeviceGetHandleByUUID(f"MIG-{bare}")
+            return self._nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part)
+        return None
 
     def read(self) -> Telemetry:
         """One reading, about 0.1 ms; all None when NVML does not answer."""
@@ -405,14 +417,5 @@ class TelemetryReader:
         return None
 
     def _throttle_reasons(self) -> tuple[str, ...]:
-        mask = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
-        if not mask:
-            return ()
-        names = {
-            self._nvml.nvmlClocksEventReasonSwPowerCap: "sw_power_cap",
-            self._nvml.nvmlClocksThrottleReasonHwSlowdown: "hw_slowdown",
-            self._nvml.nvmlClocksEventReasonSwThermalSlowdown: "sw_thermal_slowdown",
-            self._nvml.nvmlClocksThrottleReasonHwThermalSlowdown: "hw_thermal_slowdown",
-            self._nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "hw_power_brake",
-        }
-        return tuple(name for bit, name in names.items() if mask & bit)
+        mask = self._ask("nvmlDeviceGetCurrentClocksEventReasons") or 0
+        return tuple(name for bit, name in _THROTTLE_REASONS.items() if mask & bit)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tunegemm.describe.epilogue import GATED, Epilogue, Operand, operand_dtype
+from tunegemm.describe.precision import fp32_precision, tf32_remedy
 from tunegemm.errors import ProblemError
 from tunegemm.untrusted import shown
 
@@ -512,14 +513,9 @@ class Problem:
 
 
 def _tf32_if_allowed() -> str:
-    import torch
-
-    # Not `allow_tf32`, which raises once a program has used both of torch's interfaces.
-    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+    if fp32_precision() == "tf32":
         return "tf32"
-    raise ProblemError(
-        'fp32 operands have kernels where tf32 is allowed: torch.backends.cuda.matmul.fp32_precision = "tf32"'
-    )
+    raise ProblemError(f"fp32 operands have kernels where tf32 is allowed: {tf32_remedy()}")
 
 
 #: Rows, columns, and whether rows are contiguous.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,17 @@ def fuse(graph: Graph, make: Make = of_site) -> Counter[str]:
 
 
 def _replace(graph: Graph, match: Match, function: Callable[..., Any]) -> None:
+    if match.results:
+        with graph.inserting_before(match.nodes[0]):
+            call = graph.call_function(function, match.operands)
+            parts = [
+                graph.call_function(operator.getitem, (call, place)) for place in range(len(match.results))
+            ]
+        for part, node in zip(parts, match.results, strict=True):
+            part.meta = {**node.meta}
+            node.replace_all_uses_with(part)
+            graph.erase_node(node)
+        return
     node = match.nodes[-1]
     with graph.inserting_before(node):
         new = graph.call_function(function, match.operands)
@@ -58,7 +70,8 @@ def _replace(graph: Graph, match: Match, function: Callable[..., Any]) -> None:
 def _facts(match: Match, order: Order) -> tuple[Any, ...] | None:
     """What the operands have in common but for their rows; None where the match may not be replaced."""
     inside = {*match.nodes}
-    if any(user not in inside for node in match.nodes[:-1] for user in node.users):
+    results = match.results or match.nodes[-1:]
+    if any(user not in inside for node in match.nodes if node not in results for user in node.users):
         return None
     x, result = value(match.operands[0]), value(match.nodes[-1])
     computed = [
@@ -77,7 +90,9 @@ def _facts(match: Match, order: Order) -> tuple[Any, ...] | None:
         or not all(is_matrix(weight) for weight in weights)
         or x.ndim < 2
         or not are_same(x.shape[-1:], weights[0].shape[1:])
-        or not all(_is_vector(each, weights[0].shape[0]) for each in operands if each.ndim == 1)
+        or not all(
+            _is_vector(each, {weight.shape[0] for weight in weights}) for each in operands if each.ndim == 1
+        )
         or any(each.ndim == 0 for each in operands)
         or not order.may_move(match.nodes, match.operands)
     ):
@@ -86,5 +101,5 @@ def _facts(match: Match, order: Order) -> tuple[Any, ...] | None:
     return n, k, row_stride, x.dtype, x.device
 
 
-def _is_vector(tensor: torch.Tensor, extent: int) -> bool:
-    return bool(tensor.shape[0] == extent and tensor.stride(0) == 1)
+def _is_vector(tensor: torch.Tensor, extents: set[int]) -> bool:
+    return tensor.shape[0] in extents and tensor.stride(0) == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -89,6 +89,57 @@ def only_user(node: Node) -> Node | None:
     """The one node that reads this one; None where there are none or several."""
     users = [*node.users]
     return users[0] if len(users) == 1 else None
+
+
+_VIEWS = frozenset((
+    "view", "reshape", "transpose", "permute", "unflatten", "flatten", "unsqueeze", "squeeze", "contiguous",
+    "chunk", "split", "unbind", "expand", "narrow", "select", "movedim", "swapaxes", "view_as", "reshape_as",
+    "mT", "T", "getitem",
+))  # fmt: skip
+_NEEDS_LAYOUT = frozenset(("as_strided", "set_", "data_ptr", "untyped_storage", "view_as_complex", "stride"))
+
+
+def takes_views(node: Node) -> bool:
+    """Whether the users of a layer's result compute the same where its rows have gaps.
+
+    Views of it are made anew with such rows, which fails where torch could not make them; a result of the
+    whole graph keeps its layout, and so does what is given to functions that are not torch's.
+    """
+    found = value(node)
+    if found is None or found.ndim < 2:
+        return False
+    try:
+        with found.fake_mode:
+            wide = found.new_empty((*found.shape[:-1], 2 * found.shape[-1]))[..., : found.shape[-1]]
+            return _serve_users(node, wide)
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+        return False
+
+
+def _serve_users(node: Node, given: Any) -> bool:
+    for user in node.users:
+        name = str(user.target) if user.op == "call_method" else str(getattr(user.target, "__name__", ""))
+        if user.op == "output" or name in _NEEDS_LAYOUT:
+            return False
+        is_method = user.op == "call_method"
+        if not is_method and not (user.op == "call_function" and _only_computes(user.target)):
+            return False
+        if name not in _VIEWS:
+            continue
+        if not user.args or user.args[0] is not node:
+            return False
+        arguments = torch.fx.node.map_arg((user.args[1:], user.kwargs), _example_of)
+        others, words = arguments
+        target: Any = user.target
+        function: Any = getattr(given, name) if is_method else partial(target, given)
+        made = function(*others, **words)
+        if not _serve_users(user, made):
+            return False
+    return True
+
+
+def _example_of(node: Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
 
 
 def are_same(left: Iterable[Any], right: Iterable[Any]) -> bool:

@@ -118,17 +118,18 @@ def _function_of(match: Match, facts: tuple[Any, ...]) -> Callable[..., torch.Te
 
 def _pays(match: Match, facts: tuple[Any, ...]) -> bool:
     """Whether a kernel of the gate serves as many rows as the graph was traced with."""
-    from tunegemm.layers import gates
+    from tunegemm.layers import joint
     from tunegemm.layers.graph import value
     from tunegemm.layers.sites import GATE_OF
 
-    n, k, *_ = facts
+    n, k, _, dtype, device = facts
     rows = 1
     for extent in value(match.operands[0]).shape[:-1]:
         rows *= ops.hint(extent)
     config = sys.modules.get(_CONFIG)
-    gate = GATE_OF[match.words[0]]
-    return gates.may_serve(gate, rows, n, k) and not getattr(config, "cpp_wrapper", False)
+    gate, gpu = GATE_OF[match.words[0]], joint.name_of(device)
+    found = joint.chosen(rows, (n, n), k, dtype, gpu, gate=gate)
+    return found is not None and not getattr(config, "cpp_wrapper", False)
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from tunegemm.generate.joined import MOST_WEIGHTS
 from tunegemm.layers import sites
 from tunegemm.layers.graph import (
     activation_of,
@@ -25,6 +26,7 @@ from tunegemm.layers.graph import (
     linear_of,
     only_user,
     passed_on,
+    takes_views,
     value,
 )
 
@@ -34,7 +36,7 @@ class Match:
     """Nodes that one call replaces."""
 
     kind: str
-    """What is found, for a report: gate, half gate, chain or linear."""
+    """What is found, for a report: the pattern's name."""
     nodes: tuple[Node, ...]
     """All that go; the last one's result is the call's."""
     operands: tuple[Node, ...]
@@ -43,11 +45,15 @@ class Match:
     """Makes the call, from facts of the operands."""
     words: tuple[Any, ...]
     """Its first arguments."""
+    results: tuple[Node, ...] = ()
+    """The nodes that the call's results replace, in their order, where it has several; the call then stands
+    where the first one does."""
 
     @property
     def weights(self) -> tuple[Node, ...]:
         """The operands that are matrices of weights."""
-        return self.operands[1:3] if self.kind == "gate" else self.operands[1:2]
+        count = {"gate": 2, "several": len(self.results)}.get(self.kind, 1)
+        return self.operands[1 : 1 + count]
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,37 @@ def chain(node: Node) -> Match | None:
     return Match("chain", tuple(dict.fromkeys(nodes)), tuple(operands), sites.chain, words)
 
 
+def several(node: Node) -> Match | None:
+    """Two or three linear layers of one input, such as q, k and v; this is the first of them."""
+    if (layer := linear_of(node)) is None:
+        return None
+    x, first, bias = layer
+    found: list[tuple[Node, Node, Node | None]] = []
+    for user in x.users:
+        if (other := linear_of(user)) is not None and other[0] is x and _is_joinable(user, first, other):
+            found.append((user, other[1], other[2]))
+    if not 2 <= len(found) <= MOST_WEIGHTS or found[0][0] is not node:
+        return None
+    nodes, weights, biases = zip(*found, strict=True)
+    if any((each is None) != (bias is None) for each in biases) or not all(map(takes_views, nodes)):
+        return None
+    columns = tuple(value(weight).shape[0] for weight in weights)
+    operands = (x, *weights, *(biases if bias is not None else ()))
+    return Match("several", nodes, operands, sites.several, (bias is not None, columns), nodes)
+
+
+def _is_joinable(node: Node, first: Node, layer: tuple[Node, Node, Node | None]) -> bool:
+    """Whether a layer's weight lies as the first one's does, but for its rows."""
+    left, right = value(first), value(layer[1])
+    return (
+        left is not None
+        and right is not None
+        and is_matrix(left)
+        and is_matrix(right)
+        and (left.shape[1], left.stride(), left.dtype) == (right.shape[1], right.stride(), right.dtype)
+    )
+
+
 def linear(node: Node) -> Match | None:
     """A linear layer alone."""
     if (layer := linear_of(node)) is None:
@@ -139,6 +176,7 @@ PATTERNS = (
     Pattern("gate", gate),
     Pattern("half gate", half_gate),
     Pattern("chain", chain),
+    Pattern("several", several),
     Pattern("linear", linear),
 )
 

@@ -83,13 +83,12 @@ def lines_of(model: torch.nn.Module) -> Iterator[Line]:
 
 
 def _rows_of_gate(activation: str, weight: torch.Tensor) -> str:
-    from tunegemm.layers import gates, sites
+    from tunegemm.layers import joint, sites
 
     if weight.device.type != api.dispatcher.planner.device_type:
         return _elsewhere(weight)
-    n, k = weight.shape
-    is_kind = weight.dtype is torch.bfloat16
-    return _said([m for m in ROWS if is_kind and gates.may_serve(sites.GATE_OF[activation], m, n, k)])
+    (n, k), gate, gpu = weight.shape, sites.GATE_OF[activation], joint.name_of(weight.device)
+    return _said([m for m in ROWS if joint.chosen(m, (n, n), k, weight.dtype, gpu, gate=gate) is not None])
 
 
 def _served_rows(weight: torch.Tensor, has_bias: bool) -> list[int]:

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from tunegemm.describe.epilogue import GATED
-from tunegemm.layers import gates
+from tunegemm.layers import joint
 from tunegemm.serve import api
 from tunegemm.serve.forms import BELOW_AUTOGRAD, form_of
 from tunegemm.serve.guards import capturing, current_device, dispatch_modes
@@ -196,18 +196,45 @@ def _captured(way: Way, x: torch.Tensor, *operands: torch.Tensor) -> Any:
     return way(x, *operands) if capturing(x.device) else None
 
 
-class Gated(Site):
+class Joint(Site):
+    """Several weights of one input, which one launch reads where they lie."""
+
+    def parts(self, *operands: Any) -> tuple[Any, Any]:
+        """The weights and biases of a call."""
+        raise NotImplementedError  # pragma: no cover - each kind has its own
+
+    gate = ""
+
+    def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, bool]:
+        inner, is_known = joint.way_of(x, self.parts, operands, gate=self.gate)
+        if inner is None:
+            return None, None, is_known
+        way = self.seen(inner, x)
+        return way, way(x, *operands), is_known
+
+    def seen(self, way: Way, x: torch.Tensor) -> Way:
+        """A launch's rows in the shape of the input's."""
+        if x.ndim == 2:
+            return way
+        lead = x.shape[:-1]
+
+        def shaped(x: torch.Tensor, *operands: Any) -> Any:
+            result = way(x, *operands)
+            return None if result is None else result.view(*lead, result.shape[1])
+
+        return shaped
+
+
+class Gated(Joint):
     """Gate and up of two weights: (x, gate, up[, gate's bias, up's bias])."""
 
     def __init__(self, activation: str, has_bias: bool, facts: tuple[Any, ...]) -> None:
         super().__init__(f"gate and up with {activation}", facts)
-        self._gate, self._activate = GATE_OF[activation], ACTIVATIONS[activation]
-        self._has_bias, self._linear = has_bias, linear(has_bias, facts)
+        self.gate, self._activate = GATE_OF[activation], ACTIVATIONS[activation]
+        self._linear = linear(has_bias, facts)
 
-    def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, bool]:
-        gate, up, *biases = operands
-        way, is_known = gates.of_two(self._gate, x, gate, up, biases)
-        return way, None if way is None else way(x, gate, up, *biases), is_known
+    def parts(self, *operands: Any) -> tuple[Any, Any]:
+        return operands[:2], operands[2:]
 
     def by_torch(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
         gate, up, *biases = operands
@@ -215,19 +242,23 @@ class Gated(Site):
         return self._activate(first) * self._linear(x, up, *biases[1:])
 
 
-class Halves(Site):
+class Halves(Joint):
     """Gate and up in one weight: (x, weight[, bias])."""
 
     def __init__(self, activation: str, layout: str, has_bias: bool, facts: tuple[Any, ...]) -> None:
         """layout: gate first, up first, or alternate."""
         super().__init__(f"{layout} of one weight with {activation}", facts)
-        self._gate, self._activate = GATE_OF[activation], ACTIVATIONS[activation]
+        self.gate, self._activate = GATE_OF[activation], ACTIVATIONS[activation]
         self._layout, self._linear = layout, linear(has_bias, facts)
 
-    def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, bool]:
-        weight, *bias = operands
-        way, is_known = gates.of_one(self._gate, self._layout, x, weight, bias)
-        return way, None if way is None else way(x, weight, *bias), is_known
+    def parts(self, *operands: Any) -> tuple[Any, Any]:
+        if self._layout == "alternate":
+            halves = [(each[::2], each[1::2]) for each in operands]
+        else:
+            halves = [each.chunk(2) for each in operands]
+        if self._layout == "up first":
+            halves = [(second, first) for first, second in halves]
+        return halves[0], halves[1] if len(halves) > 1 else ()
 
     def by_torch(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
         weight, *bias = operands
@@ -237,6 +268,36 @@ class Halves(Site):
         else:
             gate, up = both.chunk(2, -1) if self._layout == "gate first" else reversed(both.chunk(2, -1))
         return self._activate(gate) * up
+
+
+class Several(Joint):
+    """Linear layers of one input: (x, *weights, *biases); a tuple of results, views of one where a kernel
+    computes them."""
+
+    def __init__(self, has_bias: bool, columns: tuple[int, ...], facts: tuple[Any, ...]) -> None:
+        super().__init__(f"{len(columns)} layers of one input", facts)
+        self._columns, (_, k, row_stride, *rest) = columns, facts
+        self._linears = [linear(has_bias, (n, k, row_stride, *rest)) for n in columns]
+
+    def parts(self, *operands: Any) -> tuple[Any, Any]:
+        count = len(self._columns)
+        return operands[:count], operands[count:]
+
+    def seen(self, way: Way, x: torch.Tensor) -> Way:
+        whole, columns = super().seen(way, x), self._columns
+
+        def split(x: torch.Tensor, *operands: Any) -> Any:
+            result = whole(x, *operands)
+            return None if result is None else result.split(columns, -1)
+
+        return split
+
+    def by_torch(self, x: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, ...]:
+        weights, biases = self.parts(*operands)
+        given = zip(self._linears, weights, biases or [None] * len(weights), strict=True)
+        return tuple(
+            site(x, weight) if bias is None else site(x, weight, bias) for site, weight, bias in given
+        )
 
 
 _lock = threading.Lock()
@@ -261,4 +322,4 @@ def linear(has_bias: bool, facts: tuple[Any, ...]) -> Linear:
     return _linears("", has_bias, False, facts)
 
 
-chain, gated, halves = _once(Linear), _once(Gated), _once(Halves)
+chain, gated, halves, several = _once(Linear), _once(Gated), _once(Halves), _once(Several)

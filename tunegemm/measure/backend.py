@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tunegemm.describe import driver
 from tunegemm.describe.device import Device, TelemetryReader
+from tunegemm.describe.precision import set_fp32_precision
 from tunegemm.generate import families
 from tunegemm.generate.family import Family
 from tunegemm.generate.launching import Launcher
@@ -141,7 +142,7 @@ class CudaBackend:
         import torch
 
         torch.cuda.set_device(self._device.index)
-        torch.backends.cuda.matmul.fp32_precision = "ieee"  # for the reference; others' products ignore it
+        set_fp32_precision("ieee")  # for the reference; others' products ignore it
         self._stream = torch.cuda.Stream()
         torch.cuda.set_stream(self._stream)
         self._reader = TelemetryReader(self._device.index)

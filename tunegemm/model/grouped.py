@@ -118,11 +118,11 @@ def choose(
     return GroupedChoice(config, **rule.launch, is_few=rule.is_few and not ordered and k % _FEW_K == 0)
 
 
-def chosen(problem: Problem, gpu: str) -> GroupedChoice | None:
+def chosen(problem: Problem, gpu: str, *, ordered: bool = False) -> GroupedChoice | None:
     """`choose` for a grouped problem on a GPU of a name."""
     return choose(
         problem.groups, problem.n, problem.k, problem.m,
-        gpu=gpu, dtype=problem.in_dtype, gate=problem.gate, major=problem.b_major,
+        gpu=gpu, dtype=problem.in_dtype, gate=problem.gate, major=problem.b_major, ordered=ordered,
     )  # fmt: skip
 
 

@@ -74,12 +74,8 @@ class Delegate:
         """
         if not self._distributions:
             return None
-        try:
-            with one_thread():
-                trial = self._learned().ask(self._distributions)
-        except Exception as error:  # a sampler may be anybody's
-            name = type(self._sampler).__name__
-            raise SpaceError(f"the sampler {name} failed: {one_line(error, 200)}; use another") from error
+        with self._translated(), one_thread():
+            trial = self._learned().ask(self._distributions)
         self.suggestions += 1
         point = self._decode(trial.params)
         search = self._searches[point.family]
@@ -95,8 +91,18 @@ class Delegate:
         if chosen is not None:
             self._suggested[chosen] = trial
         else:
-            self._learned().tell(trial, state=_failed())
+            with self._translated():
+                self._learned().tell(trial, state=_failed())
         return chosen
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Whatever a sampler raises, which may be anybody's, as one line that names it."""
+        try:
+            yield
+        except Exception as error:
+            name = type(self._sampler).__name__
+            raise SpaceError(f"the sampler {name} failed: {one_line(error, 200)}; use another") from error
 
     def start(self, candidate: Candidate) -> None:
         """The candidate is being tried: suggestions keep away from it until its result (*constant liar*)."""
@@ -124,7 +130,8 @@ class Delegate:
         if self._study is None:
             return
         for number in running:
-            self._study.tell(number, value, state=None if value is not None else _failed())
+            with self._translated():
+                self._study.tell(number, value, state=None if value is not None else _failed())
         if not running:
             self._add(candidate, value)
 

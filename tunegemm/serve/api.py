@@ -13,7 +13,9 @@ from tunegemm.describe.epilogue import ACTIVATIONS, GATED, Epilogue
 from tunegemm.errors import ProblemError, unknown_argument
 from tunegemm.serve.dispatcher import Dispatcher
 from tunegemm.serve.forms import ADDMM, BMM, LINEAR, MATMUL, SCALED_MM, form_of
+from tunegemm.serve.guards import are_functions_watched, function_modes
 from tunegemm.serve.library import addmm_steps, is_sum, scale_steps
+from tunegemm.serve.states import Chosen, choose, chosen_of, forget_choice, own, restore
 from tunegemm.serve.torch import ops
 from tunegemm.serve.torch.fx import node_of, rank, refuse_proxies
 
@@ -168,9 +170,11 @@ def mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> 
         fits = rank(a) == 2 and rank(b) == 2
     except TypeError as error:
         return node_of(error, mm, (a, b), {} if out is None else {"out": out}, torch.mm)
-    if not fits:
+    is_compiling = _is_compiling()
+    is_watched = not is_compiling and function_modes() and are_functions_watched()
+    if is_watched or not fits:  # modes are to see this function, where `product` would show torch.matmul
         return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
-    if _is_compiling():
+    if is_compiling:
         return ops.traced_matmul(a, b, out)
     return product(MATMUL, a, b, out)
 
@@ -355,20 +359,41 @@ def refresh() -> None:
 
 
 class policy:
-    """Serve by this policy from now on, ``tunegemm.policy("deterministic")``, or within a ``with`` block.
+    """Serve by this policy: ``tunegemm.policy("deterministic")`` from now on, or within a ``with`` block.
 
-    It holds for all threads. `prefer`: ``fastest``, ``deterministic`` (no result depends on scheduling),
+    A block's policy holds for its context: the thread or asyncio task that runs it, and the backward passes
+    that it begins. Other contexts keep theirs. A plain call holds for the process, for all contexts without a
+    policy of their own. `prefer`: ``fastest``, ``deterministic`` (no result depends on scheduling),
     ``batch_invariant`` (a row's bits do not depend on the number of rows), ``no_workspace`` (no memory beyond
     operands and output) or ``min_energy`` (least measured energy). `max_sms`: how many multiprocessors a
     launch may fill, which leaves the others to communication. If a policy excludes the record, the next best
     measured candidate serves, else torch. Raises PolicyError for an unknown policy.
     """
 
+    _before: list[Chosen | None] | None = None
+    _is_block = False
+
     def __init__(self, prefer: Preference = "fastest", *, max_sms: int | None = None) -> None:
-        self._before = dispatcher.planner.use(Policy(prefer, max_sms))
+        self._policy = Policy(prefer, max_sms)
+        dispatcher.planner.policy  # noqa: B018 - the environment's comes first
+        self._before = [choose(self._policy)]
 
     def __enter__(self) -> None:
-        return None
+        assert self._before is not None
+        if self._is_block:
+            self._before.append(choose(self._policy))
+        self._is_block = True
 
     def __exit__(self, *_: object) -> None:
-        dispatcher.planner.use(self._before)
+        assert self._before
+        restore(self._before.pop())
+
+    def __del__(self) -> None:
+        """Where it was no block it was a call. That is not known before: other threads must not be served by
+        a block's policy even for a moment."""
+        if self._before and not self._is_block:
+            dispatcher.planner.use(self._policy)
+            if self._before[0] is None and own() is chosen_of(self._policy):
+                restore(None)
+            else:  # within a block until its end
+                forget_choice()

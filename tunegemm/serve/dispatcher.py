@@ -25,9 +25,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tunegemm.serve.forms import ADDMM, BELOW_AUTOGRAD, BMM, LINEAR, MATMUL, SCALED_MM, Form, form_of
 from tunegemm.serve.guards import (
+    are_functions_watched,
     current_device,
     deterministic,
     dispatch_modes,
+    function_modes,
     grad_enabled,
     only_checks_operators,
     reductions_allowed,
@@ -36,6 +38,7 @@ from tunegemm.serve.operands import ALIGNMENT
 from tunegemm.serve.planning import Planner
 from tunegemm.serve.plans import Recent, are_apart, is_apart_from
 from tunegemm.serve.slow_path import SlowPath, by_torch
+from tunegemm.serve.states import own
 from tunegemm.serve.torch.autograd import DTYPES, PLAIN
 from tunegemm.serve.torch.fx import data_ptr
 from tunegemm.serve.unfused import one_function_into
@@ -90,11 +93,11 @@ class Dispatcher:
             return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
         if out is None:
             slot = b_address | call
-            recent = self.planner.state.recent.get(slot)
+            recent = self.planner.states[own()].recent.get(slot)
             known = recent is not None and recent.check(a, b)
         else:
             slot = b_address | 2 | call
-            recent = self.planner.state.recent.get(slot)
+            recent = self.planner.states[own()].recent.get(slot)
             known = recent is not None and recent.check(a, b, out)
         if not known:
             recent = self._earlier(slot, a, b) if out is None else self._earlier(slot, a, b, out)
@@ -107,7 +110,7 @@ class Dispatcher:
             if (recent.torchs or not recent.trained) and time.monotonic() < self.planner.next_look:
                 if out is None and recent.torchs is not None:
                     if call == LINEAR and type(b) is torch.nn.Parameter and b.dtype in DTYPES:
-                        self.planner.state.remember_torchs(id(b), a.numel())
+                        self.planner.states[own()].remember_torchs(id(b), a.numel())
                     return recent.torchs(a, b)
                 return by_torch(_PLAIN_FORMS[call], a, b, (), (), out)
             return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
@@ -116,6 +119,7 @@ class Dispatcher:
             return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
         if (
             dispatch_modes()
+            or (function_modes() and are_functions_watched())
             or deterministic()
             or forward_ad._current_level >= 0
             or (recent.device_index >= 0 and recent.device_index != current_device())
@@ -158,7 +162,7 @@ class Dispatcher:
             return self._slowly(form, a, b, tensors, numbers, out)
         slot = b_address | form.tag if out is None else b_address | 2 | form.tag
         everything = (a, b, *tensors) if out is None else (a, b, *tensors, out)
-        recent = self.planner.state.recent.get(slot)
+        recent = self.planner.states[own()].recent.get(slot)
         if recent is None or not recent.check(*everything):
             recent = self._earlier(slot, *everything)
         if recent is None or (recent.requires_grad and grad_enabled()):
@@ -170,7 +174,7 @@ class Dispatcher:
             if (recent.torchs or not recent.trained) and time.monotonic() < self.planner.next_look:
                 if out is None and recent.torchs is not None:
                     if form.call == LINEAR and type(b) is torch.nn.Parameter and b.dtype in DTYPES:
-                        self.planner.state.remember_torchs(id(b), a.numel())
+                        self.planner.states[own()].remember_torchs(id(b), a.numel())
                     return recent.torchs(a, b, *tensors)
                 return by_torch(form, a, b, tensors, numbers, out)
             return self._slowly(form, a, b, tensors, numbers, out)
@@ -179,6 +183,7 @@ class Dispatcher:
             return self._slowly(form, a, b, tensors, numbers, out)
         if (
             dispatch_modes()
+            or (function_modes() and are_functions_watched())
             or deterministic()
             or forward_ad._current_level >= 0
             or (recent.device_index >= 0 and recent.device_index != current_device())
@@ -216,7 +221,7 @@ class Dispatcher:
         site: the dtypes, extents, strides and devices of all operands in words, with the number of rows where
         that is not in them; empty where others may change.
         """
-        state = self.planner.state
+        state = self.planner.states[own()]
         plan = state.sites.get(site)
         if plan is None:
             torchs = state.sites_of_torch.get(site)
@@ -242,7 +247,7 @@ class Dispatcher:
             with _disable_current_modes():
                 return self.compiled(site, form, a, b, tensors, numbers, out)
         result = self.fused(form, a, b, tensors, numbers, out)
-        state = self.planner.state
+        state = self.planner.states[own()]
         recent = state.recent.get(b.data_ptr() | 2 | form.tag)
         # Where a setting of torch's may forbid the kernel, each call looks at it again.
         if not site or recent is None or a.dtype is torch.float32 or not recent.check(a, b, *tensors, out):
@@ -258,7 +263,7 @@ class Dispatcher:
 
     def _earlier(self, slot: int, a: Any, b: Any, *others: Any) -> Recent | None:
         """What was done before the last time with this `b`, laid out so, for as many rows of `a`."""
-        state = self.planner.state
+        state = self.planner.states[own()]
         if type(a) not in PLAIN or type(b) not in PLAIN or b.layout is not torch.strided:
             return None
         recent = state.earlier.get((slot, a.numel(), b.stride()))

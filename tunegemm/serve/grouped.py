@@ -387,6 +387,8 @@ def fits(
         return False
     if bias is not None and bias.ndim == 1 and scales is None:
         bias = bias.expand(b.shape[0], -1)
+    if scales is not None and b.shape[2] % 16:  # which torch refuses
+        return False
     kind: dict[str, Any] = {"dtype": _DTYPES[a.dtype], "gated": gated, "n_major": b.stride(1) != 1}
     return not objection(a, b.mT, offs, bias, scales, **kind)
 

@@ -10,18 +10,24 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from tunegemm.describe.precision import fp32_precision
 
 # Bound once: each is a call of 15-80 ns, where `torch.x.y` would cost as much again in look-ups.
 grad_enabled = torch.is_grad_enabled
 deterministic = torch._C._get_deterministic_algorithms
 dispatch_modes = torch._C._len_torch_dispatch_stack
+function_modes = torch._C._len_torch_function_stack
 functorch_level = torch._C._functorch.peek_interpreter_stack
 tracing = torch._C._is_tracing
 any_autocast = torch._C._is_any_autocast_enabled
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  # absent from CPU builds
-# What `torch.backends.cuda.matmul.fp32_precision` asks, in 0.1 us instead of 0.8.
-_precision_of_fp32: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
+# What `fp32_precision` asks, without a look-up.
+_precision_of_fp32: Callable[[str, str], str] = getattr(
+    torch._C, "_get_fp32_precision_getter", lambda *_: fp32_precision()
+)
 
 #: What `torch.backends.cuda.matmul.allow_*_reduced_precision_reduction` says of 16-bit operands: whether the
 #: library may add up in 16 bits, and whether it may split k.
@@ -63,6 +69,16 @@ def is_ordinary(a: torch.Tensor, b: torch.Tensor, tensors: Sequence[torch.Tensor
         and forward_ad._current_level < 0
         and not (a.is_neg() or b.is_neg() or a._is_zerotensor() or b._is_zerotensor())  # see `is_lazy`
     )
+
+
+def are_functions_watched() -> bool:
+    """Whether a `TorchFunctionMode` is on that may look at products.
+
+    All may but that of ``torch.set_default_device`` and ``with torch.device(...)``, which is for functions
+    that make tensors.
+    """
+    modes = map(torch._C._get_function_stack_at, range(function_modes()))
+    return any(type(mode) is not DeviceContext for mode in modes)
 
 
 def is_transformed() -> bool:

@@ -11,15 +11,22 @@ from tunegemm.serve import api
 from tunegemm.serve.background import BackgroundCompiler, make_pool
 from tunegemm.store import packs
 
-_compiler = BackgroundCompiler(lambda kernel: None, partial(make_pool, kernels.__name__))
+_compilers: dict[str, BackgroundCompiler] = {}
 
 
-def compiled(family: str, key: Key) -> Artifact | None:
-    """The object of a kernel; None while it is compiled. Raises ArtifactError where it will not be."""
+def compiled(family: str, key: Key, module: str = kernels.__name__) -> Artifact | None:
+    """The object of a kernel; None while it is compiled. Raises ArtifactError where it will not be.
+
+    module: what a compile pool asks for the family, see `tunegemm.generate.grouped`.
+    """
     artifact = packs.find(key)
     if artifact is None:
-        _compiler.is_on = api.dispatcher.planner.compiler.is_on
-        answer = _compiler.ask_for(family, key)
+        compiler = _compilers.get(module)
+        if compiler is None:
+            made = BackgroundCompiler(lambda kernel: None, partial(make_pool, module))
+            compiler = _compilers.setdefault(module, made)
+        compiler.is_on = api.dispatcher.planner.compiler.is_on
+        answer = compiler.ask_for(family, key)
         if not answer.kernel:
             why = answer.failure or answer.refusal or "none is compiled, and TUNEGEMM_COMPILE=0"
             raise ArtifactError(why)

@@ -41,6 +41,7 @@ from tunegemm.serve.notices import Notices, advice, named_error, weight_of, who
 from tunegemm.serve.online import OnlineTuning
 from tunegemm.serve.operands import Refusal, describe
 from tunegemm.serve.plans import Compiling, Plan, State, make_plan, refusal_of
+from tunegemm.serve.states import States, own
 from tunegemm.store.layers import modified
 from tunegemm.store.record import Record
 from tunegemm.store.waiting import within
@@ -55,8 +56,6 @@ Observe: TypeAlias = Callable[[Form, Any, Any, Sequence[Any], Any, Callable[[], 
 #: Keys whose plans are kept; then the older half is dropped: some 4 kB each, of programs whose shapes never
 #: repeat.
 MAX_PLANS = 4096
-#: Policies whose plans are kept for when they come back.
-MAX_POLICIES = 4
 #: Seconds between looks at whether another process has published records.
 LOOK_SECONDS = 5.0
 #: Numbers of rows of which one must be predicted to gain, for code that is compiled for any number.
@@ -94,10 +93,11 @@ class Planner:
         self._finder = Finder(
             device_type, self.notices, self.compiler, find=find, prepare=prepare, rivals=rivals
         )
-        self.state = State()
-        """What is known under the policy of now. Replaced as a whole, so that it is read without a lock."""
-        self._others: dict[Policy, State] = {}
-        """The states of policies that were left, for when one comes back."""
+        self.states = States()
+        """What is known under each policy. Each state is replaced as a whole, so that it is read without a
+        lock."""
+        self._suspended: States | None = None
+        """What was known before `suspend`."""
         self._mode: Mode | None = None
         self.next_look = 0.0
         """When it is time to look whether records were published."""
@@ -111,9 +111,13 @@ class Planner:
     def refresh(self) -> None:
         """Forget all plans; the database is read again on the next call."""
         with self.lock:
-            self._others.clear()
-            self.state = State(self.state.policy)
+            self.states = self.states.renew()
             self.notices.forget()
+
+    @property
+    def state(self) -> State:
+        """What is known under the policy of this context."""
+        return self.states[own()]
 
     @property
     def policy(self) -> Policy:
@@ -123,20 +127,11 @@ class Planner:
         return self.state.policy
 
     def use(self, policy: Policy) -> Policy:
-        """Serve by this policy from now on; the one before is returned. A policy has plans of its own."""
+        """Serve by this policy from now on wherever no context has one of its own; the one before is
+        returned. A policy has plans of its own."""
         if self._mode is None:
             self._begin()
-        with self.lock:
-            before = self.state
-            if policy != before.policy and self._mode == "off":
-                self.state = State(policy)
-            elif policy != before.policy:
-                known = self._others.pop(policy, None)
-                self._others[before.policy] = before
-                if len(self._others) > MAX_POLICIES:
-                    del self._others[next(iter(self._others))]
-                self.state = State(policy, before.snapshot, before.modified) if known is None else known
-            return before.policy
+        return self.states.use(policy)
 
     def suspend(
         self, observe: Observe | None = None, observe_groups: Callable[..., Any] | None = None
@@ -150,22 +145,23 @@ class Planner:
             self._begin()
         with self.lock:
             mode, self._mode = self._mode, "off"
-            before = self._others[self.state.policy] = self.state
-            self.state = State(before.policy, before.snapshot, before.modified)
+            before, old = self.states, self.state
+            self._suspended, self.states = before, before.renew()
+            self.states.put(State(old.policy, old.snapshot, old.modified))
             self.observe, self.observe_groups = observe, observe_groups
 
         def resume() -> None:
             with self.lock:
                 self._mode, self.observe, self.observe_groups = mode, None, None
-                policy = self.state.policy
-                self.state = self._others.pop(policy) if policy in self._others else State(policy)
+                before.use(self.states.policy)
+                self._suspended, self.states = None, before
 
         return resume
 
     def tuned(self) -> list[tuple[Problem, Record]]:
         """The problems that have a plan with a tuned kernel, and the record of each."""
         with self.lock:
-            plans = [plan for state in (self.state, *self._others.values()) for plan in state.plans.values()]
+            plans = [plan for state in self._every_state() for plan in state.plans.values()]
         return [(p.problem, p.record) for p in plans if p and p.problem is not None and p.record is not None]
 
     @property
@@ -240,7 +236,7 @@ class Planner:
         if best is None or (record is not None and best.candidate == record.candidate):
             return
         with self.lock:
-            for state in (self.state, *self._others.values()):
+            for state in self._every_state():
                 state.snapshot = None  # read on the next product without a plan
                 state.forget(problem)
 
@@ -258,18 +254,21 @@ class Planner:
         if time.monotonic() < self.next_look:
             return self.state
         self.next_look = time.monotonic() + LOOK_SECONDS
-        old = self.state
-        old.torchs.clear()
-        changed = False
-        with suppress(Exception):  # `_read_records` has said so
-            changed = old.snapshot is not None and self._modified() != old.modified
-        if changed:
-            new = State(old.policy)
-            new.plans = {key: plan for key, plan in old.plans.items() if plan is not None}
-            new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
-            new.devices = old.devices
-            self.state = new
+        for old in self._every_state():
+            old.torchs.clear()
+            changed = False
+            with suppress(Exception):  # `_read_records` has said so
+                changed = old.snapshot is not None and self._modified() != old.modified
+            if changed:
+                new = State(old.policy)
+                new.plans = {key: plan for key, plan in old.plans.items() if plan is not None}
+                new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
+                new.devices = old.devices
+                self.states.put(new)
         return self.state
+
+    def _every_state(self) -> list[State]:
+        return [*self.states.all(), *(self._suspended.all() if self._suspended else ())]
 
     def _make_plan(
         self,
@@ -472,7 +471,7 @@ class Planner:
     def _serve_compiled(self, kernel: str) -> None:
         """A kernel is there now, or will never be: calls that wait for it are planned anew."""
         with self.lock:
-            for state in (self.state, *self._others.values()):
+            for state in self._every_state():
                 state.forget_missing(kernel)
 
     def _records(self, state: State, name: str) -> Snapshot:
@@ -553,7 +552,7 @@ def _after_fork() -> None:
     CUDA context. If the parent used CUDA, the child cannot, and gets torch's own error for CUDA tensors."""
     for planner in _planners:
         planner.lock = threading.RLock()
-        planner.state, planner._others = State(planner.state.policy), {}
+        planner.states = planner.states.renew()
 
 
 os.register_at_fork(after_in_child=_after_fork)

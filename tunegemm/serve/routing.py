@@ -311,7 +311,7 @@ def few(
         return None
 
     def of(
-        a: Any, weights: Any, out: Any, ends: Any, bias: Any, *, interleaved: bool = False, scales: Any = None
+        a: Any, weights: Any, out: Any, ends: Any, bias: Any, scales: Any = None, *, interleaved: bool = False
     ) -> Launch:
         kind: dict[str, Any] = {"dtype": config.in_dtype, "gated": gated, "n_major": False, "few": True}
         columns = weights.shape[1] // (1 + gated)

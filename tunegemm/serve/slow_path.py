@@ -24,6 +24,7 @@ from tunegemm.serve.guards import TORCHS, autocast, cast_by_autocast, determinis
 from tunegemm.serve.operands import ALIGNMENT
 from tunegemm.serve.planning import MAX_PLANS, Planner
 from tunegemm.serve.plans import Plan, Recent, State, is_apart_from, is_writable, launch_plan, trained
+from tunegemm.serve.states import own
 from tunegemm.serve.torch.autograd import (
     DTYPES,
     PLAIN,
@@ -71,6 +72,8 @@ class SlowPath:
         elif not are_plain:
             _check_tensors(form, (a, b, *tensors))
             return by_torch(form, a, b, tensors, numbers, out)
+        elif guards.function_modes() and guards.are_functions_watched() and planner.observe is None:
+            return by_torch(form, a, b, tensors, numbers, out)  # which is what such a mode is to see
         elif (
             out is None  # torch.matmul(out=) is not cast
             and guards.any_autocast()
@@ -104,7 +107,7 @@ class SlowPath:
                 key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         except RuntimeError:  # sparse and nested tensors have no strides
             return by_torch(form, a, b, tensors, numbers, out)
-        state = planner.state
+        state = planner.states[own()]
         plan = state.plans.get(key)
         if plan is None:
             state, plan = planner.plan(key, form, a, b, tensors, numbers, out)
@@ -219,7 +222,12 @@ class SlowPath:
 
     def _train(self, a: torch.Tensor, b: torch.Tensor, *bias: torch.Tensor) -> Any:
         """A layer, forward and backward, in grad mode: `Recent.trained`."""
-        if deterministic() or guards.dispatch_modes() or forward_ad._current_level >= 0:
+        if (
+            deterministic()
+            or guards.dispatch_modes()
+            or forward_ad._current_level >= 0
+            or guards.are_functions_watched()
+        ):
             return by_torch(_BIASED if bias else _LINEAR, a, b, bias, (), None)
         products = self._watched(a, b)
         if bias:

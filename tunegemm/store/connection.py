@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, quote_plus
 
 from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
@@ -66,7 +66,7 @@ def resolve(location: str | Path | None) -> Path | URL:
                 f"database {kind}://...: not a kind that is known; give postgresql://HOST/NAME or a path"
             )
         if not url.database or url.database == ":memory:":
-            raise DatabaseError(f"database {location}: a database in memory is lost at exit; give a path")
+            raise DatabaseError(f"database {display(url)}: a database in memory is lost at exit; give a path")
         location = url.database
     if str(location) == ":memory:" or str(location).startswith("file:"):
         raise DatabaseError(
@@ -210,9 +210,39 @@ def migrating(engine: Engine) -> Iterator[Connection]:
             driver.execute("PRAGMA foreign_keys = ON")
 
 
-def display(location: Path | URL) -> str:
-    """For messages: a URL's password is hidden."""
-    return location.render_as_string(hide_password=True) if isinstance(location, URL) else str(location)
+#: What a URL may say of a password beside the user's.
+_SECRETS = ("password", "sslpassword", "passwd", "pwd")
+
+
+def display(location: Path | URL | str) -> str:
+    """For messages: a URL's passwords are hidden."""
+    url = _url(location)
+    if url is None:
+        text = str(location)
+        return text.partition("://")[0] + "://..." if "://" in text else text
+    query = {name: "..." if name.lower() in _SECRETS else value for name, value in url.query.items()}
+    return url.set(query=query).render_as_string(hide_password=True)
+
+
+def without_passwords(text: str, location: Path | URL | str) -> str:
+    """What a driver says of a location, without the passwords of its URL."""
+    if (url := _url(location)) is None:
+        return text.replace(str(location), display(location))
+    secrets = [url.password, *(value for name, value in url.query.items() if name.lower() in _SECRETS)]
+    for secret in filter(None, map(str, secrets)):
+        for spelt in (secret, quote(secret), quote_plus(secret)):
+            text = text.replace(spelt, "***")
+    return text
+
+
+def _url(location: Path | URL | str) -> URL | None:
+    """None for a path, and for what is no URL."""
+    if isinstance(location, Path) or "://" not in str(location):
+        return None
+    try:
+        return make_url(location)
+    except (ArgumentError, ValueError):
+        return None
 
 
 #: Text of a damaged row may be no UTF-8. Read with a mark in its place it fails for itself, as any damage
@@ -367,7 +397,7 @@ _REFUSALS = (("authentication failed", "28"), ("no pg_hba.conf entry", "28"), ("
 
 
 def _explain(location: Path | URL, error: BaseException | None) -> str:
-    first_line = str(error).strip().partition("\n")[0]
+    first_line = without_passwords(str(error).strip().partition("\n")[0], location)
     if isinstance(location, URL):
         code = getattr(error, "sqlstate", "") or ""
         _, fatal, reason = str(error).partition("FATAL:")

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunegemm.errors import StudyError, one_line
+from tunegemm.errors import StudyError, TunegemmError, one_line
+from tunegemm.files import kind
 from tunegemm.search.delegate import quiet_optuna
 from tunegemm.store.locations import project_location, user_location
 from tunegemm.untrusted import shown
@@ -88,7 +89,7 @@ class Studies:
             for key, value in study.user_attrs.items():
                 if key in _SAME and attributes.get(key, None if trials else value) != value:
                     raise StudyError(
-                        f"study {self.location}: {shown(name)} is of {_SAME[key]}"
+                        f"study {_hidden(self.location)}: {shown(name)} is of {_SAME[key]}"
                         f"{shown(attributes.get(key, 'another program'))}, not of {value}; give another file"
                     )
                 if attributes.get(key) != value:
@@ -124,24 +125,19 @@ class Studies:
 
 @contextlib.contextmanager
 def _translated(location: str) -> Iterator[None]:
-    """Errors of Optuna's storages and their drivers as one line that names the storage."""
-    import optuna
-    from sqlalchemy.exc import SQLAlchemyError
-
+    """Errors of Optuna's storages, of their drivers and of what files hold, as one line that names the
+    storage. What Optuna raises of a journal of another version is not known here."""
     try:
         yield
-    except (
-        optuna.exceptions.OptunaError,
-        SQLAlchemyError,
-        OSError,
-        ValueError,
-        KeyError,
-        ImportError,
-    ) as error:
-        if isinstance(error, StudyError):
-            raise
+    except TunegemmError:
+        raise
+    except Exception as error:
+        from tunegemm.store.connection import without_passwords
+
         cause = error.__cause__ or error
-        text = one_line(cause, 160)
+        text = without_passwords(one_line(cause, 160), location)
+        if isinstance(cause, AssertionError | LookupError | TypeError | AttributeError):
+            text = f"{type(cause).__name__}: {text}; it may be damaged, or of a later Optuna"
         if "locked" in str(cause):
             raise StudyError(
                 f"study {_hidden(location)} is locked by another process; wait for it to end"
@@ -174,8 +170,9 @@ def _of_url(location: str, database: Path | URL) -> Any:
     is_sqlite = url.get_backend_name() == "sqlite"
     if is_sqlite:
         if not url.database or url.database == ":memory:":
-            raise StudyError(f"study {location}: in memory it is lost at exit; give sqlite:///FILE")
+            raise StudyError(f"study {_hidden(location)}: in memory it is lost at exit; give sqlite:///FILE")
         _refuse_same(Path(url.database), database, location)
+        _refuse_other(Path(url.database), location)
     elif is_same(url, database):
         raise StudyError(_refusal(location))
     arguments = {"connect_args": {"timeout": LOCKED_S}} if is_sqlite else {}
@@ -193,8 +190,7 @@ def _check_file(path: Path, database: Path | URL) -> None:
     """Raises StudyError for a file that is no journal, or that another process holds."""
     _refuse_same(path, database, str(path))
     try:
-        if path.is_dir():
-            raise StudyError(f"study {path}: a folder; give a file in it")
+        _refuse_other(path, str(path))
         if path.exists():
             with path.open("rb") as file:
                 head = file.read(64)
@@ -212,6 +208,13 @@ def _check_file(path: Path, database: Path | URL) -> None:
         _check_lock(path)
     except OSError as error:
         raise StudyError(f"study {path} cannot be written ({error.strerror}); give another file") from None
+
+
+def _refuse_other(path: Path, location: str) -> None:
+    """Raises StudyError for a pipe or a device, which opening may wait for, and for a folder."""
+    if (found := kind(path.stat().st_mode) if path.exists() else None) is not None:
+        remedy = "a file in it" if found == "a folder" else "a file"
+        raise StudyError(f"study {_hidden(location)}: {found}; give {remedy}")
 
 
 def _check_lock(path: Path) -> None:
@@ -257,12 +260,6 @@ def _refusal(location: str | Path) -> str:
 
 def _hidden(location: str) -> str:
     """A location without a password."""
-    if "://" not in location:
-        return location
-    from sqlalchemy import make_url
-    from sqlalchemy.exc import ArgumentError
+    from tunegemm.store.connection import display
 
-    try:
-        return make_url(location).render_as_string(hide_password=True)
-    except (ArgumentError, ValueError):
-        return location.partition("://")[0] + "://..."
+    return display(location) if "://" in location else location

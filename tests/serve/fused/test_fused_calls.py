@@ -17,6 +17,7 @@ import tunegemm
 from tests.support.fusing import ACTIVATIONS, FP8, bent, close, layer
 from tests.support.serving import BF16, operands, quietly
 from tunegemm.describe.command import tune_command
+from tunegemm.describe.precision import computing_fp32_in
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError, TunegemmWarning
 from tunegemm.serve.launchers import TORCH
@@ -268,20 +269,15 @@ def test_fp32_is_served_where_and_while_tf32_is_allowed(serve, kernel):
     snapshot = serve()
     a, b = (operand.float() for operand in operands())
     bias = torch.ones(48)
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
     calls = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TunegemmWarning)  # of fp32 where it is not allowed
-        try:
-            for precision in ("ieee", "tf32", "ieee", "tf32", "tf32"):
-                matmul.fp32_precision = precision
+        for precision in ("ieee", "tf32", "ieee", "tf32", "tf32"):
+            with computing_fp32_in(precision):
                 calls += 2 * (precision == "tf32")
                 assert torch.equal(tunegemm.matmul(a, b), torch.matmul(a, b))
                 tunegemm.linear(a, b.t(), bias)
                 assert len(kernel.calls) == calls
-        finally:
-            matmul.fp32_precision = before
     assert {problem.in_dtype for problem in snapshot.asked} == {"tf32"}
 
 

@@ -54,6 +54,9 @@ _TUNABLE_EXTENTS = re.compile(
 #: Names of dtypes with an underscore in them are those of fp8.
 _TUNABLE_DTYPE = re.compile(r"Float8_[^_]+|[^_]+", re.ASCII)
 
+#: How JSON of objects begins: a line of a log may begin with a bracket, too, and go on with a date.
+_JSON = re.compile(r"\s*(\[\s*[{\]]|\{\s*[\"}]|[\[{]\s*\Z)")
+
 #: Spellings of CUTLASS's that nobody else has, and the scalars of an entry that names none.
 _CUTLASS_NAMES = {"f16": "fp16", "f32": "fp32", "s8": "int8", "s32": "int32"}
 _CUTLASS_SCALARS = (("alpha", 1.0), ("beta", 0.0))
@@ -94,7 +97,7 @@ def _read(path: Path) -> tuple[list[Demand], list[str]]:
         if (entry := _TUNABLE.search(row)) is not None and row[: entry.start()].count('"') == 0
     ]:
         return _collect(_tunable_op, rows)
-    if text.lstrip()[:1] in ("{", "["):
+    if _JSON.match(text):
         try:
             document = decoded(text)
         except BadValueError as error:
@@ -106,8 +109,10 @@ def _read(path: Path) -> tuple[list[Demand], list[str]]:
         return found, unreadable + refused
     if any(row.startswith("Validator,") for row in text.splitlines()):  # of results without any
         return [], []
+    first = next((row.strip() for row in text.splitlines() if row.strip()), "")
+    seen = f"it begins with {shown(first)}" if first else "it is empty"
     raise WorkloadError(
-        f"{path}: no list of shapes; known are the JSON of `tunegemm record`, TunableOp's CSV and "
+        f"{path}: no list of shapes, {seen}; known are the JSON of `tunegemm record`, TunableOp's CSV and "
         "CUTLASS's JSON list of problems"
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tunegemm.describe.precision import computing_fp32_in
 from tunegemm.describe.problem import Problem
 from tunegemm.generate.launching import Launcher
 
@@ -62,15 +63,10 @@ def _plain(problem: Problem) -> Launcher:
 
 def with_tf32(launch: Callable[..., None]) -> Launcher:
     """A launcher whose fp32 products torch may compute in tf32, whatever the program allows."""
-    from torch.backends.cuda import matmul
 
     def allowed(*operands: Any) -> None:
-        before = matmul.fp32_precision
-        matmul.fp32_precision = "tf32"
-        try:
+        with computing_fp32_in("tf32"):
             launch(*operands)
-        finally:
-            matmul.fp32_precision = before
 
     return allowed
 

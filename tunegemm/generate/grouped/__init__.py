@@ -26,13 +26,7 @@ from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.grouped.operands import objection, output_objection
 from tunegemm.generate.grouped.rules import RULES, config_from, config_of
 from tunegemm.generate.sources import hash_of_code, kernel_sources
-from tunegemm.generate.takes import (
-    MOST_STRIDE_BYTES,
-    UNIT_BYTES,
-    NotTaken,
-    not_aligned,
-    wrong_extents,
-)
+from tunegemm.generate.takes import UNIT_BYTES, NotTaken, not_aligned
 from tunegemm.generate.tiles import ordered_sum
 from tunegemm.generate.workspace import Workspace
 
@@ -166,35 +160,6 @@ class GroupedKernel:
                     a=a, weights=weights, out=out, offsets=offsets, bias=first_bias, scales=first_scale
                 )
             function(weights, a, out, *numbers, offsets, first_bias, first_scale, current_stream(index))
-
-        return launch
-
-    def gate_apart(
-        self, n: int, k: int, rows: int, row_stride: int, end: Any, *,
-        index: int, blocks: int, swizzle_size: int = 8, l2_hint: int = 0,
-    ) -> Callable[[int, int, int, int, int], None]:  # fmt: skip
-        """``gate(a first^T) * (a second^T)`` of packed a: a function of the addresses of gate's weight and
-        up's, a, the packed result and a bias, which lies as one of `launch` does (0: none).
-
-        The weights are (n, k), k contiguous, of one row stride, in elements; up's lies behind gate's. end:
-        int32 on the device, the number of rows; it is to stay. Raises NotTaken, here for extents and strides,
-        at a launch for addresses.
-        """
-        from torch._C import _cuda_getCurrentRawStream as current_stream
-
-        wrong = wrong_extents(n=2 * n, k=k, rows=rows)
-        if wrong or n % 8 or k % 8 or row_stride % 8:
-            raise NotTaken(wrong or f"n {n}, k {k} or the stride {row_stride} is not a multiple of 8")
-        function, ends = self.function, end.data_ptr()
-
-        def launch(first: int, second: int, a: int, out: int, bias: int = 0) -> None:
-            apart = second - first
-            if (first | second | a | out) & (UNIT_BYTES - 1) or bias & 1 or not 0 < apart < MOST_STRIDE_BYTES:
-                raise not_aligned(gate=first, up=second, a=a, out=out, bias=bias)
-            function(
-                first, a, out, n, rows, k, 1, row_stride, k, n, 2 * n * row_stride, 2 * n,
-                apart // 2, swizzle_size, blocks, l2_hint, ends, bias, 0, current_stream(index),
-            )  # fmt: skip
 
         return launch
 

@@ -30,7 +30,7 @@ def objection(
         return f"{dtype} operands {'need' if scaled else 'have no'} scales"
     if gated and n_major:
         return "gate and up take turns in TMA's lines, which have k contiguous"
-    columns = 1 + gated if few else 16 if gated or scaled else 8
+    columns = 1 + gated if few else 16 if gated else 8
     if n % columns or (few and k * a.element_size() % 16):
         return f"n {n} is not a multiple of {columns}, or k {k} not of whole units of 16 B"
     places = [
@@ -47,8 +47,13 @@ def objection(
 
 
 def output_objection(out: torch.Tensor, a: torch.Tensor, n: int, dtype: str, *, packed: bool = False) -> str:
-    """The same of the output, of so many columns. packed: whether its rows have no gaps."""
-    place = Place("out", out, TORCHS[dtype], (a.shape[0], n), (0, 1), 1 if packed else UNIT_BYTES)
+    """The same of the output, of so many columns. packed: whether its rows have no gaps.
+
+    It may end where the last group does, before a's rows: a kernel writes rows of groups alone.
+    """
+    if out.ndim != 2 or out.shape[0] > a.shape[0]:
+        return f"out is {tuple(out.shape)} for {a.shape[0]} rows"
+    place = Place("out", out, TORCHS[dtype], (out.shape[0], n), (0, 1), 1 if packed else UNIT_BYTES)
     if not (wrong := place.objection(a.device)) and packed and not out.is_contiguous():
         return f"out of strides {out.stride()} has gaps between its rows"
     return wrong

@@ -13,6 +13,7 @@ from tunegemm.serve import api
 from tunegemm.serve.forms import LINEAR
 from tunegemm.serve.guards import capturing, grad_enabled
 from tunegemm.serve.plans import trained
+from tunegemm.serve.states import own
 from tunegemm.serve.torch.autograd import PLAIN
 from tunegemm.serve.torch.fx import node_of
 
@@ -29,7 +30,7 @@ def eagerly(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
     except KeyError:  # they are something else's to give, such as a parametrization's
         weight, bias = layer.weight, layer.bias
     planner = api.dispatcher.planner
-    known = planner.state.torchs
+    known = planner.states[own()].torchs
     if known and type(input) in PLAIN and monotonic() < planner.next_look:
         # The products of a gradient might have kernels where the layer's has none. A CUDA graph does not
         # mind what the host has to do for them.
@@ -49,7 +50,29 @@ def eagerly(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
         return node_of(error, api.linear, (input, weight, bias))
 
 
-class TunedLinear(torch.nn.Linear):
+class _Standing(type):
+    """The class of classes that tables of classes hold as the one that they stand for.
+
+    Tools look a layer's exact class up (``type(layer) in mapping``: torch.ao.quantization, DeepSpeed's
+    policies, tables of FLOPs) and pass over, silently, what is not there. A class that a tool derives has
+    places of its own.
+    """
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or (_stands_for(cls) is not None and _stands_for(cls) == _stands_for(other))
+
+    def __hash__(cls) -> int:
+        return hash(_stands_for(cls)) if _stands_for(cls) is not None else super().__hash__()
+
+
+def _stands_for(cls: object) -> object:
+    """The class that one of ours stands for; `torch.nn.Linear` for itself; None for others."""
+    if cls is torch.nn.Linear:
+        return cls
+    return vars(cls).get("stands_for") if isinstance(cls, _Standing) else None
+
+
+class TunedLinear(torch.nn.Linear, metaclass=_Standing):
     """`torch.nn.Linear` by `tunegemm.linear`: what `patch` makes of one. Has nothing of its own to store."""
 
     stands_for = torch.nn.Linear

@@ -1,0 +1,136 @@
+"""Which published results are of other code than there is now: ``python -m benchmarks.results --stale``.
+
+A result is of the files that its benchmark measures (`MEASURED`), by a hash of their contents. A file without
+a hash in its `meta` is of the commit that changed it last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+_KERNELS = ("tunegemm/generate", "search_spaces")
+_CHOICES = ("tunegemm/choose", "tunegemm/model", "db/records", "db/selector.toml", "db/order.json")
+_SERVED = (*_KERNELS, *_CHOICES, "tunegemm/serve")
+_TUNED = (
+    *_KERNELS, "tunegemm/compile", "tunegemm/measure", "tunegemm/model", "tunegemm/search", "tunegemm/tuning"
+)  # fmt: skip
+_GROUPS = ("tunegemm/generate/grouped", "tunegemm/generate/along_k", "tunegemm/generate/routing",
+           "tunegemm/choose", "tunegemm/serve", "db/grouped.toml")  # fmt: skip
+_SEARCHED = ("tunegemm/search", "tunegemm/model")
+_FITTED = ("tunegemm/model", "benchmarks/fits.py")
+
+#: The files and folders that each benchmark measures, beside its own file; of others `_SERVED`.
+MEASURED: dict[str, tuple[str, ...]] = {
+    "campaign": _TUNED, "choices": _KERNELS, "database": ("tunegemm/store",), "dtypes": _TUNED,
+    "expert_layers": _GROUPS, "experts": _GROUPS, "fixed_tiles": _KERNELS, "kind_choices": _KERNELS,
+    "kind_fit": _FITTED, "order_fit": _FITTED, "peers": _TUNED, "search": _SEARCHED,
+    "selector_fit": _FITTED, "sweep": _TUNED, "tuning_many": _TUNED, "tuning_time": _TUNED,
+    "vllm_experts": (*_GROUPS, "db/grouped.toml"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stale:
+    """A result file whose code has changed since."""
+
+    path: Path
+    date: str
+    """When it was measured."""
+    command: str
+    """What measures it anew: the last command that wrote it."""
+    earlier: int
+    """How many commands wrote others of its rows."""
+    gpu_s: float | None
+    """What these took; None where that is not known."""
+    changed: tuple[str, ...]
+    """Files that differ; empty where only the hash is known."""
+
+    def __str__(self) -> str:
+        seconds = "GPU seconds unknown" if self.gpu_s is None else f"{self.gpu_s:.0f} GPU seconds"
+        more = f" (and {self.earlier} earlier commands)" if self.earlier else ""
+        files = "its code has changed"
+        if self.changed:
+            files = f"{len(self.changed)} files have changed, such as {self.changed[0]}"
+        shown = self.path.relative_to(ROOT) if self.path.is_relative_to(ROOT) else self.path
+        return f"{self.date or 'no date':25}  {shown}: {files}; {seconds}\n    {self.command}{more}"
+
+
+def measured_by(command: str) -> tuple[str, ...]:
+    """What a command line measures, such as ``python -m benchmarks.peers --tune``."""
+    name = next((word.removeprefix("benchmarks.") for word in command.split() if "benchmarks." in word), "")
+    own = (f"benchmarks/{name}.py",) if (ROOT / "benchmarks" / f"{name}.py").is_file() else ()
+    return (*own, *MEASURED.get(name, _SERVED))
+
+
+def hash_of(blobs: Mapping[str, str]) -> str:
+    """One for all files, by their paths and contents."""
+    text = "\n".join(f"{path} {blobs[path]}" for path in sorted(blobs))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def blobs_now(places: Iterable[str], root: Path = ROOT) -> dict[str, str]:
+    """The files there, each with git's hash of its content."""
+    found = {}
+    for place in places:
+        path = root / place
+        files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+        for file in files:
+            if "__pycache__" not in file.parts:
+                content = file.read_bytes()
+                blob = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
+                found[file.relative_to(root).as_posix()] = blob.hexdigest()
+    return found
+
+
+def blobs_at(commit: str, places: Iterable[str], root: Path = ROOT) -> dict[str, str]:
+    """The same of a commit."""
+    said = _git(root, "ls-tree", "-r", commit, "--", *places)
+    lines = (line.split("\t", 1) for line in said.splitlines())
+    return {path: facts.split()[2] for facts, path in lines}
+
+
+def stale(folder: Path = RESULTS, root: Path = ROOT) -> list[Stale]:
+    """The files of a folder whose code has changed, oldest first."""
+    now: dict[tuple[str, ...], dict[str, str]] = {}
+    found = []
+    for path, meta in _metas(folder):
+        places = measured_by(command := str(meta.get("command", "")))
+        if places not in now:
+            now[places] = blobs_now(places, root)
+        changed: tuple[str, ...] = ()
+        if "code" in meta:
+            is_stale = meta["code"] != hash_of(now[places])
+        else:
+            commit = _git(root, "log", "-1", "--format=%H", "--", str(path)).strip()
+            then = blobs_at(commit, places, root) if commit else {}
+            names = sorted({*then, *now[places]})
+            changed = tuple(name for name in names if then.get(name) != now[places].get(name))
+            is_stale = bool(changed)
+        if is_stale:
+            earlier = len(meta.get("earlier_commands", ()))
+            found.append(
+                Stale(path, str(meta.get("date", "")), command, earlier, meta.get("gpu_seconds"), changed)
+            )
+    return sorted(found, key=lambda one: (one.date, str(one.path)))
+
+
+def _metas(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for path in sorted(folder.rglob("*.json*")):
+        content = path.read_bytes()
+        text = (lzma.decompress(content) if path.suffix == ".xz" else content).decode()
+        first, _ = json.JSONDecoder().raw_decode(text)  # of some it is a line before those of the rows
+        yield path, first.get("meta", first)
+
+
+def _git(root: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,84 @@
+"""What a run of tests leaves behind that is ended before its end."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import run_gpu
+from tests.support.summary import Summary, facts_of_checkout
+
+TESTS = """
+import time
+import pytest
+def test_passes(): pass
+@pytest.mark.parametrize("n", [1, 2])
+def test_fails(n): assert n == 1
+@pytest.fixture
+def broken(): raise OSError("no")
+def test_ends_in_an_error(broken): pass
+@pytest.mark.skip
+def test_skipped(): pass
+def test_hangs(): time.sleep(600)
+def test_behind_it(): pass
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    """Runs that file within some seconds; its part of the summary."""
+    (tmp_path / "test_some.py").write_text(TESTS)
+    out = tmp_path / "out"
+    Summary(out).begin(commit="abc")
+
+    def run(seconds: float, *options: str) -> dict[str, Any]:
+        own = {"TUNEGEMM_TEST_SUMMARY": str(out), "TUNEGEMM_TEST_PART": "some"}
+        plain = ["-q", "-p", "tests.support.summary", "-p", "no:cacheprovider", "--timeout", "0"]
+        command = [sys.executable, "-m", "pytest", *plain, *options, str(tmp_path / "test_some.py")]
+        status = run_gpu.run(command, time.monotonic() + seconds + run_gpu._GRACE_S, own)
+        assert (status is None) == (not options)
+        known = json.loads((out / "summary.json").read_text())
+        assert known["commit"] == "abc"
+        return dict(known["parts"]["some"])
+
+    return run
+
+
+@pytest.mark.long
+def test_names_survive_the_limit_of_time(run, tmp_path: Path) -> None:
+    part = run(15)
+    file = part["not_run"][0].partition("::")[0]
+    assert (part["passed"], part["failed"], part["skipped"]) == (2, 2, 1)
+    assert part["failures"] == [f"{file}::test_fails[2]", f"{file}::test_ends_in_an_error (setup)"]
+    assert part["not_run"] == [f"{file}::test_hangs", f"{file}::test_behind_it"]
+    text = (tmp_path / "out" / "summary.txt").read_text()
+    assert "commit: abc" in text and "2 passed, 2 failed, 1 skipped, 2 not run" in text
+    for name in (*part["failures"], *part["not_run"]):
+        assert name in text
+
+
+def test_processes_are_counted_together(run) -> None:
+    part = run(60, "-n", "2", "-k", "not hangs")
+    assert (part["passed"], part["failed"], part["skipped"], part["not_run"]) == (3, 2, 1, [])
+
+
+def test_programs_are_cases(tmp_path: Path) -> None:
+    programs = {"a.py": "print('0 of 3\\nPASS')", "b.py": "print('PASS\\nFAIL')", "c.py": "1 / 0"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+    run_gpu.run_cases(sorted(tmp_path.glob("*.py")), tmp_path, time.monotonic() + 60)
+    part = Summary(tmp_path).known["parts"]["cases"]
+    assert (part["passed"], part["failures"], part["not_run"]) == (1, ["b.py", "c.py"], [])
+    run_gpu.run_cases(sorted(tmp_path.glob("*.py")), tmp_path, time.monotonic())
+    assert Summary(tmp_path).known["parts"]["cases"]["not_run"] == ["a.py", "b.py", "c.py"]
+
+
+def test_what_runs() -> None:
+    files = [path.name for path in run_gpu.marked()]
+    assert "test_device.py" in files and "test_problem.py" not in files and "test_edges.py" not in files
+    assert set(facts_of_checkout(run_gpu.ROOT)) == {"commit", "gpu", "torch"}

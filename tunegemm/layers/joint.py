@@ -1,0 +1,157 @@
+"""One launch for several weights of one input, which it reads where they lie (`tunegemm.generate.joined`).
+
+Products side by side, as q, k and v; or a gate and its up, of two weights or of one that holds both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from tunegemm.describe.device import Device, find_device
+from tunegemm.errors import ArtifactError, TunegemmError, one_line
+from tunegemm.generate import joined
+from tunegemm.generate.joined import JoinedKernel
+from tunegemm.generate.takes import NotTaken
+from tunegemm.model.joined import JoinedChoice, choose
+from tunegemm.serve import api
+from tunegemm.serve.guards import capturing, current_device
+from tunegemm.serve.objects import compiled
+
+#: Rows up to which products of several weights are one launch: of five models' q, k and v it was 1.18 to 2.8
+#: times as fast as torch's three, at 1024 and 4096 rows 0.94 to 1.11 (results/h200/joined.json).
+MOST_ROWS = 256
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+#: Weights whose launches one site keeps: some kB each.
+_MOST_BOUND = 1024
+
+#: Launches at addresses of the input and of the result.
+Launch = Callable[[int, int], None]
+#: Makes the launch for operands that are laid out as these, their weights where they lie; raises NotTaken.
+Bind = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, Sequence[Any]], Launch]
+#: The operands of a call as the kernel has them: its weights and biases.
+Parts = Callable[..., tuple[Sequence[torch.Tensor], Sequence[Any]]]
+
+
+def way_of(
+    x: torch.Tensor, parts: Parts, operands: Sequence[Any], *, gate: str = ""
+) -> tuple[Callable[..., Any] | None, bool]:
+    """What computes calls like this one, of contiguous x, from now on, None where torch does; and whether
+    that may be kept. It takes (x, *operands), and returns None for addresses that the kernel does not take.
+
+    parts: of operands the weights and their biases. gate: a gated step; the weights are then gate and up.
+    """
+    weights, biases = parts(*operands)
+    ns, rows = [weight.shape[0] for weight in weights], x.numel() // x.shape[-1]
+    if capturing(x.device) or torch.cuda._is_in_bad_fork():
+        return None, False
+    if x.device.type != api.dispatcher.planner.device_type or x.device in _failed:
+        return None, True
+    choice = chosen(rows, ns, x.shape[-1], x.dtype, name_of(x.device), gate=gate, bias=bool(biases))
+    if choice is None:
+        return None, True
+    try:
+        bind = load(choice, x.device)
+    except (TunegemmError, OSError, RuntimeError) as error:
+        _warn(f"kernels of several weights cannot run on {x.device}: {one_line(error)}")
+        return None, True
+    if bind is None:  # its kernel is being compiled
+        return None, True
+    return _way(bind, x, parts, ns[0] if gate else sum(ns)), True
+
+
+def chosen(
+    rows: int, ns: Sequence[int], k: int, dtype: torch.dtype, gpu: str, *, gate: str = "", bias: bool = False
+) -> JoinedChoice | None:
+    """The kernel that serves such a product; None where torch does."""
+    planner = api.dispatcher.planner
+    if planner.is_off or planner.policy.is_batch_invariant or (not gate and rows > MOST_ROWS):
+        return None
+    if dtype not in _DTYPES or k % 8 or any(n % 8 for n in ns):
+        return None
+    return choose(rows, ns, k, gate=gate, dtype=_DTYPES[dtype], bias=bias, gpu=gpu)
+
+
+def _way(bind: Bind, x: torch.Tensor, parts: Parts, columns: int) -> Callable[..., Any]:
+    """A call: an output, and the launch that is bound to these weights."""
+    allocate, device = api.dispatcher.planner.allocate, x.device
+    rows, k, dtype = x.numel() // x.shape[-1], x.shape[-1], x.dtype
+    shape, strides = (rows, columns), (columns, 1)
+    index = device.index if device.type == "cuda" else -1
+    known: dict[tuple[int, ...], Launch] = {}
+
+    def way(x: torch.Tensor, *operands: Any) -> torch.Tensor | None:
+        if not x.is_contiguous() or (index is not None and index >= 0 and current_device() != index):
+            return None
+        key = tuple([each.data_ptr() for each in operands])
+        launch = known.get(key)
+        result: torch.Tensor = allocate(shape, strides, dtype)
+        try:
+            if launch is None:
+                weights, biases = parts(*operands)
+                launch = bind(x.view(rows, k), weights, result, biases)
+                if len(known) >= _MOST_BOUND:
+                    known.clear()
+                known[key] = launch
+            launch(x.data_ptr(), result.data_ptr())
+        except NotTaken:
+            return None
+        except (RuntimeError, ValueError) as error:
+            _failed.add(device)
+            _warn(f"a kernel of several weights failed to launch on {device} ({one_line(error)})")
+            api.dispatcher.planner.state.forget_checks()
+            return None
+        return result
+
+    return way
+
+
+#: Devices where a launch failed: torch computes these products there.
+_failed: set[torch.device] = set()
+_kernels: dict[tuple[Any, int], JoinedKernel] = {}
+
+
+def _load(choice: JoinedChoice, device: torch.device) -> Bind | None:
+    """None until it is compiled. Raises TunegemmError, OSError or RuntimeError where there is none."""
+    index = device.index or 0
+    there = _device(index)
+    if there.architecture.compile_target != joined.TARGET:
+        raise ArtifactError(f"{there.name} is no Hopper GPU")
+    if (missing := joined.unavailable(launching=True)) is not None:
+        raise ArtifactError(missing)
+    kernel = _kernels.get((choice.config, index))
+    if kernel is None:
+        artifact = compiled(joined.NAME, joined.kernel_key(choice.config), joined.__name__)
+        if artifact is None:
+            return None
+        with torch.cuda.device(index):
+            kernel = _kernels[choice.config, index] = JoinedKernel.load(choice.config, artifact.path)
+
+    def bind(
+        a: torch.Tensor, weights: Sequence[torch.Tensor], out: torch.Tensor, biases: Sequence[Any]
+    ) -> Launch:
+        assert kernel is not None
+        return kernel.bound(a, weights, out, biases, device=there, **choice.words)
+
+    return bind
+
+
+def _device(index: int) -> Device:
+    return api.dispatcher.planner.policy.device(find_device(f"cuda:{index}"))
+
+
+#: Of a choice on a device.
+load: Callable[[JoinedChoice, torch.device], Bind | None] = _load
+
+
+@cache
+def name_of(device: torch.device) -> str:
+    """The name of a GPU; empty for other devices."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def _warn(text: str) -> None:
+    api.dispatcher.planner.notices.warn(f"{text}; torch computes them")
