@@ -17,19 +17,20 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.tables.gains import gains
 from benchmarks.tables.gpus import gpus, parts
 from benchmarks.tables.peers import even_rows, peers, peers_odd, summary
 from benchmarks.tables.programs import (
     batch_invariance,
     campaign,
     clients,
-    clients_fused,
     clients_training,
     dispatch,
     dtypes,
@@ -38,7 +39,6 @@ from benchmarks.tables.programs import (
     experts_served,
     first_use,
     first_use_kinds,
-    layers,
     search,
     tuning_four,
     tuning_many,
@@ -46,7 +46,7 @@ from benchmarks.tables.programs import (
     vllm,
     vllm_experts,
 )
-from benchmarks.tables.reading import DocsError, load
+from benchmarks.tables.reading import DocsError, load, markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
@@ -56,7 +56,7 @@ H100, OF_H100 = "h100-80gb-hbm3", "-h100"
 #: The product of the sample of output: one that a shipped kernel wins by much.
 SAMPLE = "128x7168x16384"
 #: Values of a parameter that are listed one by one.
-_MANY = 5
+_MANY = 3
 
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 
@@ -123,6 +123,40 @@ def shipped(_: Path) -> str:
     return f"Records that ship: {listed}."
 
 
+#: Packages of the table of versions.
+_VERSIONS = (
+    "python",
+    "torch",
+    "triton",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "transformers",
+    "vllm",
+    "sglang",
+)
+
+
+def versions(results: Path) -> str:
+    """Which versions are required, tested and measured, from the files that say so."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = [*project["dependencies"], *project["optional-dependencies"]["bench"]]
+    split = (re.fullmatch(r"([\w.-]+)(.*)", one) for one in listed)
+    required = {found[1]: found[2] for found in split if found}
+    required["python"] = project["requires-python"]
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    for path in sorted((ROOT / "tests" / "data" / "engines").glob("*.txt")):
+        engine, version = path.stem.split("-")
+        pinned[engine] = f"{pinned[engine]}, {version}" if engine in pinned else version
+    measured: dict[str, str] = {}
+    for name in ("clients.json", "dispatch.json", "vllm.json"):
+        if (data := load(results, name)) is not None:
+            measured |= data.get("meta", {}).get("packages", {})
+    rows = [
+        [name, required.get(name, ""), pinned.get(name, ""), measured.get(name, "")] for name in _VERSIONS
+    ]
+    return markdown_table(["package", "required", "tested", "measured"], rows)
+
+
 def sample(_: Path) -> str:
     """What `tunegemm explain` says of a shipped record, on the recorded GPU."""
     with TemporaryDirectory() as home:
@@ -180,6 +214,7 @@ def labels(_: Path) -> str:
 
 #: What fills each block, given the folder of the result files.
 BLOCKS: dict[str, Callable[[Path], str]] = {
+    "gains": gains,
     "summary": summary,
     "peers": peers,
     "peers-odd": peers_odd,
@@ -194,9 +229,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "search": search,
     "campaign": campaign,
     "clients": clients,
-    "clients-fused": clients_fused,
     "clients-training": clients_training,
-    "layers": layers,
     "vllm": vllm,
     "vllm-experts": vllm_experts,
     "dtypes": dtypes,
@@ -208,6 +241,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "labels": labels,
     "sample": sample,
     "shipped": shipped,
+    "versions": versions,
 }
 
 

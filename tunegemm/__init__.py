@@ -1,6 +1,6 @@
-"""tunegemm: find, remember and dispatch the fastest matrix-product kernel for your GPU.
+"""tunegemm finds the fastest matrix-product kernel for your GPU, stores it, and runs it.
 
-The public names below load on first use, so that `import tunegemm` costs milliseconds.
+The public names below load on first use, so `import tunegemm` takes milliseconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tunegemm.tuning.progress import Progress, TuneResult
     from tunegemm.tuning.tuner import tune
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Candidate", "Database", "Device", "Epilogue", "Failure", "Measurement", "Operation", "Problem",

@@ -23,7 +23,7 @@ _LONGEST_WORD = 400
 
 
 class TunegemmError(Exception):
-    """Base of all errors that tunegemm raises on purpose; the message is one line, whatever it names."""
+    """Base of all errors that tunegemm raises on purpose; the message is always one line."""
 
     def __init__(self, message: object = "") -> None:
         line = re.sub(r"\s*[\r\n]\s*", " ", str(message))
@@ -103,7 +103,7 @@ class DatabaseError(TunegemmError):
 
 
 class TunegemmWarning(UserWarning):
-    """Dispatch falls back to torch for a product, and why. Given once per problem."""
+    """A product falls back to torch, and why. Given once per problem."""
 
 
 def named_arguments(function: Callable[Given, Result]) -> Callable[Given, Result]:

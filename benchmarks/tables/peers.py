@@ -74,8 +74,8 @@ def summary(data: Data) -> list[str]:
     losses = ", ".join(f"{shape} {ratio:.3f}" for ratio, shape in slower) or "none"
     gpu, date = data.get("meta", {}).get("gpu", ""), str(data.get("meta", {}).get("date", ""))[:10]
     return [
-        f"{gpu}, {date}, bf16: speed relative to `torch.mm` in one race per product, in steady state where "
-        "the power cap binds. All products were tuned before; in brackets how many have a figure.",
+        f"{gpu}, {date}, bf16, all tuned before: speed relative to `torch.mm` in one race per product, in "
+        "steady state at the power cap. Brackets: how many have a figure.",
         markdown_table(["M x N x K", *names], [*lines, means]),
         f"Slower than `torch.mm`, of {len(own)}: {losses}.",
     ]
@@ -132,22 +132,22 @@ def providers(rows: list[dict[str, Any]], columns: Sequence[str]) -> list[str]:
     ]
     said = ""
     if rivals:
-        said = f"To the best library of each interleave `tunegemm` is at {geometric_mean(rivals):.3f}."
+        said = f"`tunegemm` reaches {geometric_mean(rivals):.3f} of the best library in each interleave."
     header = ["M x N x K", "torch.mm, TFLOP/s", *names]
     explained = (
-        "Speed relative to `torch.mm` in the same interleave: above 1 is faster, the best in bold; "
-        "a mean over fewer shapes says over how many."
+        "Speed relative to `torch.mm` in the same interleave: above 1 is faster, bold is best. A mean over "
+        "fewer shapes has their number in brackets."
     )
     if in_turns:
         header.append("tunegemm, interleaved")
         own = [found["tunegemm"] for row, found in zip(rows, all_ratios, strict=True) if row.get("turn_ms")]
         said += (
-            f" Over the {len(own)} shapes at the power cap it is at {geometric_mean(own):.3f} of `torch.mm`, "
-            f"interleaved at {geometric_mean(shared):.3f}."
+            f" Over the {len(own)} shapes at the power cap it reaches {geometric_mean(own):.3f} of "
+            f"`torch.mm`, interleaved {geometric_mean(shared):.3f}."
         )
         explained += (
-            " At the power cap these are steady-state ratios; the last column has the interleaved ones, "
-            "where all share one clock."
+            " At the power cap these are steady-state ratios; the last column has the interleaved ones, at "
+            "one shared clock."
         )
     return [
         explained,
@@ -191,7 +191,7 @@ def losses(rows: list[dict[str, Any]], all_ratios: list[dict[str, float]]) -> st
         if family and found[family] > own * (1 + noise):
             missed.append(f"{shape} ({family}: {100 * (found[family] / own - 1):.1f} %)")
     if not beaten:
-        parts = ["On none of these shapes is a peer faster than tunegemm by more than the noise."]
+        parts = ["tunegemm loses on none of these shapes by more than the noise."]
     else:
         parts = [f"Slower than `torch.mm`: {', '.join(slower)}."] if slower else []
         parts.append(f"Where tunegemm loses: {', '.join(beaten)}.")
@@ -199,7 +199,7 @@ def losses(rows: list[dict[str, Any]], all_ratios: list[dict[str, float]]) -> st
         parts.append(f"Behind a peer by less than the noise: {', '.join(tied)}.")
     if missed:
         parts.append(
-            "One of its own families was faster in this interleave than the record, by more than the noise: "
+            "One of its own families beat the record in this interleave by more than the noise: "
             f"{', '.join(missed)}."
         )
     return "\n\n".join(parts)

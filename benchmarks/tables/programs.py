@@ -90,7 +90,7 @@ def _regret(one: Mapping[str, Any], count: int) -> str:
     """Median and ninth decile; a dash where an older run did not go so far."""
     if f"median_{count}" not in one:
         return "-"
-    return f"{one[f'median_{count}']:.2%} / {one[f'ninth_{count}']:.2%}"
+    return f"{one[f'median_{count}']:.2%}/{one[f'ninth_{count}']:.2%}"
 
 
 @of_file("campaign.json")
@@ -120,10 +120,9 @@ def first_use(data: Data) -> list[str]:
     unseen = [row for row in data["rows"] if not row["listed"]]
     groups = {
         "with a shipped record": listed,
-        "of them with a K that is a multiple of 8": [row for row in listed if row["k"] % 8 == 0],
         "without": unseen,
-        "of them up to 256 rows": [row for row in unseen if row["m"] <= 256],
-        "of them served by prediction": [row for row in unseen if row["predicted"]],
+        "without, up to 256 rows": [row for row in unseen if row["m"] <= 256],
+        "without, served by prediction": [row for row in unseen if row["predicted"]],
     }
     lines = []
     for name, rows in groups.items():
@@ -136,10 +135,10 @@ def first_use(data: Data) -> list[str]:
     said = ""
     if found := [row for row in unseen if row.get("expected")]:
         expected, got = (geometric_mean([row[name] for row in found]) for name in ("expected", "ratio"))
-        said = f"Of what was predicted {expected:.3f} was expected, {got:.3f} was measured. "
+        said = f"Predicted products: {expected:.3f} expected, {got:.3f} measured. "
     first, *others = data["rows"]
-    said += f"The process's first product took {first['first_ms']:.0f} ms beside what the benchmark had "
-    said += f"imported, the longest first call of another {max(row['first_ms'] for row in others):.0f} ms."
+    said += f"The process's first product took {first['first_ms']:.0f} ms after the benchmark's imports, any "
+    said += f"other first call at most {max(row['first_ms'] for row in others):.0f} ms."
     return [markdown_table(header, lines), said]
 
 
@@ -207,7 +206,7 @@ def expert_layers(data: Data) -> list[str]:
         "times in eager calls", "times vLLM's in a graph",
     ]  # fmt: skip
     found = [row["ratio"] for row in data["rows"]]
-    mean = f"In the mean {geometric_mean(found):.3f} in a graph, the least {min(found):.3f}."
+    mean = f"Geometric mean in a graph {geometric_mean(found):.3f}, lowest {min(found):.3f}."
     return [markdown_table(header, lines), mean]
 
 
@@ -231,7 +230,7 @@ def first_use_kinds(data: Data) -> list[str]:
         lines.append(
             [
                 f"{dtype} {epilogue}".strip(),
-                f"{min(row['m'] for row in rows)} to {max(row['m'] for row in rows)}",
+                f"{min(row['m'] for row in rows)}-{max(row['m'] for row in rows)}",
                 str(len(rows)),
                 str(len(served)),
                 f"{geometric_mean(ratios):.3f}",
@@ -248,9 +247,10 @@ def first_use_kinds(data: Data) -> list[str]:
     every = [row["ratio"] for row in data["rows"]]
     share = sum(row["served"] for row in data["rows"]) / len(every)
     said = (
-        f"Of {len(every)} in all {share:.0%} were served, in the mean {geometric_mean(every):.3f} of torch, "
+        f"{share:.0%} of {len(every)} products were served. Geometric mean of all: "
+        f"{geometric_mean(every):.3f} of torch; {sum(each < LEAST for each in every)} below {LEAST}."
     )
-    return [markdown_table(header, lines), f"{said}{sum(each < LEAST for each in every)} below {LEAST}."]
+    return [markdown_table(header, lines), said]
 
 
 @of_file("dtypes.json")
@@ -285,18 +285,17 @@ def dispatch(data: Data) -> list[str]:
     ]
     table = markdown_table(["call", "torch, us", "tunegemm, us", "ratio"], lines)
     said = (
-        f"`import tunegemm` takes {data['import_ms']:.1f} ms beyond torch, with dispatch "
-        f"{data['import_and_matmul_ms']:.0f} ms; a record in memory {data['bytes_per_record']:.0f} bytes. "
-        f"A process's first product takes {data['first_call_ms']:.0f} ms with {data['records']} records and "
-        f"{data['first_call_few_records_ms']:.0f} ms with few"
+        f"`import tunegemm` takes {data['import_ms']:.1f} ms beyond torch's import, loading dispatch "
+        f"{data['import_and_matmul_ms']:.0f} ms. A record takes {data['bytes_per_record']:.0f} bytes. "
+        f"A process's first product takes {data['first_call_few_records_ms']:.0f} ms with few records and "
+        f"{data['first_call_ms']:.0f} ms with {data['records']}"
     )
     if (parts := data.get("first_call_parts")) is not None:
         warm, cold = parts["warm"], parts["cold"]
         said += (
             f": {warm['records_ms']:.0f} ms to read the records, {warm['kernel_ms']:.0f} ms to load the "
-            f"kernel and {warm['device_ms']:.0f} ms to ask for the device. With its files dropped from the "
-            f"page cache it takes {cold['first_call_ms']:.0f} ms, and the import "
-            f"{cold['import_and_matmul_ms']:.0f} ms"
+            f"kernel, {warm['device_ms']:.0f} ms to query the device. With a cold page cache it takes "
+            f"{cold['first_call_ms']:.0f} ms, and loading dispatch {cold['import_and_matmul_ms']:.0f} ms"
         )
     said += "."
     return [table, said]
@@ -326,7 +325,7 @@ def _clients(data: Data) -> list[str]:
         layers = f"{row['layers']} of {row['model']}" if "model" in row else str(row["layers"])
         cells = [f"{row['workload']}, {row['mode']}", layers, f"{row['torch_us'] / 1e3:.3f}"]
         others = [of(row) for of in shown.values()]
-        lines.append([*cells, *ours, f"{100 * row['noise']:.1f} %", *others, *errors])
+        lines.append([*cells, *ours, f"{100 * row['noise']:.1f}%", *others, *errors])
     header = [
         "workload, mode", "layers", "torch, ms", "tunegemm, ms", "times torch", "noise", *shown,
         "torch's error", "tunegemm's error",
@@ -341,7 +340,6 @@ def _clients(data: Data) -> list[str]:
 
 
 clients = of_file("clients.json")(_clients)
-clients_fused = of_file("clients_fused.json")(_clients)
 clients_training = of_file("clients_training.json")(_clients)
 
 
@@ -350,19 +348,17 @@ def layers(data: Data) -> list[str]:
     """Layers of models under `patch(fuse=True)`: times torch and times merged weights, by mode."""
     rows = data["rows"]
     modes = [mode for mode in ("graph", "eager", "compile") if any(row["mode"] == mode for row in rows)]
-    found = {(row["model"], row["rows"], row["mode"]): row for row in rows}
-    lines, header = [], ["layers, rows"]
+    tables = []
     for mode in modes:
-        header += [f"{mode}: torch, ms", "times torch", "times merged", "noise"]
-    for model, count in dict.fromkeys((row["model"], row["rows"]) for row in rows):
-        line = [f"{model}, {count}"]
-        for mode in modes:
-            row = found.get((model, count, mode))
-            line += [""] * 4 if row is None else [
-                f"{row['torch_ms']:.3f}", f"{row['ratio']:.3f}", f"{row['ratio_to_merged']:.3f}",
-                f"{100 * row['noise']:.1f} %",
-            ]  # fmt: skip
-        lines.append(line)
+        lines = [
+            [
+                f"{row['model']}, {row['rows']}", f"{row['torch_ms']:.3f}", f"{row['ratio']:.3f}",
+                f"{row['ratio_to_merged']:.3f}", f"{100 * row['noise']:.1f}%",
+            ]
+            for row in rows
+            if row["mode"] == mode
+        ]  # fmt: skip
+        tables.append(markdown_table([mode, "torch, ms", "times torch", "times merged", "noise"], lines))
     said = []
     for mode in modes:
         for what, decodes in (("decode", True), ("prefill", False)):
@@ -372,23 +368,23 @@ def layers(data: Data) -> list[str]:
                     geometric_mean([row[name] for row in some]) for name in ("ratio", "ratio_to_merged")
                 )
                 said.append(
-                    f"- {mode}, {what}: {of_torch:.3f} of torch, {of_merged:.3f} of merged weights in "
-                    f"geometric mean of {len(some)}"
+                    f"- {mode}, {what}: {of_torch:.3f} times torch, {of_merged:.3f} times merged weights "
+                    f"(geometric means of {len(some)})"
                 )
     for row in rows:
         if row["mode"] == "max-autotune":
             said.append(
                 f"- beside torch.compile max-autotune, {row['model']} {row['rows']}: {row['ratio']:.3f} of "
                 f"torch, {row['ratio_to_merged']:.3f} of merged weights, both tuned by it (noise "
-                f"{100 * row['noise']:.1f} %)"
+                f"{100 * row['noise']:.1f}%)"
             )
     for mode in (*modes, "max-autotune"):
         if beside := [row for row in rows if row["mode"] == mode and "ratio_to_liger" in row]:
             least = min(beside, key=lambda row: row["ratio_to_liger"])
             said.append(
                 f"- {mode}, beside Liger's norms and gates: "
-                f"{geometric_mean([row['ratio_to_liger'] for row in beside]):.3f} of them in geometric mean "
-                f"of {len(beside)}, least {least['ratio_to_liger']:.3f} ({least['model']} {least['rows']})"
+                f"{geometric_mean([row['ratio_to_liger'] for row in beside]):.3f} (geometric mean of "
+                f"{len(beside)}), lowest {least['ratio_to_liger']:.3f} ({least['model']} {least['rows']})"
             )
     slower = [
         f"{row['model']} {row['rows']} {row['mode']} ({row['ratio']:.3f})"
@@ -396,7 +392,7 @@ def layers(data: Data) -> list[str]:
         if 1 - row["ratio"] > row["noise"]
     ]
     said.append(f"- slower than torch by more than the noise: {', '.join(slower) or 'none'}")
-    return [markdown_table(header, lines), "\n".join(said)]
+    return [*tables, "\n".join(said)]
 
 
 #: Of vllm.json's rows.
@@ -413,7 +409,7 @@ def vllm(data: Data) -> list[str]:
         kind = row["dtype"] + _MODES[row["mode"]]
         name = f"{kind} {row['phase']}"
         rates = [f"{row[key]:,.0f}" for key in ("engine_tokens_per_s", "tokens_per_s")]
-        share = [f"{row['ratio']:.3f}", f"{100 * row['noise']:.1f} %"]
+        share = [f"{row['ratio']:.3f}", f"{100 * row['noise']:.1f}%"]
         shown = name + ", gate in the product" * row.get("gates", False)
         lines.append([shown, str(row["sequences"]), *rates, *share])
         ratios.setdefault(name, []).append(row["ratio"])
@@ -425,13 +421,13 @@ def vllm(data: Data) -> list[str]:
     means = (f"{name} {geometric_mean(some):.3f}, least {min(some):.3f}" for name, some in ratios.items())
     said = (
         f"Geometric means: {'; '.join(means)}. "
-        f"Slower than vLLM by more than the noise: {', '.join(told[False]) or 'none'}. "
-        f"Faster by more than it: {', '.join(told[True]) or 'none'}."
+        f"Slower than vLLM by more than the noise: {', '.join(told[False]) or 'none'}; faster: "
+        f"{len(told[True])} of {len(data['rows'])}."
     )
     for way, where in ((False, "no product"), (True, "each product")):
         others = [row for row in data.get("other_rows", ()) if row["gates"] is way]
         apart = ", ".join(f"{row['phase']} of {row['sequences']} {row['ratio']:.3f}" for row in others)
-        said += f" By a run with the gate in {where}: {apart}." if others else ""
+        said += f" A run with the gate in {where}: {apart}." if others else ""
     for key, found in data.items():
         if key.startswith("logits_"):
             apart = found["largest_difference"]
@@ -454,7 +450,7 @@ def vllm_experts(data: Data) -> list[str]:
     lines = []
     for model, some in _by(rows, lambda row: row["model"]).items():
         at = {row["rows"]: row for row in some}
-        cells = [f"{at[n]['ratio']:.3f} ({100 * at[n]['noise']:.1f} %)" if n in at else "" for n in tokens]
+        cells = [f"{at[n]['ratio']:.3f} ({100 * at[n]['noise']:.1f}%)" if n in at else "" for n in tokens]
         lines.append([model, *cells])
     ratios = [row["ratio"] for row in rows]
     slower = [f"{row['model']} {row['rows']}" for row in rows if 1 - row["ratio"] > row["noise"]]
@@ -501,7 +497,7 @@ def batch_invariance(data: Data) -> list[str]:
     said = "The Triton kernel is not in this file."
     if theirs:
         unlike = sum(map(bool, theirs.values()))
-        said = f"Of the Triton kernel's {len(theirs)} products {unlike} have rows with other bits."
+        said = f"{unlike} of the Triton kernel's {len(theirs)} products have rows with other bits."
     return [markdown_table(header, lines), said]
 
 

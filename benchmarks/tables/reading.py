@@ -99,6 +99,10 @@ def clocks_of(row: dict[str, Any]) -> str:
     return "own" if row["turn_ms"] else "below the cap"
 
 
+#: Packages that a table names; its result file names all.
+_NAMED = ("tunegemm", "torch", "cuda", "nvidia-cublas", "vllm", "transformers", "optuna")
+
+
 def machine_line(meta: dict[str, Any]) -> str:
     """On what, with what and when the rows of a result file were measured, as far as its meta says."""
     facts = [
@@ -106,6 +110,6 @@ def machine_line(meta: dict[str, Any]) -> str:
         meta.get("driver") and f"driver {meta['driver']}",
         str(meta.get("date", ""))[:10],
     ]
-    facts += [f"{name} {version}" for name, version in meta.get("packages", {}).items()]
+    facts += [f"{name} {version}" for name, version in meta.get("packages", {}).items() if name in _NAMED]
     said = ", ".join(str(fact) for fact in facts if fact)
     return f"Measured on {said}." if said else ""

@@ -28,14 +28,14 @@ from tunegemm.model.terms import Floats
 from tunegemm.resources import data_path
 from tunegemm.store.record import Record
 
-#: Launches that are offered of a product, for where the best one cannot be loaded.
+#: Launches offered for a product, in case the best one cannot be loaded.
 MOST_OPTIONS = 3
-#: From so many rows on a doubling of rows is so many ranges, and where at both ends of one the best stays so
-#: far below its margin, in log, nothing is served between: of 1,440 products of fp8 and SwiGLU with 257 to
-#: 16,384 rows 708 lay in such ranges, and none of them passed its margin (H200's files, 2026-11-27). To ask
-#: the trees takes milliseconds, and each step of a serving engine has rows of another number.
+#: Above FROM_ROWS rows each doubling is cut into RANGES. If the best candidate misses its margin by SURELY
+#: (in log) at both ends of a range, nothing inside it is served: 708 of 1,440 fp8 and SwiGLU products with
+#: 257 to 16,384 rows lay in such ranges, and none of them passed its margin (H200's files, 2026-11-27).
+#: Asking the trees takes milliseconds, and each step of a serving engine has another number of rows.
 FROM_ROWS, RANGES, SURELY = 256, 8, 0.02
-#: Ends of ranges that are remembered.
+#: How many ends of ranges are remembered.
 MOST_LEADS = 4096
 
 Allows = Callable[[Problem, Candidate], str]
@@ -52,9 +52,9 @@ class Predicted:
     expected: float
     """Times as fast as torch."""
     bound: float
-    """What is expected, less the margin of such products."""
+    """The expected ratio minus the margin of such products."""
     basis: str
-    """What it goes by, and how often that was wrong."""
+    """The basis of the prediction, and how often it was wrong."""
 
     def __str__(self) -> str:
         return f"{self.expected:.3f} x torch expected, at least {self.bound:.3f}; {self.basis}"

@@ -1,6 +1,6 @@
-"""Compile kernels into objects, in processes that see no GPU, and keep the objects.
+"""Compiles kernels into objects, in processes that see no GPU, and keeps the objects.
 
-`pool` hands jobs to processes of `worker`, `cute_object` and `triton_object` call the compilers, `ptxas`
-reads what they say, `artifacts` keeps objects under the hash of their key. Families are known here by the
-name of a module alone, in which a worker finds them. Imports `describe`.
+`pool` hands jobs to `worker` processes, `cute_object` and `triton_object` call the compilers, `ptxas` reads
+their output, and `artifacts` keeps objects under the hash of their key. This room knows a family only by the
+name of the module in which a worker finds it. Imports `describe`.
 """

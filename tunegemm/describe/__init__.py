@@ -1,6 +1,5 @@
-"""Describe a product, a GPU and a candidate kernel as plain values; nothing here runs on a GPU.
+"""Describes a product, a GPU and a candidate kernel as plain values; nothing here runs on a GPU.
 
 `problem` and `epilogue` say what is multiplied, `device` and `clusters` what a GPU can hold, `space` what a
-candidate is, `workload` which products a program computes.
-Imports only errors, files and resources.
+candidate is, `workload` which products a program computes. Imports only errors, files and resources.
 """

@@ -66,7 +66,7 @@ class Device:
     """One GPU to tune for: real (`cuda:N`), recorded (`replay:NAME`) or modelled (`model:NAME`)."""
 
     spec: str
-    """The name it was asked for by, such as ``cuda:0`` or ``replay:h200``."""
+    """The name that selected it, such as ``cuda:0`` or ``replay:h200``."""
     name: str
     """Product name, as CUDA reports it."""
     architecture: Architecture
@@ -85,7 +85,7 @@ class Device:
         return self.spec.startswith("cuda")
 
     def resident_clusters(self, cluster_size: int) -> int:
-        """Clusters of so many blocks that run at once, with one block per multiprocessor."""
+        """Clusters of this size that run at once, with one block per multiprocessor."""
         if cluster_size == 1:
             return self.sm_count
         if self.fingerprint.sm_budget < self.fingerprint.sm_count:  # so that no launch fills more
@@ -97,15 +97,14 @@ class Device:
         return _COUNTED_CLUSTERS.get((self.name, cluster_size)) or even_cut(self.sm_count, cluster_size)
 
     def gpcs_of_clusters(self, cluster_size: int, clusters: int) -> tuple[int, ...] | None:
-        """A number of the GPC of each cluster of a grid, with one block per multiprocessor. None where that
-        is not known, as where some of the multiprocessors are kept for others.
-        """
+        """The GPC number of each cluster of a grid, with one block per multiprocessor. None where that is
+        unknown, for example if some multiprocessors are kept for others."""
         if not self.is_real or self.fingerprint.sm_budget < self.fingerprint.sm_count:
             return None
         return gpcs_of_clusters(self.index, cluster_size, clusters, self.architecture.smem_bytes_per_block)
 
     def with_sm_budget(self, sm_budget: int) -> Device:
-        """The device as if it had so few multiprocessors; its fingerprint says so."""
+        """The device as if it had only this many multiprocessors; its fingerprint says so."""
         return replace(
             self,
             sm_count=sm_budget,
@@ -125,13 +124,15 @@ class Device:
 
     @property
     def index(self) -> int:
-        """The CUDA ordinal of a real device; 0 of others."""
+        """The CUDA ordinal of a real device; 0 for others."""
         return int(self.spec.partition(":")[2] or 0) if self.is_real else 0
 
     def lacks_memory(self, problem: Problem) -> str | None:
-        """Why operands and output of the problem cannot be in the device's memory together; None if they can.
+        """Why the problem's operands and output do not fit into the device's memory together; None if they
+        do.
 
-        Packed ones; those of a program may share memory, as entries of a batch do that are one matrix.
+        Assumes packed operands; those of a program may share memory, such as batch entries that are one
+        matrix.
         """
         if problem.memory_bytes <= self.memory_bytes:
             return None

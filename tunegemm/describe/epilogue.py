@@ -80,16 +80,16 @@ class Operand:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """The steps, or the user's function, and what they read. Made by `parse` or `custom`."""
+    """The steps, or the user's function, and the operands they read. Made by `parse` or `custom`."""
 
     steps: tuple[str, ...] = ()
     function: Custom | None = None
 
     @staticmethod
     def parse(text: str) -> Epilogue:
-        """Read an epilogue from its text; the empty one stores the product as it is.
+        """Read an epilogue from its text; the empty text stores the product as it is.
 
-        Raises ProblemError for a step that is not known, twice or out of order, and for a user's function
+        Raises ProblemError for a step that is unknown, repeated or out of order, and for a user's function
         that this process has not defined.
         """
         if not isinstance(text, str):
@@ -98,17 +98,17 @@ class Epilogue:
 
     @staticmethod
     def custom(function: Callable[..., Any]) -> Epilogue:
-        """The user's own: ``function(acc, operand, ...)``, each operand annotated by its kind.
+        """A user's own epilogue: ``function(acc, operand, ...)``, with each operand annotated by its kind.
 
-        The kinds are `Number`, `Scalar`, `PerColumn`, `PerRow` and `Matrix` of this module, as in::
+        The kinds are `Number`, `Scalar`, `PerColumn`, `PerRow` and `Matrix` from this module, as in::
 
             @Epilogue.custom
             def capped(acc, bias: PerColumn, cap: Number):
                 return cap * tanh((acc + bias) / cap)
 
-        It is traced into the kernel from its source, element by element, and may use its arguments, numbers
-        and exp, log, sqrt, tanh, erf, sigmoid, absolute, maximum, minimum and where of this module. Raises
-        ProblemError for one that uses anything else, or branches: `where` chooses element by element.
+        The function is traced into the kernel from its source, element by element. It may use its arguments,
+        numbers, and exp, log, sqrt, tanh, erf, sigmoid, absolute, maximum, minimum and where from this
+        module. Raises ProblemError if it uses anything else or branches; `where` chooses element by element.
         """
         try:
             source = inspect.getsource(function)
@@ -124,7 +124,7 @@ class Epilogue:
 
     @property
     def is_defined(self) -> bool:
-        """Whether its operands are known here: always, but for a user's function of another process."""
+        """Whether its operands are known here: always, except for another process's user function."""
         return self.function is None or str(self.function) in _definitions
 
     @property
@@ -134,7 +134,7 @@ class Epilogue:
 
     @property
     def scales(self) -> bool:
-        """Whether the product is multiplied by fp32 scales, or may be: by a user's function."""
+        """Whether fp32 scales multiply the product, or may do so in a user's function."""
         return self.function is not None or "scale_tensor" in self.steps or "scale_rowwise" in self.steps
 
     @property

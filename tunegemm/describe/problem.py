@@ -125,7 +125,7 @@ def default_out_dtype(in_dtype: str) -> str:
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """One matrix product, by what decides which kernel is fastest. Hashable; the key of a record."""
+    """One matrix product: everything that decides which kernel is fastest. Hashable; the key of a record."""
 
     m: int
     """Rows of A and D."""
@@ -134,12 +134,12 @@ class Problem:
     k: int
     """Columns of A, rows of B: the reduced extent."""
     batch: int = 1
-    """Number of independent products with the same shape; of `GROUPED` ones that of groups, whose rows
-    together are m."""
+    """Number of independent products of the same shape; for `GROUPED` problems the number of groups, whose
+    rows add up to m."""
     in_dtype: str = "bf16"
     """Element type of A and B."""
     out_dtype: str = "bf16"
-    """Element type of D. Sums are fp32, of int8 int32."""
+    """Element type of D. Sums are fp32, or int32 for int8."""
     a_major: str = "k"
     """Contiguous mode of A: ``k`` or ``m``."""
     b_major: str = "k"
@@ -147,13 +147,13 @@ class Problem:
     out_major: str = "n"
     """Contiguous mode of D: ``n`` or ``m``."""
     alignment: int = 0
-    """Bytes, a power of two: the most, up to 16, that divides the addresses of A and B and the strides of
+    """The largest power of two, up to 16 bytes, that divides the addresses of A and B and the strides of
     their leading dimensions and batch entries. 0, the default, becomes that of packed operands."""
     epilogue: str = ""
-    """What becomes of the product before it is stored, as `describe.epilogue` writes it; empty: nothing.
-    It begins with `GROUPED` where rows are in groups, each with a B of its own (`tunegemm.grouped_mm`)."""
+    """What the kernel does to the product before storing it, as `describe.epilogue` writes it; empty:
+    nothing. It begins with `GROUPED` if rows are in groups, each with its own B (`tunegemm.grouped_mm`)."""
     accumulation: str = "fast"
-    """How sums over k are kept: one of `ACCUMULATIONS`; ``two_level`` for fp8 only."""
+    """How sums over k are kept: one of `ACCUMULATIONS`; ``two_level`` only for fp8."""
 
     if not TYPE_CHECKING:
 
@@ -222,7 +222,7 @@ class Problem:
     def _check_groups(self) -> None:
         """Raises ProblemError for what no kernel of grouped products computes."""
         if self.batch == 1:
-            raise ProblemError(f"epilogue {self.epilogue} of one product: give --groups, from 2 on")
+            raise ProblemError(f"epilogue {self.epilogue} of one product: give --groups, 2 or more")
         if self.in_dtype not in _OF_GROUPS:
             given, known = repr(self.in_dtype), ", ".join(_OF_GROUPS)
             raise ProblemError(f"in_dtype {given} with {self.groups} groups: use one of {known}")
@@ -251,7 +251,7 @@ class Problem:
     def of_groups(
         cls, m: int, n: int, k: int, groups: int, *, dtype: str = "bf16", gate: str = "", b_major: str = "k"
     ) -> Problem:
-        """A product of m rows in groups, of fp8 with scales. Raises ProblemError for what is not tuned."""
+        """A product of m rows in groups; fp8 has scales. Raises ProblemError if no kernel takes them."""
         steps = filter(None, (GROUPED, gate, _OF_GROUPS.get(dtype)))
         out = default_out_dtype(dtype)
         return cls(m, n, k, groups, dtype, out, b_major=b_major, epilogue="+".join(steps))
@@ -271,9 +271,9 @@ class Problem:
     ) -> Problem:
         """Read ``MxNxK`` or ``MxNxKxL`` and names of dtype and layout, as on the command line.
 
-        alignment: by default that of packed operands; lines with gaps may have another one. groups: of a
-        product whose M rows are in so many groups, each with a B of its own; 0 and 1 are a plain product.
-        Their `epilogue` may be a gate; without one fp8 has that of scales.
+        alignment: by default that of packed operands; lines with gaps may have another. groups: how many
+        groups the M rows are in, each with its own B; 0 and 1 are a plain product. The `epilogue` of groups
+        may be a gate; without one, fp8 uses its scales.
         """
         match = _SHAPE.fullmatch(str(shape).strip().lower())  # whatever it is, the error shows it
         if match is None:
@@ -318,13 +318,13 @@ class Problem:
         epilogue: str = "",
         accumulation: str = "fast",
     ) -> Problem:
-        """Read torch operands with the meaning of ``torch.matmul(a, b)``: a (m, k) or (l, m, k), b alike.
+        """Read torch operands as ``torch.matmul(a, b)`` does: a is (m, k) or (l, m, k), b alike.
 
-        fp32 operands are a tf32 problem where torch may multiply them so
-        (``torch.backends.cuda.matmul.fp32_precision``), else none.
+        fp32 operands are a tf32 problem if torch may multiply them that way
+        (``torch.backends.cuda.matmul.fp32_precision``).
 
-        Raises ProblemError for other ranks, for extents that do not match, for mixed dtypes other than fp8's,
-        and for an operand that has no contiguous mode.
+        Raises ProblemError for other ranks, extents that do not match, mixed dtypes other than fp8's, fp32
+        without tf32, and an operand without a contiguous mode.
         """
         for operand in (a, b):
             if not hasattr(operand, "stride"):
@@ -353,10 +353,11 @@ class Problem:
         )
 
     def backward(self) -> tuple[Problem, ...]:
-        """The products that are the gradients of A and B, of packed operands: grad x B^T and A^T x grad.
+        """The products for the gradients of A and B, with packed operands: grad x B^T and A^T x grad.
 
-        Each has the layout of its operand, as autograd computes it: the gradient of a column-major operand is
-        computed transposed. Of groups only that of A is such a product: those of B have groups along k.
+        Each gradient has the layout of its operand, as autograd computes it: the gradient of a column-major
+        operand is computed transposed. For groups only the gradient of A is such a product; B's has groups
+        along k.
         """
         if self.is_grouped:
             if self.in_dtype != "bf16":
@@ -388,12 +389,12 @@ class Problem:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether its rows are in groups, each with a B of its own."""
+        """Whether its rows are in groups, each with its own B."""
         return self.epilogue.partition("+")[0] == GROUPED
 
     @property
     def groups(self) -> int:
-        """The number of its groups; 0 of a plain product."""
+        """The number of groups; 0 for a plain product."""
         return self.batch if self.is_grouped else 0
 
     @property
@@ -403,15 +404,14 @@ class Problem:
 
     @property
     def torch_call(self) -> str:
-        """What a record of it is compared with: torch's own call; of fp16 groups, which torch multiplies one
-        after the other once the device has said how many rows each has, those products alone.
-        """
+        """torch's own call that a record compares with. For fp16 groups, which torch multiplies one by one
+        once the device has reported their sizes, those products alone."""
         calls = {"bf16": "torch._grouped_mm", "fp16": "torch.mm", "fp8_e4m3": "torch._scaled_grouped_mm"}
         return calls[self.in_dtype] if self.is_grouped else "torch.mm"
 
     @property
     def our_call(self) -> str:
-        """The function of ours that a record of it serves; others that compute the same product, too."""
+        """The function of ours that a record serves; others that compute the same product use it, too."""
         if not self.is_grouped:
             return "matmul"
         scaled = "scaled_" if self.fused.scales else ""
@@ -419,9 +419,8 @@ class Problem:
 
     @property
     def as_modelled(self) -> Problem:
-        """What the model takes a product for: of groups the batch of as many equal ones, as their kernels see
-        them, whose rows are B's columns. Others are what they are.
-        """
+        """The product as the model sees it: groups as a batch of equal ones whose rows are B's columns, as
+        their kernels see them; any other product unchanged."""
         if not self.is_grouped:
             return self
         rows, a_major = -(-self.m // self.batch), "k" if self.b_major == "k" else "m"
@@ -431,7 +430,7 @@ class Problem:
 
     @property
     def dtypes(self) -> str:
-        """Dtypes of inputs, and of output and sums where not the default: ``fp8_e4m3>fp16 two_level``."""
+        """Dtypes of inputs, and of output and sums if not the default: ``fp8_e4m3>fp16 two_level``."""
         out = "" if self.out_dtype == default_out_dtype(self.in_dtype) else f">{self.out_dtype}"
         return self.in_dtype + out + ("" if self.accumulation == "fast" else f" {self.accumulation}")
 
@@ -442,12 +441,12 @@ class Problem:
 
     @property
     def fused(self) -> Epilogue:
-        """The epilogue, without the word of groups; false where there is none."""
+        """The epilogue without the word for groups; false if there is none."""
         return Epilogue.parse(self.epilogue.partition("+")[2] if self.is_grouped else self.epilogue)
 
     @property
     def out_n(self) -> int:
-        """Columns of D: n, or half of them where pairs of columns gate each other."""
+        """Columns of D: n, or n / 2 where pairs of columns gate each other."""
         return self.n // 2 if self.fused.gated else self.n
 
     @property
@@ -472,14 +471,13 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions: 2 m n k per batch entry, of groups in all."""
+        """Multiplications and additions: 2 m n k per batch entry; for groups, in all."""
         return 2 * self.m * self.n * self.k * (1 if self.is_grouped else self.batch)
 
     @property
     def bytes(self) -> int:
-        """Fewest bytes through device memory: each operand read once, the output written once. Of groups the
-        weights of one, which may have all rows.
-        """
+        """Fewest bytes through device memory: each operand read once, the output written once. Of groups, one
+        group's weights, since it may have all rows."""
         if self.is_grouped:
             return replace(self, batch=1, epilogue=str(self.fused)).bytes
         inputs = (self.m * self.k + self.k * self.n) * DTYPE_BYTES[self.in_dtype]
@@ -493,7 +491,7 @@ class Problem:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that its operands and output take: of groups all weights."""
+        """Bytes of its operands and output; of groups, with all weights."""
         others = (self.batch - 1) * self.k * self.n if self.is_grouped else 0
         return self.bytes + others * DTYPE_BYTES[self.in_dtype]
 
@@ -512,7 +510,7 @@ class Problem:
 
     @property
     def arithmetic_intensity(self) -> float:
-        """FLOP per byte of device memory; under the device's ridge point the product is memory-bound."""
+        """FLOP per byte of device memory; below the device's ridge point the product is memory-bound."""
         return self.flops / self.bytes
 
     def __str__(self) -> str:

@@ -34,7 +34,7 @@ class Candidate:
     family: str
     """Kernel family, such as ``cute_sm90``."""
     compile_params: tuple[tuple[str, Value], ...] = ()
-    """Sorted name-value pairs that make another kernel."""
+    """Sorted name-value pairs; each combination is a separate kernel."""
     launch_params: tuple[tuple[str, Value], ...] = ()
     """Sorted name-value pairs that are arguments of the launch."""
 
@@ -45,7 +45,7 @@ class Candidate:
         compile_params: Mapping[str, Value],
         launch_params: Mapping[str, Value] | None = None,
     ) -> Candidate:
-        """Make one from mappings, in any order. Raises SpaceError for other than a name and two mappings."""
+        """Make one from mappings, in any order. Raises SpaceError unless given a name and two mappings."""
         given = (family, str), (compile_params, Mapping), (launch_params or {}, Mapping)
         for value, expected in given:
             if not isinstance(value, expected):

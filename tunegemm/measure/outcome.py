@@ -52,7 +52,7 @@ class Measurement:
 
     @property
     def is_steady(self) -> bool:
-        """Whether it is of steady-state timing; such ratios compare with no others."""
+        """Whether the timing was steady-state; such ratios compare only with each other."""
         return bool(self.telemetry.get(STEADY_MS))
 
     @property
@@ -66,7 +66,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Failure:
-    """A candidate that could not be compiled, launched, finished or trusted."""
+    """A candidate that did not compile, launch or finish, or gave a wrong result."""
 
     candidate: Candidate
     stage: Stage
@@ -75,7 +75,7 @@ class Failure:
 
     @property
     def is_transient(self) -> bool:
-        """Whether it tells of the machine at that moment, not of the candidate, which may be tried again."""
+        """Whether the machine caused it at that moment, not the candidate, which may be tried again."""
         return self.stage == "timeout" or is_transient(self.reason)
 
 

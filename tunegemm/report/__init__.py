@@ -1,7 +1,7 @@
-"""Reports of what was found: values with renderers; they print nothing and measure nothing.
+"""Turns results into values with renderers; prints nothing and measures nothing.
 
-`leaderboard` ranks candidates, of rows that `stored` reads; `explain` tells what dispatch does, `space`
-counts and ranks a search space, `doctor` examines an installation. The page of `html` is made of `contents`
-by `analysis` and `charts`; `text` makes names from elsewhere safe to show. Imports every room but `cli`,
-which alone imports it.
+`leaderboard` ranks candidates from rows that `stored` reads; `explain` says what dispatch does, `space`
+counts and ranks a search space, `doctor` examines an installation. `analysis` and `charts` turn `contents`
+into the page of `html`; `text` makes foreign names safe to show. Imports every room but `cli`; only `cli`
+imports it.
 """

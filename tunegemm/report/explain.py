@@ -265,15 +265,15 @@ def explain(
     out_dtype: torch.dtype | None = None,
     accumulation: str = "fast",
 ) -> Explanation:
-    """What `tunegemm.matmul(a, b)` does and why; print it. Nothing is multiplied.
+    """Say what `tunegemm.matmul(a, b)` does and why; print the result. Nothing is multiplied.
 
     Instead of two tensors, give a `Problem` or extents, ``"512x6144x4096"`` or ``(512, 6144, 4096)``, bf16
     and k-major.
 
-    epilogue: of a fused call, such as ``bias_n+gelu``. out_dtype and accumulation: as in a `Problem`.
-    On CPU tensors it tells of ``cuda:0``, or of an H200 where there is no GPU. It reads the databases anew,
-    and heeds the mode and policy that the environment or `tunegemm.policy` set. Raises ProblemError for
-    operands that are torch's whatever was recorded.
+    epilogue: of a fused call, such as ``bias_n+gelu``. out_dtype and accumulation: as in a `Problem`. For CPU
+    tensors it describes ``cuda:0``, or an H200 if there is no GPU. It reads the databases again and follows
+    the mode and policy that the environment or `tunegemm.policy` set. Raises ProblemError for operands that
+    torch always computes.
     """
     import torch
 

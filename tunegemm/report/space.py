@@ -40,9 +40,9 @@ class Space:
     def of(cls, family: str, problem: Problem | str, device: Device | str | None = None) -> Space:
         """The space of a family, by its name.
 
-        problem: a `Problem`, or extents such as ``"512x6144x4096"``, bf16 and k-major. device: a `Device` or
-        its name; by default the first GPU, and without one the recorded H200. Raises SpaceError, ProblemError
-        or DeviceError for one that is not known.
+        problem: a `Problem`, or the extents of a bf16 k-major one, such as ``"512x6144x4096"``. device: a
+        `Device` or its name; by default the first GPU, or the recorded H200 without one. Raises SpaceError,
+        ProblemError or DeviceError for an unknown one.
         """
         families.get(family)
         asked = problem if isinstance(problem, Problem) else Problem.parse(problem)
@@ -55,16 +55,15 @@ class Space:
         return {**space.compile_values, **space.launch_values}
 
     def candidate(self, **chosen: Value) -> Candidate:
-        """The candidate with these parameters; one that is not given has its first value.
+        """The candidate with these parameters; any other parameter has its first value.
 
-        Raises SpaceError for a parameter or a value that the family does not have.
+        Raises SpaceError for a parameter or value that the family does not have.
         """
         return candidate(self.family, chosen)
 
     def check(self, candidate: Candidate) -> Verdict:
-        """Whether a candidate can be compiled and launched for the problem: true, or the rule that forbids it
-        with its reason. It says nothing of speed.
-        """
+        """Whether a candidate can compile and launch for the problem: true, or the rule that forbids it, with
+        its reason. It says nothing about speed."""
         return families.get(candidate.family).check(self.problem, candidate, self.device)
 
     def census(self) -> Census:
@@ -74,14 +73,14 @@ class Space:
     def predict(self, candidate: Candidate) -> model.Prediction:
         """The model's terms for one candidate: waves, and microseconds of arithmetic, L2 and memory.
 
-        They rank candidates of one problem, and are no times. Raises SpaceError for a library's algorithm.
+        They rank candidates of one problem; they are not times. Raises SpaceError for a library's algorithm.
         """
         return model.predict(self.problem, candidate, self.device)
 
     def ranked(self, count: int | None = None) -> Sequence[model.Prediction]:
-        """The feasible kernels at their first launch, in the model's order; the first `count`, or all.
+        """The feasible kernels at their first launch, in the model's order: the first `count`, or all.
 
-        Raises SpaceError for a library, which names its kernels itself.
+        Raises SpaceError for a library, which names its own kernels.
         """
         family, space = families.generator(self.family), families.load_space(self.family)
         fits = extent_check(family, self.problem, self.device)

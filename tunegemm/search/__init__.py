@@ -1,8 +1,9 @@
-"""Which candidates to try next: the search of a problem is an Optuna study. Neither GPU nor database.
+"""Decides which candidates to try next. The search for a problem is an Optuna study; it knows neither GPU nor
+database.
 
-`study` is that of a problem, `roofline` its own sampler, `delegate` lets any other of Optuna's take its
-place. `search` is the order in which candidates are tried, `surrogate` what explores in it, `efforts` how
-many trials there are, `space` a study's parameters. Optuna and NumPy are loaded on first use.
+`study` is a problem's study, `roofline` our sampler, `delegate` lets any other Optuna sampler replace it.
+`search` orders candidates, `surrogate` explores among them, `efforts` sets how many trials there are, and
+`space` has a study's parameters. Optuna and NumPy load on first use.
 """
 
 from typing import TYPE_CHECKING, Any

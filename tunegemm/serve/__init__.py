@@ -1,10 +1,9 @@
-"""Run time: `matmul` and its kin launch the recorded kernel of a problem, or fall back to torch.
+"""Run time: `matmul` and its kin launch a problem's recorded kernel, or fall back to torch.
 
-`api` is what users call and `dispatcher` the hot path; `slow_path` and `planning` make the plans (`plans`)
-of calls that are new, with the launchers that `finding` has of records. Which kernel serves is for
-`tunegemm.choose` to say. `background` compiles and `online` tunes meanwhile, `torch` fits it all into torch
-and `integrations` into engines; `operation` is a kernel that the caller chose. Imports every room but
-`report` and `cli`.
+Users call `api`; `dispatcher` is the hot path. For new calls `slow_path` and `planning` make the plans
+(`plans`), with launchers that `finding` gets from records. `tunegemm.choose` decides which kernel serves.
+`background` compiles and `online` tunes meanwhile, `torch` connects all of it to torch and `integrations` to
+engines. `operation` is a kernel that the caller chose. Imports every room but `report` and `cli`.
 """
 
 from tunegemm.serve.api import (

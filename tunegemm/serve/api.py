@@ -73,28 +73,27 @@ class Extras(TypedDict, total=False):
 def matmul(
     a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None, **extras: Unpack[Extras]
 ) -> torch.Tensor:
-    """The product ``a @ b``, with the meaning of ``torch.matmul``, by the tuned kernel where one is recorded.
+    """Multiply ``a @ b`` as ``torch.matmul`` does, with the tuned kernel if one is recorded.
 
-    The same kernel adds `bias`, a value for each column, applies `activation` (relu, gelu, gelu_tanh or silu)
-    and adds `residual`, of the result's shape; or it does the steps of an `epilogue`, any that
-    `tunegemm.Epilogue` has or a user's own function, with its `operands`, tensors and numbers, in its order.
-    `out_dtype` is the result's, where it is not the operands': fp32 for 16-bit ones, int32 for int8. Where no
-    kernel is recorded for the whole, torch's functions do it one by one.
+    The same kernel can add `bias` (one value per column), apply `activation` (relu, gelu, gelu_tanh or silu)
+    and add `residual`, which has the result's shape. Or it runs the steps of an `epilogue`, from
+    `tunegemm.Epilogue` or a function of your own, with its `operands`, tensors and numbers in order.
+    `out_dtype` is the result's dtype if it is not the operands': fp32 for 16-bit operands, int32 for int8. If
+    no kernel is recorded for the whole, torch's functions compute it step by step.
 
-    Tuned kernels serve bf16 and fp16 on CUDA, and fp32 where
-    ``torch.backends.cuda.matmul.fp32_precision`` is ``tf32``: (m, k) x (k, n), and what views make such a
-    product or a batch of them, as leading dimensions, vectors and one matrix for a batch are. So they do
-    for the gradients of 16-bit operands, which are products, too, and in graphs of torch.compile and
-    torch.export, which hold the operators `tunegemm::mm` and `tunegemm::fused`. Autocast casts as it does
-    for torch. Everything else is `torch.matmul`: other dtypes, broadcasting between batches, gradients of
-    a matrix that a batch shares, dispatch modes, views that the kernel cannot read, and deterministic
-    mode. A problem without a record for this device warns once (`TunegemmWarning`) and names the command
-    that tunes it; a record that another process publishes is found within seconds. With
+    Tuned kernels serve bf16 and fp16 on CUDA, and fp32 where ``torch.backends.cuda.matmul.fp32_precision`` is
+    ``tf32``: (m, k) x (k, n), and whatever views turn into such a product or a batch of them (leading
+    dimensions, vectors, one matrix for a batch). They also serve the gradients of 16-bit operands, and graphs
+    of torch.compile and torch.export, which hold the operators `tunegemm::mm` and `tunegemm::fused`. Autocast
+    casts as it does for torch. Everything else is `torch.matmul`: other dtypes, broadcasting between batches,
+    gradients of a matrix that a batch shares, dispatch modes, views that the kernel cannot read, and
+    deterministic mode. A problem without a record for this device warns once (`TunegemmWarning`) and names
+    the command that tunes it. A record that another process publishes serves within seconds. With
     ``TUNEGEMM_MODE=off``, read on the first call, torch computes everything.
 
-    Runs on the current stream of the operands' device, and within CUDA-graph capture for shapes that
-    were called before it. Raises what torch.matmul raises, and ProblemError for an epilogue that is not known
-    or takes other operands.
+    The call runs on the current stream of the operands' device. During CUDA-graph capture it uses the kernels
+    of shapes that were called before. Raises what torch.matmul raises, and ProblemError for an unknown
+    epilogue or one that takes other operands.
     """
     try:
         if extras:
@@ -116,10 +115,11 @@ def linear(
     activation: Activation | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``activation(x @ weight.T + bias) + residual``, with the meaning of ``torch.nn.functional.linear``.
+    """Compute ``activation(x @ weight.T + bias) + residual``; means what ``torch.nn.functional.linear``
+    means.
 
-    `weight` is (n, k). Served as `matmul` is, each combination by kernels that were tuned for it. activation:
-    relu, gelu, gelu_tanh or silu.
+    `weight` is (n, k). Served as `matmul` is; each combination needs kernels tuned for it. activation: relu,
+    gelu, gelu_tanh or silu.
     """
     try:
         if activation is None and residual is None:
@@ -137,9 +137,10 @@ def linear(
 def gated_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: Activation = "silu"
 ) -> torch.Tensor:
-    """``activation(x @ gate.T) * (x @ up.T)``, such as SwiGLU: half as many columns as `weight` has rows.
+    """Compute ``activation(x @ gate.T) * (x @ up.T)``, such as SwiGLU: half as many columns as `weight` has
+    rows.
 
-    `weight`, and `bias` if any, have the rows of gate and up interleaved, as `interleave` makes them.
+    `weight`, and `bias` if given, have the rows of gate and up interleaved, as `interleave` makes them.
     activation: silu, gelu, gelu_tanh or relu.
     """
     if not isinstance(activation, str) or activation not in _GATE_OF:
@@ -152,7 +153,7 @@ def gated_linear(
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The rows of two weights (or biases) interleaved, as `gated_linear` wants them: gate[0], up[0], ..."""
+    """Interleave the rows of two weights (or biases) for `gated_linear`: gate[0], up[0], gate[1], ..."""
     shown = []
     for name, tensor in (("gate", gate), ("up", up)):
         if not isinstance(tensor, torch.Tensor) or not tensor.ndim:
@@ -164,7 +165,7 @@ def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The product of two matrices, (m, k) x (k, n): ``torch.mm``, served as `matmul` is."""
+    """Multiply two matrices, (m, k) x (k, n), as ``torch.mm`` does; served as `matmul` is."""
     try:
         fits = rank(a) == 2 and rank(b) == 2
     except TypeError as error:
@@ -179,7 +180,7 @@ def mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> 
 
 
 def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """One product per entry of a batch, (l, m, k) x (l, k, n): ``torch.bmm``, served as `matmul` is."""
+    """Multiply each entry of a batch, (l, m, k) x (l, k, n), as ``torch.bmm`` does; served as `matmul` is."""
     try:
         fits = rank(a) == 3 and rank(b) == 3 and a.shape[0] == b.shape[0]
     except TypeError as error:
@@ -194,10 +195,10 @@ def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) ->
 def addmm(
     c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
-    """``beta * c + alpha * a @ b``, with the meaning of ``torch.addmm``: `c` is a matrix, or a row for each.
+    """Compute ``beta * c + alpha * a @ b`` as ``torch.addmm`` does; `c` is a matrix, or one row for all.
 
-    Served as `matmul` is. The problems' epilogues: ``bias_n`` for a row, ``beta_c`` for a
-    matrix, with ``alpha+`` before it where alpha is not 1, and none where beta is 0, as C is not read then.
+    Served as `matmul` is. The problems' epilogues are ``bias_n`` for a row and ``beta_c`` for a matrix,
+    preceded by ``alpha+`` where alpha is not 1; there is none where beta is 0, because C is not read then.
     """
     try:
         fits = is_sum(c, a, b, beta, 2)
@@ -211,7 +212,7 @@ def addmm(
 def baddbmm(
     c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
-    """`addmm` for each entry of a batch: ``torch.baddbmm``."""
+    """Compute `addmm` for each entry of a batch, as ``torch.baddbmm`` does."""
     try:
         fits = is_sum(c, a, b, beta, 3)
         text, tensors, numbers = addmm_steps(c, a, b, beta, alpha) if fits else ("", (), ())
@@ -231,12 +232,13 @@ def scaled_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """``(a * scale_a) @ (b * scale_b) + bias`` of fp8 operands, as ``torch._scaled_mm`` means it, or of int8.
+    """Compute ``(a * scale_a) @ (b * scale_b) + bias`` of fp8 operands, as ``torch._scaled_mm`` does, or of
+    int8.
 
-    Scales are fp32: of one element each, or (m, 1) and (1, n), one for each row of a and column of b; torch
-    computes other ones. out_dtype: by default that of a, of int8 bf16. use_fast_accum: whether sums may be
-    kept with the 14 bits or so that the tensor cores have; else every 128 of k are added up in fp32. Sums of
-    int8 products are exact. Served as `matmul` is; the problems' epilogues are ``scale_tensor`` and
+    Scales are fp32: one element each, or (m, 1) and (1, n), one for each row of a and column of b. torch
+    computes products with other scales. out_dtype: by default the dtype of a; bf16 for int8. use_fast_accum:
+    sums may keep only the 14 bits or so of the tensor cores; otherwise every 128 of k are added up in fp32.
+    Sums of int8 products are exact. Served as `matmul` is; the problems' epilogues are ``scale_tensor`` and
     ``scale_rowwise``, and ``+bias_n``.
     """
     try:
@@ -350,22 +352,22 @@ def _fused(
 def refresh() -> None:
     """Forget what was read: the next call reads the database again.
 
-    For products that run by a record and have a better one by now; those that fall back to torch look for
-    records by themselves, every few seconds.
+    Use it for products that have a record and now have a better one. Products that fall back to torch look
+    for records by themselves, every few seconds.
     """
     dispatcher.planner.refresh()
 
 
 class policy:
-    """Serve by this policy: ``tunegemm.policy("deterministic")`` from now on, in a ``with`` until its end.
+    """Serve by this policy: ``tunegemm.policy("deterministic")`` from now on, or within a ``with`` block.
 
-    A block's policy is that of its context: of the thread, or the asyncio task, that runs it, and of the
-    backward passes that it begins. Other contexts keep theirs. A call by itself holds for the process, for
-    all contexts that have none of their own. `prefer`: ``fastest``, ``deterministic`` (no result depends on
-    scheduling), ``batch_invariant`` (a row's bits do not depend on how many rows there are), ``no_workspace``
-    (no memory beyond operands and output) or ``min_energy`` (least measured energy). `max_sms`: how many
-    multiprocessors a launch may fill, for communication beside it. What a policy excludes is served by the
-    next best measured candidate, else by torch. Raises PolicyError for an unknown one.
+    A block's policy holds for its context: the thread or asyncio task that runs it, and the backward passes
+    that it begins. Other contexts keep theirs. A plain call holds for the process, for all contexts without a
+    policy of their own. `prefer`: ``fastest``, ``deterministic`` (no result depends on scheduling),
+    ``batch_invariant`` (a row's bits do not depend on the number of rows), ``no_workspace`` (no memory beyond
+    operands and output) or ``min_energy`` (least measured energy). `max_sms`: how many multiprocessors a
+    launch may fill, which leaves the others to communication. If a policy excludes the record, the next best
+    measured candidate serves, else torch. Raises PolicyError for an unknown policy.
     """
 
     _before: list[Chosen | None] | None = None

@@ -46,27 +46,25 @@ def experts(
     interleaved: bool = False,
     elsewhere: bool = False,
 ) -> torch.Tensor:
-    """A layer of gated experts: each token by those that the router chose for it, weighted and added up.
+    """Compute a layer of gated experts: each token by its chosen experts, weighted and added up.
 
     Row t of the result is the sum over j of ``weights[t, j] * expert(index[t, j], x[t])``, where expert e is
-    ``(activation(gate) * up) @ down[e].T`` and gate and up are the halves of ``x[t] @ gate_up[e].T``. Both
-    products are `grouped_mm`'s, and served where it is; without gradients the first one's kernel takes the
-    gate of silu, too.
+    ``(activation(gate) * up) @ down[e].T`` and gate and up are the halves of ``x[t] @ gate_up[e].T``.
+    `grouped_mm` computes and serves both products; without gradients the first one's kernel also applies
+    silu's gate.
 
     x: (tokens, hidden). gate_up: (experts, 2 inner, hidden). down: (experts, hidden, inner). index, weights:
-    (tokens, chosen): which experts a token goes to, int64 or int32, and how much each counts; torch, where it
-    adds up without gradients, rounds that to the experts' dtype first.
-    gate_up_bias, down_bias: (experts, 2 inner) and (experts, hidden). Weights that lie the other way round,
-    as those of gpt-oss, are given as views, ``.mT``.
-    activation: silu, gelu, gelu_tanh, relu, or a function of gate_up's product (rows, 2 inner) that gives
-    (rows, inner), such as a `Gate`, which has a kernel. interleaved: whether rows of gate and up alternate,
-    as `interleave` has them.
-    elsewhere: whether `index` may have numbers below 0, or from the number of experts on: experts of other
-    processes, which add nothing here.
+    (tokens, chosen), the experts of each token, int64 or int32, and their weights; where torch adds up
+    without gradients, it first rounds the weights to the experts' dtype. gate_up_bias, down_bias: (experts, 2
+    inner) and (experts, hidden). Pass weights with the other layout, as gpt-oss has them, as views, ``.mT``.
+    activation: silu, gelu, gelu_tanh, relu, or a function that turns gate_up's product (rows, 2 inner) into
+    (rows, inner), such as a `Gate`, which has a kernel. interleaved: rows of gate and up alternate, as
+    `interleave` makes them. elsewhere: `index` may have numbers below 0 or from the number of experts on,
+    which name experts of other processes and add nothing here.
 
-    Has gradients. Nothing waits for the device, so that a CUDA graph holds for other choices of the router.
-    Raises ProblemError for shapes and dtypes that do not fit, with what they are; on a CPU, or with
-    ``TUNEGEMM_CHECK_GROUPS=1``, also for numbers of no expert.
+    Has gradients. Nothing waits for the device, so a CUDA graph holds for other choices of the router. Raises
+    ProblemError for shapes and dtypes that do not fit, and names them; on a CPU, or with
+    ``TUNEGEMM_CHECK_GROUPS=1``, also for invalid expert numbers.
     """
     try:
         rank(x)

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 class Operation:
     """A kernel that you chose, as a handle that launches it.
 
-    The device layer of CUTLASS 3.x, ``cutlass::gemm::device::GemmUniversalAdapter``: `can_implement`,
-    `workspace_bytes` (there ``get_workspace_size``), `initialize` and `run` mean the same. `compile` takes
-    the place of the C++ compiler. All but `initialize` and `run` work without a GPU:
-    docs/guide/operation.md has an example.
+    CUTLASS 3.x calls this the device layer, ``cutlass::gemm::device::GemmUniversalAdapter``: `can_implement`,
+    `workspace_bytes` (there ``get_workspace_size``), `initialize` and `run` mean the same; `compile` replaces
+    the C++ compiler. All but `initialize` and `run` work without a GPU. docs/guide/operation.md has an
+    example.
 
-    A handle is for one thread at a time, and a CUDA graph that captured its launches needs it alive.
+    Use a handle from one thread at a time, and keep it alive as long as a CUDA graph that captured its
+    launches.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Operation:
         return f"{self._label} for {self.problem} on {self.device.spec}, {state}"
 
     def can_implement(self) -> Verdict:
-        """Whether the kernel can be compiled and launched for the problem on the device, or why not."""
+        """Whether the kernel can compile and launch for the problem on the device, or why not."""
         if (missing := self._family.unavailable()) is not None and self._family.compiled:
             return Verdict("unavailable", missing)
         if wrong := families.wrong_parameter(self.candidate):
@@ -77,10 +78,10 @@ class Operation:
         return self._family.check(self.problem, self.candidate, self.device)
 
     def compile(self) -> Resources | None:
-        """Compile the kernel, in a process of its own, unless the object store has it; what it takes.
+        """Compile the kernel in a separate process, unless the object store has it; return its resources.
 
-        None for a library's kernel, of which it is not known. Raises OperationError where `can_implement`
-        says no, or the compiler does.
+        Returns None for a library's kernel, whose resources are unknown. Raises OperationError if
+        `can_implement` or the compiler refuses.
         """
         self._ensure_feasible()
         if self._artifact is None and self._family.compiled:
@@ -94,20 +95,20 @@ class Operation:
 
     @property
     def workspace_bytes(self) -> int:
-        """Device memory that a launch needs beside its operands, as for split-K's sums; 0 for none."""
+        """Device memory that a launch needs beside its operands, such as for split-K's sums; 0 for none."""
         memory = self._memory
         return 0 if memory is None else memory.num_bytes
 
     def initialize(self, workspace: torch.Tensor | None = None, *, stream: Stream | None = None) -> None:
-        """Load the kernel; zero what of the workspace must start as zeros, on `stream` or the current one.
+        """Load the kernel and zero the counters of the workspace, on `stream` or the current one.
 
         workspace: a contiguous tensor of any dtype with at least `workspace_bytes` of the device's memory, at
-        a multiple of 256 bytes. Every launch then uses it, whatever its stream, so that launches must follow
-        each other. None: memory of torch's allocator, for each stream its own. Operands that TMA refuses are
+        a multiple of 256 bytes. Every launch then uses it, whatever its stream, so launches must follow each
+        other. None: memory from torch's allocator, separate for each stream. Operands that TMA refuses are
         copied in either case.
 
-        Compiles the kernel if nothing has. May be called again, with another workspace. Raises OperationError
-        for one too small or not aligned.
+        Compiles the kernel if needed. You may call it again with another workspace. Raises OperationError for
+        a workspace that is too small or not aligned.
         """
         import torch
 
@@ -139,11 +140,11 @@ class Operation:
         """Launch the kernel on `stream`, a torch stream or CUDA's handle, or on the current one.
 
         a is (m, k), b (k, n) and out (m, n) as in torch.matmul, with a batch (l, m, k) and so on, contiguous
-        in the problem's majors. Leading dimensions and the strides of batches are free: 0 gives all entries
-        the same matrix, but not of out. operands: what the problem's epilogue takes, in its order.
+        in the problem's majors. Leading dimensions and batch strides are free: 0 gives all entries the same
+        matrix, but not for out. operands: those of the problem's epilogue, in order.
 
-        A matrix of the epilogue may be `out` itself. Else nothing that is read may share memory with `out`,
-        nor with an amax, which is written, too.
+        A matrix of the epilogue may be `out` itself. Otherwise nothing that is read may share memory with
+        `out` or with an amax, which is also written.
 
         Raises ProblemError for operands of another problem, on another device, or that share memory;
         ValueError for strides or addresses that the kernel cannot take.

@@ -22,15 +22,15 @@ def scaled_grouped_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """Products of groups of fp8, with the meaning of ``torch._scaled_grouped_mm``.
+    """Multiply groups of fp8 rows, as ``torch._scaled_grouped_mm`` does.
 
-    For a (rows, k) and b (groups, k, n), k contiguous in both, row r of the result is
-    ``(a[r].float() @ b[g].float()) * scale_a[r] * scale_b[g]``, where g is the group that r is in, as for
-    `grouped_mm`. scale_a: fp32 (rows). scale_b: fp32 (groups, n).
+    For a (rows, k) and b (groups, k, n), k contiguous in both, row r of the result is ``(a[r].float() @
+    b[g].float()) * scale_a[r] * scale_b[g]``, where g is the group of row r, as for `grouped_mm`. scale_a:
+    fp32 (rows). scale_b: fp32 (groups, n).
 
-    Our kernels serve float8_e4m3fn on Hopper with ``use_fast_accum=True`` and `out_dtype` bf16: sums are the
-    tensor cores' own. All else is torch's call with the arguments that were given. While torch.compile
-    traces, it is torch's operator, which `enable` serves when it runs. Raises what torch raises.
+    Our kernels serve float8_e4m3fn on Hopper with ``use_fast_accum=True`` and bf16 as `out_dtype`: sums are
+    the tensor cores' own. Everything else is torch's call with your arguments. While torch.compile traces, it
+    is torch's operator, which `enable` serves when it runs. Raises what torch raises.
     """
     words = offs, bias, scale_result, out_dtype, use_fast_accum
     if not torch.compiler.is_compiling() and grouped.are_plain(a, b, scale_a, scale_b, offs):

@@ -1,12 +1,12 @@
-"""The tuning database: what was measured, what failed, and the best record per problem and device.
+"""The tuning database: measurements, failures, and the best record per problem and device.
 
-`Record` is a plain value; `Database` brings SQLAlchemy and therefore loads on first use.
+`Record` is a plain value; `Database` needs SQLAlchemy and therefore loads on first use.
 
-`database` publishes (`publishing`) and reads (`rows`, `frames`, `queries`), by `connection`,
-`models` and `migrations`. `codec` alone makes values of what is stored, rows and JSON, and back. `layers`
-puts together what dispatch reads: databases by `lookup`, `shipped` records, `packs`; `checks` says whether
-what comes from elsewhere can be. `validity` says what a record is worth here, `history` what changed;
-`exchange` brings rows from one database to another. Imports `describe`, `generate`, `measure`.
+`database` publishes (`publishing`) and reads (`rows`, `frames`, `queries`) through `connection`, `models` and
+`migrations`. `codec` alone converts between values, rows and JSON. `layers` combines what dispatch reads:
+databases (`lookup`), `shipped` records, `packs`; `checks` validates what comes from elsewhere. `validity`
+says what a record is worth here, `history` what changed; `exchange` moves rows between databases. Imports
+`describe`, `generate`, `measure`.
 """
 
 from __future__ import annotations

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
 
 class Database:
-    """One tuning database: a SQLite file, or a server by its URL. A context manager.
+    """One tuning database: a SQLite file, or a server given by its URL. A context manager.
 
-    Made by `Database.open`. Several processes may publish into one file at a time. After a fork, open anew.
+    Made by `Database.open`. Several processes may publish into one file at the same time. After a fork, open
+    it again.
     """
 
     def __init__(self, location: Path | URL, engine: Engine, *, read_only: bool, layer: str = "") -> None:
@@ -58,12 +59,12 @@ class Database:
         create: bool = False,
         layer: str = "",
     ) -> Self:
-        """Open by path or SQLAlchemy URL; None means the project's or else the user's (`store.layers`).
+        """Open by path or SQLAlchemy URL; None means the project's, or else the user's (`store.layers`).
 
-        For writing, an older schema is migrated, from `tunegemm.store.schema.OLDEST_SCHEMA` on. A missing
-        file is created, with its folder, if `create` asks for that or no location is given. Read-only
-        opening changes nothing, and works in a folder that cannot be written to. Raises DatabaseError for a
-        file that is missing, unreadable, damaged, no tuning database, or of a schema that is not read.
+        Opening for writing migrates an older schema, from `tunegemm.store.schema.OLDEST_SCHEMA` on, and creates
+        a missing file and its folder if `create` asks for that or no location is given. Opening read-only
+        changes nothing and works in a folder that cannot be written to. Raises DatabaseError for a file that is
+        missing, unreadable, damaged, not a tuning database, or of an unknown schema.
         """
         place = resolve(location)
         if (
@@ -117,12 +118,12 @@ class Database:
         label: str = "",
         method: str = SCREEN,
     ) -> int:
-        """Add one outcome to the history; on return it is committed. Returns the id of its row.
+        """Add one outcome to the history, committed on return. Returns the id of its row.
 
-        The record is then chosen by the evidence (`tunegemm.measure.evidence`): a confirmed one stays, unless
-        its own candidate turns out slower than torch.mm. method: how a measurement was taken, one of
-        `tunegemm.measure.evidence.METHODS`. Raises DatabaseError when it cannot be written, for a device
-        that is not real, and for samples that are not times.
+        The evidence then chooses the record (`tunegemm.measure.evidence`): a confirmed one stays, unless its
+        own candidate turns out slower than torch.mm. method: how a measurement was taken, one of
+        `tunegemm.measure.evidence.METHODS`. Raises DatabaseError if the database cannot be written, for a
+        device that is not real, and for samples that are not times.
         """
         codec.require(outcome, Measurement | Failure, "outcome")
         if not isinstance(method, str) or method not in METHODS:
@@ -144,11 +145,11 @@ class Database:
         label: str = "",
         stored_as: int | None = None,
     ) -> int:
-        """Make the final race's measurement of its winner the record, confirmed. Returns the id of its row.
+        """Make the final race's measurement of its winner the confirmed record. Returns the id of its row.
 
-        stored_as: the id that `publish` gave it, where it is stored already; else it is published as of a
-        final race. Where it is slower than torch.mm it is kept, and the record is chosen by the evidence.
-        Raises as `publish`, and DatabaseError for an id that is none of the candidate's here.
+        stored_as: the id that `publish` returned, if it is stored already; otherwise it is published as a
+        final race's. A winner slower than torch.mm is kept, and the evidence chooses the record. Raises as
+        `publish`, and DatabaseError for an id that does not belong to the candidate here.
         """
         codec.require(measurement, Measurement, "measurement")
         codec.require(measurement.telemetry, Mapping, "telemetry")
@@ -163,7 +164,7 @@ class Database:
         return row_id
 
     def best(self, problem: Problem, fingerprint: Fingerprint, *, samples: bool = False) -> Record | None:
-        """The record of one problem under one fingerprint. samples: with its samples."""
+        """The record of one problem under one fingerprint. samples: also read its samples."""
         found = self._records(problem=problem, fingerprint=fingerprint, samples=samples)
         return next(iter(found), None)
 
@@ -172,27 +173,28 @@ class Database:
         return self._records(fingerprint=fingerprint)
 
     def lookup(self) -> Lookup:
-        """All records for dispatch, which wants them soon, and few of them."""
+        """All records for dispatch, which needs them fast and needs few of them."""
         with self.reading_raw() as read:
             return read_lookup(lambda query: read(text(query)), self.layer)
 
     def measurements(
         self, problem: Problem | None = None, fingerprint: Fingerprint | None = None
     ) -> list[Record]:
-        """Every measurement with its samples, oldest first; of one problem or fingerprint, if given."""
+        """Every measurement with its samples, oldest first; for one problem or fingerprint, if given."""
         return self._records(None, problem=problem, fingerprint=fingerprint, samples=True)
 
     def history(self, problem: Problem, *, samples: bool = False) -> list[Record]:
-        """Which measurements were the problem's records, under all fingerprints; the first chosen first.
+        """The measurements that were the problem's records, under all fingerprints, in the order in which
+        they were chosen.
 
-        samples: with the samples of each.
+        samples: also read their samples.
         """
         return self._records(ChoiceRow, problem=problem, samples=samples)
 
     def failures(self, problem: Problem, fingerprint: Fingerprint, *, current: bool = False) -> list[Failure]:
-        """All failures of a problem, oldest first: what a search need not try again.
+        """All failures of a problem, oldest first: a search need not try them again.
 
-        current: only of kernels whose sources are those of this program.
+        current: only those of kernels with this program's sources.
         """
         row = FailureRow
         columns = select(*rows.CANDIDATE_COLUMNS, row.stage, row.reason).select_from(row)
@@ -224,7 +226,7 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        """One transaction that writes: committed at its end, or rolled back where it raises.
+        """One transaction that writes: committed at its end, or rolled back if it raises.
 
         Raises DatabaseError for a database that was opened read-only, and for a driver's error.
         """
@@ -241,10 +243,9 @@ class Database:
 
     @contextmanager
     def reading_raw(self) -> Iterator[Callable[[Executable], list[tuple[Any, ...]]]]:
-        """What runs a query and gives its rows as the driver does, for reading many: SQLAlchemy's own take
-        three times as long, and pandas twice as long to convert. All queries see one state of the database.
-        Cells are as they are stored: JSON and times are text. Raises as `reading`.
-        """
+        """A function that runs a query and returns its rows as the driver does, for reading many:
+        SQLAlchemy's own rows take three times as long, and pandas twice as long to convert. All queries see
+        one state of the database. Cells are as stored: JSON and times are text. Raises as `reading`."""
         with translated(self.location), self.engine.begin() as connection:
             if connection.dialect.name == "postgresql":
                 connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))

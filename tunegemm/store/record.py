@@ -22,10 +22,10 @@ UNKNOWN_TIME = datetime.min.replace(tzinfo=UTC)
 
 @dataclass(frozen=True)
 class Record:
-    """A measurement that is stored, as a rule the best one of its problem under its fingerprint.
+    """A stored measurement, usually the best one of its problem under its fingerprint.
 
-    Dispatch reads neither label nor times, and samples are read where they are asked for: a field that was
-    not read has its default.
+    Dispatch reads neither label nor times, and samples are read only on request: a field that was not read
+    has its default.
     """
 
     problem: Problem
@@ -33,7 +33,7 @@ class Record:
     fingerprint: Fingerprint
     """Device, driver and packages under which it was measured."""
     label: str = ""
-    """Short name for tables; the family's word for it."""
+    """Short name for tables, as the family writes it."""
     median_us: float = nan
     """Median device time of one product, microseconds."""
     baseline_median_us: float = nan
@@ -45,17 +45,17 @@ class Record:
     relative_error: float = nan
     """||D - fp32 reference|| / ||fp32 reference||."""
     confirmed: bool = False
-    """Whether it won a final race and is the record, or was one."""
+    """Whether it won a final race and is, or was, the record."""
     measured_at: datetime = UNKNOWN_TIME
     """UTC."""
     kernel_source: str = ""
     """Hash of the sources of the candidate's family when it was measured; empty for a library's kernels."""
     layer: str = ""
-    """Where it was read from: system, pack, user or project; empty for a database that was opened by name."""
+    """Where it was read from: system, pack, user or project; empty for a database opened by name."""
     method: str = FINAL
     """How it was measured: one of `tunegemm.measure.evidence.METHODS`."""
     origin: str = ""
-    """Empty when measured into the database that it was read from, else what it was imported from."""
+    """Empty if measured into the database that it was read from, else what it was imported from."""
     samples_us: tuple[float, ...] = ()
     """Device time of one product per round, microseconds."""
     baseline_us: tuple[float, ...] = ()
@@ -67,7 +67,7 @@ class Record:
 
     @property
     def measurement(self) -> Measurement:
-        """Its samples as they were measured, where they were read."""
+        """Its samples as measured, if they were read."""
         error, noise = self.relative_error, self.noise
         return Measurement(
             self.candidate, self.samples_us, self.baseline_us, error, noise, dict(self.telemetry)
@@ -75,7 +75,7 @@ class Record:
 
     @property
     def evidence(self) -> Evidence:
-        """How much it proves."""
+        """How strong its evidence is."""
         return evidence_of(self.method, confirmed=self.confirmed)
 
     @property
@@ -85,7 +85,7 @@ class Record:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether it is of other kernel sources than this program's, and not confirmed."""
+        """Whether other kernel sources than this program's made it, and it is not confirmed."""
         return not self.confirmed and self.kernel_source != kernel_source_hash(self.candidate.family)
 
     @property

@@ -1,4 +1,4 @@
-"""Tests that every kernel family is to pass, for pytest: a plug-in's author subclasses them.
+"""Tests that every kernel family must pass, for pytest; the author of a plug-in subclasses them.
 
     from tunegemm.testing import CompileTests, Examples, GeneratorTests
 
@@ -10,8 +10,8 @@
     class TestKernels(CompileTests):
         examples = EXAMPLES
 
-The package with the family is installed, so that its entry point is found. `FamilyTests` are for a library's
-family, which compiles nothing. The families that ship pass the same. No GPU is needed; pytest is.
+Install the package with the family first, so that its entry point is found. `FamilyTests` are for a library's
+family, which compiles nothing. The families that ship pass the same tests. They need pytest but no GPU.
 """
 
 from __future__ import annotations

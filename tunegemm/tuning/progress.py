@@ -70,12 +70,12 @@ def bar(callback: Callable[[Progress], None] | None = None) -> Iterator[Callable
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a tuning is; passed to `on_progress` whenever something happened."""
+    """How far a tuning has come; passed to `on_progress` whenever something happened."""
 
     problem: Problem
     stage: str
-    """What is being done: library, screen, vary, explore, probe, refine, final
-    and done; or compile and done, where nothing can be timed."""
+    """The current step: library, screen, vary, explore, probe, refine, final and done; or compile and done if
+    nothing can be timed."""
     feasible: int
     """Kernels that passed feasibility."""
     compiled: int
@@ -83,11 +83,11 @@ class Progress:
     to_compile: int
     """Candidates of this batch whose kernels are not ready yet."""
     library: int
-    """Algorithms of the vendor's library that were measured."""
+    """How many of the vendor library's algorithms were measured."""
     measured: int
-    """Candidates of the generators that were measured by this call before its final race."""
+    """Generated candidates that this call measured before its final race."""
     planned: int
-    """Candidates of the generators that the effort allows; those that fail count, too."""
+    """Generated candidates that the effort allows, including those that fail."""
     failures: Mapping[str, int]
     """Failed candidates by stage."""
     best_label: str
@@ -96,7 +96,7 @@ class Progress:
     """Speed of the best so far relative to torch.mm."""
     elapsed_s: float
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """What of it was waited for, by phase: `tunegemm.tuning.run.Run.seconds`."""
+    """Seconds spent waiting, by phase: `tunegemm.tuning.run.Run.seconds`."""
 
 
 #: Rows of a result that is printed.
@@ -105,34 +105,34 @@ _SHOWN = 8
 
 @dataclass(frozen=True, repr=False)
 class TuneResult:
-    """What a tuning found. Printed it is a short table, the winner first; so it is in a notebook."""
+    """What a tuning found. It prints as a short table, the winner first, also in a notebook."""
 
     problem: Problem
     device: Device
     source: Source
     best: Measurement | None
-    """The winner of the final race. Of a tuning that was cut short, the record that it leaves."""
+    """The winner of the final race. After an interrupted tuning, the record that it leaves."""
     outcomes: tuple[Outcome, ...]
     """Every outcome, the final race's last."""
     predictions: tuple[model.Prediction, ...]
-    """The model's ranking, best first, where nothing was timed; empty otherwise."""
+    """The model's ranking, best first, if nothing was timed; empty otherwise."""
     labels: Mapping[str, str]
     """Candidate digest -> short name."""
     seconds: float
     compiled: int
-    """Kernels compiled by this call; those found in the object store are not counted."""
+    """Kernels that this call compiled, without those found in the object store."""
     interrupted: bool = False
     study: optuna.Study | None = field(default=None, compare=False, repr=False)
-    """The search as an Optuna study, in memory; None where nothing was timed, or another process tuned."""
+    """The search as an Optuna study, in memory; None if nothing was timed or another process tuned."""
     note: str = ""
     """One sentence for the user: what was not done, and how to go on."""
     stages: tuple[str, ...] = ()
     """Of each outcome the stage that it is of: ``library``, ``screen``, ... and ``final``."""
 
     def rows(self) -> list[tuple[str, Measurement]]:
-        """Each candidate that was measured, by its label: the winner first, then the fastest beside torch.mm.
+        """Each measured candidate by its label: the winner first, then the fastest beside torch.mm.
 
-        The last measurement of each counts, and of the winner what is told of it.
+        The last measurement of each counts; for the winner, the one that is reported.
         """
         latest = {one.candidate: one for one in self.reported if isinstance(one, Measurement)}
         best = self.best.candidate if self.best is not None else None
@@ -141,7 +141,7 @@ class TuneResult:
 
     @property
     def reported(self) -> tuple[Outcome, ...]:
-        """The outcomes, and last the winner as it is reported: by rounds that did not choose it."""
+        """The outcomes, and last the winner as reported: by rounds that did not choose it."""
         best = self.best
         if best is None or not (best.samples_us and best.baseline_us):
             return self.outcomes

@@ -388,25 +388,25 @@ def tune(
     callback: Callable[[Progress], None] | None = None,
     progress: bool | None = None,
 ) -> TuneResult:
-    """Find the fastest kernel of one product, and store it, so that `tunegemm.matmul` calls it.
+    """Find the fastest kernel for one product and store it, so that `tunegemm.matmul` calls it.
 
-    problem: a `Problem`; or its extents, bf16 and k-major, as ``"4096x4096x4096"`` or ``(4096, 4096, 4096)``.
-    device: a GPU as ``"cuda:0"`` or torch names it, by default the first; without one the recorded H200,
-    of which nothing is stored. database: where the results go, by default the user's. families: names of the
+    problem: a `Problem`, or the extents of a bf16 k-major one, as ``"4096x4096x4096"`` or ``(4096, 4096,
+    4096)``. device: a GPU, as ``"cuda:0"`` or torch names it, by default the first; without a GPU the
+    recorded H200, whose results are not stored. database: where results go, by default the user's. families:
     kernel families to try, by default all. effort: ``quick``, ``full`` or ``exhaustive``. trials: most
     candidates to measure. budget_seconds: most time for the search; the final race follows. sampler, study:
-    see `Tuner`. seed: of operands, rounds and the search. callback: called with a `Progress` whenever
+    see `Tuner`. seed: for operands, rounds and the search. callback: called with a `Progress` whenever
     something happened. progress: whether to show a bar, by default in notebooks.
 
-    The result is a `TuneResult`: print it for a short table. `best` is the winner, a measurement with its
-    `candidate`, `ratio` to torch.mm, `median_us` and `baseline_median_us`; `outcomes` has every measurement
-    and failure, `labels` their short names, `predictions` a model's ranking where nothing could be timed,
-    `note` what was not done, `study` the search as an Optuna study. Ctrl-C ends it early: `interrupted` says
+    Returns a `TuneResult`; print it for a short table. `best` is the winner, a measurement with its
+    `candidate`, `ratio` to torch.mm, `median_us` and `baseline_median_us`. `outcomes` has every measurement
+    and failure, `labels` their short names, `predictions` the model's ranking if nothing could be timed,
+    `note` what was not done, `study` the search as an Optuna study. Ctrl-C ends it early; `interrupted` says
     so.
 
-    Raises ProblemError for an invalid problem, and for operands that the device's memory cannot hold;
-    SpaceError for an unknown family, effort or sampler, and for trials, a budget or a seed out of range;
-    DeviceError for a missing device; StudyError for a study that cannot be stored in that place.
+    Raises ProblemError for an invalid problem and for operands that exceed the device's memory; SpaceError
+    for an unknown family, effort or sampler, and for trials, a budget or a seed out of range; DeviceError for
+    a missing device; StudyError for a study that cannot be stored in that place.
     """
     extras.require("tune")
     from tunegemm.store import Database

@@ -1,7 +1,7 @@
-"""The kernel of products of groups along k, weights' gradients: D[e] = A[rows of e]^T B[rows of e].
+"""The kernel for groups along k, as in gradients of weights: D[e] = A[rows of e]^T B[rows of e].
 
-No search has it: db/grouped.toml says what it serves (`tunegemm.model.grouped.choose_along_k`). For a compile
-pool `tunegemm.generate.grouped` finds it by its name.
+No search includes it: db/grouped.toml says what it serves (`tunegemm.model.grouped.choose_along_k`). A
+compile pool finds it by name through `tunegemm.generate.grouped`.
 """
 
 from __future__ import annotations

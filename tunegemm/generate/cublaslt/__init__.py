@@ -1,7 +1,7 @@
 """Kernel family `cublaslt`: torch.mm, and the algorithms of cuBLASLt, timed like any candidate.
 
-Nothing is compiled: torch brings the library, and its single algorithms are asked of it through ctypes.
-Which algorithms there are, only the library can say, for one problem on one GPU: `FAMILY.discover`.
+Nothing is compiled: torch brings the library, and ctypes calls its algorithms one by one. Only the library
+knows which algorithms exist for a problem on a GPU: `FAMILY.discover`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Kernel family `cute_sm80`: cp.async multistage kernels for Ampere and later, written in the CuTe DSL.
 
-It serves operands of any alignment, which TMA does not: ragged k, odd leading dimensions, odd offsets.
+Unlike TMA kernels it takes operands of any alignment: ragged k, odd leading dimensions, odd offsets.
 """
 
 from __future__ import annotations

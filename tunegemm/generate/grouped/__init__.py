@@ -1,7 +1,7 @@
-"""Kernel family `grouped`: products of groups of rows, each with its own weights, on `cute_sm90`'s parts.
+"""Kernel family `grouped`: groups of rows, each with its own weights, built from parts of `cute_sm90`.
 
-Those that ship are named by db/grouped.toml, some with a gate, which no `Problem` describes. For a compile
-pool of such keys this module is what `tunegemm.generate.families` is for others: `get` and `import_compiler`.
+db/grouped.toml names the kernels that ship, some with a gate that no `Problem` describes. For a compile pool
+with such keys this module takes the place of `tunegemm.generate.families`: `get` and `import_compiler`.
 """
 
 from __future__ import annotations

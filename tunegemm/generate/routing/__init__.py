@@ -1,6 +1,7 @@
-"""Kernels around products of groups, in Triton: what a layer of experts does beside them. No search has them.
+"""Triton kernels for the other steps of a layer of experts, around the products of groups. No search includes
+them.
 
-For a compile pool `tunegemm.generate.grouped` finds them by their name.
+A compile pool finds them by name through `tunegemm.generate.grouped`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Kernel family `skinny`: products of few rows at the speed of memory, written in the CuTe DSL.
 
-B is read once, in vectors that go straight to the threads that multiply them; see `kernel`.
+It reads B once, in vectors that go straight to the threads that multiply them; see `kernel`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-"""Where torch meets dispatch: `ops` are its operators, `autograd` their gradients, `takeover` what `enable`
-and `patch` replace, by `aten` and `linear`; `lowering` serves Inductor, `fx` tracing, `recording`
-counts a program's products.
-"""
+"""Connects dispatch to torch: `ops` has the operators, `autograd` their gradients, `takeover` has `enable`
+and `patch`, through `aten` and `linear`; `lowering` serves Inductor, `fx` tracing, and `recording` counts a
+program's products."""

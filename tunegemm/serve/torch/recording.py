@@ -161,13 +161,13 @@ class Recording:
 
 
 def record(path: str | os.PathLike[str] | None = None) -> Recording:
-    """Counts every matrix product that runs inside ``with tunegemm.record("shapes.json") as recording:``.
+    """Count every matrix product that runs inside ``with tunegemm.record("shapes.json") as recording:``.
 
-    Counts all threads' products, by shape, dtypes, majors, alignment and what is added, and times the first
-    calls of each. At the end, after an exception, too, they are written to `path`, if one is given, for
+    Counts the products of all threads by shape, dtypes, majors, alignment and what is added, and times the
+    first calls of each. At the end, even after an exception, it writes them to `path`, if given, for
     ``tunegemm tune --from``; `recording.products` has them at any time. Meanwhile `tunegemm.matmul` and
-    `linear` fall back to torch, so that theirs are seen, too. Raises WorkloadError when the file cannot
-    be written, and TunegemmError when torch cannot do it.
+    `linear` fall back to torch, so theirs count, too. Raises WorkloadError if the file cannot be written, and
+    TunegemmError if this torch cannot record.
     """
     if path is None:
         return Recording()

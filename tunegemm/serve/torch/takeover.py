@@ -53,16 +53,16 @@ _lock = threading.RLock()
 
 
 def enable() -> Takeover:
-    """From now on ATen's products of CUDA tensors run the tuned kernel where one is recorded.
+    """From now on ATen's products of CUDA tensors run the tuned kernel if one is recorded.
 
     This holds for the whole process: for ``torch.mm``, ``matmul``, ``@``, ``bmm``, ``einsum``, ``addmm``,
-    ``baddbmm``, ``nn.Linear``, ``torch._scaled_mm``, ``torch.nn.functional.scaled_mm``, ``_int_mm`` and
-    ``torch.nn.functional.grouped_mm`` and ``torch._scaled_grouped_mm``, whose kernels need no record, eager,
-    under autograd (all three products) and autocast, in the output of torch.compile, and in CUDA graphs
-    captured meanwhile. A block ``with tunegemm.enable():`` ends with itself, a call with `disable`. Blocks
-    may be nested.
+    ``baddbmm``, ``nn.Linear``, ``torch._scaled_mm``, ``torch.nn.functional.scaled_mm`` and ``_int_mm``, and
+    for ``torch.nn.functional.grouped_mm`` and ``torch._scaled_grouped_mm``, whose kernels need no record. It
+    works in eager code, under autograd (all three products) and autocast, in the output of torch.compile, and
+    in CUDA graphs captured meanwhile. A block ``with tunegemm.enable():`` ends by itself, a call with
+    `disable`. Blocks may nest.
 
-    Meanwhile every product that falls back to torch costs a look-up more. Raises TunegemmError when this
+    Meanwhile every product that falls back to torch costs one look-up more. Raises TunegemmError if this
     torch cannot replace its kernels.
     """
     return begin()
@@ -87,7 +87,7 @@ def begin(counting: Counting | None = None) -> Takeover:
 
 
 def disable() -> None:
-    """Torch has its products back, however often `enable` was called. Nothing happens when it was not."""
+    """Give torch its products back, however often `enable` was called. Does nothing if it was not."""
     with _lock:
         active.clear()
         replacements.remove("takeover")
