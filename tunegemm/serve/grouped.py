@@ -120,17 +120,22 @@ class _Plan(NamedTuple):
 _TORCHS = _Plan(None)
 
 
+class _Known:
+    """What is known of groups under one state of the planner: another policy has another."""
+
+    def __init__(self, are_checked: bool) -> None:
+        self.are_checked = are_checked
+        self.plans: dict[Hashable, _Plan] = {}
+        self.kernels: dict[tuple[GroupedChoice | AlongKChoice, int], Kernel] = {}
+        """What was loaded, by kernel and device."""
+
+
 class Groups:
     """Computes products of groups by kernels: those of the process are `groups`."""
 
     def __init__(self, load: Callable[[Any, int], Kernel | None] | None = None) -> None:
         """load: the kernel of a choice on a device by its number, or None until it is compiled."""
         self._load = load or self._load_compiled
-        self._state: object = None
-        self._are_checked = False
-        self._plans: dict[Hashable, _Plan] = {}
-        self.kernels: dict[tuple[GroupedChoice | AlongKChoice, int], Kernel] = {}
-        """What was loaded, by kernel and device."""
 
     def __call__(
         self, a: Any, b: Any, offs: Any, bias: Any, gate: str = "", interleaved: bool = False
@@ -149,11 +154,15 @@ class Groups:
 
     def are_checked(self) -> bool:
         """Whether values on the device are looked at, for which the host waits: ``TUNEGEMM_CHECK_GROUPS``."""
+        return self._known().are_checked
+
+    def _known(self) -> _Known:
         planner = api.dispatcher.planner
-        if planner.state is not self._state:  # by `refresh`, another policy, a fork
-            self._state, self._plans, self.kernels = planner.state, {}, {}
-            self._are_checked = read_check_groups(planner.notices.warn)
-        return self._are_checked
+        kept = planner.state.kept
+        known: _Known | None = kept.get(self)
+        if known is None:
+            known = kept.setdefault(self, _Known(read_check_groups(planner.notices.warn)))
+        return known
 
     def below_autograd(
         self,
@@ -169,12 +178,13 @@ class Groups:
 
         scales: of rows of fp8; those of b's columns are then in the place of bias.
         """
-        if self.are_checked():
+        known = self._known()
+        if known.are_checked:
             check_ends(offs, a.shape[b.ndim == 2])
         key = _key(a, b, offs, bias, gate, interleaved, scales)
-        plan = self._plans.get(key)
+        plan = known.plans.get(key)
         if plan is None or time.monotonic() > plan.again:
-            plan = self._make_plan(key, a, b, offs, bias, gate, scales)
+            plan = self._make_plan(known, key, a, b, offs, bias, gate, scales)
         if plan.kernel is None or any(map(is_lazy, (a, b) if bias is None else (a, b, bias))):
             return None
         operands: tuple[Any, ...]
@@ -193,14 +203,14 @@ class Groups:
             launch = plan.launch
             if launch is None:
                 launch = plan.kernel(*operands, **words)
-                self._plans[key] = plan._replace(launch=launch)
+                known.plans[key] = plan._replace(launch=launch)
             launch(*operands)
         except NotTaken:
             return None
         except (RuntimeError, ValueError) as error:
             if capturing(a.device):
                 raise
-            self._plans[key] = _TORCHS
+            known.plans[key] = _TORCHS
             api.dispatcher.planner.notices.warn(
                 f"the kernel for {tuple(a.shape)} x {tuple(b.shape)} in groups failed to launch "
                 f"({one_line(error)}); tunegemm falls back to torch"
@@ -209,7 +219,7 @@ class Groups:
         return result
 
     def _make_plan(
-        self, key: Hashable, a: Any, b: Any, offs: Any, bias: Any, gate: str, scales: Any
+        self, known: _Known, key: Hashable, a: Any, b: Any, offs: Any, bias: Any, gate: str, scales: Any
     ) -> _Plan:
         planner = api.dispatcher.planner
         do_fit = fits(a, b, offs, bias, planner.device_type, gated=bool(gate), scales=scales)
@@ -219,13 +229,12 @@ class Groups:
             self._warn_of_order(a, b, "is captured before it was computed once, and")
             return _TORCHS  # not kept: a kernel is not loaded now
         else:
-            plan = self._found(a, b, offs, gate)
+            plan = self._found(known, a, b, offs, gate)
         if plan.kernel is None and not planner.is_off:
             self._warn_of_order(a, b, "has no kernel here, and")
-        if len(self._plans) >= MAX_PLANS:
-            self._plans.clear()
-        if planner.state is self._state:
-            self._plans[key] = plan
+        if len(known.plans) >= MAX_PLANS:
+            known.plans.clear()
+        known.plans[key] = plan
         return plan
 
     def _warn_of_order(self, a: Any, b: Any, why: str) -> None:
@@ -238,7 +247,7 @@ class Groups:
                 about=("order of groups", why, tuple(b.shape), b.dtype),
             )
 
-    def _found(self, a: Any, b: Any, offs: Any, gate: str) -> _Plan:
+    def _found(self, known: _Known, a: Any, b: Any, offs: Any, gate: str) -> _Plan:
         """The plan for operands that fit."""
         planner = api.dispatcher.planner
         try:
@@ -260,7 +269,7 @@ class Groups:
             if choice is None:
                 return _TORCHS
             place = choice, a.device.index or 0
-            kernel = self.kernels.get(place) or self._load(*place)
+            kernel = known.kernels.get(place) or self._load(*place)
         except (TunegemmError, OSError, RuntimeError) as error:
             planner.notices.warn(
                 f"kernels of groups cannot run on {a.device}: {one_line(error)}; tunegemm.grouped_mm falls "
@@ -269,7 +278,7 @@ class Groups:
             return _TORCHS
         if kernel is None:
             return _Plan(None, again=time.monotonic() + LOOK_SECONDS)
-        self.kernels[place] = kernel
+        known.kernels[place] = kernel
         return _Plan(kernel)
 
     def _load_compiled(self, choice: GroupedChoice | AlongKChoice, index: int) -> Kernel | None:

@@ -118,6 +118,8 @@ class State:
         else is asked for, and the elements of `a`. By ids, so that nothing is kept alive."""
         self.paying: set[tuple[int, ...]] = set()
         """Layers, by the keys of `trained`, whose kernels pay for the way to them, forward and backward."""
+        self.kept: dict[Any, Any] = {}
+        """What others keep for as long as this state, by their own keys."""
         self.snapshot = snapshot
         self.modified = modified
         self.devices: dict[int, Device | None] = {}

@@ -57,6 +57,16 @@ class Gate(NamedTuple):
         return (up + self.offset) * (gate * torch.sigmoid(gate * self.slope))
 
 
+class _Known:
+    """What is known of the steps under one state of the planner: another policy has another."""
+
+    def __init__(self) -> None:
+        self.plans: dict[Hashable, tuple[Launch | None, float]] = {}
+        """Launches, and when to look for one again."""
+        self.binds: dict[tuple[str, int], Bind] = {}
+        """What was loaded, by kernel and device."""
+
+
 class Routing:
     """The steps by kernels: those of the process are `routing`."""
 
@@ -69,11 +79,6 @@ class Routing:
         self._load = load or _load
         self.served = served
         """The kernels that may serve, by the first word of their names; none after a failed launch."""
-        self._state: object = None
-        self.plans: dict[Hashable, tuple[Launch | None, float]] = {}
-        """Launches, and when to look for one again."""
-        self._binds: dict[tuple[str, int], Bind] = {}
-        """What was loaded, by kernel and device."""
 
     def route(self, x: Any, index: Any, count: int) -> Routed | None:
         """x's rows sorted by the experts that `index` (tokens, chosen) names, of so many.
@@ -141,31 +146,38 @@ class Routing:
         self, key: tuple[Any, ...], plan: Callable[..., Planned | None], *given: Any
     ) -> Launch | None:
         """The launch of a key; `plan` says of the operands which kernel it takes."""
-        planner = api.dispatcher.planner
-        if planner.state is not self._state:  # by `refresh`, another policy, a fork
-            self._state, self.plans, self._binds = planner.state, {}, {}
-        found = self.plans.get(key)
+        planner, known = api.dispatcher.planner, self._known()
+        found = known.plans.get(key)
         if found is None or time.monotonic() > found[1]:
             device = given[0].device
             if key[0] not in self.served or device.type != planner.device_type or planner.is_off:
                 return None
             if torch.cuda._is_in_bad_fork() or capturing(device):
                 return None  # a kernel is not loaded now
-            found = self._found(plan(*given), device.index or 0)
-            if len(self.plans) >= MAX_PLANS:
-                self.plans.clear()
-            if planner.state is self._state:
-                self.plans[key] = found
+            found = self._found(known, plan(*given), device.index or 0)
+            if len(known.plans) >= MAX_PLANS:
+                known.plans.clear()
+            known.plans[key] = found
         return found[0]
 
-    def _found(self, planned: Planned | None, index: int) -> tuple[Launch | None, float]:
+    def _known(self) -> _Known:
+        kept = api.dispatcher.planner.state.kept
+        known: _Known | None = kept.get(self)
+        return kept.setdefault(self, _Known()) if known is None else known
+
+    @property
+    def plans(self) -> dict[Hashable, tuple[Launch | None, float]]:
+        """The launches under the policy of this context, and when to look for one again."""
+        return self._known().plans
+
+    def _found(self, known: _Known, planned: Planned | None, index: int) -> tuple[Launch | None, float]:
         if planned is None:
             return None, float("inf")
         names = ("tally", "spread") if planned.name == "spread" else (planned.name,)
         if any(name.split()[0] not in self.served for name in names):
             return None, float("inf")
         try:
-            binds = [self._binds.get((name, index)) or self._load(name, index) for name in names]
+            binds = [known.binds.get((name, index)) or self._load(name, index) for name in names]
         except TunegemmError:  # the products' kernels, which are not to be had either, say so
             return None, float("inf")
         except (OSError, RuntimeError) as error:
@@ -174,7 +186,7 @@ class Routing:
         found = [bind for bind in binds if bind is not None]
         if len(found) < len(binds):
             return None, time.monotonic() + LOOK_SECONDS
-        self._binds.update(zip([(name, index) for name in names], found, strict=True))
+        known.binds.update(zip([(name, index) for name in names], found, strict=True))
         try:
             launch = found[-1](planned.ctas, **planned.numbers)
             if planned.name == "spread":
@@ -194,7 +206,7 @@ class Routing:
                 raise
             _warn(error)
             self.served = ()
-            self.plans = {}
+            self.plans.clear()
             return False
         return True
 

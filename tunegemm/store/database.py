@@ -61,10 +61,10 @@ class Database:
     ) -> Self:
         """Open by path or SQLAlchemy URL; None means the project's, or else the user's (`store.layers`).
 
-        Opening for writing migrates an older schema, from `tunegemm.store.schema.OLDEST_SCHEMA` on, and creates
-        a missing file and its folder if `create` asks for that or no location is given. Opening read-only
-        changes nothing and works in a folder that cannot be written to. Raises DatabaseError for a file that is
-        missing, unreadable, damaged, not a tuning database, or of an unknown schema.
+        Opening for writing migrates an older schema, from `tunegemm.store.schema.OLDEST_SCHEMA` on, and
+        creates a missing file and its folder if `create` asks for that or no location is given. Opening
+        read-only changes nothing and works in a folder that cannot be written to. Raises DatabaseError for
+        a file that is missing, unreadable, damaged, not a tuning database, or of an unknown schema.
         """
         place = resolve(location)
         if (
