@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import tunegemm
 from tests.support.fusing import close
@@ -67,6 +69,13 @@ def test_what_caches_go_by_changes_with_records_and_with_enable() -> None:
     with tunegemm.enable():
         on = fusion.uuid()
     assert off != on and fusion.uuid() == off
+
+
+def test_caches_may_pickle_it() -> None:
+    with tunegemm.enable():
+        found = config.pre_grad_custom_pass
+        assert isinstance(found, CustomGraphPass) and found.uuid() is not None
+        assert pickle.loads(pickle.dumps(found)).uuid() == found.uuid()
 
 
 def test_inductor_is_not_imported_for_it() -> None:

@@ -73,14 +73,19 @@ def samples(device: str, dtype: torch.dtype = BF16) -> Iterator[Sample]:
     """Calls of ``torch.nn.functional.grouped_mm``."""
     rows, n, k = 16, 48, 64
     a, w = filled((rows, k), device, dtype, 1), filled((4, n, k), device, dtype, 2)
-    x, y = filled((rows, k), device, dtype, 3), filled((rows, n), device, dtype, 4)
+    # On a GPU torch's kernel ends the context at groups along k that are not of whole units of 16 bytes.
+    unit = 8 if device == "cuda" else 1
+    x, y = (filled((rows * unit, each), device, dtype, seed) for each, seed in ((k, 3), (n, 4)))
     two_bytes = dtype.itemsize == 2
     for name, division in DIVISIONS.items():
         words = {"offs": ends(division, device)}
         for major, weights in (("k", w.mT), ("n", w.mT.contiguous())):
             served = two_bytes if major == "k" else dtype is BF16
             yield Sample(f"{name}, {major} contiguous", (a, weights), words, division[-1], served)
-        along = dtype is BF16 and name != "rows behind"
+        along, words = (
+            dtype is BF16 and name != "rows behind",
+            {"offs": ends([e * unit for e in division], device)},
+        )
         yield Sample(f"{name}, along k", (x.t(), y), words, None, along)
         yield Sample(f"{name}, along k, as rows", (x.t().contiguous(), y.t().contiguous().t()), words)
     yield from _laid_out(a, w, x, y)
@@ -90,7 +95,8 @@ def samples(device: str, dtype: torch.dtype = BF16) -> Iterator[Sample]:
 def _laid_out(a: Any, w: Any, x: Any, y: Any) -> Iterator[Sample]:
     words, served = {"offs": ends(DIVISIONS["ragged"], a.device.type)}, a.element_size() == 2
     yield Sample("among NaN", (among_nan(a), among_nan(w).mT), words, None, served)
-    yield Sample("along k, among NaN", (among_nan(x).t(), among_nan(y)), words, None, a.dtype is BF16)
+    along = {"offs": words["offs"] * (x.shape[0] // a.shape[0])}
+    yield Sample("along k, among NaN", (among_nan(x).t(), among_nan(y)), along, None, a.dtype is BF16)
     yield Sample("dtype named", (a, w.mT), {**words, "out_dtype": a.dtype}, None, served)
     yield Sample("batches", (a.expand(4, *a.shape).contiguous(), w.mT))
     yield Sample("groups of columns", (w, a.t()), words)

@@ -35,10 +35,10 @@ class Fusion:
 
     def __init__(self, before: Any) -> None:
         """before: the pass, or passes, that the program had set."""
-        self._before = tuple(before) if isinstance(before, list | tuple) else (before,) * (before is not None)
+        self.before = tuple(before) if isinstance(before, list | tuple) else (before,) * (before is not None)
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        for each in self._before:
+        for each in self.before:
             each(graph)
         if takeover.active:
             from tunegemm.layers.fusion import fuse
@@ -48,7 +48,7 @@ class Fusion:
     def uuid(self) -> Any:
         """What Inductor's caches go by: it takes a code from its cache where this is as it was."""
         others = []
-        for each in self._before:
+        for each in self.before:
             uuid = getattr(each, "uuid", None)
             if uuid is None or (other := uuid()) is None:
                 return None
@@ -74,11 +74,24 @@ def install() -> None:
 def _set(config: Any) -> None:
     before = getattr(config, "pre_grad_custom_pass", None)
     if not isinstance(before, Fusion):
-        from torch._inductor.custom_graph_pass import CustomGraphPass
+        config.pre_grad_custom_pass = _known_to_inductor()(before)
 
-        # Inductor asks only what derives from its class for an `uuid`, without which it caches nothing.
-        derived: Any = type("Fusion", (Fusion, CustomGraphPass), {})
-        config.pre_grad_custom_pass = derived(before)
+
+@cache
+def _known_to_inductor() -> Any:
+    """The class, derived from Inductor's own: only such passes are asked for an `uuid`, without which nothing
+    is cached."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    def __reduce__(self: Fusion) -> tuple[Any, ...]:  # of a class that no module has by its name
+        return _unpickled, (self.before,)
+
+    words = {"__module__": __name__, "__reduce__": __reduce__}
+    return type("Fusion", (Fusion, CustomGraphPass), words)
+
+
+def _unpickled(before: Any) -> Any:
+    return _known_to_inductor()(before)
 
 
 class _AfterImport:

@@ -156,6 +156,11 @@ class Groups:
         """Whether values on the device are looked at, for which the host waits: ``TUNEGEMM_CHECK_GROUPS``."""
         return self._known().are_checked
 
+    @property
+    def kernels(self) -> dict[tuple[GroupedChoice | AlongKChoice, int], Kernel]:
+        """What was loaded under the policy of this context, by kernel and device."""
+        return self._known().kernels
+
     def _known(self) -> _Known:
         planner = api.dispatcher.planner
         kept = planner.state.kept

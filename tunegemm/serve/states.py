@@ -7,6 +7,7 @@ thread that called ``backward``: torch copies what is stashed in its thread-loca
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import threading
@@ -68,7 +69,14 @@ def forget_choice() -> None:
 
 def _set(chosen: Chosen | None) -> None:
     _own.set(chosen)
+    _keep(chosen)
     torch._C._stash_obj_in_tls(_STASHED, chosen)
+
+
+def _keep(chosen: Chosen | None) -> None:
+    """A reference for torch 2.11, whose thread-local state takes one that it was not given. Elsewhere it is
+    one too many, of objects that live as long as the process in any case."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(chosen))
 
 
 def _of_backward() -> Chosen | None:
@@ -76,6 +84,7 @@ def _of_backward() -> Chosen | None:
     if torch._C._current_graph_task_id() == -1 or not torch._C._is_key_in_tls(_STASHED):
         return None
     stashed: Chosen | None = torch._C._get_obj_in_tls(_STASHED)
+    _keep(stashed)
     return stashed
 
 
