@@ -27,14 +27,14 @@ _TUNED = (
 _GROUPS = ("tunegemm/generate/grouped", "tunegemm/generate/along_k", "tunegemm/generate/routing",
            "tunegemm/choose", "tunegemm/serve", "db/grouped.toml")  # fmt: skip
 _SEARCHED = ("tunegemm/search", "tunegemm/model")
-_FITTED = ("tunegemm/model", "benchmarks/fits.py")
+_FITTED = ("tunegemm/model", "fit/trees.py")
 
 #: The files and folders that each benchmark measures, beside its own file; of others `_SERVED`.
 MEASURED: dict[str, tuple[str, ...]] = {
     "campaign": _TUNED, "choices": _KERNELS, "database": ("tunegemm/store",), "dtypes": _TUNED,
     "expert_layers": _GROUPS, "experts": _GROUPS, "fixed_tiles": _KERNELS, "kind_choices": _KERNELS,
-    "kind_fit": _FITTED, "order_fit": _FITTED, "peers": _TUNED, "search": _SEARCHED,
-    "selector_fit": _FITTED, "sweep": _TUNED, "tuning_many": _TUNED, "tuning_time": _TUNED,
+    "kinds": _FITTED, "order": _FITTED, "peers": _TUNED, "search": _SEARCHED,
+    "selector": _FITTED, "sweep": _TUNED, "tuning_many": _TUNED, "tuning_time": _TUNED,
     "vllm_experts": (*_GROUPS, "db/grouped.toml"),
 }  # fmt: skip
 

@@ -278,19 +278,17 @@ class TestBlocks:
         (tmp_path / "clients.json").write_text(json.dumps({"meta": {}, "rows": rows}))
 
     def test_layers(self, tmp_path: Path) -> None:
-        shared = {"model": "m", "torch_ms": 2.0, "ratio": 1.1, "ratio_to_merged": 1.05, "noise": 0.004}
+        shared = {"model": "m", "torch_ms": 2.0, "ratio": 1.1, "noise": 0.004}
         rows = [
-            shared | {"rows": "d16", "mode": "graph", "ratio_to_liger": 1.08},
-            shared | {"rows": "256", "mode": "graph", "ratio_to_liger": 1.02, "ratio": 0.99},
-            shared | {"rows": "d16", "mode": "max-autotune", "ratio": 1.03},
+            shared | {"rows": "d16", "mode": "graph", "ratio_to_merged": 1.05},
+            shared | {"rows": "256", "mode": "graph", "ratio": 0.99},
+            shared | {"rows": "d16", "mode": "backend", "host_us": 60.0, "torch_host_us": 100.0},
         ]
         (tmp_path / "layers.json").write_text(json.dumps({"meta": {}, "rows": rows}))
         text = programs.layers(tmp_path)
-        assert "| m, d16 | 2.000 | 1.100 | 1.050 | 0.4% |" in text
-        assert "- graph, decode: 1.100 times torch, 1.050 times merged weights (geometric means of 1)" in text
-        assert "max-autotune, m d16: 1.030 of torch, 1.050 of merged weights, both tuned by it" in text
-        assert "- graph, beside Liger's norms and gates: 1.050 (geometric mean of 2)" in text
-        assert "of 2), lowest 1.020 (m 256)" in text
+        assert "| m, d16 | 2.000 | 1.100 | 1.050 |  | 0.4% |" in text
+        assert "| m, d16 | 2.000 | 1.100 |  | 0.60 | 0.4% |" in text
+        assert "- graph, prefill: 0.990 times torch (geometric mean of 1), lowest 0.990 (m 256)" in text
         assert text.endswith("- slower than torch by more than the noise: m 256 graph (0.990)")
 
     def test_first_use_kinds(self, generate: ModuleType, tmp_path: Path) -> None:

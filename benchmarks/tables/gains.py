@@ -49,6 +49,7 @@ LINES: tuple[tuple[str, str, Callable[[Row], bool]], ...] = (
         _client(("decode-1", "decode-16", "decode-64"), ("graph",)),
     ),
     ("8B layers reading 4096 tokens", "clients.json", _client(("prefill",), ("eager", "graph"))),
+    ("layers by the backend, CUDA graphs", "layers.json", lambda row: row["mode"] == "graph"),
     ("8B layers in training", "clients.json", _client(("train",), ("eager", "graph"))),
     ("vLLM, bf16 decode", "vllm.json", _vllm("bf16", "fastest", "decode")),
     ("vLLM, bf16 prefill", "vllm.json", _vllm("bf16", "fastest", "prefill")),

@@ -345,51 +345,36 @@ clients_training = of_file("clients_training.json")(_clients)
 
 @of_file("layers.json")
 def layers(data: Data) -> list[str]:
-    """Layers of models under `patch(fuse=True)`: times torch and times merged weights, by mode."""
-    rows = data["rows"]
-    modes = [mode for mode in ("graph", "eager", "compile") if any(row["mode"] == mode for row in rows)]
-    tables = []
-    for mode in modes:
+    """Layers of models by mode: times torch, times merged weights, and the host's time."""
+    said, tables = [], []
+    for mode in ("graph", "backend", "inductor"):
+        rows = [row for row in data["rows"] if row["mode"] == mode and "ratio" in row]
+        if not rows:
+            continue
         lines = [
             [
                 f"{row['model']}, {row['rows']}", f"{row['torch_ms']:.3f}", f"{row['ratio']:.3f}",
-                f"{row['ratio_to_merged']:.3f}", f"{100 * row['noise']:.1f}%",
+                f"{row['ratio_to_merged']:.3f}" if "ratio_to_merged" in row else "",
+                f"{row['host_us'] / row['torch_host_us']:.2f}" if "host_us" in row else "",
+                f"{100 * row['noise']:.1f}%",
             ]
             for row in rows
-            if row["mode"] == mode
         ]  # fmt: skip
-        tables.append(markdown_table([mode, "torch, ms", "times torch", "times merged", "noise"], lines))
-    said = []
-    for mode in modes:
+        header = [mode, "torch, ms", "times torch", "times merged", "host time / torch's", "noise"]
+        tables.append(markdown_table(header, lines))
         for what, decodes in (("decode", True), ("prefill", False)):
-            some = [row for row in rows if row["mode"] == mode and row["rows"].startswith("d") is decodes]
+            some = [row for row in rows if row["rows"].startswith("d") is decodes]
             if some:
-                of_torch, of_merged = (
-                    geometric_mean([row[name] for row in some]) for name in ("ratio", "ratio_to_merged")
-                )
+                mean = geometric_mean([row["ratio"] for row in some])
+                least = min(some, key=lambda row: row["ratio"])
                 said.append(
-                    f"- {mode}, {what}: {of_torch:.3f} times torch, {of_merged:.3f} times merged weights "
-                    f"(geometric means of {len(some)})"
+                    f"- {mode}, {what}: {mean:.3f} times torch (geometric mean of {len(some)}), lowest "
+                    f"{least['ratio']:.3f} ({least['model']} {least['rows']})"
                 )
-    for row in rows:
-        if row["mode"] == "max-autotune":
-            said.append(
-                f"- beside torch.compile max-autotune, {row['model']} {row['rows']}: {row['ratio']:.3f} of "
-                f"torch, {row['ratio_to_merged']:.3f} of merged weights, both tuned by it (noise "
-                f"{100 * row['noise']:.1f}%)"
-            )
-    for mode in (*modes, "max-autotune"):
-        if beside := [row for row in rows if row["mode"] == mode and "ratio_to_liger" in row]:
-            least = min(beside, key=lambda row: row["ratio_to_liger"])
-            said.append(
-                f"- {mode}, beside Liger's norms and gates: "
-                f"{geometric_mean([row['ratio_to_liger'] for row in beside]):.3f} (geometric mean of "
-                f"{len(beside)}), lowest {least['ratio_to_liger']:.3f} ({least['model']} {least['rows']})"
-            )
     slower = [
         f"{row['model']} {row['rows']} {row['mode']} ({row['ratio']:.3f})"
-        for row in rows
-        if 1 - row["ratio"] > row["noise"]
+        for row in data["rows"]
+        if "ratio" in row and 1 - row["ratio"] > row["noise"]
     ]
     said.append(f"- slower than torch by more than the noise: {', '.join(slower) or 'none'}")
     return [*tables, "\n".join(said)]
