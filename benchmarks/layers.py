@@ -42,7 +42,7 @@ from benchmarks.clients import AGAIN, CONTEXT, Compiled, Step, captured, interle
 from benchmarks.command import choose_names, command, parser_of
 from benchmarks.results import Results, meta, results_path
 from tunegemm.describe.device import find_device
-from tunegemm.errors import TunegemmWarning, one_line
+from tunegemm.errors import BadValueError, TunegemmWarning, one_line
 from tunegemm.layers.backend import tunegemm as backend
 from tunegemm.measure.statistics import aa_noise
 from tunegemm.serve import api
@@ -272,6 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu, which is not timed")
     options = parser.parse_args(arguments)
     choose_names(options, models=tuple(SIZES), rows=ROWS, modes=MODES)
+    if options.device == "cpu" and options.modes != ["backend"]:
+        raise BadValueError(f"--modes {','.join(options.modes)} need a GPU; on a CPU use --modes backend")
     return run(options)
 
 

@@ -20,7 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 _KERNELS = ("tunegemm/generate", "search_spaces")
 _CHOICES = ("tunegemm/choose", "tunegemm/model", "db/records", "db/selector.toml", "db/order.json")
-_SERVED = (*_KERNELS, *_CHOICES, "tunegemm/serve")
+SERVED = (*_KERNELS, *_CHOICES, "tunegemm/serve")
 _TUNED = (
     *_KERNELS, "tunegemm/compile", "tunegemm/measure", "tunegemm/model", "tunegemm/search", "tunegemm/tuning"
 )  # fmt: skip
@@ -29,7 +29,9 @@ _GROUPS = ("tunegemm/generate/grouped", "tunegemm/generate/along_k", "tunegemm/g
 _SEARCHED = ("tunegemm/search", "tunegemm/model")
 _FITTED = ("tunegemm/model", "fit/trees.py")
 
-#: The files and folders that each benchmark measures, beside its own file; of others `_SERVED`.
+#: How modules of benchmarks and fits begin.
+_FOLDERS = ("benchmarks.", "fit.")
+#: The files and folders that each benchmark measures, beside its own file; of others `SERVED`.
 MEASURED: dict[str, tuple[str, ...]] = {
     "campaign": _TUNED, "choices": _KERNELS, "database": ("tunegemm/store",), "dtypes": _TUNED,
     "expert_layers": _GROUPS, "experts": _GROUPS, "fixed_tiles": _KERNELS, "kind_choices": _KERNELS,
@@ -67,9 +69,10 @@ class Stale:
 
 def measured_by(command: str) -> tuple[str, ...]:
     """What a command line measures, such as ``python -m benchmarks.peers --tune``."""
-    name = next((word.removeprefix("benchmarks.") for word in command.split() if "benchmarks." in word), "")
-    own = (f"benchmarks/{name}.py",) if (ROOT / "benchmarks" / f"{name}.py").is_file() else ()
-    return (*own, *MEASURED.get(name, _SERVED))
+    name = next((word.split(".")[1] for word in command.split() if word.startswith(_FOLDERS)), "")
+    places = [f"{folder}{name}.py" for folder in ("benchmarks/", "fit/")]
+    own = [place for place in places if (ROOT / place).is_file()]
+    return (*own, *MEASURED.get(name, SERVED))
 
 
 def hash_of(blobs: Mapping[str, str]) -> str:

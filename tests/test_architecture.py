@@ -156,6 +156,10 @@ def test_no_module_imports_from_the_package_root() -> None:
 TOUCHED = {
     "_swizzle": "cute_sm80's kernel, whose text is hashed into records",
     "_address": "cute_sm80's kernel, whose text is hashed into records",
+    **dict.fromkeys(
+        ("_allocation", "_block", "_blocks", "_addresses", "_BLOCK_BYTES", "_counter"),
+        "counters of streams, which no result shows",
+    ),
     "_memory": "the sanitizer is shown memory that the public door refuses, for it is too little",
 }
 

@@ -66,7 +66,7 @@ USES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
         "absent.json",
     ),
     "--with-backward": (
-        ("--shape", "64x64x64", *MODEL, "--with-backward"),
+        ("--shape", "64x64x64", *MODEL[:-1], "cute_sm90", "--with-backward"),
         ("--from", "one.csv", "--with-backward"),
         "--with-backward with --from",
     ),

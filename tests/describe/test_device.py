@@ -75,7 +75,9 @@ class TestFindDevice:
         found = find_device("cuda")
         assert (found.spec, found.name, found.sm_count, found.peak_tflops) == ("cuda:0", name, 78, tflops)
         assert (found.bandwidth_gbps > 0) == (tflops > 0) and found.memory_bytes == 80 * 10**9
-        with pytest.raises(DeviceError, match=f"{name} is sm_75; tunegemm knows sm_80, "):
+        with pytest.raises(
+            DeviceError, match=f"{name} is sm_75 and has no cp.async, .* use a GPU from Ampere"
+        ):
             find_device("cuda:1")
         with pytest.raises(DeviceError, match=r"2 CUDA device.* use cuda:0 to cuda:1$"):
             find_device("cuda:2")

@@ -53,7 +53,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         return GroupedChoice(config if config in (there := listed(kind=kind)) else there[0], 8, 0, few)
 
     groups = grouped.Groups()
-    load = groups._load
+    load = groups.load
 
     def counted(choice: Any, index: int) -> Any:
         of = load(choice, index)
@@ -71,7 +71,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
         return of_counted
 
-    monkeypatch.setattr(groups, "_load", counted)
+    monkeypatch.setattr(groups, "load", counted)
     monkeypatch.setattr(grouped, "groups", groups)
     monkeypatch.setattr(grouped, "choose", choose)
     along = AlongKChoice(listed_along_k(every=True)[0], 8)

@@ -30,7 +30,7 @@ def planner(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> Planner:
     )
     serve_with(monkeypatch, Dispatcher(planner))
     monkeypatch.setattr(joint, "load", kernels.load)
-    monkeypatch.setattr(joint, "_failed", set())
+    monkeypatch.setattr(joint, "failed", set())
     return planner
 
 

@@ -343,7 +343,7 @@ def test_a_launch_that_fails_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shapes_that_never_come_back_are_forgotten(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sites, "_MOST_SHAPES", 8)
+    monkeypatch.setattr(sites, "MOST_SHAPES", 8)
     model = made(MLP())
     run = compiled(model, dynamic=True)
     with torch.no_grad():

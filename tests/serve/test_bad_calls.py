@@ -183,7 +183,7 @@ def test_values_of_public_classes():
         (lambda: tunegemm.record("a\0b"), "is not a file's"),
         (lambda: tunegemm.policy([]), r"policy \[\] is not known"),
         (lambda: tunegemm.policy(max_sms=float("nan")), "max_sms nan"),
-        (lambda: tunegemm.explain(1, 2), "operand 1 is not a tensor"),
+        (lambda: tunegemm.explain(1, 2), "takes two tensors, or a Problem or extents"),
         (lambda: tunegemm.Problem(8, 8, 8, np.float32(1.5)), "batch="),
         (lambda: tunegemm.Problem.parse("8x8x8", out_dtype=np.ones(2)), "is not known; use one of"),
         (lambda: tunegemm.Candidate.from_json(None), "not a stored candidate: null"),

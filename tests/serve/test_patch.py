@@ -15,8 +15,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import tunegemm
 from tests.support.serving import quietly, serve_with
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import TunegemmWarning
-from tunegemm.serve.torch.takeover import TunedLinear
+from tunegemm.serve.torch.linear import TunedLinear
 
 X = torch.ones(32, 64, dtype=torch.bfloat16)
 
@@ -224,17 +223,6 @@ def test_a_fall_back_is_torchs_call_until_the_next_look(serve, kernel, monkeypat
         serve_with(monkeypatch, serve(Problem(32, 48, 64, epilogue="bias_n" if bias else "")))
         layer(X)
     assert len(kernel.calls) == 1, "there is"
-
-
-def test_fuse_serves_layers_one_by_one_and_says_so(model) -> None:
-    other = copy.deepcopy(model)
-    tunegemm.unpatch(other)
-    with pytest.warns(TunegemmWarning, match=r"patch\(fuse=True\) is patch\(model\)") as caught:
-        report = tunegemm.patch(other, fuse=True, report=True)
-    assert [warning.filename for warning in caught] == [__file__]
-    assert [(line.name, line.state) for line in report] == [("0", "served"), ("2", "served")]
-    with torch.no_grad():
-        assert torch.equal(other(X), model(X))
 
 
 def test_a_report_names_each_linear_layer() -> None:

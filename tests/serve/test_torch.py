@@ -182,7 +182,7 @@ def test_training_under_autocast_dispatches_all_three_products(kernel):
     grads = []
     for patched in (False, True):
         if patched:
-            takeover.patch(layer)
+            tunegemm.patch(layer)
         with torch.autocast("cpu", dtype=BF16):
             result = layer(x)
         assert result.dtype == BF16

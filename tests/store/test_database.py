@@ -31,7 +31,7 @@ from tunegemm.errors import DatabaseError
 from tunegemm.generate import families
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.store import Database, Record
-from tunegemm.store.connection import _explain, display, without_passwords
+from tunegemm.store.connection import display, reason_of, without_passwords
 from tunegemm.store.schema import OLDEST_SCHEMA, SCHEMA_VERSION, VERSION_TABLE
 
 FINGERPRINT = Fingerprint(
@@ -435,7 +435,7 @@ class TestOpening:
     )
     def test_what_a_server_says_is_explained(self, state: str, said: str, explained: str) -> None:
         error = type("Error", (Exception,), {"sqlstate": state})(said)
-        assert re.search(explained, _explain(make_url("postgresql://host/db"), error))
+        assert re.search(explained, reason_of(make_url("postgresql://host/db"), error))
 
     def test_a_server_of_another_kind_is_named_without_its_password(self) -> None:
         with pytest.raises(DatabaseError, match=r"nosuchserver://\.\.\.: not a kind that is known") as caught:
@@ -572,7 +572,7 @@ if os.geteuid() == 0:
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
 path, read_only = sys.argv[1], sys.argv[2] == "ro"
 try:
-    with Database.open(path, read_only=read_only) as database:
+    with Database.open(path, read_only=read_only, create=not read_only) as database:
         print("records:", len(database.records()))
 except DatabaseError as error:
     print("error:", error)

@@ -30,6 +30,6 @@ def test_only_what_is_known_and_fits_is_planned(
     kernels: Any = SimpleNamespace(device=find_device("model:h200"))
     pool: Any = SimpleNamespace()
     planning = ahead.Ahead(kernels, pool, is_known=is_known)
-    assert planning._plan(problem, "quick", None, Urgency.NOW) == []
+    assert planning.ranked_by(problem, "quick", None, Urgency.NOW) == []
     assert asked == [FITS] * (is_known and problem is FITS)
     planning.close()

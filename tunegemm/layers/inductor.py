@@ -15,10 +15,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 import tunegemm
 from tunegemm.serve import api
 from tunegemm.serve.forms import LINEAR
+from tunegemm.serve.guards import only_checks_operators
 from tunegemm.serve.torch import ops, takeover
 from tunegemm.serve.torch.lowering import lower_to_function
 
@@ -174,6 +176,10 @@ def _gate(
     """``act(x @ gate.T) * (x @ up.T)``. site: as Inductor's code has it; the call decides by its operands."""
     from tunegemm.layers import sites
 
+    if only_checks_operators():
+        # Were this first call torch's, a CUDA graph of the next one would hold torch's products for good.
+        with _disable_current_modes():
+            return _gate(x, gate, up, activation, records, site)
     facts = (*gate.shape, gate.stride(0), x.dtype, x.device)
     result: torch.Tensor = sites.gated(activation, False, facts)(x, gate, up)
     return result

@@ -48,7 +48,7 @@ def way_of(
     ns, rows = [weight.shape[0] for weight in weights], x.numel() // x.shape[-1]
     if capturing(x.device) or torch.cuda._is_in_bad_fork():
         return None, False
-    if x.device.type != api.dispatcher.planner.device_type or x.device in _failed:
+    if x.device.type != api.dispatcher.planner.device_type or x.device in failed:
         return None, True
     choice = chosen(rows, ns, x.shape[-1], x.dtype, name_of(x.device), gate=gate, bias=bool(biases))
     if choice is None:
@@ -100,7 +100,7 @@ def _way(bind: Bind, x: torch.Tensor, parts: Parts, columns: int) -> Callable[..
         except NotTaken:
             return None
         except (RuntimeError, ValueError) as error:
-            _failed.add(device)
+            failed.add(device)
             _warn(f"a kernel of several weights failed to launch on {device} ({one_line(error)})")
             api.dispatcher.planner.state.forget_checks()
             return None
@@ -110,7 +110,7 @@ def _way(bind: Bind, x: torch.Tensor, parts: Parts, columns: int) -> Callable[..
 
 
 #: Devices where a launch failed: torch computes these products there.
-_failed: set[torch.device] = set()
+failed: set[torch.device] = set()
 _kernels: dict[tuple[Any, int], JoinedKernel] = {}
 
 

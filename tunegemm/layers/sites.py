@@ -27,6 +27,7 @@ from tunegemm.serve.forms import BELOW_AUTOGRAD, form_of
 from tunegemm.serve.guards import capturing, current_device, dispatch_modes
 from tunegemm.serve.operands import ALIGNMENT
 from tunegemm.serve.plans import Plan
+from tunegemm.serve.states import own
 
 #: Computes a call of known shapes from its operands; None where this call's addresses forbid it.
 Way: TypeAlias = Callable[..., Any]
@@ -44,7 +45,7 @@ _BITS = ALIGNMENT - 1
 #: than torch's product and sum.
 _LIBRARY_ROWS = 256
 #: Shapes that one site keeps; then it forgets all. Steps of an engine have ever other numbers of rows.
-_MOST_SHAPES = 4096
+MOST_SHAPES = 4096
 
 
 class Site:
@@ -67,7 +68,7 @@ class Site:
     def kernel(self, x: torch.Tensor, *operands: torch.Tensor) -> Any:
         """The result by a kernel; None where torch is to compute it."""
         planner = api.dispatcher.planner
-        state, key = planner.state, (self, x.shape)
+        state, key = planner.states[own()], (self, x.shape)
         way = state.sites.get(key)
         if way is not None:
             return None if dispatch_modes() else way(x, *operands)
@@ -83,7 +84,7 @@ class Site:
         # The look at records may replace the state; without a kernel it says when to decide anew.
         state = planner.look() if is_known and way is None else planner.state
         if is_known:
-            if len(self.shapes) >= _MOST_SHAPES:
+            if len(self.shapes) >= MOST_SHAPES:
                 self._forget(state)
             self.shapes[x.shape] = way is not None
             if way is not None:

@@ -160,7 +160,7 @@ def _layer(
     count, (tokens, chosen) = gate_up.shape[0], index.shape
     # On a CPU nobody waits for values.
     if not traced and not elsewhere and (index.device.type == "cpu" or grouped.groups.are_checked()):
-        _check_index(index, count)
+        check_index(index, count)
     around = routing.routing if plain else None
     routed = around.route(x, index, count) if around else None
     nobodys = None
@@ -365,7 +365,7 @@ def _check(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, activation
         raise ProblemError(f"weights are {weights.dtype}; give floats: weights.to(x.dtype)")
 
 
-def _check_index(index: torch.Tensor, count: int) -> None:
+def check_index(index: torch.Tensor, count: int) -> None:
     """Raises ProblemError for numbers of no expert. Waits for the device."""
     if not _has_values(index):
         return

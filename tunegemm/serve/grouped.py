@@ -135,7 +135,8 @@ class Groups:
 
     def __init__(self, load: Callable[[Any, int], Kernel | None] | None = None) -> None:
         """load: the kernel of a choice on a device by its number, or None until it is compiled."""
-        self._load = load or self._load_compiled
+        self.load = load or self._load_compiled
+        """The kernel of a choice on a device by its number; None until it is compiled."""
 
     def __call__(
         self, a: Any, b: Any, offs: Any, bias: Any, gate: str = "", interleaved: bool = False
@@ -274,7 +275,7 @@ class Groups:
             if choice is None:
                 return _TORCHS
             place = choice, a.device.index or 0
-            kernel = known.kernels.get(place) or self._load(*place)
+            kernel = known.kernels.get(place) or self.load(*place)
         except (TunegemmError, OSError, RuntimeError) as error:
             planner.notices.warn(
                 f"kernels of groups cannot run on {a.device}: {one_line(error)}; tunegemm.grouped_mm falls "

@@ -351,13 +351,13 @@ def translated(location: Path | URL) -> Iterator[None]:
     try:
         yield
     except DBAPIError as error:
-        raise DatabaseError(f"{display(location)}: {_explain(location, error.orig)}") from error
+        raise DatabaseError(f"{display(location)}: {reason_of(location, error.orig)}") from error
     except sqlite3.Error as error:
-        raise DatabaseError(f"{display(location)}: {_explain(location, error)}") from error
+        raise DatabaseError(f"{display(location)}: {reason_of(location, error)}") from error
     except UnicodeDecodeError as error:  # SQLite's own message quotes a damaged schema
         damaged = sqlite3.DatabaseError(str(error))
         damaged.sqlite_errorname = "SQLITE_CORRUPT"
-        raise DatabaseError(f"{display(location)}: {_explain(location, damaged)}") from error
+        raise DatabaseError(f"{display(location)}: {reason_of(location, damaged)}") from error
 
 
 #: By the start of SQLite's error name: what is wrong, and the remedy.
@@ -396,7 +396,7 @@ _REFUSALS = (("authentication failed", "28"), ("no pg_hba.conf entry", "28"), ("
              ("database ", "3D"), ("too many clients", "53300"), ("shutting down", "57P"))  # fmt: skip
 
 
-def _explain(location: Path | URL, error: BaseException | None) -> str:
+def reason_of(location: Path | URL, error: BaseException | None) -> str:
     first_line = without_passwords(str(error).strip().partition("\n")[0], location)
     if isinstance(location, URL):
         code = getattr(error, "sqlstate", "") or ""

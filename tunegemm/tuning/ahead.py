@@ -46,13 +46,13 @@ class Ahead:
 
     def plan(self, problem: Problem, effort: Effort, limit: int | None) -> None:
         """Begin to compile for the problem that follows, in a thread: what its search asks for first."""
-        self._planned[problem] = self._thread.submit(self._plan, problem, effort, limit, Urgency.NEXT)
+        self._planned[problem] = self._thread.submit(self.ranked_by, problem, effort, limit, Urgency.NEXT)
 
     def start(self, problem: Problem, effort: Effort, limit: int | None) -> None:
         """Begin to compile for the problem whose search begins: as it was planned, or is planned now."""
         planned = self._planned.pop(problem, None)
         if planned is None or planned.exception() is not None:
-            self._plan(problem, effort, limit, Urgency.NOW)
+            self.ranked_by(problem, effort, limit, Urgency.NOW)
         else:
             self._submit(planned.result(), Urgency.IDLE)
 
@@ -76,7 +76,7 @@ class Ahead:
         """The problem is tuned."""
         self._ready.pop(problem, None)
 
-    def _plan(self, problem: Problem, effort: Effort, limit: int | None, urgency: Urgency) -> Named:
+    def ranked_by(self, problem: Problem, effort: Effort, limit: int | None, urgency: Urgency) -> Named:
         """Submits what searches ask for first, as far as that does not depend on the database; and, for when
         cores have nothing else to do, the kernels that it returns: what a quick one may ask for later.
         """

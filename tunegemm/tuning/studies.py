@@ -69,7 +69,7 @@ class Studies:
 
         if "://" in self.location:
             return
-        with self._translated():
+        with self.translated():
             others = optuna.get_all_study_names(self._storage)
         if others and not set(names) & set(others):
             raise StudyError(
@@ -81,7 +81,7 @@ class Studies:
         import optuna
 
         name = study.study_name
-        with self._translated(), quiet_optuna():
+        with self.translated(), quiet_optuna():
             kept = optuna.create_study(
                 study_name=name, storage=self._storage, direction="maximize", load_if_exists=True
             )
@@ -104,7 +104,7 @@ class Studies:
             return
         copied = self._copied[name]
         try:
-            with self._translated():
+            with self.translated():
                 for trial in study.get_trials(deepcopy=False):
                     if trial.number in copied or not trial.state.is_finished():
                         continue
@@ -118,13 +118,13 @@ class Studies:
             _log.warning("%s: what follows is not kept there", error)
 
     @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        with _translated(self.location):
+    def translated(self) -> Iterator[None]:
+        with translated(self.location):
             yield
 
 
 @contextlib.contextmanager
-def _translated(location: str) -> Iterator[None]:
+def translated(location: str) -> Iterator[None]:
     """Errors of Optuna's storages, of their drivers and of what files hold, as one line that names the
     storage. What Optuna raises of a journal of another version is not known here."""
     try:
@@ -152,11 +152,11 @@ def _opened(location: str, database: Path | URL) -> Any:
     from optuna.storages.journal import JournalFileBackend
 
     if "://" in location:
-        with _translated(location), quiet_optuna():
+        with translated(location), quiet_optuna():
             return _of_url(location, database)
     path = Path(location)
     _check_file(path, database)
-    with _translated(location), quiet_optuna():
+    with translated(location), quiet_optuna():
         return optuna.storages.JournalStorage(JournalFileBackend(str(path)))
 
 

@@ -20,6 +20,7 @@ from tunegemm.serve import api
 from tunegemm.serve.forms import BELOW_AUTOGRAD, Form, form_of
 from tunegemm.serve.library import scale_steps
 from tunegemm.serve.modes import read_engine
+from tunegemm.serve.states import own as own_policy
 from tunegemm.serve.torch import ops
 from tunegemm.serve.torch.autograd import DTYPES, PLAIN
 from tunegemm.serve.torch.lowering import lower_to_function
@@ -103,7 +104,7 @@ def _known(site: str, a: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     site: what the code promises of its operands but for their rows, as for `Dispatcher.compiled`.
     """
     planner = api.dispatcher.planner
-    known = planner.state.sites_of_torch.get((site, a.size(0)))
+    known = planner.states[own_policy()].sites_of_torch.get((site, a.size(0)))
     return known if known is not None and time.monotonic() < planner.next_look else None
 
 
