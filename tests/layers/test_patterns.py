@@ -120,6 +120,10 @@ SEVERAL: dict[str, tuple[Callable[..., Any], bool]] = {
     "results": (lambda m, x: (m.a(x), m.b(x)), False),
     "four": (lambda m, x: m.a(x).sum() + m.b(x).sum() + m.c(x).sum() + m.both(x), False),
     "other inputs": (lambda m, x: m.a(x) + m.b(x + 1), False),
+    "weights made in between": (
+        lambda m, x: F.linear(x, m.a.weight * 2).sum(-1, keepdim=True) + F.linear(x, m.c.weight * 2),
+        False,
+    ),
 }
 
 

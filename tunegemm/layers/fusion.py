@@ -94,6 +94,7 @@ def _facts(match: Match, order: Order) -> tuple[Any, ...] | None:
             _is_vector(each, {weight.shape[0] for weight in weights}) for each in operands if each.ndim == 1
         )
         or any(each.ndim == 0 for each in operands)
+        or (match.results and not order.all_before(match.operands, match.nodes[0]))
         or not order.may_move(match.nodes, match.operands)
     ):
         return None

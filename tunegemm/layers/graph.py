@@ -186,6 +186,11 @@ class Order:
         """The one that comes last."""
         return max(nodes, key=self._place.__getitem__)
 
+    def all_before(self, operands: Iterable[Node], node: Node) -> bool:
+        """Whether operands are there where a node stands. What the pass itself has put in is."""
+        place = self._place[node]
+        return all(self._place.get(operand, -1) < place for operand in operands)
+
     def may_move(self, nodes: Iterable[Node], operands: Iterable[Node]) -> bool:
         """Whether these nodes compute the same where the last, or the first, of them stands: what stands
         between them writes to no operand and changes no state of torch's.
