@@ -101,7 +101,7 @@ def test_right_at_every_alignment(kernels: Kernels, kernel: int, layout: str) ->
             assert error < TOLERANCE["bf16"], (problem, gap, offset, FAMILY.label(one), error)
             assert untouched(whole, out), (problem, "wrote outside its output")
         launched += 1
-    assert launched >= 2, "of the shapes, some fit no kernel that is drawn"
+    assert launched >= len(SHAPES) // 3
 
 
 @pytest.mark.parametrize(
