@@ -42,9 +42,9 @@ import tunegemm
 from benchmarks.command import choose_names, command, parser_of
 from benchmarks.results import Results, meta, results_path
 from tunegemm.describe.device import Device, find_device, package_version
+from tunegemm.dispatch import api
 from tunegemm.errors import TunegemmError, TunegemmWarning
 from tunegemm.measure.statistics import aa_noise
-from tunegemm.serve import api
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -233,9 +233,7 @@ def tune(steps: Sequence[Step], device: Device, seconds: float) -> None:
             best = standing.result.best if standing.result else None
             said = f"{best.ratio:.3f} x torch.mm" if best else "nothing measured"
             print(f"  {standing.demand.problem}: {said}", flush=True)
-    from tunegemm import serve as dispatch
-
-    dispatch.refresh()
+    api.refresh()
 
 
 def prefill(model: LlamaForCausalLM, size: Size, place: torch.device) -> Step:

@@ -183,9 +183,9 @@ def calls(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
     from torch.nn.functional import gelu, linear
 
     import tunegemm
-    from tunegemm.serve import api
-    from tunegemm.serve.forms import MATMUL, form_of
-    from tunegemm.serve.torch.lowering import site_of
+    from tunegemm.dispatch import api
+    from tunegemm.dispatch.forms import MATMUL, form_of
+    from tunegemm.torch.lowering import site_of
 
     where, m, n, k = device.spec, problem.m, problem.n, problem.k
     a = torch.rand(m, k, dtype=torch.bfloat16, device=where)
@@ -210,7 +210,7 @@ def calls(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
     view = inductors._reinterpret_tensor
 
     def compiled() -> Any:
-        """As Inductor writes it, see `tunegemm.serve.torch.lowering`."""
+        """As Inductor writes it, see `tunegemm.torch.lowering`."""
         return api.dispatcher.compiled(site, plain, a, view(weight, (k, n), (1, k), 0), (), (), out)
 
     def fresh(product: Callable[..., Any]) -> Call:
@@ -253,7 +253,7 @@ def fall_backs(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]
     from torch.nn.functional import linear
 
     import tunegemm
-    from tunegemm.serve import api
+    from tunegemm.dispatch import api
 
     m, n, k = problem.m, problem.n + 8, problem.k
     a = torch.rand(m, k, dtype=torch.bfloat16, device=device.spec)
@@ -299,15 +299,16 @@ def breakdown(problem: Problem, device: Device) -> dict[str, Call]:
     """The parts of ``tunegemm.matmul(a, b)``, each as a call of its own, and the ways through it."""
     import torch
 
+    from tunegemm.dispatch import api, guards
+    from tunegemm.dispatch.forms import MATMUL, form_of
+    from tunegemm.dispatch.slow_path import SlowPath
     from tunegemm.generate.workspace import Workspace
-    from tunegemm.serve import api, guards
-    from tunegemm.serve.forms import MATMUL, form_of
-    from tunegemm.serve.slow_path import SlowPath
+    from tunegemm.torch import functions
 
     a = torch.rand(problem.m, problem.k, dtype=torch.bfloat16, device=device.spec)
     b = torch.rand(problem.n, problem.k, dtype=torch.bfloat16, device=device.spec).t()
     for _ in range(3):
-        out = api.matmul(a, b)
+        out = functions.matmul(a, b)
     served = api.dispatcher
     recent = served.planner.state.recent.get(b.data_ptr())
     if recent is None or recent.plan is None or recent.launch is None:

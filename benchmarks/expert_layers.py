@@ -26,9 +26,9 @@ import torch
 from benchmarks.command import choose_names, command, parser_of
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import find_device
+from tunegemm.engines import transformers as integration
 from tunegemm.generate import routing as kernels
-from tunegemm.serve import routing
-from tunegemm.serve.integrations import transformers as integration
+from tunegemm.groups import routing
 from tunegemm.store import packing
 
 METHOD = (

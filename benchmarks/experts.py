@@ -46,9 +46,9 @@ from tunegemm.generate import along_k
 from tunegemm.generate import grouped as kernels
 from tunegemm.generate.along_k import AlongK
 from tunegemm.generate.grouped import GroupedKernel
+from tunegemm.groups import grouped
 from tunegemm.measure.statistics import aa_noise
 from tunegemm.model.grouped import FP8, choose, choose_along_k, kinds, listed, listed_along_k
-from tunegemm.serve import grouped
 from tunegemm.store import packing, packs
 
 METHOD = (

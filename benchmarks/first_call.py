@@ -68,10 +68,10 @@ import tunegemm
 tunegemm.matmul
 times.append(time.perf_counter())
 from tunegemm.describe.device import find_device
-from tunegemm.serve import api
-from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.launchers import prepare
-from tunegemm.serve.planning import Planner
+from tunegemm.dispatch import api
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.launchers import prepare
+from tunegemm.dispatch.planning import Planner
 from tunegemm.choose.snapshot import read_snapshot
 planner = Planner(
     find=timed("device_ms", find_device),
@@ -96,7 +96,7 @@ print(json.dumps({
 
 _MEMORY = """
 import gc, json, tracemalloc
-import tunegemm.serve
+import tunegemm.dispatch
 from tunegemm.choose.snapshot import read_snapshot
 read_snapshot()
 gc.collect()

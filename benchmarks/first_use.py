@@ -167,10 +167,10 @@ def measure(
     problem: Problem, listed: bool, device: Device, backend: Any, options: argparse.Namespace
 ) -> dict[str, Any]:
     """The row of one product."""
-    from tunegemm import serve
     from tunegemm.choose.selection import select
     from tunegemm.choose.snapshot import read_snapshot
-    from tunegemm.serve.launchers import find_object
+    from tunegemm.dispatch.launchers import find_object
+    from tunegemm.torch.functions import matmul
 
     selection = select(read_snapshot(), problem, device)
     why, served = selection.why, False
@@ -186,7 +186,7 @@ def measure(
 
     def ours(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *operands: torch.Tensor) -> Any:
         start = time.perf_counter()
-        result = call(a, b, *operands) if problem.epilogue else serve.matmul(a, b, out=out)
+        result = call(a, b, *operands) if problem.epilogue else matmul(a, b, out=out)
         first.append(1e3 * (time.perf_counter() - start))
         return result if problem.epilogue else None
 

@@ -42,10 +42,10 @@ from benchmarks.clients import AGAIN, CONTEXT, Compiled, Step, captured, interle
 from benchmarks.command import choose_names, command, parser_of
 from benchmarks.results import Results, meta, results_path
 from tunegemm.describe.device import find_device
+from tunegemm.dispatch import api
 from tunegemm.errors import BadValueError, TunegemmWarning, one_line
 from tunegemm.layers.backend import tunegemm as backend
 from tunegemm.measure.statistics import aa_noise
-from tunegemm.serve import api
 
 METHOD = (
     "wall time of two layers with the device idle before and after, as many steps a sample as take a row's "

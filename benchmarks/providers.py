@@ -171,15 +171,16 @@ def is_settled(database: Database, problem: Problem, device: Device) -> bool:
 
 def tunegemm(problem: Problem, device: Device, options: Options) -> list[Contender]:
     """What a user gets: tunegemm.matmul, with whatever it dispatches to as the label."""
-    from tunegemm import serve as dispatch
+    from tunegemm.dispatch.api import refresh
     from tunegemm.store import Database
+    from tunegemm.torch.functions import matmul
 
     place = torch.device("cuda", device.index)
     operands = make_operands(problem, place, 0)
-    dispatch.refresh()
+    refresh()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        dispatch.matmul(operands.a, operands.b, out=operands.out)
+        matmul(operands.a, operands.b, out=operands.out)
     label = next((f"torch: {w.message}" for w in caught if issubclass(w.category, TunegemmWarning)), "")
     if not label:
         with Database.open(options.database, read_only=True) as database:
@@ -187,7 +188,7 @@ def tunegemm(problem: Problem, device: Device, options: Options) -> list[Contend
         label = record.label if record else ""
 
     def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        dispatch.matmul(a, b, out=out)
+        matmul(a, b, out=out)
 
     return [Contender(run, label)]
 

@@ -86,7 +86,7 @@ def run(device: Device, numbers: int, results: Results) -> None:
             others = [(index, round(2 ** rng.uniform(0, 12))) for index, _ in calls]
             multiply(tensors, others)
             ours, torchs = fall_backs(tensors, calls[-LAST:])
-            plans = tunegemm.serve.api.dispatcher.planner.state.plans
+            plans = tunegemm.dispatch.api.dispatcher.planner.state.plans
             served = sum(plan is not None for plan in plans.values())
         said = Counter(str(one.message).split(" x ")[0] for one in caught)
         held = memory()
@@ -155,7 +155,7 @@ def fall_backs(tensors: list[Any], calls: list[tuple[int, int]]) -> tuple[list[f
 
     import tunegemm
 
-    dispatcher = tunegemm.serve.api.dispatcher
+    dispatcher = tunegemm.dispatch.api.dispatcher
     found: tuple[list[float], list[float]] = ([], [])
     for index, m in dict.fromkeys(calls):
         call, weight = [(index, m)] * TURNS, tensors[index]

@@ -20,12 +20,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 _KERNELS = ("tunegemm/generate", "search_spaces")
 _CHOICES = ("tunegemm/choose", "tunegemm/model", "db/records", "db/selector.toml", "db/order.json")
-SERVED = (*_KERNELS, *_CHOICES, "tunegemm/serve")
+SERVED = (*_KERNELS, *_CHOICES, "tunegemm/dispatch")
 _TUNED = (
     *_KERNELS, "tunegemm/compile", "tunegemm/measure", "tunegemm/model", "tunegemm/search", "tunegemm/tuning"
 )  # fmt: skip
 _GROUPS = ("tunegemm/generate/grouped", "tunegemm/generate/along_k", "tunegemm/generate/routing",
-           "tunegemm/choose", "tunegemm/serve", "db/grouped.toml")  # fmt: skip
+           "tunegemm/choose", "tunegemm/dispatch", "db/grouped.toml")  # fmt: skip
 _SEARCHED = ("tunegemm/search", "tunegemm/model")
 _FITTED = ("tunegemm/model", "fit/trees.py")
 

@@ -191,10 +191,10 @@ class Trial:
 
         import tunegemm
         from tunegemm.choose.snapshot import Snapshot
+        from tunegemm.dispatch import api
+        from tunegemm.dispatch.dispatcher import Dispatcher
+        from tunegemm.dispatch.planning import Planner
         from tunegemm.generate import families
-        from tunegemm.serve import api
-        from tunegemm.serve.dispatcher import Dispatcher
-        from tunegemm.serve.planning import Planner
         from tunegemm.store.record import Record
 
         source = families.kernel_source_hash(case.family)

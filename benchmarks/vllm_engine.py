@@ -343,7 +343,7 @@ def _plans(model: Any) -> list[str]:
 
     Of plans, and not of what was found for them: a kernel that the strides forbid serves nothing.
     """
-    from tunegemm.serve import api
+    from tunegemm.dispatch import api
 
     found: dict[str, dict[str, set[int]]] = {}
     for key, plan in api.dispatcher.planner.state.plans.items():

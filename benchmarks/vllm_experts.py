@@ -24,8 +24,8 @@ from benchmarks.command import choose_names, command, parser_of
 from benchmarks.expert_layers import graph_of, sampled
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import find_device, package_version
+from tunegemm.engines.vllm_experts import serve_experts
 from tunegemm.measure.statistics import aa_noise
-from tunegemm.serve.integrations.vllm_experts import serve_experts
 from tunegemm.store import packing
 
 METHOD = (

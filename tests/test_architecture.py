@@ -23,7 +23,8 @@ PACKAGE = Path(tunegemm.__file__).parent
 #: The ground floor's files, then the rooms. A file imports only from its own room and from those to its left.
 ORDER = (
     "errors", "extras", "resources", "files", "untrusted", "describe", "compile", "generate", "model",
-    "measure", "search", "store", "choose", "tuning", "serve", "layers", "report", "cli", "testing",
+    "measure", "search", "store", "choose", "tuning", "dispatch", "groups", "torch", "layers", "engines",
+    "report", "cli", "serve", "testing",
 )  # fmt: skip
 
 PUBLIC = [
@@ -125,16 +126,19 @@ def test_the_checks_see_every_form_of_import(tmp_path: Path) -> None:
         "search/a.py": (
             "import tunegemm.cli\nfrom tunegemm import store\nfrom tunegemm.tuning import tune\n"
             "from tunegemm.describe import problem\n"
-            "def f():\n    from ..serve import matmul\n    from .b import c\n"
+            "def f():\n    from ..dispatch import matmul\n    from .b import c\n"
         ),
         "search/b.py": "if TYPE_CHECKING:\n    from tunegemm.search import a\n",
         "describe/problem.py": "",
-        **{f"{name}/__init__.py": "" for name in ("search", "cli", "store", "tuning", "serve", "describe")},
+        **{
+            f"{name}/__init__.py": "" for name in ("search", "cli", "store", "tuning", "dispatch", "describe")
+        },
     }.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(text)
     assert [line.partition(" ")[2] for line in upward(package)] == [
-        "imports tunegemm.cli", "imports tunegemm.store", "imports tunegemm.tuning", "imports tunegemm.serve",
+        "imports tunegemm.cli", "imports tunegemm.store", "imports tunegemm.tuning",
+        "imports tunegemm.dispatch",
     ]  # fmt: skip
     assert len(circles(package)) == 1 and "search.b" in circles(package)[0]
 
@@ -265,7 +269,7 @@ def test_dispatch_leaves_tuning_out(forks: Forks) -> None:
         "import tunegemm; tunegemm.matmul; import sys; print(*sorted(sys.modules))", env=os.environ
     )
     loaded = set(run.stdout.split())
-    assert "tunegemm.serve.api" in loaded, run.stderr
+    assert "tunegemm.dispatch.api" in loaded, run.stderr
     assert loaded & {"optuna", "sqlalchemy", "alembic", "pandas", "typer"} == set()
     assert not loaded & {"tunegemm.search", "tunegemm.tuning", "tunegemm.cli"}
 

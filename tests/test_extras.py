@@ -47,15 +47,15 @@ from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.families import kernel_source_hash
-from tunegemm.serve import api
-from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.planning import Planner
-from tunegemm.serve.torch import ops
+from tunegemm.dispatch import api
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.planning import Planner
+from tunegemm.torch import ops
 from tunegemm.choose.snapshot import Snapshot, read_snapshot
 from tunegemm.store.record import Record
 served = []
 def prepare(record, device):
-    from tunegemm.serve.launchers import Prepared
+    from tunegemm.dispatch.launchers import Prepared
     def kernel(a, b, out, *operands):
         served.append(record.candidate.family)
         out.copy_(a.float() @ b.float())
@@ -128,7 +128,7 @@ def test_online_tuning_says_what_it_lacks(run: Run) -> None:
         """
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.serve.online import OnlineTuning
+from tunegemm.dispatch.online import OnlineTuning
 online = OnlineTuning(wait=lambda device: True)
 online.later(Problem(64, 64, 64), find_device("model:h200"), (), lambda _, warning: print(warning))
 while not online.is_idle:

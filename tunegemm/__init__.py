@@ -13,33 +13,32 @@ if TYPE_CHECKING:
     from tunegemm.describe.epilogue import Epilogue
     from tunegemm.describe.problem import Problem
     from tunegemm.describe.space import Candidate
+    from tunegemm.dispatch.api import policy, refresh
+    from tunegemm.dispatch.operation import Operation
     from tunegemm.errors import TunegemmError, TunegemmWarning
+    from tunegemm.groups.gated_experts import experts
+    from tunegemm.groups.grouped import grouped_mm
+    from tunegemm.groups.scaled_groups import scaled_grouped_mm
     from tunegemm.layers.inductor import enable
     from tunegemm.layers.modules import patch, unpatch
     from tunegemm.measure.outcome import Failure, Measurement
     from tunegemm.report.explain import explain
     from tunegemm.report.space import Space
-    from tunegemm.serve import (
+    from tunegemm.store import Database
+    from tunegemm.store.record import Record
+    from tunegemm.torch.functions import (
         addmm,
         baddbmm,
         bmm,
-        experts,
         gated_linear,
-        grouped_mm,
         interleave,
         linear,
         matmul,
         mm,
-        policy,
-        refresh,
-        scaled_grouped_mm,
         scaled_mm,
     )
-    from tunegemm.serve.operation import Operation
-    from tunegemm.serve.torch.recording import record
-    from tunegemm.serve.torch.takeover import disable
-    from tunegemm.store import Database
-    from tunegemm.store.record import Record
+    from tunegemm.torch.recording import record
+    from tunegemm.torch.takeover import disable
     from tunegemm.tuning.progress import Progress, TuneResult
     from tunegemm.tuning.tuner import tune
 
@@ -60,7 +59,7 @@ _HOMES = {
     "Epilogue": "describe.epilogue",
     "Failure": "measure.outcome",
     "Measurement": "measure.outcome",
-    "Operation": "serve.operation",
+    "Operation": "dispatch.operation",
     "Problem": "describe.problem",
     "Progress": "tuning.progress",
     "Record": "store.record",
@@ -68,25 +67,25 @@ _HOMES = {
     "TuneResult": "tuning.progress",
     "TunegemmError": "errors",
     "TunegemmWarning": "errors",
-    "addmm": "serve",
-    "baddbmm": "serve",
-    "bmm": "serve",
-    "disable": "serve.torch.takeover",
+    "addmm": "torch.functions",
+    "baddbmm": "torch.functions",
+    "bmm": "torch.functions",
+    "disable": "torch.takeover",
     "enable": "layers.inductor",
-    "experts": "serve",
+    "experts": "groups.gated_experts",
     "explain": "report.explain",
-    "gated_linear": "serve",
-    "grouped_mm": "serve",
-    "interleave": "serve",
-    "linear": "serve",
-    "matmul": "serve",
-    "mm": "serve",
+    "gated_linear": "torch.functions",
+    "grouped_mm": "groups.grouped",
+    "interleave": "torch.functions",
+    "linear": "torch.functions",
+    "matmul": "torch.functions",
+    "mm": "torch.functions",
     "patch": "layers.modules",
-    "policy": "serve",
-    "record": "serve.torch.recording",
-    "refresh": "serve",
-    "scaled_grouped_mm": "serve",
-    "scaled_mm": "serve",
+    "policy": "dispatch.api",
+    "record": "torch.recording",
+    "refresh": "dispatch.api",
+    "scaled_grouped_mm": "groups.scaled_groups",
+    "scaled_mm": "torch.functions",
     "tune": "tuning.tuner",
     "unpatch": "layers.modules",
 }

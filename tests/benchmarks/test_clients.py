@@ -14,8 +14,8 @@ from benchmarks import clients
 from benchmarks.providers import is_settled
 from benchmarks.results import Results
 from tests.store.test_database import DEVICE, measurement
-from tunegemm import serve as dispatch
 from tunegemm.describe.problem import Problem
+from tunegemm.dispatch.api import refresh
 from tunegemm.store import Database
 
 CPU = ("--device", "cpu", "--tiny")
@@ -24,7 +24,7 @@ CPU = ("--device", "cpu", "--tiny")
 @pytest.fixture(autouse=True)
 def _dispatch_anew() -> Iterator[None]:
     yield
-    dispatch.refresh()
+    refresh()
 
 
 @pytest.mark.slow

@@ -21,9 +21,9 @@ from tests.support.processes import environment
 from tests.support.serving import BF16, Kernel, serve_with
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.launchers import Prepared
-from tunegemm.serve.planning import Planner
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.launchers import Prepared
+from tunegemm.dispatch.planning import Planner
 
 
 def test_an_unknown_kind_is_named(capsys):
@@ -35,7 +35,7 @@ def test_entry_points_lead_to_the_plug_in_and_to_what_settles(tmp_path, monkeypa
     monkeypatch.setattr(sys, "path", [*sys.path])
     vllm.doors(tmp_path)
     found = {each.name: each for each in entry_points(group="vllm.general_plugins")}
-    assert found["tunegemm"].value == "tunegemm.serve.integrations.vllm:register"
+    assert found["tunegemm"].value == "tunegemm.engines.vllm:register"
     assert found["tunegemm_benchmarks"].load() is vllm_engine.settle
     vllm_engine.settle()  # without vLLM nothing
 

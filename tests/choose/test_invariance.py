@@ -22,6 +22,7 @@ from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.dispatch.launchers import find_object
 from tunegemm.errors import TunegemmError, TunegemmWarning
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM
@@ -29,7 +30,6 @@ from tunegemm.generate.families import completed, kernel_source_hash, reduction_
 from tunegemm.model.shortlist import ordered_kernels
 from tunegemm.report.explain import explain_problem
 from tunegemm.resources import data_path
-from tunegemm.serve.launchers import find_object
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import read_shipped
 

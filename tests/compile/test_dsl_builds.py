@@ -14,9 +14,9 @@ from tests.support.processes import compile_workers, environment
 from tunegemm.compile import cute_object
 from tunegemm.compile.artifacts import ArtifactStore, Key
 from tunegemm.describe.device import package_version
+from tunegemm.dispatch.launchers import find_object
 from tunegemm.errors import ArtifactError
 from tunegemm.generate import families
-from tunegemm.serve.launchers import find_object
 from tunegemm.store import packing, packs
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import ROOT, environment
+from tests.support.rooms import *  # noqa: F403 - fixtures
 
 PINS = ROOT / "tests" / "data" / "engines"
 ENGINES = ROOT / "build" / "engines"

@@ -52,7 +52,7 @@ found["as torch"] = torch.equal(method.apply(plain, x), torch.nn.functional.line
     )
     output = str(found.pop("output"))
     assert found == {
-        "doors": ["tunegemm.serve.integrations.sglang:register"],
+        "doors": ["tunegemm.engines.sglang:register"],
         "once": True,
         "fp8": True,
         "cuda": False,

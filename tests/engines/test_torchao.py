@@ -18,7 +18,7 @@ from torchao.quantization.quantize_.workflows.float8.float8_tensor import (
     Float8Tensor, QuantizeTensorToFloat8Kwargs,
 )
 from tests.support.engines import serve_on_cpu
-from tunegemm.serve.torch import takeover
+from tunegemm.torch import takeover
 
 kernel = serve_on_cpu()
 takeover.DEVICE_KEYS = ("CPU",)

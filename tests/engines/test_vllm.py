@@ -53,7 +53,7 @@ found["hash goes by records"] = config().compute_hash() != before
     )
     output = found.pop("output")
     assert found == {
-        "doors": ["tunegemm.serve.integrations.vllm:register"],
+        "doors": ["tunegemm.engines.vllm:register"],
         "replaced once": True,
         "layers get it": True,
         "kernels": ["TunegemmFP8ScaledMMLinearKernel", True],
@@ -209,7 +209,7 @@ def served(activation, weight, scales_a, scales_b, columns=48, rows=16, bias=Non
     theirs.clear()
     result = call()
     by = "ours" if ours.calls and not theirs else "theirs" if theirs and not ours.calls else "both"
-    before = engines.own["vllm_fp8"]
+    before = common.own["vllm_fp8"]
     shown = [by, list(result.shape)]
     # the same by CUTLASS's: nothing recorded
     from tunegemm.describe.problem import Problem
@@ -221,7 +221,7 @@ def served(activation, weight, scales_a, scales_b, columns=48, rows=16, bias=Non
 
 import warnings
 warnings.simplefilter("ignore")
-from tunegemm.serve.integrations import engines
+from tunegemm.engines import common
 token, channel, tensor = kFp8DynamicTokenSym, kFp8StaticChannelSym, kFp8StaticTensorSym
 found["chosen"] = type(kernel_for(token, channel)).__name__
 found["row-wise"] = served(token, channel, 2, 48)
@@ -264,7 +264,7 @@ def test_batch_invariance(engine: str, run: Run) -> None:
         + HOPPER
         + """
 from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
-from tunegemm.serve import api
+from tunegemm.dispatch import api
 theirs = []
 def own(input, weight, bias=None):  # vLLM's is Triton's, on a GPU
     theirs.append(input.shape[0])
@@ -287,7 +287,7 @@ class Watched:
         seen.append([*a.shape, *b.shape])
         return a @ b
 api.dispatcher = Watched()
-from tunegemm.serve.torch import ops
+from tunegemm.torch import ops
 ops.DEVICE_TYPE = "cpu"
 theirs.clear()
 for method in (linear.UnquantizedLinearMethod, vocab_parallel_embedding.UnquantizedEmbeddingMethod):

@@ -54,10 +54,10 @@ import os
 from types import SimpleNamespace
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.experts import triton_moe
-from tests.serve.test_experts import by_loops, layer
+from tests.groups.test_experts import by_loops, layer
 from tests.support.engines import serve_on_cpu
 from tests.support.grouped import Loops
-from tunegemm.serve import grouped
+from tunegemm.groups import grouped
 
 for module in (vllm.platforms, modular_kernel, triton_moe, unquantized):
     on(module)
@@ -150,12 +150,12 @@ from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.experts import triton_moe
 from benchmarks import vllm_experts
-from tests.serve.test_experts import EXPERTS, HIDDEN, INNER, by_loops, layer
+from tests.groups.test_experts import EXPERTS, HIDDEN, INNER, by_loops, layer
 from tests.support.engines import serve_on_cpu
 from tests.support.grouped import Loops
-from tunegemm.serve import grouped
-from tunegemm.serve.integrations import engines
-from tunegemm.serve.integrations.vllm_experts import asker
+from tunegemm.groups import grouped
+from tunegemm.engines import common
+from tunegemm.engines.vllm_experts import asker
 
 for module in (vllm.platforms, modular_kernel, triton_moe, unquantized):
     on(module)
@@ -177,7 +177,7 @@ with set_current_vllm_config(config()):
     for name, more in {{"silu": {{}}, "gelu": {{"activation": "gelu"}}}}.items():
         layer_of = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
         model = layer_of(8, 2, 4096, 14336, params_dtype=torch.bfloat16, prefix=name, **more)
-        found[name] = engines.served(model, 64, asker)
+        found[name] = common.served(model, 64, asker)
 torch.distributed.destroy_process_group()
 """,
         TUNEGEMM_VLLM_EXPERTS="1",

@@ -13,8 +13,8 @@ _SERVED = """
 from tests.support.engines import serve_on_cpu
 from tests.support.grouped import Loops
 from tunegemm.describe.problem import Problem
-from tunegemm.serve import grouped
-from tunegemm.serve.integrations import vllm_gates
+from tunegemm.groups import grouped
+from tunegemm.engines import vllm_gates
 kernel, loops = serve_on_cpu(Problem(100, 7168, 64), digest="of gates"), Loops()
 grouped.groups = grouped.Groups(loops.load)
 """
@@ -220,8 +220,8 @@ def rank(number, path, queue):
     from tests.support.engines import serve_on_cpu
     from tests.support.grouped import Loops
     from tunegemm.describe.problem import Problem
-    from tunegemm.serve import grouped
-    from tunegemm.serve.integrations import vllm_gates
+    from tunegemm.groups import grouped
+    from tunegemm.engines import vllm_gates
     serve_on_cpu(Problem(100, 7168, 64))
     loops, counts = Loops(), []
     grouped.groups = grouped.Groups(loops.load)

@@ -108,7 +108,7 @@ from vllm.v1.worker.gpu import cudagraph_utils as graphs
 load()
 from tests.support.engines import serve_on_cpu
 from tunegemm.describe.problem import Problem
-from tunegemm.serve import planning
+from tunegemm.dispatch import planning
 kernel, state = serve_on_cpu(*(Problem(m, 48, 64) for m in (16, 32, 64))), {"captured": False}
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ import torch
 from tunegemm.generate.along_k import AlongK
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.generate.takes import NotTaken
+from tunegemm.groups import routing
 from tunegemm.model.grouped import configs, listed_along_k
-from tunegemm.serve import routing
 
 GROUPS, ROWS, N, K = 3, 8, 48, 64
 BF16 = torch.bfloat16

@@ -12,8 +12,8 @@ import torch
 import tunegemm
 from tunegemm.generate import along_k
 from tunegemm.generate.along_k import AlongK
+from tunegemm.groups import grouped
 from tunegemm.model.grouped import AlongKChoice, listed_along_k
-from tunegemm.serve import grouped
 from tunegemm.store import packing
 
 pytestmark = pytest.mark.gpu

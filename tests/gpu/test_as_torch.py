@@ -1,4 +1,4 @@
-"""As tests/serve/test_as_torch.py, by real kernels: one of cute_sm90 for every problem that its rules admit.
+"""As tests/dispatch/test_as_torch.py, by real kernels: cute_sm90 serves each problem that its rules admit.
 
 Every case is run twice: first to see which kernels are asked for, which are compiled together, then by them.
 """
@@ -33,14 +33,14 @@ from tests.support.serving import Row
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.precision import computing_fp32_in
 from tunegemm.describe.problem import Problem
+from tunegemm.dispatch import api
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.launchers import Prepared
+from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import ArtifactError
 from tunegemm.generate import families
 from tunegemm.generate.launching import Launcher, tma_takes
 from tunegemm.report.explain import candidate_of
-from tunegemm.serve import api
-from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.launchers import Prepared
-from tunegemm.serve.planning import Planner
 from tunegemm.store.record import Record
 
 pytestmark = pytest.mark.gpu

@@ -27,15 +27,16 @@ from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.dispatch import api
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.launchers import find_object
+from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import ArtifactError, TunegemmWarning
 from tunegemm.generate import families
 from tunegemm.generate.tiles import ORDERED
+from tunegemm.groups import grouped
 from tunegemm.measure.operands import make_operands
 from tunegemm.model import shortlist
-from tunegemm.serve import api, grouped
-from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.launchers import find_object
-from tunegemm.serve.planning import Planner
 from tunegemm.store import packing
 from tunegemm.store.record import Record
 

@@ -23,11 +23,11 @@ from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.epilogue import ACTIVATIONS, GATED, Epilogue, Matrix, PerColumn, maximum, minimum
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.launchers import Prepared
+from tunegemm.dispatch.planning import Planner
 from tunegemm.generate import families
 from tunegemm.measure import operands as data
-from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.launchers import Prepared
-from tunegemm.serve.planning import Planner
 
 pytestmark = pytest.mark.gpu
 

@@ -18,14 +18,14 @@ from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import LAYOUTS, Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.launchers import Prepared
+from tunegemm.dispatch.operation import Operation
+from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import OperationError, ProblemError
 from tunegemm.generate.cublaslt import FAMILY as CUBLASLT
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure import operands as data
-from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.launchers import Prepared
-from tunegemm.serve.operation import Operation
-from tunegemm.serve.planning import Planner
 
 pytestmark = pytest.mark.gpu
 

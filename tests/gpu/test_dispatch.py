@@ -19,10 +19,12 @@ from tests.support.kernels import tune_ours
 from tests.support.numerics import difference
 from tests.support.serving import forbid_torch
 from tunegemm.describe.problem import LAYOUTS, Problem
+from tunegemm.dispatch import api
+from tunegemm.dispatch.api import refresh
+from tunegemm.dispatch.guards import autocast
 from tunegemm.errors import TunegemmWarning
 from tunegemm.measure.operands import make_operands, reference, tolerance
-from tunegemm.serve import api, linear, matmul, refresh
-from tunegemm.serve.guards import autocast
+from tunegemm.torch.functions import linear, matmul
 
 pytestmark = pytest.mark.gpu
 
@@ -298,8 +300,8 @@ def test_autocast_uses_its_cache_of_weights(tuned, only_ours, monkeypatch):
 
 _FORK = """
 import os, sys, warnings
-import torch, tunegemm, tunegemm.serve
-from tunegemm.serve import api
+import torch, tunegemm, tunegemm.dispatch
+from tunegemm.dispatch import api
 warnings.simplefilter("error", tunegemm.errors.TunegemmWarning)
 if sys.argv[1] == "cuda":
     a = torch.ones(128, 64, dtype=torch.bfloat16, device="cuda")
@@ -341,7 +343,7 @@ start = time.process_time()
 import tunegemm
 result = tunegemm.matmul(a, b)
 seconds = time.process_time() - start
-from tunegemm.serve import api
+from tunegemm.dispatch import api
 assert [plan.launch_at is not None for plan in api.dispatcher.planner.state.plans.values()] == [True]
 torch.testing.assert_close(result, expected)
 assert not {"cutlass", "sqlalchemy", "alembic", "optuna", "pandas"} & set(sys.modules)
@@ -360,7 +362,7 @@ def test_a_foreign_process_publishes(tuned, monkeypatch):
     """A product that fell back to torch is served, without `refresh`, once another process has tuned it."""
     problem = Problem(96, 80, 64)
     a, b = operands(problem)
-    monkeypatch.setattr("tunegemm.serve.planning.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("tunegemm.dispatch.planning.LOOK_SECONDS", 0.0)
     refresh()
     with pytest.warns(TunegemmWarning, match="no record"):
         matmul(a, b)

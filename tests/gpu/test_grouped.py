@@ -13,8 +13,8 @@ import tunegemm
 from tests.support.grouped import DTYPES
 from tunegemm.generate import grouped as kernels
 from tunegemm.generate.grouped import GroupedKernel
+from tunegemm.groups import grouped
 from tunegemm.model.grouped import choose, kinds, listed
-from tunegemm.serve import grouped
 from tunegemm.store import packing
 
 pytestmark = pytest.mark.gpu

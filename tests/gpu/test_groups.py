@@ -12,14 +12,15 @@ import torch
 import tunegemm
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.problem import Problem
+from tunegemm.dispatch import api
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.planning import Planner
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.grouped import config_of
+from tunegemm.groups import grouped
 from tunegemm.measure import operands as data
 from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.settings import SKEWS
-from tunegemm.serve import api, grouped
-from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.planning import Planner
 from tunegemm.store import Database
 from tunegemm.tuning.tuner import Tuner, open_device
 

@@ -1,4 +1,4 @@
-"""As tests/serve/test_groups_as_torch.py, by real kernels, each of which serves whatever it takes."""
+"""As tests/groups/test_groups_as_torch.py, by real kernels, each of which serves whatever it takes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import tunegemm
 from tests.support.as_torch import outcome_of
 from tests.support.groups_as_torch import BF16, disagreements, ends, filled, samples, scaled_samples
 from tunegemm.generate import routing as routing_kernels
+from tunegemm.groups import grouped
 from tunegemm.model.grouped import AlongKChoice, GroupedChoice, configs, kinds, listed, listed_along_k
-from tunegemm.serve import grouped
 from tunegemm.store import packing
 
 pytestmark = pytest.mark.gpu

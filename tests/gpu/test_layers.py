@@ -14,8 +14,8 @@ import tunegemm
 from tests.support.layers import BF16
 from tests.support.numerics import difference
 from tunegemm.generate.joined import JoinedKernel
+from tunegemm.groups import objects
 from tunegemm.layers import backend
-from tunegemm.serve import objects
 from tunegemm.store import packing
 
 transformers = pytest.importorskip("transformers")

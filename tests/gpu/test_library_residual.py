@@ -11,8 +11,8 @@ import tunegemm
 from tests.support.numerics import Case
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
+from tunegemm.dispatch import api
 from tunegemm.generate.cublaslt import FAMILY, library
-from tunegemm.serve import api
 
 pytestmark = pytest.mark.gpu
 

@@ -9,9 +9,9 @@ from tests.choose.test_neighbours import Row, kernel
 from tunegemm.choose.policies import FASTEST, Policy
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.problem import Problem
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.planning import Planner
 from tunegemm.measure.outcome import Measurement
-from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.planning import Planner
 from tunegemm.store import Database
 from tunegemm.tuning.tuner import Tuner, open_device
 

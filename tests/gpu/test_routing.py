@@ -10,9 +10,10 @@ import torch
 
 import tunegemm
 from tests.gpu.test_grouped import POISON, error, expected, operands
+from tunegemm.dispatch import api
 from tunegemm.generate import routing as kernels
-from tunegemm.serve import api, routing
-from tunegemm.serve.routing import Gate, Routing
+from tunegemm.groups import routing
+from tunegemm.groups.routing import Gate, Routing
 from tunegemm.store import packing
 
 pytestmark = pytest.mark.gpu

@@ -11,8 +11,8 @@ import torch
 import tunegemm
 from tests.gpu.test_grouped import error, expected, operands
 from tunegemm.generate.takes import NotTaken
+from tunegemm.groups import routing
 from tunegemm.model.grouped import configs
-from tunegemm.serve import routing
 from tunegemm.store import packing
 
 pytestmark = pytest.mark.gpu

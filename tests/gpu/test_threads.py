@@ -12,7 +12,7 @@ import tunegemm
 from benchmarks.threads import Case, Trial, cases, prepare
 from tests.support.numerics import difference
 from tunegemm.describe.device import Device, find_device
-from tunegemm.serve import api
+from tunegemm.dispatch import api
 
 pytestmark = pytest.mark.gpu
 

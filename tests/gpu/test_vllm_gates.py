@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from tests.support.numerics import difference
-from tunegemm.serve.integrations import vllm_gates
+from tunegemm.engines import vllm_gates
 
 pytestmark = pytest.mark.gpu
 

@@ -12,11 +12,11 @@ from tests.support.fusing import Recorded
 from tests.support.gates import Kernels
 from tests.support.serving import serve_with
 from tunegemm.describe.device import find_device
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.launchers import Prepared
+from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import TunegemmWarning
 from tunegemm.layers import joint
-from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.launchers import Prepared
-from tunegemm.serve.planning import Planner
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ import tunegemm
 from tests.support.fusing import close
 from tests.support.gates import Kernels
 from tests.support.layers import MLP, Layer, Own, given, made
+from tunegemm.dispatch.planning import Planner
 from tunegemm.layers import backend, joint, sites
-from tunegemm.serve.planning import Planner
 
 pytestmark = pytest.mark.usefixtures("planner")
 

@@ -17,9 +17,9 @@ import torch
 from benchmarks import database as benchmark
 from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, measurement
 from tests.support.processes import environment
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import DatabaseError, TunegemmWarning
-from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.planning import Planner
 from tunegemm.store import Database
 from tunegemm.store.connection import on_network
 from tunegemm.store.schema import VERSION_TABLE

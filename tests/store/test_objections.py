@@ -20,13 +20,13 @@ from tests.support.serving import Row, operands
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, SearchSpace
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.launchers import Prepared, prepare
+from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import TunegemmWarning
 from tunegemm.generate import families
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.resources import data_path
-from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.launchers import Prepared, prepare
-from tunegemm.serve.planning import Planner
 from tunegemm.store import Database
 from tunegemm.store.checks import objection, record_objection
 from tunegemm.store.exchange import dump, load

@@ -18,9 +18,9 @@ from tests.support.processes import environment
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.compile.pool import CompilePool
 from tunegemm.compile.ptxas import Resources
+from tunegemm.dispatch.launchers import prepare
 from tunegemm.errors import ArtifactError
 from tunegemm.generate import families
-from tunegemm.serve.launchers import prepare
 from tunegemm.store import Database
 from tunegemm.store.exchange import dump, load
 

@@ -6,11 +6,11 @@ from tests.support.fusing import Recorded
 from tests.support.serving import Kernel
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.serve import api
-from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.launchers import Prepared
-from tunegemm.serve.planning import Planner
-from tunegemm.serve.torch import ops
+from tunegemm.dispatch import api
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.launchers import Prepared
+from tunegemm.dispatch.planning import Planner
+from tunegemm.torch import ops
 
 
 def serve_on_cpu(*problems: Problem, digest: str = "") -> Kernel:

@@ -46,7 +46,7 @@ class Kernels:
 def tune_ours(problems: Iterable[Problem], trials: int) -> frozenset[Problem]:
     """Tunes into the tests' database, without the library, so that no tie goes to it; what it tuned."""
     from benchmarks.own_records import record_own
-    from tunegemm.serve import refresh
+    from tunegemm.dispatch.api import refresh
     from tunegemm.store import Database
     from tunegemm.tuning.tuner import Tuner
 
@@ -66,10 +66,11 @@ def watch_launches(monkeypatch: pytest.MonkeyPatch, note: Callable[..., None], *
     Compiled code is served by every record, too, whether it gains enough or not: products of tests are small.
     others: of the `Planner`, such as what it reads records by.
     """
-    from tunegemm.serve import api, planning
-    from tunegemm.serve.dispatcher import Dispatcher
-    from tunegemm.serve.launchers import Prepared, prepare
-    from tunegemm.serve.planning import Planner
+    from tunegemm.dispatch import api, planning
+    from tunegemm.dispatch.dispatcher import Dispatcher
+    from tunegemm.dispatch.launchers import Prepared, prepare
+    from tunegemm.dispatch.planning import Planner
+    from tunegemm.torch import functions
 
     def watched(record: Any, device: Device) -> Prepared:
         prepared = prepare(record, device)
@@ -86,4 +87,4 @@ def watch_launches(monkeypatch: pytest.MonkeyPatch, note: Callable[..., None], *
     monkeypatch.setattr(planning, "least_ratio", lambda problem, device: 0.0)
     served = Dispatcher(Planner(prepare=watched, **others))
     monkeypatch.setattr(api, "dispatcher", served)
-    monkeypatch.setattr(api, "product", served.product)
+    monkeypatch.setattr(functions, "product", served.product)

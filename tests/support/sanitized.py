@@ -19,16 +19,16 @@ from tests.support.numerics import Case
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
+from tunegemm.dispatch.operation import Operation
 from tunegemm.generate import along_k, grouped, joined, routing
 from tunegemm.generate.along_k import AlongK
 from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.joined import JoinedKernel
+from tunegemm.groups.routing import Gate, Routing, few
 from tunegemm.model.grouped import configs, kinds, listed, listed_along_k
 from tunegemm.model.joined import listed as listed_of_weights
-from tunegemm.serve.operation import Operation
-from tunegemm.serve.routing import Gate, Routing, few
 from tunegemm.store import packing
 
 _PINGPONG = {"schedule": "pingpong", "cluster_n": 1}

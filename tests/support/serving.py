@@ -16,13 +16,13 @@ import torch
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.dispatch import api, dispatcher, slow_path
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.forms import BELOW_AUTOGRAD, Form
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, operand_reader
-from tunegemm.serve import api, dispatcher, slow_path
-from tunegemm.serve.dispatcher import Dispatcher
-from tunegemm.serve.forms import BELOW_AUTOGRAD, Form
-from tunegemm.serve.torch import ops, takeover
 from tunegemm.store.record import Record
+from tunegemm.torch import functions, ops, takeover
 
 BF16 = torch.bfloat16
 CANDIDATE = Candidate.make("cute_sm90", {"tile_m": 128})
@@ -42,8 +42,8 @@ def Row(
 def serve_with(monkeypatch: pytest.MonkeyPatch, served: Dispatcher, place: str = "cpu") -> None:
     """Every call of the package on tensors of a type of device goes to this dispatcher."""
     before = api.dispatcher
-    monkeypatch.setattr(api, "dispatcher", before)  # which undoes the next line
-    monkeypatch.setattr(api, "product", before.product)
+    monkeypatch.setattr(api, "dispatcher", before)  # which undoes `serve_by`
+    monkeypatch.setattr(functions, "product", before.product)
     api.serve_by(served)
     monkeypatch.setattr(ops, "DEVICE_TYPE", place)
     monkeypatch.setattr(takeover, "DEVICE_KEYS", (place.upper(),))
@@ -149,4 +149,4 @@ def calls_of(call) -> tuple[list[str], list[str]]:
 
 def is_slow(call) -> bool:
     """Whether a call finds no plan without a key."""
-    return any("serve.slow_path." in name for name in calls_of(call)[0])
+    return any("dispatch.slow_path." in name for name in calls_of(call)[0])

@@ -141,7 +141,7 @@ def _name(number: int) -> str:
 
 
 #: Holds the `sitecustomize` that begins in each Python process.
-_START = Path(__file__).parent.parent / "serve" / "torch" / "start"
+_START = Path(__file__).parent.parent / "torch" / "start"
 
 
 def attached(**variables: str) -> dict[str, str]:

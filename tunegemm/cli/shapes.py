@@ -54,7 +54,7 @@ def command(
     """Write the matrix products that an engine computes of a model, for `tune --from`."""
     from tunegemm.describe.workload.engines import shapes
     from tunegemm.describe.workload.models import read_model
-    from tunegemm.serve.modes import read_engine_experts
+    from tunegemm.dispatch.modes import read_engine_experts
 
     check_target(out, WorkloadError)
     given = _rows(rows)

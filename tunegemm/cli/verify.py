@@ -84,7 +84,7 @@ def verify_predicted(problems: list[Problem], spec: str | None, db: str | None, 
     import torch
 
     from tunegemm.choose.snapshot import Snapshot, read_snapshot
-    from tunegemm.serve.feedback import measure, predictions
+    from tunegemm.dispatch.feedback import measure, predictions
     from tunegemm.store import Database
     from tunegemm.tuning.tuner import Tuner, open_gpu
 

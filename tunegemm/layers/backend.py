@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from tunegemm.dispatch.guards import deterministic, functorch_level
 from tunegemm.layers.fusion import fuse
-from tunegemm.serve.guards import deterministic, functorch_level
 
 _log = logging.getLogger(__name__)
 

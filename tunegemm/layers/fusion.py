@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from tunegemm.dispatch import api
+from tunegemm.dispatch.autograd import DTYPES
 from tunegemm.layers.graph import Order, are_same, is_matrix, value
 from tunegemm.layers.patterns import PATTERNS, Match
-from tunegemm.serve import api
-from tunegemm.serve.torch.autograd import DTYPES
 
 #: Makes the function that a match becomes; None where the graph's own operations are to stay.
 Make = Callable[[Match, tuple[Any, ...]], Callable[..., Any] | None]

@@ -18,11 +18,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 import tunegemm
-from tunegemm.serve import api
-from tunegemm.serve.forms import LINEAR
-from tunegemm.serve.guards import only_checks_operators
-from tunegemm.serve.torch import ops, takeover
-from tunegemm.serve.torch.lowering import lower_to_function
+from tunegemm.dispatch import api
+from tunegemm.dispatch.forms import LINEAR
+from tunegemm.dispatch.guards import only_checks_operators
+from tunegemm.torch import ops, takeover
+from tunegemm.torch.lowering import lower_to_function
 
 if TYPE_CHECKING:
     from tunegemm.layers.patterns import Match

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from tunegemm.describe.device import Device, find_device
+from tunegemm.dispatch import api
+from tunegemm.dispatch.guards import capturing, current_device
 from tunegemm.errors import ArtifactError, TunegemmError, one_line
 from tunegemm.generate import joined
 from tunegemm.generate.joined import JoinedKernel
 from tunegemm.generate.takes import NotTaken
+from tunegemm.groups.objects import compiled
 from tunegemm.model.joined import JoinedChoice, choose
-from tunegemm.serve import api
-from tunegemm.serve.guards import capturing, current_device
-from tunegemm.serve.objects import compiled
 
 #: Rows up to which products of several weights are one launch: of five models' q, k and v it was 1.18 to 2.8
 #: times as fast as torch's three, at 1024 and 4096 rows 0.94 to 1.11 (results/h200/joined.json).

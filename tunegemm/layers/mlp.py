@@ -20,10 +20,10 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
+from tunegemm.dispatch import guards
+from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.layers import sites
-from tunegemm.serve import guards
-from tunegemm.serve.torch.autograd import PLAIN
-from tunegemm.serve.torch.linear import TunedLinear
+from tunegemm.torch.linear import TunedLinear
 
 _function_modes = torch._C._len_torch_function_stack
 _is_compiling = torch.compiler.is_compiling

@@ -8,7 +8,7 @@ import torch
 
 from tunegemm.errors import ProblemError
 from tunegemm.layers.report import Report, lines_of
-from tunegemm.serve.torch.linear import TunedLinear, is_tuned, untuned
+from tunegemm.torch.linear import TunedLinear, is_tuned, untuned
 
 
 @overload

@@ -9,10 +9,10 @@ from typing import Literal
 
 import torch
 
+from tunegemm.dispatch import api
+from tunegemm.dispatch.forms import MATMUL, form_of
 from tunegemm.errors import TunegemmWarning
-from tunegemm.serve import api
-from tunegemm.serve.forms import MATMUL, form_of
-from tunegemm.serve.torch.linear import is_tuned
+from tunegemm.torch.linear import is_tuned
 
 #: Numbers of rows that a line speaks of: of decoding, and of prompts.
 ROWS = (1, 16, 64, 256, 1024, 4096)

@@ -21,13 +21,13 @@ import torch
 from torch.nn import functional
 
 from tunegemm.describe.epilogue import GATED
+from tunegemm.dispatch import api
+from tunegemm.dispatch.forms import BELOW_AUTOGRAD, form_of
+from tunegemm.dispatch.guards import capturing, current_device, dispatch_modes
+from tunegemm.dispatch.operands import ALIGNMENT
+from tunegemm.dispatch.plans import Plan
+from tunegemm.dispatch.states import own
 from tunegemm.layers import joint
-from tunegemm.serve import api
-from tunegemm.serve.forms import BELOW_AUTOGRAD, form_of
-from tunegemm.serve.guards import capturing, current_device, dispatch_modes
-from tunegemm.serve.operands import ALIGNMENT
-from tunegemm.serve.plans import Plan
-from tunegemm.serve.states import own
 
 #: Computes a call of known shapes from its operands; None where this call's addresses forbid it.
 Way: TypeAlias = Callable[..., Any]

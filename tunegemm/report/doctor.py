@@ -294,8 +294,8 @@ VARIABLES = (
 
 
 def _environment() -> Check:
+    from tunegemm.dispatch import modes
     from tunegemm.search.efforts import online_budget
-    from tunegemm.serve import modes
 
     warnings: list[str] = []
     mode, policy = modes.read_mode(warnings.append), modes.read_policy(warnings.append)

@@ -23,6 +23,8 @@ from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.dispatch.launchers import find_object
+from tunegemm.dispatch.modes import read_compile, read_mode, read_policy
 from tunegemm.errors import (
     ArtifactError,
     DatabaseError,
@@ -39,8 +41,6 @@ from tunegemm.measure.outcome import PREDICTED_RATIO
 from tunegemm.report.space import Space
 from tunegemm.report.space import candidate as chosen_candidate
 from tunegemm.report.text import significant
-from tunegemm.serve.launchers import find_object
-from tunegemm.serve.modes import read_compile, read_mode, read_policy
 from tunegemm.store import Record as StoredRecord
 from tunegemm.store.layers import absent, read_records
 from tunegemm.store.validity import judge_stored
@@ -277,8 +277,8 @@ def explain(
     """
     import torch
 
-    from tunegemm.serve import api
-    from tunegemm.serve.operands import Refusal, describe
+    from tunegemm.dispatch import api
+    from tunegemm.dispatch.operands import Refusal, describe
     from tunegemm.tuning.tuner import as_problem, open_device
 
     if b is None:

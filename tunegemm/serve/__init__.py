@@ -1,29 +1,25 @@
-"""Run time: `matmul` and its kin launch a problem's recorded kernel, or fall back to torch.
+"""Names of 0.1: its modules of run time, which programs may import, are these modules now."""
 
-Users call `api`; `dispatcher` is the hot path. For new calls `slow_path` and `planning` make the plans
-(`plans`), with launchers that `finding` gets from records. `tunegemm.choose` decides which kernel serves.
-`background` compiles and `online` tunes meanwhile, `torch` connects all of it to torch and `integrations` to
-engines. `operation` is a kernel that the caller chose. Imports every room but `report` and `cli`.
-"""
+import importlib
+import sys
 
-from tunegemm.serve.api import (
-    addmm,
-    baddbmm,
-    bmm,
-    gated_linear,
-    interleave,
-    linear,
-    matmul,
-    mm,
-    policy,
-    refresh,
-    scaled_mm,
-)
-from tunegemm.serve.gated_experts import experts
-from tunegemm.serve.grouped import grouped_mm
-from tunegemm.serve.scaled_groups import scaled_grouped_mm
-
-__all__ = [
-    "addmm", "baddbmm", "bmm", "experts", "gated_linear", "grouped_mm", "interleave", "linear", "matmul",
-    "mm", "policy", "refresh", "scaled_grouped_mm", "scaled_mm",
-]  # fmt: skip
+for _old, _new in {
+    "api": "dispatch.api",
+    "dispatcher": "dispatch.dispatcher",
+    "launchers": "dispatch.launchers",
+    "operation": "dispatch.operation",
+    "planning": "dispatch.planning",
+    "snapshot": "choose.snapshot",
+    "grouped": "groups.grouped",
+    "routing": "groups.routing",
+    "gated_experts": "groups.gated_experts",
+    "integrations": "engines",
+    "integrations.transformers": "engines.transformers",
+    "torch": "torch",
+    "torch.functions": "torch.functions",
+    "torch.ops": "torch.ops",
+    "torch.takeover": "torch.takeover",
+}.items():
+    sys.modules[f"{__name__}.{_old}"] = importlib.import_module(f"tunegemm.{_new}")
+    if "." not in _old:
+        globals()[_old] = sys.modules[f"{__name__}.{_old}"]

@@ -1,0 +1,1 @@
+from tests.support.rooms import *  # noqa: F403 - fixtures

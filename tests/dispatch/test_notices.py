@@ -1,0 +1,94 @@
+"""What is said of products that torch computes: once for each weight, and in sum at the end."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.forks import Forks
+from tests.support.processes import environment
+from tunegemm.describe.problem import Problem
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.notices import MOST_WARNINGS, Notices, weight_of
+from tunegemm.errors import TunegemmWarning
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def said() -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+
+
+def test_a_weight_is_named_once_for_all_numbers_of_rows(
+    serve: Callable[..., Dispatcher], said: list[warnings.WarningMessage]
+) -> None:
+    dispatcher = serve()
+    for n in (48, 56):
+        for m in range(1, 200):
+            dispatcher.matmul(torch.ones(m, 64, dtype=BF16), torch.ones(64, n, dtype=BF16))
+    ours = [str(one.message) for one in said if one.category is TunegemmWarning]
+    assert len(ours) == 2 and "1x48x64" in ours[0] and "tunegemm tune --shape 1x56x64" in ours[1]
+
+
+def test_another_kind_of_product_is_another_warning(
+    serve: Callable[..., Dispatcher], said: list[warnings.WarningMessage]
+) -> None:
+    dispatcher = serve()
+    x, w = torch.ones(32, 64, dtype=BF16), torch.ones(48, 64, dtype=BF16)
+    for _ in range(2):
+        dispatcher.matmul(x, w.t())
+        dispatcher.linear(x, w, torch.ones(48, dtype=BF16))
+        dispatcher.matmul(x.half(), w.t().half())
+    assert len([one for one in said if one.category is TunegemmWarning]) == 3
+
+
+def test_after_so_many_warnings_there_are_no_more(said: list[warnings.WarningMessage]) -> None:
+    notices, made = Notices(), []
+    for number in range(3 * MOST_WARNINGS):
+        notices.warn(lambda: made.append(1) or "a product falls back", number)
+    assert len(said) == len(made) == MOST_WARNINGS + 1
+    assert "no more are given" in str(said[-1].message)
+    notices.forget()
+    notices.warn("again", 0)
+    assert str(said[-1].message) == "again"
+
+
+def test_weights_do_not_depend_on_rows_alone() -> None:
+    one = Problem(16, 64, 128)
+    assert weight_of(one) == weight_of(Problem(4096, 64, 128)) == weight_of(Problem(16, 64, 128, batch=3))
+    assert weight_of(one) != weight_of(Problem(16, 64, 128, epilogue="bias_n"))
+    assert weight_of(one) != weight_of(Problem(16, 128, 64))
+
+
+_PROGRAM = """
+import warnings
+warnings.simplefilter("ignore")
+import torch
+from tunegemm.describe.device import find_device
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.planning import Planner
+from tunegemm.choose.snapshot import Snapshot
+device = find_device("model:h200")
+served = Dispatcher(Planner(device_type="cpu", find=lambda spec: device, read=lambda: Snapshot()))
+for m in (3, 700, 12):
+    served.matmul(torch.ones(m, 64, dtype=torch.bfloat16), torch.ones(64, 48, dtype=torch.bfloat16))
+"""
+
+
+@pytest.mark.parametrize("asked", ["1", "0", ""])
+def test_a_program_that_asks_for_it_gets_a_summary(asked: str, forks: Forks, tmp_path: Path) -> None:
+    run = forks.run(_PROGRAM, env=environment(TUNEGEMM_SUMMARY=asked), cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    lines = [line for line in run.stderr.splitlines() if line.startswith("tunegemm:")]
+    if asked != "1":
+        assert not lines
+        return
+    (line,) = lines
+    assert "700x48x64" in line and "of 3 rows and more" in line and "tunegemm tune --shape 700x48x64" in line

@@ -1,0 +1,221 @@
+"""Policies in dispatch: plans of one never serve another; who sets them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+import tunegemm
+from tests.choose.test_neighbours import kernel
+from tests.support.serving import BF16, Kernel, Row, operands, quietly
+from tunegemm.choose.policies import FASTEST, Policy
+from tunegemm.choose.snapshot import Snapshot
+from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.dispatch import api
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.launchers import Prepared
+from tunegemm.dispatch.planning import Planner
+from tunegemm.errors import PolicyError, TunegemmWarning
+from tunegemm.store.record import Record
+
+
+@pytest.fixture
+def device() -> Device:
+    return find_device("model:h200")
+
+
+@pytest.fixture
+def dispatcher(device, request):
+    """Two launchers: whose kernel is called tells which candidate serves."""
+    kernels = {name: Kernel() for name in ("plain", "split")}
+    problem = Problem(32, 48, 64)
+    split = kernel(split_k=2)
+    rival = Record(
+        problem, kernel(), device.fingerprint, "plain", ratio=1.1, noise=0.003, relative_error=1e-3,
+        kernel_source=Row(problem, device.fingerprint).kernel_source, samples_us=(10.0,) * 3,
+        baseline_us=(11.0,) * 3,
+    )  # fmt: skip
+    made = Dispatcher(
+        Planner(
+            device_type="cpu",
+            read=lambda: Snapshot([Row(problem, device.fingerprint, split)]),
+            find=lambda spec: device,
+            prepare=lambda record, device: Prepared(
+                kernels["split" if record.candidate["split_k"] > 1 else "plain"], tma=True
+            ),
+            rivals=lambda problem: [rival],
+        )
+    )
+    return made, kernels
+
+
+def test_each_policy_has_plans_of_its_own(dispatcher):
+    made, kernels = dispatcher
+    a, b = operands()
+    counts = lambda: (len(kernels["split"].calls), len(kernels["plain"].calls))  # noqa: E731
+    quietly(made.matmul, a, b)
+    assert counts() == (1, 0)
+    assert made.planner.use(Policy("no_workspace")) == FASTEST
+    for _ in range(2):
+        quietly(made.matmul, a, b)
+    assert counts() == (1, 2)
+    made.planner.use(FASTEST)
+    plans = dict(made.planner.state.plans)
+    quietly(made.matmul, a, b)
+    assert counts() == (2, 2) and made.planner.state.plans == plans, "they were kept"
+    made.planner.refresh()
+    assert made.planner.policy == FASTEST
+
+
+def test_policy_is_a_call_and_a_context(monkeypatch, dispatcher):
+    made, _ = dispatcher
+    monkeypatch.setattr(api, "dispatcher", made)
+    with tunegemm.policy("deterministic", max_sms=120):
+        assert made.planner.policy == Policy("deterministic", 120)
+        with pytest.raises(ZeroDivisionError), tunegemm.policy("no_workspace"):
+            raise ZeroDivisionError
+        assert made.planner.policy == Policy("deterministic", 120)
+    assert made.planner.policy == FASTEST
+    tunegemm.policy("min_energy")
+    assert made.planner.policy == Policy("min_energy")
+    with pytest.raises(PolicyError, match="use one of fastest, deterministic"):
+        tunegemm.policy("quickest")
+
+
+def in_thread(function) -> list:
+    """What a function returns in a new thread."""
+    found: list = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found
+
+
+@pytest.fixture
+def policy_now(monkeypatch, dispatcher):
+    """The policy by which a product would be served, here and now."""
+    monkeypatch.setattr(api, "dispatcher", dispatcher[0])
+    return lambda: dispatcher[0].planner.state.policy.prefer
+
+
+def test_blocks_of_threads_that_overlap_neither_lose_nor_keep_a_policy(policy_now, dispatcher):
+    made, kernels = dispatcher
+    inside, outside, seen = threading.Barrier(2), threading.Barrier(2), []
+    a, b = operands()
+
+    def first() -> None:
+        with tunegemm.policy("no_workspace"):
+            inside.wait()
+            for _ in range(2):
+                made.matmul(a, b)
+            seen.append(("first", policy_now()))
+        outside.wait()
+        seen.append(("first, after it", policy_now()))
+
+    def second() -> None:
+        with tunegemm.policy("deterministic"):
+            inside.wait()
+            outside.wait()
+            seen.append(("second", policy_now()))
+
+    threads = [threading.Thread(target=one) for one in (first, second)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert sorted(seen) == [
+        ("first", "no_workspace"), ("first, after it", "fastest"), ("second", "deterministic")
+    ]  # fmt: skip
+    assert policy_now() == "fastest" and len(kernels["plain"].calls) == 2 and not kernels["split"].calls
+
+
+def test_a_block_is_its_contexts_and_a_call_the_processs(policy_now):
+    with tunegemm.policy("deterministic"):
+        assert (policy_now(), in_thread(policy_now)) == ("deterministic", ["fastest"])
+        tunegemm.policy("min_energy")
+        assert (policy_now(), in_thread(policy_now)) == ("min_energy", ["min_energy"]), "until the block ends"
+    assert policy_now() == "min_energy"
+    in_thread(lambda: tunegemm.policy("no_workspace"))
+    assert policy_now() == "no_workspace", "this context has none of its own"
+
+
+def test_tasks_that_take_turns_keep_their_own(policy_now):
+    async def task(prefer: str) -> list[str]:
+        seen = []
+        with tunegemm.policy(prefer):
+            for _ in range(3):
+                await asyncio.sleep(0)
+                seen.append(policy_now())
+        return [*seen, policy_now()]
+
+    async def both() -> list[list[str]]:
+        return await asyncio.gather(task("deterministic"), task("no_workspace"))
+
+    assert asyncio.run(both()) == [[prefer] * 3 + ["fastest"] for prefer in ("deterministic", "no_workspace")]
+
+
+def test_threads_of_autograd_have_the_policy_of_who_calls_backward(policy_now):
+    """Autograd computes in threads of its own on a GPU; on a CPU where backward passes nest this deep."""
+    deepest, seen = 70, []
+
+    class Deep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, depth):
+            ctx.depth = depth
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            if ctx.depth < deepest:
+                with torch.enable_grad():
+                    Deep.apply(torch.ones(1, requires_grad=True), ctx.depth + 1).sum().backward()
+            else:
+                seen.append((threading.get_ident() != caller, policy_now()))
+            return grad, None
+
+    caller = threading.get_ident()
+    with tunegemm.policy("batch_invariant"):
+        Deep.apply(torch.ones(1, requires_grad=True), 0).sum().backward()
+    assert seen == [(True, "batch_invariant")] and policy_now() == "fastest"
+
+
+def test_more_policies_than_are_kept_serve(policy_now, dispatcher):
+    made, _ = dispatcher
+    a, b = operands()
+    for max_sms in (*range(100, 110), 100):
+        with tunegemm.policy("deterministic", max_sms=max_sms):
+            assert torch.equal(quietly(made.matmul, a, b), a @ b)
+            assert made.planner.policy.max_sms == max_sms
+    assert len(made.planner.states) <= 6 and policy_now() == "fastest"
+
+
+def test_the_environment_sets_the_first_policy(monkeypatch, dispatcher):
+    made, kernels = dispatcher
+    monkeypatch.setenv("TUNEGEMM_POLICY", "no_workspace")
+    assert made.planner.policy == Policy("no_workspace")  # before any product, too: `explain` asks
+    quietly(made.matmul, *operands())
+    assert made.planner.policy == Policy("no_workspace") and len(kernels["plain"].calls) == 1
+
+
+def test_an_unknown_policy_in_the_environment_is_a_warning(monkeypatch, dispatcher):
+    made, _ = dispatcher
+    monkeypatch.setenv("TUNEGEMM_POLICY", "quickest")
+    with pytest.warns(TunegemmWarning, match="TUNEGEMM_POLICY: policy 'quickest' is not known"):
+        made.matmul(*operands())
+    assert made.planner.policy == FASTEST
+
+
+def test_deterministic_torch_stays_deterministic(dispatcher):
+    """What torch promises under its own switch, torch keeps."""
+    made, kernels = dispatcher
+    a, b = operands()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(made.matmul(a, b), torch.matmul(a, b))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert a.dtype is BF16 and not kernels["split"].calls

@@ -1,0 +1,391 @@
+"""`experts`, and transformers' layers by it: beside transformers' own ways, and beside fp32 loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import tunegemm
+from tests.support.grouped import Loops
+from tunegemm.errors import ProblemError
+from tunegemm.groups import gated_experts
+from tunegemm.groups.routing import Gate
+
+EXPERTS, HIDDEN, INNER, CHOSEN = 6, 64, 48, 2
+
+
+def layer(tokens: int = 11, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    index = torch.stack([torch.randperm(EXPERTS)[:CHOSEN] for _ in range(tokens)])
+    index[index == 3] = 4  # nobody's choice; a token may even have one twice
+    return {
+        "x": torch.randn(tokens, HIDDEN, dtype=dtype),
+        "gate_up": torch.randn(EXPERTS, 2 * INNER, HIDDEN, dtype=dtype) * HIDDEN**-0.5,
+        "down": torch.randn(EXPERTS, HIDDEN, INNER, dtype=dtype) * INNER**-0.5,
+        "index": index,
+        "weights": torch.rand(tokens, CHOSEN, dtype=dtype),
+    }
+
+
+def by_loops(
+    x: Any, gate_up: Any, down: Any, index: Any, weights: Any, act: Any = functional.silu, **more: Any
+) -> torch.Tensor:
+    """Token after token, in fp32."""
+    rows = []
+    for t in range(x.shape[0]):
+        row = torch.zeros(HIDDEN)
+        for e, weight in zip(index[t].tolist(), weights[t], strict=True):
+            if not 0 <= e < len(gate_up):
+                continue
+            both = gate_up[e].float() @ x[t].float()
+            if "gate_up_bias" in more:
+                both = both + more["gate_up_bias"][e].float()
+            gate, up = (both[0::2], both[1::2]) if more.get("interleaved") else both.chunk(2)
+            out = down[e].float() @ (act(gate) * up)
+            if "down_bias" in more:
+                out = out + more["down_bias"][e].float()
+            row = row + weight.float() * out
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 11, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_layer_is_what_loops_give(tokens: int, dtype: torch.dtype) -> None:
+    given = layer(tokens, dtype)
+    result = tunegemm.experts(**given)
+    assert result.dtype is dtype and result.is_contiguous()
+    bound = {"rtol": 1e-4, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 5e-2, "atol": 3e-2}
+    torch.testing.assert_close(result.float(), by_loops(**given), **bound)
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("tokens", "chosen"), [(0, CHOSEN), (3, 0)], ids=["no tokens", "no choices"])
+def test_a_layer_of_nothing_gives_nothing(
+    loops: Loops, tokens: int, chosen: int, grad: bool, way: str
+) -> None:
+    given = layer(3, torch.bfloat16)
+    given |= {"x": given["x"][:tokens]} | {
+        name: given[name][:tokens, :chosen] for name in ("index", "weights")
+    }
+    given |= {"gate_up_bias": torch.randn(EXPERTS, 2 * INNER).bfloat16(), "weights": given["weights"].float()}
+    leaves = {name: each.clone().requires_grad_(grad) for name, each in given.items() if name != "index"}
+    call: Callable[..., torch.Tensor] = tunegemm.experts
+    if way == "compiled":
+        torch._dynamo.reset()
+        call = torch.compile(tunegemm.experts, backend="aot_eager", fullgraph=True)
+    result = call(**given | leaves)
+    assert result.shape == (tokens, HIDDEN) and result.dtype is torch.bfloat16 and not result.any()
+    assert result.requires_grad == grad
+    if grad:
+        result.float().sum().backward()
+        for name, each in leaves.items():
+            assert each.grad is not None and each.grad.shape == each.shape and not each.grad.any(), name
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_activations_biases_and_rows_that_alternate(activation: Any) -> None:
+    given = layer()
+    act: dict[str, Callable[..., Any]] = {
+        "silu": functional.silu,
+        "gelu": functional.gelu,
+        "relu": functional.relu,
+        "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    }
+    more: dict[str, Any] = {
+        "gate_up_bias": torch.randn(EXPERTS, 2 * INNER),
+        "down_bias": torch.randn(EXPERTS, HIDDEN),
+        "interleaved": True,
+    }
+    result = tunegemm.experts(**given, **more, activation=activation)
+    expected = by_loops(**given, **more, act=act[activation])
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("nobodys", [EXPERTS, -1, 2**31 - 1, -(2**31)])
+def test_experts_of_other_processes_add_nothing(nobodys: int, index_dtype: torch.dtype) -> None:
+    """By every way: with gradients, without, and compiled."""
+    given = layer()
+    given["index"] = given["index"].to(index_dtype)
+    given["index"][::3, 0] = nobodys
+    given["index"][5] = nobodys
+    given["weights"][5] = float("inf")  # which a product with zeros would not leave alone
+    expected = by_loops(**given)
+    torch.testing.assert_close(tunegemm.experts(**given, elsewhere=True), expected, rtol=1e-4, atol=1e-4)
+    for each in ("x", "gate_up", "down", "weights"):
+        given[each].requires_grad_()
+    result = tunegemm.experts(**given, elsewhere=True)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+    grad, of_weights = torch.autograd.grad(result.square().sum(), (given["x"], given["weights"]))
+    assert bool(grad.isfinite().all()) and not bool(grad[5].any()) and not bool(of_weights[5].any())
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiled_code_leaves_out_experts_of_other_processes(grad: bool) -> None:
+    given = layer(dtype=torch.bfloat16)
+    given["index"][::3, 0] = -1
+    given["index"][1] = EXPERTS
+    expected = by_loops(**given)
+    given["x"].requires_grad_(grad)
+    torch._dynamo.reset()
+    compiled = torch.compile(tunegemm.experts, backend="aot_eager", fullgraph=True)
+    result = compiled(**given, elsewhere=True)
+    torch.testing.assert_close(result.float(), expected, rtol=5e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize(("number", "named"), [(-1, "-1"), (EXPERTS, str(EXPERTS)), (99, "99")])
+def test_on_a_cpu_numbers_of_no_expert_are_named(number: int, named: str) -> None:
+    given = layer()
+    given["index"][3, 1] = number
+    for grad in (False, True):
+        with pytest.raises(ProblemError, match=f"index names expert {named} of 6; give numbers from 0 on"):
+            tunegemm.experts(**given | {"x": given["x"].clone().requires_grad_(grad)})
+    torch.vmap(lambda x: tunegemm.experts(x, *list(given.values())[1:]))(given["x"][None])  # not looked at
+
+
+def test_gradients_are_those_of_loops() -> None:
+    given = layer()
+    differentiated = ("x", "gate_up", "down", "weights")
+    found = []
+    for call in (tunegemm.experts, by_loops):
+        own = given | {name: given[name].clone().requires_grad_() for name in differentiated}
+        call(**own).square().sum().backward()
+        found.append([own[name].grad for name in differentiated])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_a_layer_is_traced_whole() -> None:
+    given = layer(dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    compiled = torch.compile(tunegemm.experts, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**given), tunegemm.experts(**given), rtol=5e-2, atol=3e-2)
+
+
+def test_kernels_take_the_gate_too(loops: Loops) -> None:
+    given = layer(dtype=torch.bfloat16)
+    rows = given["index"].numel()
+    more: dict[str, Any] = {"gate_up_bias": torch.randn(EXPERTS, 2 * INNER).bfloat16()}
+    for interleaved in (False, True):
+        loops.calls.clear()
+        result = tunegemm.experts(**given, **more, interleaved=interleaved)
+        expected = by_loops(**given, **more, interleaved=interleaved)
+        torch.testing.assert_close(result.float(), expected, rtol=5e-2, atol=3e-2)
+        assert loops.calls == [(rows, EXPERTS, 2 * INNER, HIDDEN, "swiglu"), (rows, EXPERTS, HIDDEN, INNER)]
+    loops.calls.clear()
+    given["index"][0] = EXPERTS  # rows that no kernel writes
+    result = tunegemm.experts(**given, elsewhere=True)
+    assert not bool(result[0].any()) and bool(result.isfinite().all())
+    assert [call[4:] for call in loops.calls] == [("swiglu",), ()]
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(1, 5), (11, 6)])
+def test_a_layer_asks_torch_for_few_operators(
+    loops: Loops, tokens: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What costs the host's time in eager calls: beside views, memory and the two launches."""
+    given = layer(tokens, dtype=torch.bfloat16)
+    if tokens > 1:
+        given["index"][0, 0] = EXPERTS
+    more = {"elsewhere": tokens > 1}
+    monkeypatch.setattr(gated_experts, "check_index", lambda index, count: None)  # a GPU's is not looked at
+    with torch.no_grad():
+        tunegemm.experts(**given, **more)
+        loops.calls.clear()
+        loops.quiet = True
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            tunegemm.experts(**given)
+        loops.quiet = False
+        result = tunegemm.experts(**given, **more)
+    assert len(loops.calls) == 4
+    torch.testing.assert_close(result.float(), by_loops(**given), rtol=5e-2, atol=3e-2)
+    free = {
+        "to",
+        "reshape",
+        "view",
+        "mT",
+        "slice",
+        "new_empty",
+        "empty_like",
+        "unsqueeze",
+        "expand",
+        "contiguous",
+    }
+    of_torch = [
+        event.name.removeprefix("aten::")
+        for event in profile.events()
+        if event.name.startswith("aten::") and not (event.cpu_parent and "aten::" in event.cpu_parent.name)
+    ]
+    asked = [name for name in of_torch if name not in free or name == "contiguous"]
+    assert len(asked) <= most, asked
+
+
+def test_numbers_are_kept_where_nothing_looks_on() -> None:
+    kept = gated_experts.kept_numbers
+    kept.clear()
+    given = layer(70, dtype=torch.bfloat16)
+    first = tunegemm.experts(**given)
+    assert {(step, size) for _, step, size in kept} == {(1, 4096), (CHOSEN, 4096)}
+    tensors = dict(kept)
+    with torch._subclasses.FakeTensorMode() as mode:
+        tunegemm.experts(**{name: mode.from_tensor(each) for name, each in given.items()})
+    assert torch.equal(tunegemm.experts(**given), first)
+    assert kept.keys() == tensors.keys() and all(kept[key] is each for key, each in tensors.items())
+
+
+def test_compiled_code_has_the_gated_product_as_an_operator(loops: Loops) -> None:
+    given = layer(dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    compiled = torch.compile(tunegemm.experts, backend="aot_eager", fullgraph=True)
+    for elsewhere in (False, True):
+        loops.calls.clear()
+        result = compiled(**given, elsewhere=elsewhere)
+        torch.testing.assert_close(result.float(), by_loops(**given), rtol=5e-2, atol=3e-2)
+        assert [call[4:] for call in loops.calls] == [("swiglu",), ()]
+    rows, ends = given["x"], torch.tensor([2, 4, 4, 7, 11, 11], dtype=torch.int32)
+    arguments = rows, given["gate_up"].mT, ends, None, "swiglu", True
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.tunegemm.gated_grouped_mm.default, arguments, test_utils=tests)
+    served = torch.ops.tunegemm.gated_grouped_mm(*arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TUNEGEMM_MODE", "off")
+        tunegemm.refresh()
+        torchs = torch.ops.tunegemm.gated_grouped_mm(*arguments)
+    tunegemm.refresh()
+    torch.testing.assert_close(served, torchs, rtol=5e-2, atol=3e-2)
+
+
+def test_with_gradients_or_a_gate_of_ones_own_kernels_compute_the_products(loops: Loops) -> None:
+    given = layer(dtype=torch.bfloat16)
+    plain = tunegemm.experts(**given, activation=lambda both: both[:, :INNER] * both[:, INNER:])
+    assert plain.shape == given["x"].shape
+    given["gate_up"].requires_grad_()
+    tunegemm.experts(**given).sum().backward()
+    # The last is the gradient of what went into down.
+    assert len(loops.calls) == 5 and all(len(call) == 4 for call in loops.calls)
+
+
+def test_fx_traces_a_call() -> None:
+    graph = torch.fx.symbolic_trace(lambda x, g, d, i, w: tunegemm.experts(x, g, d, i, w, activation="relu"))
+    given = layer()
+    assert torch.equal(graph(*given.values()), tunegemm.experts(**given, activation="relu"))
+    with pytest.raises(TypeError):
+        tunegemm.experts(3, *list(given.values())[1:])  # type: ignore[arg-type]
+
+
+WRONG: dict[str, tuple[dict[str, Callable[[Any], Any]], str]] = {
+    "activation": ({"activation": lambda _: "swish"}, "'swish' has no gated form; use silu, gelu"),
+    "down": ({"down": lambda d: d.mT}, r"down \(6, 48, 64\); give \(tokens, hidden\)"),
+    "halves": ({"gate_up": lambda g: g[:, :-2]}, r"gate_up \(6, 94, 64\)"),
+    "weights": ({"weights": lambda w: w[:, :1]}, r"index \(11, 2\) and weights \(11, 1\) of 11 tokens"),
+    "tokens": ({"x": lambda x: x[:5]}, "of 5 tokens"),
+    "dtypes": ({"x": lambda x: x.half()}, r"x is torch.float16, gate_up torch.float32, down torch.float32"),
+    "none": ({"gate_up": lambda g: g[:0], "down": lambda d: d[:0]}, r"gate_up \(0, 96, 64\) has no experts"),
+    "integers": ({"weights": lambda w: w.long()}, r"weights are torch.int64; give floats"),
+    "floats": ({"index": lambda i: i.float()}, r"index is torch.float32; give numbers of experts"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_operands_that_are_no_layer_are_named(name: str) -> None:
+    changes, words = WRONG[name]
+    given = layer()
+    with pytest.raises(ProblemError, match=words):
+        tunegemm.experts(**given | {key: change(given.get(key)) for key, change in changes.items()})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_of_experts_are_looked_at_where_that_is_asked_for(
+    loops: Loops, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNEGEMM_CHECK_GROUPS", "1")
+    tunegemm.refresh()
+    given = layer(dtype=dtype)
+    tunegemm.experts(**given)
+    given["index"][3, 1] = EXPERTS
+    with pytest.raises(ProblemError, match="index names expert 6 of 6; give numbers from 0 on"):
+        tunegemm.experts(**given)
+    tunegemm.experts(**given, elsewhere=True)
+    given["index"][3, 1] = -1
+    with pytest.raises(ProblemError, match="index names expert -1 of 6"):
+        tunegemm.experts(**given)
+    tunegemm.experts(**given, elsewhere=True)
+
+
+# ---- transformers -----------------------------------------------------------------------------------
+
+SIZE = {
+    "hidden_size": HIDDEN, "intermediate_size": INNER, "moe_intermediate_size": INNER, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128,
+    "num_local_experts": EXPERTS, "num_experts": EXPERTS, "num_experts_per_tok": CHOSEN,
+    "pad_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def model(family: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    from tunegemm.engines import transformers as ours
+
+    ours.register()
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**SIZE))
+    for name, parameter in made.named_parameters():
+        if "experts" in name:  # which transformers leaves as the memory was
+            torch.nn.init.normal_(parameter, std=0.1)
+    return made.eval()
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "GptOss"])
+def test_models_of_transformers_are_as_their_own_ways(family: str) -> None:
+    made = model(family)
+    tokens = torch.arange(24).view(2, 12) % 128
+    results: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+    for way in ("eager", "grouped_mm", "tunegemm"):
+        made.set_experts_implementation(way)
+        made.zero_grad()
+        logits = made(tokens).logits
+        logits.square().mean().backward()
+        grads = [p.grad for name, p in made.named_parameters() if "experts" in name]
+        with torch.no_grad():
+            torch.testing.assert_close(made(tokens).logits, logits, rtol=1e-4, atol=1e-5)
+        results[way] = (logits.detach(), [grad.clone() for grad in grads])
+    for way in ("eager", "grouped_mm"):
+        torch.testing.assert_close(results["tunegemm"][0], results[way][0], rtol=1e-4, atol=1e-5)
+        for ours, theirs in zip(results["tunegemm"][1], results[way][1], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
+
+
+def test_generation_decodes_by_our_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = model("Qwen3Moe")
+    prompt = torch.arange(5)[None] + 3
+    made.set_experts_implementation("eager")
+    expected = made.generate(prompt, max_new_tokens=6, do_sample=False)
+    made.set_experts_implementation("tunegemm")
+    assert torch.equal(made.generate(prompt, max_new_tokens=6, do_sample=False), expected)
+
+
+def test_a_gate_of_a_models_own_is_called() -> None:
+    pytest.importorskip("transformers")
+    from transformers.integrations import moe
+
+    from tunegemm.engines import transformers as ours
+
+    default = moe._default_apply_gate
+    for family, expected in (("Mixtral", "silu"), ("GptOss", Gate())):
+        module = next(m for m in model(family).modules() if type(m).__name__ == f"{family}Experts")
+        assert ours.activation_of(module, default) == expected
+    other = type("Other", (type(module),), {"_apply_gate": lambda self, both: both[..., ::2].clamp(max=7.0)})
+    module.__class__ = other
+    assert ours.activation_of(module, default) == module._apply_gate
+
+
+def test_a_config_names_it() -> None:
+    made = model("Mixtral")
+    made.config._experts_implementation = "tunegemm"
+    assert made(torch.ones(1, 3, dtype=torch.int64)).logits.shape == (1, 3, 128)

@@ -1,0 +1,610 @@
+"""`grouped_mm` on a CPU: what kernels are given by a stand-in that computes in loops, and what is torch's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import grouped_mm as torchs
+from torch.utils.flop_counter import FlopCounterMode
+
+import tunegemm
+from tests.support.grouped import DTYPES, Loops
+from tests.support.serving import Row
+from tunegemm.choose.snapshot import Snapshot
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.dispatch import api
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.planning import Planner
+from tunegemm.errors import ArtifactError, ProblemError, TunegemmWarning
+from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.generate.families import kernel_source_hash
+from tunegemm.generate.grouped import GroupedKernel, config_of
+from tunegemm.generate.takes import NotTaken
+from tunegemm.groups import grouped
+from tunegemm.model.grouped import GroupedChoice, choose
+from tunegemm.torch import takeover
+from tunegemm.torch.enabled import Counts
+
+BF16 = torch.bfloat16
+GROUPS, N, K = 4, 48, 64
+SIZES = (3, 0, 9, 1)
+
+
+def operands(rows: int = sum(SIZES)) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    a, weights = torch.randn(rows, K, dtype=BF16), torch.randn(GROUPS, N, K, dtype=BF16)
+    return a, weights.mT, torch.tensor(SIZES).cumsum(0).to(torch.int32)
+
+
+def test_a_kernel_serves_what_fits(loops: Loops) -> None:
+    a, b, offs = operands()
+    assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
+    assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs, out_dtype=BF16), torchs(a, b, offs=offs))
+    other = torch.tensor([0, 0, 1, 13], dtype=torch.int32)
+    assert torch.equal(tunegemm.grouped_mm(a, b, offs=other), torchs(a, b, offs=other))
+    assert loops.calls == [(13, GROUPS, N, K)] * 3 and loops.loads == 1
+    tunegemm.grouped_mm(torch.cat((a, a[:1])), b, offs=offs)
+    assert loops.loads == 1  # of as many rows a group the same kernel
+
+
+def test_b_may_have_n_contiguous(loops: Loops) -> None:
+    a, b, offs = operands()
+    columns = b.contiguous()
+    assert columns.stride(-1) == 1 and columns.stride(1) == N
+    assert torch.equal(tunegemm.grouped_mm(a, columns, offs=offs), torchs(a, columns, offs=offs))
+    assert len(loops.calls) == 1
+    assert grouped.groups(a, columns, offs, None, "swiglu") is None  # rows that alternate in TMA's lines
+    assert grouped.groups(a, b, offs, None, "swiglu") is not None
+
+
+def test_what_no_gpu_has_shown_right_is_torchs(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "choose", choose)
+    a, b, offs = operands()
+    bias = torch.randn(GROUPS, N, dtype=BF16)
+    for serves in (
+        grouped.groups(a, b, offs, None),
+        grouped.groups(a, b.contiguous(), offs, None),
+        grouped.groups(a, b, offs, bias, "swiglu", True),
+    ):
+        assert serves is not None
+    assert grouped.groups(a, b, offs, None, "geglu") is None
+    assert len(loops.calls) == 3
+
+
+def test_a_bias_is_for_all_groups_or_of_each(loops: Loops) -> None:
+    a, b, offs = operands()
+    each = torch.randn(GROUPS, N, dtype=BF16)
+    ends = [0, *offs.tolist()]
+    for bias in (each, each[0]):
+        expected = torch.cat(
+            [
+                a[first:end].float() @ b[g].float() + (bias[g] if bias.ndim == 2 else bias).float()
+                for g, (first, end) in enumerate(pairwise(ends))
+            ]
+        )
+        for ours in (a, a.float().to(BF16).requires_grad_()):  # by a kernel, and by torch's operations
+            result = tunegemm.grouped_mm(ours, b, offs=offs, bias=bias)
+            assert torch.allclose(result.float(), expected, rtol=2e-2, atol=6e-2)
+    assert len(loops.calls) == 4  # that with gradients adds the bias itself
+
+
+def unfit() -> dict[str, tuple[Any, ...]]:
+    a, b, offs = operands()
+    narrow = torch.randn(GROUPS, 12, K, dtype=BF16).mT
+    batch = torch.randn(GROUPS, 3, K, dtype=BF16)
+    same = torch.randn(1, N, K, dtype=BF16).expand(GROUPS, N, K).mT
+    return {
+        "n no multiple of 8": (a, narrow, offs),
+        "a by columns": (torch.randn(K, 16, dtype=BF16).t(), b, offs),
+        "a batch": (batch, b, None),
+        "groups along k": (torch.randn(16, 13, dtype=BF16).t().contiguous().t(), None, offs),
+        "one weight for all": (a, same, offs),
+        "fp32": (a.float(), b.float(), offs),
+        "no rows": (a[:0], b, torch.zeros(GROUPS, dtype=torch.int32)),
+    }
+
+
+@pytest.mark.parametrize("name", unfit())
+def test_what_does_not_fit_is_torchs(loops: Loops, name: str) -> None:
+    a, b, offs = unfit()[name]
+    if b is None:  # grouped along k, as gradients of weights are
+        a, b = torch.randn(13, 16, dtype=BF16).t(), torch.randn(13, 24, dtype=BF16)
+    try:
+        expected = torchs(a, b, offs=offs)
+    except (RuntimeError, ValueError) as error:
+        with pytest.raises(type(error)):
+            tunegemm.grouped_mm(a, b, offs=offs)
+    else:
+        result = tunegemm.grouped_mm(a, b, offs=offs)
+        assert torch.equal(result[:13], expected[:13]) and result.stride() == expected.stride()
+    assert loops.calls == []
+
+
+def shifted(tensor: torch.Tensor, by: int) -> torch.Tensor:
+    """The same values, so many elements behind an aligned address."""
+    return torch.empty(tensor.numel() + by).to(tensor.dtype)[by:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("by", [1, 4, 8])
+@pytest.mark.parametrize("which", ["a", "weights"])
+def test_operands_at_addresses_that_kernels_do_not_take_are_torchs(
+    loops: Loops, monkeypatch: pytest.MonkeyPatch, which: str, by: int
+) -> None:
+    monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
+    a, b, offs = operands()
+    expected = torchs(a, b, offs=offs)
+    tunegemm.grouped_mm(a, b, offs=offs)  # a plan of operands that are laid out alike
+    if which == "a":
+        a = shifted(a, by)
+    else:
+        b = shifted(b.mT, by).mT
+    loops.calls.clear()
+    assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), expected)
+    with takeover.enable():
+        assert torch.equal(torchs(a, b, offs=offs), expected)
+    gated = grouped.groups(a, b, offs, None, "swiglu")
+    assert (gated is not None) == (by == 8)
+    assert len(loops.calls) == (3 if by == 8 else 0)
+
+
+def test_what_a_launch_does_not_take_is_torchs_each_time(loops: Loops) -> None:
+    """Of which no warning says anything, as of other operands that do not fit."""
+    a, b, offs = operands()
+
+    def refuse(*_: Any) -> None:
+        loops.calls.append(())
+        raise NotTaken("an address")
+
+    loops.of = lambda *_, **__: refuse  # type: ignore[method-assign]
+    for count in (1, 2):
+        assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
+        assert len(loops.calls) == count
+
+
+def test_surroundings_in_which_torch_computes(loops: Loops) -> None:
+    a, b, offs = operands()
+    call = lambda: tunegemm.grouped_mm(a, b, offs=offs)  # noqa: E731
+    torch.use_deterministic_algorithms(True)
+    try:
+        call()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with FlopCounterMode(display=False):  # a dispatch mode
+        call()
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = tunegemm.grouped_mm(*map(mode.from_tensor, (a, b)), offs=mode.from_tensor(offs))
+        assert fake.shape == (13, N)
+    mapped = torch.vmap(lambda x: tunegemm.grouped_mm(x, b, offs=offs))(torch.stack((a, a)))
+    assert torch.equal(mapped[1], torchs(a, b, offs=offs))
+    assert loops.calls == []
+    call()
+    assert len(loops.calls) == 1
+
+
+def test_off_means_off(loops: Loops, monkeypatch: pytest.MonkeyPatch, serve) -> None:
+    monkeypatch.setenv("TUNEGEMM_MODE", "off")
+    api.serve_by(serve())
+    a, b, offs = operands()
+    assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs)) and not loops.calls
+
+
+def test_refresh_looks_anew(loops: Loops) -> None:
+    a, b, offs = operands()
+    for _ in range(2):
+        tunegemm.grouped_mm(a, b, offs=offs)
+        tunegemm.refresh()
+    assert loops.loads == 2
+
+
+def test_a_kernel_that_is_compiled_serves_when_it_is_there(
+    loops: Loops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, offs = operands()
+    now = 100.0
+    monkeypatch.setattr(grouped.time, "monotonic", lambda: now)
+    loops.found = False
+    for _ in range(3):
+        assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
+    assert loops.loads == 1 and not loops.calls
+    loops.found = True
+    now += grouped.LOOK_SECONDS + 1
+    tunegemm.grouped_mm(a, b, offs=offs)
+    assert loops.loads == 2 and len(loops.calls) == 1
+
+
+def test_a_kernel_that_cannot_run_is_told_once_and_torch_computes(loops: Loops) -> None:
+    a, b, offs = operands()
+    loops.error = ArtifactError("its object was changed")
+    with pytest.warns(
+        TunegemmWarning, match="its object was changed; tunegemm.grouped_mm falls back to torch"
+    ):
+        result = tunegemm.grouped_mm(a, b, offs=offs)
+    assert torch.equal(result, torchs(a, b, offs=offs))
+    tunegemm.grouped_mm(a, b, offs=offs)  # warnings are errors here
+
+
+def test_a_launch_that_fails_is_torchs_from_then_on(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: no kernel image")
+
+    monkeypatch.setattr(loops, "load", lambda choice, index: fail)
+    monkeypatch.setattr(grouped, "groups", grouped.Groups(loops.load))
+    a, b, offs = operands()
+    with pytest.warns(TunegemmWarning, match="failed to launch"):
+        result = tunegemm.grouped_mm(a, b, offs=offs)
+    assert torch.equal(result, torchs(a, b, offs=offs))
+    tunegemm.grouped_mm(a, b, offs=offs)
+
+
+def test_gradients_are_torchs(loops: Loops) -> None:
+    a, b, offs = operands()
+    bias = torch.randn(GROUPS, N, dtype=BF16)
+    found = []
+    for ours in (True, False):
+        x, w, v = (t.detach().clone().requires_grad_() for t in (a, b.mT, bias))
+        if ours:
+            result = tunegemm.grouped_mm(x, w.mT, offs=offs, bias=v)
+        else:
+            rows = torch.tensor([g for g, size in enumerate(SIZES) for _ in range(size)])
+            result = torchs(x, w.mT, offs=offs) + v[rows]
+        (result.float() ** 2).sum().backward()
+        assert x.grad is not None and w.grad is not None and v.grad is not None
+        assert w.grad.stride() == w.stride()
+        found.append((x.grad, w.grad, v.grad))
+    tunegemm.grouped_mm(
+        a.requires_grad_(), b, offs=offs
+    ).sum().backward()  # of one value, which torch refuses
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+    assert len(loops.calls) == 4  # each and its gradient of a
+
+
+def test_compiled_code_holds_the_operator(loops: Loops) -> None:
+    a, b, offs = operands()
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, w, ends: tunegemm.grouped_mm(x, w.mT, offs=ends) * 2, backend=keep, fullgraph=True
+    )
+    result = compiled(a, b.mT.contiguous(), offs)
+    assert torch.equal(result, torchs(a, b, offs=offs) * 2) and len(loops.calls) == 1
+    assert "tunegemm.grouped_mm" in graphs[0].print_readable(print_output=False)
+
+
+def test_the_operator_is_one_for_torch(loops: Loops) -> None:
+    a, b, offs = operands()
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.tunegemm.grouped_mm.default, (a, b, offs), test_utils=tests)
+    with_grad = (a.requires_grad_(), b.requires_grad_(), offs)
+    torch.library.opcheck(torch.ops.tunegemm.grouped_mm.default, with_grad, test_utils=tests)
+
+
+def test_a_takeover_serves_torchs_operator(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
+    a, b, offs = operands()
+    expected = torchs(a, b, offs=offs)
+    counts = Counts()
+    for counting in (None, counts.counting):
+        loops.calls.clear()
+        with takeover.begin(counting):
+            assert torch.equal(torchs(a, b, offs=offs), expected)
+            assert torch.equal(torch._grouped_mm(a, b, offs=offs, out_dtype=BF16), expected)
+            assert len(loops.calls) == 2
+            x, w = (t.detach().clone().requires_grad_() for t in (a, b.mT))
+            torchs(x, w.mT, offs=offs).square().sum().backward()
+            assert x.grad is not None and w.grad is not None and len(loops.calls) == 4
+            mapped = torch.vmap(lambda each: torchs(each, b, offs=offs))(torch.stack((a, a)))
+            assert torch.equal(mapped[1], expected)
+        found = len(loops.calls)
+        assert torch.equal(torchs(a, b, offs=offs), expected) and len(loops.calls) == found
+    assert counts.served().served == 0  # they are no `Problem`
+
+
+def test_what_a_takeover_does_not_serve_is_torchs_to_compute_or_refuse(
+    loops: Loops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
+    a, b, offs = operands()
+    calls: list[Callable[[], Any]] = [
+        lambda: torchs(a.float(), b.float(), offs=offs),
+        lambda: torchs(torch.ones(3, 8, 64).bfloat16(), torch.ones(3, 64, 16).bfloat16()),
+        lambda: torchs(a, b, offs=offs.long()),
+        lambda: torchs(a, b, offs=offs[:3]),
+        lambda: torchs(a[:, :32], b, offs=offs),
+        lambda: torchs(a, b),
+        lambda: torch._grouped_mm(a, b, offs=offs, bias=torch.ones(N, dtype=BF16)),
+        lambda: torchs(a, b, offs=offs, out_dtype=torch.float32),
+    ]
+    for call in calls:
+        try:
+            expected: Any = call()
+        except (RuntimeError, ValueError) as error:
+            expected = error
+        with takeover.enable():
+            if isinstance(expected, Exception):
+                with pytest.raises(type(expected)) as raised:
+                    call()
+                assert str(raised.value) == str(expected)
+            else:
+                assert torch.equal(call(), expected)
+    assert loops.calls == []
+
+
+def test_compiled_code_is_taken_over_when_it_runs(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
+    a, b, offs = operands()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, w, ends: torchs(x, w.mT, offs=ends) * 2, backend="aot_eager")
+    with takeover.enable(), torch.no_grad():
+        assert torch.equal(compiled(a, b.mT.contiguous(), offs), torchs(a, b, offs=offs) * 2)
+        assert len(loops.calls) == 2
+
+
+WRONG: dict[str, tuple[Callable[..., Any], str]] = {
+    "int64": (lambda a, b, offs: tunegemm.grouped_mm(a, b, offs=offs.long()), r"are torch.int64; give int32"),
+    "ends": (lambda a, b, offs: tunegemm.grouped_mm(a, b, offs=offs[:3]), r"shape \(3,\), b has 4 groups"),
+    "k": (lambda a, b, offs: tunegemm.grouped_mm(a[:, :32], b, offs=offs), r"a has k 32 and b 64"),
+    "none": (
+        lambda a, b, offs: tunegemm.grouped_mm(a, b[:0], offs=offs[:0]), r"shape \(0, 64, 48\), no groups",
+    ),
+    "bias": (
+        lambda a, b, offs: tunegemm.grouped_mm(a, b, offs=offs, bias=torch.ones(N, GROUPS, dtype=BF16)),
+        r"bias has shape \(48, 4\); give \(48,\) or \(4, 48\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_torch_refuses_is_named(loops: Loops, name: str) -> None:
+    call, words = WRONG[name]
+    with pytest.raises(ProblemError, match=words):
+        call(*operands())
+
+
+def test_no_tensor_is_torchs_error(loops: Loops) -> None:
+    _, b, offs = operands()
+    with pytest.raises(TypeError):
+        tunegemm.grouped_mm(3, b, offs=offs)  # type: ignore[arg-type]
+
+
+def test_fx_traces_a_call(loops: Loops) -> None:
+    graph = torch.fx.symbolic_trace(lambda a, b, offs: tunegemm.grouped_mm(a, b, offs=offs))
+    a, b, offs = operands()
+    assert torch.equal(graph(a, b, offs), torchs(a, b, offs=offs))
+    assert any(node.target is tunegemm.grouped_mm for node in graph.graph.nodes)
+
+
+RECORDED = Candidate.make(
+    "grouped",
+    {"schedule": "pingpong", "tile_m": 64, "tile_n": 32, "tile_k": 64, "stages": 16, "epi_n": 32,
+     "narrow": 8, "cluster_m": 1},
+    {"swizzle_size": 2, "l2_hint": "weights_first"},
+)  # fmt: skip
+
+
+@pytest.fixture
+def recorded(loops: Loops, device: Device) -> Callable[..., list[GroupedChoice]]:
+    """Serves by a record of so many rows; which kernels were asked for."""
+    asked: list[GroupedChoice] = []
+
+    def make(
+        rows: int, candidate: Candidate = RECORDED, kind: dict[str, str] | None = None, **facts: Any
+    ) -> list[GroupedChoice]:
+        def load(choice: GroupedChoice, index: int) -> Callable[..., None] | None:
+            asked.append(choice)
+            return loops.load(choice, index)
+
+        problem = Problem.of_groups(rows, N, K, GROUPS, **kind or {})
+        row = Row(problem, device.fingerprint, candidate, kernel_source=kernel_source_hash(candidate.family))
+        row = replace(row, **facts)
+        planner = Planner(device_type="cpu", read=lambda: Snapshot([row]), find=lambda spec: device)
+        api.serve_by(Dispatcher(planner))
+        grouped.groups = grouped.Groups(load)
+        return asked
+
+    return make
+
+
+@pytest.mark.parametrize("rows", [13, 16])
+def test_a_record_of_the_bucket_serves(recorded: Callable[..., list[GroupedChoice]], rows: int) -> None:
+    asked = recorded(rows)
+    a, b, offs = operands()
+    assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
+    (choice,) = asked
+    assert (choice.config.label, choice.swizzle_size, choice.l2_hint) == ("pp64x32x64 s16 e32 w8", 2, 1)
+    bias = torch.randn(N, dtype=BF16)
+    assert tunegemm.grouped_mm(a, b, offs=offs, bias=bias).shape == (13, N)
+    assert asked == [choice]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [{"gate": "swiglu"}, {"gate": "geglu_tanh"}, {"gate": "swiglu", "dtype": "fp16"}, {"dtype": "fp16"},
+     {"b_major": "n"}, {"dtype": "fp8_e4m3"}],
+    ids=lambda kind: " ".join(kind.values()),
+)  # fmt: skip
+def test_records_of_every_kind_serve_it_alone(
+    recorded: Callable[..., list[GroupedChoice]], kind: dict[str, str]
+) -> None:
+    """Gates that no table names, and fp8, whose kernels wait for their times, too."""
+    candidate = Candidate.make(
+        "grouped", dict(RECORDED.compile_params) | {"epi_n": 16}, dict(RECORDED.launch_params)
+    )
+    asked = recorded(16, candidate, kind)
+    a, b, offs = operands()
+    gate, dtype = kind.get("gate", ""), DTYPES[kind.get("dtype", "bf16")]
+    a, b = a.to(dtype), b.contiguous() if "b_major" in kind else b.mT.to(dtype).mT
+    if a.element_size() == 1:
+        scale_a, scale_b = torch.rand(len(a)) + 0.5, torch.rand(GROUPS, N) + 0.5
+        words = {"offs": offs, "out_dtype": BF16, "use_fast_accum": True}
+        assert tunegemm.scaled_grouped_mm(a, b, scale_a, scale_b, **words).shape == (13, N)
+    elif gate:
+        for interleaved in (False, True):
+            result = grouped.groups(a, b, offs, None, gate, interleaved)
+            assert result is not None and result.shape == (13, N // 2)
+    else:
+        tunegemm.grouped_mm(a, b, offs=offs)
+    problem = Problem.of_groups(16, N, K, GROUPS, **kind)
+    assert {choice.config for choice in asked} == {config_of(problem, candidate)}
+    asked.clear()
+    grouped.groups(a.to(BF16), b.to(BF16), offs, None)  # another kind
+    assert all(choice.config != config_of(problem, candidate) for choice in asked)
+
+
+@pytest.mark.parametrize(
+    ("rows", "major"), [(17, "k"), (8, "k"), (13, "n")], ids=["more rows", "fewer rows", "b's n contiguous"]
+)
+def test_what_a_record_is_not_of_the_table_serves(
+    recorded: Callable[..., list[GroupedChoice]], rows: int, major: str
+) -> None:
+    asked = recorded(rows)
+    a, b, offs = operands()
+    b = b if major == "k" else b.contiguous()
+    assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
+    (choice,) = asked
+    assert choice == choose(GROUPS, N, K, 13, major=major, every=True)
+
+
+def test_a_record_of_torchs_kernel_is_torchs(recorded: Callable[..., list[GroupedChoice]]) -> None:
+    asked = recorded(13, TORCH_MM, ratio=1.0, confirmed=True)
+    a, b, offs = operands()
+    assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
+    assert asked == []
+
+
+def test_a_record_that_cannot_run_is_told_of_and_is_torchs(
+    recorded: Callable[..., list[GroupedChoice]],
+) -> None:
+    wide = Candidate.make(
+        "grouped", dict(RECORDED.compile_params) | {"tile_n": 24}, dict(RECORDED.launch_params)
+    )
+    asked = recorded(13, wide)
+    a, b, offs = operands()
+    with pytest.warns(TunegemmWarning, match=r"groups4 cannot run here: .*tile_n 24"):
+        assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
+    assert asked == []
+
+
+#: Ends of 4 groups of 10 rows, and what a look at them says.
+WRONG_ENDS = {
+    "descend": ([8, 3, 8, 10], r"offs\[1\] is 3, behind 8 and of 10 rows; give ends that ascend"),
+    "exceed": ([3, 8, 8, 14], r"offs\[3\] is 14, behind 8 and of 10 rows"),
+    "negative": ([-1, 3, 8, 10], r"offs\[0\] is -1, behind 0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ENDS)
+def test_ends_are_looked_at_where_that_is_asked_for(
+    loops: Loops, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends, words = WRONG_ENDS[name]
+    a, b = torch.randn(10, 64).bfloat16(), torch.randn(4, 48, 64).bfloat16().mT
+    tunegemm.grouped_mm(a, b, offs=torch.tensor(ends, dtype=torch.int32))  # nobody looks
+    monkeypatch.setenv("TUNEGEMM_CHECK_GROUPS", "1")
+    tunegemm.refresh()
+    for rows in (a, a.clone().requires_grad_(), a.float()):
+        with pytest.raises(ProblemError, match=words):
+            tunegemm.grouped_mm(rows, b.to(rows.dtype), offs=torch.tensor(ends, dtype=torch.int32))
+    few = torch.tensor([1, 1, 3, 3], dtype=torch.int32)
+    assert tunegemm.grouped_mm(a, b, offs=few).shape == (10, 48)
+    tunegemm.grouped_mm(a.to("meta"), b.to("meta"), offs=few.to("meta"))
+    monkeypatch.delenv("TUNEGEMM_CHECK_GROUPS")
+    tunegemm.refresh()
+    tunegemm.grouped_mm(a, b, offs=torch.tensor(ends, dtype=torch.int32))
+
+
+WRONG_LINES: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
+    "lines of a": (lambda a, b: (torch.randn(10, 65).bfloat16()[:, :64], b), r"a has strides \(65, 1\)"),
+    "lines of b": (
+        lambda a, b: (a, torch.randn(4, 48, 65).bfloat16()[..., :64].mT), r"b has strides \(3120, 1, 65\)",
+    ),
+    "no line of b": (
+        lambda a, b: (a, torch.randn(4, 48, 128).bfloat16()[..., ::2].mT),
+        r"b has strides \(6144, 2, 128\); give one with k or n contiguous",
+    ),
+    "dtypes": (lambda a, b: (a, b.half()), r"a is torch.bfloat16, b torch.float16; give both of one dtype"),
+    "one row": (lambda a, b: (a[0], b), r"a has shape \(64,\); give \(rows, k\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_LINES)
+def test_operands_that_torch_refuses_are_named(name: str) -> None:
+    change, words = WRONG_LINES[name]
+    a, b = change(torch.randn(10, 64).bfloat16(), torch.randn(4, 48, 64).bfloat16().mT)
+    with pytest.raises(ProblemError, match=words):
+        tunegemm.grouped_mm(a, b, offs=torch.tensor([3, 8, 8, 10], dtype=torch.int32))
+
+
+@pytest.fixture
+def one_order(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GroupedChoice]]:
+    """Policy batch_invariant; which kernels were asked for."""
+    asked: list[GroupedChoice] = []
+
+    def load(choice: GroupedChoice, index: int) -> Callable[..., None] | None:
+        asked.append(choice)
+        return loops.load(choice, index)
+
+    monkeypatch.setattr(grouped, "groups", grouped.Groups(load))
+    with tunegemm.policy("batch_invariant"):
+        yield asked
+
+
+@pytest.mark.parametrize("gate", ["", "swiglu"])
+def test_one_order_of_sums_at_any_number_of_rows(
+    one_order: list[GroupedChoice], loops: Loops, monkeypatch: pytest.MonkeyPatch, gate: str
+) -> None:
+    monkeypatch.setattr(grouped, "gpu_of", lambda device: "NVIDIA H100 80GB HBM3")
+    loops.quiet = True
+    weights = torch.zeros(2, 128, 3136, dtype=BF16)
+    usual = []
+    for rows in (1, 2, 16, 300, 1200, 4096, 20000):
+        ends = torch.full((2,), rows, dtype=torch.int32)
+        result = grouped.groups(torch.zeros(rows, 3136, dtype=BF16), weights.mT, ends, None, gate)
+        assert result is not None, rows
+        usual.append(choose(2, 128, 3136, rows, gpu="NVIDIA H100 80GB HBM3", gate=gate))
+    assert len(loops.calls) == 7 and one_order and not any(c.is_few for c in one_order)
+    # Without the policy one row has another kernel, and many have torch's.
+    assert usual[0] is not None and usual[0].is_few and (gate or None in usual)
+
+
+def test_what_no_kernel_takes_is_outside_of_the_promise_and_said(
+    one_order: list[GroupedChoice], loops: Loops
+) -> None:
+    a, b, offs = operands()
+    with pytest.warns(
+        TunegemmWarning, match="has no kernel here, and is torch's: batch_invariant does not hold"
+    ):
+        tunegemm.grouped_mm(a.float(), b.float(), offs=offs)
+    tunegemm.grouped_mm(a[:3].float(), b.float(), offs=offs.clamp(max=3))  # once: warnings are errors here
+    tunegemm.grouped_mm(a, b, offs=offs)
+    assert len(loops.calls) == 1
+
+
+def test_a_record_of_torchs_kernel_does_not_serve_one_order(
+    recorded: Callable[..., list[GroupedChoice]],
+) -> None:
+    asked = recorded(13, TORCH_MM, ratio=1.0, confirmed=True)
+    a, b, offs = operands()
+    with tunegemm.policy("batch_invariant"):
+        assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
+    assert len(asked) == 1
+
+
+def test_a_launch_takes_what_a_call_gives_it() -> None:
+    """By position, as `Groups` calls it: a, weights, result, ends, bias, scales."""
+    signature = inspect.signature(GroupedKernel.of)
+    bound = signature.bind(None, *range(6), interleaved=True, blocks=1, swizzle_size=1, l2_hint=0)
+    assert list(bound.arguments)[1:7] == ["a", "weights", "out", "offsets", "bias", "scales"]

@@ -1,0 +1,325 @@
+"""What lies around a layer's products, by kernels for CPU tensors: `experts` beside itself without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tunegemm
+from tests.groups.test_experts import EXPERTS, HIDDEN, INNER, by_loops, layer
+from tests.support.grouped import Loops
+from tests.support.processes import run_interpreted
+from tunegemm.errors import ArtifactError
+from tunegemm.generate import routing as kernels
+from tunegemm.generate.takes import UNIT_BYTES
+from tunegemm.groups import routing
+from tunegemm.groups.routing import Gate, Routing
+from tunegemm.model.grouped import configs
+
+
+class Steps:
+    """Kernels for CPU tensors, in torch."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.found = True
+        self.error: Exception | None = None
+
+    def load(self, name: str, index: int) -> Any:
+        if not self.found:
+            return None
+
+        def bind(ctas: int, **numbers: int) -> Callable[..., None]:
+            def launch(*tensors: torch.Tensor) -> None:
+                if self.error is not None:
+                    raise self.error
+                self.calls.append(name)
+                getattr(self, name.split()[0])(name, numbers, *tensors)
+
+            return launch
+
+        return bind
+
+    def route(self, name: str, numbers: Any, index: Any, x: Any, place: Any, ends: Any, rows: Any) -> None:
+        flat = index.reshape(-1).long()
+        flat = torch.where((flat < 0) | (flat >= numbers["count"]), numbers["count"], flat)
+        ids, order = flat.sort(stable=True)
+        ends.copy_(torch.searchsorted(ids, torch.arange(numbers["count"]), right=True))
+        place[order] = torch.arange(len(order), dtype=torch.int32)
+        rows.copy_(x[order // numbers["chosen"]])
+
+    def tally(self, name: str, numbers: Any, index: Any, counts: Any) -> None:
+        assert counts.numel() == -(-index.numel() // kernels.SPREAD_ROWS) * kernels.BINS
+
+    def spread(self, name: str, numbers: Any, index: Any, x: Any, counts: Any, *others: Any) -> None:
+        self.route(name, numbers, index, x, *others)
+
+    def combine(
+        self, name: str, numbers: Any, rows: Any, place: Any, ends: Any, weights: Any, out: Any
+    ) -> None:
+        place = place.long().view(weights.shape)
+        each = torch.where((place < ends[-1])[..., None], rows[place].float(), 0.0)
+        out.copy_((each * weights.float()[..., None]).sum(1))
+
+    def gate(self, name: str, numbers: Any, both: Any, out: Any) -> None:
+        slope, limit, offset = (
+            float(torch.tensor(numbers[each], dtype=torch.int32).view(torch.float32))
+            for each in ("slope", "limit", "offset")
+        )
+        out.copy_(Gate(slope, limit, offset, name.endswith("True"))(both.float()))
+
+
+@pytest.fixture
+def steps(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> Steps:
+    found = Steps()
+    monkeypatch.setattr(routing, "routing", Routing(found.load, kernels.ALL))
+    return found
+
+
+BOUND = {"rtol": 5e-2, "atol": 3e-2}
+
+
+@pytest.mark.parametrize("tokens", [1, 11, 800])  # between the last two down's product is torch's
+@pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
+def test_a_layer_is_four_launches(
+    steps: Steps, loops: Loops, tokens: int, weights_dtype: Any, index_dtype: Any
+) -> None:
+    given = layer(tokens, torch.bfloat16)
+    given |= {"weights": given["weights"].to(weights_dtype), "index": given["index"].to(index_dtype)}
+    result = tunegemm.experts(**given)
+    of_weights = "fp32" if weights_dtype is torch.float32 else "bf16"
+    assert steps.calls == [f"route {1 if tokens < 256 else 8}", f"combine bf16 {of_weights}"]
+    assert len(loops.calls) == 2
+    torch.testing.assert_close(result.float(), by_loops(**given), **BOUND)
+
+
+def test_a_result_lies_in_given_memory_that_fits(steps: Steps) -> None:
+    rows, place = torch.randn(6, 64).bfloat16(), torch.arange(6, dtype=torch.int32)
+    ends, weights = torch.tensor([2, 6], dtype=torch.int32), torch.rand(3, 2)
+    memory = torch.zeros(4 * 64 + 1, dtype=torch.bfloat16)
+    fits = memory[: 3 * 64].view(3, 64)
+    others = (
+        memory[1:193].view(3, 64), memory[: 4 * 64].view(4, 64), torch.zeros(3, 128).bfloat16()[:, :64],
+        torch.zeros(3, 64),
+    )  # fmt: skip
+    expected = routing.routing.combine(rows, place, ends, weights)
+    assert expected is not None
+    for out in (fits, *others):
+        result = routing.routing.combine(rows, place, ends, weights, out)
+        assert (result is out) == (out is fits) and torch.equal(result, expected)
+    assert not any(out.any() for out in others[2:])
+
+
+def test_a_layer_asks_torch_for_memory_alone(steps: Steps, loops: Loops) -> None:
+    given = layer(dtype=torch.bfloat16)
+    tunegemm.experts(**given)
+    loops.quiet = True
+    steps.route = steps.combine = lambda *_: None  # type: ignore[method-assign,assignment]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
+        tunegemm.experts(**given)
+    asked = [
+        event.name.removeprefix("aten::") for event in profile.events()
+        if event.name.startswith("aten::") and not (event.cpu_parent and "aten::" in event.cpu_parent.name)
+    ]  # fmt: skip
+    of_numbers = {"aminmax", "item"}  # a look at numbers of experts, on a CPU alone
+    assert set(asked) <= {"new_empty", "mT", "to"} | of_numbers, asked
+
+
+def test_many_choices_take_two_launches_and_more_are_sorted_by_torch(steps: Steps) -> None:
+    given = layer(8, torch.bfloat16)
+    expected = by_loops(**given)
+    for tokens, calls in (
+        (kernels.MOST_CHOICES // 2 + 1, ["tally", "spread", "combine bf16 bf16"]),
+        (kernels.MOST_SPREAD // 2 + 1, ["combine bf16 bf16"]),
+    ):
+        steps.calls.clear()
+        again = torch.arange(tokens) % 8
+        many = given | {name: given[name][again].contiguous() for name in ("x", "index", "weights")}
+        result = tunegemm.experts(**many)
+        assert steps.calls == calls
+        torch.testing.assert_close(result.float(), expected[again], **BOUND)
+
+
+def test_numbers_of_no_expert_add_nothing(steps: Steps) -> None:
+    given = layer(dtype=torch.bfloat16)
+    given["index"][::3, 0] = EXPERTS
+    given["index"][5] = EXPERTS + 7
+    expected = by_loops(**given)
+    for steps.found in (True, False):
+        routing.routing.plans.clear()
+        result = tunegemm.experts(**given, elsewhere=True)
+        torch.testing.assert_close(result.float(), expected, **BOUND)
+        assert not bool(result[5].any())
+    given["index"][5] = -1
+    steps.found = True
+    routing.routing.plans.clear()
+    assert torch.equal(tunegemm.experts(**given, elsewhere=True)[:5].isfinite().all(), torch.tensor(True))
+
+
+def test_a_gate_with_limits_has_a_kernel(steps: Steps) -> None:
+    given = layer(dtype=torch.bfloat16)
+    given["gate_up"] = (given["gate_up"] * 20).mT.contiguous().mT  # n contiguous, as gpt-oss has it
+    for gate in (Gate(), Gate(1.0, 2.0, 0.0, interleaved=False)):
+        steps.calls.clear()
+        result = tunegemm.experts(**given, activation=gate)
+        assert steps.calls[1] == f"gate bf16 {gate.interleaved}"
+        expected = tunegemm.experts(**given, activation=lambda both, gate=gate: gate(both))
+        torch.testing.assert_close(result, expected, rtol=5e-2, atol=0.3)
+    steps.calls.clear()
+    tunegemm.experts(**given)  # silu of n-major weights
+    assert steps.calls[1] == "gate bf16 False"
+
+
+def test_what_kernels_do_not_take_is_torchs(steps: Steps) -> None:
+    given = layer(dtype=torch.bfloat16)
+    wrong: tuple[dict[str, Any], ...] = (
+        {"x": given["x"].mT.contiguous().mT},
+        {"index": given["index"].mT.contiguous().mT},
+        {"weights": given["weights"].requires_grad_()},
+    )
+    for changes in wrong:
+        steps.calls.clear()
+        result = tunegemm.experts(**given | changes)
+        torch.testing.assert_close(result.float(), by_loops(**given), **BOUND)
+        assert "route 1" not in steps.calls
+    given["weights"].requires_grad_(False)
+    steps.calls.clear()
+    tunegemm.experts(**layer(dtype=torch.float32))
+    half = given | {"weights": given["weights"].half()}  # another 16 bits than the rows
+    torch.testing.assert_close(tunegemm.experts(**half).float(), by_loops(**given), **BOUND)
+    assert steps.calls == ["route 1"]
+
+
+def test_a_device_without_kernels_is_no_news(
+    loops: Loops, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def load(name: str, index: int) -> None:
+        raise ArtifactError("it is no Hopper GPU")
+
+    monkeypatch.setattr(routing, "routing", Routing(load, kernels.ALL))
+    given = layer(dtype=torch.bfloat16)
+    torch.testing.assert_close(tunegemm.experts(**given).float(), by_loops(**given), **BOUND)
+    assert not recwarn.list
+
+
+def test_a_launch_that_fails_costs_the_kernels(steps: Steps) -> None:
+    given = layer(dtype=torch.bfloat16)
+    steps.error = RuntimeError("cuLaunchKernel: refused")
+    with pytest.warns(UserWarning, match="falls back to torch"):
+        result = tunegemm.experts(**given)
+    torch.testing.assert_close(result.float(), by_loops(**given), **BOUND)
+    steps.error = None
+    tunegemm.experts(**given)
+    assert steps.calls == []
+
+
+#: The same by the kernels themselves, which Triton interprets.
+SCRIPT = """
+import torch, tunegemm
+from functools import partial
+from tests.groups.test_experts import by_loops, layer
+from tests.support.grouped import Loops
+from tests.support.serving import Row
+from tunegemm.choose.snapshot import Snapshot
+from tunegemm.describe.device import find_device
+from tunegemm.generate import routing as kernels
+from tunegemm.generate.takes import UNIT_BYTES
+from tunegemm.model.grouped import configs
+from tunegemm.generate.routing import kernel
+from tunegemm.model.grouped import choose
+from tunegemm.dispatch import api
+from tunegemm.groups import grouped, routing
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.planning import Planner
+
+WORDS = {"index": torch.int32, "x": torch.int64, "rows": torch.int64, "place": torch.int32}
+
+def load(name, index):
+    kind, *words = name.split()
+    constants = {
+        "route": lambda rows: {"own_rows": int(rows), "others": 256, "experts": 32, "words": 512},
+        "combine": lambda *_: {"columns": kernels.COLUMNS, "together": 4},
+        "gate": lambda dtype, alternate: {"columns": kernels.GATE_COLUMNS, "alternate": alternate == "True"},
+    }[kind](*words)
+    function = getattr(kernel, kind)
+    def bind(ctas, **numbers):
+        def launch(*tensors):
+            given = [
+                tensor.view(WORDS[one]) if one in WORDS and (kind == "route" or one == "place") else tensor
+                for one, tensor in zip(function.arg_names, tensors)]
+            function[(ctas,)](*given, **numbers, **constants)
+        return launch
+    return bind
+
+device = find_device("model:h200")
+grouped.groups = grouped.Groups(Loops().load)
+routing.routing = routing.Routing(load, ("route", "combine", "gate"))
+api.serve_by(Dispatcher(Planner(device_type="cpu", read=lambda: Snapshot([]), find=lambda spec: device)))
+for tokens, more in ((1, {}), (7, {"elsewhere": True}), (300, {}), (5, {"activation": routing.Gate()})):
+    given = layer(tokens, torch.bfloat16)
+    if more.get("elsewhere"):
+        given["index"][2] = 99
+    result = tunegemm.experts(**given, **more)
+    expected = by_loops(**given) if "activation" not in more else tunegemm.experts(
+        **given, activation=lambda both: routing.Gate()(both))
+    torch.testing.assert_close(result.float(), expected.float(), rtol=5e-2, atol=3e-2)
+    assert len(routing.routing.plans) >= 2
+"""
+
+
+@pytest.mark.slow
+def test_layers_by_the_kernels_themselves() -> None:
+    run_interpreted(SCRIPT)
+
+
+def test_one_order_of_sums_has_the_same_steps_at_any_number_of_tokens(steps: Steps, loops: Loops) -> None:
+    """Also where `route` does not take what the router gives."""
+    with tunegemm.policy("batch_invariant"):
+        for tokens in (1, 11, 300):
+            steps.calls.clear()
+            given = layer(tokens, torch.bfloat16)
+            given["index"] = torch.stack((given["index"], given["index"]), -1)[..., 0]
+            tunegemm.experts(**given)
+            assert steps.calls == ["combine bf16 bf16"]
+    assert len(loops.calls) == 6
+
+
+def test_sizes_of_the_layer_are_such_that_kernels_take_them() -> None:
+    assert HIDDEN * 2 % UNIT_BYTES == INNER * 2 % UNIT_BYTES == 0
+
+
+def test_few_rows_are_launched_with_their_strides(steps: Steps) -> None:
+    seen: list[dict[str, Any]] = []
+    steps.few = lambda name, numbers, *tensors: seen.append(numbers | {"bias": tensors[3]})  # type: ignore[attr-defined]
+    config = configs("bf16")["co64x32"]
+    few = routing.few(config, 0, steps.load)
+    gated = routing.few(configs("gated")["co64x32"], 0, steps.load)
+    assert few is not None and gated is not None
+    a, weights = torch.randn(2, 40).bfloat16()[:, :32], torch.randn(5, 16, 48).bfloat16()[..., :32]
+    ends, bias = torch.zeros(5, dtype=torch.int32), torch.randn(16).bfloat16().expand(5, 16)
+    for of, n, words in ((few, 16, (None,)), (gated, 8, (bias,))):
+        given = a, weights, torch.empty(2, n, dtype=a.dtype), ends, *words
+        of(*given, interleaved=of is gated)(*given, None)
+    assert steps.calls == ["few bf16 False", "few bf16 True"]
+    plain, of_gate = seen
+    assert plain["bias"] is a and of_gate["bias"] is bias
+    names = (
+        "total",
+        "count",
+        "n",
+        "units",
+        "row_units",
+        "group_units",
+        "line_units",
+        "has_bias",
+        "turns",
+        "apart",
+    )
+    assert [plain[name] for name in names] == [2, 5, 16, 4, 5, 96, 6, 0, 1, 0]
+    assert [of_gate[name] for name in names] == [2, 5, 8, 4, 5, 96, 6, 1, 2, 1]
+    steps.found = False
+    assert routing.few(config, 0, steps.load) is None

@@ -1,0 +1,150 @@
+"""`tunegemm run` and `TUNEGEMM_ENABLE`: products of a program that nobody edited, counted and served."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.commands import here, process
+from tests.support.serving import BF16, Kernel, Row, operands, serve_with
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.served import Served
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.launchers import Prepared
+from tunegemm.torch import takeover
+from tunegemm.torch.enabled import MOST_PRODUCTS, Counts
+
+PROGRAM = """
+import sys, torch
+from tunegemm.torch import takeover
+print("served" if takeover.active else "torch's", sys.argv[1:], flush=True)
+"""
+
+
+def test_what_was_served_is_counted(
+    monkeypatch: pytest.MonkeyPatch, serve, kernel: Kernel, device: Device
+) -> None:
+    """A product that has a record, called three times, and one that has none."""
+    record = Row(Problem(32, 48, 64), device.fingerprint, ratio=1.25)
+    object.__setattr__(record, "median_us", 8.0)
+    served_by: Dispatcher = serve(Problem(32, 48, 64), prepare=lambda *_: Prepared(kernel, record=record))
+    serve_with(monkeypatch, served_by)
+    counts = Counts()
+    a, b = operands()
+    with takeover.begin(counts.counting):
+        for _ in range(3):
+            torch.mm(a, b)
+        torch.mm(a[:8], b)
+    torch.mm(a, b)
+    assert len(kernel.calls) == 3
+    found = counts.served()
+    # What the stand-in of a kernel multiplies in fp32 is torch's, once a call.
+    assert (found.products, found.served, found.calls, found.served_calls) == (3, 1, 7, 3)
+    counts.clear()
+    assert counts.served().calls == 0
+
+
+def test_a_program_of_ragged_rows_is_counted_in_bounded_memory(
+    monkeypatch: pytest.MonkeyPatch, serve
+) -> None:
+    monkeypatch.setenv("TUNEGEMM_MODE", "off")
+    serve_with(monkeypatch, serve())
+    counts = Counts()
+    a, b = torch.ones(5000, 1), torch.ones(1, 1)  # bf16 has a kernel compiled for each shape
+    with takeover.begin(counts.counting):
+        for _ in range(2):
+            for m in range(1, 5001):
+                torch.mm(a[:m], b)
+    found = counts.served()
+    assert found.calls == 10_000 and found.served == 0, "every call is counted"
+    assert found.products == MOST_PRODUCTS + 1, "and further products as one"
+
+
+def test_the_line_says_how_many_and_what_they_save() -> None:
+    one = Served(3, 2, 1500, 1200, 0.25)
+    assert str(one) == "served 2 of 3 products (1,200 of 1,500 calls), saving about 250.00 ms"
+    assert "saving" not in str(Served(3, 0, 5, 0, 0.0))
+    both = Served.together([one, Served(2, 0, 4, 0, 0.0), Served()])
+    assert (both.products, both.calls, both.processes) == (5, 1504, 2)
+
+
+def test_parts_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "1.json").write_text(json.dumps({"products": 1, "calls": 2}))
+    (tmp_path / "2.json").write_text("{")
+    (tmp_path / "3.json").write_text(json.dumps({"unheard": 1}))
+    assert Served.read(tmp_path) == Served(products=1, calls=2)
+
+
+def test_a_program_and_its_children_are_enabled(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    again = "if len(sys.argv) < 3: subprocess.run([sys.executable, *sys.argv, 'child'], check=True)\n"
+    script.write_text(PROGRAM + "import subprocess\n" + again)
+    run = process("run", "--", sys.executable, str(script), "--lr=1", cwd=tmp_path)
+    assert run.stdout == "served ['--lr=1']\nserved ['--lr=1', 'child']\n"
+    first, *_, last = run.stderr.splitlines()
+    assert first.startswith("tunegemm: ") and "served" in last
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+
+
+def test_its_exit_code_is_the_programs(tmp_path: Path) -> None:
+    process("run", "--", sys.executable, "-c", "raise SystemExit(7)", cwd=tmp_path, code=7)
+    run = here("run", "--", "no-such-program", cwd=tmp_path, code=2)
+    assert "a script runs as: tunegemm run -- python no-such-program" in run.stderr
+    assert "or --env alone" in here("run", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "printed"),
+    [("1", "served"), ("0", "torch's"), pytest.param("", "torch's", marks=pytest.mark.slow)],
+)
+def test_the_variables_do_the_same(tmp_path: Path, value: str, printed: str) -> None:
+    """Those that `run --env` prints, as a container has them; each process says what it served itself."""
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    exported = here("run", "--env").stdout
+    assert exported.count("export ") == exported.count("\n") == 2
+    run = subprocess.run(
+        ["sh", "-c", f"{exported} TUNEGEMM_ENABLE={value} exec {sys.executable} train.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=True, env=dict(os.environ),
+    )  # fmt: skip
+    assert run.stdout == f"{printed} []\n"
+    assert run.stderr == "", "nothing was multiplied"
+
+
+def test_a_takeover_says_what_it_is() -> None:
+    assert BF16
+    block = takeover.enable()
+    assert "until tunegemm.disable()" in repr(block)
+    takeover.disable()
+    assert "ended" in repr(block)
+
+
+def test_processes_of_our_own_are_left_alone(tmp_path: Path) -> None:
+    """Tuning in a container that serves by the variables: torch's product in a race is torch's."""
+    script = tmp_path / "tune.py"
+    script.write_text(
+        "import os, subprocess, sys\n"
+        "from tunegemm.measure.worker import Child\n"
+        "import torch\n"
+        "from tunegemm.torch import takeover\n"
+        "assert takeover.active, 'the program itself is served'\n"
+        "before = subprocess.Popen\n"
+        "def popen(*words, env, **more):\n"
+        "    print(env['TUNEGEMM_ENABLE'], repr(env['TUNEGEMM_RECORD_PARTS']), flush=True)\n"
+        "    return before(*words, env=env, **more)\n"
+        "subprocess.Popen = popen\n"
+        "with Child():\n"
+        "    pass\n"
+    )
+    assert process("run", "--", sys.executable, str(script), cwd=tmp_path).stdout == "0 ''\n"
+    exported = here("run", "--env").stdout
+    command = f"{exported} exec {sys.executable} -m tunegemm record --out s.json -- {sys.executable} -c pass"
+    run = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,238 @@
+"""Patched layers among tools that derive classes of them, compile them, or look for `nn.Linear`."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import tunegemm
+from tests.support.serving import quietly, serve_with
+from tunegemm.describe.problem import Problem
+from tunegemm.torch import functions
+from tunegemm.torch.linear import TunedLinear
+
+X = torch.ones(32, 64, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def model(serve, kernel, monkeypatch) -> nn.Sequential:
+    """Two layers that have a kernel, patched."""
+    serve_with(monkeypatch, serve(Problem(32, 64, 64)))
+    layers = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.copy_(torch.randint(-1, 2, parameter.shape))
+    layers.to(torch.bfloat16)
+    assert tunegemm.patch(layers) == 2
+    return layers
+
+
+def test_layers_of_quantised_models_stay_their_own() -> None:
+    """transformers' class is an `nn.Linear` whose forward calls kernels of its own; the guide lists it."""
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    layers = nn.Sequential(FP8Linear(64, 64, block_size=(32, 32)), nn.Linear(64, 64))
+    assert isinstance(layers[0], nn.Linear) and tunegemm.patch(layers) == 1
+    assert type(layers[0]) is FP8Linear and type(layers[1]) is TunedLinear
+
+
+DERIVING: dict[str, Callable[[nn.Module], object]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "own": lambda layer: parametrize.register_parametrization(layer, "weight", nn.Identity()),
+    "two": lambda layer: [
+        parametrize.register_parametrization(layer, "weight", nn.Identity()) for _ in range(2)
+    ],
+}
+
+
+@pytest.mark.parametrize("derive", DERIVING.values(), ids=DERIVING)
+def test_a_parametrized_layer_is_unpatched(model, kernel, derive):
+    derive(model[0])
+    with torch.no_grad():
+        expected = quietly(model, X)
+    assert len(kernel.calls) == 2
+    assert tunegemm.patch(model) == 0, "each is"
+    assert (tunegemm.unpatch(model), tunegemm.unpatch(model)) == (2, 0)
+    assert parametrize.is_parametrized(model[0], "weight") and isinstance(model[0], nn.Linear)
+    assert type(model[0]).__name__ == "ParametrizedLinear"
+    with torch.no_grad():
+        assert torch.equal(model(X), expected)
+    assert len(kernel.calls) == 2
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert type(model[0]) is type(model[2]) is nn.Linear
+    assert (tunegemm.patch(model), tunegemm.unpatch(model)) == (2, 2)
+
+
+def test_each_layer_keeps_its_own_parametrization(model):
+    for layer in (model[0], model[2]):
+        parametrize.register_parametrization(layer, "weight", nn.Identity())
+    assert tunegemm.unpatch(model) == 2
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert type(model[0]) is nn.Linear
+    assert torch.is_tensor(model[2].weight) and parametrize.is_parametrized(model[2], "weight")
+
+
+def test_layers_that_were_parametrized_first_keep_their_own_way(model):
+    tunegemm.unpatch(model)
+    parametrizations.weight_norm(model[0])
+    assert tunegemm.patch(model) == 1
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert type(model[0]) is nn.Linear
+    assert (tunegemm.patch(model), tunegemm.unpatch(model)) == (1, 2)
+
+
+def test_a_copy_of_a_parametrized_layer_is_unpatched_for_itself(model):
+    parametrize.register_parametrization(model[0], "weight", nn.Identity())
+    copied = copy.deepcopy(model)
+    assert (tunegemm.unpatch(copied), tunegemm.unpatch(model)) == (2, 2)
+
+
+class Own(TunedLinear):
+    """With ways of its own."""
+
+
+def test_a_subclass_that_somebody_wrote_is_left_alone(model):
+    model.append(Own(64, 64))
+    assert (tunegemm.unpatch(model), type(model[3])) == (2, Own)
+
+
+def test_pruned_layers_are_served_what_is_left(model, kernel):
+    prune.random_unstructured(model[0], "weight", amount=0.5)
+    with torch.no_grad():
+        first = nn.functional.linear(X, model[0].weight)
+        assert torch.equal(quietly(model[0], X), first) and kernel.calls
+    assert tunegemm.unpatch(model) == 2 and type(model[0]) is nn.Linear
+
+
+def test_fully_sharded_layers_are_unpatched(model, one_rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    model.float()
+    mesh = init_device_mesh("cpu", (1,))
+    parametrize.register_parametrization(model[2], "weight", nn.Identity())
+    for layer in (model[0], model):
+        fully_shard(layer, mesh=mesh)
+    expected = model(X.float())
+    assert (tunegemm.unpatch(model), tunegemm.unpatch(model)) == (2, 0)
+    assert isinstance(model[0], FSDPModule) and isinstance(model[0], nn.Linear)
+    assert type(model[0]).__name__ == "FSDPLinear" and type(model[0]).forward is nn.Linear.forward
+    after = model(X.float())
+    assert torch.equal(after, expected)
+    after.sum().backward()
+    assert model[0].weight.grad is not None
+
+
+def test_pickles_and_copies_are_patched_and_can_be_unpatched(model, kernel):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        with torch.no_grad():
+            quietly(other, X)
+        assert tunegemm.patch(other) == 0 and tunegemm.unpatch(other) == 2
+    assert len(kernel.calls) == 4 and tunegemm.unpatch(model) == 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_torchscript_compiles_what_it_does_of_torchs_layers(model, kernel):
+    plain = copy.deepcopy(model)
+    tunegemm.unpatch(plain)
+    expected = plain(X)
+    scripted, traced = torch.jit.script(model), torch.jit.trace(model, X)
+    assert scripted.code == torch.jit.script(plain).code
+    file = io.BytesIO()
+    torch.jit.save(scripted, file)
+    file.seek(0)
+    kernel.calls.clear()  # to trace is to run it, too
+    for compiled in (scripted, traced, torch.jit.load(file)):
+        assert torch.equal(compiled(X), expected)
+    assert not kernel.calls, "torch's, as the guide says"
+    assert tunegemm.unpatch(model) == 2, "the model itself is as it was"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tools_find_a_patched_layer_by_its_class(model):
+    """As docs/guide/torch.md says."""
+    layer, table = model[0], {nn.ReLU: "relu", nn.Linear: "linear"}
+    assert isinstance(layer, nn.Linear) and type(layer) is not nn.Linear
+    assert table[type(layer)] == table[layer.__class__] == "linear" and type(layer) in [nn.Linear]
+    assert {type(layer): 1}[nn.Linear] == 1
+    parametrize.register_parametrization(model[2], "weight", nn.Identity())
+    assert type(model[2]) not in table and parametrize.type_before_parametrizations(model[2]) in table
+    assert Own not in table and Own == Own and len({Own, TunedLinear}) == 2
+    tunegemm.unpatch(model)
+    tunegemm.patch(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantized = torch.ao.quantization.quantize_dynamic(model[:1].float(), {nn.Linear})
+    assert isinstance(quantized[0], torch.ao.nn.quantized.dynamic.Linear)
+
+
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_fall_back_is_torchs_call_until_the_next_look(serve, kernel, monkeypatch, bias):
+    """It costs the host next to nothing; gradients, whose products may have some, go the way once."""
+    layer = nn.Linear(64, 48, bias).to(torch.bfloat16)
+    tunegemm.patch(layer)
+    serve_with(monkeypatch, dispatcher := serve(Problem(1, 8, 8)))
+    asked: list[str] = []
+
+    def asking(name: str) -> Callable[..., object]:
+        function = getattr(dispatcher, name)
+        return lambda *given: asked.append(name) or function(*given)
+
+    monkeypatch.setattr(functions, "product", asking("product"))
+    monkeypatch.setattr(dispatcher, "fused", asking("fused"))
+    with torch.no_grad():
+        expected = nn.functional.linear(X, layer.weight, layer.bias)
+        for _ in range(5):
+            assert torch.equal(layer(X), expected)
+        learned = len(asked)
+        for _ in range(3):
+            assert torch.equal(layer(X), expected) and len(asked) == learned
+        with torch.enable_grad():
+            layer(X).sum().backward()
+        assert layer.weight.grad is not None and len(asked) > learned
+        learned = len(asked)
+        with torch.enable_grad():
+            layer(X).sum().backward()
+        assert len(asked) == learned, "they have none, either"
+        layer.weight.requires_grad_(False)
+        learned = len(asked)
+        with torch.enable_grad():
+            assert torch.equal(layer(X), expected) and len(asked) == learned, "frozen"
+            layer(X.clone().requires_grad_()).sum().backward()
+            assert len(asked) > learned, "the input has one"
+            learned = len(asked)
+            layer(X.clone().requires_grad_()).sum().backward()
+        assert len(asked) == learned
+        layer(X[:16])
+        assert asked.pop() == ("fused" if bias else "product"), "another number of rows"
+        asked.clear()
+        dispatcher.planner.next_look = 0.0
+        layer(X)
+        assert asked, "there might be a record now"
+        serve_with(monkeypatch, serve(Problem(32, 48, 64, epilogue="bias_n" if bias else "")))
+        layer(X)
+    assert len(kernel.calls) == 1, "there is"
+
+
+def test_a_report_names_each_linear_layer() -> None:
+    class Own(nn.Linear):
+        pass
+
+    layers = nn.ModuleDict({"own": Own(8, 8), "plain": nn.Linear(8, 8), "norm": nn.LayerNorm(8)})
+    report = tunegemm.patch(layers, report=True)
+    assert report.patched == 1 and [line.name for line in report.of("served")] == ["plain"]
+    assert [str(line) for line in report.of("left")] == [
+        "left    own: Own is a subclass with a forward of its own"
+    ]

@@ -1,0 +1,179 @@
+"""A layer that is trained: each of its three products has its own answer, found without a key. On a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._functorch import config as functorch_config
+from torch.nn.functional import linear as torch_linear
+
+import tunegemm
+from tests.support.serving import BF16, ByAddress, Kernel, calls_of, operands, serve_with
+from tests.torch.test_torch import serving
+from tunegemm.describe.device import USUAL_EFFICIENCY, find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.dispatch import api, slow_path
+from tunegemm.dispatch.launchers import Prepared
+from tunegemm.dispatch.plans import State
+
+pytestmark = pytest.mark.filterwarnings("error::tunegemm.errors.TunegemmWarning")
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """All problems are served by it."""
+    kernel = Kernel()
+    serve_with(monkeypatch, serving(lambda record, _: Prepared(kernel.of(record.problem))))
+    return kernel
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """The extents of what kernels of addresses compute, of which there is one for every problem."""
+    found: list[tuple[int, int, int]] = []
+
+    class Noted(ByAddress):
+        def make(self, *strides: int):
+            launch, problem = super().make(*strides), self.problem
+
+            def noted(a: int, b: int, d: int, *bias: int) -> None:
+                found.append((problem.m, problem.n, problem.k))
+                if (problem.a_major, problem.b_major, bias) == ("k", "k", ()):  # what `ByAddress` computes
+                    launch(a, b, d)
+
+            return noted
+
+    def prepare(record, _):
+        return Prepared(Noted(record.problem).launcher, tma=True)
+
+    serve_with(monkeypatch, serving(prepare))
+    monkeypatch.setattr(slow_path, "LEAST_SAVED_US", 0.0)
+    return found
+
+
+def slow_calls(call) -> int:
+    """How often the slow path is entered."""
+    return sum(name == "tunegemm.dispatch.slow_path.compute" for name in calls_of(call)[0])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("columns", [48, 64])  # a square weight has as many elements in and out
+def test_a_step_that_is_known_makes_no_key(launched, columns, bias):
+    """Forward, backward, and the forward pass of an evaluation between two steps."""
+    x = operands()[0].view(2, 16, 64).requires_grad_()
+    layer = torch.nn.Linear(64, columns, bias=bias, dtype=BF16)
+    tunegemm.patch(layer)
+    upstream = torch.ones(2, 16, columns, dtype=BF16)
+    held = []  # outputs keep their addresses: `b` of a weight's gradient is the input
+
+    def step() -> None:
+        held.append(torch.autograd.grad(layer(x), (x, *layer.parameters()), upstream))
+
+    for _ in range(2):
+        step()
+    launched.clear()
+    assert slow_calls(step) == 0
+    three = [(32, columns, 64), (32, 64, columns), (columns, 64, 32)]
+    assert launched == three
+    with torch.no_grad():
+        expected = torch_linear(x, layer.weight, layer.bias)
+        for _ in range(2):
+            assert torch.equal(layer(x), expected) or bias
+        assert slow_calls(lambda: layer(x)) == 0
+    launched.clear()
+    assert slow_calls(step) == 0 and launched == three
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_whose_kernels_save_less_than_the_way_to_them_costs_is_torchs(launched, monkeypatch, bias):
+    """Once a step has told, until the next look at records. Its evaluation is served, and one that pays."""
+    saved: list[float] = []
+    remember = State.remember_torchs
+    monkeypatch.setattr(
+        State, "remember_torchs", lambda *key, pays: saved.append(pays) or remember(*key, pays=pays)
+    )
+    x = operands()[0]
+    layer = torch.nn.Linear(64, 48, bias=bias, dtype=BF16)
+    tunegemm.patch(layer)
+
+    def step() -> int:
+        launched.clear()
+        layer(x).sum().backward()
+        return len(launched)
+
+    three = [Problem(32, 48, 64), Problem(48, 64, 32)]
+    saves_us = (
+        sum(find_device("model:h200").roofline_us(one) for one in three) / USUAL_EFFICIENCY * (1 - 1 / 1.1)
+    )
+    monkeypatch.setattr(slow_path, "LEAST_SAVED_US", 1.5 * saves_us)
+    assert [step() for _ in range(3)] == [2, 0, 0] and saved == [False]
+    with torch.no_grad():
+        layer(x)
+    assert len(launched) == 1
+    monkeypatch.setattr(slow_path, "LEAST_SAVED_US", 0.5 * saves_us)
+    api.dispatcher.planner.next_look = 0.0
+    assert [step() for _ in range(3)] == [2, 2, 2] and saved == [False, True], "then nobody looks at it"
+
+
+def test_a_known_step_minds_the_modes(launched):
+    x = operands()[0]
+    layer = torch.nn.Linear(64, 48, bias=False, dtype=BF16)
+    tunegemm.patch(layer)
+    for _ in range(2):
+        layer(x)
+    launched.clear()
+    with torch.no_grad():
+        layer(x)
+    assert launched == [(32, 48, 64)]
+    launched.clear()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert layer(x).requires_grad
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        assert torch.autograd.forward_ad.unpack_dual(layer(dual)).tangent is not None
+    assert torch.func.vmap(layer)(x[:, None]).shape == (32, 1, 48)
+    layer.weight.requires_grad_(False)
+    assert not layer(x).requires_grad
+    assert launched == [(32, 48, 64)]
+
+
+def test_a_weight_that_is_kept_transposed_gets_a_gradient_of_its_strides(kernel):
+    x, b = operands()
+    for weight in (b.t().contiguous(), b.t().contiguous().t().contiguous().t()):
+        parameter = torch.nn.Parameter(weight)
+        tunegemm.linear(x, parameter).sum().backward()
+        ours, parameter.grad = parameter.grad, None
+        torch_linear(x, parameter).sum().backward()
+        assert torch.equal(ours, parameter.grad) and ours.stride() == weight.stride()
+
+
+@pytest.mark.parametrize("served", ["forward", "of x", "of the weight", "none"])
+def test_compiled_training_asks_for_each_of_the_three_products(kernel, monkeypatch, served):
+    """One that has a kernel is served, whatever the other two have."""
+    torch._dynamo.reset()  # of what it made where others were served
+    x, b = operands()
+    weight = torch.nn.Parameter(b.t().contiguous())
+    extents = {"forward": (32, 48, 64), "of x": (32, 64, 48), "of the weight": (48, 64, 32)}
+
+    def only(form, left, right, *_, **__):
+        return (*left.shape, right.shape[-1]) == (*extents[served][::2], extents[served][1])
+
+    monkeypatch.setattr(
+        api.dispatcher.planner, "serves", only if served in extents else lambda *_, **__: False
+    )
+    x.requires_grad_()
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        torch.compile(lambda x: tunegemm.linear(x, weight).relu(), fullgraph=True)(x).sum().backward()
+    assert [(a[0], b[1], a[1]) for a, b, _ in kernel.calls] == [
+        extents[one] for one in (served,) if one in extents
+    ]
+    ours = x.grad.clone(), weight.grad.clone()
+    x.grad = weight.grad = None
+    torch_linear(x, weight).relu().sum().backward()
+    assert torch.equal(ours[0], x.grad) and torch.equal(ours[1], weight.grad)

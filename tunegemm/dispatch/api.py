@@ -1,0 +1,84 @@
+"""The process's dispatcher, and what holds for all of its calls: the policy, and what was read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tunegemm.choose.policies import Policy, Preference
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.states import Chosen, choose, chosen_of, forget_choice, own, restore
+
+#: Computes all products of the process.
+dispatcher = Dispatcher()
+_followers: list[Callable[[Dispatcher], None]] = []
+
+
+def serve_by(other: Dispatcher) -> Dispatcher:
+    """Let another dispatcher compute all products from now on; returns the one before."""
+    global dispatcher
+    before, dispatcher = dispatcher, other
+    for follower in _followers:
+        follower(other)
+    return before
+
+
+def follow(follower: Callable[[Dispatcher], None]) -> None:
+    """Call `follower` with the dispatcher, now and whenever another one takes its place.
+
+    For hot paths that keep a bound method of it.
+    """
+    _followers.append(follower)
+    follower(dispatcher)
+
+
+def refresh() -> None:
+    """Forget what was read: the next call reads the database again.
+
+    Use it for products that have a record and now have a better one. Products that fall back to torch look
+    for records by themselves, every few seconds.
+    """
+    dispatcher.planner.refresh()
+
+
+class policy:
+    """Serve by this policy: ``tunegemm.policy("deterministic")`` from now on, or within a ``with`` block.
+
+    A block's policy holds for its context: the thread or asyncio task that runs it, and the backward passes
+    that it begins. Other contexts keep theirs. A plain call holds for the process, for all contexts without a
+    policy of their own. `prefer`: ``fastest``, ``deterministic`` (no result depends on scheduling),
+    ``batch_invariant`` (a row's bits do not depend on the number of rows), ``no_workspace`` (no memory beyond
+    operands and output) or ``min_energy`` (least measured energy). `max_sms`: how many multiprocessors a
+    launch may fill, which leaves the others to communication. If a policy excludes the record, the next best
+    measured candidate serves, else torch. Raises PolicyError for an unknown policy.
+    """
+
+    _before: list[Chosen | None] | None = None
+    _is_block = False
+
+    def __init__(self, prefer: Preference = "fastest", *, max_sms: int | None = None) -> None:
+        self._policy = Policy(prefer, max_sms)
+        dispatcher.planner.policy  # noqa: B018 - the environment's comes first
+        self._before = [choose(self._policy)]
+
+    def __repr__(self) -> str:
+        return f"<tunegemm.policy: {self._policy}>"
+
+    def __enter__(self) -> None:
+        assert self._before is not None
+        if self._is_block:
+            self._before.append(choose(self._policy))
+        self._is_block = True
+
+    def __exit__(self, *_: object) -> None:
+        assert self._before
+        restore(self._before.pop())
+
+    def __del__(self) -> None:
+        """Where it was no block it was a call. That is not known before: other threads must not be served by
+        a block's policy even for a moment."""
+        if self._before and not self._is_block:
+            dispatcher.planner.use(self._policy)
+            if self._before[0] is None and own() is chosen_of(self._policy):
+                restore(None)
+            else:  # within a block until its end
+                forget_choice()

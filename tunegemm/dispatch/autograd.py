@@ -1,0 +1,150 @@
+"""Products of which more than a launch is asked: their gradients.
+
+The products of a backward pass are dispatched like any other, and so are those of their own backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from tunegemm.dispatch.guards import is_transformed
+
+#: Element types that have kernels and gradients.
+DTYPES = frozenset((torch.bfloat16, torch.float16))
+
+#: Subclasses (fake tensors, DTensor, quantized and user-made ones) give torch.matmul their own meaning.
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+#: A product and a bias.
+Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+#: A product, or None where there is no kernel for it.
+Maybe = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
+
+
+def is_simple(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether ``a @ b`` is one product, or one per entry of a common batch: nothing to broadcast.
+
+    Of (..., m, k) x (k, n) and (l, m, k) x (l, k, n).
+    """
+    return a.ndim > 1 and (b.ndim == 2 or (a.ndim == b.ndim == 3 and a.shape[0] == b.shape[0]))
+
+
+def gradients(
+    multiply: Multiply, grad: torch.Tensor, operands: Sequence[torch.Tensor], wanted: Sequence[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of a and b that are wanted: grad x B^T and A^T x grad, each laid out as its operand is.
+
+    A weight that was multiplied transposed so gets the gradient that an optimizer can add without a copy;
+    `Problem.backward` names these products.
+    """
+    a, b = operands
+    grad = grad.resolve_neg()  # a view that says so has the other sign in memory
+    if 0 in grad.stride():  # of a sum, say: no kernel reads one element many times
+        grad = grad.contiguous()
+    of_a = _laid_out(multiply, grad, b.mT, like=a) if wanted[0] else None
+    if wanted[1] and b.ndim == 2 and a.ndim > 2:
+        rows = math.prod(a.shape[:-1])  # not `flatten`, which is_grads_batched cannot map
+        a, grad = a.reshape(rows, a.shape[-1]), grad.reshape(rows, grad.shape[-1])
+    return of_a, _laid_out(multiply, a.mT, grad, like=b) if wanted[1] else None
+
+
+def _laid_out(multiply: Multiply, a: torch.Tensor, b: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
+    columns = like.stride(-2) == 1 and like.stride(-1) != 1 and like.shape[-2] != 1 and like.shape[-1] != 1
+    if columns and a.ndim == b.ndim:
+        return multiply(b.mT, a.mT).mT
+    return multiply(a, b)
+
+
+class Watched:
+    """A layer's products, forward and backward, until it is known whether their kernels pay for the way to
+    them, which is Python's, or the layer had better be torch's own."""
+
+    def __init__(self, product: Maybe, saved_us: Callable[..., float], end: Callable[[float], None]) -> None:
+        """saved_us: what the kernel saves that multiplied by this second operand just now, and its form, if
+        it is not the product alone. end: is given what all saved, after a backward pass."""
+        self._product, self._saved_us, self._end = product, saved_us, end
+        self._all_us = 0.0
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
+        result = self._product(a, b)
+        if result is not None:
+            self.add(b)
+        return result
+
+    def add(self, *product: Any) -> None:
+        """A kernel multiplied; product: as `saved_us` takes it."""
+        self._all_us += self._saved_us(*product)
+
+    def end(self) -> None:
+        """A backward pass is over."""
+        self._end(self._all_us)
+
+
+class Product(torch.autograd.Function):
+    """``a @ b``, or ``a @ b.t()`` of a `linear`, by `product`, or by torch where that has no kernel; plus a
+    bias of one value for each column, by `add`.
+
+    `is_simple` says what it takes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        product: Maybe,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        linear: bool,
+        bias: torch.Tensor | None,
+        add: Add | None,
+    ) -> torch.Tensor:
+        ctx.product, ctx.linear = product, linear
+        ctx.save_for_backward(a, b)
+        right = b.t() if linear else b
+        return _multiply(product, a, right) if bias is None or add is None else add(a, right, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        of_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if wanted[4] else None
+        multiply = _multiplier(ctx.product)
+        of_a, of_b = gradients(multiply, grad, (a, b.t() if ctx.linear else b), wanted[1:3])
+        if isinstance(ctx.product, Watched):
+            ctx.product.end()
+        return None, of_a, of_b.t() if ctx.linear and of_b is not None else of_b, None, of_bias, None
+
+
+def _multiply(product: Maybe, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    result = product(a, b)
+    return torch.matmul(a, b) if result is None else result
+
+
+def _multiplier(product: Maybe) -> Multiply:
+    """How a backward pass multiplies, which asks once for all its products."""
+    if is_transformed():  # as with is_grads_batched
+        return torch.matmul
+    # Mostly nobody wants to know the derivatives of a backward pass.
+    return partial(multiply_differentiably if torch.is_grad_enabled() else _multiply, product)
+
+
+def multiply_differentiably(
+    product: Maybe, a: torch.Tensor, b: torch.Tensor, linear: bool = False
+) -> torch.Tensor:
+    """``a @ b``, or ``a @ b.t()`` where it is `linear`, with what autograd wants to know of it; `is_simple`
+    must hold."""
+    result: torch.Tensor = Product.apply(product, a, b, linear, None, None)
+    return result
+
+
+def add_differentiably(
+    add: Add, product: Maybe, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, linear: bool = False
+) -> torch.Tensor:
+    """The same with a bias, by `add`; the products of its gradients are by `product`."""
+    result: torch.Tensor = Product.apply(product, a, b, linear, bias, add)
+    return result

@@ -1,0 +1,195 @@
+"""Calls of torch's library as forms: what they ask for, in the words of epilogues.
+
+`addmm_steps` and `scale_steps` say which epilogue a call is, `call_of` what all arguments of one of
+`choose.operators` ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from tunegemm.choose.operators import OPERATORS, SCALES
+from tunegemm.dispatch.autograd import PLAIN
+from tunegemm.dispatch.forms import BELOW_AUTOGRAD, Form, form_of
+from tunegemm.dispatch.fx import num_elements, rank
+
+_OF_ANOTHER_DTYPE = "with an out_dtype, as tunegemm.enable serves none"
+_OTHER_SCALES = "scales that no kernel has: kernels have one for each operand, or one for each row and column"
+
+#: Values of ATen's ScalingType (ATen/BlasBackend.h).
+_TENSOR_WISE, _ROW_WISE = 0, 1
+#: Rows and columns of B that torch's fp8 product takes come in multiples of so many.
+_FP8_UNIT = 16
+
+
+def addmm_steps(
+    c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float
+) -> tuple[str, tuple[torch.Tensor, ...], tuple[float, ...]]:
+    """The epilogue of ``beta * c + alpha * a @ b`` and its operands, of which `is_sum` holds.
+
+    Whether C has a shape that a kernel takes is for dispatch to say: torch has more, which it broadcasts.
+    Raises TypeError for a C that is not a tensor and for what is not a number, RuntimeError for a C without
+    strides.
+    """
+    first, scalars = ("", ()) if alpha == 1 else ("alpha+", (_float(alpha),))
+    dimensions = rank(c)
+    if beta == 0:
+        return first[:-1], (), scalars
+    if beta == 1:
+        if dimensions == 1:
+            return first + "bias_n", (c,), scalars
+        # As Inductor expands a row, or a user gives one.
+        if dimensions == a.ndim == 2 and (c.shape[0] == 1 != a.shape[0] or 0 == c.stride(0) < c.shape[0]):
+            return first + "bias_n", (c[0],), scalars
+    return first + "beta_c", (c,), (*scalars, _float(beta))
+
+
+def is_sum(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, dimensions: int) -> bool:
+    """Whether torch takes these operands of ``beta * c + a @ b``, as matrices (2) or batches (3), and what is
+    asked is the sum alone.
+
+    A C that beta 0 leaves unread is looked at by torch all the same: its dtype, its gradient, its class.
+    Raises TypeError for what is not a tensor.
+    """
+    if not rank(a) == rank(b) == dimensions >= rank(c):
+        return False
+    left, right, extents = a.shape, b.shape, c.shape
+    if left[-1] != right[-2] or (dimensions == 3 and left[0] != right[0]):
+        return False
+    place = dimensions
+    for extent in reversed(extents):
+        place -= 1
+        if extent != 1 and extent != (right[-1] if place == dimensions - 1 else left[place]):
+            return False
+    return beta != 0 or (
+        c.dtype == a.dtype
+        and c.device == a.device
+        and type(c) in PLAIN
+        and not (c.requires_grad and torch.is_grad_enabled())
+    )
+
+
+def _float(number: float) -> float:
+    if isinstance(number, str):  # of which float() would read some
+        raise TypeError(f"{number!r} is not a number")
+    return float(number)
+
+
+def scale_steps(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: bool
+) -> str:
+    """The epilogue of ``torch._scaled_mm`` with these scales; empty for those that only torch has.
+
+    Raises TypeError for what is not a tensor.
+    """
+    if rank(a) != 2 or rank(b) != 2:
+        return ""
+    if num_elements(scale_a) == 1 and num_elements(scale_b) == 1:
+        return "scale_tensor+bias_n" if bias else "scale_tensor"
+    if scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1]):
+        return "scale_rowwise+bias_n" if bias else "scale_rowwise"
+    return ""
+
+
+def takes_fp8(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether torch multiplies these fp8 operands as they lie, on a GPU."""
+    return (
+        a.ndim == b.ndim == 2
+        and a.dtype.itemsize == b.dtype.itemsize == 1
+        and a.is_floating_point()
+        and a.stride(1) == 1
+        and b.stride(0) == 1
+        and not (b.shape[0] % _FP8_UNIT or b.shape[1] % _FP8_UNIT)
+        and not a.dtype == b.dtype == torch.float8_e5m2
+    )
+
+
+def _has_scales(text: str, a: torch.Tensor, out_dtype: torch.dtype | None) -> bool:
+    """Whether torch scales fp8 products so on a GPU: by rows into bf16 only, and without a bias into fp32."""
+    if not a.is_cuda or out_dtype is torch.bfloat16:
+        return True
+    return text == "scale_tensor" or (text == "scale_tensor+bias_n" and out_dtype is not torch.float32)
+
+
+class OperatorCall(NamedTuple):
+    """What a call of an operator asks for."""
+
+    form: Form
+    a: torch.Tensor
+    b: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
+    numbers: tuple[float, ...]
+    out: torch.Tensor | None
+    refusal: str
+    """Why it is torch's whatever is recorded; empty where `tunegemm.enable` asks for it."""
+
+
+def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> OperatorCall:
+    """What a call of an ATen operator asks for, of arguments that torch takes."""
+    operator = OPERATORS[name]
+    a, b, *more = arguments[operator.first :]
+    out, refusal = keywords.get("out"), operator.refusal
+    tensors: tuple[torch.Tensor, ...] = ()
+    numbers: tuple[float, ...] = ()
+    if operator.absorbs == SCALES:
+        text, tensors, out_dtype, is_fast = _scaled(name, a, b, more)
+        form = form_of(BELOW_AUTOGRAD, text, out_dtype, "fast" if is_fast else "two_level")
+        if not text:
+            refusal = _OTHER_SCALES
+        elif not (takes_fp8(a, b) and _has_scales(text, a, out_dtype)):
+            refusal = "torch has no such product of fp8 operands on a GPU"
+        return OperatorCall(form, a, b, tensors, (), out, refusal)
+    if name == "_int_mm":
+        return OperatorCall(form_of(BELOW_AUTOGRAD, "", torch.int32), a, b, (), (), out, refusal)
+    text = ""
+    if operator.absorbs:
+        beta, alpha = keywords.get("beta", 1), keywords.get("alpha", 1)
+        try:
+            text, tensors, numbers = addmm_steps(arguments[0], a, b, beta, alpha)
+        except TypeError as error:  # of a complex number
+            refusal = refusal or str(error)
+    if more:
+        refusal = refusal or _OF_ANOTHER_DTYPE
+    return OperatorCall(form_of(BELOW_AUTOGRAD, text), a, b, tensors, numbers, out, refusal)
+
+
+@cache
+def _names(name: str) -> list[str]:
+    """The names of an operator's arguments after its operands. A call may lack the last ones."""
+    return [each.name for each in getattr(torch.ops.aten, name).default._schema.arguments][2:]
+
+
+def _scaled(
+    name: str, a: torch.Tensor, b: torch.Tensor, more: Sequence[Any]
+) -> tuple[str, tuple[torch.Tensor, ...], torch.dtype | None, bool]:
+    """Epilogue, tensors of it, output dtype and whether sums are kept fast; no epilogue for other scales."""
+    given = dict(zip(_names(name), more, strict=False))
+    scales: tuple[Any, ...] = given["scale_a"], given["scale_b"]
+    bias = given.get("bias")
+    if name != "_scaled_mm":
+        text, scales = _recipe_steps(a, b, given)
+    elif given.get("scale_result") is None:
+        text = scale_steps(a, b, scales[0], scales[1], bias is not None)
+    else:
+        text = ""
+    tensors = () if not text else scales if bias is None else (*scales, bias)
+    return text, tensors, given.get("out_dtype"), bool(given.get("use_fast_accum", False))
+
+
+def _recipe_steps(
+    a: torch.Tensor, b: torch.Tensor, given: dict[str, Any]
+) -> tuple[str, tuple[torch.Tensor, ...]]:
+    """The epilogue of `_scaled_mm_v2` and its scales, where both recipes are by tensors, or by rows."""
+    recipes = list(given["recipe_a"]), list(given["recipe_b"])
+    scales = (*given["scale_a"], *given["scale_b"])
+    if len(scales) != 2 or given.get("contraction_dim") or any(given["swizzle_a"]) or any(given["swizzle_b"]):
+        return "", ()
+    text = scale_steps(a, b, scales[0], scales[1], given.get("bias") is not None)
+    if recipes == ([_TENSOR_WISE], [_TENSOR_WISE]):
+        return (text, scales) if text.startswith("scale_tensor") else ("", ())
+    rows = scales[0].shape == (a.shape[0], 1) and scales[1].shape == (1, b.shape[1])
+    return (text, scales) if recipes == ([_ROW_WISE], [_ROW_WISE]) and rows else ("", ())

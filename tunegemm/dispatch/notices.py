@@ -1,0 +1,141 @@
+"""What dispatch says of products that fall back to torch: once for each weight, and in sum at the end.
+
+A weight is a product but for its number of rows: a program meets as many of these as it has requests.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import warnings
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from tunegemm.describe.command import tune_command
+from tunegemm.describe.problem import Problem
+from tunegemm.errors import TunegemmError, TunegemmWarning, one_line
+from tunegemm.generate import families
+
+#: Warnings of a process, of which each is of another weight or another kind: attention's products have a
+#: weight for each length.
+MOST_WARNINGS = 64
+#: Weights that a summary names.
+_MOST_WEIGHTS = 1024
+
+
+class Notices:
+    """The warnings that were given, and the weights that had no kernel."""
+
+    def __init__(self) -> None:
+        self._given: set[Hashable] = set()
+        self._untuned: dict[Hashable, _Rows] | None = None
+
+    def warn(self, message: str | Callable[[], str], about: Hashable = None) -> None:
+        """Gives a warning, unless one about the same was given.
+
+        message: made only where it is given, if it is a function. about: of what there is one warning; None:
+        of this message.
+        """
+        about = message if about is None else about
+        if about in self._given or len(self._given) > MOST_WARNINGS:
+            return
+        self._given.add(about)
+        text = message if isinstance(message, str) else message()
+        if len(self._given) > MOST_WARNINGS:
+            text += f". This is warning {MOST_WARNINGS + 1}; no more are given"
+        warnings.warn(text, TunegemmWarning, stacklevel=_callers_level())
+
+    def forget(self) -> None:
+        """What was said may be said again."""
+        self._given.clear()
+
+    def sum_up(self) -> None:
+        """From now on what `untuned` hears of is kept, and printed when the process ends."""
+        if self._untuned is None:
+            self._untuned = {}
+            atexit.register(self._print, os.getpid())
+
+    @property
+    def sums_up(self) -> bool:
+        """Whether `untuned` is to hear of each problem."""
+        return self._untuned is not None
+
+    def untuned(self, problem: Problem) -> None:
+        """A problem has no kernel."""
+        if self._untuned is None:
+            return
+        key = weight_of(problem)
+        if (rows := self._untuned.get(key)) is not None:
+            rows.add(problem)
+        elif len(self._untuned) < _MOST_WEIGHTS:
+            self._untuned[key] = _Rows(problem, problem.m)
+
+    def _print(self, owner: int) -> None:
+        if os.getpid() != owner:  # a forked child, which has not fallen back itself
+            return
+        for line in self.summary():
+            print(f"tunegemm: {line}", file=sys.stderr)
+
+    def summary(self) -> list[str]:
+        """A line for each weight that fell back for want of a record, and how to tune it; the rest in one."""
+        untuned = self._untuned or {}
+        lines = [str(rows) for rows in list(untuned.values())]
+        if len(untuned) == _MOST_WEIGHTS:
+            lines.append(f"further products than these {_MOST_WEIGHTS} were torch's, too")
+        return lines
+
+
+@dataclass
+class _Rows:
+    """The numbers of rows that a weight was multiplied with."""
+
+    most: Problem
+    """The product with the most rows."""
+    least: int
+    numbers: int = 1
+
+    def add(self, problem: Problem) -> None:
+        self.numbers += 1
+        self.least = min(self.least, problem.m)
+        if problem.m > self.most.m:
+            self.most = problem
+
+    def __str__(self) -> str:
+        more = f" and others of {self.least} rows and more" if self.numbers > 1 else ""
+        return f"torch computed {self.most}{more}, without a record: {tune_command(self.most)}"
+
+
+def who(name: str) -> str:
+    """The function that was called, as warnings name it."""
+    return f"tunegemm.{name}" if name else "tunegemm"
+
+
+def advice(problem: Problem, words: str) -> str:
+    """How to have a kernel for the problem, or why there can be none, whatever is tuned."""
+    if reason := families.refusal_by_all(problem):
+        return f"It can have no tuned kernel: {reason}"
+    return f"{words}: {tune_command(problem)}"
+
+
+def named_error(error: Exception) -> str:
+    """One line of an error; of one that is not ours its name, too, as the text of a KeyError says little."""
+    line = one_line(error)
+    is_known = isinstance(error, TunegemmError | ValueError | RuntimeError) or line == type(error).__name__
+    return line if is_known else f"{type(error).__name__}: {line}"
+
+
+def weight_of(problem: Problem) -> tuple[Hashable, ...]:
+    """What of a problem does not depend on how many rows or entries of a batch there are."""
+    return (
+        problem.n, problem.k, problem.alignment, problem.in_dtype, problem.out_dtype, problem.accumulation,
+        problem.a_major, problem.b_major, problem.out_major, problem.epilogue,
+    )  # fmt: skip
+
+
+def _callers_level() -> int:
+    """The `stacklevel` at which warnings.warn, called by our caller, names the user's line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tunegemm.dispatch"):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -1,0 +1,558 @@
+"""The making of plans: what runs on the first call of a key, off the hot path and mostly under a lock.
+
+A *plan* is the prepared launch for one key; None says that torch computes products of that key. Nothing is
+tuned or compiled here: missing kernels are compiled in the background (`dispatch.background`), and in mode
+`online` what has no record is tuned when the GPU is idle (`dispatch.online`). Nothing is read or loaded while
+the current stream records a CUDA graph: a product without a plan then falls back to torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from tunegemm.choose.compiled_code import least_ratio
+from tunegemm.choose.operators import absorbed
+from tunegemm.choose.policies import Policy
+from tunegemm.choose.selection import read_rivals, select
+from tunegemm.choose.snapshot import Snapshot, read_snapshot
+from tunegemm.describe.device import Device, find_device, package_version
+from tunegemm.describe.problem import MAX_ALIGNMENT, Problem
+from tunegemm.dispatch.background import Answer, BackgroundCompiler, make_pool
+from tunegemm.dispatch.finding import Finder, Wanted
+from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, Form, described, named
+from tunegemm.dispatch.guards import allocation, capturing, deterministic
+from tunegemm.dispatch.launchers import Prepared, prepare
+from tunegemm.dispatch.modes import Mode, read_compile, read_mode, read_policy, read_summary
+from tunegemm.dispatch.notices import Notices, advice, named_error, weight_of, who
+from tunegemm.dispatch.online import OnlineTuning
+from tunegemm.dispatch.operands import Refusal, describe
+from tunegemm.dispatch.plans import Compiling, Plan, State, make_plan, refusal_of
+from tunegemm.dispatch.states import States, own
+from tunegemm.errors import one_line
+from tunegemm.generate.cublaslt import is_torch
+from tunegemm.store.layers import modified
+from tunegemm.store.record import Record
+from tunegemm.store.waiting import within
+
+if TYPE_CHECKING:
+    from tunegemm.compile.pool import CompilePool
+    from tunegemm.tuning.progress import TuneResult
+
+#: Computes a product, given a form, a, b, the epilogue's tensors, an output and torch's way to compute it.
+Observe: TypeAlias = Callable[[Form, Any, Any, Sequence[Any], Any, Callable[[], Any]], Any]
+
+#: Keys whose plans are kept; then the older half is dropped: some 4 kB each, of programs whose shapes never
+#: repeat.
+MAX_PLANS = 4096
+#: Seconds between looks at whether another process has published records.
+LOOK_SECONDS = 5.0
+#: Numbers of rows of which one must be predicted to gain, for code that is compiled for any number.
+_FEW = (16, 1, 64, 256)
+#: How long what records are read of may keep a product waiting in all, such as for a database's lock.
+READ_SECONDS = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+class Planner:
+    """Keeps the plans of each policy, and makes those that are missing from records, which are read once."""
+
+    def __init__(
+        self,
+        *,
+        device_type: str = "cuda",
+        read: Callable[[], Snapshot] = read_snapshot,
+        find: Callable[[str], Device] = find_device,
+        prepare: Callable[[Record, Device], Prepared] = prepare,
+        modified: Callable[[], Hashable] = modified,
+        rivals: Callable[[Problem], Sequence[Record]] = read_rivals,
+        online: OnlineTuning | None = None,
+        pool: Callable[[], CompilePool] = make_pool,
+    ) -> None:
+        """The arguments say where records, devices and launchers come from, what changes with records, and
+        who tunes online and compiles missing kernels.
+        """
+        self.device_type = device_type
+        self._read, self._modified = read, modified
+        self.lock = threading.RLock()
+        self._online = online or OnlineTuning()
+        self.notices = Notices()
+        self.compiler = BackgroundCompiler(self._serve_compiled, pool)
+        self._finder = Finder(
+            device_type, self.notices, self.compiler, find=find, prepare=prepare, rivals=rivals
+        )
+        self.states = States()
+        """What is known under each policy. Each state is replaced as a whole, so that it is read without a
+        lock."""
+        self._suspended: States | None = None
+        """What was known before `suspend`."""
+        self._mode: Mode | None = None
+        self.next_look = 0.0
+        """When it is time to look whether records were published."""
+        self.allocate: Any = allocation(device_type)
+        """Makes outputs, from (shape, strides, dtype)."""
+        self.observe: Observe | None = None
+        self.observe_groups: Callable[..., Any] | None = None
+        """Who computes products while torch does, and writes down what they would have asked for."""
+        _planners.add(self)
+
+    def refresh(self) -> None:
+        """Forget all plans; the database is read again on the next call."""
+        with self.lock:
+            self.states = self.states.renew()
+            self.notices.forget()
+
+    @property
+    def state(self) -> State:
+        """What is known under the policy of this context."""
+        return self.states[own()]
+
+    @property
+    def policy(self) -> Policy:
+        """By which products are served now."""
+        if self._mode is None:
+            self._begin()
+        return self.state.policy
+
+    def use(self, policy: Policy) -> Policy:
+        """Serve by this policy from now on wherever no context has one of its own; the one before is
+        returned. A policy has plans of its own."""
+        if self._mode is None:
+            self._begin()
+        return self.states.use(policy)
+
+    def suspend(
+        self, observe: Observe | None = None, observe_groups: Callable[..., Any] | None = None
+    ) -> Callable[[], None]:
+        """From now on torch computes every product, until the function that is returned is called.
+
+        observe: computes them meanwhile, all but those below autograd, by the function that it is given last;
+        observe_groups likewise those of groups that are gated.
+        """
+        if self._mode is None:
+            self._begin()
+        with self.lock:
+            mode, self._mode = self._mode, "off"
+            before, old = self.states, self.state
+            self._suspended, self.states = before, before.renew()
+            self.states.put(State(old.policy, old.snapshot, old.modified))
+            self.observe, self.observe_groups = observe, observe_groups
+
+        def resume() -> None:
+            with self.lock:
+                self._mode, self.observe, self.observe_groups = mode, None, None
+                before.use(self.states.policy)
+                self._suspended, self.states = None, before
+
+        return resume
+
+    def tuned(self) -> list[tuple[Problem, Record]]:
+        """The problems that have a plan with a tuned kernel, and the record of each."""
+        with self.lock:
+            plans = [plan for state in self._every_state() for plan in state.plans.values()]
+        return [(p.problem, p.record) for p in plans if p and p.problem is not None and p.record is not None]
+
+    @property
+    def is_off(self) -> bool:
+        """Whether torch computes every product."""
+        if self._mode is None:
+            self._begin()
+        return self._mode == "off"
+
+    def plan(
+        self,
+        key: tuple[Any, ...],
+        form: Form,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[float],
+        out: torch.Tensor | None,
+    ) -> tuple[State, Plan | None]:
+        """Makes and keeps the plan of a key; keeps nothing while a CUDA graph is being recorded.
+
+        For a key that falls back to torch, this is but a look at the clock, and now and then at files.
+        """
+        state = self.state
+        known = key in state.plans
+        if known and time.monotonic() < self.next_look:
+            return state, None
+        if torch.cuda._is_in_bad_fork() or capturing(a.device):
+            if state.policy.is_batch_invariant:
+                self.notices.warn(
+                    f"a product of {tuple(a.shape)} and {tuple(b.shape)} is captured before it was computed "
+                    f"once, and is torch's in this CUDA graph: {state.policy} does not hold. Call it first",
+                    about=("captured", tuple(b.shape), b.dtype),
+                )
+            return state, None
+        with self.lock:
+            state = self._look() if known else self.state
+            if key in state.plans:
+                return state, state.plans[key]
+            if self._is_missing(state, form, a, b, out):
+                state.make_room(MAX_PLANS)
+                state.plans[key] = None
+                return state, None
+            plan = None
+            with torch.inference_mode(False), torch.no_grad(), self._finder.guarded(state):
+                plan = self._make_plan(state, key, form, a, b, tensors, numbers, out)
+                composed = plan is None and not form.is_plain and form.call != BELOW_AUTOGRAD
+                if composed and self._has_tuned_product(state, form, a, b):
+                    state.composed.add(key)
+            state.make_room(MAX_PLANS)
+            state.plans[key] = plan
+        return state, plan
+
+    def _is_missing(self, state: State, form: Form, a: torch.Tensor, b: torch.Tensor, out: Any) -> bool:
+        """Whether it is known by the number of rows that nothing serves a product, as of another such number
+        it was found (`Selection.rows`): steps of a serving engine have ever other ones."""
+        if not state.missing or b.ndim != 2 or not (form.is_plain or form.call == BELOW_AUTOGRAD):
+            return False
+        if (ranges := state.missing.get(_but_for_rows(form, a, b, out))) is None:
+            return False
+        rows = math.prod(a.shape[:-1])
+        return any(low <= rows <= high for low, high in ranges)
+
+    def _apply_feedback(
+        self, problem: Problem, served: Prepared | None, result: TuneResult | None, warning: str
+    ) -> None:
+        """Takes what was found of a problem in idle time: its plans are made anew, unless what serves won."""
+        if warning:
+            self.notices.warn(warning)
+        best = result.best if result is not None else None
+        record = served.record if served is not None else None
+        if best is None or (record is not None and best.candidate == record.candidate):
+            return
+        with self.lock:
+            for state in self._every_state():
+                state.snapshot = None  # read on the next product without a plan
+                state.forget(problem)
+
+    def look(self) -> State:
+        """The state, after a look at whether records were published, if it is time for one."""
+        with self.lock:
+            return self._look()
+
+    def _look(self) -> State:
+        """The state, without its misses if records were published since they were read.
+
+        Plans of tuned kernels and near hits stay, also for a thread that captures a graph meanwhile; a better
+        record of theirs waits for `refresh`.
+        """
+        if time.monotonic() < self.next_look:
+            return self.state
+        self.next_look = time.monotonic() + LOOK_SECONDS
+        for old in self._every_state():
+            old.torchs.clear()
+            changed = False
+            with suppress(Exception):  # `_read_records` has said so
+                changed = old.snapshot is not None and self._modified() != old.modified
+            if changed:
+                new = State(old.policy)
+                new.plans = {key: plan for key, plan in old.plans.items() if plan is not None}
+                new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
+                new.devices = old.devices
+                self.states.put(new)
+        return self.state
+
+    def _every_state(self) -> list[State]:
+        return [*self.states.all(), *(self._suspended.all() if self._suspended else ())]
+
+    def _make_plan(
+        self,
+        state: State,
+        key: tuple[Any, ...],
+        form: Form,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[float],
+        out: torch.Tensor | None,
+    ) -> Plan | None:
+        name = form.name(a)
+        if form.call == LINEAR and b.ndim != 2:
+            return None
+        if any(tensor.device != a.device for tensor in (b, *tensors)):
+            return None
+        if out is not None and out.device != a.device:
+            return None
+        if form.call == LINEAR:
+            b = b.t()
+        asked = named(form, a, b, tensors, out)
+        if isinstance(asked, Refusal):
+            if asked.reason and name:
+                about = "refused", tuple(b.shape), b.stride(), b.dtype, form.text
+                self.notices.warn(f"{asked.reason}; {who(name)} falls back to torch", about)
+            return None
+        problem = asked.operands.problem
+        if a.device.type != self.device_type:
+            self.notices.warn(
+                lambda: (
+                    f"{problem} on {a.device.type}: {who(name)} falls back to torch, as every "
+                    "product there does. " + advice(problem, "On a CUDA device, tune it with")
+                ),
+                about=("device", a.device.type),
+            )
+            return None
+        weight, prepared = weight_of(problem), self._prepared(state, problem, a.device, name)
+        if prepared is None or prepared.launch is None:
+            ranges = state.misses.get(_weight(problem, a.device.index or 0))
+            if ranges is not None and b.ndim == 2 and problem.batch == 1:
+                state.missing[_but_for_rows(form, a, b, out)] = ranges
+            if (place := (problem, a.device.index or 0)) in state.compiling:
+                state.waiting.setdefault(place, set()).add(key)
+            return None
+        if (refused := refusal_of(prepared, asked, a, b)) is not None:
+            if refused.reason and name:
+                text = f"{problem}: {refused.reason}; {who(name)} falls back to torch"
+                self.notices.warn(text, ("unaligned", *weight))
+            return None
+        try:
+            return make_plan(prepared, asked, form, a, b, tensors, numbers, out)
+        except Exception as error:  # what another package's launcher raises is not known here
+            text = f"{problem}: {named_error(error)}; {who(name)} falls back to torch"
+            self.notices.warn(text, ("strides", *weight))
+            return None
+
+    def _has_tuned_product(self, state: State, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether a kernel of ours computes the product alone, where nothing is recorded of all together, and
+        the library takes no step along."""
+        taken = absorbed(form.epilogue.steps)
+        if state.policy.is_batch_invariant and taken == ("bias_n",):
+            taken = ()  # `SlowPath` adds it itself then: torch's call with a bias is a product of its own
+        if taken or (form.call == LINEAR and b.ndim != 2):
+            return False
+        if (
+            a.dtype is torch.float16
+            and form.epilogue.steps != ("relu",)
+            and not state.policy.is_batch_invariant
+        ):
+            return False  # sums that leave its range may come back by what follows
+        index = a.device.index or 0
+        known, right = state.devices.get(index), b.t() if form.call == LINEAR else b
+        whole, operands = described(form, a, right, None), describe(a, right)
+        if isinstance(whole, Refusal) or isinstance(operands, Refusal) or known is None:
+            return False
+        if form.out_dtype not in (None, a.dtype) or state.snapshot is None:
+            return False
+        if state.prepared.get((whole.problem, index)) is not None:  # torch won there
+            return False
+        found = select(
+            state.snapshot, operands.problem, known, near=self._mode != "exact", policy=state.policy
+        )
+        return bool(found.options) and not is_torch(found.options[0].candidate)
+
+    def serves(
+        self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int, *, any_m: bool = False
+    ) -> bool:
+        """Whether a kernel is recorded for what `Dispatcher.fused` would be asked, by shapes, strides and
+        dtypes alone, is there or being compiled, and gains enough there (`choose.compiled_code`).
+
+        For code that is compiled: a and b may be tensors without memory. any_m: whether a record of another m
+        is enough. Warns where there is none.
+        """
+        if any_m and self._has_records(form, a, b):
+            return True
+        found = self._expected(form, a, b, index)
+        if found is None:
+            return any_m and self._is_any_predicted(form, a, b, index)
+        problem, known, expected = found
+        if self.state.policy.is_batch_invariant:  # the compiler's product is torch's
+            return True
+        return expected.ratio >= least_ratio(problem, known)
+
+    def family(self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int) -> str:
+        """The family of what `serves` speaks of, which need not gain in compiled code; empty for none."""
+        found = self._expected(form, a, b, index)
+        record = found[2].record if found is not None else None
+        return record.candidate.family if record is not None else ""
+
+    def _has_records(self, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether anything is recorded for some number of rows."""
+        if self.is_off or deterministic() or self._mode == "exact":
+            return False
+        with self.lock, torch.inference_mode(False), torch.no_grad():
+            operands = described(form, a, b, None)
+            if isinstance(operands, Refusal):
+                return False
+            return bool(self._records(self.state, form.name(a)).extents(operands.problem))
+
+    def _is_any_predicted(self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int) -> bool:
+        """Engines trace with the rows of a long prompt, for which little is predicted, and generate by the
+        same code. Of more steps a compiler would make less at rows without a kernel than of its own."""
+        if a.ndim != 2 or form.text not in ("", "bias_n"):
+            return False
+        few = (torch.empty_strided((m, a.shape[1]), a.stride(), dtype=a.dtype, device="meta") for m in _FEW)
+        return any(self.serves(form, one, b, index) for one in few)
+
+    def _expected(
+        self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int
+    ) -> tuple[Problem, Device, Prepared | Compiling] | None:
+        """Which problem it is, on which device, and its kernel, which is there or being compiled."""
+        if self.is_off or deterministic():
+            return None
+        with self.lock, torch.inference_mode(False), torch.no_grad():
+            operands = described(form, a, b, None)
+            if isinstance(operands, Refusal):
+                return None
+            problem, state = operands.problem, self.state
+            prepared = self._prepared(state, problem, torch.device(self.device_type, index), form.name(a))
+            known = state.devices.get(index)
+            # Code that is compiled now is kept, on disk, too: it is to find the kernel once that is there.
+            expected: Prepared | Compiling | None = state.compiling.get((problem, index))
+        if expected is None and prepared is not None and prepared.launch is not None:
+            expected = prepared
+        return None if known is None or expected is None else (problem, known, expected)
+
+    def fingerprint(self, *, anywhere: bool = False) -> str:
+        """Some letters that change with what `serves` goes by; anywhere: not with a host's file times."""
+        if self._mode is None:
+            self._begin()
+        with self.lock:
+            state = self.state
+            snapshot = self._records(state, "")
+            of_records = None if anywhere else state.modified, snapshot.digest
+            facts = package_version("tunegemm"), self._mode, state.policy, *of_records
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+    def _prepared(self, state: State, problem: Problem, device: torch.device, name: str) -> Prepared | None:
+        """The launcher of the problem's record, or None after a warning that says why there is none."""
+        index = device.index or 0
+        if (problem, index) not in state.prepared:
+            found = None
+            with within(READ_SECONDS), self._finder.guarded(state):
+                found = self._search(state, problem, index, name)
+            state.prepared[problem, index] = found
+        return state.prepared[problem, index]
+
+    def _search(self, state: State, problem: Problem, index: int, name: str) -> Prepared | None:
+        known = self._finder.device(state, index, name)
+        if known is None:
+            return None
+        assert self._mode is not None
+        weight = _weight(problem, index)
+        if any(low <= problem.m <= high for low, high in state.misses.get(weight, ())):
+            return None
+        wanted, snapshot = Wanted(problem, known, index, name), self._records(state, name)
+        found, selection = self._finder.launcher(state, snapshot, wanted, self._mode)
+        if selection.rows is not None and self._mode != "online" and not self.notices.sums_up:
+            state.misses.setdefault(weight, []).append(selection.rows)
+        if self._mode == "online" and selection.outcome != "hit":
+            predictions = selection.predictions if found is not None else ()
+            notify = partial(self._apply_feedback, problem, found)
+            self._online.later(problem, known, predictions, notify)
+        return found
+
+    def recorded_groups(self, problem: Problem, index: int) -> Record | None:
+        """The record of a product of rows in groups on the device of an index; None where there is none."""
+        from tunegemm.choose.in_groups import recorded
+
+        with self.lock, within(READ_SECONDS), self._finder.guarded(self.state):
+            snapshot = self._records(self.state, "grouped_mm")
+            if snapshot.extents(problem):
+                known = self._finder.device(self.state, index, "grouped_mm")
+                if known is not None:
+                    near = self._mode != "exact"
+                    return recorded(snapshot, problem, known.fingerprint, near=near)
+        return None
+
+    def _serve_compiled(self, kernel: str) -> None:
+        """A kernel is there now, or will never be: calls that wait for it are planned anew."""
+        with self.lock:
+            for state in self._every_state():
+                state.forget_missing(kernel)
+
+    def _records(self, state: State, name: str) -> Snapshot:
+        """The records, which are read where they were not. name: the function that was called."""
+        if state.snapshot is None:
+            state.snapshot = self._read_records(state, name)
+        return state.snapshot
+
+    def _read_records(self, state: State, name: str) -> Snapshot:
+        self.next_look = time.monotonic() + LOOK_SECONDS
+        try:
+            state.modified = self._modified()
+            with within(READ_SECONDS):
+                snapshot = self._read()
+        except Exception as error:
+            _log.debug("records cannot be read", exc_info=error)
+            self.notices.warn(f"{one_line(error)}; {who(name)} falls back to torch for every product")
+            return Snapshot(warnings=[one_line(error)])
+        if snapshot.warnings:
+            self.notices.warn(f"{'; '.join(snapshot.warnings)}; {who(name)} goes on without its records")
+        return snapshot
+
+    def drop(self, state: State, key: tuple[Any, ...], plan: Plan, a: Any, b: Any, error: Exception) -> None:
+        """A launch failed: torch computes products of this key, for good or until a kernel is compiled."""
+        if capturing(plan.device):
+            raise error
+        answer, index = Answer(), plan.device.index or 0
+        with self.lock:
+            known = state.devices.get(index)
+            if plan.problem is not None and plan.record is not None and known is not None:
+                # A driver that is older than a shipped kernel says so at its launch.
+                with self._finder.guarded(state):
+                    wanted = Wanted(plan.problem, known, index, "")
+                    answer = self._finder.compile(state, wanted, (plan.record,))
+            if answer.kernel:
+                state.wait_for(answer.kernel, plan)
+            state.plans[key] = None
+            state.forget_checks()
+        self.notices.warn(
+            f"the tuned kernel for {tuple(a.shape)} x {tuple(b.shape)} failed to launch "
+            f"({one_line(error)}); tunegemm falls back to torch"
+            + (" until it is compiled here" if answer.kernel else ""),
+            about=("launch", tuple(b.shape), b.dtype),
+        )
+
+    def _begin(self) -> None:
+        """Read mode and policy: on the first product, or when a policy is chosen before it."""
+        warn = self.notices.warn
+        with self.lock:
+            if self._mode is None:
+                self.compiler.is_on = read_compile(warn)
+                if read_summary(warn):
+                    self.notices.sum_up()
+                self._mode = read_mode(warn)
+                self.use(read_policy(warn))
+
+
+def _weight(problem: Problem, index: int) -> tuple[Hashable, ...]:
+    return (*weight_of(problem), problem.batch, index)
+
+
+def _but_for_rows(
+    form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None
+) -> tuple[Hashable, ...]:
+    """What decides of a call's problem but for its rows; where these are not dense all strides are in it."""
+    dense = tuple(
+        each.is_contiguous() or (each.shape, each.stride()) for each in ((a,) if out is None else (a, out))
+    )
+    low = (a.data_ptr() | b.data_ptr()) % MAX_ALIGNMENT
+    return form, dense, low & -low, a.ndim, a.shape[-1], a.dtype, a.device, b.shape, b.stride(), b.dtype
+
+
+_planners: weakref.WeakSet[Planner] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A child starts anew: locks may have been held by threads it does not have, plans hold the parent's
+    CUDA context. If the parent used CUDA, the child cannot, and gets torch's own error for CUDA tensors."""
+    for planner in _planners:
+        planner.lock = threading.RLock()
+        planner.states = planner.states.renew()
+
+
+os.register_at_fork(after_in_child=_after_fork)

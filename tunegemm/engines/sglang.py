@@ -1,0 +1,132 @@
+"""SGLang: what the entry point `sglang.srt.plugins` names. Written for 0.5.23.
+
+Hooks stand around the linear layers of 16 bits and the fp8 product that has a scale for each row and column.
+Logits are a `torch.matmul` of SGLang's own, which `tunegemm.enable` serves.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import tunegemm
+from tunegemm.dispatch import api
+from tunegemm.engines import common
+from tunegemm.engines.common import of_engine
+from tunegemm.errors import one_line
+from tunegemm.torch import functions, ops
+
+#: SGLang shows what reaches the root of loggers.
+_log = logging.getLogger("tunegemm")
+
+_QUANTIZATION = "sglang.srt.layers.quantization"
+_RUNNER = "sglang.srt.model_executor.model_runner"
+_SCHEDULER = "sglang.srt.managers.scheduler"
+#: What the process that started the engine serves by, for those that it starts.
+_RECORDS = "_TUNEGEMM_SGLANG_RECORDS"
+
+#: Tokens of a step of prompts, where nothing else is set.
+_STEP = 8192
+
+_hooked: set[str] = set()
+
+
+def register() -> None:
+    """Serves the engine of this process. May be called again, and where there is no GPU; raises nothing."""
+    parts = {"bf16 and fp16 layers": _sixteen_bits, "fp8 layers": _fp8, "the line at the start": _start}
+    common.install("sglang", _log, parts)
+
+
+def _around(target: str, parameters: tuple[str, ...], make: Callable[[Any], Any]) -> None:
+    """Registers the hook that `make` makes for what stands at a target now, once."""
+    if target in _hooked:
+        return
+    _, own = of_engine(target, parameters)
+    _, registry = of_engine("sglang.srt.plugins.hook_registry.HookRegistry")
+    _, kinds = of_engine("sglang.srt.plugins.hook_registry.HookType")
+    registry.register(target, make(own), kinds.AROUND)
+    _hooked.add(target)
+
+
+def _sixteen_bits() -> None:
+    target = f"{_QUANTIZATION}.unquant.UnquantizedLinearMethod.apply"
+    for name in ("get_bf16_gemm_backend", "is_batch_invariant_mode_enabled"):
+        unquant, _ = of_engine(f"{_QUANTIZATION}.unquant.{name}")
+
+    def linear(
+        own: Any, method: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        # A backend that the user chose is left alone, and SGLang's batch invariance unless it is ours, too.
+        backend = unquant.get_bf16_gemm_backend()
+        weight: Any = layer.weight
+        others = (
+            unquant.is_batch_invariant_mode_enabled() and not api.dispatcher.planner.policy.is_batch_invariant
+        )
+        if others or backend.is_cutedsl() or backend.is_gemv() or not common.is_served_kind(x, weight):
+            return own(method, layer, x, bias)
+        return functions.linear(x, common.plain(weight), bias)
+
+    _around(target, ("self", "layer", "x", "bias"), lambda own: linear)
+
+
+def _fp8() -> None:
+    def make(own: Any) -> Any:
+        def sglangs(
+            a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
+            bias: torch.Tensor | None, out_dtype: torch.dtype,
+        ) -> torch.Tensor:  # fmt: skip
+            return own(a, b, scale_a, scale_b, out_dtype, bias)
+
+        common.own["sglang_fp8"] = sglangs
+        return _scaled_mm
+
+    parameters = ("mat_a", "mat_b", "scales_a", "scales_b", "out_dtype", "bias")
+    _around("sglang.kernels.ops.gemm.fp8_scaled_mm", parameters, make)
+
+
+def _scaled_mm(
+    own: Any, mat_a: torch.Tensor, mat_b: torch.Tensor, scales_a: torch.Tensor, scales_b: torch.Tensor,
+    out_dtype: torch.dtype, bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    if mat_a.device.type != ops.DEVICE_TYPE:
+        return own(mat_a, mat_b, scales_a, scales_b, out_dtype, bias)
+    return torch.ops.tunegemm.engine_scaled_mm(
+        mat_a, mat_b, scales_a, scales_b, bias, out_dtype, "sglang_fp8"
+    )
+
+
+def _start() -> None:
+    # Processes that it starts have the variable, too.
+    given = os.environ.setdefault(_RECORDS, common.fingerprint(anywhere=True))
+    if why := common.compared(given):
+        _log.warning("tunegemm: %s", why)
+    if _SCHEDULER in sys.modules:  # as where it computes; elsewhere imports would take seconds
+        _around(f"{_RUNNER}.ModelRunner.load_model", ("self",), lambda own: _load)
+
+
+def _load(own: Any, runner: Any) -> None:
+    """Before a worker's first step: the first rank's says what is served; all learn what is not."""
+    own(runner)
+    try:
+        _report(runner)
+    except Exception as error:  # nothing that tunegemm says may end the engine
+        _log.warning("tunegemm: %s: %s", type(error).__name__, one_line(error))
+
+
+def _report(runner: Any) -> None:
+    _, version = of_engine("sglang.__version__")
+    step = runner.server_args.chunked_prefill_size
+    most = step if isinstance(step, int) and step > 0 else _STEP
+    what = common.served(runner.model, most, left_out=("VocabParallelEmbedding", "ParallelLMHead"))
+    _, ranks = of_engine("sglang.srt.runtime_context.get_parallel")
+    if not ranks().tp_rank:
+        _log.info(
+            "tunegemm %s in SGLang %s: %s, logits by its own; policy %s, records %s",
+            tunegemm.__version__, version, what, api.dispatcher.planner.policy,
+            common.fingerprint(anywhere=True),
+        )  # fmt: skip

@@ -1,0 +1,247 @@
+"""vLLM: what the entry point `vllm.general_plugins` names. Written for 0.26 to 0.33.
+
+Linear layers and logits of 16 bits go by `default_unquantized_gemm`, a name in vLLM's module that its layers
+look up; `VLLM_BATCH_INVARIANT` has a function beside it. fp8 layers take the first kernel class of a list
+that can do what a layer asks for. Only what CUDA tensors ask for is served.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+import tunegemm
+from tunegemm.dispatch import api
+from tunegemm.dispatch.modes import read_engine_experts, read_engine_gates
+from tunegemm.engines import common, vllm_gates
+from tunegemm.engines.common import Misfit, of_engine, replace
+from tunegemm.engines.vllm_experts import asker, serve_experts
+from tunegemm.errors import one_line
+from tunegemm.torch import functions
+
+#: Its parent is vLLM's, which shows lines of this level.
+_log = logging.getLogger("vllm.tunegemm")
+
+#: In `VllmConfig.additional_config`, which is part of what vLLM's compile cache goes by.
+CONFIG_KEY = "tunegemm"
+#: The class of fp8 layers, as `VLLM_DISABLED_KERNELS` names it.
+FP8_KERNEL = "TunegemmFP8ScaledMMLinearKernel"
+
+_LINEAR = "vllm.model_executor.kernels.linear"
+_LAYERS = "vllm.model_executor.layers"
+_HOPPER = 90
+
+
+def register() -> None:
+    """Serves the engine of this process. May be called again, and where there is no GPU; raises nothing."""
+    gates = read_engine_gates("vllm", _log.warning)
+    experts = {"layers of experts": serve_experts} if read_engine_experts("vllm", _log.warning) else {}
+    common.install(
+        "vllm",
+        _log,
+        {
+            "bf16 and fp16 layers": _sixteen_bits,
+            "batch invariance": _batch_invariance,
+            "fp8 layers": _fp8,
+            **experts,
+            "the compile cache's key": partial(_configuration, gates=gates),
+            "the line at the start": _start,
+        },
+    )
+
+
+def _sixteen_bits() -> None:
+    def make(own: Any) -> Any:
+        def default_unquantized_gemm(
+            layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            if common.is_served_kind(x, weight):
+                return functions.linear(x, common.plain(weight), bias)
+            return own(layer, x, weight, bias)
+
+        return default_unquantized_gemm
+
+    replace(f"{_LAYERS}.utils.default_unquantized_gemm", ("layer", "x", "weight", "bias"), make)
+
+
+def _batch_invariance() -> None:
+    _, envs = of_engine("vllm.envs")
+    if not envs.VLLM_BATCH_INVARIANT:
+        return
+    planner = api.dispatcher.planner
+    planner.use(dataclasses.replace(planner.policy, prefer="batch_invariant"))
+
+    def make(own: Any) -> Any:
+        common.own["vllm_invariant"] = own
+
+        def linear_batch_invariant(
+            input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            if common.is_served_kind(input, weight):
+                return torch.ops.tunegemm.engine_linear(input, weight, bias, "vllm_invariant")
+            return own(input, weight, bias)
+
+        return linear_batch_invariant
+
+    for module in ("linear", "vocab_parallel_embedding"):  # each has the name for itself
+        replace(f"{_LAYERS}.{module}.linear_batch_invariant", ("input", "weight", "bias"), make)
+
+
+def _fp8() -> None:
+    _, possible = of_engine(f"{_LINEAR}._POSSIBLE_FP8_KERNELS")
+    _, cutlass = of_engine(f"{_LINEAR}.CutlassFP8ScaledMMLinearKernel")
+    _, platforms = of_engine("vllm.platforms.PlatformEnum")
+    kernels = possible.get(platforms.CUDA)
+    if not isinstance(kernels, list):
+        raise Misfit("there are no fp8 kernels of CUDA")
+    for name in ("is_supported", "process_weights_after_loading", "apply_scaled_mm"):
+        of_engine(f"{_LINEAR}.CutlassFP8ScaledMMLinearKernel.{name}")
+    if all(kernel.__name__ != FP8_KERNEL for kernel in kernels):
+        kernels.insert(0, _fp8_kernel(cutlass))
+
+
+def _fp8_kernel(cutlass: Any) -> type:
+    """The class of fp8 layers: CUTLASS's, which prepares weights and computes what has no kernel of ours."""
+    _, custom_ops = of_engine("vllm._custom_ops")
+    _, envs = of_engine("vllm.envs")
+    _, platform = of_engine("vllm.platforms.current_platform")
+    _, replace_parameter = of_engine(f"{_LAYERS}.quantization.utils.replace_parameter")
+
+    def cutlass_scaled_mm(
+        a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
+        bias: torch.Tensor | None, out_dtype: torch.dtype,
+    ) -> torch.Tensor:  # fmt: skip
+        return custom_ops.cutlass_scaled_mm(
+            a, b, out_dtype=out_dtype, scale_a=scale_a, scale_b=scale_b, bias=bias
+        )
+
+    common.own["vllm_fp8"] = cutlass_scaled_mm
+
+    class Kernel(cutlass):  # type: ignore[misc]
+        @classmethod
+        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+            if cutlass.__name__ in envs.VLLM_DISABLED_KERNELS:
+                return False, f"falls back to {cutlass.__name__}, which is disabled"
+            if getattr(envs, "VLLM_TEST_FORCE_FP8_MARLIN", False):
+                return False, "leaves fp8 to Marlin, as VLLM_TEST_FORCE_FP8_MARLIN asks"
+            if compute_capability is None:
+                found = platform.get_device_capability()
+                compute_capability = None if found is None else found.to_int()
+            if compute_capability != _HOPPER:
+                return False, "requires compute capability 90 (Hopper)"
+            return super().is_supported(compute_capability)
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            super().process_weights_after_loading(layer)
+            names = self.layer_param_names
+            weight, scale = getattr(layer, names[0]), getattr(layer, names[1])
+            by_row = not self.config.activation_quant_key.scale.group_shape.is_per_tensor()
+            if by_row and scale.numel() == 1:
+                # Kernels have scales for both or for neither; here it is made once, and means the same.
+                columns = scale.data.reshape(1, 1).expand(weight.shape[1], 1).contiguous()
+                replace_parameter(layer, names[1], columns)
+
+        def apply_scaled_mm(
+            self, *, A: torch.Tensor, B: torch.Tensor, out_dtype: torch.dtype, As: torch.Tensor,
+            Bs: torch.Tensor, bias: torch.Tensor | None, output_shape: list[int],
+        ) -> torch.Tensor:  # fmt: skip
+            is_padded = A.shape[1] != B.shape[0] or output_shape[-1] != B.shape[1]
+            if is_padded or (bias is not None and bias.dtype != out_dtype):
+                return super().apply_scaled_mm(
+                    A=A, B=B, out_dtype=out_dtype, As=As, Bs=Bs, bias=bias, output_shape=output_shape
+                )
+            result = torch.ops.tunegemm.engine_scaled_mm(A, B, As, Bs, bias, out_dtype, "vllm_fp8")
+            return result.view(*output_shape)
+
+    Kernel.__name__ = Kernel.__qualname__ = FP8_KERNEL
+    return Kernel
+
+
+def _configuration(*, gates: bool) -> None:
+    def add(config: Any) -> None:
+        if isinstance(config.additional_config, dict) and CONFIG_KEY not in config.additional_config:
+            facts = {"served": common.fingerprint(), "records": common.fingerprint(anywhere=True)}
+            more = {vllm_gates.FACT: "with their product"} if gates else {}
+            config.additional_config = {**config.additional_config, CONFIG_KEY: facts | more}
+
+    def make(own: Any) -> Any:
+        def __post_init__(self: Any) -> None:
+            own(self)
+            _attempt(lambda: add(self))
+
+        return __post_init__
+
+    replace("vllm.config.vllm.VllmConfig.__post_init__", ("self",), make)
+
+
+def _start() -> None:
+    wrapper = "vllm.v1.worker.worker_base.WorkerWrapperBase"
+
+    def before(own: Any) -> Any:
+        def init_device(self: Any) -> None:
+            _attempt(lambda: _prepare(self.vllm_config))
+            own(self)
+
+        return init_device
+
+    def after(own: Any) -> Any:
+        def initialize_from_config(self: Any, kv_cache_configs: list[Any]) -> None:
+            own(self, kv_cache_configs)
+            _attempt(lambda: _report(self))
+
+        return initialize_from_config
+
+    replace(f"{wrapper}.init_device", ("self",), before)
+    replace(f"{wrapper}.initialize_from_config", ("self", "kv_cache_configs"), after)
+
+
+def _prepare(config: Any) -> None:
+    """Before a worker computes. The compile cache's code calls what Inductor is else taught as it traces."""
+    from tunegemm.torch.lowering import lower
+
+    lower(lambda: api.dispatcher)
+    common.lower()
+    given = _facts(config)
+    if vllm_gates.FACT in given:
+        _attempt(lambda: vllm_gates.serve_gates(_before_compiling))
+    if why := common.compared(given.get("records")):
+        _log.warning("tunegemm: %s", why)
+
+
+def _before_compiling(config: Any, graph: torch.fx.GraphModule) -> None:
+    if vllm_gates.FACT in _facts(config):
+        _attempt(partial(vllm_gates.fuse, graph))
+
+
+def _facts(config: Any) -> dict[str, Any]:
+    """What a process that starts an engine says of itself to those that compute."""
+    facts = config.additional_config
+    given = facts.get(CONFIG_KEY) if isinstance(facts, dict) else None
+    return given if isinstance(given, dict) else {}
+
+
+def _report(wrapper: Any) -> None:
+    """Before a worker's first step: the first rank's says what is served; all learn what is not."""
+    _, version = of_engine("vllm.__version__")
+    planner = api.dispatcher.planner
+    most = wrapper.vllm_config.scheduler_config.max_num_batched_tokens
+    what = common.served(wrapper.worker.get_model(), most, asker)
+    if not wrapper.rpc_rank:
+        _log.info(
+            "tunegemm %s in vLLM %s: %s%s; policy %s, records %s",
+            tunegemm.__version__, version, what, vllm_gates.said(), planner.policy,
+            common.fingerprint(anywhere=True),
+        )  # fmt: skip
+
+
+def _attempt(step: Callable[[], object]) -> None:
+    """Nothing that tunegemm says or prepares may end the engine."""
+    try:
+        step()
+    except Exception as error:
+        _log.warning("tunegemm: %s: %s", type(error).__name__, one_line(error))

@@ -1,0 +1,389 @@
+"""`experts`: a whole layer of gated experts, by two products of groups and what lies around them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from tunegemm.describe.epilogue import GATED
+from tunegemm.dispatch import api
+from tunegemm.dispatch.forms import Activation
+from tunegemm.dispatch.fx import node_of, rank
+from tunegemm.dispatch.guards import capturing, deterministic, dispatch_modes, functorch_level, tracing
+from tunegemm.errors import ProblemError
+from tunegemm.generate.routing import MOST_CHOICES
+from tunegemm.groups import grouped, routing
+from tunegemm.groups.grouped import grouped_mm
+from tunegemm.groups.recorded_groups import GroupedCall
+from tunegemm.groups.routing import Gate
+from tunegemm.model.grouped import choose
+
+_GATES = {activation: gate for gate, activation in GATED.items()}
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+}
+
+#: silu's gate, of halves and of rows that take turns.
+_SILUS = tuple(Gate(1.0, float("inf"), 0.0, alternate) for alternate in (False, True))
+
+
+def experts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: Activation | Callable[[torch.Tensor], torch.Tensor] = "silu",
+    interleaved: bool = False,
+    elsewhere: bool = False,
+) -> torch.Tensor:
+    """Compute a layer of gated experts: each token by its chosen experts, weighted and added up.
+
+    Row t of the result is the sum over j of ``weights[t, j] * expert(index[t, j], x[t])``, where expert e is
+    ``(activation(gate) * up) @ down[e].T`` and gate and up are the halves of ``x[t] @ gate_up[e].T``.
+    `grouped_mm` computes and serves both products; without gradients the first one's kernel also applies
+    silu's gate.
+
+    x: (tokens, hidden). gate_up: (experts, 2 inner, hidden). down: (experts, hidden, inner). index, weights:
+    (tokens, chosen), the experts of each token, int64 or int32, and their weights; where torch adds up
+    without gradients, it first rounds the weights to the experts' dtype. gate_up_bias, down_bias: (experts, 2
+    inner) and (experts, hidden). Pass weights with the other layout, as gpt-oss has them, as views, ``.mT``.
+    activation: silu, gelu, gelu_tanh, relu, or a function that turns gate_up's product (rows, 2 inner) into
+    (rows, inner), such as a `Gate`, which has a kernel. interleaved: rows of gate and up alternate, as
+    `interleave` makes them. elsewhere: `index` may have numbers below 0 or from the number of experts on,
+    which name experts of other processes and add nothing here.
+
+    Has gradients. Nothing waits for the device, so a CUDA graph holds for other choices of the router. Raises
+    ProblemError for shapes and dtypes that do not fit, and names them; on a CPU, or with
+    ``TUNEGEMM_CHECK_GROUPS=1``, also for invalid expert numbers.
+    """
+    try:
+        rank(x)
+    except TypeError as error:  # of a proxy
+        words = {
+            "gate_up_bias": gate_up_bias, "down_bias": down_bias, "activation": activation,
+            "interleaved": interleaved, "elsewhere": elsewhere,
+        }  # fmt: skip
+        result: torch.Tensor = node_of(error, experts, (x, gate_up, down, index, weights), words)
+        return result
+    _check(x, gate_up, down, index, weights, activation)
+    given = x, gate_up, down, index, weights, gate_up_bias, down_bias
+    if not index.numel():
+        return _of_nothing(*given)
+    computed = _layer(*given, activation, interleaved, elsewhere)
+    assert computed is not None
+    return computed
+
+
+def served(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """`experts` with silu's gate; None where torch's products would compute it, or gradients are asked.
+
+    out: memory for the result, which is it only where it may be.
+    """
+    count, rows = gate_up.shape[0], index.numel()
+    sides = tuple(gate_up.shape[1:]), tuple(down.shape[1:])
+    if not are_chosen(count, *sides, rows, x.dtype, x.device, ordered=is_ordered()):
+        return None
+    given = x, gate_up, down, index, weights, gate_up_bias, down_bias
+    return _layer(*given, "silu", False, False, served=True, out=out)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def are_chosen(
+    count: int, up: tuple[int, int], down: tuple[int, int], rows: int, dtype: torch.dtype,
+    device: torch.device, ordered: bool = False,
+) -> bool:  # fmt: skip
+    """Whether the table that ships has kernels for both products, the first gated. ordered: see `choose`."""
+    if dtype is not torch.bfloat16 or not rows:
+        return False
+    words: dict[str, Any] = {"gpu": grouped.gpu_of(device), "ordered": ordered}
+    gated = choose(count, *up, rows, gate=_GATES["silu"], **words)
+    return gated is not None and choose(count, *down, rows, **words) is not None
+
+
+def is_ordered() -> bool:
+    """Whether a token's result may not depend on how many tokens there are."""
+    return api.dispatcher.planner.policy.is_batch_invariant
+
+
+def _of_nothing(x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+    """The result of no choices: zeros, whose gradients are zeros of all that has one, as a rank of a training
+    has to give them that got no token.
+    """
+    result = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    for each in (x, *others):
+        if each is not None and each.is_floating_point():
+            result = result + each[:0].sum().to(x.dtype)
+    return result
+
+
+def _layer(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: Any,
+    interleaved: bool,
+    elsewhere: bool,
+    served: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """What `experts` computes. served: None where the first product has no kernel. out: see `served`."""
+    operands = x, gate_up, down, index, weights, gate_up_bias, down_bias
+    traced = torch.compiler.is_compiling()
+    # Without gradients and all that surrounds a call: asked once, not at each product.
+    plain = not traced and grouped.are_plain(*operands) and not grouped.has_gradient(*operands)
+    if served and not plain:
+        return None
+    count, (tokens, chosen) = gate_up.shape[0], index.shape
+    # On a CPU nobody waits for values.
+    if not traced and not elsewhere and (index.device.type == "cpu" or grouped.groups.are_checked()):
+        check_index(index, count)
+    around = routing.routing if plain else None
+    routed = around.route(x, index, count) if around else None
+    nobodys = None
+    if routed is not None:
+        rows, order, ends = routed
+    else:
+        if elsewhere:  # numbers below 0 sort with the others that are nobody's
+            index = index.masked_fill(index < 0, count)
+        ids, order = index.reshape(-1).sort()
+        # Where each group ends: how many rows have an expert up to it.
+        ends = torch.searchsorted(ids, _numbers(count, ids, plain), right=True, out_int32=True)
+        rows = x.expand(chosen, -1).contiguous() if tokens == 1 else x[order // chosen]
+        # Rows behind the last group: results are memory as it was.
+        nobodys = (ids >= count)[:, None] if elsewhere else None
+        if nobodys is not None and rows.requires_grad:  # whose gradients are there memory as it was
+            rows = rows.masked_fill(nobodys, 0)
+    multiply = grouped.groups.below_autograd if plain else grouped.groups
+    inner = None
+    if activation in _GATES:
+        gated = _traced if traced else multiply
+        of_gate = rows, gate_up.mT, ends, gate_up_bias, _GATES[activation], interleaved
+        inner = gated(*of_gate)
+        if inner is None and plain:
+            inner = _recorded(*of_gate)
+    if inner is None:
+        if served:
+            return None
+        both = multiply(rows, gate_up.mT, ends, gate_up_bias) if plain else None
+        if both is None:
+            both = grouped_mm(rows, gate_up.mT, offs=ends, bias=gate_up_bias)
+        gate = _SILUS[interleaved] if activation == "silu" else activation
+        if around is not None and isinstance(gate, Gate):
+            inner = around.gate(both, gate)
+        if inner is None:
+            if nobodys is not None:
+                both = both.masked_fill(nobodys, 0)
+            inner = _gate(both, activation, interleaved)
+    of_rows = multiply(inner, down.mT, ends, down_bias) if plain else None
+    if of_rows is None:
+        of_rows = grouped_mm(inner, down.mT, offs=ends, bias=down_bias)
+    # Of few choices torch's way back takes fewer operators, if `route` is not served, than to make places.
+    if around is not None and (routed is not None or order.shape[0] > MOST_CHOICES or is_ordered()):
+        place = _inverse(order, plain) if routed is None else routed.place
+        combined = around.combine(of_rows, place, ends, weights, out)
+        if combined is not None:
+            return combined if combined.dtype is x.dtype else combined.to(x.dtype)
+        if routed is not None:  # and the other kernel is not there
+            order = _inverse(place.long(), plain)
+            nobodys = (torch.arange(order.shape[0], device=x.device) >= ends[-1])[:, None]
+    if nobodys is not None:
+        of_rows = of_rows.masked_fill(nobodys, 0)
+    if elsewhere:  # whatever the weight is, as `combine` has it
+        weights = weights.masked_fill((index < 0) | (index >= count), 0)
+    return _combined(of_rows, order, weights, plain).to(x.dtype)
+
+
+#: By device, step and size the first multiples of a step. They stay: captured graphs read them.
+kept_numbers: dict[tuple[torch.device, int, int], torch.Tensor] = {}
+_LEAST_KEPT, _MOST_KEPT = 4096, 1 << 20
+
+
+def _numbers(count: int, like: torch.Tensor, plain: bool, step: int = 1) -> torch.Tensor:
+    """0, step, 2 step, ...: so many, of the dtype and on the device of a tensor.
+
+    plain: whether they may be kept, for all layers and calls.
+    """
+    if plain and count <= _MOST_KEPT and like.dtype is torch.int64:
+        size = max(_LEAST_KEPT, 1 << (count - 1).bit_length())
+        key = like.device, step, size
+        found = kept_numbers.get(key)
+        if found is None and not capturing(like.device):
+            # From the host, for which it waits: any stream may read them from then on.
+            found = torch.arange(0, size * step, step, device="cpu").to(like.device)
+            kept_numbers[key] = found
+        if found is not None:
+            return found[:count]
+    return torch.arange(0, count * step, step, device=like.device, dtype=like.dtype)
+
+
+def _gate(both: torch.Tensor, activation: Any, interleaved: bool) -> torch.Tensor:
+    """The gated product of rows of gate and up."""
+    if callable(activation):
+        return activation(both)
+    gate, up = (both[:, 0::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=-1)
+    return _ACTIVATIONS[activation](gate) * up
+
+
+def _recorded(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None,
+    gate: str,
+    interleaved: bool,
+) -> torch.Tensor | None:
+    """The gated product by torch, as one of a recording; None where none is made."""
+    if (observe := api.dispatcher.planner.observe_groups) is None:
+        return None
+    call = GroupedCall("experts", a, b, offs, bias, gate=gate)
+    observed: torch.Tensor = observe(
+        call, lambda: _gate(grouped_mm(a, b, offs=offs, bias=bias), GATED[gate], interleaved)
+    )
+    return observed
+
+
+def _traced(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None,
+    gate: str,
+    interleaved: bool,
+) -> torch.Tensor | None:
+    """The gated product while a graph is traced: an operator without gradients; None where they are asked."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias)):
+        return None
+    if not grouped.is_traced_well(a, b, offs):
+        return None
+    result: torch.Tensor = torch.ops.tunegemm.gated_grouped_mm(a, b, offs, bias, gate, interleaved)
+    return result
+
+
+def _define() -> None:
+    """Registers the operator."""
+    library = torch.library.Library("tunegemm", "FRAGMENT")
+    _kept.append(library)
+    library.define(
+        "gated_grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias, str gate, bool interleaved)"
+        " -> Tensor",
+        tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+    )
+
+    def compute(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor:
+        given = a, b, offs, bias, gate, interleaved
+        result = None if deterministic() else grouped.groups.below_autograd(*given)
+        if result is None:
+            result = _recorded(*given)
+        if result is not None:
+            return result
+        return _gate(grouped_mm(a, b, offs=offs, bias=bias), GATED[gate], interleaved)
+
+    def fake(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor:
+        return a.new_empty((a.shape[0], b.shape[2] // 2))
+
+    library.impl("gated_grouped_mm", compute, "CompositeExplicitAutograd")
+    torch.library.register_fake("tunegemm::gated_grouped_mm", fake, lib=library)
+
+
+_kept: list[Any] = []
+_define()
+
+
+def _inverse(order: torch.Tensor, plain: bool) -> torch.Tensor:
+    """Where each number lies in an order of all."""
+    return torch.empty_like(order).scatter_(0, order, _numbers(order.shape[0], order, plain))
+
+
+def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, plain: bool) -> torch.Tensor:
+    """Rows in the experts' order, weighted and added up for each token, in fp32."""
+    if torch.compiler.is_compiling() or (
+        torch.is_grad_enabled() and (result.requires_grad or weights.requires_grad)
+    ):
+        # To copy rows back by their numbers has a gradient that is a look-up, where a look-up's would add.
+        of_tokens = torch.empty_like(result).index_copy(0, order, result).view(*weights.shape, -1)
+        return (of_tokens * weights.unsqueeze(-1)).sum(dim=1)
+    tokens, chosen = weights.shape
+    weights = weights.to(result.dtype).reshape(-1)
+    if tokens == 1 and not is_ordered():
+        return torch.mv(result.mT, weights[order])[None]
+    first = _numbers(tokens, order, plain, chosen)
+    # Mode 0 is a sum. torch.nn.functional's makes `first` anew at each call.
+    return torch.embedding_bag(result, _inverse(order, plain), first, False, 0, False, weights)[0]
+
+
+def _check(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, activation: Any) -> None:
+    """Raises ProblemError for operands that are none of a layer."""
+    if not callable(activation) and activation not in _ACTIVATIONS:
+        raise ProblemError(
+            f"activation {activation!r} has no gated form; use {', '.join(_ACTIVATIONS)}, or a function"
+        )
+    if not (x.ndim == 2 and gate_up.ndim == down.ndim == 3) or (
+        gate_up.shape[2] != x.shape[1] or down.shape != (gate_up.shape[0], x.shape[1], gate_up.shape[1] // 2)
+    ):
+        raise ProblemError(
+            f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}, down {tuple(down.shape)}; give (tokens, "
+            "hidden), (experts, 2 inner, hidden) and (experts, hidden, inner)"
+        )
+    if not gate_up.shape[0]:
+        raise ProblemError(f"gate_up {tuple(gate_up.shape)} has no experts; give one at least")
+    if x.dtype is not gate_up.dtype or down.dtype is not gate_up.dtype:
+        raise ProblemError(
+            f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; give all of one dtype"
+        )
+    if index.ndim != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
+        raise ProblemError(
+            f"index {tuple(index.shape)} and weights {tuple(weights.shape)} of {x.shape[0]} tokens; "
+            "give both as (tokens, experts of each)"
+        )
+    if index.dtype not in (torch.int64, torch.int32):
+        raise ProblemError(f"index is {index.dtype}; give numbers of experts: index.to(torch.int64)")
+    if not weights.is_floating_point():
+        raise ProblemError(f"weights are {weights.dtype}; give floats: weights.to(x.dtype)")
+
+
+def check_index(index: torch.Tensor, count: int) -> None:
+    """Raises ProblemError for numbers of no expert. Waits for the device."""
+    if not _has_values(index):
+        return
+    least, most = (int(each) for each in index.aminmax())
+    if least < 0 or most >= count:
+        raise ProblemError(
+            f"index names expert {least if least < 0 else most} of {count}; give numbers from 0 on, those "
+            "of experts of other processes with elsewhere=True"
+        )
+
+
+def _has_values(index: torch.Tensor) -> bool:
+    """Whether values are known now: not of traced code, nor while a graph is captured."""
+    return index.numel() > 0 and not (
+        index.device.type == "meta"
+        or dispatch_modes()
+        or functorch_level() is not None
+        or tracing()
+        or capturing(index.device)
+    )

@@ -1,0 +1,577 @@
+"""`grouped_mm`: rows in groups, each multiplied by weights of its own, as layers of experts do.
+
+The kernel reads on the device where groups end, so that a launch, and a CUDA graph of it, holds for every
+division of the rows. Which kernel that is a record says (`tunegemm tune --groups`), or else the table that
+ships; what no kernel is known to be faster for is torch's own call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from tunegemm.describe.device import find_device
+from tunegemm.describe.problem import Problem
+from tunegemm.dispatch import api
+from tunegemm.dispatch.autograd import PLAIN
+from tunegemm.dispatch.fx import node_of, rank
+from tunegemm.dispatch.guards import (
+    capturing,
+    current_device,
+    deterministic,
+    dispatch_modes,
+    functorch_level,
+    grad_enabled,
+    is_lazy,
+    tracing,
+)
+from tunegemm.dispatch.modes import read_check_groups
+from tunegemm.dispatch.operands import ALIGNMENT
+from tunegemm.dispatch.planning import LOOK_SECONDS, MAX_PLANS
+from tunegemm.errors import ArtifactError, ProblemError, TunegemmError, one_line
+from tunegemm.generate import along_k
+from tunegemm.generate import grouped as kernels
+from tunegemm.generate.along_k import AlongK
+from tunegemm.generate.cublaslt import is_torch
+from tunegemm.generate.grouped import GroupedKernel
+from tunegemm.generate.grouped.operands import objection
+from tunegemm.generate.takes import NotTaken
+from tunegemm.groups import routing
+from tunegemm.groups.objects import compiled
+from tunegemm.model.grouped import FP8, AlongKChoice, GroupedChoice, choose, choose_along_k
+from tunegemm.store.checks import record_objection
+from tunegemm.store.record import Record
+
+#: What kernels multiply, as the table names it.
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: FP8}
+#: Launches into an output: of a, the weights as (groups, N, K), the output, the groups' ends, the bias or
+#: None, and scales of a's rows or None; of fp8 products those of b's columns are in the bias' place. Of
+#: groups along k: of a's transpose, b, the output, the groups' ends.
+Launch = Callable[..., None]
+#: Gives the launch for operands that are laid out as these, and for whether gate and up are interleaved. Both
+#: raise NotTaken for what the kernel does not take.
+Kernel = Callable[..., Launch]
+
+
+def grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Products of groups, with the meaning of ``torch.nn.functional.grouped_mm``.
+
+    For a (rows, k) and b (groups, k, n), row r of the result is ``a[r] @ b[g]``, where g is the group that r
+    is in: ``offs``, int32 (groups) on the same device, holds for each group the row behind its last. Groups
+    may be empty, and of any size; rows behind the last group are left as the memory was. `bias`, which torch
+    refuses, is (n), or (groups, n): a line for each group.
+
+    For a (m, rows) and b (rows, n) groups lie along k, as in the gradient of weights: the result is
+    (groups, m, n), ``a[:, r] @ b[r]`` of the rows r of each group, zeros where it has none.
+
+    Our kernels serve bf16 on Hopper where they are known to be faster, and fp16 where bf16's are, but not
+    along k: b's k or n contiguous, along k a's m and b's n; n a multiple of 8, addresses and strides of 16
+    bytes. Nothing needs tuning; `refresh` and ``TUNEGEMM_MODE=off`` do what they do for `matmul`, and of
+    policies `max_sms`. All else is torch's call with the arguments that were given: both operands of three
+    dimensions, another `out_dtype`, other devices, subclasses, modes, transforms, deterministic mode.
+    Gradients of a and b are such products, too; those of products along k are torch's. A CUDA graph holds for
+    other divisions of as many rows, too, and has our kernel if the call was made once before. torch.compile
+    holds it as the operator `tunegemm::grouped_mm`.
+
+    Raises what torch raises, or ProblemError that names what is wrong with groups or bias. The values of
+    `offs`, which are on the device, nobody checks, unless ``TUNEGEMM_CHECK_GROUPS=1``: no group reaches
+    beyond the rows, whatever they are.
+    """
+    try:
+        if torch.compiler.is_compiling():
+            return _traced(a, b, offs, bias, out_dtype)
+        if offs is not None:
+            rank(a)  # of a proxy it is a TypeError
+            rank(b)
+            if out_dtype in (None, a.dtype):
+                result = groups(a, b, offs, bias)
+                if result is not None:
+                    return result
+    except RuntimeError:  # tensors without memory: torch says what is to be said
+        pass
+    except TypeError as error:
+        words = {"offs": offs, "bias": bias, "out_dtype": out_dtype}
+        return node_of(error, grouped_mm, (a, b), words, by_torch)
+    return by_torch(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
+
+
+class _Plan(NamedTuple):
+    """What is done with calls of one key."""
+
+    kernel: Kernel | None
+    """None where torch computes them."""
+    launch: Launch | None = None
+    """The kernel's for operands of the key, once there were some."""
+    again: float = float("inf")
+    """When to look for a kernel again, on the monotonic clock: where one is compiled meanwhile."""
+
+
+_TORCHS = _Plan(None)
+
+
+class _Known:
+    """What is known of groups under one state of the planner: another policy has another."""
+
+    def __init__(self, are_checked: bool) -> None:
+        self.are_checked = are_checked
+        self.plans: dict[Hashable, _Plan] = {}
+        self.kernels: dict[tuple[GroupedChoice | AlongKChoice, int], Kernel] = {}
+        """What was loaded, by kernel and device."""
+
+
+class Groups:
+    """Computes products of groups by kernels: those of the process are `groups`."""
+
+    def __init__(self, load: Callable[[Any, int], Kernel | None] | None = None) -> None:
+        """load: the kernel of a choice on a device by its number, or None until it is compiled."""
+        self.load = load or self._load_compiled
+        """The kernel of a choice on a device by its number; None until it is compiled."""
+
+    def __call__(
+        self, a: Any, b: Any, offs: Any, bias: Any, gate: str = "", interleaved: bool = False
+    ) -> torch.Tensor | None:
+        """The product, by a kernel; None where torch is to compute it.
+
+        gate: a gated step such as ``swiglu``; b's columns are then gate's and up's, halves or `interleaved`.
+        """
+        if not are_plain(a, b, offs, bias):
+            return None
+        if has_gradient(a, b, bias):
+            if gate or not is_traced_well(a, b, offs):
+                return None
+            return _added(torch.ops.tunegemm.grouped_mm(a, b, offs, None), offs, bias)
+        return self.below_autograd(a, b, offs, bias, gate, interleaved)
+
+    def are_checked(self) -> bool:
+        """Whether values on the device are looked at, for which the host waits: ``TUNEGEMM_CHECK_GROUPS``."""
+        return self._known().are_checked
+
+    @property
+    def kernels(self) -> dict[tuple[GroupedChoice | AlongKChoice, int], Kernel]:
+        """What was loaded under the policy of this context, by kernel and device."""
+        return self._known().kernels
+
+    def _known(self) -> _Known:
+        planner = api.dispatcher.planner
+        kept = planner.state.kept
+        known: _Known | None = kept.get(self)
+        if known is None:
+            known = kept.setdefault(self, _Known(read_check_groups(planner.notices.warn)))
+        return known
+
+    def below_autograd(
+        self,
+        a: Any,
+        b: Any,
+        offs: Any,
+        bias: Any,
+        gate: str = "",
+        interleaved: bool = False,
+        scales: Any = None,
+    ) -> torch.Tensor | None:
+        """The same without a look at gradients: for calls below autograd.
+
+        scales: of rows of fp8; those of b's columns are then in the place of bias.
+        """
+        known = self._known()
+        if known.are_checked:
+            check_ends(offs, a.shape[b.ndim == 2])
+        key = _key(a, b, offs, bias, gate, interleaved, scales)
+        plan = known.plans.get(key)
+        if plan is None or time.monotonic() > plan.again:
+            plan = self._make_plan(known, key, a, b, offs, bias, gate, scales)
+        if plan.kernel is None or any(map(is_lazy, (a, b) if bias is None else (a, b, bias))):
+            return None
+        operands: tuple[Any, ...]
+        words: dict[str, Any] = {}
+        if b.ndim == 2:
+            result = a.new_empty((offs.shape[0], a.shape[0], b.shape[1]))
+            operands = a.mT, b, result, offs
+        else:
+            weights = b.mT
+            dtype = a.dtype if scales is None else torch.bfloat16
+            result = a.new_empty((a.shape[0], weights.shape[1] // (2 if gate else 1)), dtype=dtype)
+            if bias is not None and bias.ndim == 1:
+                bias = bias.expand(weights.shape[:2])
+            operands, words = (a, weights, result, offs, bias, scales), {"interleaved": interleaved}
+        try:
+            launch = plan.launch
+            if launch is None:
+                launch = plan.kernel(*operands, **words)
+                known.plans[key] = plan._replace(launch=launch)
+            launch(*operands)
+        except NotTaken:
+            return None
+        except (RuntimeError, ValueError) as error:
+            if capturing(a.device):
+                raise
+            known.plans[key] = _TORCHS
+            api.dispatcher.planner.notices.warn(
+                f"the kernel for {tuple(a.shape)} x {tuple(b.shape)} in groups failed to launch "
+                f"({one_line(error)}); tunegemm falls back to torch"
+            )
+            return None
+        return result
+
+    def _make_plan(
+        self, known: _Known, key: Hashable, a: Any, b: Any, offs: Any, bias: Any, gate: str, scales: Any
+    ) -> _Plan:
+        planner = api.dispatcher.planner
+        do_fit = fits(a, b, offs, bias, planner.device_type, gated=bool(gate), scales=scales)
+        if planner.is_off or not do_fit:
+            plan = _TORCHS
+        elif torch.cuda._is_in_bad_fork() or capturing(a.device):
+            self._warn_of_order(a, b, "is captured before it was computed once, and")
+            return _TORCHS  # not kept: a kernel is not loaded now
+        else:
+            plan = self._found(known, a, b, offs, gate)
+        if plan.kernel is None and not planner.is_off:
+            self._warn_of_order(a, b, "has no kernel here, and")
+        if len(known.plans) >= MAX_PLANS:
+            known.plans.clear()
+        known.plans[key] = plan
+        return plan
+
+    def _warn_of_order(self, a: Any, b: Any, why: str) -> None:
+        """That a policy's promise of one order of sums does not hold for a product of rows in groups."""
+        planner = api.dispatcher.planner
+        if planner.policy.is_batch_invariant and b.ndim == 3 and a.device.type == planner.device_type:
+            planner.notices.warn(
+                f"a product of {tuple(a.shape)} and {tuple(b.shape)} in groups {why} is torch's: "
+                f"{planner.policy} does not hold",
+                about=("order of groups", why, tuple(b.shape), b.dtype),
+            )
+
+    def _found(self, known: _Known, a: Any, b: Any, offs: Any, gate: str) -> _Plan:
+        """The plan for operands that fit."""
+        planner = api.dispatcher.planner
+        try:
+            choice: GroupedChoice | AlongKChoice | None
+            if b.ndim == 2:
+                extents = offs.shape[0], a.shape[0], b.shape[1], b.shape[0]
+                choice = choose_along_k(*extents, gpu=gpu_of(a.device))
+            else:
+                extents = b.shape[0], b.shape[2], b.shape[1], a.shape[0]
+                dtype, major = _DTYPES[a.dtype], "k" if b.stride(1) == 1 else "n"
+                record = _record(*extents, a.device, dtype=dtype, gate=gate, b_major=major)
+                ordered = planner.policy.is_batch_invariant
+                if record is None or (ordered and is_torch(record.candidate)):
+                    choice = choose(
+                        *extents, gpu=gpu_of(a.device), dtype=dtype, gate=gate, major=major, ordered=ordered
+                    )
+                else:
+                    choice = _choice_of(record)
+            if choice is None:
+                return _TORCHS
+            place = choice, a.device.index or 0
+            kernel = known.kernels.get(place) or self.load(*place)
+        except (TunegemmError, OSError, RuntimeError) as error:
+            planner.notices.warn(
+                f"kernels of groups cannot run on {a.device}: {one_line(error)}; tunegemm.grouped_mm falls "
+                "back to torch"
+            )
+            return _TORCHS
+        if kernel is None:
+            return _Plan(None, again=time.monotonic() + LOOK_SECONDS)
+        known.kernels[place] = kernel
+        return _Plan(kernel)
+
+    def _load_compiled(self, choice: GroupedChoice | AlongKChoice, index: int) -> Kernel | None:
+        planner = api.dispatcher.planner
+        whole = find_device(f"cuda:{index}")
+        device = planner.policy.device(whole)
+        if device.architecture.compile_target != kernels.TARGET:
+            raise ArtifactError(f"{device.name} is no Hopper GPU")
+        if (missing := kernels.unavailable(launching=True)) is not None:
+            raise ArtifactError(missing)
+        is_whole = device.sm_count == whole.sm_count  # which the kernel of few rows fills
+        if isinstance(choice, GroupedChoice) and choice.is_few and is_whole:
+            return routing.few(choice.config, index)
+        words: dict[str, Any] = {"blocks": device.sm_count, "swizzle_size": choice.swizzle_size}
+        if isinstance(choice, GroupedChoice):
+            words["l2_hint"] = choice.l2_hint
+            artifact = compiled(kernels.NAME, kernels.kernel_key(choice.config))
+        else:
+            artifact = compiled(along_k.NAME, along_k.kernel_key(choice.config))
+        if artifact is None:
+            return None
+        load: Any = GroupedKernel.load if isinstance(choice, GroupedChoice) else AlongK.load
+        with torch.cuda.device(index):
+            kernel = load(choice.config, artifact.path)
+        of = partial(kernel.of, **words)
+
+        def of_there(*operands: Any, **words: Any) -> Launch:
+            launch = of(*operands, **words)
+
+            def launch_there(*operands: Any) -> None:
+                if current_device() == index:
+                    launch(*operands)
+                else:
+                    with torch.cuda.device(index):
+                        launch(*operands)
+
+            return launch_there
+
+        return of_there
+
+
+def _key(
+    a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool, scales: Any = None
+) -> tuple[Any, ...]:
+    """All that a plan depends on."""
+    addresses = a.data_ptr() | b.data_ptr()
+    key: tuple[Any, ...] = (
+        a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device, offs.shape,
+        offs.stride(), offs.dtype, offs.device, addresses % ALIGNMENT == 0, gate, interleaved,
+    )  # fmt: skip
+    if bias is not None:
+        key += (bias.shape, bias.stride(), bias.dtype, bias.device)
+    if scales is not None:
+        key += (scales.shape, scales.stride(), scales.dtype, scales.device)
+    return key
+
+
+@cache
+def gpu_of(device: torch.device) -> str:
+    """The name of a GPU; empty for other devices."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def are_plain(*operands: torch.Tensor | None) -> bool:
+    """Whether kernels may compute what is asked of operands: no subclasses, and no modes or transforms."""
+    return all(each is None or type(each) in PLAIN for each in operands) and not (
+        deterministic()
+        or dispatch_modes()
+        or functorch_level() is not None
+        or tracing()
+        or forward_ad._current_level >= 0
+    )
+
+
+def has_gradient(*operands: torch.Tensor | None) -> bool:
+    """Whether a gradient of a product of operands is asked for."""
+    return grad_enabled() and any(each is not None and each.requires_grad for each in operands)
+
+
+def _record(groups: int, n: int, k: int, rows: int, device: torch.device, **kind: str) -> Record | None:
+    """What was tuned of such a product."""
+    try:
+        problem = Problem.of_groups(rows, n, k, groups, **kind)
+    except ProblemError:  # which nobody tunes: one group, or lines that TMA does not take packed
+        return None
+    return api.dispatcher.planner.recorded_groups(problem, device.index or 0)
+
+
+def _choice_of(record: Record) -> GroupedChoice | None:
+    """The kernel of a record; None where it says that torch's is the fastest. Raises ArtifactError."""
+    if is_torch(record.candidate):
+        return None
+    if wrong := record_objection(record):
+        raise ArtifactError(f"the record of {record.problem} cannot run here: {wrong}")
+    config = kernels.config_of(record.problem, record.candidate)
+    return GroupedChoice(config, *kernels.launch_arguments(record.candidate))
+
+
+def fits(
+    a: Any,
+    b: Any,
+    offs: Any,
+    bias: Any,
+    device_type: str = "cuda",
+    *,
+    gated: bool = False,
+    scales: Any = None,
+) -> bool:
+    """Whether kernels read these operands as and where they lie; groups are along k if b has 2 dimensions."""
+    if a.device.type != device_type or (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
+        return False
+    if b.ndim == 2:
+        return bias is None and a.ndim == 2 and not along_k.objection(a.mT, b, offs)
+    if b.ndim != 3 or a.dtype not in _DTYPES:
+        return False
+    if bias is not None and bias.ndim == 1 and scales is None:
+        bias = bias.expand(b.shape[0], -1)
+    if scales is not None and b.shape[2] % 16:  # which torch refuses
+        return False
+    kind: dict[str, Any] = {"dtype": _DTYPES[a.dtype], "gated": gated, "n_major": b.stride(1) != 1}
+    return not objection(a, b.mT, offs, bias, scales, **kind)
+
+
+#: What serves the process.
+groups = Groups()
+
+
+def by_torch(
+    a: Any, b: Any, *, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """torch's own, and the bias that it does not have added to it."""
+    if bias is not None and offs is not None and isinstance(offs, torch.Tensor):
+        if wrong := _wrong_bias(a, b, bias):
+            raise ProblemError(wrong)
+        return _added(by_torch(a, b, offs=offs, out_dtype=out_dtype), offs, bias)
+    if isinstance(offs, torch.Tensor) and b.ndim == 3 and not b.shape[0]:  # whose rows torch leaves undefined
+        raise ProblemError(f"b has shape {tuple(b.shape)}, no groups; give weights of one at least")
+    try:
+        return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
+    except RuntimeError as error:
+        if wrong := _wrong_groups(a, b, offs):
+            raise ProblemError(wrong) from error
+        raise
+
+
+def check_ends(offs: torch.Tensor, rows: int) -> None:
+    """Raises ProblemError for ends of groups that do not ascend from 0 to so many rows. Waits for the device.
+
+    While a graph is captured nothing is known of values, nor of tensors without memory.
+    """
+    if offs.device.type == "meta" or dispatch_modes() or capturing(offs.device):
+        return
+    before = 0
+    for group, end in enumerate(offs.reshape(-1).tolist()):
+        if not before <= end <= rows:
+            raise ProblemError(
+                f"offs[{group}] is {end}, behind {before} and of {rows} rows; give ends that ascend: "
+                "sizes.cumsum(0)"
+            )
+        before = end
+
+
+def _wrong_groups(a: Any, b: Any, offs: Any) -> str:
+    """What is wrong with the groups of a product that torch refused; empty where it is something else."""
+    if not isinstance(offs, torch.Tensor) or b.ndim != 3:
+        return ""
+    if a.ndim != 2:
+        return "" if a.ndim == 3 else f"a has shape {tuple(a.shape)}; give (rows, k)"
+    if offs.dtype is not torch.int32:
+        return f"offs are {offs.dtype}; give int32 ones: offs.to(torch.int32)"
+    if offs.shape != b.shape[:1]:
+        return f"offs have shape {tuple(offs.shape)}, b has {b.shape[0]} groups; give the end of each group"
+    if offs.device != a.device or b.device != a.device:
+        return f"a is on {a.device}, b on {b.device}, offs on {offs.device}; give all on one device"
+    if a.shape[1] != b.shape[1]:
+        return f"a has k {a.shape[1]} and b {b.shape[1]}; give a (rows, k) and b (groups, k, n)"
+    if a.dtype is not b.dtype:
+        return f"a is {a.dtype}, b {b.dtype}; give both of one dtype"
+    for name, each in (("a", a), ("b", b)):
+        if (address := _address(each)) % ALIGNMENT:
+            return f"{name} begins at {address:#x}, not a multiple of {ALIGNMENT} bytes; clone() it"
+        *_, across, along = each.stride()
+        if 1 not in (across, along):
+            return f"{name} has strides {each.stride()}; give one with k or n contiguous: {name}.contiguous()"
+        if any(stride * each.element_size() % ALIGNMENT for stride in each.stride() if stride != 1):
+            return (
+                f"{name} has strides {each.stride()}, of {each.element_size()} bytes; give multiples of "
+                f"{ALIGNMENT} bytes: {name}.contiguous(), of n and k that are multiples"
+            )
+    return ""
+
+
+def _address(tensor: Any) -> int:
+    """Where a tensor lies; 0 for such as have no memory."""
+    try:
+        return int(tensor.data_ptr())
+    except RuntimeError:
+        return 0
+
+
+def _wrong_bias(a: Any, b: Any, bias: Any) -> str:
+    """Why a bias cannot be added to the product of groups of rows; empty where it can."""
+    if not isinstance(bias, torch.Tensor) or a.ndim != 2 or b.ndim != 3:
+        return "bias is for a (rows, k) and b (groups, k, n); add it to other products"
+    if bias.shape not in ((b.shape[2],), (b.shape[0], b.shape[2])):
+        return f"bias has shape {tuple(bias.shape)}; give ({b.shape[2]},) or {(b.shape[0], b.shape[2])}"
+    if bias.device != a.device:
+        return f"bias is on {bias.device}, a on {a.device}; give both on one device"
+    return ""
+
+
+def _added(product: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A product of groups, and to each row its group's bias. What is behind the last group has no meaning."""
+    if bias is None:
+        return product
+    if bias.ndim == 2:
+        rows = torch.arange(product.shape[0], device=product.device, dtype=offs.dtype)
+        bias = bias[torch.searchsorted(offs, rows, right=True).clamp_(max=bias.shape[0] - 1)]
+    return product + bias.to(product.dtype)
+
+
+# ---- traced code, and gradients ---------------------------------------------------------------------
+
+
+def is_traced_well(a: Any, b: Any, offs: Any) -> bool:
+    """Whether the operator has a meaning for operands: what it does not take is torch's to refuse."""
+    return (
+        a.device.type == b.device.type == offs.device.type == api.dispatcher.planner.device_type
+        and a.ndim == 2
+        and b.ndim == 3
+        and a.dtype is b.dtype is torch.bfloat16
+        and offs.dtype is torch.int32
+    )
+
+
+def _traced(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """`grouped_mm` while a graph is traced."""
+    if offs is None or out_dtype not in (None, torch.bfloat16) or not is_traced_well(a, b, offs):
+        return by_torch(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
+    if bias is not None and torch.is_grad_enabled() and bias.requires_grad:
+        return _added(torch.ops.tunegemm.grouped_mm(a, b, offs, None), offs, bias)
+    result: torch.Tensor = torch.ops.tunegemm.grouped_mm(a, b, offs, bias)
+    return result
+
+
+def _define() -> None:
+    """Registers the operators; gradients are products of groups again, those of b along k."""
+    library = torch.library.Library("tunegemm", "FRAGMENT")
+    _kept.append(library)
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+    library.define("grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None) -> Tensor", tags=tags)
+    library.define("grouped_along_k(Tensor a, Tensor b, Tensor offs) -> Tensor", tags=tags)
+
+    def compute(a: Any, b: Any, offs: Any, bias: Any = None) -> torch.Tensor:
+        result = None if deterministic() else groups.below_autograd(a, b, offs, bias)
+        return by_torch(a, b, offs=offs, bias=bias) if result is None else result
+
+    def fake(a: Any, b: Any, offs: Any, bias: Any = None) -> torch.Tensor:
+        return torch._grouped_mm(a, b, offs=offs)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[:3])
+
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        a, b, offs = ctx.saved_tensors
+        if 0 in grad.stride():  # of a sum, say, whose lines torch's product does not take
+            grad = grad.contiguous()
+        of_a = torch.ops.tunegemm.grouped_mm(grad, b.mT, offs) if ctx.needs_input_grad[0] else None
+        of_b = None
+        if ctx.needs_input_grad[1]:
+            # Laid out as the weight is, k contiguous. Of the gradient's own gradients torch knows.
+            along = torch._grouped_mm if grad_enabled() else torch.ops.tunegemm.grouped_along_k
+            of_b = along(grad.t(), a, offs).mT
+        return of_a, of_b, None, None
+
+    for name in ("grouped_mm", "grouped_along_k"):
+        library.impl(name, compute, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"tunegemm::{name}", fake, lib=library)
+    torch.library.register_autograd("tunegemm::grouped_mm", backward, setup_context=keep, lib=library)
+
+
+_kept: list[Any] = []
+_define()

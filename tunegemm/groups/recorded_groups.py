@@ -1,0 +1,123 @@
+"""What a call of torch's grouped products, or of ours with a gate, asks for: one row of a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tunegemm.describe.problem import (
+    GROUPED,
+    MAX_ALIGNMENT,
+    Problem,
+    contiguous_mode,
+    normalize_dtype,
+)
+from tunegemm.describe.workload.products import Kind
+from tunegemm.errors import ProblemError
+from tunegemm.groups.grouped import fits
+
+#: ATen's operators, and their arguments.
+OPERATORS = {
+    "_grouped_mm": ("a", "b", "offs", "bias", "out_dtype"),
+    "_scaled_grouped_mm": (
+        "a", "b", "scale_a", "scale_b", "offs", "bias", "scale_result", "out_dtype", "use_fast_accum",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GroupedCall:
+    """A product whose rows are in groups, or what torch calls by the same name."""
+
+    op: str
+    """ATen's operator, without its underscore, or ``experts``."""
+    a: torch.Tensor
+    b: torch.Tensor
+    offs: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    scale_a: torch.Tensor | None = None
+    scale_b: torch.Tensor | None = None
+    scale_result: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    use_fast_accum: bool = False
+    gate: str = ""
+
+    @classmethod
+    def of(cls, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> GroupedCall:
+        """That of an operator of ATen."""
+        given = zip(OPERATORS[name], arguments, strict=False)
+        words = {"a" if key == "self" else "b" if key == "mat2" else key: keywords[key] for key in keywords}
+        return cls(name.strip("_"), **dict(given), **words)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All but a and b."""
+        every = self.offs, self.bias, self.scale_a, self.scale_b, self.scale_result
+        return [tensor for tensor in every if tensor is not None]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What it is apart from its tensors."""
+        given = tuple(tensor is not None for tensor in (self.offs, self.bias, self.scale_result))
+        return self.op, self.gate, self.out_dtype, self.use_fast_accum, given
+
+    def kind(self, result: torch.Tensor) -> Kind:
+        """The problem that `tunegemm.grouped_mm` and its kin look up; of what is torch's, as far as there are
+        words, and why.
+        """
+        a, b, groups = self.a, self.b, len(self.offs if self.offs is not None else self.b)
+        majors = mode_of(a, "m", "k", "k"), mode_of(b, "k", "n", "k"), mode_of(result, "m", "n", "n")
+        found = Kind(
+            a.shape[-2], b.shape[-1], a.shape[-1], groups, dtype_of(a), dtype_of(result), *majors,
+            MAX_ALIGNMENT, self.op, "none" if self.bias is None else "vector", device=a.device.type,
+            epilogue=GROUPED, refusal=self._refusal(),
+        )  # fmt: skip
+        try:
+            if not found.refusal:
+                problem = Problem.of_groups(
+                    found.m, found.n, found.k, groups, dtype=found.in_dtype, gate=self.gate,
+                    b_major=found.b_major,
+                )  # fmt: skip
+                return replace(found, epilogue=problem.epilogue)
+        except ProblemError as error:
+            return replace(found, refusal=str(error))
+        return found
+
+    def _refusal(self) -> str:
+        """Why no kernel computes it, whatever is tuned; empty where one may."""
+        a, b = self.a, self.b
+        if a.ndim == b.ndim == 2:
+            return "its groups lie along k, as a weight's gradient's do, for which nothing is tuned"
+        if self.offs is None or (a.ndim, b.ndim) != (2, 3):
+            return "its groups are not groups of a's rows, for which there are kernels"
+        scaled = self.scale_a is not None
+        if scaled and (self.bias is not None or self.scale_result is not None or not self.use_fast_accum):
+            return "kernels of scaled groups take no bias, no scale of the result, and use_fast_accum=True"
+        out_dtype = "bf16" if scaled else dtype_of(a)
+        if self.out_dtype is not None and normalize_dtype(self.out_dtype) != out_dtype:
+            return f"kernels of such groups store {out_dtype}, not {self.out_dtype}"
+        beside = self.scale_b if scaled else self.bias
+        words: dict[str, Any] = {"gated": bool(self.gate), "scales": self.scale_a}
+        is_aligned = (a.data_ptr() | b.data_ptr()) % MAX_ALIGNMENT == 0
+        if not is_aligned or not fits(a, b, self.offs, beside, a.device.type, **words):
+            return "its operands are of another dtype, or lie otherwise, than kernels of groups read"
+        return ""
+
+
+def mode_of(tensor: torch.Tensor, rows: str, columns: str, prefer: str) -> str:
+    """The contiguous mode of two; empty where neither is."""
+    try:
+        return contiguous_mode(tensor, row_mode=rows, column_mode=columns, prefer=prefer)
+    except ProblemError:
+        return ""
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    """Its short name, or torch's of what has none."""
+    try:
+        return normalize_dtype(str(tensor.dtype))
+    except ProblemError:
+        return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,356 @@
+"""What a layer of experts does around its products, by kernels: tokens to rows in groups, a gate, and back.
+
+Each step says None where torch is to do it: on other devices and dtypes, for more choices than `route`
+compares, until its kernel is compiled, and where `SERVED` does not name it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from tunegemm.describe.device import find_device
+from tunegemm.dispatch import api
+from tunegemm.dispatch.guards import capturing, is_lazy
+from tunegemm.dispatch.operands import ALIGNMENT
+from tunegemm.dispatch.planning import LOOK_SECONDS, MAX_PLANS
+from tunegemm.errors import ArtifactError, TunegemmError, one_line
+from tunegemm.generate import routing as kernels
+from tunegemm.generate.grouped.config import GroupedConfig
+from tunegemm.generate.grouped.operands import objection, output_objection
+from tunegemm.generate.takes import UNIT_BYTES, NotTaken
+from tunegemm.groups.objects import compiled
+
+#: Gives the launch, which takes tensors, of a kernel's blocks and numbers: `tunegemm.generate.routing.load`.
+Bind = Callable[..., "Launch"]
+Launch = Callable[..., None]
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Routed(NamedTuple):
+    """Tokens as rows in groups."""
+
+    rows: torch.Tensor
+    place: torch.Tensor
+    """int32, for each choice of each token: its row."""
+    ends: torch.Tensor
+
+
+class Gate(NamedTuple):
+    """``(up + offset) * gate * sigmoid(slope * gate)``, gate limited above and up on both sides, as gpt-oss
+    has it. A function of rows of gate and up, for `experts`.
+    """
+
+    slope: float = 1.702
+    limit: float = 7.0
+    offset: float = 1.0
+    interleaved: bool = True
+    """Whether gate and up take turns in a row; else they are halves."""
+
+    def __call__(self, both: torch.Tensor) -> torch.Tensor:
+        gate, up = (both[:, ::2], both[:, 1::2]) if self.interleaved else both.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + self.offset) * (gate * torch.sigmoid(gate * self.slope))
+
+
+class _Known:
+    """What is known of the steps under one state of the planner: another policy has another."""
+
+    def __init__(self) -> None:
+        self.plans: dict[Hashable, tuple[Launch | None, float]] = {}
+        """Launches, and when to look for one again."""
+        self.binds: dict[tuple[str, int], Bind] = {}
+        """What was loaded, by kernel and device."""
+
+
+class Routing:
+    """The steps by kernels: those of the process are `routing`."""
+
+    def __init__(
+        self,
+        load: Callable[[str, int], Bind | None] | None = None,
+        served: Collection[str] = kernels.SERVED,
+    ) -> None:
+        """load: a kernel by its name on a device by its number; None until it is compiled."""
+        self._load = load or _load
+        self.served = served
+        """The kernels that may serve, by the first word of their names; none after a failed launch."""
+
+    def route(self, x: Any, index: Any, count: int) -> Routed | None:
+        """x's rows sorted by the experts that `index` (tokens, chosen) names, of so many.
+
+        Numbers below 0, or from `count` on, are nobody's here: their rows lie behind the last group.
+        """
+        launch = self._launch(
+            (
+                "route", x.shape, x.stride(), x.dtype, x.device, index.shape, index.stride(), index.dtype,
+                index.device, count, x.data_ptr() % ALIGNMENT == 0,
+            ),
+            _route, x, index, count,
+        )  # fmt: skip
+        if launch is None or is_lazy(x) or is_lazy(index):
+            return None
+        total = index.shape[0] * index.shape[1]
+        rows = x.new_empty((total, x.shape[1]))
+        place, ends = (x.new_empty(size, dtype=torch.int32) for size in (total, count))
+        found = index, x, place, ends, rows
+        return Routed(rows, place, ends) if self._done(launch, found) else None
+
+    def combine(
+        self, rows: Any, place: Any, ends: Any, weights: Any, out: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """For each token its rows, which `place` names, weighted and added up; those of no group add nothing.
+
+        place: (tokens * chosen), int32 or int64. weights: (tokens, chosen). out: memory for the result, which
+        is returned where it is such as the kernel writes.
+        """
+        launch = self._launch(
+            (
+                "combine", rows.shape, rows.stride(), rows.dtype, rows.device, place.shape, place.dtype,
+                ends.shape, weights.shape, weights.stride(), weights.dtype, weights.device,
+                rows.data_ptr() % ALIGNMENT == 0,
+            ),
+            _combine, rows, place, ends, weights,
+        )  # fmt: skip
+        if launch is None or is_lazy(rows) or is_lazy(weights):
+            return None
+        shape = weights.shape[0], rows.shape[1]
+        if (
+            out is None
+            or out.shape != shape
+            or out.dtype is not rows.dtype
+            or out.device != rows.device
+            or not out.is_contiguous()
+            or out.data_ptr() % ALIGNMENT
+            or is_lazy(out)
+        ):
+            out = rows.new_empty(shape)
+        return out if self._done(launch, (rows, place, ends, weights, out)) else None
+
+    def gate(self, both: Any, gate: Gate) -> torch.Tensor | None:
+        """A gate of rows of gate and up."""
+        launch = self._launch(
+            ("gate", both.shape, both.stride(), both.dtype, both.device, both.data_ptr() % ALIGNMENT, gate),
+            _gate, both, gate,
+        )  # fmt: skip
+        if launch is None:
+            return None
+        out = both.new_empty((both.shape[0], both.shape[1] // 2))
+        return out if self._done(launch, (both, out)) else None
+
+    def _launch(
+        self, key: tuple[Any, ...], plan: Callable[..., Planned | None], *given: Any
+    ) -> Launch | None:
+        """The launch of a key; `plan` says of the operands which kernel it takes."""
+        planner, known = api.dispatcher.planner, self._known()
+        found = known.plans.get(key)
+        if found is None or time.monotonic() > found[1]:
+            device = given[0].device
+            if key[0] not in self.served or device.type != planner.device_type or planner.is_off:
+                return None
+            if torch.cuda._is_in_bad_fork() or capturing(device):
+                return None  # a kernel is not loaded now
+            found = self._found(known, plan(*given), device.index or 0)
+            if len(known.plans) >= MAX_PLANS:
+                known.plans.clear()
+            known.plans[key] = found
+        return found[0]
+
+    def _known(self) -> _Known:
+        kept = api.dispatcher.planner.state.kept
+        known: _Known | None = kept.get(self)
+        return kept.setdefault(self, _Known()) if known is None else known
+
+    @property
+    def plans(self) -> dict[Hashable, tuple[Launch | None, float]]:
+        """The launches under the policy of this context, and when to look for one again."""
+        return self._known().plans
+
+    def _found(self, known: _Known, planned: Planned | None, index: int) -> tuple[Launch | None, float]:
+        if planned is None:
+            return None, float("inf")
+        names = ("tally", "spread") if planned.name == "spread" else (planned.name,)
+        if any(name.split()[0] not in self.served for name in names):
+            return None, float("inf")
+        try:
+            binds = [known.binds.get((name, index)) or self._load(name, index) for name in names]
+        except TunegemmError:  # the products' kernels, which are not to be had either, say so
+            return None, float("inf")
+        except (OSError, RuntimeError) as error:
+            _warn(error)
+            return None, float("inf")
+        found = [bind for bind in binds if bind is not None]
+        if len(found) < len(binds):
+            return None, time.monotonic() + LOOK_SECONDS
+        known.binds.update(zip([(name, index) for name in names], found, strict=True))
+        try:
+            launch = found[-1](planned.ctas, **planned.numbers)
+            if planned.name == "spread":
+                few = {name: planned.numbers[name] for name in ("step", "total", "count")}
+                launch = _in_two(found[0](planned.ctas, **few), launch, planned.ctas)
+        except NotTaken:
+            return None, float("inf")
+        return launch, float("inf")
+
+    def _done(self, launch: Launch, tensors: tuple[Any, ...]) -> bool:
+        try:
+            launch(*tensors)
+        except NotTaken:
+            return False
+        except RuntimeError as error:
+            if capturing(tensors[0].device):
+                raise
+            _warn(error)
+            self.served = ()
+            self.plans.clear()
+            return False
+        return True
+
+
+def _in_two(tally: Launch, spread: Launch, ctas: int) -> Launch:
+    """What `route` launches, of many choices: the counts of the first launch are memory of its own."""
+
+    def launch(index: Any, x: Any, place: Any, ends: Any, rows: Any) -> None:
+        counts = place.new_empty(ctas * kernels.BINS)
+        tally(index, counts)
+        spread(index, x, counts, place, ends, rows)
+
+    return launch
+
+
+class Planned(NamedTuple):
+    """A kernel and what its launches are given."""
+
+    name: str
+    ctas: int
+    numbers: dict[str, int]
+
+
+def _route(x: Any, index: Any, count: int) -> Planned | None:
+    (tokens, chosen), total = index.shape, index.numel()
+    size, hidden = x.element_size(), x.shape[1]
+    if not (
+        x.dtype in _DTYPES
+        and index.device == x.device
+        and 0 < total <= (kernels.MOST_SPREAD if count + 2 <= kernels.BINS else kernels.MOST_CHOICES)
+        and count
+        and index.is_contiguous()
+        and x.stride(1) == 1
+        and not any(lines * size % UNIT_BYTES for lines in (hidden, x.stride(0)))
+        and x.data_ptr() % ALIGNMENT == 0
+    ):
+        return None
+    units, x_units = (lines * size // UNIT_BYTES for lines in (hidden, x.stride(0)))
+    given = {
+        "step": index.element_size() // 4, "tokens": tokens, "chosen": chosen, "count": count,
+        "units": units, "x_units": x_units,
+    }  # fmt: skip
+    if total > kernels.MOST_CHOICES:
+        return Planned("spread", *kernels.spread_numbers(**given))
+    own_rows = next(rows for most, rows in kernels.ROUTE_ROWS.items() if total <= most)
+    return Planned(f"route {own_rows}", *kernels.route_numbers(**given, own_rows=own_rows))
+
+
+def _combine(rows: Any, place: Any, ends: Any, weights: Any) -> Planned | None:
+    dtype = _DTYPES.get(rows.dtype)
+    of_weights = "fp32" if weights.dtype is torch.float32 else _DTYPES.get(weights.dtype)
+    if not (
+        dtype is not None
+        and of_weights in ("fp32", dtype)
+        and rows.is_contiguous()
+        and place.is_contiguous()
+        and place.dtype in (torch.int32, torch.int64)
+        and ends.is_contiguous()
+        and ends.dtype is torch.int32
+        and rows.device == place.device == ends.device == weights.device
+        and weights.stride(1) == 1
+        and 0 not in (*weights.shape, *ends.shape)
+        and rows.shape[1] * rows.element_size() % UNIT_BYTES == 0
+        and rows.data_ptr() % ALIGNMENT == 0
+    ):
+        return None
+    blocks, numbers = kernels.combine_numbers(
+        step=place.element_size() // 4, tokens=weights.shape[0], chosen=weights.shape[1],
+        count=ends.shape[0], units=rows.shape[1] * rows.element_size() // UNIT_BYTES,
+        weights_stride=weights.stride(0),
+    )  # fmt: skip
+    return Planned(f"combine {dtype} {of_weights}", blocks, numbers)
+
+
+def _gate(both: Any, gate: Gate) -> Planned | None:
+    dtype, (rows, columns) = _DTYPES.get(both.dtype), both.shape
+    inner = columns // 2
+    if (
+        dtype is None
+        or not both.is_contiguous()
+        or not both.numel()
+        or inner * both.element_size() % UNIT_BYTES
+        or both.data_ptr() % ALIGNMENT
+        or is_lazy(both)
+    ):
+        return None
+    blocks, numbers = kernels.gate_numbers(
+        rows=rows, units=inner * both.element_size() // UNIT_BYTES, slope=gate.slope,
+        limit=gate.limit, offset=gate.offset,
+    )  # fmt: skip
+    return Planned(f"gate {dtype} {gate.interleaved}", blocks, numbers)
+
+
+def _load(name: str, index: int) -> Bind | None:
+    """Raises ArtifactError where there will be no kernel."""
+    device = find_device(f"cuda:{index}")
+    if device.architecture.compile_target != kernels.TARGET:
+        raise ArtifactError(f"{device.name} is no Hopper GPU")
+    if (missing := kernels.unavailable(launching=True)) is not None:
+        raise ArtifactError(missing)
+    artifact = compiled(kernels.NAME, kernels.kernels()[name])
+    return None if artifact is None else kernels.load(artifact.path, index)
+
+
+def few(
+    config: GroupedConfig, index: int, load: Callable[[str, int], Bind | None] = _load
+) -> Callable[..., Launch] | None:
+    """`GroupedKernel.of` by the kernel of few rows; None until it is compiled. Raises ArtifactError where
+    there will be no kernel.
+    """
+    gated = config.fused.gated
+    bind = load(f"few {config.in_dtype} {gated}", index)
+    if bind is None:
+        return None
+
+    def of(
+        a: Any, weights: Any, out: Any, ends: Any, bias: Any, scales: Any = None, *, interleaved: bool = False
+    ) -> Launch:
+        kind: dict[str, Any] = {"dtype": config.in_dtype, "gated": gated, "n_major": False, "few": True}
+        columns = weights.shape[1] // (1 + gated)
+        wrong = objection(a, weights, ends, bias, scales, **kind)
+        if wrong := wrong or output_objection(out, a, columns, config.out_dtype, packed=True):
+            raise NotTaken(wrong)
+        lengths = a.shape[1], a.stride(0), weights.stride(0), weights.stride(1)
+        units, *strides = (each * a.element_size() // UNIT_BYTES for each in lengths)
+        ctas, numbers = kernels.few_numbers(
+            rows=a.shape[0], count=weights.shape[0], n=columns, units=units,
+            strides=(strides[0], strides[1], strides[2]),
+            bias_stride=None if bias is None else bias.stride(0), gated=gated, interleaved=interleaved,
+        )  # fmt: skip
+        launch = bind(ctas, **numbers)
+        return lambda a, weights, out, ends, bias, scales: launch(
+            a, weights, ends, a if bias is None else bias, out
+        )
+
+    return of
+
+
+def _warn(error: Exception) -> None:
+    api.dispatcher.planner.notices.warn(
+        f"kernels around products of groups cannot run ({one_line(error)}); tunegemm.experts falls back to "
+        "torch for what they do"
+    )
+
+
+#: What serves the process.
+routing = Routing()

@@ -1,0 +1,68 @@
+"""`scaled_grouped_mm`: `grouped_mm` of fp8, with a scale for each row of a and each column of each group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tunegemm.dispatch.guards import deterministic
+from tunegemm.groups import grouped
+
+
+def scaled_grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    *,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """Multiply groups of fp8 rows, as ``torch._scaled_grouped_mm`` does.
+
+    For a (rows, k) and b (groups, k, n), k contiguous in both, row r of the result is ``(a[r].float() @
+    b[g].float()) * scale_a[r] * scale_b[g]``, where g is the group of row r, as for `grouped_mm`. scale_a:
+    fp32 (rows). scale_b: fp32 (groups, n).
+
+    Our kernels serve float8_e4m3fn on Hopper with ``use_fast_accum=True`` and bf16 as `out_dtype`: sums are
+    the tensor cores' own. Everything else is torch's call with your arguments. While torch.compile traces, it
+    is torch's operator, which `enable` serves when it runs. Raises what torch raises.
+    """
+    words = offs, bias, scale_result, out_dtype, use_fast_accum
+    if not torch.compiler.is_compiling() and grouped.are_plain(a, b, scale_a, scale_b, offs):
+        result = below_autograd(a, b, scale_a, scale_b, *words)
+        if result is not None:
+            return result
+    return torch._scaled_grouped_mm(
+        a, b, scale_a, scale_b, offs=offs, bias=bias, scale_result=scale_result, out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+    )  # fmt: skip
+
+
+def below_autograd(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: Any = None,
+    scale_result: Any = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor | None:
+    """The product, by a kernel; None where torch is to compute it."""
+    if (
+        offs is None
+        or bias is not None
+        or scale_result is not None
+        or out_dtype is not torch.bfloat16
+        or not use_fast_accum
+        or deterministic()
+        or any(scale.requires_grad for scale in (scale_a, scale_b))
+    ):
+        return None
+    return grouped.groups.below_autograd(a, b, offs, scale_b, scales=scale_a)

@@ -1,0 +1,141 @@
+"""`TUNEGEMM_ENABLE`: `enable` from torch's import on, in a process and its children, and what came of it.
+
+Counts the products of ATen's calls, some microseconds each, to say at the end what was served.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tunegemm.choose.operators import OPERATORS
+from tunegemm.describe.problem import normalize_dtype
+from tunegemm.describe.served import Served
+from tunegemm.dispatch import api
+from tunegemm.errors import ProblemError, TunegemmError
+from tunegemm.torch.processes import Writer
+
+#: Names the folder in which each process of `tunegemm run` writes what it served.
+PARTS = "TUNEGEMM_ENABLE_PARTS"
+
+_Key = tuple[Any, ...]
+
+#: Products that are told apart, some 500 B each. Further ones are counted together, as one: a program of
+#: ragged rows has a new one in every step.
+MOST_PRODUCTS = 4096
+_FURTHER: _Key = ()
+
+
+class Counts:
+    """The calls of each kind of product, and those that fell back to torch."""
+
+    def __init__(self) -> None:
+        self._calls: Counter[_Key] = Counter()
+        self._fell_back: Counter[_Key] = Counter()
+        self._inside = threading.local()  # of a kernel of torch's, which may call others
+
+    def clear(self) -> None:
+        self._calls.clear()
+        self._fell_back.clear()
+
+    def counting(
+        self, name: str, make: Callable[[Any], Callable[..., Any]], kernel: Any
+    ) -> Callable[..., Any]:
+        """`make` of an operator's kernel; its calls are counted, and those of the kernel it falls back to."""
+        first, calls, fell_back, inside = OPERATORS[name].first, self._calls, self._fell_back, self._inside
+
+        class Kernel:
+            def call_boxed(self, keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+                if getattr(inside, "on", False):
+                    return kernel.call_boxed(keyset, *arguments, **keywords)
+                fell_back[key_of(arguments)] += 1
+                inside.on = True
+                try:
+                    return kernel.call_boxed(keyset, *arguments, **keywords)
+                finally:
+                    inside.on = False
+
+        def key_of(arguments: tuple[Any, ...]) -> _Key:
+            a, b = arguments[first : first + 2]
+            key = a.shape, b.shape, a.dtype
+            return key if key in calls or len(calls) < MOST_PRODUCTS else _FURTHER
+
+        serve = make(Kernel())
+
+        def counted(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+            if not getattr(inside, "on", False):
+                calls[key_of(arguments)] += 1
+            return serve(keyset, *arguments, **keywords)
+
+        return counted
+
+    def served(self) -> Served:
+        """What became of the products so far."""
+        gains = _gains()
+        products = served = calls = served_calls = 0
+        saved_us = 0.0
+        for key, count in list(self._calls.items()):
+            by_kernel = count - self._fell_back[key]
+            products, calls, served_calls = products + 1, calls + count, served_calls + by_kernel
+            served += by_kernel > 0
+            if key:
+                saved_us += by_kernel * gains.get(_place(*key), 0.0)
+        return Served(products, served, calls, served_calls, saved_us * 1e-6)
+
+
+def serve_process() -> None:
+    """`enable` until the process ends, in forked children, too.
+
+    A line at the end says what was served; of a process that multiplied nothing there is none. With `PARTS`
+    it is written there instead, for `tunegemm run` to add up.
+    """
+    from tunegemm.torch import takeover
+
+    counts, folder = Counts(), os.environ.get(PARTS)
+    try:
+        takeover.begin(counts.counting)
+    except TunegemmError as error:
+        print(f"tunegemm: TUNEGEMM_ENABLE has no effect: {error}", file=sys.stderr)
+        return
+
+    def write(is_child: bool) -> None:
+        if folder and (served := counts.served()).calls:
+            with suppress(OSError):
+                Path(folder, f"{os.getpid()}.json").write_text(json.dumps(asdict(served)))
+
+    def last(is_child: bool) -> None:
+        write(is_child)
+        if not folder and (served := counts.served()).calls:
+            print(f"tunegemm: {served} (process {os.getpid()})", file=sys.stderr)
+
+    Writer(write=write, clear=counts.clear, last=last).start()
+
+
+def _gains() -> Mapping[_Key, float]:
+    """What a call saves, in us, of each product that has a plan with a tuned kernel."""
+    gains: dict[_Key, float] = {}
+    for problem, record in api.dispatcher.planner.tuned():
+        batch = (problem.batch,) if problem.batch > 1 else ()
+        place = (*batch, problem.m, problem.k), (*batch, problem.k, problem.n), problem.in_dtype
+        gain_us = record.median_us * (record.ratio - 1)
+        if 0 < gain_us < float("inf"):
+            gains[place] = gain_us
+    return gains
+
+
+def _place(a: torch.Size, b: torch.Size, dtype: torch.dtype) -> _Key:
+    try:
+        name = normalize_dtype(str(dtype))
+    except ProblemError:
+        name = str(dtype)
+    return tuple(a), tuple(b), "tf32" if name == "fp32" else name

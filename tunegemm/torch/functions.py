@@ -1,0 +1,344 @@
+"""The functions that users call. Each means what torch's function of that name means; `gated_linear` is a
+layer's idiom."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, TypedDict, Unpack
+
+import torch
+
+from tunegemm.describe.epilogue import ACTIVATIONS, GATED, Epilogue
+from tunegemm.dispatch import api
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.forms import ADDMM, BMM, LINEAR, MATMUL, SCALED_MM, Activation, form_of
+from tunegemm.dispatch.fx import node_of, rank, refuse_proxies
+from tunegemm.dispatch.guards import are_functions_watched, function_modes
+from tunegemm.dispatch.library import addmm_steps, is_sum, scale_steps
+from tunegemm.errors import ProblemError, unknown_argument
+from tunegemm.torch import ops
+
+WITH_BIAS = form_of(LINEAR, "bias_n")
+_is_compiling = torch.compiler.is_compiling
+
+#: The epilogue of keywords, by activation and by whether there is no bias and no residual.
+_TEXTS = {
+    (activation, no_bias, no_residual): "+".join(
+        ["bias_n"] * (not no_bias)
+        + ([] if activation is None else [activation])
+        + ["residual"] * (not no_residual)
+    )
+    for activation in (None, *ACTIVATIONS)
+    for no_bias in (True, False)
+    for no_residual in (True, False)
+}
+_GATE_OF = {activation: gate for gate, activation in GATED.items()}
+_GATES = tuple(GATED)
+
+
+def _follow(dispatcher: Dispatcher) -> None:
+    """Bind what each call needs, since an attribute's look-up would cost it 30 ns more."""
+    global product
+    product = dispatcher.product
+
+
+product = api.dispatcher.product
+api.follow(_follow)
+
+
+class Extras(TypedDict, total=False):
+    """The keywords of `matmul`: what it may do with the product in the same kernel."""
+
+    bias: torch.Tensor | None
+    """A value for each column."""
+    activation: Activation | None
+    """relu, gelu, gelu_tanh or silu, after the bias."""
+    residual: torch.Tensor | None
+    """A tensor of the result's shape, added last."""
+    epilogue: Epilogue | str | None
+    """Instead of these three: any steps that `tunegemm.Epilogue` has, or a user's own function."""
+    operands: Sequence[Any]
+    """What that epilogue takes, in its order: tensors and numbers."""
+    out_dtype: torch.dtype | None
+    """The result's, where it is not the operands': fp32 for 16-bit ones, int32 for int8; bf16, fp16 or fp32
+    for int8 with an epilogue that scales."""
+
+
+def matmul(
+    a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None, **extras: Unpack[Extras]
+) -> torch.Tensor:
+    """Multiply ``a @ b`` as ``torch.matmul`` does, with the tuned kernel if one is recorded.
+
+    The same kernel can add `bias` (one value per column), apply `activation` (relu, gelu, gelu_tanh or silu)
+    and add `residual`, which has the result's shape. Or it runs the steps of an `epilogue`, from
+    `tunegemm.Epilogue` or a function of your own, with its `operands`, tensors and numbers in order.
+    `out_dtype` is the result's dtype if it is not the operands': fp32 for 16-bit operands, int32 for int8. If
+    no kernel is recorded for the whole, torch's functions compute it step by step.
+
+    Tuned kernels serve bf16 and fp16 on CUDA, and fp32 where ``torch.backends.cuda.matmul.fp32_precision`` is
+    ``tf32``: (m, k) x (k, n), and whatever views turn into such a product or a batch of them (leading
+    dimensions, vectors, one matrix for a batch). They also serve the gradients of 16-bit operands, and graphs
+    of torch.compile and torch.export, which hold the operators `tunegemm::mm` and `tunegemm::fused`. Autocast
+    casts as it does for torch. Everything else is `torch.matmul`: other dtypes, broadcasting between batches,
+    gradients of a matrix that a batch shares, dispatch modes, views that the kernel cannot read, and
+    deterministic mode. A problem without a record for this device warns once (`TunegemmWarning`) and names
+    the command that tunes it. A record that another process publishes serves within seconds. With
+    ``TUNEGEMM_MODE=off``, read on the first call, torch computes everything.
+
+    The call runs on the current stream of the operands' device. During CUDA-graph capture it uses the kernels
+    of shapes that were called before. Raises what torch.matmul raises, and ProblemError for an unknown
+    epilogue or one that takes other operands.
+    """
+    try:
+        if extras:
+            return _matmul_and_more(a, b, out, **extras)
+        if _is_compiling():
+            return ops.traced_matmul(a, b, out)
+        return product(MATMUL, a, b, out)
+    except TypeError as error:
+        for name in extras:
+            if name not in Extras.__annotations__:
+                raise unknown_argument("matmul", name, ["out", *Extras.__annotations__]) from None
+        return node_of(error, matmul, (a, b), extras if out is None else {"out": out, **extras})
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute ``activation(x @ weight.T + bias) + residual``; means what ``torch.nn.functional.linear``
+    means.
+
+    `weight` is (n, k). Served as `matmul` is; each combination needs kernels tuned for it. activation: relu,
+    gelu, gelu_tanh or silu.
+    """
+    try:
+        if activation is None and residual is None:
+            if _is_compiling():
+                return ops.traced_linear(x, weight, bias)
+            if bias is None:
+                return product(LINEAR, x, weight)
+            return api.dispatcher.fused(WITH_BIAS, x, weight, (bias,))
+        text = _text(activation, bias is None, residual is None)
+        return _fused(LINEAR, text, x, weight, _given(bias, residual))
+    except TypeError as error:
+        return node_of(error, linear, (x, weight, bias, activation, residual))
+
+
+def gated_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: Activation = "silu"
+) -> torch.Tensor:
+    """Compute ``activation(x @ gate.T) * (x @ up.T)``, such as SwiGLU: half as many columns as `weight` has
+    rows.
+
+    `weight`, and `bias` if given, have the rows of gate and up interleaved, as `interleave` makes them.
+    activation: silu, gelu, gelu_tanh or relu.
+    """
+    if not isinstance(activation, str) or activation not in _GATE_OF:
+        raise ProblemError(f"activation {activation!r} has no gated form; use one of {', '.join(_GATE_OF)}")
+    text = _GATE_OF[activation] if bias is None else "bias_n+" + _GATE_OF[activation]
+    try:
+        return _fused(LINEAR, text, x, weight, () if bias is None else (bias,))
+    except TypeError as error:
+        return node_of(error, gated_linear, (x, weight, bias, activation))
+
+
+def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Interleave the rows of two weights (or biases) for `gated_linear`: gate[0], up[0], gate[1], ..."""
+    shown = []
+    for name, tensor in (("gate", gate), ("up", up)):
+        if not isinstance(tensor, torch.Tensor) or not tensor.ndim:
+            raise ProblemError(f"{name} {tensor!r:.40} has no rows; give a tensor of at least one dimension")
+        shown.append(f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}")
+    if gate.shape != up.shape or gate.dtype != up.dtype or gate.device != up.device:
+        raise ProblemError(f"{' and '.join(shown)}; give two of one shape, dtype and device")
+    return torch.stack((gate, up), 1).flatten(0, 1)
+
+
+def mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply two matrices, (m, k) x (k, n), as ``torch.mm`` does; served as `matmul` is."""
+    try:
+        fits = rank(a) == 2 and rank(b) == 2
+    except TypeError as error:
+        return node_of(error, mm, (a, b), {} if out is None else {"out": out}, torch.mm)
+    is_compiling = _is_compiling()
+    is_watched = not is_compiling and function_modes() and are_functions_watched()
+    if is_watched or not fits:  # modes are to see this function, where `product` would show torch.matmul
+        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    if is_compiling:
+        return ops.traced_matmul(a, b, out)
+    return product(MATMUL, a, b, out)
+
+
+def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply each entry of a batch, (l, m, k) x (l, k, n), as ``torch.bmm`` does; served as `matmul` is."""
+    try:
+        fits = rank(a) == 3 and rank(b) == 3 and a.shape[0] == b.shape[0]
+    except TypeError as error:
+        return node_of(error, bmm, (a, b), {} if out is None else {"out": out}, torch.bmm)
+    if not fits:
+        return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
+    if _is_compiling():
+        return ops.traced_matmul(a, b, out)
+    return product(BMM, a, b, out)
+
+
+def addmm(
+    c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    """Compute ``beta * c + alpha * a @ b`` as ``torch.addmm`` does; `c` is a matrix, or one row for all.
+
+    Served as `matmul` is. The problems' epilogues are ``bias_n`` for a row and ``beta_c`` for a matrix,
+    preceded by ``alpha+`` where alpha is not 1; there is none where beta is 0, because C is not read then.
+    """
+    try:
+        fits = is_sum(c, a, b, beta, 2)
+        text, tensors, numbers = addmm_steps(c, a, b, beta, alpha) if fits else ("", (), ())
+    except (TypeError, RuntimeError) as error:
+        return node_of(error, addmm, (c, a, b), {"beta": beta, "alpha": alpha}, torch.addmm)
+    result = _fused(ADDMM, text, a, b, tensors, numbers) if fits else None
+    return torch.addmm(c, a, b, beta=beta, alpha=alpha) if result is None else result
+
+
+def baddbmm(
+    c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    """Compute `addmm` for each entry of a batch, as ``torch.baddbmm`` does."""
+    try:
+        fits = is_sum(c, a, b, beta, 3)
+        text, tensors, numbers = addmm_steps(c, a, b, beta, alpha) if fits else ("", (), ())
+    except (TypeError, RuntimeError) as error:
+        return node_of(error, baddbmm, (c, a, b), {"beta": beta, "alpha": alpha}, torch.baddbmm)
+    result = _fused(ADDMM, text, a, b, tensors, numbers) if fits else None
+    return torch.baddbmm(c, a, b, beta=beta, alpha=alpha) if result is None else result
+
+
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """Compute ``(a * scale_a) @ (b * scale_b) + bias`` of fp8 operands, as ``torch._scaled_mm`` does, or of
+    int8.
+
+    Scales are fp32: one element each, or (m, 1) and (1, n), one for each row of a and column of b. torch
+    computes products with other scales. out_dtype: by default the dtype of a; bf16 for int8. use_fast_accum:
+    sums may keep only the 14 bits or so of the tensor cores; otherwise every 128 of k are added up in fp32.
+    Sums of int8 products are exact. Served as `matmul` is; the problems' epilogues are ``scale_tensor`` and
+    ``scale_rowwise``, and ``+bias_n``.
+    """
+    try:
+        text = scale_steps(a, b, scale_a, scale_b, bias is not None)
+    except TypeError as error:
+        words = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+        return node_of(error, scaled_mm, (a, b, scale_a, scale_b), words, torch._scaled_mm)
+    if a.dtype == torch.int8:
+        out_dtype, use_fast_accum = out_dtype or torch.bfloat16, True
+    if not text:
+        return torch._scaled_mm(
+            a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum
+        )
+    tensors = (scale_a, scale_b) if bias is None else (scale_a, scale_b, bias)
+    accumulation = "fast" if use_fast_accum else "two_level"
+    return _fused(SCALED_MM, text, a, b, tensors, (), None, out_dtype, accumulation)
+
+
+def _matmul_and_more(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor | None,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    residual: torch.Tensor | None = None,
+    epilogue: Epilogue | str | None = None,
+    operands: Sequence[Any] = (),
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    if epilogue is None:
+        if operands:
+            raise ProblemError("operands without an epilogue; give the epilogue that takes them")
+        text = _text(activation, bias is None, residual is None)
+        if not text and isinstance(a, torch.Tensor) and out_dtype == a.dtype and not _is_cast(a):
+            out_dtype = None
+        return _fused(MATMUL, text, a, b, _given(bias, residual), (), out, out_dtype)
+    if bias is not None or activation is not None or residual is not None:
+        raise ProblemError(
+            f"epilogue {epilogue} beside bias, activation or residual; make them steps of the epilogue"
+        )
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise ProblemError(
+            f"out_dtype {out_dtype!r:.40} is not a torch.dtype; give one such as torch.float32"
+        )
+    if isinstance(operands, str) or not isinstance(operands, Sequence):
+        raise ProblemError(f"operands {operands!r:.40} are not a sequence; give a tuple of them")
+    if not _is_compiling():
+        refuse_proxies((a, b, *operands))
+        form_of(MATMUL, str(epilogue), out_dtype).check(operands)
+    tensors = tuple(each for each in operands if isinstance(each, torch.Tensor))
+    numbers = tuple(float(each) for each in operands if not isinstance(each, torch.Tensor))
+    return _fused(MATMUL, str(epilogue), a, b, tensors, numbers, out, out_dtype)
+
+
+def _signature() -> inspect.Signature:
+    """The signature of `matmul`, each keyword by its name.
+
+    As parameters of the function they would cost each call 50 ns: Python gives each of them its default.
+    """
+    a, b, out, *extras = inspect.signature(_matmul_and_more).parameters.values()
+    out = out.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=None)
+    return inspect.Signature([a, b, out, *extras], return_annotation="torch.Tensor")
+
+
+matmul.__signature__ = _signature()  # type: ignore[attr-defined]
+
+
+def _is_cast(a: torch.Tensor) -> bool:
+    """Whether autocast may have its say."""
+    return torch.is_autocast_enabled(a.device.type)
+
+
+def _text(activation: str | None, no_bias: bool, no_residual: bool) -> str:
+    """The epilogue of keywords. Not cached by a decorator, which torch.compile would warn of."""
+    try:
+        return _TEXTS[activation, no_bias, no_residual]
+    except (KeyError, TypeError):  # unknown, or not even hashable
+        remedy = "gated_linear applies it" if activation in _GATES else f"use one of {', '.join(ACTIVATIONS)}"
+        raise ProblemError(f"activation {activation!r} is not known; {remedy}") from None
+
+
+def _given(bias: Any, residual: Any) -> tuple[Any, ...]:
+    if residual is None:
+        return () if bias is None else (bias,)
+    return (residual,) if bias is None else (bias, residual)
+
+
+def _fused(
+    call: int,
+    text: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    tensors: tuple[Any, ...],
+    numbers: tuple[float, ...] = (),
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulation: str = "fast",
+) -> torch.Tensor:
+    if _is_compiling():
+        if not text and out_dtype is None:
+            return ops.traced_matmul(a, b, out)
+        return ops.traced_fused(call, text, a, b, tensors, numbers, out, out_dtype, accumulation)
+    try:
+        form = form_of(call, text, out_dtype, accumulation)
+    except TypeError:  # not even hashable
+        raise ProblemError(f"out_dtype {out_dtype!r:.40} is not a torch.dtype") from None
+    return api.dispatcher.fused(form, a, b, tensors, numbers, out)

@@ -1,0 +1,112 @@
+"""The layer that `patch` makes of a `torch.nn.Linear`, and classes that stand for others."""
+
+from __future__ import annotations
+
+import sys
+from time import monotonic
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # torch.jit.script looks for it here, see `TunedLinear`
+
+from tunegemm.dispatch import api
+from tunegemm.dispatch.autograd import PLAIN
+from tunegemm.dispatch.forms import LINEAR
+from tunegemm.dispatch.fx import node_of
+from tunegemm.dispatch.guards import capturing, grad_enabled
+from tunegemm.dispatch.plans import trained
+from tunegemm.dispatch.states import own
+from tunegemm.torch import functions
+
+_is_compiling = torch.compiler.is_compiling
+_torchs: Any = F.linear
+
+
+def eagerly(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """The forward of a `TunedLinear` where no graph is made."""
+    weight: Any
+    bias: torch.Tensor | None
+    try:  # as attributes of the module the two cost the host a third of the call
+        weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    except KeyError:  # they are something else's to give, such as a parametrization's
+        weight, bias = layer.weight, layer.bias
+    planner = api.dispatcher.planner
+    known = planner.states[own()].torchs
+    if known and type(input) in PLAIN and monotonic() < planner.next_look:
+        # The products of a gradient might have kernels where the layer's has none. A CUDA graph does not
+        # mind what the host has to do for them.
+        size = input.numel()
+        if not grad_enabled() or not (input.requires_grad or weight.requires_grad):
+            if (id(weight), size) in known:
+                return _torchs(input, weight, bias)
+        elif trained(weight, size, input.requires_grad, weight.requires_grad) in known and not capturing(
+            input.device
+        ):
+            return _torchs(input, weight, bias)
+    try:
+        if bias is None:
+            return functions.product(LINEAR, input, weight)
+        return api.dispatcher.fused(functions.WITH_BIAS, input, weight, (bias,))
+    except TypeError as error:
+        return node_of(error, functions.linear, (input, weight, bias))
+
+
+class _Standing(type):
+    """The class of classes that tables of classes hold as the one that they stand for.
+
+    Tools look a layer's exact class up (``type(layer) in mapping``: torch.ao.quantization, DeepSpeed's
+    policies, tables of FLOPs) and pass over, silently, what is not there. A class that a tool derives has
+    places of its own.
+    """
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or (_stands_for(cls) is not None and _stands_for(cls) == _stands_for(other))
+
+    def __hash__(cls) -> int:
+        return hash(_stands_for(cls)) if _stands_for(cls) is not None else super().__hash__()
+
+
+def _stands_for(cls: object) -> object:
+    """The class that one of ours stands for; `torch.nn.Linear` for itself; None for others."""
+    if cls is torch.nn.Linear:
+        return cls
+    return vars(cls).get("stands_for") if isinstance(cls, _Standing) else None
+
+
+class TunedLinear(torch.nn.Linear, metaclass=_Standing):
+    """`torch.nn.Linear` by `tunegemm.linear`: what `patch` makes of one. Has nothing of its own to store."""
+
+    stands_for = torch.nn.Linear
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if _is_compiling():
+            return functions.linear(input, self.weight, self.bias)
+        return eagerly(self, input)
+
+
+# Its source is what torch.jit.script compiles.
+TunedLinear.forward.__wrapped__ = torch.nn.Linear.forward  # type: ignore[attr-defined]
+
+
+def is_tuned(cls: type) -> bool:
+    """Whether a class of ours stands for another, or was derived of one that does at run time: a class that
+    its module has by its name is somebody's own."""
+    if "stands_for" in vars(cls):
+        return True
+    derived = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is not cls
+    return derived and any(is_tuned(base) for base in cls.__bases__)
+
+
+def untuned(cls: type) -> type:
+    """The class that one of ours stands for, or the same class as it would have been derived of that.
+
+    A new one each time: what is taken from the class of one layer, as when its parametrization is removed, is
+    not another's.
+    """
+    ours = next(one for one in cls.__mro__ if "stands_for" in vars(one))
+    original: type = vars(ours)["stands_for"]
+    if cls is ours:
+        return original
+    bases = tuple(untuned(base) if is_tuned(base) else base for base in cls.__bases__)
+    content = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls.__name__.replace(ours.__name__, original.__name__), bases, content)

@@ -1,0 +1,166 @@
+"""How Inductor calls tunegemm from the code it writes.
+
+By itself it would call an operator through torch's dispatcher, which costs the host more than the product of
+a small batch: one decode step of a model under torch.compile was 0.73 of torch's speed (H200, 16 tokens, two
+layers of 8B shapes, 2026-11-21). Here it learns to call
+a function with an output of its own, as it calls ``extern_kernels.mm``.
+
+Inductor has no public interface for this; where it is not as expected, its code calls the operators.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.forms import MATMUL, form_of
+
+_NAME = "tunegemm_product"
+#: What the sites begin with whose number of rows may change.
+_ANY_ROWS = "any rows; "
+
+
+def site_of(operands: Sequence[torch.Tensor], *form: object) -> str:
+    """What compiled code promises of operands, traced ones; empty where an extent or a stride may change, but
+    for the number of rows, the first extent of `a` and of whatever has as many."""
+    rows = operands[0].shape[0]
+    is_symbolic, places = type(rows) is not int, []
+    for each in operands:
+        shape = list(each.shape)
+        if is_symbolic and shape and type(shape[0]) is not int and str(shape[0]) == str(rows):
+            shape[0] = 0
+        if any(type(extent) is not int for extent in (*shape, *each.stride())):
+            return ""
+        places.append(f"{each.device} {each.dtype} {tuple(shape)} {each.stride()}")
+    return _ANY_ROWS * is_symbolic + "; ".join((*places, *map(str, form)))
+
+
+def lower(serving: Callable[[], Dispatcher]) -> None:
+    """Teach Inductor `tunegemm::mm`, `bmm` and `fused`, once.
+
+    Imports it: for a process that compiles.
+    """
+    with suppress(ImportError, AttributeError):
+        _lower(serving)
+
+
+def _inductor() -> tuple[Any, Any, Any, Any]:
+    """What of Inductor is taught; it is imported late, as it takes seconds."""
+    select, ir, lowering, virtualized = (
+        importlib.import_module(f"torch._inductor.{name}")
+        for name in ("select_algorithm", "ir", "lowering", "virtualized")
+    )
+    return select, ir, lowering, virtualized.V
+
+
+def _as_traced(ir: Any, node: Any, traced: Any) -> Any:
+    """An operand in memory, with the strides that it was traced with."""
+    return ir.ExternKernel.require_exact_strides(
+        ir.ExternKernel.realize_input(node), traced.meta["val"].stride()
+    )
+
+
+def _lower(serving: Callable[[], Dispatcher]) -> None:
+    inductor, ir, lowering, graphs = _inductor()
+    if hasattr(inductor.extern_kernels, _NAME):
+        return
+
+    # Names and arguments are in code that Inductor keeps on disk: see `ops.CALLS`.
+    # What vLLM keeps goes by records alone, and says nothing of rows where it is of before `any_rows`.
+    def product(
+        a: torch.Tensor, b: torch.Tensor, *, site: str, any_rows: bool = False, out: torch.Tensor
+    ) -> torch.Tensor:
+        return serving().compiled((site, a.size(0)) if any_rows else site, plain, a, b, (), (), out)
+
+    def fused_product(
+        a: torch.Tensor, b: torch.Tensor, *operands: torch.Tensor, site: str, any_rows: bool = False,
+        numbers: Sequence[float], epilogue: str, out_dtype: torch.dtype | None, accumulation: str,
+        out: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        form = form_of(MATMUL, epilogue, out_dtype, accumulation)
+        return serving().compiled((site, a.size(0)) if any_rows else site, form, a, b, operands, numbers, out)
+
+    plain = form_of(MATMUL, "")
+    choice = inductor.ExternKernelChoice(product, name=_NAME)
+    fused_choice = inductor.ExternKernelChoice(fused_product, name=f"{_NAME}_and_more")
+
+    def called(
+        choice: Any, operands: Sequence[Any], traced: Sequence[Any], columns: Any, **words: Any
+    ) -> Any:
+        values = [argument.meta["val"] for argument in traced]
+        nodes = [_as_traced(ir, node, source) for node, source in zip(operands, traced, strict=True)]
+        size = [*nodes[0].get_size()[:-1], columns]
+        dtype = graphs.graph.current_node.meta["val"].dtype
+        layout = ir.FixedLayout(nodes[0].get_device(), dtype, size)
+        site = site_of(values, *words.values())
+        any_rows = site.startswith(_ANY_ROWS)
+        found = choice.bind(nodes, layout, site=site, any_rows=any_rows, **words).output_node()
+        return found[0] if isinstance(found, tuple) else found
+
+    def plainly(a: Any, b: Any, *, records: str = "") -> Any:
+        return called(choice, (a, b), graphs.graph.current_node.args, b.get_size()[-1])
+
+    def fused(
+        a: Any, b: Any, operands: Sequence[Any], numbers: Sequence[float], *asked: Any, records: str = ""
+    ) -> Any:
+        left, right, others, *_ = graphs.graph.current_node.args
+        form = form_of(MATMUL, *asked)
+        columns = b.get_size()[-1] // (2 if form.epilogue.gated else 1)
+        return called(
+            fused_choice, (a, b, *operands), (left, right, *others), columns, numbers=list(numbers),
+            epilogue=form.text, out_dtype=form.out_dtype, accumulation=form.accumulation,
+        )  # fmt: skip
+
+    def register(operator: Any, call: Callable[..., Any]) -> None:
+        by_operator = lowering.fallback_handler(operator, add_to_fallback_set=False)
+
+        def lowered(*arguments: Any, **keywords: Any) -> Any:
+            # C++ calls no Python functions, but operators.
+            return (by_operator if graphs.graph.cpp_wrapper else call)(*arguments, **keywords)
+
+        lowering.register_lowering(operator, type_promotion_kind=None)(lowered)
+        lowering.add_needs_realized_inputs(operator)  # as for aten.mm
+
+    register(torch.ops.tunegemm.fused.default, fused)
+    for operator in (torch.ops.tunegemm.mm.default, torch.ops.tunegemm.bmm.default):
+        register(operator, plainly)
+
+
+def lower_to_function(operator: Any, function: Callable[..., torch.Tensor], name: str, size: Any) -> None:
+    """Teach Inductor to call a function of an operator's arguments in its place, once: a way through torch's
+    dispatcher and back costs the host some 6 us.
+
+    name: under which Inductor's code has the function, which gets ``site=`` with them: `site_of`. size: of
+    the result, of Inductor's nodes for the tensors among the arguments, which are dense and come first.
+    """
+    with suppress(ImportError, AttributeError):
+        inductor, ir, lowering, graphs = _inductor()
+        if hasattr(inductor.extern_kernels, name):
+            return
+        by_operator = lowering.fallback_handler(operator, add_to_fallback_set=False)
+        parameters = [argument.name for argument in operator._schema.arguments]
+        choice = inductor.ExternKernelChoice(function, name=name, has_out_variant=False)
+
+        def lowered(*arguments: Any) -> Any:
+            if graphs.graph.cpp_wrapper:  # C++ calls no Python functions, but operators
+                return by_operator(*arguments)
+            traced = graphs.graph.current_node
+            nodes, values, others = [], [], {}
+            for key, argument, source in zip(parameters, arguments, traced.args, strict=True):
+                if isinstance(argument, ir.TensorBox):
+                    nodes.append(_as_traced(ir, argument, source))
+                    values.append(source.meta["val"])
+                else:
+                    others[key] = argument
+            others["site"] = site_of(values, name, *others.values())
+            layout = ir.FixedLayout(nodes[0].get_device(), traced.meta["val"].dtype, size(*nodes))
+            found = choice.bind(nodes, layout, **others).output_node()
+            return found[0] if isinstance(found, tuple) else found
+
+        lowering.register_lowering(operator, type_promotion_kind=None)(lowered)
+        lowering.add_needs_realized_inputs(operator)

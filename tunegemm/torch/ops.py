@@ -1,0 +1,305 @@
+"""The operators `tunegemm::mm`, `bmm`, `matmul_out` and `fused`: what traced code holds in place of a call.
+
+torch.compile and torch.export put them into their graphs and do not look inside; a kernel is chosen when the
+graph runs. Eager code does without them: torch's way to an operator written in Python costs more than the
+dispatcher does. `fused` stays in a graph only where a kernel is recorded for it when the graph is made: its
+parts are torch's operators then, which a compiler fuses with what is around them.
+
+torch.compile keeps what it made on disk, by the graph that Dynamo traced. What is served is decided later,
+from records: so they are part of that graph, as the argument `records` of the operators, some letters that
+change with them. With the decision they become `CALLS`: where it is the same, Inductor's code is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch._guards import TracingContext
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tunegemm.dispatch import api
+from tunegemm.dispatch.autograd import DTYPES, PLAIN, gradients, is_simple
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, MATMUL, Form, form_of
+from tunegemm.dispatch.unfused import unfused
+
+#: Products of other devices stay torch's in a graph, where its compiler may fuse them.
+DEVICE_TYPE = "cuda"
+
+#: How Inductor's code calls us, see `lowering`: to be changed with names and arguments there, for what it
+#: keeps on disk is of any age.
+CALLS = "calls-3"
+
+Operands: TypeAlias = Sequence[torch.Tensor]
+Numbers: TypeAlias = Sequence[float]
+
+_library = torch.library.Library("tunegemm", "DEF")
+
+
+def define(serving: Callable[[], Dispatcher]) -> None:
+    """Registers the operators, whose products are computed by what `serving` returns at each call."""
+    _records_of.append(serving)
+    # Strides are fixed where a compiler calls us (`lowering`). By a tag they would be earlier, which copies
+    # what is not computed yet: the norm of a model was written anew for each product that reads it.
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+    for name in ("mm", "bmm"):
+        _library.define(f"{name}(Tensor a, Tensor b, *, str records='') -> Tensor", tags=tags)
+        _define_product(name, serving)
+    _library.define("matmul_out(Tensor a, Tensor b, Tensor(a!) out) -> ()", tags=tags)
+
+    def write(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        if serving().below_autograd(a, b, out) is None:
+            torch.matmul(a, b, out=out)
+        elif not out.is_inference():  # inference tensors count no versions
+            torch.autograd.graph.increment_version(out)
+
+    _define_fused(serving, tags)
+    _library.impl("matmul_out", write, "CompositeExplicitAutograd")
+    torch.library.register_fake("tunegemm::matmul_out", lambda a, b, out: None, lib=_library)
+
+
+def teach_inductor(serving: Callable[[], Dispatcher]) -> None:
+    """If a graph is being traced: torch 2.11 says `is_compiling` to the traced code and to exports only."""
+    if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
+        from tunegemm.torch.lowering import lower
+
+        lower(serving)
+
+
+_records_of: list[Callable[[], Dispatcher]] = []
+
+
+def records() -> str:
+    """The planner's fingerprint, which changes with what is served; empty in exported programs, which other
+    hosts run by other records."""
+    return "" if torch.compiler.is_exporting() else _records_of[-1]().planner.fingerprint()
+
+
+# For Dynamo a constant of the time of tracing, as torch.compiler.assume_constant_result makes it, which would
+# import Dynamo now.
+records._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
+    operator = getattr(torch.ops.tunegemm, name).default
+    rank = 2 if name == "mm" else 3
+    plain, aten = form_of(MATMUL, ""), getattr(torch.ops.aten, name)
+
+    def compute(a: torch.Tensor, b: torch.Tensor, *, records: str = "") -> torch.Tensor:
+        result = serving().below_autograd(a, b)
+        return torch.matmul(a, b) if result is None else result
+
+    def check(a: torch.Tensor, b: torch.Tensor) -> None:
+        torch._check(a.ndim == rank and b.ndim == rank, lambda: f"tunegemm::{name} takes {rank}-D tensors")
+        torch._check(a.dtype == b.dtype, lambda: f"operands of {a.dtype} and {b.dtype}; convert one")
+        for x, y in zip((*a.shape[:-2], a.shape[-1]), b.shape[:-1], strict=True):
+            torch._check(x == y, lambda: f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply")
+
+    def fake(a: torch.Tensor, b: torch.Tensor, *, records: str = "") -> torch.Tensor:
+        teach_inductor(serving)
+        check(a, b)
+        return a.new_empty((*a.shape[:-1], b.shape[-1]))
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(a, b)
+            return operator(a, b)  # without gradients now: it is torch's where that alone has no kernel
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            return gradients(operator, grad, ctx.saved_tensors, ctx.needs_input_grad)
+
+    def below_autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keyset & torch._C._after_autograd_keyset, a, b, records=CALLS)
+
+    def autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor, *, records: str = "") -> torch.Tensor:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return torch.matmul(a, b)  # an autograd.Function cannot be applied inside a transform's kernel
+        is_trained = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+        if torch._C._len_torch_dispatch_stack() and not is_served(serving(), plain, a, b, is_trained):
+            check(a, b)
+            return aten(a, b)  # traced: a compiler does more with its own operator
+        if is_trained:
+            return Differentiable.apply(a, b)
+        if type(a) in PLAIN and type(b) in PLAIN and not torch._C._len_torch_dispatch_stack():
+            return compute(a, b)  # nobody below wants to know; saves the way through torch's dispatcher
+        return below_autograd(keyset, a, b)
+
+    def vmap(
+        info: Any, in_dims: Any, a: torch.Tensor, b: torch.Tensor, *, records: str = ""
+    ) -> tuple[torch.Tensor, int]:
+        a, b = (x if dim is None else x.movedim(dim, 0) for x, dim in zip((a, b), in_dims, strict=True))
+        return torch.matmul(a, b), 0
+
+    _library.impl(name, compute, "CompositeExplicitAutograd")
+    _library.impl(name, autograd, "Autograd", with_keyset=True)
+    torch.library.register_fake(f"tunegemm::{name}", fake, lib=_library)
+    torch.library.register_vmap(f"tunegemm::{name}", vmap, lib=_library)
+
+
+def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]) -> None:
+    _library.define(
+        "fused(Tensor a, Tensor b, Tensor[] operands, float[] numbers, str epilogue, "
+        "ScalarType? out_dtype=None, str accumulation='fast', *, str records='') -> Tensor",
+        tags=tags,
+    )
+    operator = torch.ops.tunegemm.fused.default
+
+    # `form`: the epilogue, and the output's dtype and accumulation where they are given.
+    def compute(
+        a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Numbers, *form: Any, records: str = ""
+    ) -> torch.Tensor:
+        result = None
+        if a.device.type == DEVICE_TYPE:
+            result = serving().fused(form_of(BELOW_AUTOGRAD, *form), a, b, tuple(operands), numbers)
+        if result is None:
+            result = unfused(form_of(MATMUL, *form), a, b, operands, numbers)
+        return result
+
+    def fake(
+        a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Numbers, *form: Any, records: str = ""
+    ) -> torch.Tensor:
+        teach_inductor(serving)
+        return unfused(form_of(MATMUL, *form), a, b, operands, numbers)
+
+    def autograd(
+        keyset: Any, a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Numbers, *form: Any,
+        records: str = "",
+    ) -> torch.Tensor:  # fmt: skip
+        asked = form_of(MATMUL, *form)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return unfused(asked, a, b, operands, numbers)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (a, b, *operands)):
+            return unfused(asked, a, b, operands, numbers, multiply=traced_matmul)
+        if torch._C._len_torch_dispatch_stack() and not is_served(serving(), asked, a, b):
+            return unfused(asked, a, b, operands, numbers)
+        with torch._C._AutoDispatchBelowAutograd():
+            below = keyset & torch._C._after_autograd_keyset
+            return operator.redispatch(below, a, b, operands, numbers, *form, records=CALLS)
+
+    def vmap(
+        info: Any, in_dims: Any, a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Numbers,
+        *form: Any, records: str = "",
+    ) -> tuple[torch.Tensor, int]:  # fmt: skip
+        def one(a: torch.Tensor, b: torch.Tensor, operands: Operands) -> torch.Tensor:
+            return unfused(form_of(MATMUL, *form), a, b, operands, numbers)
+
+        return torch.vmap(one, tuple(in_dims[:3]))(a, b, list(operands)), 0
+
+    _library.impl("fused", compute, "CompositeExplicitAutograd")
+    _library.impl("fused", autograd, "Autograd", with_keyset=True)
+    torch.library.register_fake("tunegemm::fused", fake, lib=_library)
+    torch.library.register_vmap("tunegemm::fused", vmap, lib=_library)
+
+
+def is_served(
+    dispatcher: Dispatcher, form: Form, a: torch.Tensor, b: torch.Tensor, is_trained: bool = False
+) -> bool:
+    """Whether a kernel is recorded for operands that are being traced, or where they are trained for one of
+    their gradients.
+
+    Symbolic extents are taken for those that they were traced with, and any other m that is recorded will do.
+    """
+    if not may_be_served(a, b):
+        return False
+    places = [
+        ([hint(extent) for extent in tensor.shape], [hint(step) for step in tensor.stride()], tensor.dtype)
+        for tensor in (a, b)
+    ]
+    symbolic = any(isinstance(extent, torch.SymInt) for extent in (*a.shape, *b.shape))
+    found = []
+
+    def ask(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        found.append(dispatcher.planner.serves(form, left, right, a.device.index or 0, any_m=symbolic))
+        return left.new_empty((*left.shape[:-1], right.shape[-1]))
+
+    with _disable_current_modes(), torch.no_grad():
+        left, right = (
+            torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            for shape, strides, dtype in places
+        )
+        result = ask(left, right)
+        if is_trained and not any(found):
+            gradients(ask, result, (left, right), (a.requires_grad, b.requires_grad))
+    return any(found)
+
+
+def may_be_served(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the code that is made of a product of operands that are being traced may call us."""
+    if a.ndim < 2 or b.ndim < 2 or a.device.type != DEVICE_TYPE or b.device != a.device:
+        return False
+    if torch.is_autocast_enabled(DEVICE_TYPE) and torch.get_autocast_dtype(DEVICE_TYPE) != a.dtype:
+        return False
+    # C++ would call us through torch's dispatcher, and outlive the Python that we need.
+    return not getattr(sys.modules.get("torch._inductor.config"), "cpp_wrapper", False)
+
+
+def hint(extent: Any) -> int:
+    """An extent, or what a symbolic one was traced with; no guard is made of it."""
+    return int(extent.node.hint or 2) if isinstance(extent, torch.SymInt) else int(extent)
+
+
+def traced_fused(
+    call: int,
+    text: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...],
+    numbers: tuple[float, ...],
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    accumulation: str,
+) -> torch.Tensor:
+    """What `Dispatcher.fused` does, while a graph is traced. An output is written by torch then."""
+    amax = tensors[-1] if text.endswith("amax") and not text.startswith("custom") else None
+    if amax is not None:
+        text, tensors = text.removesuffix("amax").removesuffix("+"), tensors[:-1]
+    right = b.mT if call == LINEAR else b
+    result = torch.ops.tunegemm.fused(
+        a, right, list(tensors), list(numbers), text, out_dtype, accumulation, records=records()
+    )
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, result.float().abs().amax()))
+    return result if out is None else out.copy_(result)
+
+
+def traced_matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`tunegemm.matmul` while a graph is traced."""
+    if not (_is_servable(a, b) and is_simple(a, b)):
+        return torch.matmul(a, b) if out is None else torch.matmul(a, b, out=out)
+    if out is not None:
+        if out.dtype != a.dtype or out.shape != (*a.shape[:-1], b.shape[-1]):
+            return torch.matmul(a, b, out=out)
+        torch.ops.tunegemm.matmul_out(a, b, out)
+        return out
+    if b.ndim == 3:
+        return torch.ops.tunegemm.bmm(a, b, records=records())
+    if a.ndim == 2:
+        return torch.ops.tunegemm.mm(a, b, records=records())
+    return torch.ops.tunegemm.mm(a.flatten(0, -2), b, records=records()).unflatten(0, a.shape[:-1])
+
+
+def traced_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`tunegemm.linear` while a graph is traced."""
+    if weight.ndim != 2 or not _is_servable(x, weight):
+        return torch.nn.functional.linear(x, weight, bias)
+    if bias is not None:
+        return traced_fused(LINEAR, "bias_n", x, weight, (bias,), (), None, None, "fast")
+    return traced_matmul(x, weight.t())
+
+
+def _is_servable(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.device.type == b.device.type == DEVICE_TYPE
+        and a.dtype == b.dtype
+        and a.dtype in DTYPES
+        and not (torch.is_autocast_enabled(DEVICE_TYPE) and torch.get_autocast_dtype(DEVICE_TYPE) != a.dtype)
+    )
+
+
+define(lambda: api.dispatcher)

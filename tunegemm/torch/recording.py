@@ -1,0 +1,468 @@
+"""Counts the products of a program where they reach ATen: eager, autograd, compiled and captured code alike.
+
+While a recording runs, the CPU and CUDA kernels of ATen's matrix products are wrapped (`aten`).
+docs/guide/recording.md says what is not seen.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch._guards import CompileContext
+
+from tunegemm.choose.operators import OPERATORS
+from tunegemm.describe.problem import MAX_ALIGNMENT, alignment_of
+from tunegemm.describe.workload import Product, Workload, merge
+from tunegemm.describe.workload.products import Kind
+from tunegemm.dispatch import api
+from tunegemm.dispatch.forms import LINEAR, Form, Named, named
+from tunegemm.dispatch.guards import tf32_allowed
+from tunegemm.dispatch.library import call_of
+from tunegemm.dispatch.operands import Refusal
+from tunegemm.errors import WorkloadError
+from tunegemm.files import impossible
+from tunegemm.groups import recorded_groups
+from tunegemm.groups.recorded_groups import GroupedCall, dtype_of, mode_of
+from tunegemm.torch.aten import Layer, replacements
+from tunegemm.torch.processes import Writer
+
+#: Timed calls per product; the median of so many is stable, and later calls cost no events.
+_TIMED = 32
+#: Events that may wait for the GPU before those that are done are read.
+_PENDING = 256
+
+#: What a kind has of its problem, beside what the call's form says.
+_OF_PROBLEM = (
+    "m", "n", "k", "batch", "in_dtype", "out_dtype", "a_major", "b_major", "out_major", "alignment",
+)  # fmt: skip
+_BEYOND_KERNELS = "torch broadcasts, converts or resizes a tensor of it; no kernel does"
+
+_Key = tuple[Any, ...]
+
+
+class _Asked(NamedTuple):
+    """What a call asks for, apart from its operands."""
+
+    op: str
+    """The operator of ATen, or the function of ours that was called."""
+    form: Form
+    refusal: str = ""
+    """Why it is torch's, whatever the operands are; empty where it is not."""
+    activation: str = "none"
+
+
+class _Clock:
+    """Times one call: between events on the GPU's stream, by the wall clock on a CPU."""
+
+    def __init__(self, operand: torch.Tensor) -> None:
+        self.wall_us: float | None = None
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        if operand.is_cuda:
+            self._stream = torch.cuda.current_stream(operand.device)
+            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._events[0].record(self._stream)
+        self._start_s = time.perf_counter()
+
+    def stop(self) -> None:
+        if self._events is not None:
+            self._events[1].record(self._stream)
+        else:
+            self.wall_us = (time.perf_counter() - self._start_s) * 1e6
+
+    def read(self, *, wait: bool) -> float | None:
+        """The time in us; None while the GPU has not come so far, unless one waits."""
+        if self._events is None:
+            return self.wall_us
+        start, end = self._events
+        if wait:
+            end.synchronize()
+        elif not end.query():
+            return None
+        return start.elapsed_time(end) * 1e3
+
+
+@dataclass
+class _Tally:
+    """How often one kind of product was computed."""
+
+    kind: Kind
+    calls: int = 0
+    captured: int = 0
+    replayed: int = 0
+    times_us: list[float] = field(default_factory=list)
+
+
+class Recording:
+    """The products computed while it runs; a context manager. See `tunegemm.record`."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._program = tuple(sys.argv)
+        self._pid = os.getpid()
+        self._tallies: dict[_Key, _Tally] = {}
+        self._unknown_replays = 0
+
+    def __enter__(self) -> Self:
+        if self._path is not None and not self._path.parent.is_dir():
+            raise WorkloadError(f"{self._path}: its folder does not exist; make it first")
+        self._pid = os.getpid()
+        _interception.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _interception.remove(self)
+        if self._path is not None and os.getpid() == self._pid:  # not a forked child, which ends here, too
+            self.workload().write(self._path)
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+        self._tallies = {}
+        self._unknown_replays = 0
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """What was computed so far, in the order of the extents."""
+        return self.workload().products
+
+    def workload(self) -> Workload:
+        """What the file says."""
+        with _interception.lock:
+            products = [
+                Product(
+                    tally.kind,
+                    tally.calls + tally.replayed,
+                    tally.replayed,
+                    tally.captured,
+                    len(tally.times_us),
+                    round(statistics.median(tally.times_us), 3) if tally.times_us else None,
+                )
+                for tally in self._tallies.values()
+            ]
+        on_gpu = any(product.kind.device == "cuda" for product in products)
+        whole = Workload(
+            tuple(products),
+            torch=torch.__version__,
+            device=torch.cuda.get_device_name() if on_gpu else "",
+            unknown_replays=self._unknown_replays,
+        )
+        return merge([whole], self._program)  # strides that no kernel tells apart make several of one kind
+
+
+def record(path: str | os.PathLike[str] | None = None) -> Recording:
+    """Count every matrix product that runs inside ``with tunegemm.record("shapes.json") as recording:``.
+
+    Counts the products of all threads by shape, dtypes, majors, alignment and what is added, and times the
+    first calls of each. At the end, even after an exception, it writes them to `path`, if given, for
+    ``tunegemm tune --from``; `recording.products` has them at any time. Meanwhile `tunegemm.matmul` and
+    `linear` fall back to torch, so theirs count, too. Raises WorkloadError if the file cannot be written, and
+    TunegemmError if this torch cannot record.
+    """
+    if path is None:
+        return Recording()
+    if impossible(path) or not str(path):
+        raise WorkloadError(f"path {path!r:.60} is not a file's; give one such as shapes.json")
+    return Recording(Path(path))
+
+
+def record_process(folder: str) -> None:
+    """Record until the process ends, into a file of its own in a folder, written every few seconds.
+
+    Forked children begin anew: what ran before the fork is their parent's.
+    """
+    recording, place = Recording(), Path(folder)
+    recording.__enter__()
+
+    def written(is_child: bool) -> None:
+        workload = recording.workload()
+        if workload.products or not is_child:
+            workload.write(place / f"{os.getpid()}.json")
+
+    def write(is_child: bool) -> None:
+        with suppress(WorkloadError):
+            written(is_child)
+
+    def last(is_child: bool) -> None:
+        _interception.drain(wait=True)
+        try:
+            written(is_child)
+        except WorkloadError as error:
+            if place.is_dir():  # a process may outlive `tunegemm record`, which takes its folder along
+                print(f"tunegemm: products of process {os.getpid()} are lost: {error}", file=sys.stderr)
+
+    Writer(write=write, clear=recording.clear, last=last).start()
+
+
+class _Interception:
+    """The wrapped kernels, while any recording runs."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.recordings: tuple[Recording, ...] = ()
+        self._undo: list[Callable[[], None]] = []
+        self._inside = threading.local()
+        self._capturing: list[Any] = []
+        """CUDA graphs that are being captured, the last begun last."""
+        self._graphs: weakref.WeakKeyDictionary[Any, list[_Key]] = weakref.WeakKeyDictionary()
+        """What each captured graph computes."""
+        self._named: dict[_Key, Any] = {}
+        self._kinds: dict[_Key, Kind] = {}
+        self._timed: Counter[_Key] = Counter()
+        """Timed calls since the last recording began."""
+        self._pending: deque[tuple[_Clock, _Key, tuple[Recording, ...]]] = deque()
+        """Clocks to be read, and whom they are for."""
+
+    def add(self, recording: Recording) -> None:
+        with self.lock:
+            if not self.recordings:
+                self._install()
+            self.recordings += (recording,)
+            self._timed.clear()
+
+    def remove(self, recording: Recording) -> None:
+        self.drain(wait=True)
+        with self.lock:
+            self.recordings = tuple(other for other in self.recordings if other is not recording)
+            if not self.recordings:
+                for undo in reversed(self._undo):
+                    undo()
+                self._undo.clear()
+
+    def forget(self) -> None:
+        """After a fork: nothing is being captured or timed here, and nobody holds the lock."""
+        self.lock = threading.RLock()
+        self._capturing.clear()
+        self._pending.clear()
+
+    def _install(self) -> None:
+        layer = Layer((*OPERATORS, *recorded_groups.OPERATORS), ("CPU", "CUDA"), self._wrap)
+        replacements.put("recording", layer)
+        self._undo.append(lambda: replacements.remove("recording"))
+        # Our own products are torch's, and are seen as what they ask for.
+        self._undo.append(api.dispatcher.planner.suspend(self._observe, self._observe_groups))
+        if torch.backends.cuda.is_built():
+            self._watch_graphs()
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+        self._undo.append(lambda: setattr(owner, name, before))
+
+    def _wrap(self, name: str, original: Any) -> Callable[..., Any]:
+        def kernel(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+            if self._is_apart():
+                return original.call_boxed(keyset, *arguments, **keywords)
+            if name in recorded_groups.OPERATORS:
+                return self._observe_groups(
+                    GroupedCall.of(name, arguments, keywords),
+                    lambda: original.call_boxed(keyset, *arguments, **keywords),
+                )
+            call = call_of(name, arguments, keywords)
+            kind = _Asked(
+                name.strip("_").removesuffix("_v2"), call.form, call.refusal, _activation(name, keywords)
+            )
+            return self._count_named(
+                kind, call.a, call.b, call.tensors, call.out,
+                lambda: original.call_boxed(keyset, *arguments, **keywords),
+            )  # fmt: skip
+
+        return kernel
+
+    def _observe(
+        self, form: Form, a: Any, b: Any, tensors: Sequence[Any], out: Any, compute: Callable[[], Any]
+    ) -> Any:
+        """A call of ours, all of which torch computes: one product, whatever functions of torch it takes.
+
+        What no kernel of ours may compute counts as those functions.
+        """
+        right = b.t() if form.call == LINEAR and b.ndim == 2 else b
+        if self._is_apart() or _refusal(named(form, a, right, tensors, out)):
+            return compute()
+        return self._count_named(_Asked(form.name(a), form), a, right, tensors, out, compute)
+
+    def _observe_groups(self, call: GroupedCall, compute: Callable[[], Any]) -> Any:
+        """A product of groups, and the gate that is taken of it."""
+        if self._is_apart():
+            return compute()
+        return self._count(
+            call.key, call.a, call.b, call.tensors, None, compute,
+            lambda: None, lambda _, result: call.kind(result),
+        )  # fmt: skip
+
+    def _is_apart(self) -> bool:
+        """Whether what is computed now is no call of the program: Inductor runs candidates while it compiles,
+        and some kernels call others."""
+        return CompileContext.try_get() is not None or getattr(self._inside, "on", False)
+
+    def _count_named(
+        self, asked: _Asked, a: Any, b: Any, tensors: Sequence[Any], out: Any, compute: Callable[[], Any]
+    ) -> Any:
+        return self._count(
+            asked, a, b, tensors, out, compute,
+            lambda: named(asked.form, a, b, tensors, out),
+            lambda found, result: _kind(asked, found, a, b, result),
+        )  # fmt: skip
+
+    def _count(
+        self, asked: Hashable, a: Any, b: Any, tensors: Sequence[Any], out: Any, compute: Callable[[], Any],
+        name: Callable[[], Any], kind: Callable[[Any, Any], Kind],
+    ) -> Any:  # fmt: skip
+        """What `compute` returns. name: what is to be known of operands before it has changed them, of which,
+        and of the result, `kind` makes what is counted; both are called once for equal calls.
+        """
+        low = (a.data_ptr() | b.data_ptr()) % MAX_ALIGNMENT
+        call: _Key = (
+            asked, a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype, a.device.type, low & -low,
+            a.dtype is torch.float32 and tf32_allowed(),
+        )  # fmt: skip
+        for tensor in (*tensors, out) if out is not None else tensors:
+            low = tensor.data_ptr() % MAX_ALIGNMENT
+            call += (tensor.shape, tensor.stride(), tensor.dtype, low & -low)
+        found = None
+        if call not in self._named:  # before it is computed, which may give an output another size
+            found = name()
+        captured = a.is_cuda and torch.cuda.is_current_stream_capturing()
+        clock = None if captured or self._timed[call] >= _TIMED else _Clock(a)
+        self._inside.on = True
+        try:
+            result = compute()
+        finally:
+            self._inside.on = False
+        if clock is not None:
+            clock.stop()
+        if result is None or 0 in a.shape or 0 in b.shape:  # None: the caller has torch's function
+            return result
+        key = (*call, result.dtype, result.stride())
+        with self.lock:
+            self._timed[call] += clock is not None
+            self._named.setdefault(call, found)
+            if key not in self._kinds:
+                self._kinds[key] = kind(self._named[call], result)
+            for recording in self.recordings:
+                tally = recording._tallies.setdefault(key, _Tally(self._kinds[key]))
+                tally.calls += not captured
+                tally.captured += captured
+            if captured and self._capturing:
+                self._graphs.setdefault(self._capturing[-1], []).append(key)
+            if clock is not None:
+                self._pending.append((clock, key, self.recordings))
+        if clock is not None and (clock.wall_us is not None or len(self._pending) > _PENDING):
+            self.drain(wait=False)
+        return result
+
+    def drain(self, *, wait: bool) -> None:
+        """Reads the clocks that are done, or all. Not during a capture, which forbids to ask for events."""
+        with self.lock:
+            while self._pending and not self._capturing:
+                clock, key, recordings = self._pending[0]
+                try:
+                    elapsed_us = clock.read(wait=wait)
+                except RuntimeError:  # the CUDA context is lost; the counts stay
+                    self._pending.clear()
+                    return
+                if elapsed_us is None:
+                    return
+                self._pending.popleft()
+                for recording in recordings:
+                    if key in recording._tallies:
+                        recording._tallies[key].times_us.append(elapsed_us)
+
+    def _watch_graphs(self) -> None:
+        """Learn what each CUDA graph computes at its capture, and count it at each replay."""
+        graph_class = torch.cuda.CUDAGraph
+        begin, end, replay = graph_class.capture_begin, graph_class.capture_end, graph_class.replay
+
+        def capture_begin(graph: Any, *arguments: Any, **keywords: Any) -> None:
+            with self.lock:
+                self._graphs[graph] = []
+                self._capturing.append(graph)
+            try:
+                begin(graph, *arguments, **keywords)
+            except BaseException:
+                self._capturing.remove(graph)
+                raise
+
+        def capture_end(graph: Any) -> None:
+            try:
+                end(graph)
+            finally:
+                if graph in self._capturing:
+                    self._capturing.remove(graph)
+
+        def counted_replay(graph: Any) -> None:
+            replay(graph)
+            with self.lock:
+                self.count_replay(graph)
+
+        for name, value in (
+            ("capture_begin", capture_begin), ("capture_end", capture_end), ("replay", counted_replay)
+        ):  # fmt: skip
+            self._replace(graph_class, name, value)
+
+    def count_replay(self, graph: Any) -> None:
+        content = self._graphs.get(graph)
+        for recording in self.recordings:
+            if content is None:
+                recording._unknown_replays += 1
+                continue
+            for key in content:
+                recording._tallies.setdefault(key, _Tally(self._kinds[key])).replayed += 1
+
+
+_interception = _Interception()
+os.register_at_fork(after_in_child=_interception.forget)
+
+
+def _refusal(found: Named | Refusal) -> str:
+    """Why it is torch's; empty where a kernel may compute it."""
+    return (found.reason or _BEYOND_KERNELS) if isinstance(found, Refusal) else found.words_refusal
+
+
+def _activation(name: str, keywords: dict[str, Any]) -> str:
+    """What ATen's operator applies."""
+    if name != "_addmm_activation":
+        return "none"
+    return "gelu" if keywords.get("use_gelu") else "relu"
+
+
+def _kind(asked: _Asked, found: Named | Refusal, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Kind:
+    """The problem that dispatch would look up; of what is torch's the same, as far as there are words."""
+    steps = asked.form.epilogue.steps
+    words: dict[str, Any] = {
+        "op": asked.op,
+        "bias": "vector" if "bias_n" in steps else "matrix" if "beta_c" in steps else "none",
+        "activation": asked.activation,
+        "device": a.device.type,
+        "epilogue": asked.form.text,
+        "accumulation": asked.form.accumulation,
+    }
+    reason = asked.refusal or _refusal(found)
+    if isinstance(found, Named) and not reason:
+        return Kind(**{name: getattr(found.operands.problem, name) for name in _OF_PROBLEM}, **words)
+    a_major = mode_of(a, "m", "k", "k")
+    b_major = mode_of(b, "k", "n", "k")
+    return Kind(
+        m=a.shape[-2],
+        n=b.shape[-1],
+        k=a.shape[-1],
+        batch=a.shape[0] if a.ndim == 3 else 1,
+        in_dtype=dtype_of(a),
+        out_dtype=dtype_of(out),
+        a_major=a_major,
+        b_major=b_major,
+        out_major=mode_of(out, "m", "n", "n"),
+        alignment=alignment_of(a, b, a_major, b_major),
+        refusal=reason,
+        **words,
+    )

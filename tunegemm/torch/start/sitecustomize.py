@@ -1,0 +1,81 @@
+"""Begins in every Python process under `tunegemm record`, which counts products, and under `tunegemm run`,
+which serves them: both put this folder on PYTHONPATH.
+
+Python imports `sitecustomize` at its start. Nothing is loaded until the process itself has imported torch.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_HERE = Path(__file__).resolve().parent
+
+
+class _AfterTorch:
+    """Finds torch as Python would, and begins when its import is done."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch" or self._asked:
+            return None
+        self._asked = True  # the other finders are asked now
+        try:
+            spec = importlib.util.find_spec("torch")
+        finally:
+            self._asked = False
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
+        load = loader.exec_module
+
+        # A program may ask for the spec and not import it, as libraries do to see what is installed.
+        def load_and_begin(module: ModuleType) -> None:
+            load(module)
+            sys.meta_path.remove(self)
+            _begin()
+
+        loader.exec_module = load_and_begin
+        return spec
+
+
+def _is_wanted() -> bool:
+    on = os.environ.get("TUNEGEMM_ENABLE") not in (None, "", "0")
+    return bool(os.environ.get("TUNEGEMM_RECORD_PARTS")) or on
+
+
+def _begin() -> None:
+    if not _is_wanted():  # one of tunegemm's own commands, which has unset it
+        return
+    try:
+        if folder := os.environ.get("TUNEGEMM_RECORD_PARTS"):
+            from tunegemm.torch.recording import record_process
+
+            record_process(folder)
+        else:
+            from tunegemm.torch.enabled import serve_process
+
+            serve_process()
+    except ImportError:  # an interpreter without tunegemm: the command says so when nothing came
+        return
+
+
+def _run_the_one_behind() -> None:
+    """This file hides a `sitecustomize` of the environment: run it as Python would have."""
+    folders = [folder for folder in sys.path if Path(folder).resolve() != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", folders)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+if _is_wanted():
+    sys.meta_path.insert(0, _AfterTorch())
+_run_the_one_behind()

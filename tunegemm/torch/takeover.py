@@ -1,0 +1,225 @@
+"""`enable`, which serves every product of a program."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
+
+import torch
+
+from tunegemm.choose.operators import OPERATORS
+from tunegemm.dispatch import api
+from tunegemm.dispatch.autograd import DTYPES
+from tunegemm.dispatch.forms import BELOW_AUTOGRAD, form_of
+from tunegemm.dispatch.guards import deterministic, tf32_allowed
+from tunegemm.dispatch.library import addmm_steps, call_of, is_sum
+from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
+from tunegemm.groups import grouped, scaled_groups
+from tunegemm.torch.aten import Layer, replacements
+
+#: Makes a function that counts an operator's calls, given its name, what makes the function in the place of
+#: its kernel, and that kernel.
+Counting = Callable[[str, Callable[[Any], Callable[..., Any]], Any], Callable[..., Any]]
+
+#: Whose products are taken over.
+DEVICE_KEYS = ("CUDA",)
+
+
+class Takeover:
+    """What `enable` returns: a context manager, at whose end torch has its products back."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __repr__(self) -> str:
+        """What it does now, and how it ends."""
+        if self not in active:
+            return "<tunegemm.enable(): ended; torch computes its products>"
+        return (
+            "<tunegemm.enable(): torch's products of CUDA tensors run tuned kernels until tunegemm.disable()>"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        with _lock:
+            if self in active:
+                active.remove(self)
+                if not active:
+                    replacements.remove("takeover")
+
+
+active: list[Takeover] = []
+_lock = threading.RLock()
+
+
+def enable() -> Takeover:
+    """From now on ATen's products of CUDA tensors run the tuned kernel if one is recorded.
+
+    This holds for the whole process: for ``torch.mm``, ``matmul``, ``@``, ``bmm``, ``einsum``, ``addmm``,
+    ``baddbmm``, ``nn.Linear``, ``torch._scaled_mm``, ``torch.nn.functional.scaled_mm`` and ``_int_mm``, and
+    for ``torch.nn.functional.grouped_mm`` and ``torch._scaled_grouped_mm``, whose kernels need no record. It
+    works in eager code, under autograd (all three products) and autocast, in the output of torch.compile, and
+    in CUDA graphs captured meanwhile. A block ``with tunegemm.enable():`` ends by itself, a call with
+    `disable`. Blocks may nest.
+
+    Meanwhile every product that falls back to torch costs one look-up more. Raises TunegemmError if this
+    torch cannot replace its kernels.
+    """
+    return begin()
+
+
+def begin(counting: Counting | None = None) -> Takeover:
+    """What `enable` does. counting: makes functions that count the calls of an operator, where this is the
+    first of nested blocks.
+    """
+
+    def wrap(name: str, kernel: Any) -> Callable[..., Any]:
+        if counting is None or name not in OPERATORS:  # products of groups have no `Problem` to count by
+            return _SERVED[name](kernel)
+        return counting(name, _SERVED[name], kernel)
+
+    takeover = Takeover()
+    with _lock:
+        if not active:
+            replacements.put("takeover", Layer(tuple(_SERVED), DEVICE_KEYS, wrap))
+        active.append(takeover)
+    return takeover
+
+
+def disable() -> None:
+    """Give torch its products back, however often `enable` was called. Does nothing if it was not."""
+    with _lock:
+        active.clear()
+        replacements.remove("takeover")
+
+
+# What each function lets through is what torch computes: operands that it refuses are its own to refuse.
+
+
+def _plain(kernel: Any, dimensions: int) -> Callable[..., Any]:
+    """For ``mm(a, b)`` and ``bmm(a, b)``, and these with ``out``."""
+
+    def serve(keyset: Any, a: torch.Tensor, b: torch.Tensor, *more: Any, **keywords: Any) -> Any:
+        # Overloads with further arguments (`out_dtype`) are torch's, and dtypes that have no kernels.
+        if (
+            _is_served_dtype(a)
+            and not more
+            and a.ndim == b.ndim == dimensions
+            and (dimensions == 2 or a.shape[0] == b.shape[0])
+            and (not keywords or (len(keywords) == 1 and "out" in keywords))
+        ):
+            if dimensions == 3 and a.shape[0] == 1 and not keywords:  # as einsum writes a single product
+                result = api.dispatcher.below_autograd(a[0], b[0])
+                result = None if result is None else result[None]
+            else:
+                result = api.dispatcher.below_autograd(a, b, keywords.get("out"))
+            if result is not None:
+                return result
+        return kernel.call_boxed(keyset, a, b, *more, **keywords)
+
+    return serve
+
+
+def _adding(kernel: Any, dimensions: int) -> Callable[..., Any]:
+    """For ``addmm(c, a, b, *, beta, alpha)`` and ``baddbmm``, and these with ``out``."""
+
+    def serve(
+        keyset: Any, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *more: Any, **keywords: Any
+    ) -> Any:
+        beta, alpha = keywords.get("beta", 1), keywords.get("alpha", 1)
+        if not more and _is_served_dtype(a) and is_sum(c, a, b, beta, dimensions):  # more: an `out_dtype`
+            try:
+                text, tensors, numbers = addmm_steps(c, a, b, beta, alpha)
+            except TypeError:  # of a complex number
+                return kernel.call_boxed(keyset, c, a, b, **keywords)
+            form, out = form_of(BELOW_AUTOGRAD, text), keywords.get("out")
+            result = api.dispatcher.fused(form, a, b, tensors, numbers, out)
+            if result is not None:
+                return result
+        return kernel.call_boxed(keyset, c, a, b, *more, **keywords)
+
+    return serve
+
+
+def _scaling(kernel: Any, name: str) -> Callable[..., Any]:
+    """For ``_scaled_mm``, and ``_scaled_mm_v2``, which torch.nn.functional.scaled_mm calls; with ``out``."""
+
+    def serve(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+        call = call_of(name, arguments, keywords)
+        if not call.refusal:
+            result = api.dispatcher.fused(call.form, call.a, call.b, call.tensors, call.numbers, call.out)
+            if result is not None:
+                return result
+        return kernel.call_boxed(keyset, *arguments, **keywords)
+
+    return serve
+
+
+def _of_int8(kernel: Any) -> Callable[..., Any]:
+    """For ``_int_mm``, and this with ``out``."""
+    form = form_of(BELOW_AUTOGRAD, "", torch.int32)
+
+    def serve(keyset: Any, a: torch.Tensor, b: torch.Tensor, **keywords: Any) -> Any:
+        result = None
+        if a.dtype == b.dtype == torch.int8 and a.ndim == b.ndim == 2 and _has_int8_extents(a, b):
+            result = api.dispatcher.fused(form, a, b, (), (), keywords.get("out"))
+        return kernel.call_boxed(keyset, a, b, **keywords) if result is None else result
+
+    return serve
+
+
+def _has_int8_extents(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether torch multiplies such matrices on a GPU; elsewhere it does all."""
+    return not a.is_cuda or (a.shape[0] >= INT8_LEAST_ROWS and not (a.shape[1] % 8 or b.shape[1] % 8))
+
+
+def _is_served_dtype(a: torch.Tensor) -> bool:
+    # A program that is served as a whole is to hear of shapes to be tuned, not of every fp32 product.
+    return a.dtype in DTYPES or (a.dtype is torch.float32 and tf32_allowed())
+
+
+def _serving(name: str) -> Callable[[Any], Callable[..., Any]]:
+    """What makes the function in the place of an operator's kernel, by what the operator computes."""
+    operator, dimensions = OPERATORS[name], 3 if name.endswith("bmm") else 2
+    if any("scale_tensor" in steps for steps in operator.absorbs):
+        return partial(_scaling, name=name)
+    if operator.absorbs:
+        return partial(_adding, dimensions=dimensions)
+    return _of_int8 if name == "_int_mm" else partial(_plain, dimensions=dimensions)
+
+
+def _grouping(kernel: Any) -> Callable[..., Any]:
+    """For ``_grouped_mm``, which torch.nn.functional.grouped_mm calls."""
+
+    def serve(
+        keyset: Any,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        offs: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Any:
+        if offs is not None and bias is None and out_dtype in (None, a.dtype) and not deterministic():
+            result = grouped.groups.below_autograd(a, b, offs, None)
+            if result is not None:
+                return result
+        return kernel.call_boxed(keyset, a, b, offs=offs, bias=bias, out_dtype=out_dtype)
+
+    return serve
+
+
+def _scaled_grouping(kernel: Any) -> Callable[..., Any]:
+    """For ``_scaled_grouped_mm``."""
+
+    def serve(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+        result = scaled_groups.below_autograd(*arguments, **keywords)
+        return kernel.call_boxed(keyset, *arguments, **keywords) if result is None else result
+
+    return serve
+
+
+_SERVED = {name: _serving(name) for name, operator in OPERATORS.items() if operator.served} | {
+    "_grouped_mm": _grouping,
+    "_scaled_grouped_mm": _scaled_grouping,
+}
