@@ -4,20 +4,23 @@
     python -m benchmarks.threads --calls 50000
 
 Eight threads call `tunegemm.matmul`, each with operands of its own and one weight, on one stream or on four,
-without and with a ninth thread that captures the product in CUDA graphs and replays them. Every result is
-compared, bit by bit, with that of the same operands computed alone. Writes results/GPU/threads.json: a row
-`{family, reduction, threads, streams, captures, calls, wrong, host_us}` for each, the last being the host's
-time of one call of a single thread.
+without and with a ninth thread that captures the product in CUDA graphs and replays them. Beside four streams
+the default stream is kept busy. Products of rows in groups, along k, and with a gate are called, too. Every
+result is compared, bit by bit, with that of the same operands computed alone. Writes
+results/GPU/threads.json: a row `{family, reduction, threads, streams, captures, calls, wrong, host_us}` for
+each, the last being the host's time of one call of a single thread.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import tempfile
 import threading
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,27 +147,30 @@ def run(device: Device, calls: int, results: Results) -> int:
     for case in compiled:
         prepare(case, device)
     settings = [(streams, captures) for streams in (1, 4) for captures in (False, True)]
-    each = -(-calls // (len(compiled) * len(settings) * THREADS * AT_ONCE)) * AT_ONCE
     rows, total = [], 0
-    trials = [Trial(case, device) for case in compiled]
+    trials: list[Trial] = [Product(case, device) for case in compiled]
+    trials += [Groups(what, extents, device) for what, *extents in GROUPS]
+    each = -(-calls // (len(trials) * len(settings) * THREADS * AT_ONCE)) * AT_ONCE
     took = host_times(
         {str(index): trial.call for index, trial in enumerate(trials)}, ROUNDS, torch.cuda.synchronize
     )
     for index, trial in enumerate(trials):
-        case, host_us = trial.case, round(statistics.median(took[str(index)]), 2)
+        host_us = round(statistics.median(took[str(index)]), 2)
         trial.serve()
         for streams, captures in settings:
             wrong = trial.wrong(each, streams, captures)
             row = {
-                "m": case.problem.m, "n": case.problem.n, "k": case.problem.k, "dtype": case.problem.in_dtype,
-                "label": trial.label, "family": case.family, "reduction": case.reduction,
-                "threads": THREADS, "streams": streams, "captures": captures, "calls": each * THREADS,
-                "wrong": wrong, "host_us": host_us,
+                **trial.extents, "dtype": "bf16", "label": trial.label, "family": trial.family,
+                "reduction": trial.reduction, "threads": THREADS, "streams": streams, "captures": captures,
+                "calls": each * THREADS, "wrong": wrong, "host_us": host_us,
             }  # fmt: skip
             total += wrong
             rows.append(row)
-            print(f"{case.family} {case.reduction}, {streams} streams, captures {captures}: {wrong} wrong of "
-                  f"{each * THREADS}", flush=True)  # fmt: skip
+            name = f"{trial.family} {trial.reduction}"
+            print(
+                f"{name}, {streams} streams, captures {captures}: {wrong} wrong of {each * THREADS}",
+                flush=True,
+            )
     results.rows = []
     results.summary = {"calls": sum(row["calls"] for row in rows), "wrong": total}
     results.put(*rows)
@@ -184,58 +190,37 @@ def prepare(case: Case, device: Device) -> None:
 
 
 class Trial:
-    """A kernel served alone: every product of its problem is launched by it."""
+    """A kernel, operands for each thread, and what it makes of them alone."""
 
-    def __init__(self, case: Case, device: Device) -> None:
-        import torch
-
-        import tunegemm
-        from tunegemm.choose.snapshot import Snapshot
-        from tunegemm.dispatch import api
-        from tunegemm.dispatch.dispatcher import Dispatcher
-        from tunegemm.dispatch.planning import Planner
-        from tunegemm.generate import families
-        from tunegemm.store.record import Record
-
-        source = families.kernel_source_hash(case.family)
-        record = Record(
-            case.problem, case.candidate, device.fingerprint, ratio=1.2, confirmed=True, kernel_source=source
-        )
-        self._dispatcher = Dispatcher(Planner(read=lambda: Snapshot([record])))
-        self._serve_by = api.serve_by
-        self.serve()
-        self.label = families.get(case.family).label(case.candidate)
+    def __init__(
+        self, family: str, reduction: str, label: str, extents: Mapping[str, int], device: Device
+    ) -> None:
+        self.family, self.reduction, self.label, self.extents = family, reduction, label, extents
         self._place = device.spec
-        m, n, k = case.problem.m, case.problem.n, case.problem.k
-        made: dict[str, Any] = {"dtype": torch.bfloat16, "device": self._place}
-        torch.manual_seed(0)
-        self._weight = torch.randn(n, k, **made)
-        self._transposed = self._weight.t()
-        self._inputs = [torch.randn(m, k, **made) for _ in range(THREADS + 1)]
-        self._multiply = tunegemm.matmul
+        self._inputs: list[Any] = []
+        self._expected: list[Any] = []
+
+    def _take(self, inputs: Sequence[Any], exact: Callable[[Any], Any]) -> None:
+        """Operands of each thread, whose products are to be those of `exact`, which computes in fp32."""
+        self._inputs = list(inputs)
         self._expected = [self._product(x).clone() for x in self._inputs]
         for x, result in zip(self._inputs, self._expected, strict=True):
-            exact = x.float() @ self._weight.t().float()
-            if float((exact - result.float()).norm() / exact.norm()) > 5e-3:
-                raise TunegemmError(f"{self.label} is wrong alone, on {case.problem}")
-        self._planner, self.case = self._dispatcher.planner, case
-        self._check_served()
+            wanted = exact(x)
+            if float((wanted - result.float()).norm() / wanted.norm()) > 5e-3:
+                raise TunegemmError(f"{self.label} is wrong alone, on {self.extents}")
 
     def serve(self) -> None:
-        """From now on `tunegemm.matmul` launches this kernel."""
-        self._serve_by(self._dispatcher)
+        """From now on this kernel is launched."""
 
     def call(self) -> Any:
-        """One product, whatever `tunegemm.matmul` launches."""
-        return self._dispatcher.matmul(self._inputs[0], self._transposed)
-
-    def _check_served(self) -> None:
-        plans = self._planner.state.plans.values()
-        if not plans or any(plan is None or plan.record is None for plan in plans):
-            raise TunegemmError(f"{self.label} does not serve {self.case.problem}")
+        """One product, as a user calls for it."""
+        return self._product(self._inputs[0])
 
     def _product(self, x: Any) -> Any:
-        return self._multiply(x, self._weight.t())
+        raise NotImplementedError
+
+    def _check_served(self) -> None:
+        """Raises unless all products were the kernel's."""
 
     def wrong(self, calls: int, streams: int, captures: bool) -> int:
         """Of so many calls of each thread; those of graphs beside count where they are wrong."""
@@ -269,6 +254,16 @@ class Trial:
                         counted[-1] += (torch.stack(results) != expected).flatten(1).any(1).sum()
                     stream.synchronize()
 
+        def work_by_default() -> None:
+            """Work on the default stream, never so much that its queue is full."""
+            square = torch.ones(2048, 2048, device=self._place)
+            done = torch.cuda.Event()
+            while not end.is_set():
+                for _ in range(8):
+                    square.mul_(1.0)
+                done.record()
+                done.synchronize()
+
         def guarded(task: Any, *arguments: Any) -> None:
             try:
                 task(*arguments)
@@ -278,20 +273,128 @@ class Trial:
 
         workers = [threading.Thread(target=guarded, args=(work, index)) for index in range(THREADS)]
         beside = threading.Thread(target=guarded, args=(capture,))
+        busy = threading.Thread(target=guarded, args=(work_by_default,))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for worker in [*workers, *([beside] if captures else [])]:
+            for worker in [*workers, *([beside] if captures else []), *([busy] if streams > 1 else [])]:
                 worker.start()
             for worker in workers:
                 worker.join()
             end.set()
-            if captures:
-                beside.join()
+            for other in (beside, busy):
+                if other.ident is not None:
+                    other.join()
         torch.cuda.synchronize()
         if errors:
             raise errors[0]
         self._check_served()
         return int(counted.sum())
+
+
+class Product(Trial):
+    """A kernel of a product, served alone: every product of its problem is launched by it."""
+
+    def __init__(self, case: Case, device: Device) -> None:
+        import torch
+
+        import tunegemm
+        from tunegemm.choose.snapshot import Snapshot
+        from tunegemm.dispatch import api
+        from tunegemm.dispatch.dispatcher import Dispatcher
+        from tunegemm.dispatch.planning import Planner
+        from tunegemm.generate import families
+        from tunegemm.store.record import Record
+
+        m, n, k = case.problem.m, case.problem.n, case.problem.k
+        label = families.get(case.family).label(case.candidate)
+        super().__init__(case.family, case.reduction, label, {"m": m, "n": n, "k": k}, device)
+        source = families.kernel_source_hash(case.family)
+        record = Record(
+            case.problem, case.candidate, device.fingerprint, ratio=1.2, confirmed=True, kernel_source=source
+        )
+        self._dispatcher = Dispatcher(Planner(read=lambda: Snapshot([record])))
+        self._serve_by, self._multiply = api.serve_by, tunegemm.matmul
+        self.serve()
+        made: dict[str, Any] = {"dtype": torch.bfloat16, "device": self._place}
+        torch.manual_seed(0)
+        self._weight = torch.randn(n, k, **made)
+        inputs = [torch.randn(m, k, **made) for _ in range(THREADS + 1)]
+        self._take(inputs, lambda x: x.float() @ self._weight.t().float())
+        self._check_served()
+
+    def serve(self) -> None:
+        self._serve_by(self._dispatcher)
+
+    def call(self) -> Any:
+        return self._dispatcher.matmul(self._inputs[0], self._weight.t())
+
+    def _product(self, x: Any) -> Any:
+        return self._multiply(x, self._weight.t())
+
+    def _check_served(self) -> None:
+        plans = self._dispatcher.planner.state.plans.values()
+        if not plans or any(plan is None or plan.record is None for plan in plans):
+            raise TunegemmError(f"{self.label} does not serve {self.extents}")
+
+
+#: Products of groups: what they are, rows in all, groups, N and K.
+GROUPS = (
+    ("rows", 512, 16, 1024, 2048), ("one row", 1, 16, 1024, 2048), ("along k", 4096, 8, 1024, 1024),
+    ("gate", 512, 16, 1024, 2048),
+)  # fmt: skip
+
+
+class Groups(Trial):
+    """A product of groups by the kernel that the shipped table names for it."""
+
+    def __init__(self, what: str, extents: Sequence[int], device: Device) -> None:
+        import torch
+
+        from tunegemm.groups import grouped
+
+        rows, groups, n, k = extents
+        super().__init__("grouped", what, "", {"m": rows, "n": n, "k": k, "batch": groups}, device)
+        self._gate = "swiglu" if what == "gate" else ""
+        self._groups = grouped.Groups()
+        torch.manual_seed(0)
+        made: dict[str, Any] = {"dtype": torch.bfloat16, "device": self._place}
+        along = what == "along k"
+        self._weight = torch.randn(rows, n, **made) if along else torch.randn(groups, n, k, **made).mT
+        starts = [rows * i // groups for i in range(groups + 1)]
+        self._ends = torch.tensor(starts[1:], dtype=torch.int32, device=self._place)
+        # Along k operands are (k, rows) with k contiguous, as an activation's transpose has it.
+        inputs = [torch.randn(rows, k, **made) for _ in range(THREADS + 1)]
+        spans = list(itertools.pairwise(starts))
+
+        def exact(x: Any) -> Any:
+            weight = self._weight.float()
+            if along:
+                return torch.stack([x.float()[i:j].mT @ weight[i:j] for i, j in spans])
+            whole = torch.cat([x.float()[i:j] @ weight[group] for group, (i, j) in enumerate(spans)])
+            gate, up = whole.chunk(2, 1)
+            return torch.nn.functional.silu(gate) * up if self._gate else whole
+
+        self.serve()
+        self._wait(inputs[0].mT if along else inputs[0])
+        self._take([x.mT for x in inputs] if along else inputs, lambda x: exact(x.mT if along else x))
+        ((choice, _),) = self._groups.kernels
+        self.label = str(choice.config)
+
+    def _wait(self, x: Any) -> None:
+        """Until the kernel is compiled, where it does not ship."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(60):
+                if self._groups(x, self._weight, self._ends, None, self._gate) is not None:
+                    return
+                time.sleep(2)
+        raise TunegemmError(f"no kernel serves groups of {self.extents}; give other extents in GROUPS")
+
+    def _product(self, x: Any) -> Any:
+        result = self._groups(x, self._weight, self._ends, None, self._gate)
+        if result is None:
+            raise TunegemmError(f"torch computes groups of {self.extents}")
+        return result
 
 
 if __name__ == "__main__":
