@@ -46,17 +46,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where slow tests are left out, a third of hypothesis's usual number of cases is drawn.
+    """Hypothesis draws half its usual number of cases, a third where slow tests are left out.
 
     And garbage of cycles is looked for more seldom: there is little of it beside all that is imported here,
     and to look as often as Python does takes a tenth of the time. A test of what is freed collects itself.
     """
     gc.set_threshold(20_000, 50, 100)
-    if "not slow" in config.option.markexpr:
-        import hypothesis
+    import hypothesis
 
-        hypothesis.settings.register_profile("quick", max_examples=33)
-        hypothesis.settings.load_profile("quick")
+    hypothesis.settings.register_profile("quick", max_examples=33)
+    hypothesis.settings.register_profile("thorough", max_examples=50)
+    hypothesis.settings.load_profile("quick" if "not slow" in config.option.markexpr else "thorough")
 
 
 @pytest.fixture(scope="session")

@@ -107,7 +107,7 @@ def test_damaged_cells(
     original: Path, cells: list[tuple[str, str]], tmp_path: Path, part: int, thorough: bool
 ) -> None:
     """A quarter of the commands at a time, for processes to share."""
-    cases = 50 if thorough else 3
+    cases = 20 if thorough else 3
     database, out = tmp_path / "damaged.sqlite", tmp_path / "out"
 
     def check(data: st.DataObject) -> None:

@@ -91,7 +91,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_any_value_of_any_option(
     original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int, thorough: bool
 ) -> None:
-    cases = 80 if thorough else 10
+    cases = 40 if thorough else 10
     place, outside = tmp_path / "place", tmp_path / "outside"
     outside.mkdir()
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))

@@ -237,13 +237,13 @@ class TestRecords(Store):
 
     @pytest.mark.slow
     def test_many_records_are_read_quickly(self, database: Database) -> None:
-        # 20,000 rows, a fifth of what a large fleet may hold; 0.2 s here, the bound is for a busy machine.
+        # 5,000 rows: 0.05 s here, the bound is for a busy machine.
         from tunegemm.store.models import MeasurementRow, ProblemRow, RecordRow
 
         database.publish(PROBLEM, DEVICE, measurement())
         with database.engine.connect() as connection, connection.begin():
             first = dict(connection.execute(MeasurementRow.__table__.select()).mappings().one())
-            keys = range(2, 20_001)
+            keys = range(2, 5_001)
             problem = dataclasses.asdict(PROBLEM)
             connection.execute(insert(ProblemRow), [{**problem, "id": key, "m": 4096 + key} for key in keys])
             connection.execute(
@@ -257,8 +257,8 @@ class TestRecords(Store):
             )
         begin = time.thread_time()  # of the reader; a busy machine takes as long again
         records = database.records(FINGERPRINT)
-        assert time.thread_time() - begin < 3
-        assert len({record.problem for record in records}) == 20_000
+        assert time.thread_time() - begin < 0.75
+        assert len({record.problem for record in records}) == 5_000
 
 
 def check_damaged_row(location: Location, database: Database, statement: str) -> None:

@@ -33,20 +33,20 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # 8 s on two idle cores, a minute and a half on busy ones
+@pytest.mark.timeout(600)
 @pytest.mark.long
-def test_eight_processes_publish_hundreds_each_and_lose_none(path: Path) -> None:
+def test_eight_processes_publish_a_hundred_each_and_lose_none(path: Path) -> None:
     # The file does not exist yet: they race to create and migrate it, too.
-    assert benchmark.concurrent(path, writers=8, each=400)["kept"] == 3200
+    assert benchmark.concurrent(path, writers=8, each=100)["kept"] == 800
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.long
-def test_eighty_killed_processes_leave_every_acknowledged_row(path: Path) -> None:
-    found = benchmark.killed(path, kills=80)
-    assert (found["kills"], found["missing"], found["integrity"]) == (80, 0, "ok")
-    assert found["acknowledged"] > 80
+def test_forty_killed_processes_leave_every_acknowledged_row(path: Path) -> None:
+    found = benchmark.killed(path, kills=40)
+    assert (found["kills"], found["missing"], found["integrity"]) == (40, 0, "ok")
+    assert found["acknowledged"] > 40
 
 
 _ON_A_SMALL_DISK = """
@@ -213,7 +213,7 @@ def read_everything(path: Path) -> int:
         return len(database.records())
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(24))
 def test_a_damaged_file_is_read_around_or_named(path: Path, sound: bytes, seed: int) -> None:
     """Bits flipped, or the end cut off: never another error than ours, and nothing is written to the file."""
     chance, content = random.Random(seed), bytearray(sound)

@@ -31,8 +31,8 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture
 def cases(thorough: bool) -> int:
-    """Per property; there are 14 of them."""
-    return 60 if thorough else 15
+    """Per property."""
+    return 25 if thorough else 15
 
 
 #: What JSON texts hold in place of these: more than Python's own writer writes.
