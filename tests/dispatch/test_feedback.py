@@ -6,8 +6,6 @@ import functools
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +16,8 @@ from typing import Any
 import pytest
 
 from tests.choose.test_predictions import odd_problems
-from tests.support.commands import here, process
+from tests.support.commands import here
+from tests.support.forks import Forks
 from tests.support.hopper import hopper
 from tests.support.processes import environment
 from tests.support.serving import Kernel, operands, quietly
@@ -113,7 +112,7 @@ def test_what_won_is_the_record_and_is_hit(race: Callable[[Timed], Feedback], da
 @pytest.mark.slow
 @pytest.mark.long
 def test_what_lost_falls_back_in_a_new_process(
-    race: Callable[[Timed], Feedback], database: Database, location: Path
+    race: Callable[[Timed], Feedback], database: Database, location: Path, forks: Forks
 ) -> None:
     shape = problem_of().shape
     before = here("explain", "--shape", shape, "--device", "model:h200").stdout
@@ -123,11 +122,11 @@ def test_what_lost_falls_back_in_a_new_process(
     assert {entry.candidate for entry in database.measurements(problem_of())} >= {
         option.record.candidate for option in predicted()[problem_of()]
     }, "what was measured is kept"
-    after = process("explain", "--shape", shape, "--device", "model:h200").stdout
+    after = here("explain", "--shape", shape, "--device", "model:h200").stdout
     assert "dispatch  torch.mm: 10.0 us, 1.000 x torch.mm" in after
     assert "x torch.mm was expected, 0.960 measured in an interleaved race: it lost" in after
     program = (
-        "import sys, torch; from tests.dispatch.test_feedback import *; from tests.support.serving import *\n"
+        "import torch; from tests.dispatch.test_feedback import *; from tests.support.serving import *\n"
         "from tunegemm.dispatch.planning import Planner\n"
         "prepared = []\n"
         "def prepare(record, device):\n"
@@ -135,13 +134,13 @@ def test_what_lost_falls_back_in_a_new_process(
         "    prepared.append(record.candidate)\n"
         "    return prepare(record, device)\n"
         "planner = Planner(device_type='cpu', find=lambda spec: DEVICE, prepare=prepare)\n"
-        "m, n, k = map(int, sys.argv[1].split('x'))\n"
+        f"m, n, k = map(int, '{shape}'.split('x'))\n"
         "a, b = operands(m, n, k)\n"
         "assert torch.equal(quietly(Dispatcher(planner).matmul, a, b), torch.matmul(a, b))\n"
         "assert prepared == [TORCH_MM] and list(planner.state.plans.values()) == [None]\n"
     )
-    command = [sys.executable, "-c", program, shape]
-    subprocess.run(command, check=True, env=environment(), timeout=170)
+    done = forks.run(program, env=environment())
+    assert done.returncode == 0, done.stderr
 
 
 def test_explain_says_what_was_expected_and_what_was_measured(
@@ -208,22 +207,20 @@ def test_what_has_a_record_meanwhile_is_left_alone(
 
 
 @pytest.mark.slow
-def test_kill_9_loses_nothing_that_is_stored(location: Path, tmp_path: Path) -> None:
+def test_kill_9_loses_nothing_that_is_stored(location: Path, tmp_path: Path, forks: Forks) -> None:
     """A process that is killed while it measures the second of two, which is predicted as before."""
     program = (
-        "import os, sys; from tests.dispatch.test_feedback import *\n"
+        "import os; from tests.dispatch.test_feedback import *\n"
         "def die(candidate, settings):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "measurers = [timed(0.96), Timed(die)]\n"
-        "with Database.open(sys.argv[1], create=True) as database, "
-        "planted_tuner(DEVICE, database, cache=Path(sys.argv[2])) as tuner:\n"
+        f"with Database.open({str(location)!r}, create=True) as database, "
+        f"planted_tuner(DEVICE, database, cache=Path({str(tmp_path)!r})) as tuner:\n"
         "    for number in (0, 1):\n"
         "        tuner.measurer_for = lambda problem: measurers[number]\n"
         "        measure(tuner, problem_of(number), predicted()[problem_of(number)])\n"
     )
-    command = [sys.executable, "-c", program, str(location), str(tmp_path)]
-    killed = subprocess.run(command, env=environment(), timeout=170)
-    assert killed.returncode == -signal.SIGKILL
+    assert forks.run(program, env=environment()).returncode == -signal.SIGKILL
     first, second = (select(read_snapshot(), problem_of(number), DEVICE) for number in (0, 1))
     assert first.outcome == "hit" and first.options[0].candidate == TORCH_MM
     assert second.outcome == "predicted"
@@ -460,15 +457,15 @@ def test_a_forked_child_measures_nothing(online: Callable[..., Serving]) -> None
 
 
 @pytest.mark.slow
-def test_a_program_ends_while_it_is_measured(location: Path, tmp_path: Path) -> None:
+def test_a_program_ends_while_it_is_measured(location: Path, tmp_path: Path, forks: Forks) -> None:
     """As any program does: at once, by itself, with what was stored before."""
     program = (
-        "import os, sys; from tests.dispatch.test_feedback import *\n"
+        "from tests.dispatch.test_feedback import *\n"
         "began, first = threading.Event(), timed(0.96)\n"
         "def hang(candidate, settings):\n"
         "    began.set()\n"
         "    threading.Event().wait()\n"
-        "serving, measurers = Serving(Path(sys.argv[1]), 0.96), [first, Timed(hang)]\n"
+        f"serving, measurers = Serving(Path({str(tmp_path)!r}), 0.96), [first, Timed(hang)]\n"
         "serving.measurer = lambda: measurers.pop(0)\n"
         "for number in (0, 1):\n"
         "    assert serving.multiply(problem_of(number))\n"
@@ -476,10 +473,7 @@ def test_a_program_ends_while_it_is_measured(location: Path, tmp_path: Path) -> 
         "assert began.wait(100)\n"
         "print('the end')\n"
     )
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(
-        command, env=environment(TUNEGEMM_MODE="online"), timeout=170, capture_output=True, text=True
-    )
+    done = forks.run(program, env=environment(TUNEGEMM_MODE="online"))
     assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
     first, second = (select(read_snapshot(), problem_of(number), DEVICE) for number in (0, 1))
     assert first.outcome == "hit" and first.options[0].is_torch and second.outcome == "predicted"

@@ -97,8 +97,7 @@ def pyright(folder: Path) -> set[str]:
     return {Path(one["file"]).name for one in document["generalDiagnostics"] if one["severity"] == "error"}
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.slow  # not `long`: begun later, it finds the cache that `make check` fills beside it
 @pytest.mark.timeout(600)  # without a cache, beside other work, mypy took three minutes
 @pytest.mark.parametrize("check", [mypy, pyright])
 def test_type_checkers_know_the_names(check, tmp_path: Path) -> None:
