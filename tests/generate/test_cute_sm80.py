@@ -38,17 +38,15 @@ def candidate(**changes: int | str) -> Candidate:
     return Candidate.make("cute_sm80", GOOD | changes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9)])
-def test_compiles_for_ampere_and_ada(pool: CompilePool, h200: Device, capability: tuple[int, int]) -> None:
-    """The same kernels, without a GPU, for every architecture with cp.async; their limits are their own."""
+def test_limits_are_of_each_architecture(h200: Device, capability: tuple[int, int]) -> None:
+    """The same kernels for every one with cp.async; test_every_architecture.py compiles them."""
     device = replace(h200, architecture=ARCHITECTURES[capability])
-    pairs = [(PROBLEMS[0], candidate()), (PROBLEMS[1], candidate(vector_bytes=2, tile_n=64))]
-    for (problem, kernel), result in zip(pairs, compile_all(pool, pairs, device), strict=True):
+    for problem, kernel in (
+        (PROBLEMS[0], candidate()), (PROBLEMS[1], candidate(vector_bytes=2, tile_n=64)),
+    ):  # fmt: skip
         assert FAMILY.check(problem, kernel, device)
-        assert result.artifact is not None, result.failure
         assert f"{capability[0]}{capability[1]}" in FAMILY.kernel_key(problem, kernel, device)["target"]  # type: ignore[operator]
-        assert result.artifact.resources.smem_bytes <= device.architecture.smem_bytes_per_block
     deep = candidate(tile_k=64, smem_swizzle=3, stages=4)
     assert bool(FAMILY.check(PROBLEMS[0], deep, device)) == (capability == (8, 0))
 
