@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tunegemm.generate import families
 from tunegemm.generate.sources import code_of, hash_of_code, kernel_sources
 
 SOURCE = '''"""A module."""
@@ -123,3 +124,26 @@ def test_the_hash_is_of_names_and_code(tmp_path: Path) -> None:
     assert [path.name for path in paths] == ["ring.py", "kernel.py"]
     assert len(hash_of_code(paths)) == 16 and hash_of_code(()) == ""
     assert hash_of_code(paths[:1]) != hash_of_code(paths[1:]) != hash_of_code(paths)
+
+
+#: The code that tests/gpu ran and that was measured, by the family or the module. Whoever changes a kernel runs
+#: tests/gpu again, and measures again what ships, before its line changes here.
+MEASURED = {
+    "cute_sm90": "0b60ba2057df6c97",
+    "gluon_wgmma": "5638d9e7df1a05a0",
+    "triton_tma": "d4a024ddd22e62a2",
+    "triton": "f8fe923c7f817c74",
+    "cute_sm80": "f2a3897995a737c5",
+    "skinny": "c54f8e63f0edac42",
+    "grouped": "0a1b04cb9423b42f",
+    "along_k": "9c5f5309f7683e8c",
+    "routing": "a7b2cd20442780b1",
+    "joined": "b61491ede4325c2f",
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_kernels_are_those_that_were_measured(name: str) -> None:
+    own = kernel_sources(Path(families.__file__).parent / name)
+    found = families.kernel_source_hash(name) if name in families.SHIPPED else hash_of_code(own)
+    assert found == MEASURED[name], f"kernels of {name} are no longer those of the shipped records"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from tests.support.commands import here, process
 from tests.support.serving import BF16, Kernel, Row, operands, serve_with
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.served import Served
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
 from tunegemm.torch import takeover
@@ -65,21 +63,6 @@ def test_a_program_of_ragged_rows_is_counted_in_bounded_memory(
     found = counts.served()
     assert found.calls == 10_000 and found.served == 0, "every call is counted"
     assert found.products == MOST_PRODUCTS + 1, "and further products as one"
-
-
-def test_the_line_says_how_many_and_what_they_save() -> None:
-    one = Served(3, 2, 1500, 1200, 0.25)
-    assert str(one) == "served 2 of 3 products (1,200 of 1,500 calls), saving about 250.00 ms"
-    assert "saving" not in str(Served(3, 0, 5, 0, 0.0))
-    both = Served.together([one, Served(2, 0, 4, 0, 0.0), Served()])
-    assert (both.products, both.calls, both.processes) == (5, 1504, 2)
-
-
-def test_parts_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "1.json").write_text(json.dumps({"products": 1, "calls": 2}))
-    (tmp_path / "2.json").write_text("{")
-    (tmp_path / "3.json").write_text(json.dumps({"unheard": 1}))
-    assert Served.read(tmp_path) == Served(products=1, calls=2)
 
 
 def test_a_program_and_its_children_are_enabled(tmp_path: Path) -> None:
