@@ -126,8 +126,8 @@ def test_the_hash_is_of_names_and_code(tmp_path: Path) -> None:
     assert hash_of_code(paths[:1]) != hash_of_code(paths[1:]) != hash_of_code(paths)
 
 
-#: The code that tests/gpu ran and that was measured, by the family or the module. Whoever changes a kernel runs
-#: tests/gpu again, and measures again what ships, before its line changes here.
+#: The code that tests/gpu ran and that was measured, by the family or the module. Before a line changes here,
+#: tests/gpu runs the new kernel, and what ships is measured again.
 MEASURED = {
     "cute_sm90": "0b60ba2057df6c97",
     "gluon_wgmma": "5638d9e7df1a05a0",

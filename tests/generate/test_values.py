@@ -30,7 +30,8 @@ DEVICES = ("h200", "a100-sxm-80gb", "b200")
 EXAMPLES = [
     module.EXAMPLES
     for module in (
-        test_cute_sm80, test_cute_sm90, test_gluon_wgmma, test_grouped, test_skinny, test_triton, test_triton_tma
+        test_cute_sm80, test_cute_sm90, test_gluon_wgmma, test_grouped, test_skinny, test_triton,
+        test_triton_tma,
     )
 ]  # fmt: skip
 PROBLEMS = [
