@@ -38,12 +38,10 @@ FEW = [
 
 def feasible(family: str, problem: Problem, device: Device, count: int) -> list[Candidate]:
     """Launches by chance that the rules accept."""
-    chance, found = random.Random(f"{family} {problem}"), []
+    chance, found, check = random.Random(f"{family} {problem}"), [], families.get(family).check
     for kernel in drawn(family, 600):
-        if families.get(family).check(problem, kernel, device):
-            allowed = [
-                one for one in launches(family, kernel) if families.get(family).check(problem, one, device)
-            ]
+        if check(problem, kernel, device):
+            allowed = [one for one in launches(family, kernel) if check(problem, one, device)]
             found += [chance.choice(allowed)] if allowed else []
             if len(found) == count:
                 break

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parents[1] / "data" / "pinned"
 
 
 def assert_pinned(module: str, values: dict[str, Any], *, of: str = "") -> None:
-    """values: JSON's; floats may differ by rounding. of: what the keys begin with, where not all is compared."""
+    """values: JSON's; floats may differ by rounding. of: what the keys begin with that are compared."""
     stored = json.loads(_path(module).read_text())
     stored = {name: value for name, value in stored.items() if name.startswith(of)}
     assert values.keys() == stored.keys()
