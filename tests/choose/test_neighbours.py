@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from dataclasses import replace
@@ -302,6 +303,20 @@ def test_two_sessions_differ_by_less_than_the_margin(of_today):
         same = [p for p in row["providers"].values() if p.get("label") == record.label] if row else []
         apart += [abs(one["ratio"] / record.ratio - 1) for one in same[:1]]
     assert statistics.median(apart) < neighbours.MARGIN
+
+
+def test_neighbours_are_the_problems_within_so_many_doublings_nearest_first(device: Device) -> None:
+    extents = [(m, n, k) for m in (16, 48, 64, 128, 4096) for n in (512, 4096, 5000) for k in (64, 4096)]
+    snapshot = Snapshot([Row(Problem(*each), device.fingerprint, kernel()) for each in extents])
+    asked = Problem(64, 4096, 4096)
+
+    def distance(each: tuple[int, int, int]) -> float:
+        return sum(abs(math.log2(a / b)) for a, b in zip(each, (64, 4096, 4096), strict=True))
+
+    for doublings in (0.0, 0.5, 1.0, 2.0, 3.5, 7.0, 30.0):
+        found = [(one.m, one.n, one.k) for one in snapshot.around(asked, doublings)]
+        assert sorted(found) == sorted(each for each in extents if distance(each) <= doublings)
+        assert [*map(distance, found)] == pytest.approx(sorted(map(distance, found)))
 
 
 @pytest.mark.parametrize("ratios", [(1.2, 1.2), (1.2, 1.01), (1.01, 1.2)])

@@ -97,6 +97,18 @@ def test_what_torch_launches_counts(selector: Selector, device: Device) -> None:
     assert asked == [(problem, 0)] * 3
 
 
+def test_margins_are_of_what_is_known_of_the_library(selector: Selector, served: Problem) -> None:
+    assert selector.case(served, None) == "unknown"
+    assert selector.case(served, LibraryChoice(8, 64, 1, 4, 1)) == "known"
+
+
+def test_the_most_rows_are_those_of_the_fit(selector: Selector, device: Device, served: Problem) -> None:
+    most = selector.rows[-1]
+    last, beyond = (selector.outlook(replace(served, m=m), device) for m in (most, most + 1))
+    assert last.decides and not beyond.decides and beyond.rows[0] == most + 1
+    assert beyond.refusal == f"predictions are for up to {most} rows"
+
+
 def test_fp16_is_served_as_bf16_is(device: Device, served: Problem) -> None:
     """By the same kernels: it has the same instructions and bytes."""
     half = replace(served, in_dtype="fp16", out_dtype="fp16")

@@ -47,6 +47,14 @@ def test_operands_have_the_problems_alignment(
     assert operands.a.shape[-2:] == extents[::2]
 
 
+@pytest.mark.parametrize("out_major", ["n", "m"])
+def test_matrices_of_an_epilogue_lie_as_the_output_does(out_major: str) -> None:
+    problem = Problem(40, 24, 56, out_major=out_major, epilogue="bias_n+residual")
+    bias, residual = data.make_operands(problem, CPU, seed=1).fused
+    assert bias.shape == (24,) and residual.shape == (40, 24)
+    assert residual.stride() == ((24, 1) if out_major == "n" else (1, 40))
+
+
 def test_seeds_make_operands() -> None:
     problem = Problem(16, 16, 16)
     one, same, other = (data.make_operands(problem, CPU, seed) for seed in (1, 1, 2))

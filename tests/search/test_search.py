@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import os
 import random
 import subprocess
@@ -21,7 +22,7 @@ from tunegemm.measure.outcome import Measurement
 from tunegemm.measure.replay import open_replay
 from tunegemm.model import rank as model
 from tunegemm.search import Search, first_of_each_kernel
-from tunegemm.search.efforts import EFFORTS, Effort, profile
+from tunegemm.search.efforts import EFFORTS, Effort, checked_seconds, profile
 
 if TYPE_CHECKING:
     from tunegemm.search.surrogate import Surrogate
@@ -328,6 +329,14 @@ def test_seeds_take_no_place_of_the_screen() -> None:
     assert {*blind.planned_screen(), *seeds} == {*search.planned_screen()}
     assert search.budget.trials == blind.budget.trials + 10
     assert search_of(kernels(), LAUNCHES, seeds=seeds, trials=50).budget.trials == 50
+
+
+def test_a_budget_is_a_number_of_seconds_from_0() -> None:
+    assert [checked_seconds(each) for each in (None, 0, 0.5, 3, 1e300)] == [math.inf, 0.0, 0.5, 3.0, 2.0**53]
+    assert checked_seconds(math.inf) == math.inf
+    for wrong in (-1e-9, math.nan, True, "3"):
+        with pytest.raises(SpaceError, match="give a number of seconds from 0, or None"):
+            checked_seconds(wrong)  # type: ignore[arg-type]
 
 
 def test_library_alone_is_a_search() -> None:

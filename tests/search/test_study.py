@@ -221,6 +221,13 @@ def test_two_families_are_one_study_for_any_sampler() -> None:
     assert study.best_trial.params["family"] == "cute_sm90"
 
 
+def test_candidates_are_points_of_the_space_and_back() -> None:
+    space = StudySpace([SearchSpace("cute_sm90", TILES, LAUNCHES)], LIBRARY)
+    for candidate in (*LIBRARY, *kernels("cute_sm90")[::9]):
+        assert space.candidate(space.params(candidate)) == candidate
+    assert space.candidate({"family": "cublaslt", "algorithm": len(LIBRARY)}) is None
+
+
 def test_what_is_told_anew_stays_one_trial() -> None:
     study = study_of_landscape()
     batch = study.ask()
