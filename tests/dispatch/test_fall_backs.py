@@ -366,16 +366,22 @@ def test_sites_promise_all_but_rows() -> None:
 # What a fall-back costs
 
 
-@pytest.mark.parametrize("name", ["matmul", "linear", "linear, bias", "addmm", "patched", "scaled_mm"])
+@pytest.mark.parametrize(
+    "name",
+    ["matmul", "matmul, out", "linear, trained", "linear", "linear, bias", "addmm", "patched", "scaled_mm"],
+)
 def test_a_known_fall_back_is_a_check_and_torchs_call(name):
     """Counts of the Python functions that are entered, but for the caller's own."""
     a, b = operands(32, 48, 64)
     weight, bias = b.t(), torch.ones(48, dtype=BF16)
     layer = torch.nn.Linear(64, 48).to(BF16).requires_grad_(False)
     tunegemm.patch(layer)
+    out, trained = torch.empty(32, 48, dtype=BF16), torch.nn.Parameter(weight.clone())
     small, one, other = (a.to(FP8), b.to(FP8)), torch.ones(()), torch.ones(())
     call, most = {
         "matmul": (lambda: tunegemm.matmul(a, b), 4),
+        "matmul, out": (lambda: tunegemm.matmul(a, b, out=out), 6),
+        "linear, trained": (torch.no_grad()(lambda: tunegemm.linear(a, trained)), 4),
         "linear": (lambda: tunegemm.linear(a, weight), 4),
         "linear, bias": (lambda: tunegemm.linear(a, weight, bias), 4),
         "addmm": (lambda: tunegemm.addmm(bias, a, b), 7),
@@ -383,6 +389,7 @@ def test_a_known_fall_back_is_a_check_and_torchs_call(name):
         "scaled_mm": (lambda: tunegemm.scaled_mm(*small, one, other, out_dtype=BF16), 7),
     }[name]
     for _ in range(3):
+        tunegemm.linear(a, trained)  # with gradients
         call()
     python, _ = calls_of(call)
     ours = [each for each in python if each.startswith("tunegemm.")]
