@@ -192,6 +192,16 @@ class TestSequences:
 
 
 class TestChoice(Store):
+    def test_a_tie_leaves_the_record_with_its_newest_measurement(self, database: Database) -> None:
+        """Whichever candidate ties with it, however often, and whichever came first."""
+        publish(database, Event(B, 1.01, RACE))
+        for number, candidate in enumerate((A, B, A, B, A)):
+            publish(database, Event(candidate, 1.05, RACE))
+            assert found(database) == (A, 1.05, False), number
+            record = database.best(PROBLEM, FINGERPRINT)
+            newest = max(one.measured_at for one in database.measurements(PROBLEM) if one.candidate == A)
+            assert record is not None and record.measured_at == newest
+
     def test_a_lucky_screen_does_not_outrank_a_qualifying_round(self, database: Database) -> None:
         """The three measurements that once left a kernel slower than torch.mm the record."""
         publish(database, Event(A, 1.05, SCREEN))
