@@ -24,7 +24,7 @@ from tests.tuning.test_progress import result
 from tunegemm.cli import app, options, printing
 from tunegemm.cli.results import interruption, verdict_line
 from tunegemm.cli.tune import say_gpu_command
-from tunegemm.describe.command import command_line, tune_command
+from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Fingerprint, find_device
 from tunegemm.describe.epilogue import ACTIVATIONS, GATED
 from tunegemm.describe.problem import ACCUMULATIONS, LAYOUTS, OUTPUT_DTYPES, Problem
@@ -223,21 +223,6 @@ def test_what_no_option_names_is_a_call() -> None:
     problem = Problem(32, 48, 64, out_major="m")
     call = tune_command(problem)
     assert call.startswith("tunegemm.tune(") and eval(call[14:-1], {"tunegemm": tunegemm}) == problem
-
-
-def test_a_command_line_is_quoted() -> None:
-    line = command_line(
-        "tune", {"from": "my shapes;rm.json", "budget": None, "energy": True, "shape": ["a", "b"]}
-    )
-    assert shlex.split(line)[2:] == [
-        "--from",
-        "my shapes;rm.json",
-        "--energy",
-        "--shape",
-        "a",
-        "--shape",
-        "b",
-    ]
 
 
 def test_causes_are_true(tmp_path: Path) -> None:
