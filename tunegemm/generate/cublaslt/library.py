@@ -52,11 +52,14 @@ def algorithms(problem: Problem, device_index: int, requested: int, workspace_by
 
 def one_of_each_id(problem: Problem, device_index: int, workspace_bytes: int) -> list[Candidate]:
     """Of each algorithm id that the library accepts for packed operands one candidate: its tile and stages
-    that leave the least of the last wave empty. Raises LibraryError when the library lists no ids.
+    that leave the least of the last wave empty. Empty where the library lists no ids.
     """
     plan = Plan(problem, packed_strides(problem))
     found: list[Candidate] = []
-    for number in binding.algorithm_ids(device_index, problem):
+    numbers: list[int] = []
+    with suppress(LibraryError):
+        numbers = binding.algorithm_ids(device_index, problem)
+    for number in numbers:
         best: tuple[float, Candidate] | None = None
         with suppress(LibraryError):  # of some ids it has no product of these types on this GPU
             algorithm = _initial(device_index, problem, number)
