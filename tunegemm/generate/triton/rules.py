@@ -24,6 +24,13 @@ _REGISTERS_OF_COPY, _REGISTERS_OF_COPY_ALONE = 4, 2
 #: 256x32x64 in 4 warps has 18, and spills 24 B on sm_86. Without fragments 64 accumulators and 32 copies need
 #: 221 to 227 on sm_90, 64 and 48 spill 568 B (3.6.0).
 _MOST_COPIES, _MOST_COPIES_ALONE = 16, 32
+#: Of them with more than three stages: 128x128x64 in 8 warps has 32, and spills 472 B in five stages, none in
+#: three (sm_90, 3.6.0).
+_MOST_COPIES_DEEP = 16
+#: Accumulators beside which a warp of 32 rows stores D by vectors of 8 bytes at least: by 2 bytes 256x128x64
+#: in 8 warps spills 640 B and 128x128x64 in 4 1048 B, by 4 256x128x32 spills 16 B (sm_90, 3.6.0). Of 16 rows
+#: by 2 bytes 128x256x64 needs 252.
+_MOST_WITH_NARROW_STORES, _NARROW_STORE_BYTES = 64, 8
 #: ptxas of CUDA 13.1 spills 40 B of 128x128x32 in 4 warps for sm_120, where that of 12.8 does not for sm_86.
 _REGISTERS_OF_SM120 = 8
 #: Elements from a line to the next: 256 lines of a tile then are within 31 bits of each other.
@@ -127,7 +134,7 @@ def warps(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     return None
 
 
-@rule("tile_m", "tile_n", "tile_k", "warps", "vector_bytes", "in_dtype", "device")
+@rule("tile_m", "tile_n", "tile_k", "stages", "warps", "vector_bytes", "store_bytes", "in_dtype", "device")
 def registers(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Accumulators, fragments and addresses must fit a thread's registers, or ptxas spills; and what passes
     registers on its way to shared memory, too."""
@@ -139,12 +146,22 @@ def registers(problem: Problem, candidate: Candidate, device: Device) -> str | N
     else:
         alone = multiplies_asynchronously(config, limits)
         most = _MOST_COPIES_ALONE if alone else _MOST_COPIES
+        most = min(most, _MOST_COPIES_DEEP) if config.stages > 3 else most
         if (copies := config.loaded_elements // config.vector) > most:
             return f"{copies} copies of a thread > {most}: addresses spill on {limits.compile_target}"
         need += (more := _REGISTERS_OF_SM120 if limits.capability >= (12, 0) else 0)
         words += f" + {more}" if more else ""
         need += (copying := copies * (_REGISTERS_OF_COPY_ALONE if alone else _REGISTERS_OF_COPY))
         words += f" + {copying} of copies"
+    if (
+        config.tile_m >= 32 * config.warps
+        and config.accumulator_registers > _MOST_WITH_NARROW_STORES
+        and config.store_bytes < _NARROW_STORE_BYTES
+    ):
+        return (
+            f"stores of {config.store_bytes} B of {config.tile_m // config.warps} rows a warp beside "
+            f"{config.accumulator_registers} accumulators: addresses spill"
+        )
     budget = register_budget(config.threads, limits, 1)
     if need > budget:
         return f"{config.accumulator_registers} accumulators {words} > {budget} registers"
