@@ -19,7 +19,8 @@ _REGISTERS_OF_ELEMENT = 4
 #: Of a copy where mma.sync multiplies: with 128 accumulators kernels of 6 and 8 copies a thread do not spill
 #: on sm_80, 256x64x32 in 4 warps, which has 10, spills 72 to 140 B, and 128x256x64 in 8, which has 12, 120 B
 #: (Triton 3.7.1). Where wgmma or tcgen05.mma does, no fragments are in registers: 128 and 12 need 242 on
-#: sm_90, 128 and 24 spill 16 B (3.6.0).
+#: sm_90, 128 and 24 spill 16 B (3.6.0). Not so of fp8 by tcgen05.mma: 256x128x128 in 8 warps, 128 and 12,
+#: spills 72 B on sm_100 (3.6.0).
 _REGISTERS_OF_COPY, _REGISTERS_OF_COPY_ALONE = 4, 2
 #: 256x32x64 in 4 warps has 18, and spills 24 B on sm_86. Without fragments 64 accumulators and 32 copies need
 #: 221 to 227 on sm_90, 64 and 48 spill 568 B (3.6.0).
@@ -151,7 +152,8 @@ def registers(problem: Problem, candidate: Candidate, device: Device) -> str | N
             return f"{copies} copies of a thread > {most}: addresses spill on {limits.compile_target}"
         need += (more := _REGISTERS_OF_SM120 if limits.capability >= (12, 0) else 0)
         words += f" + {more}" if more else ""
-        need += (copying := copies * (_REGISTERS_OF_COPY_ALONE if alone else _REGISTERS_OF_COPY))
+        light = alone and not (limits.tcgen05 and config.in_dtype.startswith("fp8"))
+        need += (copying := copies * (_REGISTERS_OF_COPY_ALONE if light else _REGISTERS_OF_COPY))
         words += f" + {copying} of copies"
     if (
         config.tile_m >= 32 * config.warps
