@@ -35,7 +35,7 @@ def gpus(results: Path) -> str:
 
 
 def _compiled(rows: list[dict[str, Any]]) -> str:
-    found = [f"{row['family']} {row['clean']} of {row['kernels']}" for row in rows]
+    found = [f"{row['family']} ({row['version']}) {row['clean']} of {row['kernels']}" for row in rows]
     return "; ".join(found) or "not counted"
 
 
