@@ -133,9 +133,11 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 def measure(
     problem: Problem, device: Device, backend: Backend, chosen: list[str], settings: Options, rounds: int,
-    known: Mapping[str, Provider] | None = None,
+    known: Mapping[str, Provider] | None = None, **durations: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """The row of one problem, without its tuning time. known: the providers by name, torch among them."""
+    """The row of one problem, without its tuning time. known: the providers by name, torch among them.
+    durations: those of the interleave that are to be others than its own.
+    """
     from benchmarks.interleave import interleave
     from benchmarks.providers import PROVIDERS, Contender, Skip
 
@@ -150,7 +152,7 @@ def measure(
             timed_of[name]["skipped"] = str(skip)
     runs = {key: contender.run for key, (_, contender) in contenders.items()}
     before = backend.telemetry()
-    found = interleave(problem, runs, backend, l2_bytes=device.l2_bytes, rounds=rounds)
+    found = interleave(problem, runs, backend, l2_bytes=device.l2_bytes, rounds=rounds, **durations)
     for name in chosen:
         keys = [key for key, (owner, _) in contenders.items() if owner == name]
         timed = [key for key in keys if key in found.timings]

@@ -1,32 +1,42 @@
 """The families that run on every GPU since Ampere beside torch.mm, over 40 products, within a time.
 
-    python -m benchmarks.portable --seconds 220           # a scratch database; compiles what it needs
+    python -m benchmarks.portable --seconds 140
     python -m benchmarks.portable --seconds 60 --shapes 4096x4096x4096,4096x4096x4097
 
-Tunes each product over `triton`, `cute_sm80` and `cublaslt` with an equal share of what is left of the time,
-then times the best kernel of each family beside torch.mm in one interleave. Writes results/GPU/portable.json
-after each product: `failed` counts the candidates that failed, by stage, of which `wrong` means that a result
-was wrong. The means are of products whose lines are whole vectors of 16 bytes, and of the others.
+Compiles the first kernels of `triton` and `cute_sm80` in the model's order, on all cores while the GPU works.
+Checks each product's kernels against fp32, and the library's algorithms: those of its heuristic and one of
+each id that it accepts. Races all of them beside torch.mm, then the best of each family once more. Writes
+results/GPU/portable.json after each product: `wrong` names the kernels that failed or gave a wrong result.
+The means are of products whose lines are whole vectors of 16 bytes, and of the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.command import command, parser_of
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import MAX_ALIGNMENT, Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.generate import families
+from tunegemm.model import rank as model
+from tunegemm.tuning.kernels import Kernels
 
-FAMILIES = ("triton", "cute_sm80", "cublaslt")
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from benchmarks.providers import Contender, Provider
+    from tunegemm.compile.pool import CompileResult
+    from tunegemm.measure.backend import CudaBackend
+
+GENERATORS = ("triton", "cute_sm80")
 #: Squares, projections of Llama-3-8B and 70B at prefill and decode, DeepSeek-V3's, tails of waves; then lines
 #: that are no whole vectors: odd K, odd N, strides that TMA refuses.
 SHAPES = (
@@ -39,60 +49,57 @@ SHAPES = (
     "512x6144x4095", "128x6144x4099", "64x4096x4093", "16x4096x4101", "4096x4098x4096", "1000x1002x1002",
     "333x777x555", "8192x1001x1001", "256x32001x4096",
 )  # fmt: skip
-METHOD = (
-    "tuned for an equal share of the time left, with at most so many trials, into a scratch database; then "
-)
+#: Samples of a product's first race, by which the best of each family are chosen, and of the second.
+_FIRST: dict[str, Any] = {"rounds": 5, "turn_ms": 0.0, "settle_s": 0.1}
+_ROUNDS = 9
+_SECOND: dict[str, Any] = {"turn_ms": 60.0, "turns": 5, "settle_s": 0.2, "settle_steady_s": 0.2}
+#: What torch.mm allows itself on sm_90.
+_WORKSPACE_BYTES = 32 << 20
+METHOD = "the best of each family by an interleave of five rounds, in which all contenders are checked; then "
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """1 where a kernel was wrong."""
     parser = parser_of("portable", __doc__)
-    parser.add_argument("--seconds", type=float, default=220.0, help="of all together (default: %(default)g)")
+    parser.add_argument("--seconds", type=float, default=140.0, help="no new product after (%(default)g)")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="MxNxK,... (default: the forty)")
     parser.add_argument("--dtype", default="bf16", help="(default: %(default)s)")
-    parser.add_argument(
-        "--trials", type=int, default=24, help="candidates of a product (default: %(default)s)"
-    )
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default: %(default)s)")
-    parser.add_argument("--db", type=Path, help="a tuning database to keep (default: a scratch one)")
+    parser.add_argument("--kernels", type=int, default=3, help="of a family and product (%(default)s)")
     options = parser.parse_args(arguments)
     problems = [Problem.parse(shape, dtype=options.dtype) for shape in options.shapes.split(",")]
     return run(problems, find_device(options.device), options)
 
 
 def run(problems: Sequence[Problem], device: Device, options: argparse.Namespace) -> int:
-    """Tunes and times every product and writes the file; whether a kernel was wrong."""
+    """Races every product and writes the file; whether a kernel was wrong."""
     from benchmarks.interleave import METHOD as INTERLEAVE
-    from benchmarks.peers import measure
-    from benchmarks.providers import PROVIDERS, Options, family_best
+    from tunegemm.compile.artifacts import ArtifactStore
+    from tunegemm.compile.pool import CompilePool
     from tunegemm.measure.backend import CudaBackend
-    from tunegemm.measure.outcome import Failure
-    from tunegemm.store import Database
-    from tunegemm.tuning.tuner import Tuner
 
-    known = {"torch": PROVIDERS["torch"], "cublaslt": PROVIDERS["cublaslt"]}
-    known |= {name: family_best(name) for name in FAMILIES if name not in known}
     deadline, wrong = time.monotonic() + options.seconds, 0
-    with ExitStack() as stack:
-        place = options.db or Path(stack.enter_context(TemporaryDirectory()), "portable.sqlite")
-        database = stack.enter_context(Database.open(place))
-        tuner = stack.enter_context(Tuner(device, database, families=list(FAMILIES)))
+    with CompilePool(ArtifactStore()) as pool:
+        kernels = Kernels(device, GENERATORS)
+        compiled: dict[Problem, dict[Candidate, Future[CompileResult]]] = {}
+        for problem in problems:
+            keys = {
+                one: families.generator(one.family).kernel_key(problem, one, device)
+                for one in first_kernels(problem, kernels, options.kernels)
+            }
+            compiled[problem] = {one: pool.submit(one.family, key) for one, key in keys.items()}
         backend = CudaBackend(device)
         backend.open()
         results = Results(
             results_path(options.out, device, "portable.json"), meta(device, METHOD + INTERLEAVE)
         )
         for index, problem in enumerate(problems):
-            # Half of a product's share for its search: the final race and the interleave take the rest.
-            share_s = max(deadline - time.monotonic(), 0.0) / (len(problems) - index)
-            following = problems[index + 1] if index + 1 < len(problems) else None
-            budget_s = max(share_s / 2, 0.2)
-            found = tuner.tune(problem, trials=options.trials, budget_seconds=budget_s, following=following)
-            failed = Counter(one.stage for one in found.outcomes if isinstance(one, Failure))
-            row = measure(problem, device, backend, [*known], Options(0.0, place), options.rounds, known)
-            row |= {"tune_seconds": round(found.seconds, 2), "failed": dict(failed)}
-            wrong += failed["wrong"]
+            if time.monotonic() > deadline:
+                print(f"{len(problems) - index} products are left: the time is over", flush=True)
+                break
+            objects = {one: future.result() for one, future in compiled[problem].items()}
+            row = raced(problem, device, backend, objects)
+            wrong += len(row["wrong"])
             results.summary = means(results.rows)
             results.put(row)
             print(f"[{index + 1}/{len(problems)}] {problem}: {brief(row)}", flush=True)
@@ -100,6 +107,65 @@ def run(problems: Sequence[Problem], device: Device, options: argparse.Namespace
     results.put()
     print(results.summary["means"], f"wrong kernels: {wrong}", f"written: {results.path}", sep="\n")
     return int(wrong > 0)
+
+
+def first_kernels(problem: Problem, kernels: Kernels, count: int) -> list[Candidate]:
+    """So many kernels of each generator with the launch that the model would give them, best by it first."""
+    found: list[Candidate] = []
+    for name in GENERATORS:
+        ranked = model.alternate_rankings(kernels.ranked(problem, name, most=256).predictions)
+        found += {one.candidate.kernel: one.candidate for one in reversed(ranked[:count])}.values()
+    return found
+
+
+def raced(
+    problem: Problem, device: Device, backend: CudaBackend, objects: Mapping[Candidate, CompileResult]
+) -> dict[str, Any]:
+    """The row of a product: of each family the best, timed beside torch.mm; and what was wrong."""
+    from benchmarks.interleave import interleave
+    from benchmarks.peers import measure
+    from benchmarks.providers import PROVIDERS, Contender, Options
+
+    options = Options(0.0, None)
+    contenders: dict[str, list[Contender]] = {"torch": PROVIDERS["torch"](problem, device, options)}
+    wrong: list[str] = []
+    for candidate, result in objects.items():
+        family = families.generator(candidate.family)
+        label = family.label(candidate)
+        if result.artifact is None:
+            wrong.append(f"{candidate.family} {label}: {result.failure[:100]}")
+            continue
+        launch = family.load(problem, candidate, device, result.artifact.path)
+        contenders.setdefault(candidate.family, []).append(Contender(launch, label))
+    contenders["cublaslt"] = algorithms(problem, device)
+    runs = {f"{name} {one.label}": one.run for name, each in contenders.items() for one in each}
+    first = interleave(problem, runs, backend, l2_bytes=device.l2_bytes, **_FIRST)
+    wrong += [f"{name}: {why}" for name, why in first.skipped.items()]
+    best: dict[str, Provider] = {}
+    for name, each in contenders.items():
+        times = {timed.median_us: one for one in each if (timed := first.timings.get(f"{name} {one.label}"))}
+        if times:
+            best[name] = functools.partial(lambda one, *_: [one], times[min(times)])
+    row = measure(problem, device, backend, [*best], options, _ROUNDS, best, **_SECOND)
+    return row | {"contenders": len(runs), "wrong": wrong}
+
+
+def algorithms(problem: Problem, device: Device) -> list[Contender]:
+    """The library's: those that its heuristic names, and one of each id that it accepts."""
+    from benchmarks.providers import Contender
+    from tunegemm.generate.cublaslt import FAMILY, TORCH_MM, library
+
+    named = FAMILY.discover(problem, device)
+    if len(named) > 1:  # the library has algorithms for such operands
+        named += library.one_of_each_id(problem, device.index, _WORKSPACE_BYTES)
+    found = []
+    for candidate in dict.fromkeys(named):
+        if candidate != TORCH_MM:
+            with suppress(ValueError):  # the library names algorithms that it then refuses
+                found.append(
+                    Contender(FAMILY.load(problem, candidate, device, None), FAMILY.label(candidate))
+                )
+    return found
 
 
 def is_aligned(row: Mapping[str, Any]) -> bool:
@@ -128,7 +194,7 @@ def brief(row: Mapping[str, Any]) -> str:
         for name, timed in row["providers"].items()
         if name != "torch"
     ]
-    return "  ".join([*words, *(f"{count} failed at {stage}" for stage, count in row["failed"].items())])
+    return "  ".join([*words, *(f"WRONG {one}" for one in row["wrong"])])
 
 
 if __name__ == "__main__":

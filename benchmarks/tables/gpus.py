@@ -35,7 +35,7 @@ def gpus(results: Path) -> str:
 
 
 def _compiled(rows: list[dict[str, Any]]) -> str:
-    found = [f"{row['family']} {row['clean']} of {row['kernels']}" for row in rows]
+    found = [f"{row['family']} ({row['version']}) {row['clean']} of {row['kernels']}" for row in rows]
     return "; ".join(found) or "not counted"
 
 
@@ -53,8 +53,12 @@ def parts(_: Path) -> str:
             ", ".join(f"`{one}`" for one in [name, *named[name]]), part.device_name,
             ARCHITECTURES[part.capability].short_name, str(part.sm_count), f"{part.peak_tflops:g}",
             f"{part.bandwidth_gbps:g}", f"{part.peak_tflops * 1e3 / part.bandwidth_gbps:.0f}",
+            part.source, part.compared or "none",
         ]
         for name, part in PARTS.items()
     ]  # fmt: skip
-    header = ["name", "as CUDA reports it", "", "SMs", "bf16, TFLOP/s", "GB/s", "ridge point, FLOP/B"]
+    header = [
+        "name", "as CUDA reports it", "", "SMs", "bf16, TFLOP/s", "GB/s", "ridge point, FLOP/B", "source",
+        "compared",
+    ]  # fmt: skip
     return markdown_table(header, lines)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
-from benchmarks.portable import FAMILIES, SHAPES, brief, is_aligned, main, means
+from benchmarks.portable import GENERATORS, SHAPES, brief, first_kernels, is_aligned, main, means
+from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
+from tunegemm.tuning.kernels import Kernels
 
 
 def row(shape: str, **ratios: float) -> dict[str, Any]:
     m, n, k = map(int, shape.split("x"))
     providers: dict[str, Any] = {"torch": {"ratio": 1.0}, "cublaslt": {"skipped": "no algorithm"}}
     providers |= {name: {"ratio": ratio} for name, ratio in ratios.items()}
-    facts = {"m": m, "n": n, "k": k, "dtype": "bf16", "layout": "tn", "failed": {"wrong": 1}}
+    facts = {"m": m, "n": n, "k": k, "dtype": "bf16", "layout": "tn", "wrong": ["triton 64x64x32: differs"]}
     return facts | {"providers": providers}
 
 
@@ -35,8 +38,15 @@ def test_means_tell_whole_vectors_from_others() -> None:
 
 def test_a_wrong_kernel_shows_in_its_line() -> None:
     text = brief(row("64x64x64", triton=0.5))
-    assert text == "cublaslt: no algorithm  triton 0.500  1 failed at wrong"
-    assert FAMILIES == ("triton", "cute_sm80", "cublaslt")
+    assert text == "cublaslt: no algorithm  triton 0.500  WRONG triton 64x64x32: differs"
+
+
+def test_each_generator_has_kernels_that_differ_for_every_product() -> None:
+    kernels = Kernels(find_device("h100"), GENERATORS)
+    for shape in ("4096x4096x4096", "16x6144x4096", "1024x1024x1001", "4096x4098x4096"):
+        found = first_kernels(Problem.parse(shape), kernels, 3)
+        assert Counter(one.family for one in found) == dict.fromkeys(GENERATORS, 3), shape
+        assert len({one.kernel for one in found}) == 6
 
 
 def test_without_a_gpu_it_says_so(capsys: Any) -> None:

@@ -22,9 +22,13 @@ def test_there_is_one_of_each_architecture_but_hopper() -> None:
     assert found == [one for one in ARCHITECTURES.values() if not one.wgmma]
 
 
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize(
+    "card",
+    [
+        pytest.param(card, marks=[] if card == "rtx4060" else [pytest.mark.slow, pytest.mark.long])
+        for card in CARDS
+    ],
+)
 def test_tune_leaderboard_explain_report_and_doctor(
     card: str, pool: CompilePool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -60,6 +64,32 @@ def test_families_of_another_card_are_one_line(monkeypatch: pytest.MonkeyPatch) 
         .splitlines()[-1]
         .startswith("tunegemm: family 'cute_sm90' has no kernels for NVIDIA A100")
     )
+
+
+def test_of_two_unlike_cards_each_has_its_own_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, "h100", "a100")
+    refused = here("tune", *SHAPE, "--device", "cuda:1", "--families", "cute_sm90", code=2)
+    assert "cuda:1" not in refused.stdout and refused.stderr.strip().endswith(
+        "has no kernels for NVIDIA A100-SXM4-80GB: sm_80 has no WGMMA; cute_sm90 needs sm_90a; "
+        "use triton, cute_sm80, skinny, cublaslt"
+    )
+    lines = here("doctor", code=None).stdout.splitlines()
+    assert [line for line in lines if line.startswith("ok    family cute_sm90")], "cuda:0 has it"
+    assert "Hopper" in next(line for line in lines if "cuda:0" in line)
+    assert "Ampere" in next(line for line in lines if "cuda:1" in line)
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_a_record_of_hopper_is_named_and_not_served(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, card)
+    text = " ".join(here("explain", "--shape", "4096x4096x4096").stdout.split())
+    name = find_device(card).name
+    assert f"dispatch torch: its record is foreign: capability 9.0 (here {here_is(card)})" in text
+    assert f"nothing is predicted for {name}, which was not measured" in text
+
+
+def here_is(card: str) -> str:
+    return "{}.{}".format(*find_device(card).architecture.capability)
 
 
 def test_a_model_is_a_ranking_that_never_ran() -> None:

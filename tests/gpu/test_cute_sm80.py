@@ -17,7 +17,6 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cute_sm80 import FAMILY
 from tunegemm.generate.cute_sm80.rules import config_of
-from tunegemm.generate.feasibility import FEASIBLE
 from tunegemm.measure.operands import tolerance
 
 pytestmark = pytest.mark.gpu
@@ -142,11 +141,9 @@ def test_right_at_every_alignment(
                 m, n, k, batch, in_dtype, out_dtype, packed.a_major, packed.b_major, alignment=vector_bytes
             )
             verdict = FAMILY.check(problem, chosen, kernels.device)
-            if verdict.rule == "split_work":
-                verdict = FEASIBLE  # it looks at speed: the kernel must be right all the same
             if verdict.rule in ("copies", "registers", "shared_memory"):
                 continue
-            assert verdict, (problem, verdict)
+            assert verdict.runs, (problem, verdict)  # rules that look at speed may object
             launch = kernels.load(problem, chosen)
             whole.fill_(torch.nan)
             launch(a, b, out)
@@ -168,7 +165,7 @@ def test_back_to_back_runs_agree_bitwise(kernels: Kernels, vector_bytes: int, sp
     for kernel in KERNELS:
         chosen = candidate(kernel, vector_bytes, ("along_m", 4, "tiles", split_k))
         verdict = FAMILY.check(problem, chosen, kernels.device)
-        if not verdict and verdict.rule != "split_work":
+        if not verdict.runs:
             continue
         check_bits(kernels.load(problem, chosen), a, b, FAMILY.label(chosen))
 

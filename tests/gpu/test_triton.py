@@ -27,10 +27,13 @@ KERNELS = [
     (64, 128, 64, 4, 4),
     (64, 64, 32, 2, 4),
     (256, 64, 32, 3, 8),
-    (32, 64, 64, 4, 4),
-    (16, 64, 128, 2, 4),
+    (32, 64, 32, 4, 4),
+    (16, 64, 32, 2, 4),
     (32, 128, 32, 3, 4),
+    (128, 64, 32, 3, 8),
 ]
+#: Those that have registers for elements of any alignment: every shape is theirs.
+SMALL = (3, 5, 6, 8)
 LAUNCHES = [
     ("along_m", 1, "tiles", 1),
     ("along_n", 2, "balanced", 1),
@@ -49,6 +52,7 @@ EXAMPLES = Examples(
 )
 #: m, n, k, batch; gap between lines and offset of the first element, in elements.
 SHAPES = [
+    (520, 264, 1000, 1, 0, 0),
     (1000, 1032, 1001, 1, 0, 0),
     (1001, 1003, 999, 1, 0, 0),
     (7, 5, 3, 1, 0, 0),
@@ -101,7 +105,7 @@ def test_right_at_every_alignment(kernels: Kernels, kernel: int, layout: str) ->
             assert error < TOLERANCE["bf16"], (problem, gap, offset, FAMILY.label(one), error)
             assert untouched(whole, out), (problem, "wrote outside its output")
         launched += 1
-    assert launched >= len(SHAPES) // 3
+    assert launched == len(SHAPES) if kernel in SMALL else launched
 
 
 @pytest.mark.parametrize(

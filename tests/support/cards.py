@@ -8,7 +8,7 @@ from typing import Any, Self
 import pytest
 
 from tunegemm.describe import driver
-from tunegemm.describe.architectures import PARTS
+from tunegemm.describe.architectures import ALIASES, PARTS
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -52,15 +52,17 @@ class ModelledTimes:
             )
 
 
-def plug_in(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """From now on this host has such a part alone, which times as modelled."""
-    part = PARTS[name if name in PARTS else "a100-sxm-80gb"]
-    found = driver.Properties(
-        part.device_name, part.capability, part.sm_count, part.l2_bytes, part.memory_bytes, 1_500_000, 0.0
-    )
+def plug_in(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """From now on this host has these parts alone, which time as modelled."""
+    found = [
+        driver.Properties(
+            part.device_name, part.capability, part.sm_count, part.l2_bytes, part.memory_bytes, 1_500_000, 0.0
+        )
+        for part in (PARTS[ALIASES.get(name, name)] for name in names)
+    ]
     monkeypatch.setattr("tunegemm.describe.device.torch_version", lambda: ("2.13.0", "13.0"))
-    monkeypatch.setattr(driver, "device_count", lambda: 1)
-    monkeypatch.setattr(driver, "properties", lambda index: found)
+    monkeypatch.setattr(driver, "device_count", lambda: len(found))
+    monkeypatch.setattr(driver, "properties", found.__getitem__)
     monkeypatch.setattr(driver, "cuda_version", lambda: (13, 0))
     monkeypatch.setattr("tunegemm.tuning.tuner.MeasureWorker", ModelledTimes)
     monkeypatch.setattr("tunegemm.cli.session.begin_to_measure", lambda stack: None)

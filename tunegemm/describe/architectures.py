@@ -125,39 +125,66 @@ class Part:
     """Device memory bandwidth, GB/s."""
     l2_bytes: int
     memory_bytes: int
+    source: str = ""
+    """NVIDIA's document that gives the figures."""
+    compared: str = ""
+    """Which of them were compared with a public copy of it, or with what others read on such a card."""
 
 
 def _part(
-    name: str, capability: tuple[int, int], sm_count: int, tflops: float, gbps: float, l2_mib: float, gb: int
-) -> Part:
-    return Part(f"NVIDIA {name}", capability, sm_count, tflops, gbps, int(l2_mib * _KIB**2), gb * 10**9)
+    name: str, capability: tuple[int, int], sm_count: int, tflops: float, gbps: float, l2_mib: float, gb: int,
+    source: str, compared: str,
+) -> Part:  # fmt: skip
+    l2_bytes, memory_bytes = int(l2_mib * _KIB**2), gb * 10**9
+    name = name if name == "Orin" else f"NVIDIA {name}"
+    return Part(name, capability, sm_count, tflops, gbps, l2_bytes, memory_bytes, source, compared)
 
 
-#: Datasheets and architecture whitepapers, dense rates without sparsity. Of Orin, Thor and GB10 NVIDIA gives
-#: sparse INT8 or FP4 alone, of which the dense bf16 rate is a quarter and an eighth.
+#: Dense rates without sparsity. Of Orin, Thor and GB10 NVIDIA gives sparse INT8 or FP4 alone, of which the
+#: dense bf16 rate is a quarter and an eighth.
 PARTS: dict[str, Part] = {
-    "h200": _part("H200", (9, 0), 132, 989.4, 4800, 60, 141),
-    "h100-sxm": _part("H100 80GB HBM3", (9, 0), 132, 989.4, 3350, 50, 80),
-    "h100-pcie": _part("H100 PCIe", (9, 0), 114, 756.5, 2039, 50, 80),
-    "h100-nvl": _part("H100 NVL", (9, 0), 132, 835.0, 3938, 50, 94),
-    "a100-sxm-80gb": _part("A100-SXM4-80GB", (8, 0), 108, 312.0, 2039, 40, 80),
-    "a100-sxm-40gb": _part("A100-SXM4-40GB", (8, 0), 108, 312.0, 1555, 40, 40),
-    "a100-pcie-80gb": _part("A100 80GB PCIe", (8, 0), 108, 312.0, 1935, 40, 80),
-    "a10": _part("A10", (8, 6), 72, 125.0, 600, 6, 24),
-    "a40": _part("A40", (8, 6), 84, 149.7, 696, 6, 48),
-    "rtx3060": _part("GeForce RTX 3060", (8, 6), 28, 25.5, 360, 2.25, 12),
-    "rtx3090": _part("GeForce RTX 3090", (8, 6), 82, 71.0, 936, 6, 24),
-    "orin": Part("Orin", (8, 7), 16, 42.5, 204.8, 4 * _KIB**2, 64 * 10**9),
-    "l4": _part("L4", (8, 9), 58, 121.0, 300, 48, 24),
-    "l40s": _part("L40S", (8, 9), 142, 362.0, 864, 96, 48),
-    "rtx4060": _part("GeForce RTX 4060", (8, 9), 24, 30.2, 272, 24, 8),
-    "rtx4090": _part("GeForce RTX 4090", (8, 9), 128, 165.2, 1008, 72, 24),
-    "b200": _part("B200", (10, 0), 148, 2250.0, 8000, 126, 180),
-    "b300": _part("B300 SXM6 AC", (10, 3), 148, 2250.0, 8000, 126, 270),
-    "thor": _part("Thor", (11, 0), 20, 258.8, 273, 32, 128),
-    "rtx5090": _part("GeForce RTX 5090", (12, 0), 170, 209.5, 1792, 96, 32),
-    "rtx-pro-6000": _part("RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 188, 503.8, 1792, 128, 96),
-    "gb10": _part("GB10", (12, 1), 48, 125.0, 273, 24, 128),
+    "h200": _part("H200", (9, 0), 132, 989.4, 4800, 60, 141, "H200 datasheet", "bf16, GB/s"),
+    "h100-sxm": _part(
+        "H100 80GB HBM3", (9, 0), 132, 989.4, 3350, 50, 80, "H100 whitepaper", "SMs, bf16, GB/s, L2"
+    ),
+    "h100-pcie": _part("H100 PCIe", (9, 0), 114, 756.5, 2039, 50, 80, "H100 whitepaper", "SMs, bf16, L2"),
+    "h100-nvl": _part("H100 NVL", (9, 0), 132, 835.0, 3938, 50, 94, "H100 NVL datasheet", "SMs"),
+    "a100-sxm-80gb": _part(
+        "A100-SXM4-80GB", (8, 0), 108, 312.0, 2039, 40, 80, "A100 datasheet", "SMs, bf16, L2"
+    ),
+    "a100-sxm-40gb": _part(
+        "A100-SXM4-40GB", (8, 0), 108, 312.0, 1555, 40, 40, "A100 whitepaper", "SMs, bf16, GB/s, L2"
+    ),
+    "a100-pcie-80gb": _part(
+        "A100 80GB PCIe", (8, 0), 108, 312.0, 1935, 40, 80, "A100 datasheet", "SMs, bf16, L2"
+    ),
+    "a10": _part("A10", (8, 6), 72, 125.0, 600, 6, 24, "A10 datasheet", "SMs, GB/s, L2"),
+    "a40": _part("A40", (8, 6), 84, 149.7, 696, 6, 48, "A40 datasheet", "SMs, bf16, GB/s"),
+    "rtx3060": _part("GeForce RTX 3060", (8, 6), 28, 25.5, 360, 3, 12, "GA10x whitepaper", "SMs, GB/s, L2"),
+    "rtx3090": _part("GeForce RTX 3090", (8, 6), 82, 71.0, 936, 6, 24, "GA102 whitepaper", "L2"),
+    "orin": _part("Orin", (8, 7), 16, 42.5, 204.8, 4, 64, "Jetson Orin brief", ""),
+    "l4": _part("L4", (8, 9), 58, 121.0, 300, 48, 24, "L4 datasheet", ""),
+    "l40s": _part("L40S", (8, 9), 142, 362.0, 864, 96, 48, "L40S datasheet", "SMs, bf16, GB/s, L2"),
+    "rtx4060": _part("GeForce RTX 4060", (8, 9), 24, 30.2, 272, 24, 8, "Ada whitepaper", "SMs, GB/s, L2"),
+    "rtx4090": _part("GeForce RTX 4090", (8, 9), 128, 165.2, 1008, 72, 24, "Ada whitepaper", "SMs, GB/s"),
+    "b200": _part("B200", (10, 0), 148, 2250.0, 8000, 126, 180, "HGX B200 datasheet", "SMs, bf16, GB/s, L2"),
+    "b300": _part("B300 SXM6 AC", (10, 3), 148, 2250.0, 8000, 126, 270, "HGX B300 datasheet", "GB/s"),
+    "thor": _part("Thor", (11, 0), 20, 258.8, 273, 32, 128, "Jetson Thor brief", "SMs, bf16, L2"),
+    "rtx5090": _part(
+        "GeForce RTX 5090", (12, 0), 170, 209.5, 1792, 96, 32, "RTX Blackwell whitepaper", "SMs, GB/s, L2"
+    ),
+    "rtx-pro-6000": _part(
+        "RTX PRO 6000 Blackwell Workstation Edition",
+        (12, 0),
+        188,
+        503.8,
+        1792,
+        128,
+        96,
+        "RTX Blackwell PRO whitepaper",
+        "SMs, GB/s, L2",
+    ),
+    "gb10": _part("GB10", (12, 1), 48, 125.0, 273, 24, 128, "DGX Spark datasheet", "SMs, bf16, GB/s"),
 }
 
 #: Names of parts that have several forms, of which one is meant.

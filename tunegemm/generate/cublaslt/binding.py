@@ -24,6 +24,7 @@ TRANSA, TRANSB = 3, 4
 BATCH_COUNT, STRIDED_BATCH_OFFSET = 5, 6
 MAX_WORKSPACE_BYTES, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
 NOT_SUPPORTED = 15
+_MOST_IDS = 512
 
 #: Attributes of an algorithm: their names in candidates, the library's numbers, their types.
 ATTRIBUTES: dict[str, tuple[int, Any]] = {
@@ -37,6 +38,9 @@ ATTRIBUTES: dict[str, tuple[int, Any]] = {
     "inner_shape": (7, c_uint16),
     "cluster_shape": (8, c_uint16),
 }
+
+#: Those of which an algorithm says which numbers it has: the library's numbers of its lists.
+LISTED = {"tile": 6, "stages": 13}
 
 Algorithm = c_uint64 * 8
 
@@ -70,6 +74,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "MatmulPreferenceSetAttribute": _ATTRIBUTE,
     "MatmulPreferenceDestroy": (c_void_p,),
     "MatmulAlgoGetHeuristic": (*[c_void_p] * 7, c_int, c_void_p, c_void_p),
+    "MatmulAlgoGetIds": (c_void_p, *[c_int] * 7, c_void_p, c_void_p),
+    "MatmulAlgoCapGetAttribute": (*_ATTRIBUTE, c_void_p),
     "MatmulAlgoInit": (c_void_p, *[c_int] * 7, c_void_p),
     "MatmulAlgoCheck": (*[c_void_p] * 7, c_void_p),
     "MatmulAlgoConfigSetAttribute": _ATTRIBUTE,
@@ -215,6 +221,29 @@ def heuristic(device_index: int, plan: Plan, requested: int, workspace_bytes: in
     finally:
         call("MatmulPreferenceDestroy", preference)
     return [result for result in results[: count.value] if result.state == 0]
+
+
+def types_of(problem: Problem) -> tuple[int, ...]:
+    """What names the types of a product: of computing and scaling, and of A, B, C and D."""
+    in_type, out_type = TYPES[problem.in_dtype], TYPES[problem.out_dtype]
+    return COMPUTE_32F, R_32F, in_type, in_type, out_type, out_type
+
+
+def algorithm_ids(device_index: int, problem: Problem) -> list[int]:
+    """The numbers of the algorithms that the library has for a product's types. Raises LibraryError."""
+    found, count = (c_int * _MOST_IDS)(), c_int()
+    call("MatmulAlgoGetIds", handle(device_index), *types_of(problem), _MOST_IDS, byref(found), byref(count))
+    return sorted(found[: count.value])
+
+
+def listed(algorithm: Any, name: str) -> list[int]:
+    """The numbers that an attribute of an algorithm may have; where it lists none 0, which leaves it open."""
+    size, what = c_size_t(), LISTED[name]
+    call("MatmulAlgoCapGetAttribute", byref(algorithm), what, None, 0, byref(size))
+    found = (c_uint32 * (size.value // ctypes.sizeof(c_uint32)))()
+    if num_bytes := ctypes.sizeof(found):
+        call("MatmulAlgoCapGetAttribute", byref(algorithm), what, byref(found), num_bytes, byref(size))
+    return list(found) or [0]
 
 
 def read(algorithm: Any, name: str) -> int:

@@ -6,6 +6,9 @@ an update of the library, or are refused by it in words; a blob silently means s
 
 from __future__ import annotations
 
+import itertools
+import math
+from contextlib import suppress
 from ctypes import byref, c_float, c_size_t, c_void_p
 from typing import TYPE_CHECKING, Any, cast
 
@@ -45,6 +48,33 @@ def algorithms(problem: Problem, device_index: int, requested: int, workspace_by
     results = binding.heuristic(device_index, plan, requested, workspace_bytes)
     named = dict.fromkeys(candidate_of(one.algorithm, int(one.workspace_bytes)) for one in results)
     return [candidate for candidate in named if _is_whole(device_index, problem, plan, candidate)]
+
+
+def one_of_each_id(problem: Problem, device_index: int, workspace_bytes: int) -> list[Candidate]:
+    """Of each algorithm id that the library accepts for packed operands one candidate: its tile and stages
+    that leave the least of the last wave empty. Empty where the library lists no ids.
+    """
+    plan = Plan(problem, packed_strides(problem))
+    found: list[Candidate] = []
+    numbers: list[int] = []
+    with suppress(LibraryError):
+        numbers = binding.algorithm_ids(device_index, problem)
+    for number in numbers:
+        best: tuple[float, Candidate] | None = None
+        with suppress(LibraryError):  # of some ids it has no product of these types on this GPU
+            algorithm = _initial(device_index, problem, number)
+            lists = [binding.listed(algorithm, name) for name in binding.LISTED]
+            for tile, stages in itertools.product(*lists):
+                binding.write(algorithm, "tile", tile)
+                binding.write(algorithm, "stages", stages)
+                with suppress(LibraryError):
+                    result = _check(device_index, plan, algorithm)
+                    empty = math.ceil(result.waves) / result.waves if result.waves > 0 else math.inf
+                    if result.workspace_bytes <= workspace_bytes and (best is None or empty < best[0]):
+                        best = empty, candidate_of(algorithm, int(result.workspace_bytes))
+        if best is not None:
+            found.append(best[1])
+    return [candidate for candidate in found if _is_whole(device_index, problem, plan, candidate)]
 
 
 def _is_whole(device_index: int, problem: Problem, plan: Plan, candidate: Candidate) -> bool:
@@ -158,16 +188,27 @@ def configure(algorithm: Any, candidate: Candidate) -> None:
 
 def _checked(device_index: int, problem: Problem, plan: Plan, candidate: Candidate) -> Any:
     """The library's structure rebuilt from the names, and checked by the library for this plan."""
-    algorithm, result = binding.Algorithm(), binding.HeuristicResult()
-    handle = binding.handle(device_index)
-    in_type, out_type = binding.TYPES[problem.in_dtype], binding.TYPES[problem.out_dtype]
-    binding.call(
-        "MatmulAlgoInit", handle, binding.COMPUTE_32F, binding.R_32F, in_type, in_type, out_type, out_type,
-        binding.number_as("algo_id", number_of("algo_id", candidate["algo_id"])), byref(algorithm),
-    )  # fmt: skip
+    algorithm = _initial(device_index, problem, number_of("algo_id", candidate["algo_id"]))
     configure(algorithm, candidate)
-    binding.call("MatmulAlgoCheck", handle, *plan.descriptors, byref(algorithm), byref(result))
-    needed, stored = int(result.workspace_bytes), int(candidate["workspace_bytes"])
-    if needed > stored:
+    needed = int(_check(device_index, plan, algorithm).workspace_bytes)
+    if needed > (stored := int(candidate["workspace_bytes"])):
         raise ValueError(f"{label(candidate)} needs {needed} B of workspace here, stored were {stored} B")
     return algorithm
+
+
+def _initial(device_index: int, problem: Problem, algo_id: int) -> Any:
+    """The library's structure of an algorithm id. Raises LibraryError, and what `number_as` raises."""
+    algorithm = binding.Algorithm()
+    binding.call(
+        "MatmulAlgoInit", binding.handle(device_index), *binding.types_of(problem),
+        binding.number_as("algo_id", algo_id), byref(algorithm),
+    )  # fmt: skip
+    return algorithm
+
+
+def _check(device_index: int, plan: Plan, algorithm: Any) -> binding.HeuristicResult:
+    """What the library says of an algorithm for a plan. Raises LibraryError where it refuses it."""
+    result = binding.HeuristicResult()
+    handle = binding.handle(device_index)
+    binding.call("MatmulAlgoCheck", handle, *plan.descriptors, byref(algorithm), byref(result))
+    return result

@@ -58,13 +58,22 @@ class Copy:
 
     @property
     def group(self) -> int:
-        """Passes written out; more of them are a loop, since each keeps addresses and sizes in registers."""
-        return math.gcd(self.passes, _GROUP)
+        """Passes written out; more of them are a loop, since each keeps addresses and sizes in registers.
+
+        There are two turns at least: a single one the compiler mixes with the products, under predicates.
+        """
+        group = math.gcd(self.passes, _GROUP)
+        return group // 2 if group == self.passes and group > 1 else group
 
     @property
     def block(self) -> int:
         """Elements of a line that lie together in shared memory: 128 or 64 bytes."""
         return 64 if self.extent % 64 == 0 else 32
+
+    @property
+    def swizzle_bits(self) -> int:
+        """Bits of the index of a 16-byte chunk in a block: more of them have no effect there."""
+        return (self.block // 8).bit_length() - 1
 
     def objection(self, smem_swizzle: int) -> str | None:
         """Why the warps cannot copy such a tile; None when they can."""
@@ -78,9 +87,8 @@ class Copy:
         share = self.lines_per_warp
         if share % 8 and share & (share - 1):
             return f"{share} lines of a warp are neither a multiple of 8 nor a power of 2"
-        chunks = self.block // 8
-        if 1 << smem_swizzle > chunks:
-            return f"swizzle of {smem_swizzle} bits over the {chunks} chunks of a block"
+        if smem_swizzle > self.swizzle_bits:
+            return f"swizzle of {smem_swizzle} bits over the {self.block // 8} chunks of a block"
         return None
 
 

@@ -34,6 +34,8 @@ DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Flo
 EVEN, ODD = 0x3210, 0x5432
 # 16-byte pieces of partial sums that a thread adds up at a time.
 REDUCED_CHUNKS = 16
+# Lines whose words are on their way at a time while lines are shifted.
+SHIFTED_LINES = 4
 
 
 class Schedule(NamedTuple):
@@ -248,6 +250,7 @@ class Gemm:
         config = self.config
         stages = config.stages
         blocks = config.tile_k // MMA_K
+        early = config.shifts and stages > 2
         base = ring.toint()
         addresses, (extent_m, extent_n, extent_k), leading, batch_strides = operands
         row, column, first_k, entry = origin
@@ -259,8 +262,16 @@ class Gemm:
         columns_left = extent_n - column
         k_left = extent_k - first_k
 
-        for slot in cutlass.range_constexpr(stages - 1):
-            if slot < k_tiles:
+        # Tiles of k that lie inside the extents as a whole, as the first ones of an inner tile do.
+        whole = Int32(0)
+        if rows_left >= config.tile_m + config.shifts and columns_left >= config.tile_n + config.shifts:
+            whole = cutlass.min(cutlass.max(k_left - config.shifts, 0) // config.tile_k, k_tiles)
+
+        for slot in cutlass.range(stages - 1, unroll=1):
+            if slot < whole:
+                a.load_part(a_place, leading[0], slot, True, 0, 1)
+                b.load_part(b_place, leading[1], slot, True, 0, 1)
+            elif slot < k_tiles:
                 a.load(a_place, leading[0], rows_left, k_left, slot)
                 b.load(b_place, leading[1], columns_left, k_left, slot)
             cute.arch.cp_async_commit_group()
@@ -287,7 +298,9 @@ class Gemm:
 
         read = Int32(0)
         write = Int32(stages - 1)
-        self.publish(a, b, leading, a_place, b_place, read)
+        cute.arch.cp_async_wait_group(stages - 2)
+        self.shift(a, b, leading, a_place, b_place, read)
+        cute.arch.sync_threads()
         cute.copy(copy_a, tSsA[None, None, 0, read], tSrA[None, None, 0])
         cute.copy(copy_b, tSsB[None, None, 0, read], tSrB[None, None, 0])
         for k_tile in cutlass.range(k_tiles, unroll=1):
@@ -297,18 +310,40 @@ class Gemm:
                     read += 1
                     if read == stages:
                         read = Int32(0)
-                    self.publish(a, b, leading, a_place, b_place, read)
+                    if const_expr(not early):
+                        cute.arch.cp_async_wait_group(stages - 2)
+                        self.shift(a, b, leading, a_place, b_place, read)
+                    cute.arch.sync_threads()
                 following = (index + 1) % blocks
                 cute.copy(copy_a, tSsA[None, None, following, read], tSrA[None, None, following])
                 cute.copy(copy_b, tSsB[None, None, following, read], tSrB[None, None, following])
                 if const_expr(index == 0):
-                    if k_tile + stages - 1 < k_tiles:
+                    ahead = k_tile + stages - 1
+                    is_whole = ahead < whole
+                    if ahead >= whole and ahead < k_tiles:
                         a.load(a_place, leading[0], rows_left, k_left, write)
                         b.load(b_place, leading[1], columns_left, k_left, write)
-                        a_place += a.step(leading[0])
-                        b_place += b.step(leading[1])
-                        k_left -= config.tile_k
+                    if const_expr(early):
+                        # The next tile arrives a stage earlier, to be shifted before the barrier.
+                        cute.arch.cp_async_wait_group(stages - 3)
+                        cute.arch.sync_warp()  # spare words are copied by other lanes of the warp
+                        following_slot = read + 1
+                        if following_slot == stages:
+                            following_slot = Int32(0)
+                        a.shift_even(a_place, leading[0], following_slot)
+                        b.shift_even(b_place, leading[1], following_slot)
+                if const_expr(index < blocks - 1):
+                    # Copies among the products of all steps but the last: the tensor cores stay busy.
+                    if const_expr(early):
+                        a.shift_part(a_place, leading[0], following_slot, index, blocks - 1)
+                        b.shift_part(b_place, leading[1], following_slot, index, blocks - 1)
+                    a.load_part(a_place, leading[0], write, is_whole, index, blocks - 1)
+                    b.load_part(b_place, leading[1], write, is_whole, index, blocks - 1)
+                if const_expr(index == blocks - 2):
                     cute.arch.cp_async_commit_group()
+                    a_place += a.step(leading[0])
+                    b_place += b.step(leading[1])
+                    k_left -= config.tile_k
                     write += 1
                     if write == stages:
                         write = Int32(0)
@@ -317,14 +352,12 @@ class Gemm:
                 )
 
     @cute.jit
-    def publish(self, a, b, leading, a_place, b_place, slot):
-        """Await the oldest tile in flight, shift its odd lines, and hand it to all warps."""
-        cute.arch.cp_async_wait_group(self.config.stages - 2)
+    def shift(self, a, b, leading, a_place, b_place, slot):
+        """Shift the odd lines of the tiles in a slot, each warp those that it copied."""
         if const_expr(self.config.shifts):
             cute.arch.sync_warp()  # spare words are copied by other lanes of the warp
             a.shift(a_place, leading[0], slot)
             b.shift(b_place, leading[1], slot)
-        cute.arch.sync_threads()
 
     @cute.jit
     def reduce(self, sums, partials, counters, ring, tile, split, splits, thread):
@@ -501,6 +534,38 @@ class Feed:
         """1 when a line of the tile at `place` starts at an odd element, else 0."""
         return (Int32(place >> 1) + line * Int32(leading)) & 1
 
+    def load_part(self, place, leading, slot, exists, part, parts):
+        """One of so many parts of the copies of a tile that lies inside the extents, if it `exists`."""
+        copy = self.copy
+        first, last = part * copy.passes // parts, (part + 1) * copy.passes // parts
+        target = self.base + slot * self.stage_bytes
+        step = leading * (copy.lines_per_pass * self.bytes)
+        source = place + (Int64(self.first) * leading + self.element) * self.bytes + step * first
+        for index in range(first, last):
+            for piece in range(copy.pieces):
+                start = source + piece * copy.lanes * copy.vector * self.bytes
+                copy_async(
+                    self._address(target, self.chunk, index, piece),
+                    start & ~3 if self.config.shifts else start,
+                    copy.vector * self.bytes,
+                    exists=exists,
+                )
+            source += step
+        if self.config.shifts and part == 0:
+            # A shifted line has one word more. Each lane brings those of other lines.
+            for index in range((copy.lines_per_warp + WARP - 1) // WARP):
+                own = index * WARP + self.lane
+                line = self.line + own
+                own_exists = exists
+                if (index + 1) * WARP > copy.lines_per_warp:
+                    own_exists = (own < copy.lines_per_warp) & exists
+                copy_async(
+                    self.spare + (slot * copy.lines + line) * WORD_BYTES,
+                    (place + (Int64(line) * leading + (copy.extent - 1)) * self.bytes) & ~3,
+                    WORD_BYTES,
+                    exists=own_exists,
+                )
+
     @cute.jit
     def load(self, place, leading, outer_left, k_left, slot):
         """Start copying the tile at `place` into a slot; elements beyond the extents become zeros."""
@@ -584,6 +649,49 @@ class Feed:
             line += lines
 
     @cute.jit
+    def shift_even(self, place, leading, slot):
+        """The shift of lines that all start at odd elements, which `shift_part` leaves to it."""
+        if const_expr(self.copy.lines_per_pass == 1):
+            if Int32(leading) & 1 == 0 and self.odd(place, leading, self.line) == 1:
+                self.shift(place, leading, slot)
+
+    def shift_part(self, place, leading, slot, part, parts):
+        """One of so many parts of a tile's shift, without branches, to go among products.
+
+        Where a pass is one line and lines lie an odd number of elements apart, every second one is shifted.
+        """
+        copy = self.copy
+        one = copy.lines_per_pass == 1
+        passes = copy.passes // 2 if one else copy.passes
+        target = self.base + slot * self.stage_bytes
+        spare = self.spare + (slot * copy.lines + self.first) * WORD_BYTES
+        chunk = self.chunk
+        if one:
+            skipped = 1 - self.odd(place, leading, self.line)
+            target += skipped * (copy.block * self.bytes)
+            spare += skipped * WORD_BYTES
+            chunk = chunk ^ (self._swizzle(skipped) * self.bytes)
+            selector = EVEN + (Int32(leading) & 1) * (ODD - EVEN)
+        lanes = copy.lanes
+        next_lane = (self.lane & ~(lanes - 1)) | ((self.lane + 1) & (lanes - 1))
+        first, last = part * passes // parts, (part + 1) * passes // parts
+        for start in range(first, last, SHIFTED_LINES):
+            held = []
+            indices = [index * (2 if one else 1) for index in range(start, min(start + SHIFTED_LINES, last))]
+            for index in indices:
+                words = [word_at(self._address(target, chunk, index, piece)) for piece in range(copy.pieces)]
+                more = word_at(spare + index * copy.lines_per_pass * WORD_BYTES)
+                held.append((words, [word[0] for word in words] + [more[0]]))
+            for index, (words, values) in zip(indices, held, strict=True):
+                if not one:
+                    odd = self.odd(place, leading, self.first + index * copy.lines_per_pass)
+                    selector = EVEN + odd * (ODD - EVEN)
+                for piece in range(copy.pieces):
+                    given = select(self.lane & (lanes - 1), values[piece], values[piece + 1])
+                    neighbour = cute.arch.shuffle_sync(given, next_lane)
+                    words[piece][0] = Int32(cute.arch.prmt(values[piece], neighbour, selector))
+
+    @cute.jit
     def shift_line(self, target, chunk, spare, odd, index: cutlass.Constexpr):
         """One line, or the lines of one pass: each lane replaces its own words.
 
@@ -615,19 +723,30 @@ def opaque(value):
     )
 
 
+def select(condition, one, other):
+    """`one` where the condition is not 0, else `other`, without a branch."""
+    return cute.arch.inline_ptx(
+        "{\n.reg .pred p;\nsetp.ne.s32 p, {$r0}, 0;\nselp.b32 {$w0}, {$r1}, {$r2}, p;\n}",
+        write_only_types=[Int32],
+        read_only_args=[condition, one, other],
+    )
+
+
 def word_at(address):
     """The word at an address in shared memory, as a tensor."""
     pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4)
     return cute.make_tensor(pointer, cute.make_layout(1))
 
 
-def copy_async(target, source, vector_bytes, size):
-    """cp.async of `vector_bytes` to shared memory, of which the first `size` are read and the rest zeros.
+def copy_async(target, source, vector_bytes, size=None, exists=True):
+    """cp.async of `vector_bytes` to shared memory, if it `exists`; the first `size` are read, the rest zeros.
 
     16 bytes bypass the L1 (.cg); smaller ones cannot.
     """
     cache = "cg" if vector_bytes == 16 else "ca"
+    limit = "" if size is None else ", {$r2}"
     cute.arch.inline_ptx(
-        f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {vector_bytes}, {{$r2}};",
-        read_only_args=[target, source, size],
+        f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {vector_bytes}{limit};",
+        read_only_args=[target, source] if size is None else [target, source, size],
+        predicate=None if exists is True else exists,
     )

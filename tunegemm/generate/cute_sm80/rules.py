@@ -23,13 +23,16 @@ from tunegemm.generate.tiles import split_work
 #: ldmatrix, extents, the ring's state. With 47 left nothing spilled, with 16 left most kernels did (ptxas for
 #: sm_90a, nvidia-cutlass-dsl 4.8.1; tests/generate/test_cute_sm80.py). Where lines are shifted, the words on
 #: their way come on top: 56 were enough, but not for warps whose share of a tile is not a power of 2, which
-#: spilled at 95.
+#: spilled at 95, and 64x96x64 in two warps at 103 (184 B on sm_120).
 _OVERHEAD_REGISTERS = 46
 #: More of them for warps whose share of a tile is not a power of 2: 88 accumulators and 2 x 52 fragments use
 #: 250, 96 and 2 x 56 spill 48 to 172 B in blocks of one, two and four warps (the same compilers).
 _UNEVEN_REGISTERS = 12
 _SHIFT_REGISTERS = 10
-_UNEVEN_SHIFT_REGISTERS = 54
+_UNEVEN_SHIFT_REGISTERS = 58
+#: And where shifted lines lie along m or n: a thread then has several pieces of a line. With 7 left nt of
+#: 128x256x32 spills 24 B, with 3 nn of 64x192x64.
+_CROSSED_SHIFT_REGISTERS = 12
 #: Longest k that fp16 accumulators add up within the tolerance of a right fp16 result, 9.8e-4: rounding sums
 #: every 16 elements gives 8.4e-4 at 512, 1.2e-3 at 1024, 2.3e-3 at 4096 (uniform operands, on a CPU).
 _HALF_MAX_K = 512
@@ -93,6 +96,25 @@ def copies(problem: Problem, candidate: Candidate, device: Device) -> str | None
     return None
 
 
+@rule("smem_swizzle", "tile_m", "tile_n", "tile_k", "a_major", "b_major", runs=True)
+def bank_conflicts(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """The 8 rows that ldmatrix reads at a time are in 8 groups of banks if the swizzle has all bits of a
+    chunk's index, in fewer with less."""
+    config = config_of(problem, candidate)
+    widest = min(config.copy(operand).swizzle_bits for operand in ("a", "b"))
+    if config.smem_swizzle < widest:
+        return f"swizzle of {config.smem_swizzle} bits, where lines have {widest}: rows share banks"
+    return None
+
+
+@rule("atoms_n", "tile_n", "warps_n", runs=True)
+def whole_ldmatrix(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """ldmatrix.x4 brings two atoms of B where a warp has them side by side, and .x2 half as much."""
+    if candidate["atoms_n"] == 1 and candidate["tile_n"] % (2 * MMA_N * candidate["warps_n"]) == 0:
+        return "atoms_n 1 loads one atom of B at a time, where a warp's columns are pairs of them"
+    return None
+
+
 @rule("warps_m", "warps_n", "ctas_per_sm", "device")
 def threads(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Blocks and multiprocessors hold so many threads."""
@@ -100,7 +122,10 @@ def threads(problem: Problem, candidate: Candidate, device: Device) -> str | Non
     return exceeded_threads(config.threads, device.architecture, config.ctas_per_sm)
 
 
-@rule("tile_m", "tile_n", "warps_m", "warps_n", "vector_bytes", "ctas_per_sm", "acc_dtype", "device")
+@rule(
+    "tile_m", "tile_n", "warps_m", "warps_n", "vector_bytes", "ctas_per_sm", "acc_dtype", "a_major",
+    "b_major", "device",
+)  # fmt: skip
 def registers(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Accumulators, two steps of fragments and bookkeeping must fit a thread's registers, or ptxas spills."""
     config = config_of(problem, candidate)
@@ -109,6 +134,7 @@ def registers(problem: Problem, candidate: Candidate, device: Device) -> str | N
     uneven = config.accumulators & (config.accumulators - 1)
     if config.shifts:
         overhead += _UNEVEN_SHIFT_REGISTERS if uneven else _SHIFT_REGISTERS
+        overhead += _CROSSED_SHIFT_REGISTERS if (config.a_major, config.b_major) != ("k", "k") else 0
     elif uneven:
         overhead += _UNEVEN_REGISTERS
     need = config.accumulator_registers + 2 * config.fragment_registers + overhead
@@ -144,5 +170,7 @@ RULES = (
     threads,
     registers,
     shared_memory,
+    bank_conflicts,
+    whole_ldmatrix,
     split_work,
 )

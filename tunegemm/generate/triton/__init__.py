@@ -5,22 +5,24 @@ It serves operands of any alignment. Where there is TMA, the family `triton_tma`
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.compile.ptxas import Resources
 from tunegemm.compile.triton_object import build, toolchain
-from tunegemm.describe.architectures import Architecture, of_target
+from tunegemm.describe.architectures import of_target
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.generate.feasibility import register_budget
 from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Key, TileGenerator
 from tunegemm.generate.launching import Launcher, Places, operand_reader
 from tunegemm.generate.takes import NotTaken
 from tunegemm.generate.tiles import persistent_grid, split_workspace
-from tunegemm.generate.triton.config import WARPGROUP_ROWS, KernelConfig
-from tunegemm.generate.triton.rules import MAX_LEADING, RULES, config_of
+from tunegemm.generate.triton.config import KernelConfig
+from tunegemm.generate.triton.rules import MAX_LEADING, RULES, config_of, multiplies_asynchronously
 from tunegemm.generate.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -94,7 +96,8 @@ def compile_kernel(key: Key, out: Path) -> Resources:
     arguments = {name: "i32" for name in gemm.arg_names if name not in constants}
     arguments |= dict.fromkeys(_STRIDES, "i64") | {"a": operand, "b": operand, "d": result}
     arguments |= {"partials": "*i32" if is_int else "*fp32", "counters": "*i32"}
-    return build(
+    compile_it = functools.partial(
+        build,
         gemm,
         arguments,
         constants,
@@ -104,14 +107,13 @@ def compile_kernel(key: Key, out: Path) -> Resources:
         aligned={"a": config.vector_bytes, "b": config.vector_bytes, "d": config.store_bytes, "partials": 16},
         capability=architecture.number,
     )
-
-
-def multiplies_asynchronously(config: KernelConfig, architecture: Architecture) -> bool:
-    """Whether Triton multiplies by wgmma or tcgen05.mma, and keeps a slot of the ring for what is under way:
-    as many buffers as stages, where with mma.sync it has one less (Triton 3.6, 3.7).
-    """
-    has = architecture.wgmma or (architecture.tcgen05 and config.in_dtype != "int8")
-    return has and config.tile_m >= WARPGROUP_ROWS and config.warps >= 4
+    resources = compile_it()
+    if resources.spill_bytes:
+        # ptxas gives some kernels 128 registers and spills a few words, so that more blocks are resident:
+        # tf32 of 32x64x32 in 4 warps on sm_90 (48 B), bf16 of 64x32x64 on sm_86 (16 B; Triton 3.6.0). With a
+        # limit it takes what it needs.
+        resources = compile_it(max_registers=register_budget(config.threads, architecture, 1))
+    return resources
 
 
 FAMILY = TileGenerator(

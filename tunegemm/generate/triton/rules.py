@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from tunegemm.describe.architectures import Architecture
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.feasibility import exceeded_smem, no_power_of_two, ring_depth, rule
+from tunegemm.generate.feasibility import exceeded_smem, no_power_of_two, register_budget, ring_depth, rule
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.tiles import split_work, tile_count
 from tunegemm.generate.triton.config import EPI_COLUMNS, LEAST_COPY_BYTES, WARPGROUP_ROWS, KernelConfig
@@ -15,11 +16,22 @@ _OTHER_REGISTERS = 94
 #: Of an element that passes registers: itself, its address and its place. 32 of them beside 32 accumulators
 #: do not spill on sm_80, 40 beside 32 and 48 beside 4 do.
 _REGISTERS_OF_ELEMENT = 4
-#: Of a copy: with 128 accumulators kernels of 6 and 8 copies a thread do not spill on sm_80, 256x64x32 in 4
-#: warps, which has 10, spills 72 to 140 B, and 128x256x64 in 8, which has 12, 120 B (Triton 3.7.1).
-_REGISTERS_OF_COPY = 4
-#: 256x32x64 in 4 warps has 18, and spills 24 B on sm_86.
-_MOST_COPIES = 16
+#: Of a copy where mma.sync multiplies: with 128 accumulators kernels of 6 and 8 copies a thread do not spill
+#: on sm_80, 256x64x32 in 4 warps, which has 10, spills 72 to 140 B, and 128x256x64 in 8, which has 12, 120 B
+#: (Triton 3.7.1). Where wgmma or tcgen05.mma does, no fragments are in registers: 128 and 12 need 242 on
+#: sm_90, 128 and 24 spill 16 B (3.6.0). Not so of fp8 by tcgen05.mma: 256x128x128 in 8 warps, 128 and 12,
+#: spills 72 B on sm_100 (3.6.0).
+_REGISTERS_OF_COPY, _REGISTERS_OF_COPY_ALONE = 4, 2
+#: 256x32x64 in 4 warps has 18, and spills 24 B on sm_86. Without fragments 64 accumulators and 32 copies need
+#: 221 to 227 on sm_90, 64 and 48 spill 568 B (3.6.0).
+_MOST_COPIES, _MOST_COPIES_ALONE = 16, 32
+#: Of them with more than three stages: 128x128x64 in 8 warps has 32, and spills 472 B in five stages, none in
+#: three (sm_90, 3.6.0).
+_MOST_COPIES_DEEP = 16
+#: Accumulators beside which a warp of 32 rows stores D by vectors of 8 bytes at least: by 2 bytes 256x128x64
+#: in 8 warps spills 640 B and 128x128x64 in 4 1048 B, by 4 256x128x32 spills 16 B (sm_90, 3.6.0). Of 16 rows
+#: by 2 bytes 128x256x64 needs 252.
+_MOST_WITH_NARROW_STORES, _NARROW_STORE_BYTES = 64, 8
 #: ptxas of CUDA 13.1 spills 40 B of 128x128x32 in 4 warps for sm_120, where that of 12.8 does not for sm_86.
 _REGISTERS_OF_SM120 = 8
 #: Elements from a line to the next: 256 lines of a tile then are within 31 bits of each other.
@@ -28,6 +40,14 @@ MAX_LEADING = 2**22
 _BARRIER_BYTES = 1024
 
 config_of = config_maker(KernelConfig)
+
+
+def multiplies_asynchronously(config: KernelConfig, architecture: Architecture) -> bool:
+    """Whether Triton multiplies by wgmma or tcgen05.mma, and keeps a slot of the ring for what is under way:
+    as many buffers as stages, where with mma.sync it has one less (Triton 3.6, 3.7).
+    """
+    has = architecture.wgmma or (architecture.tcgen05 and config.in_dtype != "int8")
+    return has and config.tile_m >= WARPGROUP_ROWS and config.warps >= 4
 
 
 @rule("in_dtype", "device")
@@ -115,7 +135,7 @@ def warps(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     return None
 
 
-@rule("tile_m", "tile_n", "tile_k", "warps", "vector_bytes", "in_dtype", "device")
+@rule("tile_m", "tile_n", "tile_k", "stages", "warps", "vector_bytes", "store_bytes", "in_dtype", "device")
 def registers(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Accumulators, fragments and addresses must fit a thread's registers, or ptxas spills; and what passes
     registers on its way to shared memory, too."""
@@ -124,14 +144,27 @@ def registers(problem: Problem, candidate: Candidate, device: Device) -> str | N
     if not config.copies:
         need += (passing := config.loaded_elements * _REGISTERS_OF_ELEMENT)
         words += f" + {passing} of elements"
-    elif not (limits.wgmma or limits.tcgen05):  # which multiply out of shared memory
-        if (copies := config.loaded_elements // config.vector) > _MOST_COPIES:
-            return f"{copies} copies of a thread > {_MOST_COPIES}: addresses spill on {limits.compile_target}"
+    else:
+        alone = multiplies_asynchronously(config, limits)
+        most = _MOST_COPIES_ALONE if alone else _MOST_COPIES
+        most = min(most, _MOST_COPIES_DEEP) if config.stages > 3 else most
+        if (copies := config.loaded_elements // config.vector) > most:
+            return f"{copies} copies of a thread > {most}: addresses spill on {limits.compile_target}"
         need += (more := _REGISTERS_OF_SM120 if limits.capability >= (12, 0) else 0)
         words += f" + {more}" if more else ""
-        need += (copying := config.loaded_elements // config.vector * _REGISTERS_OF_COPY)
+        light = alone and not (limits.tcgen05 and config.in_dtype.startswith("fp8"))
+        need += (copying := copies * (_REGISTERS_OF_COPY_ALONE if light else _REGISTERS_OF_COPY))
         words += f" + {copying} of copies"
-    budget = min(limits.registers_per_sm // config.threads, limits.registers_per_thread)
+    if (
+        config.tile_m >= 32 * config.warps
+        and config.accumulator_registers > _MOST_WITH_NARROW_STORES
+        and config.store_bytes < _NARROW_STORE_BYTES
+    ):
+        return (
+            f"stores of {config.store_bytes} B of {config.tile_m // config.warps} rows a warp beside "
+            f"{config.accumulator_registers} accumulators: addresses spill"
+        )
+    budget = register_budget(config.threads, limits, 1)
     if need > budget:
         return f"{config.accumulator_registers} accumulators {words} > {budget} registers"
     return None
