@@ -73,7 +73,7 @@ def _write(
             if device is not None or db is not None or cuda_device_count():
                 raise
             command = command_line("report", {"shape": shape, "device": "replay:h200"})
-            raise arguments.UsageError(f"{error}; of the recorded H200: {command}") from None
+            raise arguments.UsageError(f"no database here; for the recorded H200: {command}") from error
     # In the page's footer stands the command without a database's address, which may hold a password.
     arguments.write_text(
         out, report(contents, command=command_line("report", {"shape": shape, "device": device}))

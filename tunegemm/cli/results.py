@@ -115,9 +115,30 @@ def verdict_line(result: TuneResult, where: str) -> str:
     if result.source == "measured":
         calls = f"calls {torchs}" if is_torch(best.candidate) else "uses this kernel"
         use = f"tunegemm.{ours} now {calls} for {problem} (from {where})"
-    else:
-        use = "replayed, not measured here; nothing stored"
-    return f"{problem}: {won}; {use}. {seconds}, {counted(result.compiled, 'kernel')} compiled."
+        return f"{problem}: {won}; {use}. {seconds}, {counted(result.compiled, 'kernel')} compiled."
+    lead = steady_line(result)
+    won = f"In this replay, where all kernels share one clock, {won}" if lead else won
+    return (
+        f"{problem}: {lead}{won}; replayed, not measured here; nothing stored. "
+        f"{seconds}, {counted(result.compiled, 'kernel')} compiled."
+    )
+
+
+def steady_line(result: TuneResult) -> str:
+    """The record of a replayed product, where its final race ran in steady state; empty otherwise.
+
+    A recorded sweep has times at one shared clock. What a program gains is the steady figure.
+    """
+    from tunegemm.choose.snapshot import read_snapshot
+    from tunegemm.model.rank import is_memory_bound
+
+    record = read_snapshot().find(result.problem, result.device.fingerprint)
+    if record is None or not record.confirmed or is_memory_bound(result.problem):
+        return ""  # products that memory limits are raced at one shared clock, too
+    return (
+        f"{record.ratio:.3f} x {result.problem.torch_call} in steady state, each kernel at its own clocks "
+        f"(final race of {record.measured_at:%Y-%m-%d}: {record.label}, {significant(record.median_us)} us). "
+    )
 
 
 def winners_table(results: Sequence[TuneResult]) -> Table:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +15,9 @@ from tunegemm.describe.command import command_line
 from tunegemm.errors import WorkloadError
 from tunegemm.files import check_target
 from tunegemm.untrusted import digits, shown
+
+if TYPE_CHECKING:
+    from tunegemm.describe.workload import Workload
 
 
 class EngineName(StrEnum):
@@ -70,7 +74,20 @@ def command(
     printing.say(*(f"{count:5} x {name}" for name, count in found.layers.items()))
     tune = command_line("tune", {"from": out, "budget": "30m"})
     count = len(found.workload.products)
-    printing.say(f"tunegemm: {count} products, in {out}. On the GPU that serves: {tune}", err=True)
+    printing.say(f"tunegemm: wrote {count} products to {out}{_recorded(found.workload)}", err=True)
+    printing.say(f"tunegemm: on the GPU that serves, run: {tune}", err=True)
+
+
+def _recorded(workload: Workload) -> str:
+    """How many of the products have a record, for each GPU that has any."""
+    from tunegemm.describe.workload import demands
+    from tunegemm.store.layers import read_records
+
+    wanted = {demand.problem for demand in demands(workload.products)[0]}
+    known = {(one.fingerprint.device_name, one.problem) for one in read_records()[0]}
+    counts = Counter(name for name, problem in known if problem in wanted)
+    listed = ", ".join(f"{count} have a record for {name}" for name, count in sorted(counts.items()))
+    return f"; {listed}" if listed else ""
 
 
 def _rows(text: str | None) -> list[int]:

@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from tunegemm.describe.device import Device
     from tunegemm.describe.space import Candidate
     from tunegemm.describe.workload import Demand
+    from tunegemm.store.record import Record
     from tunegemm.tuning.program import TunedDemand
     from tunegemm.tuning.progress import Progress, TuneResult
     from tunegemm.tuning.tuner import Tuner
@@ -211,8 +213,13 @@ def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[
     from tunegemm.tuning.program import by_headroom
 
     device, output = session.tuning.device, session.output
-    if not (session.is_real or session.is_named or output.as_json):
-        printing.say(*shipped_lines(demands, device))  # to compile kernels would show no times
+    if not (session.is_real or session.is_named):  # compiling kernels would show no times
+        shipped = shipped_records(demands, device)
+        if output.as_json:
+            for demand, record in shipped.items():
+                typer.echo(to_json(shipped_document(demand, record, device), indent=None))
+            return DONE
+        printing.say(*shipped_lines(shipped, device))
         say_gpu_command(session.context, [])
         return DONE
     lacking = {demand.problem: device.lacks_memory(demand.problem) for demand in demands}
@@ -231,19 +238,31 @@ def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[
     return DONE
 
 
-def shipped_lines(demands: Sequence[Demand], device: Device) -> list[str]:
-    """How many of a program's products the shipped records serve on a device, and how much faster each is."""
+def shipped_records(demands: Sequence[Demand], device: Device) -> dict[Demand, Record | None]:
+    """The record that serves each product of a program on a device; None where there is none."""
     from tunegemm.choose.snapshot import read_snapshot
 
     snapshot = read_snapshot()
-    found = {demand: snapshot.find(demand.problem, device.fingerprint) for demand in demands}
-    ratios = [one.ratio for one in found.values() if one is not None]
-    line = f"No CUDA GPU here. {len(ratios)} of {len(demands)} products ship with records for {device.name}"
+    return {demand: snapshot.find(demand.problem, device.fingerprint) for demand in demands}
+
+
+def shipped_lines(shipped: Mapping[Demand, Record | None], device: Device) -> list[str]:
+    """How many of a program's products have a record on a device, and how much faster each is."""
+    ratios = [record.ratio for record in shipped.values() if record is not None]
+    line = f"No CUDA GPU here. {len(ratios)} of {len(shipped)} products ship with records for {device.name}"
     lines = [f"{line}, {min(ratios):.2f} to {max(ratios):.2f} x torch.mm:" if ratios else f"{line}."]
-    for demand, record in found.items():
+    for demand, record in shipped.items():
         known = f"{record.ratio:.3f} x torch.mm, {record.label}" if record is not None else "no record"
         lines.append(f"  {demand.problem} x {demand.calls}: {known}")
     return lines
+
+
+def shipped_document(demand: Demand, record: Record | None, device: Device) -> dict[str, Any]:
+    """One product of a program and its record as JSON, for a machine without a GPU."""
+    names = ("label", "median_us", "ratio", "confirmed")
+    best = {name: getattr(record, name) for name in names} if record is not None else None
+    facts = {"source": "shipped", "problem": asdict(demand.problem), "shape": demand.problem.shape}
+    return facts | {"calls": demand.calls, "device_name": device.name, "best": best}
 
 
 def spend_budget(session: Session, plan: Sequence[TunedDemand]) -> tuple[list[TunedDemand], bool]:
