@@ -37,7 +37,7 @@ _REMEDIES = {
     errno.EACCES: "change the permissions of it or of its folders",
     errno.EPERM: "change the permissions of it or of its folders",
     errno.EISDIR: "name a file in it",
-    errno.ENXIO: "start the reader of that pipe first",
+    errno.ENXIO: "start the program that reads the pipe first",
 }
 
 

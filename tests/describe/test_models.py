@@ -199,7 +199,7 @@ def test_experts_are_what_an_engine_looks_up(tmp_path: Path) -> None:
     assert {*shapes(model, "vllm").refused.values()} == {unasked}
     config_of("gpt_oss").save_pretrained(tmp_path)
     refused = shapes(read_model(str(tmp_path)), "vllm").refused
-    assert {*refused.values()} == {"experts of such a gate are vllm's own"} and len(refused) == 2
+    assert {*refused.values()} == {"experts with this gate are vllm's own"} and len(refused) == 2
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(
         json.dumps(values | {"quantization_config": {"quant_method": "mxfp4"}})
@@ -446,7 +446,7 @@ def test_tune_reads_the_problems(tmp_path: Path) -> None:
         (1, {"hidden_size": None}, "no hidden_size, which llama has"),
         (1, {"hidden_size": "big"}, "hidden_size 'big' is not a whole number"),
         (1, {"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000"),
-        (1, {"torch_dtype": "float32"}, "its weights are fp32; name what they become: --dtype bf16"),
+        (1, {"torch_dtype": "float32"}, "its weights are fp32; add the dtype they will have: --dtype bf16"),
         (1, {"torch_dtype": "float64"}, "float64"),
         (1, {"quantization_config": "fp8"}, "quantization_config is not an object"),
     ],

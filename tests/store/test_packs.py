@@ -349,7 +349,7 @@ def test_the_commands(made: packing.Packed, home: Path, monkeypatch: pytest.Monk
     out, _ = run("pack", "--out", "t.pack", "--shape", TORCH.shape, "--gpu", "h200", "--no-compile")
     assert "wrote t.pack: 1 records of NVIDIA H200, 0 kernels (0 compiled now)" in out
     _, told = run("pack", "--out", "c.pack", "--no-compile", code=2)
-    assert f"2 of 2 kernels are not in {ArtifactStore().root}" in told and not Path("c.pack").exists()
+    assert f"2 of 2 kernels are missing in {ArtifactStore().root}" in told and not Path("c.pack").exists()
     _, told = run("pack", "--out", "c.pack", "--families", "gluon_wgmma", code=2)
     assert "none of 3 records is of that kind" in told
     Path("shapes.json").write_text(json.dumps([{"m": 64, "n": 64, "k": 64, "layout": "tn", "dtype": "bf16"}]))

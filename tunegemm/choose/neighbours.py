@@ -131,7 +131,7 @@ def neighbourhood(
     allows: why a candidate must not be used here; empty when it may be.
     """
     if problem.m == 1:
-        return Neighbourhood(refusal="a single row takes what is recorded for it only")
+        return Neighbourhood(refusal="a single row runs only kernels recorded for one row")
     neighbours, rows = _brackets(snapshot, problem, device)
     if not neighbours:
         return Neighbourhood(refusal="no recorded shape is near enough", rows=rows)

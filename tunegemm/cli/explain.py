@@ -30,7 +30,7 @@ def command(
     db: options.OneDatabase = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, a list over the shapes.")] = False,
 ) -> None:
-    """Show the roofline of a shape, of a tile, and which kernel tunegemm.matmul would use."""
+    """Show the rooflines of a shape and of a tile, and which kernel tunegemm.matmul would use."""
     with printing.working("looking up what dispatch would launch"):
         found = _explained(problems, device, candidate, db)
     if as_json:

@@ -154,9 +154,10 @@ def parse_problems(
             "--out-dtype",
             metavar="DTYPE",
             autocompletion=completed(lambda: DTYPE_BYTES),
-            help="Element type of D: bf16, fp16 or fp32; of fp8 operands also fp8_e4m3 or fp8_e5m2; "
-            "of int8 int32, or with scales bf16, fp16 or fp32. "
-            "Default: as A and B; of fp8 bf16, of tf32 fp32, of int8 int32.",
+            help="Element type of D: bf16, fp16 or fp32; with fp8 operands also fp8_e4m3 or fp8_e5m2; "
+            "with int8 "
+            "operands int32, or bf16, fp16 or fp32 with scales. "
+            "Default: that of A and B; bf16 for fp8, fp32 for tf32, int32 for int8.",
         ),
     ] = None,
     layout: Annotated[
@@ -173,7 +174,9 @@ def parse_problems(
         typer.Option(
             "--alignment",
             metavar="BYTES",
-            help="Of the operands' addresses and strides: 1 to 16. Default: that of packed operands.",
+            help="Alignment of the operands' addresses and strides, 1 to 16. Default: the alignment "
+            "of packed "
+            "operands.",
         ),
     ] = None,
     epilogue: Annotated[
@@ -181,7 +184,7 @@ def parse_problems(
         typer.Option(
             "--epilogue",
             metavar="STEPS",
-            help="What becomes of the product in the same kernel, such as bias_n+gelu_tanh, swiglu or "
+            help="Steps that the kernel applies to the product, such as bias_n+gelu_tanh, swiglu or "
             "residual.",
         ),
     ] = "",
@@ -191,7 +194,7 @@ def parse_problems(
             "--accumulation",
             metavar="HOW",
             autocompletion=completed(lambda: ACCUMULATIONS),
-            help="How sums of fp8 products are kept: fast, or two_level, in fp32 from every 128 of k on.",
+            help="Precision of fp8 sums: fast, or two_level, which adds every 128 of k in fp32.",
         ),
     ] = "fast",
     groups: Annotated[
@@ -200,7 +203,7 @@ def parse_problems(
             "--groups",
             metavar="E",
             min=0,
-            help="M rows in so many groups, each with weights of its own, as tunegemm.grouped_mm takes them. "
+            help="Divide the M rows into E groups with separate weights, as tunegemm.grouped_mm does. "
             "--epilogue may be a gate, such as swiglu.",
         ),
     ] = 0,

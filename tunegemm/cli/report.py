@@ -32,12 +32,12 @@ def command(
         typer.Option(
             "--device",
             metavar="NAME",
-            help="A device of the database, by its name or a part of it, or replay:h200 for the recorded "
-            "one. Default: the device measured last.",
+            help="Name of a measured device, or a part of it; replay:h200 for the recorded H200. "
+            "Default: the device measured last.",
         ),
     ] = None,
     details: Annotated[
-        int, options.count_option("--details", "Shapes to show the search of, those measured last.")
+        int, options.count_option("--details", "How many searches to show, the latest first.")
     ] = 12,
     db: options.DatabaseLocation = None,
 ) -> None:

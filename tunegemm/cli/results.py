@@ -40,9 +40,7 @@ def show(console: Console, result: TuneResult, top: int | None, where: str, budg
     note = f"Note: {result.note}." if result.note and not result.predictions else ""
     over_s = result.seconds - (budget_s or result.seconds)
     if over_s > 1:
-        note += (
-            f" {over_s:.0f} s over the budget: what is being compiled and the final race are not cut short."
-        )
+        note += f" {over_s:.0f} s over the budget: running compiles and the final race are not cut short."
     closing = [note.strip(), failure_line(result), verdict_line(result, where)]
     for line in [failure_line(result)] if result.interrupted else closing:
         if line:

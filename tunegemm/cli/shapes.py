@@ -42,20 +42,26 @@ def command(
     ],
     tp: Annotated[int, options.count_option("--tp", "Ranks of tensor parallelism.")] = 1,
     engine: Annotated[
-        EngineName, typer.Option("--engine", help="Whose layers and numbers of rows.")
+        EngineName,
+        typer.Option(
+            "--engine",
+            help="The engine that runs the model; it decides which layers are merged, and the numbers "
+            "of rows.",
+        ),
     ] = EngineName.vllm,
     rows: Annotated[
         str | None,
-        typer.Option("--rows", metavar="N,N", help="Numbers of rows. Default: those of the engine's steps."),
+        typer.Option("--rows", metavar="N,N", help="Numbers of rows. Default: the engine's own."),
     ] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option("--dtype", help="Of what is not quantised. Default: the model's.")
+        Dtype | None,
+        typer.Option("--dtype", help="Element type of layers that are not quantised. Default: the model's."),
     ] = None,
-    out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="Where the products go, as JSON.")
-    ] = Path("shapes.json"),
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="JSON file to write.")] = Path(
+        "shapes.json"
+    ),
 ) -> None:
-    """Write the matrix products that an engine computes of a model, for `tune --from`."""
+    """List the matrix products that an engine computes for a model, in a file for `tune --from`."""
     from tunegemm.describe.workload.engines import shapes
     from tunegemm.describe.workload.models import read_model
     from tunegemm.dispatch.modes import read_engine_experts

@@ -55,7 +55,7 @@ def command(
             "--from",
             metavar="FILE",
             help="Tune a program's products: JSON of `tunegemm record`, TunableOp's CSV or CUTLASS's JSON. "
-            "May be repeated, as for a file of each rank: calls of the same product add up.",
+            "May be repeated, for example for a file of each rank; calls of the same product add up.",
         ),
     ] = None,
     with_backward: Annotated[
@@ -104,7 +104,7 @@ def refuse_contradictions(
     if from_files:
         names = {*options.Group(options.parse_problems).parameters(), "with_backward"} - {"shape"}
         if of_shapes := ", ".join(flag for name, flag in given.items() if name in names):
-            raise arguments.UsageError(f"{of_shapes} with --from: the file says that of each product")
+            raise arguments.UsageError(f"{of_shapes} with --from: the file already says it for each product")
 
 
 def tune_shapes(session: Session, problems: Mapping[Problem, Problem]) -> int:
@@ -229,7 +229,7 @@ def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[
         session.out.print(savings_table(current, session.out.width))
         printing.say(*closing_lines(current, [*filter(None, lacking.values()), *refused]))
     if interrupted:
-        session.log.print("Interrupted: what was measured is kept; the same command goes on.")
+        session.log.print("Interrupted: the measurements are kept; run the same command to continue.")
         return INTERRUPTED
     if not any(one.result and (one.result.best or one.result.predictions) for one in current):
         return NOTHING_FOUND
@@ -337,7 +337,7 @@ def say_gpu_command(context: typer.Context, asked_for: Sequence[Problem]) -> Non
     given = {flag.removeprefix("--"): context.params[name] for name, flag in given_options(context).items()}
     given |= {"shape": [problem.shape for problem in asked_for], "device": None, "db": None}
     served = " and ".join(dict.fromkeys(f"tunegemm.{one.our_call}" for one in asked_for)) or "its calls"
-    printing.say_command(f"On your GPU this measures, and stores it for {served}:",
+    printing.say_command(f"On your GPU this command measures, and stores the result for {served}:",
                         command_line("tune", {"shape": None} | given))  # fmt: skip
 
 

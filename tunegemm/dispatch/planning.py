@@ -193,7 +193,8 @@ class Planner:
             if state.policy.is_batch_invariant:
                 self.notices.warn(
                     f"a product of {tuple(a.shape)} and {tuple(b.shape)} is captured before it was computed "
-                    f"once, and is torch's in this CUDA graph: {state.policy} does not hold. Call it first",
+                    f"once, so torch computes it in this CUDA graph: {state.policy} does not hold. "
+                    "Call it first",
                     about=("captured", tuple(b.shape), b.dtype),
                 )
             return state, None

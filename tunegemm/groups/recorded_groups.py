@@ -98,12 +98,12 @@ class GroupedCall:
             return "kernels of scaled groups take no bias, no scale of the result, and use_fast_accum=True"
         out_dtype = "bf16" if scaled else dtype_of(a)
         if self.out_dtype is not None and normalize_dtype(self.out_dtype) != out_dtype:
-            return f"kernels of such groups store {out_dtype}, not {self.out_dtype}"
+            return f"grouped kernels store {out_dtype}, not {self.out_dtype}"
         beside = self.scale_b if scaled else self.bias
         words: dict[str, Any] = {"gated": bool(self.gate), "scales": self.scale_a}
         is_aligned = (a.data_ptr() | b.data_ptr()) % MAX_ALIGNMENT == 0
         if not is_aligned or not fits(a, b, self.offs, beside, a.device.type, **words):
-            return "its operands are of another dtype, or lie otherwise, than kernels of groups read"
+            return "grouped kernels do not read operands of this dtype or layout"
         return ""
 
 

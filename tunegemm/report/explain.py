@@ -298,7 +298,9 @@ def explain(
         )
     operands = describe(a, b, out_dtype=out_dtype, epilogue=str(epilogue), accumulation=accumulation)
     if isinstance(operands, Refusal):
-        reason = operands.reason or f"operands of shapes {tuple(a.shape)} and {tuple(b.shape)} are torch's"
+        reason = (
+            operands.reason or f"operands of shapes {tuple(a.shape)} and {tuple(b.shape)} fall back to torch"
+        )
         raise ProblemError(f"{reason}; torch.matmul computes their product")
     device = open_device(f"cuda:{a.device.index or 0}" if a.device.type == "cuda" else None)
     return explain_problem(operands.problem, device, policy=api.dispatcher.planner.policy)
@@ -536,7 +538,7 @@ def _change(problem: Problem, selection: Selection, record: StoredRecord | None,
     if why_not.startswith("TUNEGEMM_MODE"):
         return "another TUNEGEMM_MODE"
     if selection.outcome == "near" or record is None:
-        return f"{command}: a record of its own"
+        return f"{command}: its own record"
     if why_not:
         meanwhile = ", as its first call does in the background" if read_compile(lambda _: None) else ""
         return f"{command}: compiles what is missing{meanwhile}"

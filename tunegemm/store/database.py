@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Database:
-    """One tuning database: a SQLite file, or a server given by its URL. A context manager.
+    """One tuning database: a SQLite file, or a server by URL. A context manager.
 
     Made by `Database.open`. Several processes may publish into one file at the same time. After a fork, open
     it again.
@@ -217,8 +217,8 @@ class Database:
     def frame(self, problem: Problem | None = None, *, family: str | None = None) -> pandas.DataFrame:
         """One row per problem, fingerprint and candidate, with the best evidence for it.
 
-        That is the confirmed record's measurement, or else the best by `tunegemm.measure.evidence`. Where
-        the database was opened without a location, shipped records follow, with ``origin`` ``shipped``. Columns:
+        That is the confirmed record's measurement, or else the best by `tunegemm.measure.evidence`. A
+        database opened without a location adds the shipped records, with ``origin`` ``shipped``. Columns:
         the fields of the problem and of the fingerprint; ``fingerprint`` and ``candidate`` (digests), family,
         label; kernel_source, origin, method, median_us, baseline_median_us, ratio, spread, baseline_spread,
         noise, relative_error, sm_clock_mhz, power_w, temperature_c, throttle_reasons, registers, spill_bytes,

@@ -248,7 +248,7 @@ class Pool:
                     for name, value in here.asdict().items()
                     if value != first.asdict()[name]
                 ]
-                reason = f"{here.device_name}: {', '.join(differing)}; tune each kind by itself"
+                reason = f"{here.device_name}: {', '.join(differing)}; tune each kind separately"
                 self._leave_out(worker, DeviceError(reason))
 
     def _leave_out(self, worker: Any, error: TunegemmError) -> None:
