@@ -195,7 +195,7 @@ def test_experts_are_what_an_engine_looks_up(tmp_path: Path) -> None:
         Problem.parse("16x64x48", groups=4), parsed
     ]  # fmt: skip
     assert {*shapes(model, "sglang").refused.values()} == {"experts are sglang's own"}
-    unasked = "vllm's own unless TUNEGEMM_VLLM_EXPERTS=1, here, too"
+    unasked = "vLLM runs its own kernel unless TUNEGEMM_VLLM_EXPERTS=1; set it for this command, too"
     assert {*shapes(model, "vllm").refused.values()} == {unasked}
     config_of("gpt_oss").save_pretrained(tmp_path)
     refused = shapes(read_model(str(tmp_path)), "vllm").refused
@@ -441,7 +441,7 @@ def test_tune_reads_the_problems(tmp_path: Path) -> None:
         (64, {}, "--tp 64: .*has 32 heads"),
         (8, {"intermediate_size": 14337}, "--tp 8: .*gate_proj has 14337 features"),
         (1, {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
-         "'MambaForCausalLM' is not known: its fields are not those of a decoder.*tunegemm record"),
+         "'MambaForCausalLM' is not known: its config lacks the fields of a decoder.*tunegemm record"),
         (1, {"model_type": None}, "a model without a model_type is not known"),
         (1, {"hidden_size": None}, "no hidden_size, which llama has"),
         (1, {"hidden_size": "big"}, "hidden_size 'big' is not a whole number"),

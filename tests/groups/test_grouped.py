@@ -585,7 +585,7 @@ def test_what_no_kernel_takes_is_outside_of_the_promise_and_said(
 ) -> None:
     a, b, offs = operands()
     with pytest.warns(
-        TunegemmWarning, match="has no kernel here, and is torch's: batch_invariant does not hold"
+        TunegemmWarning, match="has no kernel here, and falls back to torch: batch_invariant does not hold"
     ):
         tunegemm.grouped_mm(a.float(), b.float(), offs=offs)
     tunegemm.grouped_mm(a[:3].float(), b.float(), offs=offs.clamp(max=3))  # once: warnings are errors here

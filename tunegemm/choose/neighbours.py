@@ -23,7 +23,7 @@ recorded kernel is taken for another problem where both agree:
    read a matrix, which may be D.
 
 A row of one (m = 1) takes what was recorded for it, and is not a neighbour: libraries multiply matrix and
-vector by other kernels. Launch parameters that depend on m are derived anew (`l2_hint`) or counted at load
+vector by other kernels. Launch parameters that depend on m are derived again (`l2_hint`) or counted at load
 (`ctas`); the family's rules must accept the rest. Of several kernels the one is taken that is expected to
 gain most; of equals the one whose waves change least. docs/decisions/0006 has the evidence.
 """

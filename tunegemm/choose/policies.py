@@ -45,7 +45,7 @@ class Policy:
     @property
     def replaces_torch(self) -> bool:
         """Whether torch cannot do what is asked, so that a slower kernel may: it leaves no multiprocessors
-        free, and its library chooses anew for each number of rows."""
+        free, and its library chooses again for each number of rows."""
         return self.max_sms is not None or self.is_batch_invariant
 
     @property

@@ -59,7 +59,7 @@ class OneLineErrors(Group):
                 raise
             _fail(str(lacking))
         except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
-            # Nothing more is flushed at the end, which would fail anew.
+            # Nothing more is flushed at the end, which would fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(PIPE_CLOSED)
         except OSError as error:  # the working directory was deleted, a disk does not answer

@@ -22,8 +22,9 @@ def command(
         typer.Option(
             "--candidate",
             metavar="FAMILY[,NAME=VALUE]",
-            help="Explain this candidate. Parameters that are not given come from the kernel that dispatch "
-            "would launch, or of another family from the model's first choice.",
+            help="Explain this candidate. Missing parameters come from the kernel that dispatch would "
+            "launch, "
+            "or for another family from the model's first choice.",
         ),
     ] = None,
     device: options.DeviceSpec = None,

@@ -135,7 +135,7 @@ def parse_problems(
         typer.Option(
             "--shape",
             metavar="MxNxK[xL]",
-            help="Extents, and the batch if any; may be repeated. Several values of one, quoted: "
+            help="M, N, K and optionally the batch; may be repeated. Several values, quoted: "
             "'{512,1024}x6144x4096', or '512:4096:512x6144x4096' from 512 to 4096 by 512.",
         ),
     ] = None,

@@ -94,7 +94,7 @@ def load_command(
 ) -> None:
     """Verify packs and serve from them, read-only, until `tunegemm unload`. Nothing is compiled."""
     if sha256 is not None and len(files) > 1:
-        raise UsageError("--sha256 is of one file; load the others apart")
+        raise UsageError("--sha256 belongs to one file; load the others separately")
     if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
         raise UsageError(f"--sha256 {shown(sha256)}: give its 64 hexadecimal digits")
     from tunegemm.store import packs

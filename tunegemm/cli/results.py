@@ -101,10 +101,12 @@ def verdict_line(result: TuneResult, where: str) -> str:
     if problem.is_grouped and not measured_kernels(result.outcomes):
         return f"{problem}: no kernel was measured, so nothing changes; give a larger --budget. {seconds}."
     if problem.is_grouped and is_torch(best.candidate) and problem.in_dtype in WAITS:
-        why = f"no kernel is faster than {torchs} of each group beyond the noise"
-        return f"{problem}: {why}; nothing changes, as torch's call waits for the device, too. {seconds}."
+        why = f"{torchs} per group is the fastest, or ties with the best kernel"
+        return (
+            f"{problem}: {why}; nothing changes, because torch's call also waits for the device. {seconds}."
+        )
     if is_torch(best.candidate):
-        won = f"no kernel is faster than {torchs} beyond the noise"
+        won = f"{torchs} is the fastest, or ties with the best kernel"
     else:
         times = f"{significant(best.median_us)} us, {torchs} {significant(best.baseline_median_us)} us"
         won = f"{result.labels.get(best.candidate.digest, best.candidate)} wins, {best.ratio:.3f} x {torchs}"

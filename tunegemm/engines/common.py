@@ -260,8 +260,8 @@ def compared(theirs: object) -> str:
     if theirs == mine:
         return ""
     return (
-        f"records, policy or mode ({mine}) are not those of the process that started the engine "
-        f"({theirs or 'it has none'}): ranks may run different kernels; give all of them the same TUNEGEMM_* "
+        f"records, policy or mode ({mine}) differ from those of the process that started the engine "
+        f"({theirs or 'none'}): ranks may run different kernels; give all of them the same TUNEGEMM_* "
         "variables, database and packs"
     )
 

@@ -249,7 +249,7 @@ class Groups:
         planner = api.dispatcher.planner
         if planner.policy.is_batch_invariant and b.ndim == 3 and a.device.type == planner.device_type:
             planner.notices.warn(
-                f"a product of {tuple(a.shape)} and {tuple(b.shape)} in groups {why} is torch's: "
+                f"a product of {tuple(a.shape)} and {tuple(b.shape)} in groups {why} falls back to torch: "
                 f"{planner.policy} does not hold",
                 about=("order of groups", why, tuple(b.shape), b.dtype),
             )
@@ -422,7 +422,7 @@ def by_torch(
             raise ProblemError(wrong)
         return _added(by_torch(a, b, offs=offs, out_dtype=out_dtype), offs, bias)
     if isinstance(offs, torch.Tensor) and b.ndim == 3 and not b.shape[0]:  # whose rows torch leaves undefined
-        raise ProblemError(f"b has shape {tuple(b.shape)}, no groups; give weights of one at least")
+        raise ProblemError(f"b has shape {tuple(b.shape)}, without a group; give weights for at least one")
     try:
         return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
     except RuntimeError as error:

@@ -90,9 +90,9 @@ class GroupedCall:
         """Why no kernel computes it, whatever is tuned; empty where one may."""
         a, b = self.a, self.b
         if a.ndim == b.ndim == 2:
-            return "its groups lie along k, as a weight's gradient's do, for which nothing is tuned"
+            return "its groups lie along k, as in a weight's gradient, and are never tuned"
         if self.offs is None or (a.ndim, b.ndim) != (2, 3):
-            return "its groups are not groups of a's rows, for which there are kernels"
+            return "its groups do not divide a's rows, as the kernels need"
         scaled = self.scale_a is not None
         if scaled and (self.bias is not None or self.scale_result is not None or not self.use_fast_accum):
             return "kernels of scaled groups take no bias, no scale of the result, and use_fast_accum=True"

@@ -172,7 +172,7 @@ def _shipped() -> list[Check]:
         else:
             remedy = "`tunegemm tune` finds kernels for it"
             checks.append(Check("shipped records", "note", detail, remedy))
-    return [*checks, *(Check("shipped records", "note", line, "install tunegemm anew") for line in warnings)]
+    return [*checks, *(Check("shipped records", "note", line, "reinstall tunegemm") for line in warnings)]
 
 
 def _linker() -> Check:

@@ -226,7 +226,7 @@ def remove(name: str) -> str:
 
 
 def forget() -> None:
-    """Loaded packs are read anew, as in the next process."""
+    """Loaded packs are read again, as in the next process."""
     _open.cache_clear()
 
 

@@ -140,7 +140,11 @@ def _left(arithmetic: Arithmetic, gate: str, engine: str, experts: bool) -> str:
     """Why experts are the engine's own; empty where they are served."""
     served = ENGINES[engine].experts
     if gate in served and not arithmetic.epilogue:
-        return "" if experts or engine != "vllm" else "vllm's own unless TUNEGEMM_VLLM_EXPERTS=1, here, too"
+        return (
+            ""
+            if experts or engine != "vllm"
+            else "vLLM runs its own kernel unless TUNEGEMM_VLLM_EXPERTS=1; set it for this command, too"
+        )
     which = (
         "experts" if not served else "quantised experts" if arithmetic.epilogue else "experts with this gate"
     )

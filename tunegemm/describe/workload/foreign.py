@@ -76,7 +76,7 @@ def _read(path: Path) -> tuple[list[Demand], list[str]]:
 
 def _is_config(path: Path) -> str:
     command = f"tunegemm shapes {shlex.quote(str(path))}"
-    return f"{path}: a model's config, no list of shapes; write one with: {command}"
+    return f"{path}: a model's config, not a list of shapes; make the list with: {command}"
 
 
 def _collect(
