@@ -229,7 +229,7 @@ class Planner:
     def _apply_feedback(
         self, problem: Problem, served: Prepared | None, result: TuneResult | None, warning: str
     ) -> None:
-        """Takes a result of tuning in idle time: the plans of its problem are made again if it changes the kernel."""
+        """Takes a result of idle time; plans of its problem are made again if the kernel changes."""
         if warning:
             self.notices.warn(warning)
         best = result.best if result is not None else None
