@@ -354,7 +354,7 @@ def test_the_commands(made: packing.Packed, home: Path, monkeypatch: pytest.Monk
     _, told = run("pack", "--out", "c.pack", "--no-compile", code=2)
     assert f"2 of 2 kernels are missing in {ArtifactStore().root}" in told and not Path("c.pack").exists()
     _, told = run("pack", "--out", "c.pack", "--families", "gluon_wgmma", code=2)
-    assert "none of 3 records is of that kind" in told
+    assert "none of 3 records matches" in told
     Path("shapes.json").write_text(json.dumps([{"m": 64, "n": 64, "k": 64, "layout": "tn", "dtype": "bf16"}]))
     _, told = run("pack", "--out", "c.pack", "--from", "none.json", code=2)
     assert "none.json: No such file" in told
