@@ -310,7 +310,7 @@ def test_what_an_engine_does_not_have_costs_one_part_and_one_line(monkeypatch, c
     )
     assert done == [True]
     (line,) = caplog.messages
-    assert "\n" not in line and line.startswith("tunegemm leaves to vllm")
+    assert "\n" not in line and line.startswith("this version of vllm is unknown")
     for part in (
         "gone (there is no engine_of_tests.gone)",
         "other (engine_of_tests.gemm does not take layer, x, bias)",

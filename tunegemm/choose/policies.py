@@ -106,7 +106,7 @@ def _batch_invariant(problem: Problem, candidate: Candidate) -> str:
     if "tile_m" not in candidate.params:
         return "a library's product, whose order of sums may change with m"
     if families.reduction_class(problem, candidate) != ORDERED:
-        return f"it may add in another order than the class {ORDERED!r}"
+        return f"its order of sums may differ from the class {ORDERED!r}"
     return ""
 
 

@@ -89,7 +89,9 @@ def count_option(flag: str, help: str) -> Any:
 
 SomeShapes = Annotated[
     list[str] | None,
-    typer.Option("--shape", metavar="MxNxK[xL]", help="May be repeated, as may values. Default: all."),
+    typer.Option(
+        "--shape", metavar="MxNxK[xL]", help="May be repeated, also with lists and ranges. Default: all."
+    ),
 ]
 DeviceSpec = Annotated[
     str | None,
