@@ -410,7 +410,7 @@ class TestSeveralFiles:
         (" \n", "the file is empty; record again"),
         (
             '{"model_type": "llama", "hidden_size": 4096}',
-            "a model's config.* write one with: tunegemm shapes /",
+            "a model's config.* make the list with: tunegemm shapes /",
         ),
         ('[{"m": 3}]', "the first because: entry 1: n, k, layout"),
         ("{\n", "line 2 column 1"),
