@@ -56,6 +56,8 @@ H100, OF_H100 = "h100-80gb-hbm3", "-h100"
 
 #: The product of the sample of output: one that a shipped kernel wins by much.
 SAMPLE = "128x7168x16384"
+#: Help of as many words is repeated at each command that has the option.
+_SHORT = 6
 #: Values of a parameter that are listed one by one.
 _MANY = 3
 
@@ -101,13 +103,20 @@ def cli(_: Path) -> str:
         inner = getattr(command, "commands", {})
         commands |= {f"{name} {sub}": found for sub, found in inner.items()} or {name: command}
     parts = []
+    shared: dict[tuple[str, str], str] = {}  # those of several commands are described at the first
     for name, command in commands.items():
         rows = []
+        known: dict[str, list[str]] = {}
         for option in command.params:
             is_option = option.param_type_name == "option"
             flags = ", ".join(f"`{flag}`" for flag in (option.opts if is_option else [option.metavar]))
             words = (option.help or "").replace("|", "\\|")
-            rows.append([flags, words])
+            first = shared.setdefault((flags, words), name)
+            if first == name or len(words.split()) <= _SHORT:
+                rows.append([flags, words])
+            else:
+                known.setdefault(first, []).append(flags)
+        rows += [[", ".join(flags), f"As in `tunegemm {first}`."] for first, flags in known.items()]
         lines = [f"| {flags} | {words} |" for flags, words in rows]
         table = "\n".join(["| option | |", "|---|---|", *lines]) if rows else ""
         examples = "\n".join(["```bash", *EXAMPLES[name], "```"])

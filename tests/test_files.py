@@ -44,7 +44,7 @@ def test_a_database_is_not_written_over(tmp_path: Path) -> None:
     link.symlink_to(target)
     before = target.read_bytes()
     for path in (target, link):
-        with pytest.raises(TunegemmError, match="a database, which nothing is written over; choose another"):
+        with pytest.raises(TunegemmError, match="a database, which is never overwritten; choose another"):
             files.write_text(path, "new")
     assert target.read_bytes() == before
 

@@ -103,7 +103,7 @@ class DatabaseError(TunegemmError):
 
 
 class TunegemmWarning(UserWarning):
-    """A product falls back to torch, and why. Given once per problem."""
+    """Says which product falls back to torch, and why; once per problem."""
 
 
 def named_arguments(function: Callable[Given, Result]) -> Callable[Given, Result]:

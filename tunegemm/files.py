@@ -37,7 +37,7 @@ _REMEDIES = {
     errno.EACCES: "change the permissions of it or of its folders",
     errno.EPERM: "change the permissions of it or of its folders",
     errno.EISDIR: "name a file in it",
-    errno.ENXIO: "start the reader of that pipe first",
+    errno.ENXIO: "start the program that reads the pipe first",
 }
 
 
@@ -108,7 +108,7 @@ def check_target(path: Path, error: type[TunegemmError] = FileError) -> None:
         if stat.S_ISDIR(old.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if _is_database(path, old):
-            raise error(f"{path}: a database, which nothing is written over; choose another --out")
+            raise error(f"{path}: a database, which is never overwritten; choose another --out")
 
 
 @contextmanager
@@ -197,7 +197,7 @@ def descriptor(path: Path) -> int | None:
 
     None for every other path.
 
-    Opening such a path anew would write over the beginning of a file that a shell appends to.
+    Opening such a path again would write over the beginning of a file that a shell appends to.
     """
     for _ in range(8):
         if path.name.isdecimal() and os.path.realpath(path.parent) == f"/proc/{os.getpid()}/fd":

@@ -41,7 +41,7 @@ def product(ratio: float, device: Device) -> Record:
 def test_a_residual_that_no_kernel_of_ours_gains_is_added_by_the_library(device: Device) -> None:
     found = select(Snapshot(), PROBLEM, device)
     assert found.outcome == "predicted" and found.options[0].candidate == ALGORITHM
-    assert 1.0 < found.options[0].ratio < 1.2 and "one kernel less" in found.why
+    assert 1.0 < found.options[0].ratio < 1.2 and "one kernel fewer" in found.why
     assert select(Snapshot(), PROBLEM, device, near=False).outcome == "miss"
     assert select(Snapshot(), PROBLEM, find_device("model:h200")).outcome == "miss"
 

@@ -233,7 +233,7 @@ def test_where_nothing_is_of_the_class_the_reason_names_the_promise(device: Devi
     for problem in (UNLISTED_PROBLEM, replace(UNLISTED_PROBLEM, in_dtype="fp16", out_dtype="fp16")):
         found = select(snapshot, problem, device, policy=POLICY)
         assert found.outcome == "miss" and found.advises_tuning
-        assert "how many rows" in found.why
+        assert "number of rows" in found.why
 
 
 def test_multiprocessors_can_be_left_free_as_well(device: Device) -> None:
@@ -261,4 +261,4 @@ def test_a_kernel_that_only_computes_too_much_is_launched_all_the_same(device: D
 
 def test_explain_says_what_is_outside(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
     told = str(explain_problem(replace(BF16_PROBLEM, epilogue="relu"), device, policy=POLICY))
-    assert "torch: batch_invariant has no kernel" in told and "how many rows" in told
+    assert "torch: batch_invariant has no kernel" in told and "number of rows" in told

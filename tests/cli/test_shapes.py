@@ -31,8 +31,8 @@ def test_the_layers_and_the_file(config: Path, tmp_path: Path) -> None:
         ["1", "x", "logits", "64128x4096", "fp16"],
     ]  # fmt: skip
     assert done.stderr == (
-        "tunegemm: 10 products, in shapes.json. On the GPU that serves: "
-        "tunegemm tune --from shapes.json --budget 30m\n"
+        "tunegemm: wrote 10 products to shapes.json\n"
+        "tunegemm: on the GPU that serves, run: tunegemm tune --from shapes.json --budget 30m\n"
     )
     demands, refused = read(tmp_path / "shapes.json")
     assert not refused and {demand.problem.in_dtype for demand in demands} == {"fp16"}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
+import tunegemm
 from tests.support.commands import here, process
 from tests.support.processes import environment
 from tunegemm.cli import app
@@ -189,6 +190,27 @@ def test_a_programs_products_without_a_gpu_are_told_from_what_ships(place: Path)
     done = here("tune", "--from", "one.csv", cwd=place)
     assert done.stdout.startswith("No CUDA GPU here. 1 of 1 products ship with records for NVIDIA H200, 1.0")
     assert "512x6144x4096 bf16 tn x 1: 1.0" in done.stdout and done.stderr == ""
+    shown = json.loads(here("tune", "--from", "one.csv", "--json", cwd=place).stdout)
+    assert shown["source"] == "shipped" and shown["best"]["ratio"] > 1 and shown["shape"] == "512x6144x4096"
+
+
+@pytest.mark.skipif(cuda_device_count() > 0, reason="a GPU measures")
+def test_the_headline_of_a_replay_is_the_steady_figure(place: Path) -> None:
+    at_cap = ("--shape", "8448x9216x256", "--device", "replay:h200", "--trials", "4")
+    verdict = here("tune", *at_cap, cwd=place).stdout.partition("8448x9216x256 bf16 tn: ")[2]
+    assert verdict.startswith("1.194 x torch.mm in steady state")
+    assert "In this replay, where all kernels share one clock, " in verdict
+
+
+def test_an_open_database_without_a_location_has_what_ships(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TUNEGEMM_DB", str(tmp_path / "own.sqlite"))
+    with tunegemm.Database.open() as database:
+        frame = database.frame(tunegemm.Problem.parse("512x6144x4096"), family="cute_sm90")
+    assert "NVIDIA H200" in set(frame["device_name"]) and set(frame["origin"]) == {"shipped"}
+    with tunegemm.Database.open(tmp_path / "own.sqlite") as database:
+        assert database.frame().empty
 
 
 def test_what_ships_has_a_history(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -195,11 +195,11 @@ def test_experts_are_what_an_engine_looks_up(tmp_path: Path) -> None:
         Problem.parse("16x64x48", groups=4), parsed
     ]  # fmt: skip
     assert {*shapes(model, "sglang").refused.values()} == {"experts are sglang's own"}
-    unasked = "vllm's own unless TUNEGEMM_VLLM_EXPERTS=1, here, too"
+    unasked = "vLLM runs its own kernel unless TUNEGEMM_VLLM_EXPERTS=1; set it for this command, too"
     assert {*shapes(model, "vllm").refused.values()} == {unasked}
     config_of("gpt_oss").save_pretrained(tmp_path)
     refused = shapes(read_model(str(tmp_path)), "vllm").refused
-    assert {*refused.values()} == {"experts of such a gate are vllm's own"} and len(refused) == 2
+    assert {*refused.values()} == {"experts with this gate are vllm's own"} and len(refused) == 2
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(
         json.dumps(values | {"quantization_config": {"quant_method": "mxfp4"}})
@@ -441,12 +441,12 @@ def test_tune_reads_the_problems(tmp_path: Path) -> None:
         (64, {}, "--tp 64: .*has 32 heads"),
         (8, {"intermediate_size": 14337}, "--tp 8: .*gate_proj has 14337 features"),
         (1, {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
-         "'MambaForCausalLM' is not known: its fields are not those of a decoder.*tunegemm record"),
+         "'MambaForCausalLM' is not known: its config lacks the fields of a decoder.*tunegemm record"),
         (1, {"model_type": None}, "a model without a model_type is not known"),
         (1, {"hidden_size": None}, "no hidden_size, which llama has"),
         (1, {"hidden_size": "big"}, "hidden_size 'big' is not a whole number"),
         (1, {"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000"),
-        (1, {"torch_dtype": "float32"}, "its weights are fp32; name what they become: --dtype bf16"),
+        (1, {"torch_dtype": "float32"}, "its weights are fp32; add the dtype they will have: --dtype bf16"),
         (1, {"torch_dtype": "float64"}, "float64"),
         (1, {"quantization_config": "fp8"}, "quantization_config is not an object"),
     ],

@@ -405,12 +405,12 @@ class TestSeveralFiles:
         ("m,n,k\n1,2,3\n", "no list of shapes, it begins with 'm,n,k'; known are"),
         ("\n[2026-01-01 00:00:00][cublasLt][1][Trace] A=0X1\n", "no list of shapes, it begins with '\\[2026"),
         ("{gemm} 3\n", "no list of shapes, it begins with '{gemm} 3'"),
-        (" \n", "it is empty: nothing was recorded"),
+        (" \n", "the file is empty; record again"),
         ("[]", "no product in it can be tuned"),
-        (" \n", "it is empty: nothing was recorded"),
+        (" \n", "the file is empty; record again"),
         (
             '{"model_type": "llama", "hidden_size": 4096}',
-            "a model's config.* write one with: tunegemm shapes /",
+            "a model's config.* make the list with: tunegemm shapes /",
         ),
         ('[{"m": 3}]', "the first because: entry 1: n, k, layout"),
         ("{\n", "line 2 column 1"),
@@ -520,7 +520,7 @@ def test_a_bad_entry_of_cutlass_is_named_and_the_others_are_read(
 def test_numbers_of_5000_digits(tmp_path: Path) -> None:
     path = tmp_path / "shapes"
     path.write_text(json.dumps([CUTLASS]).replace("64", LONG, 1))
-    with pytest.raises(WorkloadError, match=f"{path}: not JSON .*4300.*write the file anew"):
+    with pytest.raises(WorkloadError, match=f"{path}: not JSON .*4300.*write the file again"):
         read(path)
     path.write_text(
         f"GemmTunableOp_BFloat16_TN,tn_{LONG}_16_64_ld_64_64_128\n"

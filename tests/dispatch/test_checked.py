@@ -97,7 +97,7 @@ def test_what_is_written_must_not_meet_what_is_read(name: str) -> None:
     memory = room[8192 + 16 - size :][:size].view(old.dtype)
     wrong[place] = memory.view(old.shape) if name != "b" else memory.view(48, 64).t()
     for fresh in (check, Checked(problem, CPU)):
-        with pytest.raises(ProblemError, match=f"{name} shares memory with out, which is written; give it"):
+        with pytest.raises(ProblemError, match=f"{name} shares memory with out, which the kernel writes"):
             fresh(*wrong[:3], wrong[3:])
     check(*right[:3], right[3:])
 
@@ -106,7 +106,7 @@ def test_an_amax_must_not_be_a_scale() -> None:
     problem = PROBLEMS[2]
     arguments = given(problem)
     arguments[-1] = arguments[4]
-    with pytest.raises(ProblemError, match="scale_a shares memory with amax, which is written; give it mem"):
+    with pytest.raises(ProblemError, match="scale_a shares memory with amax, which the kernel writes"):
         run(problem, arguments)
 
 

@@ -51,5 +51,5 @@ def test_a_damaged_table_is_one_line(tmp_path: Path) -> None:
     path.write_text(
         'dtypes = ["bf16"]\n[few]\nparameters = ["tile_m"]\nx = { values = [1, 2], rows = [1, 1] }\n'
     )
-    with pytest.raises(BadValueError, match="install the package anew"):
+    with pytest.raises(BadValueError, match="reinstall the package"):
         listed(path)

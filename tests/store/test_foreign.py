@@ -418,7 +418,7 @@ class TestOut:
     @pytest.mark.parametrize("command", ["report", "leaderboard", "db export", "pack --no-compile"])
     def test_no_command_writes_over_the_database_that_it_reads(self, source: Path, command: str) -> None:
         stderr = run(*command.split(), "--db", source, "--out", source, code=2)[1]
-        assert f"{source}: a database, which nothing is written over" in stderr
+        assert f"{source}: a database, which is never overwritten" in stderr
         with Database.open(source, read_only=True) as database:
             assert database.records()
 

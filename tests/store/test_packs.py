@@ -217,9 +217,12 @@ def link(entries: Entries) -> None:
         (lambda entries: entries.append(entries[-2]), r"holds more than manifest\.json lists"),
         (lambda entries: entries.pop(), r"manifest\.json was changed, or the end is missing"),
         (manifest(lambda data: data.update(tunegemm="9")), r"manifest\.json was changed"),
-        (lambda entries: entries.reverse(), "not a pack, or packed anew"),
-        (lambda entries: setattr(entries[0][0], "name", "../evil.json"), "not a pack, or packed anew"),
-        (lambda entries: setattr(entries[0][0], "mtime", 1), "not a pack, or packed anew"),
+        (lambda entries: entries.reverse(), "not a pack, or repacked"),
+        (
+            lambda entries: setattr(entries[0][0], "name", "../evil.json"),
+            "not a pack, or repacked",
+        ),
+        (lambda entries: setattr(entries[0][0], "mtime", 1), "not a pack, or repacked"),
         (manifest(lambda data: data.update(format="tunegemm-pack/2")), "'tunegemm-pack/2'; this tunegemm re"),
         (manifest(lambda data: data.pop("toolchain")), r"manifest.json cannot be read \('toolchain'\)"),
         (manifest(lambda data: data["entries"].append(data["entries"][0])), "an entry twice"),
@@ -349,9 +352,9 @@ def test_the_commands(made: packing.Packed, home: Path, monkeypatch: pytest.Monk
     out, _ = run("pack", "--out", "t.pack", "--shape", TORCH.shape, "--gpu", "h200", "--no-compile")
     assert "wrote t.pack: 1 records of NVIDIA H200, 0 kernels (0 compiled now)" in out
     _, told = run("pack", "--out", "c.pack", "--no-compile", code=2)
-    assert f"2 of 2 kernels are not in {ArtifactStore().root}" in told and not Path("c.pack").exists()
+    assert f"2 of 2 kernels are missing in {ArtifactStore().root}" in told and not Path("c.pack").exists()
     _, told = run("pack", "--out", "c.pack", "--families", "gluon_wgmma", code=2)
-    assert "none of 3 records is of that kind" in told
+    assert "none of 3 records matches" in told
     Path("shapes.json").write_text(json.dumps([{"m": 64, "n": 64, "k": 64, "layout": "tn", "dtype": "bf16"}]))
     _, told = run("pack", "--out", "c.pack", "--from", "none.json", code=2)
     assert "none.json: No such file" in told

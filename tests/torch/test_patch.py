@@ -234,5 +234,5 @@ def test_a_report_names_each_linear_layer() -> None:
     report = tunegemm.patch(layers, report=True)
     assert report.patched == 1 and [line.name for line in report.of("served")] == ["plain"]
     assert [str(line) for line in report.of("left")] == [
-        "left    own: Own is a subclass with a forward of its own"
+        "left    own: Own is a subclass with its own forward"
     ]

@@ -110,7 +110,7 @@ class TestOperators:
         [
             (lambda a, b, ends: torch._grouped_mm(a, b[..., :44], offs=ends), "lie otherwise"),
             (lambda a, b, ends: torch._grouped_mm(a.float(), b.float(), offs=ends), "of another dtype"),
-            (lambda a, b, ends: torch._grouped_mm(a.expand(3, 13, 64), b), "not groups of a's rows"),
+            (lambda a, b, ends: torch._grouped_mm(a.expand(3, 13, 64), b), "do not divide a's rows"),
             (lambda a, b, ends: torch._grouped_mm(a, b[:1], offs=ends[:1]), "of one product"),
         ],
         ids=["k", "fp32", "batch", "one"],

@@ -43,5 +43,5 @@ def by_the_library(
         return Outlook(refusal="a faster product leaves the library's sum with its residual behind")
     ratio = torchs_us / (torchs_us - saved_us)
     record = Record(problem, candidate, device.fingerprint, FAMILY.label(candidate), ratio=ratio)
-    basis = "the algorithm that torch launches, which adds the residual, too: one kernel less"
+    basis = "torch's own algorithm, which also adds the residual: one kernel fewer"
     return Outlook((Predicted(record, record.label, ratio, 1.0, basis),))

@@ -155,7 +155,7 @@ def ranked(
     if not kernels:
         return []
     seen = in_16_bit(problem)
-    modelled = replace(device, spec="model")  # as at the fit: each chip counts its resident clusters anew
+    modelled = replace(device, spec="model")  # as at the fit: each chip counts its own clusters
     rasters = _RASTERS[:1] if fits_l2(seen, device) else _RASTERS
     columns = columns_in_16_bit(problem, kernels)
     parts = [

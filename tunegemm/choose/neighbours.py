@@ -23,7 +23,7 @@ recorded kernel is taken for another problem where both agree:
    read a matrix, which may be D.
 
 A row of one (m = 1) takes what was recorded for it, and is not a neighbour: libraries multiply matrix and
-vector by other kernels. Launch parameters that depend on m are derived anew (`l2_hint`) or counted at load
+vector by other kernels. Launch parameters that depend on m are derived again (`l2_hint`) or counted at load
 (`ctas`); the family's rules must accept the rest. Of several kernels the one is taken that is expected to
 gain most; of equals the one whose waves change least. docs/decisions/0006 has the evidence.
 """
@@ -131,7 +131,7 @@ def neighbourhood(
     allows: why a candidate must not be used here; empty when it may be.
     """
     if problem.m == 1:
-        return Neighbourhood(refusal="a single row takes what is recorded for it only")
+        return Neighbourhood(refusal="a single row runs only kernels recorded for one row")
     neighbours, rows = _brackets(snapshot, problem, device)
     if not neighbours:
         return Neighbourhood(refusal="no recorded shape is near enough", rows=rows)

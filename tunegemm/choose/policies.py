@@ -45,7 +45,7 @@ class Policy:
     @property
     def replaces_torch(self) -> bool:
         """Whether torch cannot do what is asked, so that a slower kernel may: it leaves no multiprocessors
-        free, and its library chooses anew for each number of rows."""
+        free, and its library chooses again for each number of rows."""
         return self.max_sms is not None or self.is_batch_invariant
 
     @property
@@ -84,16 +84,17 @@ def parse_policy(text: str) -> Policy:
 
 
 def _deterministic(problem: Problem, candidate: Candidate) -> str:
-    """Kernels of ours are: split-K adds its k splits in order, whichever block comes last.
+    """Why a candidate may give other bits in another run; empty if it cannot.
 
-    A library's algorithm counts where it neither splits k nor reduces: NVIDIA promises the same bits in every
-    run but excepts kernels on several streams, and does not say of which algorithm. torch.mm is torch's to
-    judge: it raises or not, as `torch.use_deterministic_algorithms` has it.
+    All our kernels are deterministic: split-K adds its splits in order, whichever block finishes last. A
+    library algorithm qualifies if it neither splits k nor reduces: NVIDIA promises equal bits except for some
+    kernels on several streams, without naming them. For torch.mm,
+    `torch.use_deterministic_algorithms` decides.
     """
     if candidate.params.get("algorithm") != "cublaslt":
         return ""
     if _splits(candidate) or candidate.params.get("reduction_scheme", "NONE") not in ("NONE", 0):
-        return "an algorithm of the library that splits k, whose order of sums is not known"
+        return "a library algorithm that splits k in an unknown order"
     return ""
 
 
@@ -105,7 +106,7 @@ def _batch_invariant(problem: Problem, candidate: Candidate) -> str:
     if "tile_m" not in candidate.params:
         return "a library's product, whose order of sums may change with m"
     if families.reduction_class(problem, candidate) != ORDERED:
-        return f"its order of sums is not known to be that of the class {ORDERED!r}"
+        return f"its order of sums may differ from the class {ORDERED!r}"
     return ""
 
 

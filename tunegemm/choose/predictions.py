@@ -67,7 +67,7 @@ class Selector(Fitted):
     def expected(
         self, problem: Problem, device: Device, library: LibraryChoice | None
     ) -> tuple[Callable[[int], Candidate], Floats]:
-        modelled = replace(device, spec="model")  # as at the fit: each chip counts its resident clusters anew
+        modelled = replace(device, spec="model")  # as at the fit: each chip counts its own clusters
         found = shortlist.choices(problem, modelled, self.kernels)
         logs = self.forest(features(problem, found, modelled, library))
         return lambda number: found.candidate(problem, number), logs

@@ -193,8 +193,8 @@ def _batch_invariant(
     return Selection(
         "miss",
         (),
-        f"{policy} has no kernel of its reduction class for such a product, and what torch multiplies is "
-        "outside of what it promises: a row's bits may depend on how many rows there are",
+        f"{policy} has no kernel of its reduction class for this product, so torch computes it outside the "
+        "promise: a row's bits may depend on the number of rows",
     )
 
 

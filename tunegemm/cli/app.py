@@ -58,8 +58,8 @@ class OneLineErrors(Group):
             if (lacking := lack(error)) is None:
                 raise
             _fail(str(lacking))
-        except BrokenPipeError:  # whoever read our output, such as `head`, has enough
-            # Nothing more is flushed at the end, which would fail anew.
+        except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
+            # Nothing more is flushed at the end, which would fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(PIPE_CLOSED)
         except OSError as error:  # the working directory was deleted, a disk does not answer
@@ -158,6 +158,6 @@ app.command("doctor")(doctor.command)
 
 def main() -> None:
     """Entry point of the `tunegemm` script."""
-    # In a container that serves by TUNEGEMM_ENABLE torch's products in a race are torch's all the same.
+    # Even under TUNEGEMM_ENABLE, as in a container, the baseline of a race must be torch's own kernel.
     os.environ |= UNATTACHED if "TUNEGEMM_ENABLE" in os.environ else {}
     app(prog_name="tunegemm")

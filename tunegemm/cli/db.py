@@ -35,7 +35,7 @@ def export_command(
         typer.Option(
             "--records",
             metavar="FOLDER",
-            help="Instead: the confirmed records alone, a reviewable file per GPU, as in db/records.",
+            help="Write only confirmed records instead, one reviewable file per GPU, as in db/records.",
         ),
     ] = None,
     db: options.DatabaseLocation = None,
@@ -114,10 +114,14 @@ def import_command(
 
 @app.command("merge")
 def merge_command(
-    sources: Annotated[list[str], typer.Argument(metavar="DB...", help="Paths or URLs; only read.")],
-    into: Annotated[str, typer.Option("--into", metavar="DB", help="Written; created when missing.")],
+    sources: Annotated[
+        list[str], typer.Argument(metavar="DB...", help="Paths or URLs of databases to read.")
+    ],
+    into: Annotated[
+        str, typer.Option("--into", metavar="DB", help="The database to write; created if missing.")
+    ],
 ) -> None:
-    """Merge databases. Records that disagree are listed, and decided by the evidence."""
+    """Merge databases. Where records disagree, the evidence decides, and the conflict is listed."""
     from tunegemm.store.exchange import merge
 
     _print(into, merge(sources, into))

@@ -15,7 +15,7 @@ def command(
     db: options.DatabaseLocation = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Check that all that tuning needs is here; exit 1 if not."""
+    """Check everything that tuning needs; exit 1 if something is missing."""
     from tunegemm.report.doctor import examine
 
     with printing.working("looking at packages, devices and files"):

@@ -22,15 +22,16 @@ def command(
         typer.Option(
             "--candidate",
             metavar="FAMILY[,NAME=VALUE]",
-            help="Explain this candidate. Parameters that are not given come from the kernel that dispatch "
-            "would launch, or of another family from the model's first choice.",
+            help="Explain this candidate. Missing parameters come from the kernel that dispatch would "
+            "launch, "
+            "or for another family from the model's first choice.",
         ),
     ] = None,
     device: options.DeviceSpec = None,
     db: options.OneDatabase = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, a list over the shapes.")] = False,
 ) -> None:
-    """Show the roofline of a shape, of a tile, and which kernel tunegemm.matmul would use."""
+    """Show the rooflines of a shape and of a tile, and which kernel tunegemm.matmul would use."""
     with printing.working("looking up what dispatch would launch"):
         found = _explained(problems, device, candidate, db)
     if as_json:

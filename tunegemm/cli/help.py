@@ -41,7 +41,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "history": ("tunegemm history --shape 512x6144x4096", "tunegemm history --shape 512x6144x4096 --json"),
     "report": (
         "tunegemm report --out report.html",
-        "tunegemm report --device replay:h200   # of the recorded GPU",
+        "tunegemm report --device replay:h200   # the recorded H200",
     ),
     "space": (
         "tunegemm space --shape 512x6144x4096",

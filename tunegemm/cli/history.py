@@ -24,7 +24,7 @@ def history(
 ) -> None:
     """Print every record that a shape ever had, oldest first, and whether it is slower than the one before.
 
-    Final races are compared: faster or slower is what is so by more than the noise.
+    Compares final races; says faster or slower only where they differ by more than the noise.
     """
     from tunegemm.store import Database, Record
     from tunegemm.store.connection import resolve

@@ -44,7 +44,8 @@ def command(
         typer.Option(
             "--device",
             metavar="NAME",
-            help="A GPU by its name or a part of it, or all. Default: the one here, or that of most rows.",
+            help="Name of a GPU or a part of it, or all. Default: this machine's GPU, or the one with "
+            "most rows.",
         ),
     ] = None,
     sort: Annotated[
@@ -78,7 +79,7 @@ def command(
         chosen = [problem for problem in database.problems() if wanted(problem)]
         return database.frame(chosen[0] if len(chosen) == 1 else None)
 
-    with printing.working("reading what was measured"):
+    with printing.working("reading the measurements"):
         if db is None:
             frame, warnings = of_all_layers(read)
             place = "the layers of this folder"

@@ -89,7 +89,9 @@ def count_option(flag: str, help: str) -> Any:
 
 SomeShapes = Annotated[
     list[str] | None,
-    typer.Option("--shape", metavar="MxNxK[xL]", help="May be repeated, as may values. Default: all."),
+    typer.Option(
+        "--shape", metavar="MxNxK[xL]", help="May be repeated, also with lists and ranges. Default: all."
+    ),
 ]
 DeviceSpec = Annotated[
     str | None,
@@ -135,7 +137,7 @@ def parse_problems(
         typer.Option(
             "--shape",
             metavar="MxNxK[xL]",
-            help="Extents, and the batch if any; may be repeated. Several values of one, quoted: "
+            help="M, N, K and optionally the batch; may be repeated. Several values, quoted: "
             "'{512,1024}x6144x4096', or '512:4096:512x6144x4096' from 512 to 4096 by 512.",
         ),
     ] = None,
@@ -154,9 +156,10 @@ def parse_problems(
             "--out-dtype",
             metavar="DTYPE",
             autocompletion=completed(lambda: DTYPE_BYTES),
-            help="Element type of D: bf16, fp16 or fp32; of fp8 operands also fp8_e4m3 or fp8_e5m2; "
-            "of int8 int32, or with scales bf16, fp16 or fp32. "
-            "Default: as A and B; of fp8 bf16, of tf32 fp32, of int8 int32.",
+            help="Element type of D: bf16, fp16 or fp32; with fp8 operands also fp8_e4m3 or fp8_e5m2; "
+            "with int8 "
+            "operands int32, or bf16, fp16 or fp32 with scales. "
+            "Default: that of A and B; bf16 for fp8, fp32 for tf32, int32 for int8.",
         ),
     ] = None,
     layout: Annotated[
@@ -173,7 +176,9 @@ def parse_problems(
         typer.Option(
             "--alignment",
             metavar="BYTES",
-            help="Of the operands' addresses and strides: 1 to 16. Default: that of packed operands.",
+            help="Alignment of the operands' addresses and strides, 1 to 16. Default: the alignment "
+            "of packed "
+            "operands.",
         ),
     ] = None,
     epilogue: Annotated[
@@ -181,7 +186,7 @@ def parse_problems(
         typer.Option(
             "--epilogue",
             metavar="STEPS",
-            help="What becomes of the product in the same kernel, such as bias_n+gelu_tanh, swiglu or "
+            help="Steps that the kernel applies to the product, such as bias_n+gelu_tanh, swiglu or "
             "residual.",
         ),
     ] = "",
@@ -191,7 +196,7 @@ def parse_problems(
             "--accumulation",
             metavar="HOW",
             autocompletion=completed(lambda: ACCUMULATIONS),
-            help="How sums of fp8 products are kept: fast, or two_level, in fp32 from every 128 of k on.",
+            help="Precision of fp8 sums: fast, or two_level, which adds every 128 of k in fp32.",
         ),
     ] = "fast",
     groups: Annotated[
@@ -200,7 +205,7 @@ def parse_problems(
             "--groups",
             metavar="E",
             min=0,
-            help="M rows in so many groups, each with weights of its own, as tunegemm.grouped_mm takes them. "
+            help="Divide the M rows into E groups with separate weights, as tunegemm.grouped_mm does. "
             "--epilogue may be a gate, such as swiglu.",
         ),
     ] = 0,

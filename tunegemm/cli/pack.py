@@ -22,7 +22,11 @@ def pack_command(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The pack; replaced as a whole.")],
     gpu: Annotated[
         str | None,
-        typer.Option("--gpu", metavar="NAME", help="Of records: h200, or a part of the name. Default: all."),
+        typer.Option(
+            "--gpu",
+            metavar="NAME",
+            help="Only records of this GPU: h200, or a part of its name. Default: all.",
+        ),
     ] = None,
     shape: options.SomeShapes = None,
     from_files: Annotated[
@@ -35,7 +39,10 @@ def pack_command(
     ] = None,
     families: options.Families = None,
     no_compile: Annotated[
-        bool, typer.Option("--no-compile", help="Refuse where a kernel is not in the store.")
+        bool,
+        typer.Option(
+            "--no-compile", help="Fail if a kernel is missing in the store, instead of compiling it."
+        ),
     ] = False,
     workers: options.Workers = None,
     db: options.OneDatabase = None,
@@ -65,7 +72,7 @@ def pack_command(
         and (names is None or record.candidate.family in names)
     ]
     if not chosen:
-        found = f"none of {len(records)} records is of that kind" if records else "no record to pack"
+        found = f"none of {len(records)} records matches" if records else "no record to pack"
         raise UsageError(f"{found}; see `tunegemm db layers`")
     with replacing(out, PackError) as part:  # which is refused before kernels compile for minutes
         packed = packing.pack(chosen, part, compile_missing=not no_compile, workers=workers)
@@ -82,12 +89,12 @@ def pack_command(
 def load_command(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Made by `tunegemm pack`.")],
     sha256: Annotated[
-        str | None, typer.Option("--sha256", metavar="HEX", help="Refuse another file than this one.")
+        str | None, typer.Option("--sha256", metavar="HEX", help="Refuse a file with any other SHA-256.")
     ] = None,
 ) -> None:
     """Verify packs and serve from them, read-only, until `tunegemm unload`. Nothing is compiled."""
     if sha256 is not None and len(files) > 1:
-        raise UsageError("--sha256 is of one file; load the others apart")
+        raise UsageError("--sha256 belongs to one file; load the others separately")
     if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
         raise UsageError(f"--sha256 {shown(sha256)}: give its 64 hexadecimal digits")
     from tunegemm.store import packs
@@ -99,11 +106,12 @@ def load_command(
 
 def unload_command(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME...", help="As `load` printed it, or its start.")
+        list[str] | None,
+        typer.Argument(metavar="NAME...", help="The name that `load` printed, or its start."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every loaded pack.")] = False,
 ) -> None:
-    """Take loaded packs away."""
+    """Remove loaded packs."""
     if bool(names) == everything:
         raise UsageError("give the names of packs, or --all; `tunegemm db layers` lists them")
     from tunegemm.store import packs

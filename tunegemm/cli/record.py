@@ -28,9 +28,9 @@ def command(
     words: Annotated[
         list[str], typer.Argument(metavar="COMMAND...", help="The program and its arguments, after `--`.")
     ],
-    out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="Where the products go, as JSON.")
-    ] = Path("shapes.json"),
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="JSON file to write.")] = Path(
+        "shapes.json"
+    ),
 ) -> None:
     """Run a program and record the matrix products of its Python processes: `-- python train.py`."""
     try:
@@ -69,7 +69,7 @@ def _write(words: list[str], parts: str, out: Path) -> None:
     except WorkloadError as error:  # the program may have run for hours
         kept = Path(tempfile.mkdtemp(prefix="tunegemm-record-"), out.name)
         workload.write(kept)
-        raise WorkloadError(f"{error}; what was recorded is in {kept}") from None
+        raise WorkloadError(f"{error}; the recorded products are in {kept}") from None
     with suppress(OSError):  # of a terminal that is gone
         printing.say(f"tunegemm: {_summary(workload, out)}", err=True)
         if demands(workload.products)[0]:
@@ -130,5 +130,5 @@ def _summary(workload: Workload, out: Path) -> str:
     if own := [product for product in workload.products if not demands([product])[0]]:
         count, calls = len(own), sum(product.weight for product in own)
         _, (why, *_) = demands(own)
-        text += f"; {count} of them, {calls} calls, are torch's whatever is tuned, the first because: {why}"
+        text += f"; only torch can compute {count} of them ({calls} calls), the first because: {why}"
     return f"{text}."

@@ -32,12 +32,12 @@ def command(
         typer.Option(
             "--device",
             metavar="NAME",
-            help="A device of the database, by its name or a part of it, or replay:h200 for the recorded "
-            "one. Default: the device measured last.",
+            help="Name of a measured device, or a part of it; replay:h200 for the recorded H200. "
+            "Default: the device measured last.",
         ),
     ] = None,
     details: Annotated[
-        int, options.count_option("--details", "Shapes to show the search of, those measured last.")
+        int, options.count_option("--details", "How many searches to show, the latest first.")
     ] = 12,
     db: options.DatabaseLocation = None,
 ) -> None:
@@ -73,7 +73,7 @@ def _write(
             if device is not None or db is not None or cuda_device_count():
                 raise
             command = command_line("report", {"shape": shape, "device": "replay:h200"})
-            raise arguments.UsageError(f"{error}; of the recorded H200: {command}") from None
+            raise arguments.UsageError(f"no database here; for the recorded H200: {command}") from error
     # In the page's footer stands the command without a database's address, which may hold a password.
     arguments.write_text(
         out, report(contents, command=command_line("report", {"shape": shape, "device": device}))

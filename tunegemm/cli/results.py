@@ -40,9 +40,7 @@ def show(console: Console, result: TuneResult, top: int | None, where: str, budg
     note = f"Note: {result.note}." if result.note and not result.predictions else ""
     over_s = result.seconds - (budget_s or result.seconds)
     if over_s > 1:
-        note += (
-            f" {over_s:.0f} s over the budget: what is being compiled and the final race are not cut short."
-        )
+        note += f" {over_s:.0f} s over the budget: running compiles and the final race are not cut short."
     closing = [note.strip(), failure_line(result), verdict_line(result, where)]
     for line in [failure_line(result)] if result.interrupted else closing:
         if line:
@@ -103,10 +101,12 @@ def verdict_line(result: TuneResult, where: str) -> str:
     if problem.is_grouped and not measured_kernels(result.outcomes):
         return f"{problem}: no kernel was measured, so nothing changes; give a larger --budget. {seconds}."
     if problem.is_grouped and is_torch(best.candidate) and problem.in_dtype in WAITS:
-        why = f"no kernel is faster than {torchs} of each group beyond the noise"
-        return f"{problem}: {why}; nothing changes, as torch's call waits for the device, too. {seconds}."
+        why = f"{torchs} per group is the fastest, or ties with the best kernel"
+        return (
+            f"{problem}: {why}; nothing changes, because torch's call also waits for the device. {seconds}."
+        )
     if is_torch(best.candidate):
-        won = f"no kernel is faster than {torchs} beyond the noise"
+        won = f"{torchs} is the fastest, or ties with the best kernel"
     else:
         times = f"{significant(best.median_us)} us, {torchs} {significant(best.baseline_median_us)} us"
         won = f"{result.labels.get(best.candidate.digest, best.candidate)} wins, {best.ratio:.3f} x {torchs}"
@@ -115,9 +115,30 @@ def verdict_line(result: TuneResult, where: str) -> str:
     if result.source == "measured":
         calls = f"calls {torchs}" if is_torch(best.candidate) else "uses this kernel"
         use = f"tunegemm.{ours} now {calls} for {problem} (from {where})"
-    else:
-        use = "replayed, not measured here; nothing stored"
-    return f"{problem}: {won}; {use}. {seconds}, {counted(result.compiled, 'kernel')} compiled."
+        return f"{problem}: {won}; {use}. {seconds}, {counted(result.compiled, 'kernel')} compiled."
+    lead = steady_line(result)
+    won = f"In this replay, where all kernels share one clock, {won}" if lead else won
+    return (
+        f"{problem}: {lead}{won}; replayed, not measured here; nothing stored. "
+        f"{seconds}, {counted(result.compiled, 'kernel')} compiled."
+    )
+
+
+def steady_line(result: TuneResult) -> str:
+    """The record of a replayed product, where its final race ran in steady state; empty otherwise.
+
+    A recorded sweep has times at one shared clock. What a program gains is the steady figure.
+    """
+    from tunegemm.choose.snapshot import read_snapshot
+    from tunegemm.model.rank import is_memory_bound
+
+    record = read_snapshot().find(result.problem, result.device.fingerprint)
+    if record is None or not record.confirmed or is_memory_bound(result.problem):
+        return ""  # products that memory limits are raced at one shared clock, too
+    return (
+        f"{record.ratio:.3f} x {result.problem.torch_call} in steady state, each kernel at its own clocks "
+        f"(final race of {record.measured_at:%Y-%m-%d}: {record.label}, {significant(record.median_us)} us). "
+    )
 
 
 def winners_table(results: Sequence[TuneResult]) -> Table:

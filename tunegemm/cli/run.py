@@ -19,7 +19,9 @@ def command(
     ] = None,
     env: Annotated[
         bool,
-        typer.Option("--env", help="Print the variables that do the same, for a container or a service."),
+        typer.Option(
+            "--env", help="Print environment variables with the same effect, for a container or a service."
+        ),
     ] = False,
 ) -> None:
     """Run a program with its matrix products served by tuned kernels, as `tunegemm.enable()` in each of its

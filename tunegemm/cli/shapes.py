@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +15,9 @@ from tunegemm.describe.command import command_line
 from tunegemm.errors import WorkloadError
 from tunegemm.files import check_target
 from tunegemm.untrusted import digits, shown
+
+if TYPE_CHECKING:
+    from tunegemm.describe.workload import Workload
 
 
 class EngineName(StrEnum):
@@ -38,20 +42,26 @@ def command(
     ],
     tp: Annotated[int, options.count_option("--tp", "Ranks of tensor parallelism.")] = 1,
     engine: Annotated[
-        EngineName, typer.Option("--engine", help="Whose layers and numbers of rows.")
+        EngineName,
+        typer.Option(
+            "--engine",
+            help="The engine that runs the model; it decides which layers are merged, and the numbers "
+            "of rows.",
+        ),
     ] = EngineName.vllm,
     rows: Annotated[
         str | None,
-        typer.Option("--rows", metavar="N,N", help="Numbers of rows. Default: those of the engine's steps."),
+        typer.Option("--rows", metavar="N,N", help="Numbers of rows. Default: the engine's own."),
     ] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option("--dtype", help="Of what is not quantised. Default: the model's.")
+        Dtype | None,
+        typer.Option("--dtype", help="Element type of layers that are not quantised. Default: the model's."),
     ] = None,
-    out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="Where the products go, as JSON.")
-    ] = Path("shapes.json"),
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="JSON file to write.")] = Path(
+        "shapes.json"
+    ),
 ) -> None:
-    """Write the matrix products that an engine computes of a model, for `tune --from`."""
+    """List the matrix products that an engine computes for a model, in a file for `tune --from`."""
     from tunegemm.describe.workload.engines import shapes
     from tunegemm.describe.workload.models import read_model
     from tunegemm.dispatch.modes import read_engine_experts
@@ -70,7 +80,20 @@ def command(
     printing.say(*(f"{count:5} x {name}" for name, count in found.layers.items()))
     tune = command_line("tune", {"from": out, "budget": "30m"})
     count = len(found.workload.products)
-    printing.say(f"tunegemm: {count} products, in {out}. On the GPU that serves: {tune}", err=True)
+    printing.say(f"tunegemm: wrote {count} products to {out}{_recorded(found.workload)}", err=True)
+    printing.say(f"tunegemm: on the GPU that serves, run: {tune}", err=True)
+
+
+def _recorded(workload: Workload) -> str:
+    """How many of the products have a record, for each GPU that has any."""
+    from tunegemm.describe.workload import demands
+    from tunegemm.store.layers import read_records
+
+    wanted = {demand.problem for demand in demands(workload.products)[0]}
+    known = {(one.fingerprint.device_name, one.problem) for one in read_records()[0]}
+    counts = Counter(name for name, problem in known if problem in wanted)
+    listed = ", ".join(f"{count} have a record for {name}" for name, count in sorted(counts.items()))
+    return f"; {listed}" if listed else ""
 
 
 def _rows(text: str | None) -> list[int]:

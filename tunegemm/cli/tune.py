@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from tunegemm.describe.device import Device
     from tunegemm.describe.space import Candidate
     from tunegemm.describe.workload import Demand
+    from tunegemm.store.record import Record
     from tunegemm.tuning.program import TunedDemand
     from tunegemm.tuning.progress import Progress, TuneResult
     from tunegemm.tuning.tuner import Tuner
@@ -53,7 +55,7 @@ def command(
             "--from",
             metavar="FILE",
             help="Tune a program's products: JSON of `tunegemm record`, TunableOp's CSV or CUTLASS's JSON. "
-            "May be repeated, as for a file of each rank: calls of the same product add up.",
+            "May be repeated, for example for a file of each rank; calls of the same product add up.",
         ),
     ] = None,
     with_backward: Annotated[
@@ -102,7 +104,7 @@ def refuse_contradictions(
     if from_files:
         names = {*options.Group(options.parse_problems).parameters(), "with_backward"} - {"shape"}
         if of_shapes := ", ".join(flag for name, flag in given.items() if name in names):
-            raise arguments.UsageError(f"{of_shapes} with --from: the file says that of each product")
+            raise arguments.UsageError(f"{of_shapes} with --from: the file already says it for each product")
 
 
 def tune_shapes(session: Session, problems: Mapping[Problem, Problem]) -> int:
@@ -211,8 +213,13 @@ def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[
     from tunegemm.tuning.program import by_headroom
 
     device, output = session.tuning.device, session.output
-    if not (session.is_real or session.is_named or output.as_json):
-        printing.say(*shipped_lines(demands, device))  # to compile kernels would show no times
+    if not (session.is_real or session.is_named):  # compiling kernels would show no times
+        shipped = shipped_records(demands, device)
+        if output.as_json:
+            for demand, record in shipped.items():
+                typer.echo(to_json(shipped_document(demand, record, device), indent=None))
+            return DONE
+        printing.say(*shipped_lines(shipped, device))
         say_gpu_command(session.context, [])
         return DONE
     lacking = {demand.problem: device.lacks_memory(demand.problem) for demand in demands}
@@ -222,7 +229,7 @@ def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[
         session.out.print(savings_table(current, session.out.width))
         printing.say(*closing_lines(current, [*filter(None, lacking.values()), *refused]))
     if interrupted:
-        session.log.print("Interrupted: what was measured is kept; the same command goes on.")
+        session.log.print("Interrupted: the measurements are kept; run the same command to continue.")
         return INTERRUPTED
     if not any(one.result and (one.result.best or one.result.predictions) for one in current):
         return NOTHING_FOUND
@@ -231,19 +238,31 @@ def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[
     return DONE
 
 
-def shipped_lines(demands: Sequence[Demand], device: Device) -> list[str]:
-    """How many of a program's products the shipped records serve on a device, and how much faster each is."""
+def shipped_records(demands: Sequence[Demand], device: Device) -> dict[Demand, Record | None]:
+    """The record that serves each product of a program on a device; None where there is none."""
     from tunegemm.choose.snapshot import read_snapshot
 
     snapshot = read_snapshot()
-    found = {demand: snapshot.find(demand.problem, device.fingerprint) for demand in demands}
-    ratios = [one.ratio for one in found.values() if one is not None]
-    line = f"No CUDA GPU here. {len(ratios)} of {len(demands)} products ship with records for {device.name}"
+    return {demand: snapshot.find(demand.problem, device.fingerprint) for demand in demands}
+
+
+def shipped_lines(shipped: Mapping[Demand, Record | None], device: Device) -> list[str]:
+    """How many of a program's products have a record on a device, and how much faster each is."""
+    ratios = [record.ratio for record in shipped.values() if record is not None]
+    line = f"No CUDA GPU here. {len(ratios)} of {len(shipped)} products ship with records for {device.name}"
     lines = [f"{line}, {min(ratios):.2f} to {max(ratios):.2f} x torch.mm:" if ratios else f"{line}."]
-    for demand, record in found.items():
+    for demand, record in shipped.items():
         known = f"{record.ratio:.3f} x torch.mm, {record.label}" if record is not None else "no record"
         lines.append(f"  {demand.problem} x {demand.calls}: {known}")
     return lines
+
+
+def shipped_document(demand: Demand, record: Record | None, device: Device) -> dict[str, Any]:
+    """One product of a program and its record as JSON, for a machine without a GPU."""
+    names = ("label", "median_us", "ratio", "confirmed")
+    best = {name: getattr(record, name) for name in names} if record is not None else None
+    facts = {"source": "shipped", "problem": asdict(demand.problem), "shape": demand.problem.shape}
+    return facts | {"calls": demand.calls, "device_name": device.name, "best": best}
 
 
 def spend_budget(session: Session, plan: Sequence[TunedDemand]) -> tuple[list[TunedDemand], bool]:
@@ -318,7 +337,7 @@ def say_gpu_command(context: typer.Context, asked_for: Sequence[Problem]) -> Non
     given = {flag.removeprefix("--"): context.params[name] for name, flag in given_options(context).items()}
     given |= {"shape": [problem.shape for problem in asked_for], "device": None, "db": None}
     served = " and ".join(dict.fromkeys(f"tunegemm.{one.our_call}" for one in asked_for)) or "its calls"
-    printing.say_command(f"On your GPU this measures, and stores it for {served}:",
+    printing.say_command(f"On your GPU this command measures, and stores the result for {served}:",
                         command_line("tune", {"shape": None} | given))  # fmt: skip
 
 

@@ -31,24 +31,25 @@ class Search:
         typer.Option(
             "--budget",
             metavar="TIME",
-            help="Most time per shape, or with --from in all: 90, 90s, 10m, 1h30m. "
-            "To start the GPU is not counted.",
+            help="Time limit per shape, or with --from for all: 90, 90s, 10m, 1h30m. "
+            "Starting the GPU does not count.",
         ),
     ] = None
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the search.")] = 0
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed of the search.")] = 0
     skews: Annotated[
         str | None,
         typer.Option(
             "--skews",
             metavar="NAME,...",
-            help="Over which divisions rows in groups are timed: uniform, typical, one_hot. Default: all.",
+            help="How the rows of grouped products are divided for timing: uniform, typical, one_hot. "
+            "Default: all.",
         ),
     ] = None
     families: options.Families = None
     kernels: Annotated[
         str | None,
         typer.Option(
-            "--kernels", metavar="REGEX", help="Only generated kernels whose label has a match, as ^pp128x."
+            "--kernels", metavar="REGEX", help="Only generated kernels whose label matches, such as ^pp128x."
         ),
     ] = None
     candidate: Annotated[
@@ -56,19 +57,20 @@ class Search:
         typer.Option(
             "--candidate",
             metavar="FAMILY[,NAME=VALUE]",
-            help="Instead of a search: race this one beside torch.mm and the record; may be repeated. "
-            "Parameters that are not given come from the record, or else from the model's first choice.",
+            help="Do not search: race this candidate against torch.mm and the record. May be repeated. "
+            "Missing parameters come from the record, or else from the model's first choice.",
         ),
     ] = None
     workers: options.Workers = None
     compiled_only: Annotated[
         bool,
-        typer.Option(
-            "--compiled-only", help="Compile nothing: try kernels of the cache and those that ship."
-        ),
+        typer.Option("--compiled-only", help="Compile nothing: try only cached and shipped kernels."),
     ] = False
     energy: Annotated[
-        bool, typer.Option("--energy", help="Meter the finalists' energy, a second each, for min_energy.")
+        bool,
+        typer.Option(
+            "--energy", help="Measure the energy of each finalist for a second, for policy min_energy."
+        ),
     ] = False
     sampler: Annotated[
         str | None,
@@ -84,7 +86,7 @@ class Search:
         typer.Option(
             "--study",
             metavar="FILE|URL",
-            help="Keep the Optuna study of each shape there, for optuna-dashboard: a journal file, or "
+            help="Keep the Optuna study of each shape for optuna-dashboard, in a journal file or in "
             "sqlite:///FILE.",
         ),
     ] = None
@@ -117,7 +119,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Place:
-    """On which GPUs, and where what they measure goes."""
+    """Which GPUs measure, and where the results go."""
 
     device: options.DeviceSpec = None
     devices: Annotated[
@@ -133,8 +135,9 @@ class Place:
         typer.Option(
             "--ray",
             metavar="[HOST:PORT]",
-            help="The GPUs of the Ray cluster of that head. Without an address: that of RAY_ADDRESS, or one "
-            "started for this with all GPUs of this host.",
+            help="Use all GPUs of the Ray cluster with this head. Without an address: the cluster of "
+            "RAY_ADDRESS, "
+            "or a new one with all GPUs of this host.",
         ),
     ] = None
     db: options.DatabaseLocation = None
@@ -151,7 +154,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Output:
-    """How much is printed, and in which form."""
+    """How much to print, and in which form."""
 
     top: Annotated[int, options.count_option("--top", "Rows to print per shape.")] = 10
     quiet: Annotated[

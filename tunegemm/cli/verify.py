@@ -21,7 +21,7 @@ def command(
         bool,
         typer.Option(
             "--predicted",
-            help="Race what is served by prediction, of the products named by --shape or --from.",
+            help="Race the predicted kernels of the products in --shape or --from.",
         ),
     ] = False,
     from_files: Annotated[
@@ -29,20 +29,20 @@ def command(
         typer.Option(
             "--from",
             metavar="FILE",
-            help="Of --predicted: a program's products, as `tune --from` reads them. May be repeated.",
+            help="With --predicted: a program's products, as `tune --from` reads them. May be repeated.",
         ),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also records of this very software, not only those marked.")
+        bool, typer.Option("--all", help="Race all records, not only those marked for verification.")
     ] = False,
     top: Annotated[int, options.count_option("--top", "Stored candidates per record.")] = 5,
     device: options.GpuSpec = None,
     db: options.DatabaseLocation = None,
     workers: options.Workers = None,
 ) -> None:
-    """Race the records that another driver or library patch left in doubt, and their stored rivals, again.
+    """Race records of another driver or library patch again, beside their stored rivals.
 
-    With --predicted: race kernels that serve by prediction; the winner, or torch.mm, becomes the record.
+    With --predicted: race the predicted kernels; the winner, or torch.mm, becomes the record.
     """
     if from_files and not predicted:
         raise arguments.UsageError(f"--from {from_files[0]}: is for --predicted; name records by --shape")

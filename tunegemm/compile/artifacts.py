@@ -194,5 +194,5 @@ class ArtifactStore:
 def _refuse_foreign(path: Path, status: os.stat_result) -> None:
     if why := foreign(path, status, (os.getuid(), 0)):
         is_ours = status.st_uid in (os.getuid(), 0)
-        remedy = "chmod go-w, and check what is in it" if is_ours else "delete it and tune again"
+        remedy = "run chmod go-w on it, and check its contents" if is_ours else "delete it and tune again"
         raise ArtifactError(f"{why}; {remedy}")

@@ -246,7 +246,7 @@ def define(source: str) -> Custom:
         raise ProblemError(f"epilogue {source.splitlines()[0]!r}: {error}; give a plain def") from None
     name = getattr(tree, "name", "")
     if name in known:
-        raise ProblemError(f"epilogue {name!r} has the name of what it may use; give it another")
+        raise ProblemError(f"epilogue {name!r} has the name of a function that it may call; rename it")
     if any(isinstance(node, _BRANCHES) for node in ast.walk(tree)):
         raise ProblemError(f"epilogue {name!r} branches, which all elements would have to share; use where")
     function = scope[name]

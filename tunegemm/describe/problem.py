@@ -175,7 +175,7 @@ class Problem:
             if not (name != "alignment") <= whole <= _MAX_EXTENT:
                 given = f"{name}={shown(number) if isinstance(number, int) else repr(number)[:40]}"
                 if name == "alignment":
-                    raise ProblemError(f"{given}: give a number of bytes, or 0 for that of packed operands")
+                    raise ProblemError(f"{given}: give a number of bytes, or 0 for packed operands")
                 is_batched = type(self.batch) is not int or self.batch != 1
                 extents = (self.m, self.n, self.k, *(self.batch,) * is_batched)
                 where = "x".join(shown(extent) for extent in extents)
@@ -365,7 +365,7 @@ class Problem:
             major = "n" if self.b_major == "k" else "k"
             return (Problem.of_groups(self.m, self.k, self.n, self.groups, b_major=major),)
         if self.out_dtype != self.in_dtype:
-            raise ProblemError(f"{self}: no gradients where the output is of another dtype than the operands")
+            raise ProblemError(f"{self}: there are no gradients if output and operands differ in dtype")
         a, b = (self.m, self.k, self.a_major == "k"), (self.k, self.n, self.b_major == "n")
         grad = (self.m, self.n, True)
         return self._product(grad, _transposed(b), a), self._product(_transposed(a), grad, b)

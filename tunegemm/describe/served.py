@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-#: Variables of processes of our own, to which neither `tunegemm run` nor `record` attaches: what they
-#: multiply is no program's, and torch's product in a race is torch's.
+#: Variables for our own processes, which `tunegemm run` and `record` must not serve or count: in a race
+#: torch's product has to run torch's kernel.
 UNATTACHED = {"TUNEGEMM_ENABLE": "0", "TUNEGEMM_RECORD_PARTS": ""}
 
 

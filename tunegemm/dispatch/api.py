@@ -34,8 +34,8 @@ def follow(follower: Callable[[Dispatcher], None]) -> None:
 def refresh() -> None:
     """Forget what was read: the next call reads the database again.
 
-    Use it for products that have a record and now have a better one. Products that fall back to torch look
-    for records by themselves, every few seconds.
+    Use it where another process found a better record for a product that already has one. Products that fall
+    back to torch look for new records every few seconds.
     """
     dispatcher.planner.refresh()
 
@@ -44,8 +44,8 @@ class policy:
     """Serve by this policy: ``tunegemm.policy("deterministic")`` from now on, or within a ``with`` block.
 
     A block's policy holds for its context: the thread or asyncio task that runs it, and the backward passes
-    that it begins. Other contexts keep theirs. A plain call holds for the process, for all contexts without a
-    policy of their own. `prefer`: ``fastest``, ``deterministic`` (no result depends on scheduling),
+    that it begins. Other contexts keep theirs. A plain call sets the process's policy, for all
+    contexts that set none. `prefer`: ``fastest``, ``deterministic`` (no result depends on scheduling),
     ``batch_invariant`` (a row's bits do not depend on the number of rows), ``no_workspace`` (no memory beyond
     operands and output) or ``min_energy`` (least measured energy). `max_sms`: how many multiprocessors a
     launch may fill, which leaves the others to communication. If a policy excludes the record, the next best

@@ -142,8 +142,9 @@ class Checked:
         if share_memory(one.data_ptr(), extents[written], two.data_ptr(), extents[other]):
             remedy = " or out itself" if other in self._matrices and written == 2 else ""
             raise ProblemError(
-                f"{self._names[other]} shares memory with {self._names[written]}, which is written; give it "
-                f"memory of its own{remedy}"
+                f"{self._names[other]} shares memory with {self._names[written]}, which the kernel "
+                "writes; give it "
+                f"separate memory{remedy}"
             )
 
 

@@ -45,7 +45,7 @@ class Prepared:
 TORCH = Prepared(None)
 
 _MAX_SERVED = 1024
-#: The launchers served last: those of a weight's numbers of rows come back when records are read anew.
+#: The launchers served last: those of a weight's numbers of rows come back when records are read again.
 _served: dict[tuple[Problem, Candidate, str, int, Path | None], Launcher] = {}
 #: Launchers that cannot keep their kernel alone.
 _kept: list[Launcher] = []

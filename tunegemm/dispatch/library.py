@@ -18,7 +18,7 @@ from tunegemm.dispatch.forms import BELOW_AUTOGRAD, Form, form_of
 from tunegemm.dispatch.fx import num_elements, rank
 
 _OF_ANOTHER_DTYPE = "with an out_dtype, as tunegemm.enable serves none"
-_OTHER_SCALES = "scales that no kernel has: kernels have one for each operand, or one for each row and column"
+_OTHER_SCALES = "unsupported scales: kernels take one per operand, or one per row and column"
 
 #: Values of ATen's ScalingType (ATen/BlasBackend.h).
 _TENSOR_WISE, _ROW_WISE = 0, 1

@@ -43,7 +43,7 @@ class Notices:
         self._given.add(about)
         text = message if isinstance(message, str) else message()
         if len(self._given) > MOST_WARNINGS:
-            text += f". This is warning {MOST_WARNINGS + 1}; no more are given"
+            text += f". This is warning {MOST_WARNINGS + 1}, the last one"
         warnings.warn(text, TunegemmWarning, stacklevel=_callers_level())
 
     def forget(self) -> None:
@@ -82,7 +82,7 @@ class Notices:
         untuned = self._untuned or {}
         lines = [str(rows) for rows in list(untuned.values())]
         if len(untuned) == _MOST_WEIGHTS:
-            lines.append(f"further products than these {_MOST_WEIGHTS} were torch's, too")
+            lines.append(f"further products than these {_MOST_WEIGHTS} also ran in torch")
         return lines
 
 

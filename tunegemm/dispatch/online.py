@@ -37,7 +37,7 @@ _IDLE_LOOKS, _LOOK_S = 3, 1.0
 _MEASURE_S = 5.0
 
 _SPENT = (
-    "the budget for tuning online is spent, what is new stays as in mode predict; "
+    "the budget for online tuning is spent; new products run as in mode predict; "
     "TUNEGEMM_ONLINE_BUDGET=SECONDS raises it"
 )
 

@@ -193,7 +193,8 @@ class Planner:
             if state.policy.is_batch_invariant:
                 self.notices.warn(
                     f"a product of {tuple(a.shape)} and {tuple(b.shape)} is captured before it was computed "
-                    f"once, and is torch's in this CUDA graph: {state.policy} does not hold. Call it first",
+                    f"once, so torch computes it in this CUDA graph: {state.policy} does not hold. "
+                    "Call it first",
                     about=("captured", tuple(b.shape), b.dtype),
                 )
             return state, None
@@ -228,7 +229,7 @@ class Planner:
     def _apply_feedback(
         self, problem: Problem, served: Prepared | None, result: TuneResult | None, warning: str
     ) -> None:
-        """Takes what was found of a problem in idle time: its plans are made anew, unless what serves won."""
+        """Takes a result of idle time; plans of its problem are made again if the kernel changes."""
         if warning:
             self.notices.warn(warning)
         best = result.best if result is not None else None
@@ -469,7 +470,7 @@ class Planner:
         return None
 
     def _serve_compiled(self, kernel: str) -> None:
-        """A kernel is there now, or will never be: calls that wait for it are planned anew."""
+        """A kernel is there now, or will never be: calls that wait for it are planned again."""
         with self.lock:
             for state in self._every_state():
                 state.forget_missing(kernel)
@@ -548,7 +549,7 @@ _planners: weakref.WeakSet[Planner] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """A child starts anew: locks may have been held by threads it does not have, plans hold the parent's
+    """A child starts again: locks may have been held by threads it does not have, plans hold the parent's
     CUDA context. If the parent used CUDA, the child cannot, and gets torch's own error for CUDA tensors."""
     for planner in _planners:
         planner.lock = threading.RLock()

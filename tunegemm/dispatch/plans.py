@@ -158,7 +158,7 @@ class State:
         self.forget_checks()
 
     def forget_missing(self, kernel: str) -> None:
-        """Plans that fell back for want of a kernel are made anew."""
+        """Plans that fell back for want of a kernel are made again."""
         for place in [place for place, one in self.compiling.items() if one.kernel == kernel]:
             del self.compiling[place]
             self.prepared.pop(place, None)
@@ -169,7 +169,7 @@ class State:
         self.forget_checks()
 
     def forget(self, problem: Problem) -> None:
-        """Plans of a problem are made anew; those that fell back to torch, too: they name no problem."""
+        """Plans of a problem are made again; those that fell back to torch, too: they name no problem."""
         self.misses.clear()
         self.missing.clear()
         self.prepared = {place: one for place, one in self.prepared.items() if place[0] != problem}

@@ -242,7 +242,7 @@ def install(engine: str, log: logging.Logger, parts: dict[str, Callable[[], None
             log.debug("tunegemm: %s", what, exc_info=error)
             failed.append(f"{what} ({one_line(error)})")
     if failed:
-        log.warning("tunegemm leaves to %s, whose version it does not know: %s", engine, "; ".join(failed))
+        log.warning("this version of %s is unknown to tunegemm, so it keeps: %s", engine, "; ".join(failed))
 
 
 def fingerprint(*, anywhere: bool = False) -> str:
@@ -260,8 +260,8 @@ def compared(theirs: object) -> str:
     if theirs == mine:
         return ""
     return (
-        f"records, policy or mode ({mine}) are not those of the process that started the engine "
-        f"({theirs or 'it has none'}): ranks may multiply by different kernels; give all the same TUNEGEMM_* "
+        f"records, policy or mode ({mine}) differ from those of the process that started the engine "
+        f"({theirs or 'none'}): ranks may run different kernels; give all of them the same TUNEGEMM_* "
         "variables, database and packs"
     )
 

@@ -33,7 +33,7 @@ _ends: dict[tuple[torch.device, int | None], torch.Tensor] = {}
 def refusal(dtype: torch.dtype, columns: int, gate: str) -> str:
     """Why no kernel takes the gate of the halves of so many columns; empty where one may."""
     if gate != GATE or dtype is not torch.bfloat16:
-        return "of gate and up in one weight the gate is silu's, in bf16"
+        return "gate and up in one weight have kernels for silu's gate in bf16 only"
     if columns % 16:
         return "gate and up are not each a multiple of 8"
     return ""

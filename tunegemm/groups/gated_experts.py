@@ -332,7 +332,7 @@ def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, 
     if tokens == 1 and not is_ordered():
         return torch.mv(result.mT, weights[order])[None]
     first = _numbers(tokens, order, plain, chosen)
-    # Mode 0 is a sum. torch.nn.functional's makes `first` anew at each call.
+    # Mode 0 is a sum. torch.nn.functional's makes `first` again at each call.
     return torch.embedding_bag(result, _inverse(order, plain), first, False, 0, False, weights)[0]
 
 
@@ -350,7 +350,7 @@ def _check(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, activation
             "hidden), (experts, 2 inner, hidden) and (experts, hidden, inner)"
         )
     if not gate_up.shape[0]:
-        raise ProblemError(f"gate_up {tuple(gate_up.shape)} has no experts; give one at least")
+        raise ProblemError(f"gate_up {tuple(gate_up.shape)} has no experts; give at least one")
     if x.dtype is not gate_up.dtype or down.dtype is not gate_up.dtype:
         raise ProblemError(
             f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; give all of one dtype"
@@ -373,8 +373,8 @@ def check_index(index: torch.Tensor, count: int) -> None:
     least, most = (int(each) for each in index.aminmax())
     if least < 0 or most >= count:
         raise ProblemError(
-            f"index names expert {least if least < 0 else most} of {count}; give numbers from 0 on, those "
-            "of experts of other processes with elsewhere=True"
+            f"index names expert {least if least < 0 else most} of {count}; give numbers from 0 on; for "
+            "experts of other processes also pass elsewhere=True"
         )
 
 

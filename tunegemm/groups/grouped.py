@@ -66,28 +66,28 @@ def grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Products of groups, with the meaning of ``torch.nn.functional.grouped_mm``.
+    """Multiply groups of rows, as ``torch.nn.functional.grouped_mm`` does.
 
-    For a (rows, k) and b (groups, k, n), row r of the result is ``a[r] @ b[g]``, where g is the group that r
-    is in: ``offs``, int32 (groups) on the same device, holds for each group the row behind its last. Groups
-    may be empty, and of any size; rows behind the last group are left as the memory was. `bias`, which torch
-    refuses, is (n), or (groups, n): a line for each group.
+    For a (rows, k) and b (groups, k, n), row r of the result is ``a[r] @ b[g]``, where g is the group of row
+    r. ``offs``, int32 (groups) on the same device, holds for each group the row behind its last. Groups may
+    have any size, including 0. Rows behind the last group are not written. `bias`, which torch refuses, is
+    (n), or (groups, n): a line for each group.
 
     For a (m, rows) and b (rows, n) groups lie along k, as in the gradient of weights: the result is
     (groups, m, n), ``a[:, r] @ b[r]`` of the rows r of each group, zeros where it has none.
 
-    Our kernels serve bf16 on Hopper where they are known to be faster, and fp16 where bf16's are, but not
-    along k: b's k or n contiguous, along k a's m and b's n; n a multiple of 8, addresses and strides of 16
-    bytes. Nothing needs tuning; `refresh` and ``TUNEGEMM_MODE=off`` do what they do for `matmul`, and of
-    policies `max_sms`. All else is torch's call with the arguments that were given: both operands of three
-    dimensions, another `out_dtype`, other devices, subclasses, modes, transforms, deterministic mode.
-    Gradients of a and b are such products, too; those of products along k are torch's. A CUDA graph holds for
-    other divisions of as many rows, too, and has our kernel if the call was made once before. torch.compile
-    holds it as the operator `tunegemm::grouped_mm`.
+    On Hopper our kernels serve bf16 where they are known to be faster, and fp16 in the same places except
+    along k. b's k or n must be contiguous (along k: a's m and b's n), n a multiple of 8, and addresses and
+    strides multiples of 16 bytes. Nothing needs tuning. `refresh`, ``TUNEGEMM_MODE=off`` and policy `max_sms`
+    work as for `matmul`. Torch computes everything else with your arguments: two operands of three
+    dimensions, another `out_dtype`, other devices, subclasses, modes, transforms, deterministic mode. Our
+    kernels also compute the gradients of a and b, but not those of products along k. A CUDA graph holds for
+    other divisions of as many rows, and has our kernel if the call was made once before. torch.compile holds
+    it as the operator `tunegemm::grouped_mm`.
 
-    Raises what torch raises, or ProblemError that names what is wrong with groups or bias. The values of
-    `offs`, which are on the device, nobody checks, unless ``TUNEGEMM_CHECK_GROUPS=1``: no group reaches
-    beyond the rows, whatever they are.
+    Raises what torch raises, or ProblemError that names what is wrong with groups or bias. `offs` is on the
+    device and is not checked unless ``TUNEGEMM_CHECK_GROUPS=1``; whatever it holds, no kernel reads or writes
+    beyond the rows.
     """
     try:
         if torch.compiler.is_compiling():
@@ -249,7 +249,7 @@ class Groups:
         planner = api.dispatcher.planner
         if planner.policy.is_batch_invariant and b.ndim == 3 and a.device.type == planner.device_type:
             planner.notices.warn(
-                f"a product of {tuple(a.shape)} and {tuple(b.shape)} in groups {why} is torch's: "
+                f"a product of {tuple(a.shape)} and {tuple(b.shape)} in groups {why} falls back to torch: "
                 f"{planner.policy} does not hold",
                 about=("order of groups", why, tuple(b.shape), b.dtype),
             )
@@ -422,7 +422,7 @@ def by_torch(
             raise ProblemError(wrong)
         return _added(by_torch(a, b, offs=offs, out_dtype=out_dtype), offs, bias)
     if isinstance(offs, torch.Tensor) and b.ndim == 3 and not b.shape[0]:  # whose rows torch leaves undefined
-        raise ProblemError(f"b has shape {tuple(b.shape)}, no groups; give weights of one at least")
+        raise ProblemError(f"b has shape {tuple(b.shape)}, without a group; give weights for at least one")
     try:
         return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
     except RuntimeError as error:

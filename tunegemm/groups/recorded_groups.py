@@ -90,20 +90,20 @@ class GroupedCall:
         """Why no kernel computes it, whatever is tuned; empty where one may."""
         a, b = self.a, self.b
         if a.ndim == b.ndim == 2:
-            return "its groups lie along k, as a weight's gradient's do, for which nothing is tuned"
+            return "its groups lie along k, as in a weight's gradient, and are never tuned"
         if self.offs is None or (a.ndim, b.ndim) != (2, 3):
-            return "its groups are not groups of a's rows, for which there are kernels"
+            return "its groups do not divide a's rows, as the kernels need"
         scaled = self.scale_a is not None
         if scaled and (self.bias is not None or self.scale_result is not None or not self.use_fast_accum):
             return "kernels of scaled groups take no bias, no scale of the result, and use_fast_accum=True"
         out_dtype = "bf16" if scaled else dtype_of(a)
         if self.out_dtype is not None and normalize_dtype(self.out_dtype) != out_dtype:
-            return f"kernels of such groups store {out_dtype}, not {self.out_dtype}"
+            return f"grouped kernels store {out_dtype}, not {self.out_dtype}"
         beside = self.scale_b if scaled else self.bias
         words: dict[str, Any] = {"gated": bool(self.gate), "scales": self.scale_a}
         is_aligned = (a.data_ptr() | b.data_ptr()) % MAX_ALIGNMENT == 0
         if not is_aligned or not fits(a, b, self.offs, beside, a.device.type, **words):
-            return "its operands are of another dtype, or lie otherwise, than kernels of groups read"
+            return "grouped kernels do not read operands of this dtype or layout"
         return ""
 
 

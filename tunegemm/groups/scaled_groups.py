@@ -28,9 +28,9 @@ def scaled_grouped_mm(
     b[g].float()) * scale_a[r] * scale_b[g]``, where g is the group of row r, as for `grouped_mm`. scale_a:
     fp32 (rows). scale_b: fp32 (groups, n).
 
-    Our kernels serve float8_e4m3fn on Hopper with ``use_fast_accum=True`` and bf16 as `out_dtype`: sums are
-    the tensor cores' own. Everything else is torch's call with your arguments. While torch.compile traces, it
-    is torch's operator, which `enable` serves when it runs. Raises what torch raises.
+    Our kernels serve float8_e4m3fn on Hopper with ``use_fast_accum=True`` and bf16 as `out_dtype`: the tensor
+    cores keep the sums. Torch computes everything else with your arguments. torch.compile traces torch's
+    operator, which `enable` serves at run time. Raises what torch raises.
     """
     words = offs, bias, scale_result, out_dtype, use_fast_accum
     if not torch.compiler.is_compiling() and grouped.are_plain(a, b, scale_a, scale_b, offs):

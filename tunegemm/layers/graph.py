@@ -102,7 +102,7 @@ _NEEDS_LAYOUT = frozenset(("as_strided", "set_", "data_ptr", "untyped_storage", 
 def takes_views(node: Node) -> bool:
     """Whether the users of a layer's result compute the same where its rows have gaps.
 
-    Views of it are made anew with such rows, which fails where torch could not make them; a result of the
+    Views of it are made again with such rows, which fails where torch could not make them; a result of the
     whole graph keeps its layout, and so does what is given to functions that are not torch's.
     """
     found = value(node)

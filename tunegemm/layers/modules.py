@@ -1,4 +1,4 @@
-"""`patch`, which serves the linear layers of a model that nobody compiles, one by one."""
+"""`patch` serves the linear layers of an eager model, one by one."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def patch(model: torch.nn.Module, *, fuse: bool = ..., report: Literal[False] = 
 @overload
 def patch(model: torch.nn.Module, *, fuse: bool = ..., report: Literal[True]) -> Report: ...
 def patch(model: torch.nn.Module, *, fuse: bool = False, report: bool = False) -> int | Report:
-    """Lets a model's linear layers call `tunegemm.linear`; returns how many do now that did not before.
+    """Make a model's linear layers call `tunegemm.linear`. Returns how many layers it changed.
 
-    This holds for layers whose class is `torch.nn.Linear` itself; subclasses keep their own forward. Only
-    the class of a layer changes, to a subclass of `torch.nn.Linear`: parameters, their sharing, hooks,
-    `state_dict`, copying and pickling stay as they are, and torch.jit.script compiles what it does of
-    `torch.nn.Linear`. Patch before torch.compile: torch 2.11 does not notice that the class changed.
+    It changes layers whose class is `torch.nn.Linear`; subclasses keep their own forward. Only the class of a
+    layer changes, to a subclass of `torch.nn.Linear`. Parameters, their sharing, hooks, `state_dict`,
+    copying, pickling and torch.jit.script work as before. Patch before torch.compile: torch 2.11 does not
+    notice that the class changed.
 
-    fuse: an MLP whose class's forward is just ``self.down(self.act(self.gate(x)) * self.up(x))`` computes
-    its gate by one kernel, where there is one. ``torch.compile(model, backend="tunegemm")`` fuses more,
-    however a model is written.
-    report: returns a `Report` in place of the number: a line for each layer, what became of it, and for how
+    fuse: also run gate and up in one kernel in MLPs whose class's forward is exactly
+    ``self.down(self.act(self.gate(x)) * self.up(x))``. ``torch.compile(model, backend="tunegemm")`` fuses
+    more, however a model is written.
+    report: return a `Report` instead of the number, with a line for each layer: what was done, and for how
     many rows there is a kernel.
 
-    Raises ProblemError for what is not a module.
+    Raises ProblemError if `model` is not a module.
     """
     _check_model(model)
     layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
@@ -43,10 +43,10 @@ def patch(model: torch.nn.Module, *, fuse: bool = False, report: bool = False) -
 
 
 def unpatch(model: torch.nn.Module) -> int:
-    """Undoes `patch`; returns how many layers are torch's own again.
+    """Undo `patch`. Returns how many layers it changed back.
 
-    A class that a tool derived meanwhile, as FSDP2 and parametrizations do, becomes one derived from
-    `torch.nn.Linear`. Raises ProblemError for what is not a module.
+    A class that a tool derived from the patched one, as FSDP2 and parametrizations do, is derived from
+    `torch.nn.Linear` again. Raises ProblemError if `model` is not a module.
     """
     _check_model(model)
     from tunegemm.layers import mlp

@@ -79,7 +79,7 @@ def lines_of(model: torch.nn.Module) -> Iterator[Line]:
         elif isinstance(module, torch.nn.MultiheadAttention):
             yield Line(name, "left", "torch computes its projections in one product where it can")
         elif isinstance(module, torch.nn.Linear):
-            yield Line(name, "left", f"{type(module).__name__} is a subclass with a forward of its own")
+            yield Line(name, "left", f"{type(module).__name__} is a subclass with its own forward")
 
 
 def _rows_of_gate(activation: str, weight: torch.Tensor) -> str:

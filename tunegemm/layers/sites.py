@@ -81,7 +81,7 @@ class Site:
     def _decide(self, key: tuple[Site, torch.Size], x: torch.Tensor, *operands: torch.Tensor) -> Any:
         way, result, is_known = self.decided(x, *operands)
         planner = api.dispatcher.planner
-        # The look at records may replace the state; without a kernel it says when to decide anew.
+        # The look at records may replace the state; without a kernel it says when to decide again.
         state = planner.look() if is_known and way is None else planner.state
         if is_known:
             if len(self.shapes) >= MOST_SHAPES:

@@ -75,7 +75,7 @@ class Failure:
 
     @property
     def is_transient(self) -> bool:
-        """Whether the machine caused it at that moment, not the candidate, which may be tried again."""
+        """Whether the machine caused it rather than the candidate, so that another try may succeed."""
         return self.stage == "timeout" or is_transient(self.reason)
 
 

@@ -234,7 +234,7 @@ def _table(path: Path | None) -> _Table:
         rules = tuple(_rule(words, kernels, kinds) for words in table["choices"])
         return _Table(kinds, configs, rules, _along_k(table.get("along_k", {})))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadValueError(f"{path}: {type(error).__name__}: {error}; install the package anew") from None
+        raise BadValueError(f"{path}: {type(error).__name__}: {error}; reinstall the package") from None
 
 
 def _kernels(table: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -133,7 +133,7 @@ def _table(path: Path | None) -> tuple[Listed, ...]:
             for each in _listed(name, form, dtype, table[form]["parameters"], **words)
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadValueError(f"{path}: {type(error).__name__}: {error}; install the package anew") from None
+        raise BadValueError(f"{path}: {type(error).__name__}: {error}; reinstall the package") from None
 
 
 def _listed(

@@ -50,7 +50,7 @@ def gap(details: Details) -> str:
     race = "its final race" if record.confirmed else "a later measurement"
     return (
         f"The search measured the record's candidate at {own[-1]:.3f}, in few rounds beside many others; its "
-        f"{record.ratio:.3f} is of {race}, of {details.winner.rounds} rounds. The two do not compare."
+        f"{record.ratio:.3f} is from {race} with {details.winner.rounds} rounds. The two do not compare."
     )
 
 

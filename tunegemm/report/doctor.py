@@ -98,7 +98,7 @@ def devices() -> list[Check]:
             f"{device.memory_bytes / 1e9:.0f} GB"
         )
         driver = f"driver {device.fingerprint.driver or 'unknown'}, CUDA {device.fingerprint.cuda}"
-        peak = "" if device.is_known_part else "; its peaks are those of its clocks"
+        peak = "" if device.is_known_part else "; peaks are computed from its clocks"
         if not device.peak_tflops:
             peak = "; its peaks are not known, so there is no roofline"
         checks.append(Check(name, "ok", f"{facts}, {driver}{peak}"))
@@ -172,7 +172,7 @@ def _shipped() -> list[Check]:
         else:
             remedy = "`tunegemm tune` finds kernels for it"
             checks.append(Check("shipped records", "note", detail, remedy))
-    return [*checks, *(Check("shipped records", "note", line, "install tunegemm anew") for line in warnings)]
+    return [*checks, *(Check("shipped records", "note", line, "reinstall tunegemm") for line in warnings)]
 
 
 def _linker() -> Check:
@@ -246,7 +246,7 @@ def _database(location: str | None) -> Check:
     detail = f"{display(place)}: {counted(records, 'tuned problem')}"
     if damaged:
         named = "; ".join(damaged[:_NAMED] + [f"and {len(damaged) - _NAMED} more"] * (len(damaged) > _NAMED))
-        remedy = "they are left out; tune their shapes anew, or restore the file from a copy"
+        remedy = "they are left out; tune their shapes again, or restore the file from a copy"
         return Check("database", "note", f"{detail}, {counted(len(damaged), 'damaged row')}: {named}", remedy)
     return Check("database", "ok", detail)
 

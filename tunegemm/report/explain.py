@@ -36,8 +36,9 @@ from tunegemm.errors import (
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.tiles import tile_count
-from tunegemm.measure.evidence import Evidence, leaders
+from tunegemm.measure.evidence import STEADY_FINAL, Evidence, leaders
 from tunegemm.measure.outcome import PREDICTED_RATIO
+from tunegemm.model.rank import is_memory_bound
 from tunegemm.report.space import Space
 from tunegemm.report.space import candidate as chosen_candidate
 from tunegemm.report.text import significant
@@ -297,7 +298,9 @@ def explain(
         )
     operands = describe(a, b, out_dtype=out_dtype, epilogue=str(epilogue), accumulation=accumulation)
     if isinstance(operands, Refusal):
-        reason = operands.reason or f"operands of shapes {tuple(a.shape)} and {tuple(b.shape)} are torch's"
+        reason = (
+            operands.reason or f"operands of shapes {tuple(a.shape)} and {tuple(b.shape)} fall back to torch"
+        )
         raise ProblemError(f"{reason}; torch.matmul computes their product")
     device = open_device(f"cuda:{a.device.index or 0}" if a.device.type == "cuda" else None)
     return explain_problem(operands.problem, device, policy=api.dispatcher.planner.policy)
@@ -516,9 +519,13 @@ def over_skews(telemetry: Mapping[str, Any]) -> str:
 
 
 def _evidence(record: StoredRecord) -> str:
-    proof = "of a search, not confirmed by a final race"
+    proof = "from a search; no final race confirmed it"
     if record.confirmed:
         proof = "confirmed: it won a final race"
+        if record.method == STEADY_FINAL:
+            proof += " in steady state"
+        elif record.layer in ("system", "pack") and not is_memory_bound(record.problem):  # files lack it
+            proof += ", in steady state if at the power cap"
     return (
         f"{record.median_us:.1f} us, {record.problem.torch_call} {record.baseline_median_us:.1f} us, "
         f"noise {record.noise:.1%}, {proof}, {record.measured_at:%Y-%m-%d}"
@@ -531,7 +538,7 @@ def _change(problem: Problem, selection: Selection, record: StoredRecord | None,
     if why_not.startswith("TUNEGEMM_MODE"):
         return "another TUNEGEMM_MODE"
     if selection.outcome == "near" or record is None:
-        return f"{command}: a record of its own"
+        return f"{command}: its own record"
     if why_not:
         meanwhile = ", as its first call does in the background" if read_compile(lambda _: None) else ""
         return f"{command}: compiles what is missing{meanwhile}"

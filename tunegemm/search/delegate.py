@@ -118,7 +118,7 @@ class Delegate:
         self._running.setdefault(candidate, []).append(len(study.get_trials(deepcopy=False)) - 1)
 
     def tell(self, candidate: Candidate, value: float | None) -> None:
-        """What came of a candidate, started or not, told anew or not; None when it failed."""
+        """What came of a candidate, started or not, told again or not; None when it failed."""
         if candidate.family not in self._searches:
             return
         if candidate in self._told and self._told[candidate] != value:

@@ -126,7 +126,7 @@ class ProblemStudy:
         """What came of a candidate, also of one that nobody asked for.
 
         search_value: what the search goes by. told: what was measured; by default the same. A candidate may
-        be told anew: then the search learns it, and its trial stays as it was measured.
+        be told again: then the search learns it, and its trial stays as it was measured.
         """
         told = told or Told(search_value)
         if candidate in self._running:

@@ -1,4 +1,4 @@
-"""Names of 0.1: its modules of run time, which programs may import, are these modules now."""
+"""Module names of 0.1 that programs may still import; each is now an alias of another module."""
 
 import importlib
 import sys

@@ -27,6 +27,7 @@ from tunegemm.store.connection import connect, display, migrating, resolve, tran
 from tunegemm.store.lookup import Lookup, read_lookup
 from tunegemm.store.models import ChoiceRow, FailureRow, MeasurementRow, ProblemRow, RecordRow
 from tunegemm.store.record import Record
+from tunegemm.store.shipped import read_shipped
 from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
@@ -34,19 +35,23 @@ if TYPE_CHECKING:
 
 
 class Database:
-    """One tuning database: a SQLite file, or a server given by its URL. A context manager.
+    """One tuning database: a SQLite file, or a server by URL. A context manager.
 
     Made by `Database.open`. Several processes may publish into one file at the same time. After a fork, open
     it again.
     """
 
-    def __init__(self, location: Path | URL, engine: Engine, *, read_only: bool, layer: str = "") -> None:
+    def __init__(
+        self, location: Path | URL, engine: Engine, *, read_only: bool, layer: str = "", shipped: bool = False
+    ) -> None:
         self.location = location
         """The file's path, or the server's URL."""
         self.read_only = read_only
         """Whether `publish` and `confirm` are refused."""
         self.layer = layer
         """What its records name as their layer."""
+        self.shipped = shipped
+        """Whether `frame` adds the shipped records: opened without a location, as dispatch opens it."""
         self.engine = engine
         """SQLAlchemy's, over the tables of `tunegemm.store.models`."""
 
@@ -73,7 +78,8 @@ class Database:
             and not (create or read_only or os.path.lexists(place))
         ):
             raise DatabaseError(f"{place}: there is no such file; Database.open(..., create=True) makes one")
-        database = cls(place, connect(place, read_only=read_only), read_only=read_only, layer=layer)
+        engine = connect(place, read_only=read_only)
+        database = cls(place, engine, read_only=read_only, layer=layer, shipped=location is None)
         try:
             with translated(place):
                 try:
@@ -211,7 +217,8 @@ class Database:
     def frame(self, problem: Problem | None = None, *, family: str | None = None) -> pandas.DataFrame:
         """One row per problem, fingerprint and candidate, with the best evidence for it.
 
-        That is the confirmed record's measurement, or else the best by `tunegemm.measure.evidence`. Columns:
+        That is the confirmed record's measurement, or else the best by `tunegemm.measure.evidence`. A
+        database opened without a location adds the shipped records, with ``origin`` ``shipped``. Columns:
         the fields of the problem and of the fingerprint; ``fingerprint`` and ``candidate`` (digests), family,
         label; kernel_source, origin, method, median_us, baseline_median_us, ratio, spread, baseline_spread,
         noise, relative_error, sm_clock_mhz, power_w, temperature_c, throttle_reasons, registers, spill_bytes,
@@ -222,7 +229,10 @@ class Database:
 
         query = frames.candidates_query(problem, family)
         names = [column["name"] for column in query.column_descriptions]
-        return frames.best_of_each(pandas.DataFrame(self.read(query), columns=names))
+        own = frames.best_of_each(pandas.DataFrame(self.read(query), columns=names))
+        if not self.shipped:
+            return own
+        return frames.with_shipped(own, read_shipped()[0], problem, family)
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:

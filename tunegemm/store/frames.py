@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Select, select
@@ -23,6 +25,8 @@ from tunegemm.store.schema import FASTEST
 
 if TYPE_CHECKING:
     import pandas
+
+    from tunegemm.store.record import Record
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +86,29 @@ def best_of_each(frame: pandas.DataFrame) -> pandas.DataFrame:
     frame = frame.drop_duplicates(_KEY, keep="last")
     hidden = ["problem_id", "measurement_id", "record_measurement_id", "own", "level"]
     return frame.drop(columns=hidden).reset_index(drop=True)
+
+
+def with_shipped(
+    frame: pandas.DataFrame, records: Iterable[Record], problem: Problem | None, family: str | None
+) -> pandas.DataFrame:
+    """The rows of `best_of_each`, and below them those of shipped records, without the columns they lack."""
+    import pandas
+
+    figures = (
+        *_TIMES, "label", "kernel_source", "method", "noise", "relative_error", "measured_at", "confirmed"
+    )  # fmt: skip
+    rows = [
+        asdict(record.problem)
+        | record.fingerprint.asdict()
+        | {name: getattr(record, name) for name in figures}
+        | {"fingerprint": record.fingerprint.digest, "candidate": record.candidate.digest, "record": True}
+        | {"family": record.candidate.family, "origin": "shipped"}
+        for record in records
+        if problem in (None, record.problem) and family in (None, record.candidate.family)
+    ]
+    shipped = pandas.DataFrame(rows).reindex(columns=frame.columns)
+    parts = [part for part in (frame, shipped) if len(part)]
+    return pandas.concat(parts, ignore_index=True) if parts else frame
 
 
 def by_evidence(frame: pandas.DataFrame, *last: str, first: str | None = None) -> pandas.DataFrame:

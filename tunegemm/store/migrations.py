@@ -82,7 +82,7 @@ def upgrade(connection: Connection) -> None:
         command.upgrade(config, "head")
     except (CommandError, KeyError, NoSuchTableError, ValueError) as error:  # KeyError: of a constraint
         raise DatabaseError(
-            f"damaged: its tables are not those of its schema {version} ({error}); restore a copy, or choose "
+            f"damaged: its tables do not match its schema {version} ({error}); restore a copy, or choose "
             "another path"
         ) from None
     if connection.dialect.name == "sqlite":

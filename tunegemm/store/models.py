@@ -187,7 +187,7 @@ class MeasurementRow(Base):
     origin: Mapped[str] = mapped_column(
         Text,
         server_default="",
-        doc="Empty when measured into this database, else what it was merged or imported from.",
+        doc="Empty for measurements of this database, else the file that they were merged or imported from.",
     )
     method: Mapped[str] = mapped_column(
         "policy",

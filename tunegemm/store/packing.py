@@ -121,7 +121,7 @@ def ship(folder: Path) -> tuple[int, Mapping[str, str]]:
     outdated = [one for one in usable if one.kernel_source != kernel_source_hash(one.candidate.family)]
     if outdated:
         raise PackError(
-            f"{len(outdated)} shipped records are of other kernel sources, first {outdated[0].problem}; "
+            f"{len(outdated)} shipped records belong to other kernel sources, first {outdated[0].problem}; "
             "tune them again, or re-key them if their kernels are the same"
         )
     found = provide(usable)
@@ -248,7 +248,7 @@ def _provide(
     compiled = 0
     if missing and not compile_missing:
         raise PackError(
-            f"{len(missing)} of {len(keys)} kernels are not in {store.root}, first that of "
+            f"{len(missing)} of {len(keys)} kernels are missing in {store.root}, first that of "
             f"{named(next(iter(missing)))}; leave out --no-compile, or tune again"
         )
     if missing:

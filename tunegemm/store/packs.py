@@ -226,7 +226,7 @@ def remove(name: str) -> str:
 
 
 def forget() -> None:
-    """Loaded packs are read anew, as in the next process."""
+    """Loaded packs are read again, as in the next process."""
     _open.cache_clear()
 
 
@@ -316,7 +316,7 @@ def _read_records(folder: Path, where: Path) -> tuple[Record, ...]:
         reason = problems[0].removeprefix(f"{folder}/") if problems else "it holds no record"
         more = f" ({len(problems) - 1} more)" if problems[1:] else ""
         loaded = where == folder
-        remedy = f"take it away by `tunegemm unload {folder.name}`" if loaded else "have it packed anew"
+        remedy = f"take it away by `tunegemm unload {folder.name}`" if loaded else "ask for a new pack"
         raise PackError(f"{where}: {reason}{more}; the pack is not used; {remedy}")
     return tuple(records)
 
@@ -342,7 +342,9 @@ def _unpack(file: Path, folder: Path) -> None:
         digits = header[124:135]
         num_bytes = int(digits, 8) if re.fullmatch(rb"[0-7]{11}", digits) else 0
         if header != _header(_MANIFEST, num_bytes) or num_bytes > _LARGEST_BYTES:
-            raise PackError(f"{file}: not a pack, or packed anew; give what `tunegemm pack` made")
+            raise PackError(
+                f"{file}: not a pack, or repacked by another program; give a file that `tunegemm pack` wrote"
+            )
         text = _content(stream, file, _MANIFEST, num_bytes)
         manifest = _parse(text, file)
         _write(folder, _MANIFEST, text)

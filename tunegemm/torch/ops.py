@@ -43,7 +43,7 @@ def define(serving: Callable[[], Dispatcher]) -> None:
     """Registers the operators, whose products are computed by what `serving` returns at each call."""
     _records_of.append(serving)
     # Strides are fixed where a compiler calls us (`lowering`). By a tag they would be earlier, which copies
-    # what is not computed yet: the norm of a model was written anew for each product that reads it.
+    # what is not computed yet: the norm of a model was written again for each product that reads it.
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
     for name in ("mm", "bmm"):
         _library.define(f"{name}(Tensor a, Tensor b, *, str records='') -> Tensor", tags=tags)

@@ -179,7 +179,7 @@ def record(path: str | os.PathLike[str] | None = None) -> Recording:
 def record_process(folder: str) -> None:
     """Record until the process ends, into a file of its own in a folder, written every few seconds.
 
-    Forked children begin anew: what ran before the fork is their parent's.
+    Forked children begin again: what ran before the fork is their parent's.
     """
     recording, place = Recording(), Path(folder)
     recording.__enter__()

@@ -88,7 +88,7 @@ def begin(counting: Counting | None = None) -> Takeover:
 
 
 def disable() -> None:
-    """Give torch its products back, however often `enable` was called. Does nothing if it was not."""
+    """End `enable`, however often it was called."""
     with _lock:
         active.clear()
         replacements.remove("takeover")

@@ -2,7 +2,7 @@
 
 Ray starts the actors where it has GPUs, and tells of those that died. Their problems go to others and are
 continued there, for each outcome is published as it is measured, and a tuning begins with what the database
-knows. No list of work is stored: what was not handed out is asked for anew by the same command.
+knows. No list of work is stored: what was not handed out is asked for again by the same command.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class Pool:
                     for name, value in here.asdict().items()
                     if value != first.asdict()[name]
                 ]
-                reason = f"{here.device_name}: {', '.join(differing)}; tune each kind by itself"
+                reason = f"{here.device_name}: {', '.join(differing)}; tune each kind separately"
                 self._leave_out(worker, DeviceError(reason))
 
     def _leave_out(self, worker: Any, error: TunegemmError) -> None:

@@ -70,7 +70,7 @@ def bar(callback: Callable[[Progress], None] | None = None) -> Iterator[Callable
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a tuning has come; passed to `on_progress` whenever something happened."""
+    """How far a tuning has come; `tune` passes it to its callback after each step."""
 
     problem: Problem
     stage: str
@@ -105,7 +105,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, repr=False)
 class TuneResult:
-    """What a tuning found. It prints as a short table, the winner first, also in a notebook."""
+    """The result of a tuning. It prints as a short table, winner first, also in a notebook."""
 
     problem: Problem
     device: Device
@@ -141,7 +141,7 @@ class TuneResult:
 
     @property
     def reported(self) -> tuple[Outcome, ...]:
-        """The outcomes, and last the winner as reported: by rounds that did not choose it."""
+        """The outcomes, with the winner last, timed in rounds that did not choose it."""
         best = self.best
         if best is None or not (best.samples_us and best.baseline_us):
             return self.outcomes

@@ -73,7 +73,8 @@ class Studies:
             others = optuna.get_all_study_names(self._storage)
         if others and not set(names) & set(others):
             raise StudyError(
-                f"study {self.location} is of {shown(others[0])}; give another file for {next(iter(names))}"
+                f"study {self.location} belongs to {shown(others[0])}; use another file for "
+                f"{next(iter(names))}"
             )
 
     def begin(self, study: optuna.Study) -> None:

@@ -226,7 +226,7 @@ class Tuner:
                 run.compile_ahead([*batch, *later])
                 was_throttled = run.is_throttled
                 found = list(run.evaluate(batch, SCREEN, stage=search.stage, skip_slow=skip_slow))
-                # What was told before the clocks fell is told anew.
+                # What was told before the clocks fell is told again.
                 if run.is_throttled > was_throttled:
                     failed = [outcome for outcome in found if isinstance(outcome, Failure)]
                     found = [*run.screened.values(), *failed]

@@ -92,7 +92,9 @@ def shapes(
     """
     how = ENGINES[engine]
     if (plain := dtype or model.dtype) == "fp32":
-        raise WorkloadError(f"{model.where}: its weights are fp32; name what they become: --dtype bf16")
+        raise WorkloadError(
+            f"{model.where}: its weights are fp32; add the dtype they will have: --dtype bf16"
+        )
     arithmetic = _arithmetic(model, plain)
     layers: Counter[str] = Counter()
     calls: Counter[Kind] = Counter()
@@ -138,9 +140,13 @@ def _left(arithmetic: Arithmetic, gate: str, engine: str, experts: bool) -> str:
     """Why experts are the engine's own; empty where they are served."""
     served = ENGINES[engine].experts
     if gate in served and not arithmetic.epilogue:
-        return "" if experts or engine != "vllm" else "vllm's own unless TUNEGEMM_VLLM_EXPERTS=1, here, too"
+        return (
+            ""
+            if experts or engine != "vllm"
+            else "vLLM runs its own kernel unless TUNEGEMM_VLLM_EXPERTS=1; set it for this command, too"
+        )
     which = (
-        "experts" if not served else "quantised experts" if arithmetic.epilogue else "experts of such a gate"
+        "experts" if not served else "quantised experts" if arithmetic.epilogue else "experts with this gate"
     )
     return f"{which} are {engine}'s own"
 
@@ -237,7 +243,7 @@ def _groups(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Arit
     if method == "fbgemm_fp8":
         return [(everything, Arithmetic("fp8_e4m3", plain, "scale_rowwise"))]
     if method == "fp8" and config.get("weight_block_size"):
-        return [(everything, "its scales are of blocks, which have no kernels")]
+        return [(everything, "there are no kernels for block scales")]
     if method == "fp8":
         scales = "scale_tensor" if config.get("activation_scheme") == "static" else "scale_rowwise"
         return [(everything, Arithmetic("fp8_e4m3", plain, scales))]
@@ -279,4 +285,4 @@ def _compressed(group: Mapping[str, Any], plain: str) -> Arithmetic | str:
     strategies = {str(one.get("strategy")) for one in (weights, inputs)}
     if strategies <= {"tensor", "channel", "token"}:
         return Arithmetic(dtype, plain, "scale_tensor" if strategies == {"tensor"} else "scale_rowwise")
-    return "its scales are of groups or blocks, which have no kernels"
+    return "there are no kernels for scales of groups or blocks"

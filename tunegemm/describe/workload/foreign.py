@@ -54,14 +54,14 @@ def _read(path: Path) -> tuple[list[Demand], list[str]]:
         raise WorkloadError(_is_config(path))
     text = read_text(path, WorkloadError)
     if not text.strip():
-        raise WorkloadError(f"{path}: it is empty: nothing was recorded; write the file anew")
+        raise WorkloadError(f"{path}: the file is empty; record again")
     try:
         for format in FORMATS:
             if (entries := format.entries(text)) is not None:
                 return _collect(format.problems, entries)
         document = decoded(text) if is_json(text) else None
     except BadValueError as error:
-        raise WorkloadError(f"{path}: not JSON ({error}); write the file anew") from None
+        raise WorkloadError(f"{path}: not JSON ({error}); write the file again") from None
     if document is None:
         *names, last = ("the JSON of `tunegemm record`", *(format.name for format in FORMATS))
         first = shown(next(row.strip() for row in text.splitlines() if row.strip()))
@@ -76,7 +76,7 @@ def _read(path: Path) -> tuple[list[Demand], list[str]]:
 
 def _is_config(path: Path) -> str:
     command = f"tunegemm shapes {shlex.quote(str(path))}"
-    return f"{path}: a model's config, no list of shapes; write one with: {command}"
+    return f"{path}: a model's config, not a list of shapes; make the list with: {command}"
 
 
 def _collect(

@@ -48,8 +48,8 @@ def read_model(name: str) -> Model:
         named = given[0] if isinstance(given, list) and given else given
         who = shown(named) if named else "a model without a model_type"
         raise WorkloadError(
-            f"{path}: {who} is not known: its fields are not those of a decoder with gated layers; "
-            "`tunegemm record` counts the products of any program"
+            f"{path}: {who} is not known: its config lacks the fields of a decoder with gated "
+            "layers; use `tunegemm record`, which counts the products of any program"
         )
     layers, values = layers_of(config), config.values
     vocabulary = config.number("vocab_size")
@@ -115,7 +115,7 @@ def _find(name: str) -> Path:
     if not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", name, re.ASCII) or not cached.is_dir():
         raise WorkloadError(
             f"{shown(name)}: neither a config.json, a folder with one, nor a model in {_cache()}; download "
-            "its config.json first, nothing is downloaded here"
+            "its config.json first; tunegemm downloads nothing"
         )
     head = cached / "refs" / "main"
     revisions = [read_text(head).strip()] if head.is_file() else []
