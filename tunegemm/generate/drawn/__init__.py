@@ -11,7 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tunegemm.compile.cute_object import compiler, toolchain
+from tunegemm.compile.cute_object import compile_object, toolchain
+from tunegemm.compile.ptxas import Resources
 from tunegemm.generate.drawn.config import MOST_GROUPS, DrawnConfig
 from tunegemm.generate.generator import Key
 from tunegemm.generate.grouped import GroupedKernel
@@ -38,8 +39,17 @@ def kernel_key(config: DrawnConfig) -> Key:
     }
 
 
-#: Compiles the kernel of a key to an object. Raises whatever the compiler raises.
-compile = compiler(DrawnConfig, "tunegemm.generate.drawn.kernel", 4, addresses=4)
+def compile(key: Key, out: Path) -> Resources:
+    """Compile the kernel of a key to the object `out`. Raises whatever the compiler raises."""
+    config = DrawnConfig.from_mapping(key)
+
+    def make() -> Any:
+        from tunegemm.generate.drawn.kernel import Gemm
+
+        return Gemm(config)
+
+    return compile_object(make, 4, TARGET, out, addresses=4)
+
 
 
 @cache
