@@ -29,7 +29,7 @@ from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.model import shortlist
 from tunegemm.model.grouped import listed as listed_of_groups
-from tunegemm.model.grouped import listed_along_k
+from tunegemm.model.grouped import listed_along_k, maker_of
 from tunegemm.model.joined import listed as listed_of_weights
 from tunegemm.store import packs
 from tunegemm.store.checks import device_of, record_objection
@@ -168,7 +168,7 @@ def _shortlisted() -> dict[str, tuple[str, Key]]:
 def _grouped(kind: str = "") -> dict[str, tuple[str, Key]]:
     """By its name each kernel of grouped products, and around them, that ships; or of a kind."""
     found = {
-        f"grouped {config.label}": (grouped.NAME, grouped.kernel_key(config))
+        f"grouped {config.label}": (maker_of(config).NAME, maker_of(config).kernel_key(config))
         for config in listed_of_groups(kind=kind)
     }
     if kind in ("", along_k.NAME):

@@ -51,7 +51,6 @@ def compile(key: Key, out: Path) -> Resources:
     return compile_object(make, 4, TARGET, out, addresses=4)
 
 
-
 @cache
 def _counter(index: int) -> Workspace:
     """The memory of a launch's counter of tiles that were drawn."""
@@ -81,3 +80,7 @@ class DrawnKernel(GroupedKernel):
             del memory  # the launch is queued
 
         return GroupedKernel(self.config, draw).of(a, weights, *operands, **words)
+
+
+#: What a kernel of this family is loaded as.
+Kernel = DrawnKernel

@@ -187,7 +187,7 @@ class Scheduler(Walk):
 
     @cute.jit
     def list_groups(self):
-        """Fill the table. Returns how many groups have rows, and how many tiles the heavy ones and all have."""
+        """Fill the table. Returns how many groups have rows, how many tiles the heavy ones have, and all."""
         starts = cute.make_tensor(self.starts, cute.make_layout(MOST_GROUPS))
         members = cute.make_tensor(self.members, cute.make_layout(MOST_GROUPS))
         count, heavy, total = Int32(0), Int32(0), Int32(0)

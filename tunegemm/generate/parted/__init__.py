@@ -12,6 +12,7 @@ from typing import Any
 from tunegemm.compile.cute_object import compile_object, toolchain
 from tunegemm.compile.ptxas import Resources
 from tunegemm.generate.generator import Key
+from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.generate.parted.config import PartedConfig
 from tunegemm.generate.sources import hash_of_code, kernel_sources
 
@@ -40,3 +41,7 @@ def compile(key: Key, out: Path) -> Resources:
         return Gemm(config)
 
     return compile_object(make, 3, TARGET, out, addresses=3)
+
+
+#: What a kernel of this family is loaded as.
+Kernel = GroupedKernel
