@@ -44,13 +44,14 @@ from benchmarks.command import choose_names, chosen, command, parser_of
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.errors import one_line
-from tunegemm.generate import along_k, parted
-from tunegemm.generate import drawn as drawn_kernels
-from tunegemm.generate import grouped as kernels
+from tunegemm.generate import along_k
 from tunegemm.generate.along_k import AlongK
+from tunegemm.generate.drawn.config import DrawnConfig
+from tunegemm.generate.grouped.config import GroupedConfig
+from tunegemm.generate.parted.config import PartedConfig
 from tunegemm.groups import grouped
 from tunegemm.measure.statistics import aa_noise
-from tunegemm.model.grouped import FP8, choose, choose_along_k, kinds, listed, listed_along_k, maker_of
+from tunegemm.model.grouped import FP8, choose, choose_along_k, configs, kinds, listed_along_k, maker_of
 from tunegemm.store import packing
 
 METHOD = (
@@ -100,12 +101,6 @@ ANCHOR = tuple(LAYERS)[:6]
 ROWS = ("1", "8", "16", "64", "208", "256", "512", "1024", "4096", "16384", "32768")
 SKEWS = ("uniform", "typical", "hot")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, FP8: torch.float8_e4m3fn}
-#: How kernels are launched in races, by the module that makes them.
-_LAUNCHES: dict[str, tuple[dict[str, int], ...]] = {
-    kernels.NAME: ({"swizzle_size": 1}, {"swizzle_size": 4}, {"swizzle_size": 16}, {"l2_hint": 1}),
-    drawn_kernels.NAME: tuple({"order": order} for order in range(len(drawn_kernels.ORDERS))),
-    parted.NAME: ({"l2_hint": 1},),
-}
 #: What of the datasheet's bandwidth copies reach, B/s, and what dense products keep up, flop/s.
 _BANDWIDTH = {"H100": 3.0e12, "H200": 4.3e12}
 _FLOPS = 720e12
@@ -121,6 +116,23 @@ _MOST_DIVISIONS = 24
 _ERROR = 4e-3
 
 Side = Callable[[int], torch.Tensor]
+
+
+def is_raced(config: GroupedConfig, rows: int, groups: int) -> bool:
+    """Whether a kernel may be the best one for so many rows."""
+    if isinstance(config, PartedConfig):  # each of its tiles reads weights again
+        return rows <= 4 * config.tile_n
+    if isinstance(config, DrawnConfig):  # few tiles are not drawn: each block has one or two
+        return rows >= _STEADY_ROWS
+    return config.tile_n >= 64 or (rows < _STEADY_ROWS and rows / groups < 4 * 64)
+
+
+def launches(config: GroupedConfig, rows: int) -> tuple[dict[str, int], ...]:
+    """How a kernel is launched in races."""
+    if isinstance(config, PartedConfig):
+        return ({"l2_hint": 1},)
+    ordered = {"swizzle_size": 4}, {"swizzle_size": 16}
+    return ordered if rows >= _STEADY_ROWS else (*ordered, {"l2_hint": 1})
 
 
 def divide(groups: int, rows: int, skew: str) -> list[int]:
@@ -235,15 +247,15 @@ class Case:
             found["quack"] = quacks
         if each_kernel:
             blocks = torch.cuda.get_device_properties(a.device).multi_processor_count
-            provided = packing.provide_grouped(self.kind)
+            provided = packing.provide_grouped(self.kind, every=True)
             given = {"bias": scale_b, "scales": scale_a} if is_fp8 else {}
-            for config in listed(kind=self.kind):
+            for config in configs(self.kind).values():
                 maker = maker_of(config)
                 artifact = provided.of(maker.kernel_key(config))
-                if artifact is None or config.tile_n < 64 <= a.shape[0] / len(weights) / 4:
+                if artifact is None or not is_raced(config, a.shape[0], len(weights)):
                     continue
                 kernel = maker.Kernel.load(config, artifact.path)
-                for launch in _LAUNCHES.get(maker.NAME, _LAUNCHES[kernels.NAME]):
+                for launch in launches(config, a.shape[0]):
 
                     def run(i: int, kernel: Any = kernel, launch: Any = launch) -> torch.Tensor:
                         kernel.launch(a, weights, gated_out, ends[i], blocks=blocks, **launch, **given)

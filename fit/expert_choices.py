@@ -6,15 +6,15 @@
     python -m fit.expert_choices --held-out  # what it is worth for layers that it has not seen
 
 A cell is a GPU, a kind of product, a band of rows a group, which bounds how often a tile of weights is used,
-and one of K: the longer, the less a tile's store costs. Its kernel is the one with the best geometric mean
-to torch over the races of the GPU's own problems, uniform, typical and hot divisions weighing the same; of
-those that are as good but for 2 % the one that was timed most where it serves; torch's where none gains as
-much as `--least`. Up to 256
-rows a group, where weights bound a product, a GPU without enough races goes by another's; beyond, an H100
-lost what an H200 gained. Out are kernels that lose any race, of whatever division, by more than `--worst` and the
-race's noise say, and those that lost on that GPU in the mean of the rows that time what is served. Layers of
-`benchmarks.experts.UNLISTED` say nothing here. A cell without races is left to the table's
-other choices; rows that fill a tile of 256 but not one of 192 go by those below. Held out, each layer goes by what is drawn of the others.
+and one of K: the longer, the less a tile's store costs. Its kernel is the one with the best geometric mean to
+torch over the races of the GPU's own problems, uniform, typical and hot divisions weighing the same; of those
+that are as good but for 2 % the one that was timed most where it serves; torch's where none gains as much as
+`--least`. Up to 256 rows a group, where weights bound a product, a GPU without enough races goes by
+another's; beyond, an H100 lost what an H200 gained. Out are kernels that lose any race, of whatever division,
+by more than `--worst` and the race's noise say, and those that lost on that GPU in the mean of the rows that
+time what is served. Layers of `benchmarks.experts.UNLISTED` say nothing here. A cell without races is left to
+the table's other choices; rows that fill a tile of 256 but not one of 192 go by those below. Held out, each
+layer goes by what is drawn of the others.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ENOUGH, SHARED_ROWS = 2, 256
 _BELOW = 192
 FILES = ("experts_kernels.json", "experts.json")
 #: What a row calls a launch, and its word in the table.
-_LAUNCHES = {"s": "swizzle_size", "l": "l2_hint", "o": "order"}
+_LAUNCHES = {"s": "swizzle_size", "l": "l2_hint"}
 
 Row = Mapping[str, Any]
 Layer = tuple[int, int, int]

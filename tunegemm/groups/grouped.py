@@ -298,14 +298,13 @@ class Groups:
         is_whole = device.sm_count == whole.sm_count  # which the kernel of few rows fills
         if isinstance(choice, GroupedChoice) and choice.is_few and is_whole:
             return routing.few(choice.config, index)
-        words: dict[str, Any] = {"blocks": device.sm_count}
+        words: dict[str, Any] = {"blocks": device.sm_count, "swizzle_size": choice.swizzle_size}
         load: Any
         if isinstance(choice, GroupedChoice):
             maker = maker_of(choice.config)
-            words |= choice.launch
+            words["l2_hint"] = choice.l2_hint
             artifact, load = compiled(maker.NAME, maker.kernel_key(choice.config)), maker.Kernel.load
         else:
-            words["swizzle_size"] = choice.swizzle_size
             artifact, load = compiled(along_k.NAME, along_k.kernel_key(choice.config)), AlongK.load
         if artifact is None:
             return None

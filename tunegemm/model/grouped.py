@@ -18,14 +18,14 @@ from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import BadValueError
 from tunegemm.generate import along_k, drawn, grouped, parted
 from tunegemm.generate.cute_sm90.config import KernelConfig
-from tunegemm.generate.drawn.config import MOST_GROUPS, DrawnConfig
+from tunegemm.generate.drawn.config import DrawnConfig
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.grouped.rules import config_from
 from tunegemm.generate.parted.config import PartedConfig
 from tunegemm.resources import data_path
 
 _FACTS = ("groups", "n", "k", "rows", "rows_per_group")
-_LAUNCH = {"swizzle_size": 8, "l2_hint": 0, "order": drawn.ORDERS.index("in_turns")}
+_LAUNCH = {"swizzle_size": 8, "l2_hint": 0}
 """Parameters of a launch, and their values where a choice does not say."""
 _FEW_K = 8
 """What k is a multiple of where the kernel of few rows reads it."""
@@ -42,14 +42,6 @@ class GroupedChoice:
     l2_hint: int
     is_few: bool = False
     """Whether the kernel of few rows, `few` of `tunegemm.generate.routing`, takes this one's place."""
-    order: int = 0
-    """Of tiles that are drawn, a number of `drawn.ORDERS`."""
-
-    @property
-    def launch(self) -> dict[str, int]:
-        """What a launch takes beside operands and the grid."""
-        words = {"swizzle_size": self.swizzle_size, "l2_hint": self.l2_hint}
-        return words | ({"order": self.order} if isinstance(self.config, DrawnConfig) else {})
 
     @property
     def label(self) -> str:
@@ -125,7 +117,8 @@ def choose(
     facts = dict(zip(_FACTS, (groups, n, k, rows, rows / groups), strict=True))
     possible = [
         rule for rule in table.rules
-        if rule.is_for(kind, gpu) and _is_possible(table.configs.get((kind, rule.kernel)), groups, ordered)
+        if rule.is_for(kind, gpu)
+        and not (ordered and isinstance(table.configs.get((kind, rule.kernel)), PartedConfig))
     ]  # fmt: skip
     held = (rule for rule in possible if rule.holds(facts))
     rule = next((rule for rule in held if rule.kernel or not (gate or ordered)), None)
@@ -136,14 +129,6 @@ def choose(
         return None
     config = table.configs[kind, rule.kernel]
     return GroupedChoice(config, **rule.launch, is_few=rule.is_few and not ordered and k % _FEW_K == 0)
-
-
-def _is_possible(config: GroupedConfig | None, groups: int, ordered: bool) -> bool:
-    """Whether a kernel takes so many groups, and adds up k in one order if need be; None is torch's."""
-    return not (
-        (isinstance(config, DrawnConfig) and groups > MOST_GROUPS)
-        or (isinstance(config, PartedConfig) and ordered)
-    )
 
 
 def chosen(problem: Problem, gpu: str, *, ordered: bool = False) -> GroupedChoice | None:

@@ -1,4 +1,4 @@
-"""The grouped kernel whose blocks draw their tiles: in what order, the rows of each group say on the device.
+"""The grouped kernel whose blocks draw their tiles from a counter.
 
 db/grouped.toml says what it serves. No search includes it. A compile pool finds it by name through
 `tunegemm.generate.grouped`.
@@ -13,19 +13,14 @@ from typing import Any
 
 from tunegemm.compile.cute_object import compile_object, toolchain
 from tunegemm.compile.ptxas import Resources
-from tunegemm.generate.drawn.config import MOST_GROUPS, DrawnConfig
+from tunegemm.generate.drawn.config import DrawnConfig
 from tunegemm.generate.generator import Key
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.generate.sources import hash_of_code, kernel_sources
-from tunegemm.generate.takes import NotTaken
 from tunegemm.generate.workspace import Workspace
 
 NAME = "drawn"
 TARGET = "sm_90a"
-#: Orders of tiles, as the kernel numbers them.
-ORDERS = ("groups", "heavy_first", "in_turns")
-_NUMBERS = 16
-"""Arguments of a launch of `GroupedKernel` before the addresses behind its numbers."""
 
 
 def kernel_key(config: DrawnConfig) -> Key:
@@ -48,7 +43,7 @@ def compile(key: Key, out: Path) -> Resources:
 
         return Gemm(config)
 
-    return compile_object(make, 4, TARGET, out, addresses=4)
+    return compile_object(make, 3, TARGET, out, addresses=4)
 
 
 @cache
@@ -60,26 +55,17 @@ def _counter(index: int) -> Workspace:
 class DrawnKernel(GroupedKernel):
     """A compiled kernel, ready to be launched on the device that was the current one when it was loaded."""
 
-    def launch(
-        self, a: Any, weights: Any, out: Any, offsets: Any, bias: Any = None, *,
-        scales: Any = None, **words: Any,
-    ) -> None:  # fmt: skip
-        """As `GroupedKernel.launch`. order: a number of `ORDERS`."""
-        self.of(a, weights, out, offsets, bias, scales, **words)(a, weights, out, offsets, bias, scales)
-
-    def of(self, a: Any, weights: Any, *operands: Any, order: int = 2, **words: Any) -> Callable[..., None]:
-        """As `GroupedKernel.of`; raises NotTaken for more groups than its table has room for, too."""
-        if weights.shape[0] > MOST_GROUPS:
-            raise NotTaken(f"{weights.shape[0]} groups are more than the {MOST_GROUPS} of a block's table")
+    def of(self, a: Any, *operands: Any, **words: Any) -> Callable[..., None]:
+        """As `GroupedKernel.of`."""
         counter, function = _counter(a.device.index), self.function
 
         def draw(*given: Any) -> None:
             stream = given[-1]
             _, address, memory = counter.take(stream)
-            function(*given[:_NUMBERS], order, *given[_NUMBERS:-1], address, stream)
+            function(*given[:-1], address, stream)
             del memory  # the launch is queued
 
-        return GroupedKernel(self.config, draw).of(a, weights, *operands, **words)
+        return GroupedKernel(self.config, draw).of(a, *operands, **words)
 
 
 #: What a kernel of this family is loaded as.

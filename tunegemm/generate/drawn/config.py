@@ -6,11 +6,6 @@ from dataclasses import dataclass
 
 from tunegemm.generate.grouped.config import GroupedConfig
 
-MOST_GROUPS = 1024
-"""Groups that a block's table has room for."""
-SLOTS = 2
-"""Tiles that may be on their way from the warp that draws them to the warps that load and multiply them."""
-
 
 @dataclass(frozen=True)
 class DrawnConfig(GroupedConfig):
@@ -19,9 +14,16 @@ class DrawnConfig(GroupedConfig):
     tile_scheduler: str = "dynamic"
 
     @property
-    def table_bytes(self) -> int:
-        """What a block has beside `GroupedConfig.smem_bytes`: the table, slots and their barriers."""
-        return 8 * MOST_GROUPS + (16 + 16) * SLOTS
+    def slots(self) -> int:
+        """Tiles that may be on their way from the warp that draws them to those that load and multiply: the
+        next and the one after it. Of pingpong warpgroups two have a tile at a time.
+        """
+        return 3 if self.schedule == "pingpong" else 2
+
+    @property
+    def extra_bytes(self) -> int:
+        """What a block has beside `GroupedConfig.smem_bytes`: the slots and their barriers."""
+        return (16 + 16) * self.slots
 
     @property
     def label(self) -> str:

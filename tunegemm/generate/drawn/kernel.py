@@ -3,13 +3,8 @@
 Tiles of one launch differ in what they cost: of a group with few rows they are as narrow as these, and only
 read weights, of one with many rows they multiply. Blocks that take every so manieth tile end at different
 times. Here each block's second warp, the *scheduler*, draws tiles: it takes the next number from a counter in
-device memory, finds the tile of that number, and hands its place to the warps that load and multiply.
-
-The scheduler sees all groups once, when the block starts, and keeps a table of them in shared memory: groups
-of more rows than a tile has, the heavy ones, before the others. `order` says which tile a number stands for:
-in order of groups, heavy groups first, or heavy and light tiles in turns, so that tiles bound by the tensor
-cores and tiles bound by device memory run beside each other. A tile is one block's, whatever the order, so
-that results have the same bits.
+device memory, finds the tile of that number as `grouped`'s `Walk` does, and hands its place to the warps that
+load and multiply. A tile is one block's, whoever draws it, so that results have the same bits.
 """
 
 from dataclasses import dataclass, replace
@@ -24,20 +19,15 @@ from cutlass.utils import SmemAllocator
 from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
 from tunegemm.generate.cute_sm90.kernel.layouts import START_BARRIER, Layouts
 from tunegemm.generate.cute_sm90.kernel.ring import WARPS, Ring, RingState
-from tunegemm.generate.drawn.config import MOST_GROUPS, SLOTS
 from tunegemm.generate.grouped.kernel.consumer import Consumer
 from tunegemm.generate.grouped.kernel.epilogue import Epilogue
 from tunegemm.generate.grouped.kernel.gemm import Gemm as StaticGemm
 from tunegemm.generate.grouped.kernel.producer import Producer
 from tunegemm.generate.grouped.kernel.walk import LANES, Place, Walk, WalkParams
-from tunegemm.generate.kernel_rasterization import raster_of, tile_at
-
-GROUPS, HEAVY_FIRST, IN_TURNS = range(3)
-"""The orders of tiles."""
 
 
 class Arguments(NamedTuple):
-    """What a launch is given, in this order, before the stream: what `grouped` has, `order` and a counter."""
+    """What a launch is given, in this order, before the stream: what `grouped` has, and a counter."""
 
     weights_address: Int64
     rows_address: Int64
@@ -55,8 +45,6 @@ class Arguments(NamedTuple):
     swizzle_size: Int32
     blocks: Int32
     l2_hint: Any
-    order: Int32
-    """One of `GROUPS`, `HEAVY_FIRST` and `IN_TURNS`."""
     offsets_address: Int64
     bias_address: Int64
     scales_address: Int64
@@ -68,7 +56,6 @@ class Drawing(NamedTuple):
     """What reaches this kernel in place of `grouped`'s `l2_hint`."""
 
     l2_hint: Int32
-    order: Int32
     counter_address: Int64
 
 
@@ -80,29 +67,23 @@ class Unit(NamedTuple):
     """Where the next one will be."""
 
 
-@cute.struct
-class Table:
-    """The groups that have rows, in the order of their tiles, and the slots by which places are handed on."""
-
-    full: cute.struct.MemRange[Int64, SLOTS]
-    empty: cute.struct.MemRange[Int64, SLOTS]
-    places: cute.struct.MemRange[Int32, 4 * SLOTS]
-    starts: cute.struct.MemRange[Int32, MOST_GROUPS]
-    """The number of each one's first tile."""
-    groups: cute.struct.MemRange[Int32, MOST_GROUPS]
-
-
+@dataclass(frozen=True)
 class DrawnLayouts(Layouts):
-    """Layouts of a block that has a `Table` beside its rings."""
+    """Layouts of a block that has slots by which places are handed on."""
 
     def shared_storage(self, a_elements, b_elements):
-        """`rest`: what a block of `grouped` has; `table`."""
-        rest = super().shared_storage(a_elements, b_elements)
+        """`rest`: what a block of `grouped` has; the slots and their barriers."""
+        slots = self.config.slots
 
         class Storage:
             pass
 
-        Storage.__annotations__ = {"rest": rest, "table": Table}
+        Storage.__annotations__ = {
+            "rest": super().shared_storage(a_elements, b_elements),
+            "full": cute.struct.MemRange[Int64, slots],
+            "empty": cute.struct.MemRange[Int64, slots],
+            "places": cute.struct.Align[cute.struct.MemRange[Int32, 4 * slots], 16],
+        }
         return cute.struct(Storage)
 
 
@@ -138,7 +119,11 @@ class Drawn:
     def read(self, state):
         """The place in a slot, which is then free."""
         self.ring.wait_full(state)
-        numbers = cute.make_tensor(self.places + 4 * state.stage, cute.make_layout(4))
+        slot = cute.make_ptr(
+            Int32, (self.places + 4 * state.stage).toint(), cute.AddressSpace.smem, assumed_align=16
+        )
+        numbers = cute.make_rmem_tensor(4, Int32)
+        cute.autovec_copy(cute.make_tensor(slot, cute.make_layout(4)), numbers)
         place = Place(*(cute.arch.make_warp_uniform(numbers[each]) for each in range(4)))
         if self.lane == 0:
             cute.arch.mbarrier_arrive(self.ring.empty + state.stage)
@@ -149,114 +134,35 @@ class Drawn:
 class Scheduler(Walk):
     """The warp that draws. `cluster` is the block."""
 
-    order: Int32
     counter: Any
     """Pointer to the counter."""
     ring: Ring
     places: Any
-    starts: Any
-    members: Any
-    """Pointers into the `Table`."""
 
     @cute.jit
     def run(self):
         """Draw tiles until there are none, and hand on the place of each, then the end."""
-        count, heavy, total = self.list_groups()
-        index = self.cluster
+        total = self.count()
         state = self.ring.producer_start()
-        while index < total:
-            self.hand_on(self.locate(index, count, heavy, total), state)
+        unit = self.first()
+        while self.has(unit):
+            self.hand_on(self.place(unit), state)
             state = self.ring.advance(state)
             # Drawn as late as possible: not before there is room for it.
             self.ring.wait_empty(state)
-            index = self.draw(total)
+            _, _, base, before, until, start, end = unit
+            unit = self.seek(self.draw(total), base, before, until, start, end)
         self.hand_on(Place(Int32(0), Int32(0), Int32(0), Int32(0)), state)
 
     @cute.jit
-    def bounds(self, group):
-        """The first row of a group and the row behind its last, whatever offsets say inside; 0 for none."""
-        offsets = cute.make_tensor(self.offsets, cute.make_layout(2**31 - 1))
-        start, end = Int32(0), Int32(0)
-        if group < self.params.groups:
-            end = offsets[group]
-            if group > 0:
-                start = offsets[group - 1]
-        start = cutlass.min(cutlass.max(start, 0), self.params.rows)
-        end = cutlass.min(cutlass.max(end, 0), self.params.rows)
-        return start, end
-
-    @cute.jit
-    def list_groups(self):
-        """Fill the table. Returns how many groups have rows, how many tiles the heavy ones have, and all."""
-        starts = cute.make_tensor(self.starts, cute.make_layout(MOST_GROUPS))
-        members = cute.make_tensor(self.members, cute.make_layout(MOST_GROUPS))
-        count, heavy, total = Int32(0), Int32(0), Int32(0)
-        for lists_light in cutlass.range_constexpr(2):
-            base, until_group = Int32(0), self.params.groups
-            if lists_light == 0 and self.order == GROUPS:
-                until_group = Int32(0)
-            while base < until_group:
-                group = base + self.lane
-                start, end = self.bounds(group)
-                rows = cutlass.max(end - start, 0)
-                is_light = Int32(1)
-                if rows > self.config.tile_n and self.order != GROUPS:
-                    is_light = Int32(0)
-                tiles = Int32(0)
-                if is_light == lists_light:
-                    tiles = self.row_tiles(rows) * self.params.tiles_m
-                until = tiles
-                for step in cutlass.range_constexpr(5):
-                    lower = cute.arch.shuffle_sync_up(until, 1 << step)
-                    if self.lane >= 1 << step:
-                        until += lower
-                have = cute.arch.vote_ballot_sync(tiles > 0)
-                if tiles > 0:
-                    below = (Int32(1) << self.lane) - 1
-                    entry = count + cute.arch.popc(have & below)
-                    starts[entry] = total + until - tiles
-                    members[entry] = group
-                total += cute.arch.shuffle_sync(until, LANES - 1)
-                count += cute.arch.popc(have)
-                base += LANES
-            if lists_light == 0:
-                heavy = total
-        cute.arch.sync_warp()
-        return count, heavy, total
-
-    @cute.jit
-    def locate(self, index, count, heavy, total):
-        """Where the tile of a number lies that there is."""
-        light = total - heavy
-        pairs = cutlass.min(heavy, light)
-        if self.order == IN_TURNS:
-            if index < 2 * pairs:
-                half = index // 2
-                if index % 2 == 1:
-                    half += heavy
-                index = half
-            elif heavy > light:
-                index -= light
-        starts = cute.make_tensor(self.starts, cute.make_layout(MOST_GROUPS))
-        members = cute.make_tensor(self.members, cute.make_layout(MOST_GROUPS))
-        entry, base = Int32(-1), Int32(0)
-        while base < count:
-            is_before = Int32(0)
-            if base + self.lane < count:
-                if starts[base + self.lane] <= index:
-                    is_before = Int32(1)
-            entry += cute.arch.popc(cute.arch.vote_ballot_sync(is_before == 1))
+    def count(self):
+        """The tiles of all groups."""
+        base, total = Int32(0), Int32(0)
+        while base < self.params.groups:
+            until, _, _ = self.window(base, total)
+            total = cute.arch.shuffle_sync(until, LANES - 1)
             base += LANES
-        group = cute.arch.make_warp_uniform(members[entry])
-        number = cute.arch.make_warp_uniform(index - starts[entry])
-        start, end = self.bounds(group)
-        raster = raster_of(
-            self.params.tiles_m, self.row_tiles(end - start), Int32(1), self.params.swizzle_size
-        )
-        tile_m, tile_row = tile_at(number, raster)
-        row = start + tile_row * self.config.tile_n
-        rows = cutlass.min(end - row, self.config.tile_n)
-        return Place(tile_m * self.config.tile_columns, row, rows, group)
+        return total
 
     @cute.jit
     def hand_on(self, place, state):
@@ -291,7 +197,7 @@ class Gemm(StaticGemm):
     def __call__(self, *arguments):
         """Encode the TMA descriptors and launch. arguments: those of `Arguments`; the stream."""
         given = Arguments(*arguments[:-1])
-        drawing = Drawing(given.l2_hint, given.order, given.counter_address)
+        drawing = Drawing(given.l2_hint, given.counter_address)
         self.launch(given._replace(l2_hint=drawing), arguments[-1])
 
     @cute.kernel
@@ -308,7 +214,7 @@ class Gemm(StaticGemm):
         k_tiles: Int32,
         drawing: Drawing,
     ):
-        """As `grouped`'s, without clusters; the producer's warpgroup has the scheduler, too."""
+        """As `grouped`'s, without clusters; the second warp is the scheduler."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -320,13 +226,12 @@ class Gemm(StaticGemm):
                 cpasync.prefetch_descriptor(rows[index].atom)
 
         both = SmemAllocator().allocate(self.storage)
-        storage, table = both.rest, both.table
+        storage, places = both.rest, both.places.data_ptr()
         ring = Ring(config, storage.full.data_ptr(), storage.empty.data_ptr())
-        slots = Ring(replace(config, stages=SLOTS), table.full.data_ptr(), table.empty.data_ptr())
-        places = table.places.data_ptr()
+        slots = Ring(replace(config, stages=config.slots), both.full.data_ptr(), both.empty.data_ptr())
         if thread == 0:
             ring.make_barriers()
-            for slot in cutlass.range_constexpr(SLOTS):
+            for slot in cutlass.range_constexpr(config.slots):
                 cute.arch.mbarrier_init(slots.full + slot, 1)
                 cute.arch.mbarrier_init(slots.empty + slot, 1 + config.consumers * WARPS)
         cute.arch.mbarrier_init_fence()
@@ -351,9 +256,8 @@ class Gemm(StaticGemm):
                     Int32, drawing.counter_address, cute.AddressSpace.gmem, assumed_align=4
                 )
                 Scheduler(
-                    config, params, offsets, thread % 32, Int32(block), Int32(0), drawing.order, counter,
-                    slots, places, table.starts.data_ptr(), table.groups.data_ptr(),
-                ).run()  # fmt: skip
+                    config, params, offsets, thread % 32, Int32(block), Int32(0), counter, slots, places
+                ).run()
         else:
             cute.arch.setmaxregister_increase(mma_registers)
             cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)

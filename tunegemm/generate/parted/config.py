@@ -16,7 +16,7 @@ class PartedConfig(GroupedConfig):
     """Blocks of a cluster, each of which multiplies as much of k."""
 
     @property
-    def exchanged_bytes(self) -> int:
+    def extra_bytes(self) -> int:
         """What a block has beside `GroupedConfig.smem_bytes`: the other parts' sums of a tile, a barrier."""
         return 16 + (self.parts - 1) * self.accumulator_registers * WARPGROUP_THREADS * 4
 
