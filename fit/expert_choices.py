@@ -172,8 +172,8 @@ def drawn(
                 timed.setdefault(cell_of(row, gpu), Races()).add(row)
     found: dict[Cell, Choice | None] = {}
     for cell in itertools.starmap(Cell, itertools.product(GPUS, kinds(), K_BANDS, ROWS_BANDS)):
-        if cell.rows == SHARED_ROWS and not any(cell._replace(gpu=gpu) in timed for gpu in GPUS):
-            if (below := cell._replace(rows=_BELOW)) in found:
+        if cell.rows == SHARED_ROWS and not any(Cell(gpu, *cell[1:]) in timed for gpu in GPUS):
+            if (below := Cell(*cell[:3], _BELOW)) in found:
                 found[cell] = found[below]
             continue
         own = timed.get(cell, Races())
