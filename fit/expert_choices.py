@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 from benchmarks.command import command, parser_of
 from benchmarks.experts import UNLISTED
 from benchmarks.results import RESULTS, geometric_mean
+from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.model.grouped import configs, kinds
 
 TABLE = Path(__file__).parent.parent / "db" / "grouped.toml"
@@ -91,7 +92,9 @@ def layer_of(row: Row) -> Layer:
 def times(row: Row) -> dict[Choice, float]:
     """Torch's time to that of each choice that a row has; the launch is empty where a row times what is
     served."""
-    names = {config.label: name for name, config in configs(kind_of(row)).items()}
+    all_of_kind = configs(kind_of(row)).items()
+    # Others have choices of their own, which go by rows in all.
+    names = {config.label: name for name, config in all_of_kind if type(config) is GroupedConfig}
     if isinstance(row.get("us"), dict):
         found = {}
         for text, us in row["us"].items():
