@@ -4,9 +4,7 @@ compile. No GPU needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,15 +14,10 @@ from tunegemm.generate.drawn.config import DrawnConfig
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.parted.config import PartedConfig
-from tunegemm.model.grouped import configs, maker_of
+from tunegemm.model.grouped import configs, listed, maker_of
 
-
-def new_kernels() -> Iterator[Any]:
-    """One of each new kind of kernel, for each kind of product that it is listed for."""
-    for kind in ("bf16", "gated", "fp8"):
-        for config in configs(kind).values():
-            if type(config) is not GroupedConfig:
-                yield pytest.param(config, id=config.label)
+#: Those that ship.
+SHIPPED = [config for config in listed() if isinstance(config, DrawnConfig | PartedConfig)]
 
 
 def test_a_compile_worker_finds_them_by_their_names_and_kernels_that_ship_keep_theirs() -> None:
@@ -37,7 +30,7 @@ def test_a_compile_worker_finds_them_by_their_names_and_kernels_that_ship_keep_t
         assert (key["source"] == source) == (type(config) is GroupedConfig), "only these are of its sources"
 
 
-@pytest.mark.parametrize("config", new_kernels())
+@pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.label)
 def test_it_compiles_without_warnings(config: DrawnConfig | PartedConfig, tmp_path: Path) -> None:
     """Warning C7511: ptxas serialises WGMMAs. What feasibility counts is what the kernel has."""
     if (missing := grouped.unavailable()) is not None:
