@@ -2,6 +2,8 @@
 
     python -m benchmarks.experts                           # layers, rows and skews, all of them: 3 minutes
     python -m benchmarks.experts --layers anchor           # the six layers that the table was drawn from
+    python -m benchmarks.experts --layers unlisted         # models that no choice was drawn from
+    python -m benchmarks.experts --layers unlisted --each --rows 208,256 --skews uniform  # rows of each group
     python -m benchmarks.experts --rows 16384 --skews hot  # some rows and skews
     python -m benchmarks.experts --drawn 40                # so many layers that are in no list, once each
     python -m benchmarks.experts --kernels                 # each kernel of db/grouped.toml, too: a row's `us`
@@ -28,7 +30,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -43,13 +45,14 @@ from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.errors import one_line
 from tunegemm.generate import along_k
-from tunegemm.generate import grouped as kernels
 from tunegemm.generate.along_k import AlongK
-from tunegemm.generate.grouped import GroupedKernel
+from tunegemm.generate.drawn.config import DrawnConfig
+from tunegemm.generate.grouped.config import GroupedConfig
+from tunegemm.generate.parted.config import PartedConfig
 from tunegemm.groups import grouped
 from tunegemm.measure.statistics import aa_noise
-from tunegemm.model.grouped import FP8, choose, choose_along_k, kinds, listed, listed_along_k
-from tunegemm.store import packing, packs
+from tunegemm.model.grouped import FP8, choose, choose_along_k, configs, kinds, listed_along_k, maker_of
+from tunegemm.store import packing
 
 METHOD = (
     "each side in one CUDA graph over divisions of the rows whose weights together pass 3x the L2; all sides "
@@ -74,15 +77,28 @@ MODELS = {
     "glm-4.5-air": (128, 4096, 1408, 8),
     "glm-4.5-ep8": (20, 5120, 1536, 1),
 }
-#: Groups, N, K of gate and up, and of down.
-LAYERS = {
-    f"{name}-{part}": (count, *((2 * inner, hidden) if part == "up" else (hidden, inner)))
-    for name, (count, hidden, inner, _) in MODELS.items()
-    for part in ("up", "down")
+#: The same of models that stay out of the choices of db/grouped.toml, to show what these are worth.
+UNLISTED_MODELS = {
+    "mixtral-8x22b": (8, 6144, 16384, 2),
+    "olmoe": (64, 2048, 1024, 8),
+    "deepseek-v2-lite": (64, 2048, 1408, 6),
+    "llama4-scout-tp2": (16, 5120, 4096, 1),
 }
+
+
+def layers_of(models: Mapping[str, tuple[int, int, int, int]]) -> dict[str, tuple[int, int, int]]:
+    """Groups, N, K of each model's gate and up, and of its down."""
+    return {
+        f"{name}-{part}": (count, *((2 * inner, hidden) if part == "up" else (hidden, inner)))
+        for name, (count, hidden, inner, _) in models.items()
+        for part in ("up", "down")
+    }
+
+
+LAYERS, UNLISTED = layers_of(MODELS), layers_of(UNLISTED_MODELS)
 #: What the choices of db/grouped.toml were drawn from.
 ANCHOR = tuple(LAYERS)[:6]
-ROWS = ("1", "16", "64", "256", "1024", "4096", "16384", "32768")
+ROWS = ("1", "8", "16", "64", "208", "256", "512", "1024", "4096", "16384", "32768")
 SKEWS = ("uniform", "typical", "hot")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, FP8: torch.float8_e4m3fn}
 #: What of the datasheet's bandwidth copies reach, B/s, and what dense products keep up, flop/s.
@@ -100,6 +116,23 @@ _MOST_DIVISIONS = 24
 _ERROR = 4e-3
 
 Side = Callable[[int], torch.Tensor]
+
+
+def is_raced(config: GroupedConfig, rows: int, groups: int) -> bool:
+    """Whether a kernel may be the best one for so many rows."""
+    if isinstance(config, PartedConfig):  # each of its tiles reads weights again
+        return rows <= 4 * config.tile_n
+    if isinstance(config, DrawnConfig):  # few tiles are not drawn: each block has one or two
+        return rows >= _STEADY_ROWS
+    return config.tile_n >= 64 or (rows < _STEADY_ROWS and rows / groups < 4 * 64)
+
+
+def launches(config: GroupedConfig, rows: int) -> tuple[dict[str, int], ...]:
+    """How a kernel is launched in races."""
+    if isinstance(config, PartedConfig):
+        return ({"l2_hint": 1},)
+    ordered = {"swizzle_size": 4}, {"swizzle_size": 16}
+    return ordered if rows >= _STEADY_ROWS else (*ordered, {"l2_hint": 1})
 
 
 def divide(groups: int, rows: int, skew: str) -> list[int]:
@@ -214,18 +247,15 @@ class Case:
             found["quack"] = quacks
         if each_kernel:
             blocks = torch.cuda.get_device_properties(a.device).multi_processor_count
+            provided = packing.provide_grouped(self.kind, every=True)
             given = {"bias": scale_b, "scales": scale_a} if is_fp8 else {}
-            for config in listed(kind=self.kind):
-                artifact = packs.find(kernels.kernel_key(config))
-                if artifact is None or config.tile_n < 64 <= a.shape[0] / len(weights) / 4:
+            for config in configs(self.kind).values():
+                maker = maker_of(config)
+                artifact = provided.of(maker.kernel_key(config))
+                if artifact is None or not is_raced(config, a.shape[0], len(weights)):
                     continue
-                kernel = GroupedKernel.load(config, artifact.path)
-                for launch in (
-                    {"swizzle_size": 1},
-                    {"swizzle_size": 4},
-                    {"swizzle_size": 16},
-                    {"l2_hint": 1},
-                ):
+                kernel = maker.Kernel.load(config, artifact.path)
+                for launch in launches(config, a.shape[0]):
 
                     def run(i: int, kernel: Any = kernel, launch: Any = launch) -> torch.Tensor:
                         kernel.launch(a, weights, gated_out, ends[i], blocks=blocks, **launch, **given)
@@ -242,7 +272,7 @@ class Case:
         model, _, part = self.name.rpartition("-")
         inner = n // 2 if part == "up" else k
         rows = self.a.shape[0]
-        tokens = max(1, rows // MODELS.get(model, (0, 0, 0, 4))[3])
+        tokens = max(1, rows // (MODELS | UNLISTED_MODELS).get(model, (0, 0, 0, 4))[3])
         config = theirs.try_get_optimal_moe_config((count, 2 * inner, k), (count, k, inner), 1, None, tokens)
         numbers = torch.arange(count, device=self.a.device, dtype=torch.int32)
         blocks = []
@@ -485,7 +515,7 @@ def drawn(count: int, seed: int = 0) -> dict[str, tuple[int, int, int]]:
     while len(found) < count:
         groups = chance.choice((4, 6, 12, 16, 24, 40, 48, 64, 72, 96, 160, 192, 256))
         n, k = (64 * round(2 ** chance.uniform(2.5, 8)) for _ in range(2))
-        if groups * n * k < 1 << 31 and (groups, n, k) not in LAYERS.values():
+        if groups * n * k < 1 << 31 and (groups, n, k) not in (LAYERS | UNLISTED).values():
             found[f"drawn-{groups}x{n}x{k}-up"] = groups, n, k
     return found
 
@@ -503,7 +533,7 @@ def cases(kind: str, options: argparse.Namespace, device: Device) -> Iterator[tu
     """Each case of a kind and its skew."""
     l2_bytes = 3 * device.l2_bytes
     dtype = {"fp16": torch.float16, "fp8": torch.float8_e4m3fn}.get(kind, torch.bfloat16)
-    layers = LAYERS
+    layers = LAYERS | UNLISTED
     names = [name for name in options.layers if kind != "gated" or name.endswith("-up")]
     plan = order(names, options.rows, options.skews)
     if options.drawn:
@@ -514,6 +544,7 @@ def cases(kind: str, options: argparse.Namespace, device: Device) -> Iterator[tu
     kept: dict[str, torch.Tensor] = {}
     for name, rows, skew in plan:
         count, n, k = layers[name]
+        rows *= count if options.each else 1
         if name not in kept:
             if options.drawn:
                 kept.clear()
@@ -571,7 +602,10 @@ def _summary(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     for kind in dict.fromkeys((row["dtype"], row["layout"], row["epilogue"]) for row in found):
         own = [row for row in found if (row["dtype"], row["layout"], row["epilogue"]) == kind]
         for rows in sorted({row["rows"] for row in own}):
-            yield _line(f"{rows} rows", [row for row in own if row["rows"] == rows])
+            for skew in SKEWS:
+                some = [row for row in own if (row["rows"], row["skew"]) == (rows, skew)]
+                if some:
+                    yield _line(f"{rows} rows, {skew}", some)
         yield _line(f"all of {' '.join(filter(None, kind))}", own)
 
 
@@ -580,7 +614,8 @@ def _line(name: str, rows: Sequence[dict[str, Any]]) -> str:
     return (
         f"{name}: {geometric_mean(ratios):.3f} x torch, least {min(ratios):.3f}; "
         f"{geometric_mean([row['ratio_to_best_peer'] for row in rows]):.3f} x the best peer; "
-        f"{geometric_mean([row['share_of_bound'] for row in rows]):.3f} of the bound"
+        f"{geometric_mean([row['share_of_bound'] for row in rows]):.3f} of the bound, "
+        f"least {min(row['share_of_bound'] for row in rows):.3f}"
     )
 
 
@@ -589,10 +624,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a result is wrong."""
     parser = parser_of("benchmarks.experts", __doc__)
     parser.add_argument(
-        "--layers", default=",".join(LAYERS), help="or `anchor`, the first six; default: all of %(default)s"
+        "--layers",
+        default=",".join(LAYERS),
+        help="or `anchor`, the first six, or `unlisted`; default: all of %(default)s",
     )
     parser.add_argument("--drawn", type=int, default=0, help="so many layers that are in no list, instead")
     parser.add_argument("--rows", default=",".join(ROWS), help="of all groups together: default %(default)s")
+    parser.add_argument("--each", action="store_true", help="rows are of each group, in the mean")
     parser.add_argument("--skews", default=",".join(SKEWS), help="default: all of %(default)s")
     parser.add_argument("--seed", type=int, default=2, help="of drawn layers; choices saw those of 0 and 1")
     parser.add_argument(
@@ -609,7 +647,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.layers == "anchor":
         options.layers = ",".join(ANCHOR)
-    choose_names(options, layers=tuple(LAYERS), rows=ROWS, skews=SKEWS, kinds=(*kinds(), along_k.NAME))
+    if options.layers == "unlisted":
+        options.layers = ",".join(UNLISTED)
+    choose_names(options, layers=(*LAYERS, *UNLISTED), rows=ROWS, skews=SKEWS, kinds=(*kinds(), along_k.NAME))
     if along_k.NAME in options.kinds and (len(options.kinds) > 1 or options.peers):
         parser.error("along_k has a file of its own, and no peers: leave out other --kinds, and --peers")
     options.peers = chosen(options.peers, tuple(PEERS), "peers") if options.peers else []

@@ -6,13 +6,15 @@
     python -m fit.expert_choices --held-out  # what it is worth for layers that it has not seen
 
 A cell is a GPU, a kind of product, a band of rows a group, which bounds how often a tile of weights is used,
-and one of K: the longer, the less a tile's store costs. Its kernel is the one with the best geometric mean
-to torch over the races of the GPU's own problems, each the mean of its skews; of those that are as good but
-for 2 % the one that was timed most where it serves; torch's where none gains as much as `--least`. Up to 256
-rows a group, where weights bound a product, a GPU without enough races goes by another's; beyond, an H100
-lost what an H200 gained. Out are kernels that lose a problem by more than `--worst` says, and those that lost
-on that GPU in the mean of the rows that time what is served. A cell without races is left to the table's
-other choices. Held out, each layer goes by what is drawn of the others.
+and one of K: the longer, the less a tile's store costs. Its kernel is the one with the best geometric mean to
+torch over the races of the GPU's own problems, uniform, typical and hot divisions weighing the same; of those
+that are as good but for 2 % the one that was timed most where it serves; torch's where none gains as much as
+`--least`. Up to 256 rows a group, where weights bound a product, a GPU without enough races goes by
+another's; beyond, an H100 lost what an H200 gained. Out are kernels that lose any race, of whatever division,
+by more than `--worst` and the race's noise say, and those that lost on that GPU in the mean of the rows that
+time what is served. Layers of `benchmarks.experts.UNLISTED` say nothing here. A cell without races is left to
+the table's other choices; rows that fill a tile of 256 but not one of 192 go by those below. Held out, each
+layer goes by what is drawn of the others.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.command import command, parser_of
+from benchmarks.experts import UNLISTED
 from benchmarks.results import RESULTS, geometric_mean
+from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.model.grouped import configs, kinds
 
 TABLE = Path(__file__).parent.parent / "db" / "grouped.toml"
@@ -36,15 +40,16 @@ BEGIN = "# Drawn by `python -m fit.expert_choices --write` of rows of each kind'
 END = "# Of all other:\n"
 _ALL = 2**31 - 1
 #: Rows a group, and K, up to which a band goes.
-ROWS_BANDS = (12, 64, 256, 1023, _ALL)
+ROWS_BANDS = (12, 64, 192, 256, 1023, _ALL)
 K_BANDS = (3072, _ALL)
 #: What a GPU's name contains, and its folder of results. Those that the table does not name go by the last.
 GPUS = {"H200": "h200", "": "h100-80gb-hbm3"}
-#: What a kernel gains in the mean, and makes of each problem; and what of the best mean is as good. Of torch
-#: two times differ by 3 %, and at the power cap by more.
-LEAST, WORST, AS_GOOD = 1.05, 0.97, 0.98
+#: What a kernel gains in the mean, and makes of each race; and what of the best mean is as good.
+LEAST, WORST, AS_GOOD = 1.05, 0.98, 0.98
 #: Races that a GPU has of its own, to go by them; else another's count, up to so many rows a group.
 ENOUGH, SHARED_ROWS = 2, 256
+#: The band whose choice serves up to `SHARED_ROWS`, too, for kinds that were not raced there.
+_BELOW = 192
 FILES = ("experts_kernels.json", "experts.json")
 #: What a row calls a launch, and its word in the table.
 _LAUNCHES = {"s": "swizzle_size", "l": "l2_hint"}
@@ -87,7 +92,9 @@ def layer_of(row: Row) -> Layer:
 def times(row: Row) -> dict[Choice, float]:
     """Torch's time to that of each choice that a row has; the launch is empty where a row times what is
     served."""
-    names = {config.label: name for name, config in configs(kind_of(row)).items()}
+    all_of_kind = configs(kind_of(row)).items()
+    # Others have choices of their own, which go by rows in all.
+    names = {config.label: name for name, config in all_of_kind if type(config) is GroupedConfig}
     if isinstance(row.get("us"), dict):
         found = {}
         for text, us in row["us"].items():
@@ -102,53 +109,59 @@ class Races:
     """What was timed in a cell on one GPU."""
 
     def __init__(self) -> None:
-        self.problems: dict[tuple[Layer, int], list[dict[Choice, float]]] = {}
-        """The races of each problem, one a skew."""
+        self.problems: dict[tuple[Layer, int], dict[str, dict[Choice, float]]] = {}
+        """The races of each problem, by their skews."""
+        self.lost: dict[Choice, float] = {}
+        """The least that each choice made of a race, the race's noise added."""
         self.served: dict[str, list[float]] = {}
         """What rows that time a served kernel alone say of it."""
 
     def add(self, row: Row) -> None:
         found = times(row)
         if isinstance(row.get("us"), dict):
-            self.problems.setdefault((layer_of(row), row["rows"]), []).append(found)
+            self.problems.setdefault((layer_of(row), row["rows"]), {})[row["skew"]] = found
+            for choice, ratio in found.items():
+                made = ratio + row.get("noise", 0.0)
+                self.lost[choice] = min(made, self.lost.get(choice, made))
         else:
             for (name, _), ratio in found.items():
                 self.served.setdefault(name, []).append(ratio)
 
     def means(self, out: Collection[str], worst: float) -> dict[Choice, float]:
-        """Of each choice of no kernel in `out` that loses no problem: its geometric mean over them.
+        """Of each choice of no kernel in `out` that loses no race: its geometric mean, skews weighing alike.
 
         Of one that up to half of the races lack, as a newer kernel, those are as of the best that all have.
         """
-        problems = [
-            {
-                choice: geometric_mean([each[choice] for each in skews])
-                for choice in sorted(set.intersection(*map(set, skews)))
-            }
-            for skews in self.problems.values()
-        ]
-        having: dict[Choice, list[dict[Choice, float]]] = {}
+        problems = list(self.problems.values())
+        having: dict[Choice, list[dict[str, dict[Choice, float]]]] = {}
         for problem in problems:
-            for choice in problem:
-                if choice[0] not in out:
+            for choice in sorted(set.intersection(*map(set, problem.values()))):
+                if choice[0] not in out and self.lost[choice] >= worst:
                     having.setdefault(choice, []).append(problem)
         means: dict[Choice, float] = {}
         best: Choice | None = None
         for choice, of in sorted(having.items(), key=lambda one: (-len(one[1]), one[0])):
-            ratios = [each[choice] for each in of]
-            if min(ratios) < worst:
-                continue
             if len(of) == len(problems):
-                means[choice] = geometric_mean(ratios)
+                means[choice] = _mean(of, choice)
                 best = max(means, key=means.__getitem__)
             elif best is not None and len(of) >= max(ENOUGH, len(problems) / 2):
-                gain = geometric_mean([each[choice] / each[best] for each in of])
-                means[choice] = means[best] * gain ** (len(of) / len(problems))
+                means[choice] = means[best] * _mean(of, choice, best) ** (len(of) / len(problems))
         return means
 
     def slower(self) -> set[str]:
         """Kernels that are slower than torch where they serve."""
         return {name for name, ratios in self.served.items() if geometric_mean(ratios) < 1}
+
+
+def _mean(
+    problems: Sequence[Mapping[str, Mapping[Choice, float]]], choice: Choice, to: Choice | None = None
+) -> float:
+    """What a choice makes of problems, or what it gains over another: as much by each skew."""
+    of_skews: dict[str, list[float]] = {}
+    for problem in problems:
+        for skew, found in problem.items():
+            of_skews.setdefault(skew, []).append(found[choice] / (1.0 if to is None else found[to]))
+    return geometric_mean([geometric_mean(ratios) for ratios in of_skews.values()])
 
 
 def drawn(
@@ -162,6 +175,10 @@ def drawn(
                 timed.setdefault(cell_of(row, gpu), Races()).add(row)
     found: dict[Cell, Choice | None] = {}
     for cell in itertools.starmap(Cell, itertools.product(GPUS, kinds(), K_BANDS, ROWS_BANDS)):
+        if cell.rows == SHARED_ROWS and not any(Cell(gpu, *cell[1:]) in timed for gpu in GPUS):
+            if (below := Cell(*cell[:3], _BELOW)) in found:
+                found[cell] = found[below]
+            continue
         own = timed.get(cell, Races())
         others = [timed.get(Cell(gpu, *cell[1:]), Races()) for gpu in GPUS if cell.rows <= SHARED_ROWS]
         raced = next((races for races in (own, *others) if len(races.problems) >= ENOUGH), own)
@@ -228,6 +245,7 @@ def rows_of(results: Path) -> dict[str, list[Row]]:
             for name in FILES
             if (path := results / folder / name).exists()
             for row in json.loads(path.read_text())["rows"]
+            if layer_of(row) not in UNLISTED.values()
         ]
         for gpu, folder in GPUS.items()
     }

@@ -185,7 +185,8 @@ def experts_served(_: Path) -> str:
     for (kind, words), k, gpu in itertools.product(kinds.items(), (2048, 7168), columns):
         counts = {rows: min(32, 16384 // rows) for rows in at.values()}
         found = [choose(count, 4096, k, count * rows, gpu=gpu, **words) for rows, count in counts.items()]
-        tiles = [each.label.split()[0] if each else "torch's" for each in found]
+        labels = [each.label.split() if each else ["torch's"] for each in found]
+        tiles = [f"{each[0]} drawn" if "drawn" in each else each[0] for each in labels]
         lines.setdefault((kind, "more" if k > 3072 else "to 3072", *tiles), []).append(columns[gpu])
     header = ["product", "K", *(f"rows a group {word}" for word in at), "on"]
     return markdown_table(header, [[*line, " and ".join(gpus)] for line, gpus in lines.items()])

@@ -30,7 +30,7 @@ def test_each_turn_of_all_layers_has_other_rows_and_skews() -> None:
         part = plan[: turns * len(layers)]
         assert set(Counter(name for name, _, _ in part).values()) == {turns}
         counts = Counter(rows for _, rows, _ in part)
-        assert max(counts.values()) <= 2 * min(counts[int(rows)] for rows in ROWS) + 1
+        assert max(counts.values()) <= 2 * min(counts[int(rows)] for rows in ROWS) + 3
 
 
 def test_drawn_layers_are_in_no_list_and_the_same_each_time() -> None:
@@ -72,11 +72,13 @@ def test_a_cell_has_the_kernel_that_is_best_in_the_mean_and_loses_no_problem() -
     ]
     found = drawn({"H200": rows})
     assert found[Cell("H200", "fp8", MOST, 12)] == ("co64x32", "l1")
-    assert found[Cell("H200", "fp8", MOST, 256)] is None, "it gains too little"
+    assert found[Cell("H200", "fp8", MOST, 192)] is None, "it gains too little"
     assert Cell("H200", "fp8", MOST, 64) not in found
-    # The two skews of a problem are one.
-    uniform = row(256, {f"{small} l1": 1.2, f"{small} s4": 1.25, f"{large} s4": 1.1}, skew="uniform")
-    assert drawn({"H200": [*rows, uniform]})[Cell("H200", "fp8", MOST, 12)] == ("co256x128", "s4")
+    # A kernel that loses one division is out, whatever it gains by another, but for the race's noise.
+    uniform = row(256, {f"{small} l1": 1.2, f"{small} s4": 1.25, f"{large} s4": 1.3}, skew="uniform")
+    assert drawn({"H200": [*rows, uniform]})[Cell("H200", "fp8", MOST, 12)] == ("co64x32", "s4")
+    noisy = [each | {"noise": 0.09} for each in (*rows, uniform)]
+    assert drawn({"H200": noisy})[Cell("H200", "fp8", MOST, 12)] == ("co256x128", "s4")
     # So does what is served, in the mean.
     lost = [served(8, small, 0.9), served(16, small, 1.05)]
     assert drawn({"H200": [*rows, *lost[1:]]})[Cell("H200", "fp8", MOST, 12)] == ("co64x32", "l1")
@@ -88,17 +90,19 @@ def test_a_gpu_goes_by_anothers_races_up_to_so_many_rows_a_group() -> None:
     races = [row(rows, {f"{label} s4": 1.3}, n=n) for rows in (32 * 100, 32 * 512) for n in (4096, 8192)]
     found = drawn({"H200": races})
     assert found == {
+        Cell("H200", "fp8", MOST, 192): ("pp128x128", "s4"),
         Cell("H200", "fp8", MOST, 256): ("pp128x128", "s4"),
         Cell("H200", "fp8", MOST, 1023): ("pp128x128", "s4"),
+        Cell("", "fp8", MOST, 192): ("pp128x128", "s4"),
         Cell("", "fp8", MOST, 256): ("pp128x128", "s4"),
     }
     # Its own say more, as soon as there are enough.
     for number, choice in ((1, ("pp128x128", "s4")), (2, ("pp128x128", "l1"))):
         own = [row(3200, {f"{label} s4": 1.1, f"{label} l1": 1.2}, n=n) for n in (64, 128)[:number]]
-        assert drawn({"H200": races, "": own})[Cell("", "fp8", MOST, 256)] == choice
+        assert drawn({"H200": races, "": own})[Cell("", "fp8", MOST, 192)] == choice
     lost = {"H200": races, "": [served(3200, label, 0.9)]}
-    assert drawn(lost)[Cell("", "fp8", MOST, 256)] is None
-    assert drawn(lost)[Cell("H200", "fp8", MOST, 256)] == ("pp128x128", "s4")
+    assert drawn(lost)[Cell("", "fp8", MOST, 192)] is None
+    assert drawn(lost)[Cell("H200", "fp8", MOST, 192)] == ("pp128x128", "s4")
 
 
 def test_a_kernel_that_is_newer_than_races_is_paired_with_the_best_of_those_before() -> None:
@@ -107,7 +111,7 @@ def test_a_kernel_that_is_newer_than_races_is_paired_with_the_best_of_those_befo
     new = [
         row(3200, {f"{label} s4": 1.1, f"{newer} s4": ratio}, n=n) for n, ratio in ((64, 1.2), (128, 1.15))
     ]
-    cell = Cell("H200", "fp8", MOST, 256)
+    cell = Cell("H200", "fp8", MOST, 192)
     assert drawn({"H200": [*old, new[0]]})[cell] == ("pp128x128", "s4"), "it ran once"
     assert drawn({"H200": [*old[2:], *new]})[cell] == ("co256x128", "s4"), (
         "by 7 %, of less than the others' mean"
@@ -122,7 +126,7 @@ def test_a_layer_that_is_held_out_goes_by_the_others() -> None:
     other = row(3200, {f"{label} s4": 1.2, f"{label} s1": 1.1}, n=64)
     uniform = row(3200, {f"{label} s4": 0.99, f"{label} s1": 1.0}, n=64, skew="uniform")
     found = sorted(held_out({"H200": [one, other, uniform]}))
-    cell = Cell("H200", "fp8", MOST, 256)
+    cell = Cell("H200", "fp8", MOST, 192)
     assert [(each, least) for each, _, least in found] == [(cell, 1.0), (cell, pytest.approx(1.1))]
     assert found[0][1] == pytest.approx((1.1 * 1.0) ** 0.5)
 
@@ -132,10 +136,13 @@ def test_what_is_drawn_is_a_table(tmp_path: Path) -> None:
     found = {
         Cell("H200", "fp8", MOST, 12): few,
         Cell("H200", "fp8", MOST, 64): some,
+        Cell("H200", "fp8", MOST, 192): some,
         Cell("H200", "fp8", MOST, 256): some,
         Cell("", "fp8", MOST, 12): few,
         Cell("", "fp8", MOST, 64): few,
+        Cell("", "fp8", MOST, 192): None,
         Cell("", "fp8", MOST, 256): None,
+        Cell("", "fp8", 3072, 192): some,
         Cell("", "fp8", 3072, 256): some,
     }
     text = "".join(text_of(found))  # type: ignore[arg-type]

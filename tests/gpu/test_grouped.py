@@ -11,10 +11,9 @@ import torch
 
 import tunegemm
 from tests.support.grouped import DTYPES
-from tunegemm.generate import grouped as kernels
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.groups import grouped
-from tunegemm.model.grouped import choose, kinds, listed
+from tunegemm.model.grouped import choose, kinds, listed, maker_of
 from tunegemm.store import packing
 
 pytestmark = pytest.mark.gpu
@@ -44,9 +43,9 @@ def of_kind(kind: str) -> dict[str, GroupedKernel]:
     assert not provided.failures
     found = {}
     for config in listed(kind=kind):
-        artifact = provided.of(kernels.kernel_key(config))
+        artifact = provided.of(maker_of(config).kernel_key(config))
         assert artifact is not None and artifact.resources.spill_bytes == 0, config.label
-        found[config.label] = GroupedKernel.load(config, artifact.path)
+        found[config.label] = maker_of(config).Kernel.load(config, artifact.path)
     return found
 
 

@@ -20,14 +20,13 @@ from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.operation import Operation
-from tunegemm.generate import along_k, grouped, joined, routing
+from tunegemm.generate import along_k, joined, routing
 from tunegemm.generate.along_k import AlongK
 from tunegemm.generate.cute_sm90.config import KernelConfig
-from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.joined import JoinedKernel
 from tunegemm.groups.routing import Gate, Routing, few
-from tunegemm.model.grouped import configs, kinds, listed, listed_along_k
+from tunegemm.model.grouped import configs, kinds, listed, listed_along_k, maker_of
 from tunegemm.model.joined import listed as listed_of_weights
 from tunegemm.store import packing
 
@@ -107,9 +106,9 @@ def grouped_kernels() -> Iterator[tuple[str, GroupedConfig]]:
 def launch_grouped() -> None:
     """Grouped kernels over ragged groups, empty ones, rows behind the last, and offsets that are none."""
     for kind, config in grouped_kernels():
-        artifact = packing.provide_grouped(kind).of(grouped.kernel_key(config))
+        artifact = packing.provide_grouped(kind).of(maker_of(config).kernel_key(config))
         assert artifact is not None, config.label
-        kernel, rows = GroupedKernel.load(config, artifact.path), 144 * (1 + config.fused.gated)
+        kernel, rows = maker_of(config).Kernel.load(config, artifact.path), 144 * (1 + config.fused.gated)
         dtype, out_dtype = DTYPES[config.in_dtype], DTYPES[config.out_dtype]
         a = torch.ones(150, 208, device="cuda").to(dtype)
         weights = torch.ones(5, rows, 208, device="cuda").to(dtype)

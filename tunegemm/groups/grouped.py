@@ -38,12 +38,11 @@ from tunegemm.generate import along_k
 from tunegemm.generate import grouped as kernels
 from tunegemm.generate.along_k import AlongK
 from tunegemm.generate.cublaslt import is_torch
-from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.generate.grouped.operands import objection
 from tunegemm.generate.takes import NotTaken
 from tunegemm.groups import routing
 from tunegemm.groups.objects import compiled
-from tunegemm.model.grouped import FP8, AlongKChoice, GroupedChoice, choose, choose_along_k
+from tunegemm.model.grouped import FP8, AlongKChoice, GroupedChoice, choose, choose_along_k, maker_of
 from tunegemm.store.checks import record_objection
 from tunegemm.store.record import Record
 
@@ -300,14 +299,15 @@ class Groups:
         if isinstance(choice, GroupedChoice) and choice.is_few and is_whole:
             return routing.few(choice.config, index)
         words: dict[str, Any] = {"blocks": device.sm_count, "swizzle_size": choice.swizzle_size}
+        load: Any
         if isinstance(choice, GroupedChoice):
+            maker = maker_of(choice.config)
             words["l2_hint"] = choice.l2_hint
-            artifact = compiled(kernels.NAME, kernels.kernel_key(choice.config))
+            artifact, load = compiled(maker.NAME, maker.kernel_key(choice.config)), maker.Kernel.load
         else:
-            artifact = compiled(along_k.NAME, along_k.kernel_key(choice.config))
+            artifact, load = compiled(along_k.NAME, along_k.kernel_key(choice.config)), AlongK.load
         if artifact is None:
             return None
-        load: Any = GroupedKernel.load if isinstance(choice, GroupedChoice) else AlongK.load
         with torch.cuda.device(index):
             kernel = load(choice.config, artifact.path)
         of = partial(kernel.of, **words)

@@ -10,15 +10,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import BadValueError
-from tunegemm.generate import along_k
+from tunegemm.generate import along_k, drawn, grouped, parted
 from tunegemm.generate.cute_sm90.config import KernelConfig
+from tunegemm.generate.drawn.config import DrawnConfig
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.grouped.rules import config_from
+from tunegemm.generate.parted.config import PartedConfig
 from tunegemm.resources import data_path
 
 _FACTS = ("groups", "n", "k", "rows", "rows_per_group")
@@ -44,6 +47,11 @@ class GroupedChoice:
     def label(self) -> str:
         """The kernel in a few words."""
         return f"few {self.config.in_dtype}" if self.is_few else self.config.label
+
+
+def maker_of(config: GroupedConfig) -> ModuleType:
+    """The module that compiles and launches a kernel: `kernel_key` and `Kernel` are for such configs."""
+    return {DrawnConfig: drawn, PartedConfig: parted}.get(type(config), grouped)
 
 
 @dataclass(frozen=True)
@@ -107,10 +115,15 @@ def choose(
     if (kind := next(kinds, None)) is None:
         return None
     facts = dict(zip(_FACTS, (groups, n, k, rows, rows / groups), strict=True))
-    held = (rule for rule in table.rules if rule.is_for(kind, gpu) and rule.holds(facts))
+    possible = [
+        rule for rule in table.rules
+        if rule.is_for(kind, gpu)
+        and not (ordered and isinstance(table.configs.get((kind, rule.kernel)), PartedConfig))
+    ]  # fmt: skip
+    held = (rule for rule in possible if rule.holds(facts))
     rule = next((rule for rule in held if rule.kernel or not (gate or ordered)), None)
     if rule is None and ordered:  # of groups of more rows than were timed: what those of the most have
-        others = [rule for rule in table.rules if rule.is_for(kind, gpu) and rule.kernel]
+        others = [rule for rule in possible if rule.kernel]
         rule = max(others, key=_Rule.most_per_group, default=None)
     if rule is None or not rule.kernel:
         return None
@@ -127,8 +140,13 @@ def chosen(problem: Problem, gpu: str, *, ordered: bool = False) -> GroupedChoic
 
 
 def shipped_kernel(problem: Problem, gpu: str) -> Candidate | None:
-    """What is `chosen` for a problem, as a search knows it; None for torch's."""
+    """What is `chosen` for a problem, as a search knows it; None for torch's.
+
+    A search knows neither drawn tiles nor parts of k: it has the same tile, or what stands in for these.
+    """
     choice = chosen(problem, gpu)
+    if choice is not None and isinstance(choice.config, PartedConfig):
+        choice = chosen(problem, gpu, ordered=True)
     return None if choice is None else candidate_of(choice)
 
 
@@ -175,8 +193,14 @@ class _Kind(NamedTuple):
     served: bool = True
 
     def config_of(self, parameters: Mapping[str, Any]) -> GroupedConfig:
-        """A kernel of this kind."""
-        return config_from(parameters, dtype=self.dtype, gate=self.gate, major=self.major)
+        """A kernel of this kind: with `parts` one of parts of k, with `drawn` one that draws its tiles."""
+        rest = dict(parameters)
+        parts, draws = rest.pop("parts", 1), rest.pop("drawn", False)
+        config = config_from(rest, dtype=self.dtype, gate=self.gate, major=self.major)
+        fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
+        if parts > 1:
+            return PartedConfig(**fields, parts=parts)
+        return DrawnConfig(**fields | {"tile_scheduler": "dynamic"}) if draws else config
 
 
 @dataclass(frozen=True)
@@ -225,12 +249,18 @@ def _table(path: Path | None) -> _Table:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
         kernels = _kernels(table["kernels"])
+        for name, parts in table.get("parts", {}).items():
+            kernels[name]["parts"] = parts
         kinds = {name: _Kind(**words) for name, words in table["kinds"].items()}
-        configs = {
-            (kind, name): words.config_of(parameters | table.get(kind, {}).get(name, {}))
-            for kind, words in kinds.items()
+        given = {
+            (kind, name): parameters | table.get(kind, {}).get(name, {})
+            for kind in kinds
             for name, parameters in kernels.items()
         }
+        for name in table.get("drawn", {}).get("kernels", ()):
+            kernels[f"drawn-{name}"] = kernels[name]
+            given |= {(kind, f"drawn-{name}"): given[kind, name] | {"drawn": True} for kind in kinds}
+        configs = {(kind, name): kinds[kind].config_of(words) for (kind, name), words in given.items()}
         rules = tuple(_rule(words, kernels, kinds) for words in table["choices"])
         return _Table(kinds, configs, rules, _along_k(table.get("along_k", {})))
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -28,8 +28,8 @@ from tunegemm.generate import along_k, families, grouped, joined, routing
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.model import shortlist
+from tunegemm.model.grouped import configs, listed_along_k, maker_of
 from tunegemm.model.grouped import listed as listed_of_groups
-from tunegemm.model.grouped import listed_along_k
 from tunegemm.model.joined import listed as listed_of_weights
 from tunegemm.store import packs
 from tunegemm.store.checks import device_of, record_objection
@@ -165,11 +165,13 @@ def _shortlisted() -> dict[str, tuple[str, Key]]:
     return found
 
 
-def _grouped(kind: str = "") -> dict[str, tuple[str, Key]]:
-    """By its name each kernel of grouped products, and around them, that ships; or of a kind."""
+def _grouped(kind: str = "", every: bool = False) -> dict[str, tuple[str, Key]]:
+    """By its name each kernel of grouped products, and around them, that ships; or of a kind, or `every` one
+    of the table.
+    """
     found = {
-        f"grouped {config.label}": (grouped.NAME, grouped.kernel_key(config))
-        for config in listed_of_groups(kind=kind)
+        f"grouped {config.label}": (maker_of(config).NAME, maker_of(config).kernel_key(config))
+        for config in (configs(kind).values() if every else listed_of_groups(kind=kind))
     }
     if kind in ("", along_k.NAME):
         for config in listed_along_k(every=bool(kind)):
@@ -212,11 +214,12 @@ class Provided:
         return self.artifacts.get(_name(key))
 
 
-def provide_grouped(kind: str = "") -> Provided:
+def provide_grouped(kind: str = "", *, every: bool = False) -> Provided:
     """The objects of grouped products' kernels that ship, or of a kind; ``routing``: of those around them;
-    ``along_k``: of those for groups along k, served or not. As `provide`.
+    ``along_k``: of those for groups along k, served or not. every: those of a kind that no choice names, too.
+    As `provide`.
     """
-    return _provide(_grouped(kind), families_module=grouped.__name__)
+    return _provide(_grouped(kind, every), families_module=grouped.__name__)
 
 
 def provide_joined() -> Provided:

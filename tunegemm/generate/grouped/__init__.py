@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -46,9 +47,11 @@ L2_HINTS = ("none", "weights_first")
 
 
 def get(name: str) -> ModuleType:
-    """What a compile worker asks for the kernel of a key: this module, or that of kernels around products, or
-    of those along k.
+    """What a compile worker asks for the kernel of a key: this module, or that of kernels around products, of
+    those along k, of those that draw their tiles, or of those of parts of k.
     """
+    if name in ("drawn", "parted"):  # which import this module
+        return import_module(__name__.replace("grouped", name))
     others = {module.NAME: module for module in (along_k, routing)}
     return others.get(name, sys.modules[__name__])
 
@@ -162,6 +165,10 @@ class GroupedKernel:
             function(weights, a, out, *numbers, offsets, first_bias, first_scale, current_stream(index))
 
         return launch
+
+
+#: What a kernel of this family is loaded as.
+Kernel = GroupedKernel
 
 
 class _Named(GroupedConfig):

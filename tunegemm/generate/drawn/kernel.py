@@ -1,0 +1,278 @@
+"""The grouped kernel whose blocks draw their tiles from a counter; all else is `grouped`'s.
+
+Tiles of one launch differ in what they cost: of a group with few rows they are as narrow as these, and only
+read weights, of one with many rows they multiply. Blocks that take every so manieth tile end at different
+times. Here each block's second warp, the *scheduler*, draws tiles: it takes the next number from a counter in
+device memory, finds the tile of that number as `grouped`'s `Walk` does, and hands its place to the warps that
+load and multiply. A tile is one block's, whoever draws it, so that results have the same bits.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.utils import SmemAllocator
+
+from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
+from tunegemm.generate.cute_sm90.kernel.layouts import START_BARRIER, Layouts
+from tunegemm.generate.cute_sm90.kernel.ring import WARPS, Ring, RingState
+from tunegemm.generate.grouped.kernel.consumer import Consumer
+from tunegemm.generate.grouped.kernel.epilogue import Epilogue
+from tunegemm.generate.grouped.kernel.gemm import Gemm as StaticGemm
+from tunegemm.generate.grouped.kernel.producer import Producer
+from tunegemm.generate.grouped.kernel.walk import LANES, Place, Walk, WalkParams
+
+
+class Arguments(NamedTuple):
+    """What a launch is given, in this order, before the stream: what `grouped` has, and a counter."""
+
+    weights_address: Int64
+    rows_address: Int64
+    out_address: Int64
+    n: Int32
+    rows: Int32
+    k: Int32
+    groups: Int32
+    weights_stride: Int64
+    rows_stride: Int64
+    out_stride: Int64
+    group_stride: Int64
+    bias_stride: Int64
+    up_stride: Int64
+    swizzle_size: Int32
+    blocks: Int32
+    l2_hint: Any
+    offsets_address: Int64
+    bias_address: Int64
+    scales_address: Int64
+    counter_address: Int64
+    """int32, zero before a launch and behind it."""
+
+
+class Drawing(NamedTuple):
+    """What reaches this kernel in place of `grouped`'s `l2_hint`."""
+
+    l2_hint: Int32
+    counter_address: Int64
+
+
+class Unit(NamedTuple):
+    """A tile that was drawn; none where it has no rows."""
+
+    place: Place
+    state: RingState
+    """Where the next one will be."""
+
+
+@dataclass(frozen=True)
+class DrawnLayouts(Layouts):
+    """Layouts of a block that has slots by which places are handed on."""
+
+    def shared_storage(self, a_elements, b_elements):
+        """`rest`: what a block of `grouped` has; the slots and their barriers."""
+        slots = self.config.slots
+
+        class Storage:
+            pass
+
+        Storage.__annotations__ = {
+            "rest": super().shared_storage(a_elements, b_elements),
+            "full": cute.struct.MemRange[Int64, slots],
+            "empty": cute.struct.MemRange[Int64, slots],
+            "places": cute.struct.Align[cute.struct.MemRange[Int32, 4 * slots], 16],
+        }
+        return cute.struct(Storage)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The tiles of one block as those see them who load and multiply: stands for `grouped`'s `Walk`."""
+
+    ring: Ring
+    """Of the slots."""
+    places: Any
+    lane: Int32
+
+    def first(self):
+        """This block's first tile."""
+        return self.read(RingState(Int32(0), Int32(0)))
+
+    def has(self, unit):
+        return unit.place.rows > 0
+
+    def place(self, unit):
+        """Where a tile lies that there is."""
+        return unit.place
+
+    @cute.jit
+    def next(self, unit, steps: cutlass.Constexpr):
+        """The tile that the block takes so many steps later, or the end."""
+        for _ in cutlass.range_constexpr(steps):
+            if unit.place.rows > 0:
+                unit = self.read(unit.state)
+        return unit
+
+    @cute.jit
+    def read(self, state):
+        """The place in a slot, which is then free."""
+        self.ring.wait_full(state)
+        slot = cute.make_ptr(
+            Int32, (self.places + 4 * state.stage).toint(), cute.AddressSpace.smem, assumed_align=16
+        )
+        numbers = cute.make_rmem_tensor(4, Int32)
+        cute.autovec_copy(cute.make_tensor(slot, cute.make_layout(4)), numbers)
+        place = Place(*(cute.arch.make_warp_uniform(numbers[each]) for each in range(4)))
+        if self.lane == 0:
+            cute.arch.mbarrier_arrive(self.ring.empty + state.stage)
+        return Unit(place, self.ring.advance(state))
+
+
+@dataclass(frozen=True)
+class Scheduler(Walk):
+    """The warp that draws. `cluster` is the block."""
+
+    counter: Any
+    """Pointer to the counter."""
+    ring: Ring
+    places: Any
+
+    @cute.jit
+    def run(self):
+        """Draw tiles until there are none, and hand on the place of each, then the end."""
+        total = self.count()
+        state = self.ring.producer_start()
+        unit = self.first()
+        while self.has(unit):
+            self.hand_on(self.place(unit), state)
+            state = self.ring.advance(state)
+            # Drawn as late as possible: not before there is room for it.
+            self.ring.wait_empty(state)
+            _, _, base, before, until, start, end = unit
+            unit = self.seek(self.draw(total), base, before, until, start, end)
+        self.hand_on(Place(Int32(0), Int32(0), Int32(0), Int32(0)), state)
+
+    @cute.jit
+    def count(self):
+        """The tiles of all groups."""
+        base, total = Int32(0), Int32(0)
+        while base < self.params.groups:
+            until, _, _ = self.window(base, total)
+            total = cute.arch.shuffle_sync(until, LANES - 1)
+            base += LANES
+        return total
+
+    @cute.jit
+    def hand_on(self, place, state):
+        """Write a place into a free slot."""
+        if self.lane == 0:
+            numbers = cute.make_tensor(self.places + 4 * state.stage, cute.make_layout(4))
+            for each in cutlass.range_constexpr(4):
+                numbers[each] = place[each]
+            cute.arch.mbarrier_arrive(self.ring.full + state.stage)
+
+    @cute.jit
+    def draw(self, total):
+        """Take a number."""
+        index, counter = Int32(0), cute.make_tensor(self.counter, cute.make_layout(1))
+        if self.lane == 0:
+            drawn = cute.arch.atomic_add(self.counter, Int32(1), sem="relaxed", scope="gpu")
+            # Each block that had a tile draws once in vain: this is the last draw of all.
+            if drawn == total - 1:
+                counter[0] = Int32(0)
+            index = drawn + self.params.clusters
+        return cute.arch.make_warp_uniform(index)
+
+
+class Gemm(StaticGemm):
+    """The grouped product for one `DrawnConfig`."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layouts = DrawnLayouts(config, self.dtypes)
+
+    @cute.jit
+    def __call__(self, *arguments):
+        """Encode the TMA descriptors and launch. arguments: those of `Arguments`; the stream."""
+        given = Arguments(*arguments[:-1])
+        drawing = Drawing(given.l2_hint, given.counter_address)
+        self.launch(given._replace(l2_hint=drawing), arguments[-1])
+
+    @cute.kernel
+    def kernel(
+        self,
+        weights: tuple,
+        rows: tuple,
+        mmas: tuple,
+        epilogue_mma: cute.TiledMma,
+        layouts: tuple,
+        params: WalkParams,
+        offsets: cute.Pointer,
+        out: tuple,
+        k_tiles: Int32,
+        drawing: Drawing,
+    ):
+        """As `grouped`'s, without clusters; the second warp is the scheduler."""
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+        if warp_index == 0:
+            cpasync.prefetch_descriptor(weights.atom)
+            for index in cutlass.range_constexpr(len(config.widths)):
+                cpasync.prefetch_descriptor(rows[index].atom)
+
+        both = SmemAllocator().allocate(self.storage)
+        storage, places = both.rest, both.places.data_ptr()
+        ring = Ring(config, storage.full.data_ptr(), storage.empty.data_ptr())
+        slots = Ring(replace(config, stages=config.slots), both.full.data_ptr(), both.empty.data_ptr())
+        if thread == 0:
+            ring.make_barriers()
+            for slot in cutlass.range_constexpr(config.slots):
+                cute.arch.mbarrier_init(slots.full + slot, 1)
+                cute.arch.mbarrier_init(slots.empty + slot, 1 + config.consumers * WARPS)
+        cute.arch.mbarrier_init_fence()
+
+        sA = storage.a.get_tensor(layouts[0].outer, swizzle=layouts[0].inner)  # (bM, bK, STAGE)
+        sA_loaded = storage.a.get_tensor(layouts[1].outer, swizzle=layouts[1].inner)
+        sB_widths = tuple(storage.b.get_tensor(layout.outer, swizzle=layout.inner) for layout in layouts[2])
+
+        load_registers, mma_registers = config.registers
+        started = 64 + config.consumers * WARPGROUP_THREADS
+        walk = Drawn(slots, places, thread % 32)
+        if group == 0:
+            cute.arch.setmaxregister_decrease(load_registers)
+            if warp_index == 0:
+                cute.arch.sync_warp()
+                cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
+                producer = Producer(config, weights, rows, sA_loaded, sB_widths, ring, Int32(0))
+                producer.run(walk, k_tiles, drawing.l2_hint)
+            if warp_index == 1:
+                cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
+                counter = cute.make_ptr(
+                    Int32, drawing.counter_address, cute.AddressSpace.gmem, assumed_align=4
+                )
+                Scheduler(
+                    config, params, offsets, thread % 32, Int32(block), Int32(0), counter, slots, places
+                ).run()
+        else:
+            cute.arch.setmaxregister_increase(mma_registers)
+            cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
+            buffers = config.consumers * config.epilogue_buffers
+            rows_apart, buffer = config.pitch * config.epi_n, config.pitch * config.staged_rows
+            staging = cute.make_layout(  # (epiM, epiN, BUFFER)
+                (MMA_ATOM_M, config.epi_n, buffers), stride=(1, config.pitch, buffer)
+            )
+            if cutlass.const_expr(config.fused.gated):
+                staging = cute.make_layout(
+                    ((8, 2, MMA_ATOM_M // 16), config.epi_n, buffers),
+                    stride=((1, rows_apart, 8), config.pitch, buffer),
+                )
+            sD = storage.d.get_tensor(staging)
+            consumer, own = group - 1, (thread - WARPGROUP_THREADS) % WARPGROUP_THREADS
+            epilogue = Epilogue(config, self.dtypes.out, epilogue_mma, sD, *out, consumer, own)
+            released = ring.for_consumer(thread % 32, (Int32(0), Int32(0)))
+            Consumer(config, mmas, sA, sB_widths, released, epilogue, consumer).run(walk, k_tiles)
