@@ -126,7 +126,9 @@ class BlockKernel:
         rows, k = a.shape
         n, index = weight.shape[0], a.device.index
         lines = [
-            k if rows == 1 else a.stride(0), k if n == 1 else weight.stride(0), n if rows == 1 else out.stride(0)
+            k if rows == 1 else a.stride(0),
+            k if n == 1 else weight.stride(0),
+            n if rows == 1 else out.stride(0),
         ]
         extents = [rows, n]
         if config.few:

@@ -222,9 +222,7 @@ class Consumer(consumer.Consumer):
             for group in cutlass.range_constexpr(groups):
                 pair = cute.make_rmem_tensor(2, Float32)
                 source = address + group * 8 + self.thread % 4 * 2
-                pointer = cute.make_ptr(
-                    Float32, source.toint(), cute.AddressSpace.smem, assumed_align=8
-                )
+                pointer = cute.make_ptr(Float32, source.toint(), cute.AddressSpace.smem, assumed_align=8)
                 cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), pair)
                 found += [pair[0], pair[1]]
             return (weight,), tuple(found)
@@ -439,4 +437,3 @@ class Gemm:
                 config, self.dtypes.acc, mmas.tile, sA, sB, ring, epilogue, split_k, group, sScales, own
             )
             consumer.run(schedule, lane, (cta_m, cta_n))
-
