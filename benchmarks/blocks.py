@@ -2,7 +2,7 @@
 
     python -m benchmarks.blocks                      # DeepSeek-V3's and Qwen3-235B's layers, 1 to 8192 rows
     python -m benchmarks.blocks --seconds 60         # so long; the next run begins with what is missing
-    python -m benchmarks.blocks --rows 1,16 --every  # every kernel of db/blocks.toml in every number of k splits
+    python -m benchmarks.blocks --rows 1,16 --every  # every kernel of db/blocks.toml, in all k splits
 
 Beside `tunegemm.scaled_mm` torch's own of the same operands and scales, and torch's of bf16 weights. Operands
 are quantised before: activations take as long for all. Writes results/GPU/blocks.json after each row.
@@ -35,8 +35,8 @@ METHOD = (
     "each side in one CUDA graph over as many sets of weights as pass 3x the L2; all in shuffled order in "
     "each round, one replay of some ms; from 2048 rows on each has turn_ms to itself in a round, the second "
     "half of which is timed; medians over rounds. torch: torch._scaled_mm of the same block scales; bf16: "
-    "torch.mm; ratio_to_torch, ratio_to_bf16: to tunegemm.scaled_mm; bandwidth_share: bytes of operands, scales "
-    "and result a second, to those of a copy of 1 GiB; error: to fp64, relative to the sum of magnitudes"
+    "torch.mm; ratio_to_torch, ratio_to_bf16: to tunegemm.scaled_mm; bandwidth_share: bytes of operands, "
+    "scales and result a second, to those of a copy of 1 GiB; error: to fp64, in parts of the magnitudes"
 )
 #: N and K of each layer's products.
 LAYERS = {
@@ -242,7 +242,8 @@ def run(options: argparse.Namespace) -> int:
             f"{row['bandwidth_share']} of a copy, {row['tflops']} Tflop/s by {row['chosen']}; "
             f"best {row.get('best')} {row.get('best_to_chosen')}; "
             f"{ {name: us for name, us in row['us'].items() if name in ('torch', 'bf16', 'tunegemm')} }"
-            f"{' WRONG ' + ','.join(row['wrong']) if row['wrong'] else ''} {row.get('refused', '')}", flush=True
+            f"{' WRONG ' + ','.join(row['wrong']) if row['wrong'] else ''} {row.get('refused', '')}",
+            flush=True,
         )  # fmt: skip
     for words in ("ratio_to_torch", "ratio_to_bf16"):
         if values := [row[words] for row in found if row[words]]:

@@ -10,10 +10,11 @@ import torch
 
 from tunegemm.describe.device import Device
 from tunegemm.generate import blocks
-from tunegemm.generate.blocks import BlockKernel, config_of, refusal, tiles_of
+from tunegemm.generate.blocks import BlockKernel, refusal, tiles_of
 from tunegemm.generate.blocks.config import BlockConfig
 from tunegemm.generate.cute_sm90.config import SMEM_LIMIT
 from tunegemm.generate.families import kernel_source_hash
+from tunegemm.generate.sources import kernel_sources
 from tunegemm.generate.takes import NotTaken
 from tunegemm.model.blocks import listed
 
@@ -32,7 +33,7 @@ def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
         assert config.few or config.spans <= 2  # what `Consumer.scales_of` tells apart
     # The sources that they are made of are in it, too.
     assert keys[0]["source"] != kernel_source_hash("cute_sm90")
-    names = {path.parts[-3] for path in blocks.kernel_sources(Path(blocks.__file__).parent)}
+    names = {path.parts[-3] for path in kernel_sources(Path(blocks.__file__).parent)}
     assert "cute_sm90" in names
 
 

@@ -197,8 +197,8 @@ def test_a_graph_gives_the_same_bits_in_every_replay(config: BlockConfig) -> Non
 
 
 def as_torch_wants(scale_a: torch.Tensor, scale_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales of (rows, K / 128) and (N / 128, K / 128) in the strides of ``torch._scaled_mm``: (rows, K / 128)
-    by columns, and (K / 128, N / 128) whose columns begin at multiples of 16 bytes.
+    """Scales of (rows, K / 128) and (N / 128, K / 128) as ``torch._scaled_mm`` wants them: column-major,
+    those of B as (K / 128, N / 128) whose columns begin at multiples of 16 bytes.
     """
     across, count = scale_b.shape
     padded = torch.zeros(across, -(-count // 4) * 4, device=WHERE)

@@ -1,4 +1,4 @@
-"""Which kernel of db/blocks.toml computes a product of block-scaled fp8, and in how many k splits: by an estimate.
+"""Which kernel of db/blocks.toml computes block-scaled fp8, and in how many k splits: by an estimate.
 
 A tile's time is that of its blocks of k, one after the other: each takes as long as its multiplications and
 promotions, or as its bytes take to come. All tiles of a wave are there at once.
@@ -62,15 +62,16 @@ class Listed:
         """Nanoseconds of a product."""
         memory, of_sm = next(rates for word, rates in _RATES.items() if word in gpu)
         work = blocks.tiles_of(self.config, rows, n) * self.config.cluster_size * split_k
-        per_split = -(-(-(-k // BLOCK)) // split_k)
+        count = -(-k // BLOCK)
+        per_split = -(-count // split_k)
         waves, rest = divmod(work, _SMS)
         # Rows are read again and again, and lie in the L2; the weights come from memory once.
         weight_bytes = BLOCK * self.config.columns / max(1, -(-rows // self.config.rows))
         total = 0.0
-        for active, count in ((_SMS, waves), (rest, 1 if rest else 0)):
-            if count:
+        for active, times in ((_SMS, waves), (rest, 1 if rest else 0)):
+            if times:
                 block = max(self.block_ns, weight_bytes * active / memory, weight_bytes / of_sm)
-                total += count * (per_split * block + self.tile_ns)
+                total += times * (per_split * block + self.tile_ns)
         return total + self.split_ns * (split_k - 1).bit_length()
 
 

@@ -2,8 +2,8 @@
 
     D[m, n] = sum over b of scale_a[m, b] * scale_b[n / 128, b] * (A[m, block b of k] B[n, block b of k]^T)
 
-No search has them: db/blocks.toml says what ships (`tunegemm.model.blocks`). For a compile pool this module is
-what `tunegemm.generate.families` is for others: `get` and `import_compiler`.
+No search has them: db/blocks.toml says what ships (`tunegemm.model.blocks`). For a compile pool this module
+is what `tunegemm.generate.families` is for others: `get` and `import_compiler`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tunegemm.generate.cute_launch import load_function
 from tunegemm.generate.families import import_compiler
 from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Key
 from tunegemm.generate.sources import hash_of_code, kernel_sources
-from tunegemm.generate.takes import MOST, NotTaken, Place, first_objection, not_aligned, wrong_extents
+from tunegemm.generate.takes import NotTaken, Place, first_objection, not_aligned, wrong_extents
 from tunegemm.generate.workspace import Workspace
 
 __all__ = [
@@ -42,12 +42,12 @@ _SCALE_MASK = 3
 
 
 def config_of(parameters: Mapping[str, Any], *, out_dtype: str = "bf16") -> BlockConfig:
-    """The config of a kernel. parameters: form (few or many), tile_m, tile_n, stages, cluster_m, cluster_n, epi_n."""
+    """The config of a kernel. parameters: its `form`, few or many, and what a config has no default for."""
     given = dict(parameters)
     few = given.pop("form") == "few"
     return BlockConfig(
-        schedule="cooperative", tile_k=BLOCK, in_dtype="fp8_e4m3", out_dtype=out_dtype, a_major="k", b_major="k",
-        out_major="m" if few else "n", accumulation="two_level", **given,
+        schedule="cooperative", tile_k=BLOCK, in_dtype="fp8_e4m3", out_dtype=out_dtype, a_major="k",
+        b_major="k", out_major="m" if few else "n", accumulation="two_level", **given,
     )  # fmt: skip
 
 
@@ -112,9 +112,10 @@ class BlockKernel:
     ) -> Callable[[int, int, int, int, int], None]:  # fmt: skip
         """The launch at addresses of tensors that are laid out as these, in this order.
 
-        a: (M, K). weight: (N, K). scale_a: (M, K / 128), scale_b: (N / 128, K / 128), rounded up, of any strides.
-        out: (M, N). split_k: parts of k that different blocks add up. swizzle_size, along_m: which tiles follow each
-        other. l2_hint: 1 where lines of a leave the L2 first, 2 where those of the weight do.
+        a: (M, K). weight: (N, K). scale_a: (M, K / 128), scale_b: (N / 128, K / 128), rounded up, of any
+        strides. out: (M, N). split_k: parts of k that different blocks add up. swizzle_size, along_m: which
+        tiles follow each other. l2_hint: 1 where lines of a leave the L2 first, 2 where those of the weight
+        do.
 
         Raises NotTaken, here for what `refusal` says, at a launch for addresses.
         """
@@ -142,7 +143,8 @@ class BlockKernel:
                 blocks * config.tile_m * config.tile_n * 4, blocks * config.tile_warpgroups * 4, device.index
             )
         fixed = (
-            *extents, k, 1, *lines, *lines, int(along_m), swizzle_size, swizzle_size, 1, clusters, split_k, 0, l2_hint,
+            *extents, k, 1, *lines, *lines, int(along_m), swizzle_size, swizzle_size, 1, clusters, split_k, 0,
+            l2_hint,
         )  # fmt: skip
         of_rows, of_weights = scale_a.stride(), scale_b.stride()
         function, few = self.function, config.few

@@ -1,7 +1,7 @@
 """The numbers of one kernel of block-scaled products, derived once for compilation and launch alike.
 
-A block is 128 of k. A's scales are of 1 x 128, the weights' of 128 x 128, all fp32. Of many rows these are the
-kernel's m; of few rows its n, WGMMA's narrow mode, so that D is m-major and the weights are the kernel's A.
+A block is 128 of k. A's scales are of 1 x 128, the weights' of 128 x 128, all fp32. Many rows are the
+kernel's m. Few rows are its n, WGMMA's narrow mode: then D is m-major, and the weights are the kernel's A.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, SMEM_ALIGNMENT, SMEM_LIMIT, KernelConfig
+from tunegemm.generate.cute_sm90.config import SMEM_ALIGNMENT, SMEM_LIMIT, KernelConfig
 
 BLOCK = 128
 """Values of k that share a scale, and rows of the weights."""
@@ -17,9 +17,12 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class BlockConfig(KernelConfig):
-    """All compile-time choices. `tile_k` is a block, and `schedule` is cooperative: the warpgroups of a tile hide
-    each other's additions.
+    """All compile-time choices. `tile_k` is a block, and `schedule` is cooperative: the warpgroups of a tile
+    hide each other's additions.
     """
+
+    parts: int = 2
+    """Blocks whose sums a warpgroup has at a time: of two it adds one up while it multiplies the other."""
 
     @property
     def few(self) -> bool:
@@ -38,7 +41,7 @@ class BlockConfig(KernelConfig):
 
     @property
     def spans(self) -> int:
-        """Blocks of the weights' rows that a tile's columns may reach into. Tiles begin at multiples of it."""
+        """Blocks of the weights' rows that a tile's columns may reach into."""
         return 1 + -(-(self.columns - math.gcd(self.columns, BLOCK)) // BLOCK)
 
     @property
@@ -48,8 +51,13 @@ class BlockConfig(KernelConfig):
 
     @property
     def sum_registers(self) -> int:
-        """Registers of one consumer thread for sums: all of the tile, and one block's of one WGMMA."""
-        return self.accumulator_registers + self.atom_registers
+        """Registers of one consumer thread for sums: of the tile, and of one WGMMA in each block at a time."""
+        return self.accumulator_registers + self.parts * self.atom_registers
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """As there, but that 192 sums need the larger budget."""
+        return (24, 240) if self.consumers < 3 and self.sum_registers >= 192 else super().registers
 
     @property
     def stage_scales(self) -> int:
@@ -75,9 +83,11 @@ class BlockConfig(KernelConfig):
 
     @property
     def label(self) -> str:
-        """``rows128x160x128 s5 c2x1 e32``: which mode the rows are, tile, stages, cluster, epilogue columns."""
+        """``many128x160x128 s5 c2x1 e32 p2``: for how many rows, tile, stages, cluster, epilogue columns, and
+        blocks at a time.
+        """
         kind = "few" if self.few else "many"
         return (
             f"{kind}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} "
-            f"c{self.cluster_m}x{self.cluster_n} e{self.epi_n}"
+            f"c{self.cluster_m}x{self.cluster_n} e{self.epi_n} p{self.parts}"
         )

@@ -2,10 +2,10 @@
 
 D[m, n] = sum over blocks b of sa[m, b] * sb[n / 128, b] * (A[m, b] B[n, b]^T)
 
-Tiles, ring, k splits and the way out are those of `cute_sm90`. A second warp of the producer's warpgroup copies
-each block's scales into the ring by cp.async, one by one, so that they lie in any order and at any address. The
-tensor cores add up one block. fp32 registers add the blocks, once the stage is given back: the other warpgroup
-multiplies meanwhile.
+Tiles, ring, k splits and the way out are those of `cute_sm90`. A second warp of the producer's warpgroup
+copies each block's scales into the ring by cp.async, one by one, so that they lie in any order and at any
+address. The tensor cores add up one block. fp32 registers add the blocks, once the stage is given back: the
+other warpgroup multiplies meanwhile.
 
 A product of two scales may leave the range of fp32 where neither scaled sum does: a warp that has such a pair
 multiplies twice (`Consumer.promote`).
@@ -29,7 +29,6 @@ from tunegemm.generate.cute_sm90.kernel.layouts import (
     START_BARRIER,
     Dtypes,
     Layouts,
-    Mmas,
     load_box,
     matrix_at,
 )
@@ -102,7 +101,6 @@ class ScaleProducer:
     def run(self, schedule):
         """Work unit after work unit, as the producer of tiles."""
         config, ring, scales, ends = self.config, self.ring, self.scales, self.ends
-        counts = -(-config.rows // 32)
         first_target = self.sScales.iterator.toint() + self.lane * 4
         state = ring.producer_start()
         unit = schedule.first()
@@ -113,11 +111,6 @@ class ScaleProducer:
             row, column = origin.row, origin.column
             if const_expr(config.few):
                 row, column = origin.column, origin.row
-            sources = []
-            for count in cutlass.range_constexpr(counts):
-                # Behind the last row that one's: nothing of it is stored.
-                own = cutlass.min(row + count * 32 + self.lane, ends.rows - 1)
-                sources.append(scales.rows_address + Int64(own) * scales.row_stride * 4)
             own = cutlass.min(column // BLOCK + self.lane, ends.columns - 1)
             weights = scales.weights_address + Int64(own) * scales.block_stride * 4
             for k_tile in cutlass.range(unit.k_tiles, unroll=1):
@@ -126,13 +119,13 @@ class ScaleProducer:
                 step = Int64(block + k_tile)
                 # Behind the last block zeros, as TMA brings.
                 size = Int32(4) if step < ends.k else Int32(0)
-                for count in cutlass.range_constexpr(counts):
-                    source = sources[count] + step * scales.rows_k_stride * 4
-                    if const_expr(config.rows - count * 32 >= 32):
-                        copy_async(target + count * 128, source, size)
-                    else:
-                        if self.lane < config.rows - count * 32:
-                            copy_async(target + count * 128, source, size)
+                rows = scales.rows_address + step * scales.rows_k_stride * 4
+                # No unrolling: the warp has few registers.
+                for count in cutlass.range(-(-config.rows // 32), unroll=1):
+                    if count * 32 + self.lane < config.rows:
+                        # Behind the last row that one's: nothing of it is stored.
+                        last = cutlass.min(row + count * 32 + self.lane, ends.rows - 1)
+                        copy_async(target + count * 128, rows + Int64(last) * scales.row_stride * 4, size)
                 if self.lane < config.spans:
                     source = weights + step * scales.weights_k_stride * 4
                     copy_async(target + config.rows * 4, source, size)
@@ -156,17 +149,23 @@ class Consumer(consumer.Consumer):
     """(SCALE, STAGE)"""
     thread: Any = None
     """The thread's index in the warpgroup."""
+    adding: Any = None
+    """The tiled MMA that adds to what another, `tiled_mma`, begins."""
 
     @cute.jit
     def run(self, schedule, lane, cta):
-        """Multiply, promote, store, work unit after work unit."""
+        """Multiply, promote, store, work unit after work unit. cta: this one along m and n of its cluster."""
         config, tiled_mma = self.config, self.tiled_mma
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
+        self.adding.set(warpgroup.Field.ACCUMULATE, True)
         slice_mma = tiled_mma.get_slice(self.group * WARPGROUP_THREADS)
         tCrA = tiled_mma.make_fragment_A(slice_mma.partition_A(self.sA))  # (MMA, MMA_M, MMA_K, STAGE)
         tCrB = tiled_mma.make_fragment_B(slice_mma.partition_B(self.sB))  # (MMA, MMA_N, MMA_K, STAGE)
+        fragments = tCrA, tCrB
         sums = cute.make_rmem_tensor(config.accumulator_registers, Float32)
-        # (MMA, 1, 1): of one block and one WGMMA's rows
-        part = cute.make_rmem_tensor(((2, 2, config.tile_n // 8), 1, 1), Float32)
+        parts = [  # (MMA, 1, 1) each: of one block and one WGMMA's rows
+            cute.make_rmem_tensor(((2, 2, config.tile_n // 8), 1, 1), Float32) for _ in range(config.parts)
+        ]
         ring = self.ring.for_consumer(lane, cta)
         phases = Int32(0)
         state = ring.consumer_start()
@@ -175,23 +174,16 @@ class Consumer(consumer.Consumer):
             tile = schedule.tile(unit.index)
             origin = schedule.origin(tile)
             sums.fill(0.0)
-            for _ in cutlass.range(unit.k_tiles, unroll=1):
-                ring.wait_full(state)
-                for atom in cutlass.range_constexpr(config.atoms_per_warpgroup):
-                    warpgroup.fence()
-                    tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
-                    for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
-                        a = cute.append_ones(tCrA[(None, atom, block, state.stage)])  # (MMA, 1)
-                        cute.gemm(tiled_mma, part, a, tCrB[(None, None, block, state.stage)], part)
-                        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-                    warpgroup.commit_group()
-                    rows, columns = self.scales_of(state.stage, atom, origin)
-                    plain = self.are_plain(rows, columns)
-                    warpgroup.wait_group(0)
-                    if const_expr(atom == config.atoms_per_warpgroup - 1):
-                        ring.release(state.stage)
-                    self.promote(sums, part, atom, rows, columns, plain)
-                state = ring.advance(state)
+            if const_expr(config.parts == 1):
+                for _ in cutlass.range(unit.k_tiles, unroll=1):
+                    ring.wait_full(state)
+                    for atom in cutlass.range_constexpr(config.atoms_per_warpgroup):
+                        self.multiply(parts[0], fragments, atom, state.stage)
+                        last = const_expr(atom == config.atoms_per_warpgroup - 1)
+                        self.add(sums, parts[0], ring, state.stage, atom, origin, 0, last)
+                    state = ring.advance(state)
+            else:
+                state = self.sum_in_turns(sums, parts, fragments, ring, state, unit.k_tiles, origin)
 
             holds_sum = cutlass.Boolean(True)
             if schedule.is_split(unit):
@@ -202,9 +194,63 @@ class Consumer(consumer.Consumer):
         self.epilogue.finish(lane)
 
     @cute.jit
+    def sum_in_turns(self, sums, parts, fragments, ring, state, k_tiles, origin):
+        """The main loop of tiles of one WGMMA's rows a warpgroup, which adds up one block while the tensor cores
+        have the next. Returns where the ring then is.
+        """
+        ring.wait_full(state)
+        self.multiply(parts[0], fragments, 0, state.stage)
+        previous = state.stage
+        state = ring.advance(state)
+        for _ in cutlass.range((k_tiles - 1) // 2, unroll=1):
+            for turn in cutlass.range_constexpr(2):
+                ring.wait_full(state)
+                self.multiply(parts[1 - turn], fragments, 0, state.stage)
+                self.add(sums, parts[turn], ring, previous, 0, origin, 1, True)
+                previous = state.stage
+                state = ring.advance(state)
+        if k_tiles % 2 == 0:
+            ring.wait_full(state)
+            self.multiply(parts[1], fragments, 0, state.stage)
+            self.add(sums, parts[0], ring, previous, 0, origin, 1, True)
+            self.add(sums, parts[1], ring, state.stage, 0, origin, 0, True)
+            state = ring.advance(state)
+        else:
+            self.add(sums, parts[0], ring, previous, 0, origin, 0, True)
+        return state
+
+    @cute.jit
+    def multiply(self, part, fragments, atom: cutlass.Constexpr, stage):
+        """Begin the WGMMAs of one block of k and one WGMMA's rows."""
+        tCrA, tCrB = fragments
+        warpgroup.fence()
+        for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+            a = cute.append_ones(tCrA[(None, atom, block, stage)])  # (MMA, 1)
+            mma = self.tiled_mma if block == 0 else self.adding
+            cute.gemm(mma, part, a, tCrB[(None, None, block, stage)], part)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def add(
+        self, sums, part, ring, stage, atom: cutlass.Constexpr, origin, behind: cutlass.Constexpr,
+        last: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Wait for a block's WGMMAs, behind which so many groups of others were begun, and promote their sums;
+        before that give back the stage that they were the last to read.
+        """
+        rows, columns = self.scales_of(stage, atom, origin)
+        plain = self.are_plain(rows, columns)
+        warpgroup.wait_group(behind)
+        if const_expr(last):
+            ring.release(stage)
+        self.promote(sums, part, atom, rows, columns, plain)
+
+    @cute.jit
     def scales_of(self, stage, atom: cutlass.Constexpr, origin):
-        """(those of this thread's values along the kernel's m: two rows 8 apart, or one; along its n: of each of its
-        columns, or of each 8 columns) of one WGMMA.
+        """(along the kernel's m, along its n): the scales of this thread's values in one WGMMA.
+
+        Along m two rows 8 apart, or one weight's; along n each of its columns, or a weight's for each 8
+        columns, or for all of them.
         """
         config = self.config
         warpgroups = config.tile_warpgroups
@@ -310,7 +356,7 @@ class Gemm:
         mB = matrix_at(given.b_address, dtypes.b, (n, k, 1), True, given.ldb, given.ldb)  # (N, K, 1)
         n_major = config.out_major == "n"
         mD = matrix_at(given.d_address, dtypes.out, (m, n, 1), n_major, given.ldd, given.ldd)  # (M, N, 1)
-        mma = layouts.tiled_mma(config.tile_warpgroups, config.tile_n)
+        mma, adding = (layouts.tiled_mma(config.tile_warpgroups, config.tile_n) for _ in range(2))
         sA_layout = layouts.ring_a(mA, config.stages)  # (bM, bK, STAGE)
         sB_layout = layouts.ring_b(mB, config.stages)  # (bN, bK, STAGE)
         a = load_box(mA, layouts.ring_a(mA), (config.tile_m, config.tile_k), config.cluster_n)
@@ -347,7 +393,7 @@ class Gemm:
         )
         first_tiles = cute.make_ptr(Int32, given.first_tiles_address, cute.AddressSpace.gmem, assumed_align=4)
         self.kernel(
-            (a, b, d), Mmas(mma, epilogue_mma), (sA_layout, sB_layout, sD_layout), params, given.l2_hint,
+            (a, b, d), (mma, adding, epilogue_mma), (sA_layout, sB_layout, sD_layout), params, given.l2_hint,
             workspace, first_tiles, scales, ends,
         ).launch(
             grid=(config.cluster_m, config.cluster_n, given.clusters),
@@ -365,7 +411,7 @@ class Gemm:
     def kernel(
         self,
         tensors: tuple,
-        mmas: Mmas,
+        mmas: tuple,
         layouts: tuple,
         params: ScheduleParams,
         l2_hint: Int32,
@@ -431,9 +477,9 @@ class Gemm:
             cta_m, cta_n, _ = cute.arch.block_idx()
             own, lane = thread % WARPGROUP_THREADS, thread % 32
             fusion = Fusion.of(config, self.dtypes, d.tensor, (), own)
-            epilogue = Epilogue(config, self.dtypes, d, None, mmas.epilogue, sD, loaded, fusion, group, own)
+            epilogue = Epilogue(config, self.dtypes, d, None, mmas[2], sD, loaded, fusion, group, own)
             split_k = SplitK(config, workspace, met, (cta_m, cta_n), group, own)
             consumer = Consumer(
-                config, self.dtypes.acc, mmas.tile, sA, sB, ring, epilogue, split_k, group, sScales, own
+                config, self.dtypes.acc, mmas[0], sA, sB, ring, epilogue, split_k, group, sScales, own, mmas[1]
             )
             consumer.run(schedule, lane, (cta_m, cta_n))
