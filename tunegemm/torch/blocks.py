@@ -15,7 +15,7 @@ from tunegemm.describe.device import find_device
 from tunegemm.dispatch import api
 from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.guards import capturing, current_device
-from tunegemm.dispatch.library import block_scales
+from tunegemm.dispatch.library import block_scales, takes_fp8
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmError, one_line
 from tunegemm.generate import blocks
 from tunegemm.generate.blocks import BLOCK, BlockKernel
@@ -26,6 +26,10 @@ from tunegemm.model.blocks import BlockChoice, choose
 
 _FP8 = torch.float8_e4m3fn
 _OUT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+#: Scales in 16 bytes, as torch wants them.
+_TORCHS_UNIT = 4
+#: Rows up to which kernels serve what torch has, too.
+MOST_ROWS = 256
 #: Layouts of operands whose launches are kept: some kB each.
 _MOST_BOUND = 4096
 
@@ -50,7 +54,20 @@ def are_of_blocks(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale
         scale_a.shape == (rows, along)
         and scale_b.ndim == 2
         and scale_b.shape[1] == blocks_of(n)
-        and scale_b.shape[0] in (along, -(-along // 4) * 4)
+        and scale_b.shape[0] in (along, -(-along // _TORCHS_UNIT) * _TORCHS_UNIT)
+    )
+
+
+def torch_takes(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> bool:
+    """Whether torch multiplies these, `are_of_blocks`, on a Hopper GPU: both scales by columns that begin at
+    multiples of 16 bytes. It fails for other numbers of rows than multiples of 4 (cuBLASLt 13.1).
+    """
+    rows, along = a.shape[0], blocks_of(a.shape[1])
+    return (
+        takes_fp8(a, b)
+        and rows % _TORCHS_UNIT == 0
+        and scale_a.stride() == (1, rows)
+        and scale_b.stride() == (1, -(-along // _TORCHS_UNIT) * _TORCHS_UNIT)
     )
 
 
@@ -100,7 +117,7 @@ def scaled_mm(
             result = product(*given, out_dtype) if bias is None else None
             if result is not None:
                 return result
-            if a.device.type == "cpu":
+            if a.device.type == "cpu" or not torch_takes(*given):
                 return emulated(*given, bias, out_dtype)
     return torch._scaled_mm(
         a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum
@@ -111,7 +128,9 @@ def emulated(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
     bias: torch.Tensor | None, out_dtype: torch.dtype | None,
 ) -> torch.Tensor:  # fmt: skip
-    """The product in fp32, for a CPU, where torch has none with these scales."""
+    """The product in fp32, where torch has none: on a CPU, and for what it does not take while kernels are
+    compiled.
+    """
     (_, k), n = a.shape, b.shape[1]
     left = a.float() * scale_a.repeat_interleave(BLOCK, 1)[:, :k]
     across = scale_b.repeat_interleave(BLOCK, 0)[:k].repeat_interleave(BLOCK, 1)[:, :n]
@@ -193,7 +212,8 @@ def _bind(a: Any, b: Any, scale_a: Any, scale_b: Any, out: Any, key: Any) -> Lau
         return None
     launch = None
     weight, scales = b.t(), (scale_a, scale_b.t())
-    if not blocks.refusal(a, weight, *scales, out):
+    slower = a.shape[0] > MOST_ROWS and out.dtype is torch.bfloat16 and torch_takes(a, b, scale_a, scale_b)
+    if not slower and not blocks.refusal(a, weight, *scales, out):
         choice = choose(
             a.shape[0], weight.shape[0], a.shape[1], out_dtype=_OUT_DTYPES[out.dtype], gpu=_name_of(device)
         )

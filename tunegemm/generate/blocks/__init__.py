@@ -19,8 +19,10 @@ from typing import Any
 from tunegemm.compile.cute_object import compile_object, toolchain
 from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device
+from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate.blocks.config import BLOCK, BlockConfig
 from tunegemm.generate.cute_launch import load_function
+from tunegemm.generate.cute_sm90 import Order
 from tunegemm.generate.families import import_compiler
 from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Key
 from tunegemm.generate.sources import hash_of_code, kernel_sources
@@ -117,7 +119,8 @@ class BlockKernel:
         tiles follow each other. l2_hint: 1 where lines of a leave the L2 first, 2 where those of the weight
         do.
 
-        Raises NotTaken, here for what `refusal` says, at a launch for addresses.
+        Raises NotTaken, here for what `refusal` says, at a launch for addresses. The first time for a number
+        of tiles it may ask the device which clusters share a GPC: not while a graph is captured.
         """
         from torch._C import _cuda_getCurrentRawStream as current_stream
 
@@ -136,6 +139,9 @@ class BlockKernel:
             lines[:2], extents, l2_hint = lines[1::-1], extents[::-1], (3 - l2_hint) % 3
         work = tiles_of(config, rows, n) * split_k
         clusters = min(work, device.resident_clusters(config.cluster_size))
+        order = Order(0, swizzle_size, 1)
+        if config.gpc_aware:
+            order = _order(config, device, clusters, swizzle_size, along_m)
         workspace = None
         if split_k > 1:
             blocks = work * config.cluster_size
@@ -143,11 +149,11 @@ class BlockKernel:
                 blocks * config.tile_m * config.tile_n * 4, blocks * config.tile_warpgroups * 4, device.index
             )
         fixed = (
-            *extents, k, 1, *lines, *lines, int(along_m), swizzle_size, swizzle_size, 1, clusters, split_k, 0,
-            l2_hint,
+            *extents, k, 1, *lines, *lines, int(along_m), swizzle_size, order.across, order.along, clusters,
+            split_k, 0, l2_hint,
         )  # fmt: skip
         of_rows, of_weights = scale_a.stride(), scale_b.stride()
-        function, few = self.function, config.few
+        function, few, table = self.function, config.few, order.address
 
         def launch_at(a: int, weight: int, scale_a: int, scale_b: int, out: int) -> None:
             if (a | weight | out) & _IN_MASK:
@@ -159,10 +165,10 @@ class BlockKernel:
             stream = current_stream(index)
             words = scale_a, *of_rows, scale_b, *of_weights, stream
             if workspace is None:
-                function(a, weight, out, *fixed, 0, 0, 0, *words)
+                function(a, weight, out, *fixed, 0, 0, table, *words)
                 return
             partials, counters, memory = workspace.take(stream)
-            function(a, weight, out, *fixed, partials, counters, 0, *words)
+            function(a, weight, out, *fixed, partials, counters, table, *words)
             del memory  # the launch is queued
 
         return launch_at
@@ -172,6 +178,14 @@ class BlockKernel:
         if str(out.dtype) != f"torch.{OUT_DTYPES[self.config.out_dtype]}":
             return f"an output of {out.dtype} for a kernel of {self.config.out_dtype}"
         return ""
+
+
+def _order(config: BlockConfig, device: Device, clusters: int, swizzle_size: int, along_m: bool) -> Order:
+    """Which cluster takes which tiles, as `cute_sm90` has it for clusters of a GPC."""
+    shape = {name: getattr(config, name) for name in ("tile_m", "tile_n", "cluster_m", "cluster_n")}
+    raster = "along_m" if along_m else "along_n"
+    launch: dict[str, Value] = {"raster_order": raster, "swizzle_size": swizzle_size, "cluster_order": "gpc"}
+    return Order.of(Candidate.make("cute_sm90", shape, launch), device, clusters)
 
 
 def refusal(a: Any, weight: Any, scale_a: Any, scale_b: Any, out: Any) -> str:

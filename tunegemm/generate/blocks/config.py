@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tunegemm.generate.cute_sm90.config import SMEM_ALIGNMENT, SMEM_LIMIT, KernelConfig
+from tunegemm.generate.cute_sm90.config import KernelConfig
 
 BLOCK = 128
 """Values of k that share a scale, and rows of the weights."""
@@ -51,7 +51,7 @@ class BlockConfig(KernelConfig):
 
     @property
     def sum_registers(self) -> int:
-        """Registers of one consumer thread for sums: of the tile, and of one WGMMA in each block at a time."""
+        """Registers of one consumer thread for sums: of the tile, and of one WGMMA in each of the blocks."""
         return self.accumulator_registers + self.parts * self.atom_registers
 
     @property
@@ -60,34 +60,27 @@ class BlockConfig(KernelConfig):
         return (24, 240) if self.consumers < 3 and self.sum_registers >= 192 else super().registers
 
     @property
-    def stage_scales(self) -> int:
-        """Scales of one stage, a multiple of 4: of each row, then of the weights."""
-        return self.rows + 4
+    def row_scales(self) -> int:
+        """Scales of rows that one thread reads in a block: two rows of each WGMMA, or of 32 rows one."""
+        return -(-self.tile_n // 32) if self.few else 2 * self.atoms_per_warpgroup
 
     @property
-    def scale_bytes(self) -> int:
-        """Scales of all stages, behind the staging buffers."""
-        return self.stages * self.stage_scales * 4
+    def weight_scales(self) -> int:
+        """Scales of weights that one thread reads in a block: one of each WGMMA, or of each block of columns."""
+        return self.atoms_per_warpgroup if self.few else self.spans
 
     @property
-    def epilogue_buffers(self) -> int:
-        """As there, beside the scales."""
-        left = SMEM_LIMIT - SMEM_ALIGNMENT - self.stages * self.stage_bytes - self.scale_bytes
-        return min(4, max(1, left // (self.consumers * self.subtile_bytes)))
-
-    @property
-    def smem_bytes(self) -> int:
-        """Dynamic shared memory of a block, in the order of what it counts."""
-        alignment = SMEM_ALIGNMENT
-        return alignment + self.stages * self.stage_bytes + self.epilogue_bytes + self.scale_bytes
+    def held_scales(self) -> int:
+        """Scales that one thread reads in a block of k."""
+        return self.row_scales + self.weight_scales
 
     @property
     def label(self) -> str:
-        """``many128x160x128 s5 c2x1 e32 p2``: for how many rows, tile, stages, cluster, epilogue columns, and
-        blocks at a time.
+        """``many128x160x128 s5 c2x1 e32 p2``: for how many rows, tile, stages, cluster, epilogue columns,
+        blocks at a time, and ``g`` where clusters of a GPC take neighbouring tiles.
         """
         kind = "few" if self.few else "many"
         return (
             f"{kind}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} "
-            f"c{self.cluster_m}x{self.cluster_n} e{self.epi_n} p{self.parts}"
+            f"c{self.cluster_m}x{self.cluster_n} e{self.epi_n} p{self.parts}{' g' if self.gpc_aware else ''}"
         )
