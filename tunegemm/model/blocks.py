@@ -76,17 +76,20 @@ class Listed:
 
 
 def choose(
-    rows: int, n: int, k: int, *, out_dtype: str = "bf16", gpu: str = "", path: Path | None = None
-) -> BlockChoice | None:
+    rows: int, n: int, k: int, *,
+    out_dtype: str = "bf16", gpu: str = "", may_split: bool = True, path: Path | None = None,
+) -> BlockChoice | None:  # fmt: skip
     """The kernel for A of rows x K with weights of N x K; None where there is none for such a product.
 
-    gpu: its name, such as NVIDIA H200. Raises BadValueError for a damaged table.
+    gpu: its name, such as NVIDIA H200. may_split: whether k may be split, which takes memory.
+
+    Raises BadValueError for a damaged table.
     """
     found = [
         (each.estimate(rows, n, k, split, gpu), each.name, split, each)
         for each in candidates(out_dtype, path)
         if each.first_row <= rows <= each.last_row
-        for split in splits_of(each.config, rows, n, k)
+        for split in (splits_of(each.config, rows, n, k) if may_split else [1])
     ]
     if not found:
         return None

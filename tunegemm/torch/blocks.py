@@ -215,8 +215,9 @@ def _bind(a: Any, b: Any, scale_a: Any, scale_b: Any, out: Any, key: Any) -> Lau
     slower = a.shape[0] > MOST_ROWS and out.dtype is torch.bfloat16 and torch_takes(a, b, scale_a, scale_b)
     if not slower and not blocks.refusal(a, weight, *scales, out):
         choice = choose(
-            a.shape[0], weight.shape[0], a.shape[1], out_dtype=_OUT_DTYPES[out.dtype], gpu=_name_of(device)
-        )
+            a.shape[0], weight.shape[0], a.shape[1], out_dtype=_OUT_DTYPES[out.dtype], gpu=_name_of(device),
+            may_split=api.dispatcher.planner.policy.prefer != "no_workspace",
+        )  # fmt: skip
         try:
             kernel = None if choice is None else _load(choice, device)
         except (TunegemmError, OSError, RuntimeError) as error:

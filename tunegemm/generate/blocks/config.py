@@ -66,7 +66,7 @@ class BlockConfig(KernelConfig):
 
     @property
     def weight_scales(self) -> int:
-        """Scales of weights that one thread reads in a block: one of each WGMMA, or of each block of columns."""
+        """Scales of weights that one thread reads in a block: one of each WGMMA, or each block of columns."""
         return self.atoms_per_warpgroup if self.few else self.spans
 
     @property

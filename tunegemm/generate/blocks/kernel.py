@@ -2,12 +2,12 @@
 
 D[m, n] = sum over blocks b of sa[m, b] * sb[n / 128, b] * (A[m, b] B[n, b]^T)
 
-Tiles, ring, k splits and the way out are those of `cute_sm90`. The tensor cores add up one block, fp32 registers
-add the blocks: a warpgroup promotes one block's sums while the tensor cores have the next one's.
+Tiles, ring, k splits and the way out are those of `cute_sm90`. The tensor cores add up one block, fp32
+registers add the blocks: a warpgroup promotes one block's sums while the tensor cores have the next one's.
 
-Each thread reads the scales that it needs, of blocks ahead, one by one: so they may lie in any order and at any
-address. Of many rows these are its own rows'. Of few rows a warp has each row's once, a lane a row, and hands
-them round.
+Each thread reads the scales that it needs, of blocks ahead, one by one: so they may lie in any order and at
+any address. Of many rows these are its own rows'. Of few rows a warp has each row's once, a lane a row, and
+hands them round.
 
 A product of two scales may leave the range of fp32 where neither scaled sum does: a warp that has such a pair
 multiplies twice (`Consumer.promote`).
@@ -232,8 +232,8 @@ class Consumer(consumer.Consumer):
         self, sums, part, held, sources, ahead, ring, stage, atom: cutlass.Constexpr, origin,
         behind: cutlass.Constexpr, last: cutlass.Constexpr,
     ):  # fmt: skip
-        """Wait for a block's WGMMAs, behind which so many groups of others were begun, and promote their sums.
-        The last ones that read a stage give it back, and read the scales of the block `ahead`.
+        """Wait for a block's WGMMAs, behind which so many groups of others were begun, and promote their
+        sums. The last ones that read a stage give it back, and read the scales of the block `ahead`.
         """
         rows, columns, plain = self.scales_of(held, atom, origin)
         if const_expr(last):
@@ -245,8 +245,8 @@ class Consumer(consumer.Consumer):
 
     @cute.jit
     def scales_of(self, held, atom: cutlass.Constexpr, origin):
-        """(along the kernel's m, along its n, whether all products of two are of a usual magnitude in this warp)
-        of one WGMMA's values.
+        """(along the kernel's m, along its n, whether all products of two are of a usual magnitude in this
+        warp) of one WGMMA's values.
 
         Along m two rows 8 apart, or one weight's; along n each of its columns, or a weight's for each 8
         columns, or for all of them.
