@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tunegemm.generate.cute_sm90.config import KernelConfig
+from tunegemm.generate.cute_sm90.config import SMEM_ALIGNMENT, SMEM_LIMIT, KernelConfig
 
 BLOCK = 128
 """Values of k that share a scale, and rows of the weights."""
@@ -60,19 +60,26 @@ class BlockConfig(KernelConfig):
         return (24, 240) if self.consumers < 3 and self.sum_registers >= 192 else super().registers
 
     @property
-    def row_scales(self) -> int:
-        """Scales of rows that one thread reads in a block: two rows of each WGMMA, or of 32 rows one."""
-        return -(-self.tile_n // 32) if self.few else 2 * self.atoms_per_warpgroup
+    def stage_scales(self) -> int:
+        """Scales of one stage, a multiple of 4: of each row, then of the weights."""
+        return self.rows + 4
 
     @property
-    def weight_scales(self) -> int:
-        """Scales of weights that one thread reads in a block: one of each WGMMA, or each block of columns."""
-        return self.atoms_per_warpgroup if self.few else self.spans
+    def scale_bytes(self) -> int:
+        """Scales of all stages, behind the staging buffers."""
+        return self.stages * self.stage_scales * 4
 
     @property
-    def held_scales(self) -> int:
-        """Scales that one thread reads in a block of k."""
-        return self.row_scales + self.weight_scales
+    def epilogue_buffers(self) -> int:
+        """As there, beside the scales."""
+        left = SMEM_LIMIT - SMEM_ALIGNMENT - self.stages * self.stage_bytes - self.scale_bytes
+        return min(4, max(1, left // (self.consumers * self.subtile_bytes)))
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a block, in the order of what it counts."""
+        alignment = SMEM_ALIGNMENT
+        return alignment + self.stages * self.stage_bytes + self.epilogue_bytes + self.scale_bytes
 
     @property
     def label(self) -> str:

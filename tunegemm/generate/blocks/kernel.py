@@ -2,12 +2,10 @@
 
 D[m, n] = sum over blocks b of sa[m, b] * sb[n / 128, b] * (A[m, b] B[n, b]^T)
 
-Tiles, ring, k splits and the way out are those of `cute_sm90`. The tensor cores add up one block, fp32
-registers add the blocks: a warpgroup promotes one block's sums while the tensor cores have the next one's.
-
-Each thread reads the scales that it needs, of blocks ahead, one by one: so they may lie in any order and at
-any address. Of many rows these are its own rows'. Of few rows a warp has each row's once, a lane a row, and
-hands them round.
+Tiles, ring, k splits and the way out are those of `cute_sm90`. A second warp of the producer's warpgroup
+copies each block's scales into the ring by cp.async, one by one, so that they lie in any order and at any
+address. The tensor cores add up one block. fp32 registers add the blocks, once the stage is given back: the
+other warpgroup multiplies meanwhile.
 
 A product of two scales may leave the range of fp32 where neither scaled sum does: a warp that has such a pair
 multiplies twice (`Consumer.promote`).
@@ -24,7 +22,7 @@ from cutlass.utils import SmemAllocator
 
 from tunegemm.generate.blocks.config import BLOCK, BlockConfig
 from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
-from tunegemm.generate.cute_sm90.kernel import consumer, gemm
+from tunegemm.generate.cute_sm90.kernel import consumer, gemm, ring
 from tunegemm.generate.cute_sm90.kernel.epilogue import Epilogue
 from tunegemm.generate.cute_sm90.kernel.fusion import Fusion, first_row_of
 from tunegemm.generate.cute_sm90.kernel.layouts import (
@@ -35,7 +33,6 @@ from tunegemm.generate.cute_sm90.kernel.layouts import (
     matrix_at,
 )
 from tunegemm.generate.cute_sm90.kernel.producer import Producer
-from tunegemm.generate.cute_sm90.kernel.ring import Ring
 from tunegemm.generate.cute_sm90.kernel.schedule import NOWHERE, Schedule, ScheduleParams, first_index
 from tunegemm.generate.cute_sm90.kernel.split_k import SplitK, Workspace
 
@@ -71,11 +68,85 @@ class Ends(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Ring(ring.Ring):
+    """A stage is full once TMA and each thread of the warp that copies scales say so."""
+
+    @cute.jit
+    def make_barriers(self):
+        config = self.config
+        releases = config.tile_warpgroups * ring.WARPS * (config.cluster_m + config.cluster_n - 1)
+        for stage in cutlass.range_constexpr(config.stages):
+            cute.arch.mbarrier_init(self.full + stage, 1 + 32)
+            cute.arch.mbarrier_init(self.empty + stage, releases)
+
+    @cute.jit
+    def for_consumer(self, lane, cta):
+        found = ring.Ring(self.config, self.full, self.empty).for_consumer(lane, cta)
+        return Ring(found.config, found.full, found.empty, found.signal, found.peer)
+
+
+@dataclass(frozen=True)
+class ScaleProducer:
+    """One warp: copies the scales of each stage into shared memory."""
+
+    config: BlockConfig
+    scales: Scales
+    ends: Ends
+    sScales: cute.Tensor
+    """(SCALE, STAGE)"""
+    ring: Ring
+    lane: Int32
+
+    @cute.jit
+    def run(self, schedule):
+        """Work unit after work unit, as the producer of tiles."""
+        config, ring, scales, ends = self.config, self.ring, self.scales, self.ends
+        first_target = self.sScales.iterator.toint() + self.lane * 4
+        state = ring.producer_start()
+        unit = schedule.first()
+        while schedule.has(unit):
+            tile = schedule.tile(unit.index)
+            block = tile.split * schedule.params.k_tiles
+            origin = schedule.origin(tile)
+            row, column = origin.row, origin.column
+            if const_expr(config.few):
+                row, column = origin.column, origin.row
+            own = cutlass.min(column // BLOCK + self.lane, ends.columns - 1)
+            weights = scales.weights_address + Int64(own) * scales.block_stride * 4
+            for k_tile in cutlass.range(unit.k_tiles, unroll=1):
+                ring.wait_empty(state)
+                target = first_target + state.stage * (config.stage_scales * 4)
+                step = Int64(block + k_tile)
+                # Behind the last block zeros, as TMA brings.
+                size = Int32(4) if step < ends.k else Int32(0)
+                rows = scales.rows_address + step * scales.rows_k_stride * 4
+                # No unrolling: the warp has few registers.
+                for count in cutlass.range(-(-config.rows // 32), unroll=1):
+                    if count * 32 + self.lane < config.rows:
+                        # Behind the last row that one's: nothing of it is stored.
+                        last = cutlass.min(row + count * 32 + self.lane, ends.rows - 1)
+                        copy_async(target + count * 128, rows + Int64(last) * scales.row_stride * 4, size)
+                if self.lane < config.spans:
+                    source = weights + step * scales.weights_k_stride * 4
+                    copy_async(target + config.rows * 4, source, size)
+                cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + state.stage)
+                state = ring.advance(state)
+            unit = schedule.next(unit)
+
+
+def copy_async(target, source, size):
+    """cp.async of 4 bytes to shared memory, of which the first `size` are read and the rest zeros."""
+    cute.arch.inline_ptx(
+        "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};", read_only_args=[target, source, size]
+    )
+
+
+@dataclass(frozen=True)
 class Consumer(consumer.Consumer):
     """One warpgroup: the main loop, and what follows it for each work unit."""
 
-    scales: Any = None
-    ends: Any = None
+    sScales: Any = None
+    """(SCALE, STAGE)"""
     thread: Any = None
     """The thread's index in the warpgroup."""
     adding: Any = None
@@ -95,7 +166,6 @@ class Consumer(consumer.Consumer):
         parts = [  # (MMA, 1, 1) each: of one block and one WGMMA's rows
             cute.make_rmem_tensor(((2, 2, config.tile_n // 8), 1, 1), Float32) for _ in range(config.parts)
         ]
-        held = [cute.make_rmem_tensor(config.held_scales, Float32) for _ in range(config.parts)]
         ring = self.ring.for_consumer(lane, cta)
         phases = Int32(0)
         state = ring.consumer_start()
@@ -103,10 +173,6 @@ class Consumer(consumer.Consumer):
         while schedule.has(unit):
             tile = schedule.tile(unit.index)
             origin = schedule.origin(tile)
-            sources = self.sources_of(origin)
-            block = tile.split * schedule.params.k_tiles
-            for part in cutlass.range_constexpr(config.parts):
-                self.load(held[part], sources, block + part)
             sums.fill(0.0)
             if const_expr(config.parts == 1):
                 for _ in cutlass.range(unit.k_tiles, unroll=1):
@@ -114,25 +180,10 @@ class Consumer(consumer.Consumer):
                     for atom in cutlass.range_constexpr(config.atoms_per_warpgroup):
                         self.multiply(parts[0], fragments, atom, state.stage)
                         last = const_expr(atom == config.atoms_per_warpgroup - 1)
-                        self.add(
-                            sums,
-                            parts[0],
-                            held[0],
-                            sources,
-                            block + 1,
-                            ring,
-                            state.stage,
-                            atom,
-                            origin,
-                            0,
-                            last,
-                        )
-                    block += 1
+                        self.add(sums, parts[0], ring, state.stage, atom, origin, 0, last)
                     state = ring.advance(state)
             else:
-                state = self.sum_in_turns(
-                    sums, parts, held, sources, block, fragments, ring, state, unit, origin
-                )
+                state = self.sum_in_turns(sums, parts, fragments, ring, state, unit.k_tiles, origin)
 
             holds_sum = cutlass.Boolean(True)
             if schedule.is_split(unit):
@@ -143,78 +194,30 @@ class Consumer(consumer.Consumer):
         self.epilogue.finish(lane)
 
     @cute.jit
-    def sum_in_turns(self, sums, parts, held, sources, block, fragments, ring, state, unit, origin):
-        """The main loop where a warpgroup has one WGMMA's rows, and adds up one block while the tensor cores
+    def sum_in_turns(self, sums, parts, fragments, ring, state, k_tiles, origin):
+        """The main loop of tiles of one WGMMA's rows a warpgroup, which adds up one block while the tensor cores
         have the next. Returns where the ring then is.
         """
-        k_tiles = unit.k_tiles
         ring.wait_full(state)
         self.multiply(parts[0], fragments, 0, state.stage)
         previous = state.stage
         state = ring.advance(state)
-        ahead = block + 2
         for _ in cutlass.range((k_tiles - 1) // 2, unroll=1):
             for turn in cutlass.range_constexpr(2):
                 ring.wait_full(state)
                 self.multiply(parts[1 - turn], fragments, 0, state.stage)
-                self.add(sums, parts[turn], held[turn], sources, ahead, ring, previous, 0, origin, 1, True)
-                ahead += 1
+                self.add(sums, parts[turn], ring, previous, 0, origin, 1, True)
                 previous = state.stage
                 state = ring.advance(state)
         if k_tiles % 2 == 0:
             ring.wait_full(state)
             self.multiply(parts[1], fragments, 0, state.stage)
-            self.add(sums, parts[0], held[0], sources, ahead, ring, previous, 0, origin, 1, True)
-            self.add(sums, parts[1], held[1], sources, ahead, ring, state.stage, 0, origin, 0, True)
+            self.add(sums, parts[0], ring, previous, 0, origin, 1, True)
+            self.add(sums, parts[1], ring, state.stage, 0, origin, 0, True)
             state = ring.advance(state)
         else:
-            self.add(sums, parts[0], held[0], sources, ahead, ring, previous, 0, origin, 0, True)
+            self.add(sums, parts[0], ring, previous, 0, origin, 0, True)
         return state
-
-    @cute.jit
-    def sources_of(self, origin):
-        """Where a thread's scales of a tile lie in the first block of k: of rows, then of weights."""
-        config, scales, ends = self.config, self.scales, self.ends
-        apart = MMA_ATOM_M * config.tile_warpgroups
-        own = Int32(0)  # of the warpgroup along the kernel's m
-        if const_expr(config.tile_warpgroups > 1):
-            own = self.group * MMA_ATOM_M
-        rows, blocks = [], []
-        if const_expr(config.few):
-            for count in cutlass.range_constexpr(config.row_scales):
-                rows.append(origin.column + count * 32 + self.thread % 32)
-            for atom in cutlass.range_constexpr(config.weight_scales):
-                blocks.append((origin.row + own + atom * apart) // BLOCK)
-        else:
-            for half in cutlass.range_constexpr(config.row_scales):
-                first = origin.row + own + half // 2 * apart
-                rows.append(first_row_of(first, self.thread) + half % 2 * 8)
-            for span in cutlass.range_constexpr(config.weight_scales):
-                blocks.append(origin.column // BLOCK + span)
-        found = []
-        for row in cutlass.range_constexpr(len(rows)):
-            # Behind the last one that one's: nothing of it is stored.
-            line = cutlass.min(rows[row], ends.rows - 1)
-            found.append(scales.rows_address + Int64(line) * scales.row_stride * 4)
-        for span in cutlass.range_constexpr(len(blocks)):
-            line = cutlass.min(blocks[span], ends.columns - 1)
-            found.append(scales.weights_address + Int64(line) * scales.block_stride * 4)
-        return tuple(found)
-
-    @cute.jit
-    def load(self, held, sources, block):
-        """Read a thread's scales in a block of k; zeros behind the last one, as TMA brings."""
-        config = self.config
-        inside = block < self.ends.k
-        of_rows = Int64(block) * self.scales.rows_k_stride * 4
-        of_weights = Int64(block) * self.scales.weights_k_stride * 4
-        for index in cutlass.range_constexpr(config.held_scales):
-            step = of_rows if const_expr(index < config.row_scales) else of_weights
-            pointer = cute.make_ptr(Float32, sources[index] + step, cute.AddressSpace.gmem, assumed_align=4)
-            value = Float32(0.0)
-            if inside:
-                value = cute.make_tensor(pointer, cute.make_layout(1))[0]
-            held[index] = value
 
     @cute.jit
     def multiply(self, part, fragments, atom: cutlass.Constexpr, stage):
@@ -229,49 +232,70 @@ class Consumer(consumer.Consumer):
 
     @cute.jit
     def add(
-        self, sums, part, held, sources, ahead, ring, stage, atom: cutlass.Constexpr, origin,
-        behind: cutlass.Constexpr, last: cutlass.Constexpr,
+        self, sums, part, ring, stage, atom: cutlass.Constexpr, origin, behind: cutlass.Constexpr,
+        last: cutlass.Constexpr,
     ):  # fmt: skip
-        """Wait for a block's WGMMAs, behind which so many groups of others were begun, and promote their
-        sums. The last ones that read a stage give it back, and read the scales of the block `ahead`.
+        """Wait for a block's WGMMAs, behind which so many groups of others were begun, and promote their sums;
+        before that give back the stage that they were the last to read.
         """
-        rows, columns, plain = self.scales_of(held, atom, origin)
-        if const_expr(last):
-            self.load(held, sources, ahead)
+        rows, columns = self.scales_of(stage, atom, origin)
+        plain = self.are_plain(rows, columns)
         warpgroup.wait_group(behind)
         if const_expr(last):
             ring.release(stage)
         self.promote(sums, part, atom, rows, columns, plain)
 
     @cute.jit
-    def scales_of(self, held, atom: cutlass.Constexpr, origin):
-        """(along the kernel's m, along its n, whether all products of two are of a usual magnitude in this
-        warp) of one WGMMA's values.
+    def scales_of(self, stage, atom: cutlass.Constexpr, origin):
+        """(along the kernel's m, along its n): the scales of this thread's values in one WGMMA.
 
         Along m two rows 8 apart, or one weight's; along n each of its columns, or a weight's for each 8
         columns, or for all of them.
         """
-        config, groups, found = self.config, self.config.tile_n // 8, []
+        config = self.config
+        warpgroups = config.tile_warpgroups
+        address = self.sScales.iterator + stage * config.stage_scales
+        own = cute.make_tensor(address, cute.make_layout(config.stage_scales))
+        first = atom * warpgroups * MMA_ATOM_M
+        if const_expr(warpgroups > 1):
+            first = first + self.group * MMA_ATOM_M
+        groups = config.tile_n // 8
         if const_expr(config.few):
-            weight = held[config.row_scales + atom]
-            plain = are_plain((weight,), [held[count] for count in range(config.row_scales)])
-            for column in cutlass.range_constexpr(2 * groups):
-                first = column // 2 * 8 + column % 2
-                lane = first % 32 + self.thread % 4 * 2
-                found.append(cute.arch.shuffle_sync(held[first // 32], lane))
-            return (weight,), tuple(found), plain
-        rows = held[2 * atom], held[2 * atom + 1]
-        weights = [held[config.row_scales + span] for span in range(config.weight_scales)]
-        plain = are_plain(rows, weights)
+            weight = own[config.rows]
+            if const_expr(config.spans > 1):
+                weight = own[config.rows + first // BLOCK]
+            found = []
+            for group in cutlass.range_constexpr(groups):
+                pair = cute.make_rmem_tensor(2, Float32)
+                source = address + group * 8 + self.thread % 4 * 2
+                pointer = cute.make_ptr(Float32, source.toint(), cute.AddressSpace.smem, assumed_align=8)
+                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), pair)
+                found += [pair[0], pair[1]]
+            return (weight,), tuple(found)
+        row = first_row_of(first, self.thread)
+        values = own[row], own[row + 8]
+        weights = [own[config.rows + span] for span in range(config.spans)]
         if const_expr(config.spans == 1):
-            return rows, tuple(weights), plain
+            return values, tuple(weights)
         end = BLOCK - origin.column % BLOCK  # of the first block
+        found = []
         for group in cutlass.range_constexpr(groups):
             if const_expr(config.columns % BLOCK == 0):
                 found.append(weights[group * 8 // BLOCK])
             else:
                 found.append(weights[0] if group * 8 < end else weights[1])
-        return rows, tuple(found), plain
+        return values, tuple(found)
+
+    @cute.jit
+    def are_plain(self, rows, columns):
+        """Whether each product of two scales is of a usual magnitude, for all threads of a warp."""
+        plain = cutlass.Boolean(True)
+        for row in cutlass.range_constexpr(len(rows)):
+            for column in cutlass.range_constexpr(len(columns)):
+                product = rows[row] * columns[column]
+                size = cutlass.max(product, -product)
+                plain = cutlass.and_(plain, cutlass.and_(size >= SMALL, size <= LARGE))  # NaN is not
+        return cute.arch.vote_all_sync(plain)
 
     @cute.jit
     def promote(self, sums, part, atom: cutlass.Constexpr, rows, columns, plain):
@@ -291,18 +315,6 @@ class Consumer(consumer.Consumer):
                 row, column = scales_at(value, rows, columns)
                 index = atom * values + value
                 sums[index] = sums[index] + part[value] * row * column
-
-
-@cute.jit
-def are_plain(rows, columns):
-    """Whether each product of two scales is of a usual magnitude, for all threads of a warp."""
-    plain = cutlass.Boolean(True)
-    for row in cutlass.range_constexpr(len(rows)):
-        for column in cutlass.range_constexpr(len(columns)):
-            product = rows[row] * columns[column]
-            size = cutlass.max(product, -product)
-            plain = cutlass.and_(plain, cutlass.and_(size >= SMALL, size <= LARGE))  # NaN is not
-    return cute.arch.vote_all_sync(plain)
 
 
 def scales_at(value, rows, columns):
@@ -355,7 +367,7 @@ class Gemm:
         sD_layout = layouts.staging(mD, config.out_epi_n, config.consumers * config.epilogue_buffers)
         d = layouts.staged_box(cpasync.CopyBulkTensorTileS2GOp(), mD, config.out_epi_n)
         self.storage = layouts.shared_storage(cute.cosize(sA_layout), cute.cosize(sB_layout))
-        self.smem_bytes = self.storage.size_in_bytes()
+        self.smem_bytes = self.storage.size_in_bytes() + config.scale_bytes
 
         # Tiles along the rows may overlap, so that the last ones end with them; along the columns they begin
         # where blocks of scales do.
@@ -420,7 +432,9 @@ class Gemm:
             for tensor in cutlass.range_constexpr(3):
                 cpasync.prefetch_descriptor(tensors[tensor].atom)
 
-        storage = SmemAllocator().allocate(self.storage)
+        allocator = SmemAllocator()
+        storage = allocator.allocate(self.storage)
+        scales_address = allocator.allocate_array(Float32, config.stages * config.stage_scales)
         ring = Ring(config, storage.full.data_ptr(), storage.empty.data_ptr())
         if thread == 0:
             ring.make_barriers()
@@ -432,8 +446,12 @@ class Gemm:
         sA = storage.a.get_tensor(layouts[0].outer, swizzle=layouts[0].inner)  # (bM, bK, STAGE)
         sB = storage.b.get_tensor(layouts[1].outer, swizzle=layouts[1].inner)  # (bN, bK, STAGE)
         sD = storage.d.get_tensor(layouts[2].outer, swizzle=layouts[2].inner)  # (epiM, epiN, BUFFER)
+        sScales = cute.make_tensor(  # (SCALE, STAGE)
+            scales_address, cute.make_layout((config.stage_scales, config.stages))
+        )
+
         load_registers, mma_registers = config.registers
-        started = 32 + config.consumers * WARPGROUP_THREADS
+        started = 64 + config.consumers * WARPGROUP_THREADS
         if group == 0:
             cute.arch.setmaxregister_decrease(load_registers)
             if const_expr(config.cluster_size > 1):
@@ -444,6 +462,10 @@ class Gemm:
                     cute.arch.sync_warp()
                     cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
                 Producer(config, a, b, sA, sB, ring).run(schedule, l2_hint)
+            if warp_index == 1:
+                if const_expr(config.cluster_size == 1):
+                    cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
+                ScaleProducer(config, scales, ends, sScales, ring, thread % 32).run(schedule)
         else:
             cute.arch.setmaxregister_increase(mma_registers)
             if const_expr(config.cluster_size > 1):
@@ -458,7 +480,6 @@ class Gemm:
             epilogue = Epilogue(config, self.dtypes, d, None, mmas[2], sD, loaded, fusion, group, own)
             split_k = SplitK(config, workspace, met, (cta_m, cta_n), group, own)
             consumer = Consumer(
-                config, self.dtypes.acc, mmas[0], sA, sB, ring, epilogue, split_k, group, scales, ends, own,
-                mmas[1],
-            )  # fmt: skip
+                config, self.dtypes.acc, mmas[0], sA, sB, ring, epilogue, split_k, group, sScales, own, mmas[1]
+            )
             consumer.run(schedule, lane, (cta_m, cta_n))
