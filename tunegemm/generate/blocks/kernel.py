@@ -93,8 +93,8 @@ class Ring(ring.Ring):
 class ScaleProducer:
     """One warp of `HELPERS`: copies its share of each stage's scales into shared memory, 32 rows at a time.
 
-    It goes on as long as stages are free, and says what has arrived once it would have to wait. (That each thread
-    lets its copies signal the barrier themselves takes as long as a block: 32 arrivals, one after the other.)
+    It goes on as long as stages are free, and says what has arrived once it would have to wait. (Copies that
+    signal the barrier themselves arrive 32 times, one after the other.)
     """
 
     config: BlockConfig
@@ -229,7 +229,7 @@ class Consumer(consumer.Consumer):
 
     @cute.jit
     def sum_in_turns(self, sums, parts, fragments, ring, state, k_tiles, origin):
-        """The main loop of tiles of one WGMMA's rows a warpgroup, which adds up one block while the tensor cores
+        """The main loop where a warpgroup has one WGMMA's rows, and adds up one block while the tensor cores
         have the next. Returns where the ring then is.
         """
         ring.wait_full(state)
@@ -269,8 +269,8 @@ class Consumer(consumer.Consumer):
         self, sums, part, ring, stage, atom: cutlass.Constexpr, origin, behind: cutlass.Constexpr,
         last: cutlass.Constexpr,
     ):  # fmt: skip
-        """Wait for a block's WGMMAs, behind which so many groups of others were begun, and promote their sums;
-        before that give back the stage that they were the last to read.
+        """Wait for a block's WGMMAs, behind which so many groups of others were begun, give back the stage
+        that they were the last to read, and promote their sums.
         """
         rows, columns = self.scales_of(stage, atom, origin)
         plain = self.are_plain(rows, columns)
