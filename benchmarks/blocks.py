@@ -35,8 +35,9 @@ METHOD = (
     "each side in one CUDA graph over as many sets of weights as pass 3x the L2; all in shuffled order in "
     "each round, one replay of some ms; from 2048 rows on each has turn_ms to itself in a round, the second "
     "half of which is timed; medians over rounds. torch: torch._scaled_mm of the same block scales; bf16: "
-    "torch.mm; ratio_to_torch, ratio_to_bf16: to tunegemm.scaled_mm; bandwidth_share: bytes of operands, "
-    "scales and result a second, to those of a copy of 1 GiB; error: to fp64, in parts of the magnitudes"
+    "torch.mm; kernel: the chosen kernel, served or not; ratio_to_torch, ratio_to_bf16: to "
+    "tunegemm.scaled_mm; bandwidth_share: bytes of operands, scales and result a second, to those of a copy "
+    "of 1 GiB; error: to fp64, in parts of the magnitudes"
 )
 #: N and K of each layer's products.
 LAYERS = {
@@ -57,6 +58,7 @@ ROWS = ("1", "2", "4", "8", "16", "32", "64", "65", "128", "129", "256", "257", 
 _STEADY_ROWS = 2048
 _TURN_MS = 24.0
 _ERROR = 4e-3
+_SHOWN = ("torch", "bf16", "tunegemm", "kernel")
 FP8 = torch.float8_e4m3fn
 
 Side = Callable[[int], Any]
@@ -110,9 +112,9 @@ def _drawn(*shape: int) -> torch.Tensor:
 
 
 def sides_of(
-    case: Case, operands: Operands, device: Device, every: packing.Provided | None
+    case: Case, operands: Operands, device: Device, provided: packing.Provided, every: bool
 ) -> dict[str, Side]:
-    """What is timed, by name; each takes the number of a set of weights."""
+    """What is timed, by name; each takes the number of a set of weights. every: all kernels."""
     a, scale_a = operands.a, operands.scale_a
     weights, scales = operands.weights, operands.scales
     wide = torch.randn(case.rows, case.k, device="cuda", dtype=torch.bfloat16)
@@ -132,14 +134,14 @@ def sides_of(
         return tunegemm.scaled_mm(a, weights[i].t(), scale_a, scales[i], out_dtype=torch.bfloat16)
 
     found: dict[str, Side] = {"torch": of_torch, "bf16": bf16, "tunegemm": ours}
-    if every is None:
-        return found
+    choice = choose(case.rows, case.n, case.k, gpu=device.name)
     out = torch.empty(case.rows, case.n, device="cuda", dtype=torch.bfloat16)
     for each in candidates():
         if not each.first_row <= case.rows <= each.last_row:
             continue
-        artifact = every.of(blocks.kernel_key(each.config))
-        if artifact is None:
+        chosen = choice is not None and each.name == choice.name
+        artifact = provided.of(blocks.kernel_key(each.config))
+        if artifact is None or not (every or chosen):
             continue
         kernel = BlockKernel.load(each.config, artifact.path)
         for split in splits_of(each.config, case.rows, case.n, case.k):
@@ -153,7 +155,10 @@ def sides_of(
                 launch(*(tensor.data_ptr() for tensor in given))
                 return out
 
-            found[f"{each.name} k{split}"] = run
+            if chosen and choice is not None and split == choice.split_k:
+                found["kernel"] = run
+            if every:
+                found[f"{each.name} k{split}"] = run
     return found
 
 
@@ -166,13 +171,13 @@ def copied_gbs() -> float:
 
 
 def measure(
-    case: Case, device: Device, every: packing.Provided | None, rounds: int, copied: float
+    case: Case, device: Device, provided: packing.Provided, every: bool, rounds: int, copied: float
 ) -> dict[str, Any]:
     """A row."""
     steady = case.rows >= _STEADY_ROWS
     sets = 1 if steady else max(1, math.ceil(3 * device.l2_bytes / (case.n * case.k)))
     operands = Operands(case, sets)
-    sides = sides_of(case, operands, device, every)
+    sides = sides_of(case, operands, device, provided, every)
     refused: dict[str, str] = {}
     errors: dict[str, float] = {}
     for name, side in list(sides.items()):
@@ -191,7 +196,7 @@ def measure(
             samples[name].append(graphs[name].us(turn_ms))
     us = {name: statistics.median(times) for name, times in samples.items()}
     own = us["tunegemm"]
-    kernels = [name for name in us if name not in ("torch", "bf16", "tunegemm")]
+    kernels = [name for name in us if name not in ("torch", "bf16", "tunegemm", "kernel")]
     choice = choose(case.rows, case.n, case.k, gpu=device.name)
     across, along = case.blocks
     moved = case.n * case.k + case.rows * (case.k + 2 * case.n) + 4 * along * (across + case.rows)
@@ -226,7 +231,7 @@ def run(options: argparse.Namespace) -> int:
     results = Results(results_path(options.out, device, "blocks.json"), meta(device, METHOD))
     cases = [Case(layer, rows) for rows in map(int, options.rows) for layer in options.layers]
     cases.sort(key=lambda case: results.find(_named(case)) is not None)
-    every = packing.provide_blocks() if options.every else None
+    provided = packing.provide_blocks()
     copied = copied_gbs()
     print(f"{device.name}: a copy moves {copied:.0f} GB/s", flush=True)
     found: list[dict[str, Any]] = []
@@ -234,14 +239,15 @@ def run(options: argparse.Namespace) -> int:
         if options.seconds and time.monotonic() - begun > options.seconds:
             print(f"stopped after {options.seconds} s: {len(found)} of {len(cases)}", flush=True)
             break
-        row = measure(case, device, every, options.rounds, copied)
+        row = measure(case, device, provided, options.every, options.rounds, copied)
         found.append(row)
         results.put(row)
+        shown = {name: us for name, us in row["us"].items() if name in _SHOWN}
         print(
             f"{case.layer} {case.rows}: {row['ratio_to_torch']} x torch, {row['ratio_to_bf16']} x bf16, "
             f"{row['bandwidth_share']} of a copy, {row['tflops']} Tflop/s by {row['chosen']}; "
             f"best {row.get('best')} {row.get('best_to_chosen')}; "
-            f"{ {name: us for name, us in row['us'].items() if name in ('torch', 'bf16', 'tunegemm')} }"
+            f"{shown} us"
             f"{' WRONG ' + ','.join(row['wrong']) if row['wrong'] else ''} {row.get('refused', '')}",
             flush=True,
         )  # fmt: skip

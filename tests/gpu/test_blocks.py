@@ -214,6 +214,11 @@ def test_the_public_door_gives_what_the_kernel_does(rows: int, out_dtype: torch.
     a, weight = drawn(rows, k), drawn(n, k)
     scale_a, scale_b = scales("usual", rows, k // BLOCK), scales("usual", -(-n // BLOCK), k // BLOCK)
     wanted, magnitude = reference(a, weight, scale_a, scale_b)
+    choice = choose(
+        rows, n, k, out_dtype="bf16" if out_dtype is torch.bfloat16 else "fp32", gpu=device().name
+    )
+    assert choice is not None
+    kernel_of(choice.config)  # else it would be compiled in the background
     for given in ((scale_a, scale_b.t()), as_torch_wants(scale_a, scale_b)):
         out = tunegemm.scaled_mm(a, weight.t(), *given, out_dtype=out_dtype)
         assert bool(near(out, wanted, magnitude, "bf16" if out_dtype is torch.bfloat16 else "fp32").all())
