@@ -21,7 +21,7 @@ from tunegemm.model.blocks import listed
 FP8 = torch.float8_e4m3fn
 CONFIGS = listed()
 FEW = next(config for config in CONFIGS if config.few and config.out_dtype == "bf16")
-MANY = next(config for config in CONFIGS if not config.few and config.spans > 1)
+MANY = next(config for config in CONFIGS if config.atoms_per_warpgroup > 1)
 
 
 def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
