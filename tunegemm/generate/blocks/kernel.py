@@ -67,20 +67,16 @@ class Ends(NamedTuple):
     """Blocks of k."""
 
 
-#: Warps of the producer's warpgroup that copy scales.
-HELPERS = 3
-
-
 @dataclass(frozen=True)
 class Ring(ring.Ring):
-    """A stage is full once TMA and each warp that copies scales say so."""
+    """A stage is full once TMA and each thread of the warp that copies scales say so."""
 
     @cute.jit
     def make_barriers(self):
         config = self.config
         releases = config.tile_warpgroups * ring.WARPS * (config.cluster_m + config.cluster_n - 1)
         for stage in cutlass.range_constexpr(config.stages):
-            cute.arch.mbarrier_init(self.full + stage, 1 + HELPERS)
+            cute.arch.mbarrier_init(self.full + stage, 1 + 32)
             cute.arch.mbarrier_init(self.empty + stage, releases)
 
     @cute.jit
@@ -91,11 +87,7 @@ class Ring(ring.Ring):
 
 @dataclass(frozen=True)
 class ScaleProducer:
-    """One warp of `HELPERS`: copies its share of each stage's scales into shared memory, 32 rows at a time.
-
-    It goes on as long as stages are free, and says what has arrived once it would have to wait. (Copies that
-    signal the barrier themselves arrive 32 times, one after the other.)
-    """
+    """One warp: copies the scales of each stage into shared memory."""
 
     config: BlockConfig
     scales: Scales
@@ -103,18 +95,14 @@ class ScaleProducer:
     sScales: cute.Tensor
     """(SCALE, STAGE)"""
     ring: Ring
-    helper: Int32
     lane: Int32
 
     @cute.jit
     def run(self, schedule):
         """Work unit after work unit, as the producer of tiles."""
         config, ring, scales, ends = self.config, self.ring, self.scales, self.ends
-        shares = -(-config.rows // (32 * HELPERS))
-        first_target = self.sScales.iterator.toint() + (self.helper * 32 + self.lane) * 4
+        first_target = self.sScales.iterator.toint() + self.lane * 4
         state = ring.producer_start()
-        arrived = ring.consumer_start()
-        pending = Int32(0)
         unit = schedule.first()
         while schedule.has(unit):
             tile = schedule.tile(unit.index)
@@ -123,49 +111,27 @@ class ScaleProducer:
             row, column = origin.row, origin.column
             if const_expr(config.few):
                 row, column = origin.column, origin.row
-            sources = []
-            for share in cutlass.range_constexpr(shares):
-                # Behind the last row that one's: nothing of it is stored.
-                own = cutlass.min(row + (share * HELPERS + self.helper) * 32 + self.lane, ends.rows - 1)
-                sources.append(scales.rows_address + Int64(own) * scales.row_stride * 4)
             own = cutlass.min(column // BLOCK + self.lane, ends.columns - 1)
             weights = scales.weights_address + Int64(own) * scales.block_stride * 4
             for k_tile in cutlass.range(unit.k_tiles, unroll=1):
-                free = cute.arch.mbarrier_test_wait(ring.empty + state.stage, state.phase)
-                if not cute.arch.vote_all_sync(free):
-                    arrived = self.signal(arrived, pending)
-                    pending = Int32(0)
-                    ring.wait_empty(state)
+                ring.wait_empty(state)
                 target = first_target + state.stage * (config.stage_scales * 4)
                 step = Int64(block + k_tile)
                 # Behind the last block zeros, as TMA brings.
                 size = Int32(4) if step < ends.k else Int32(0)
-                for share in cutlass.range_constexpr(shares):
-                    if (share * HELPERS + self.helper) * 32 + self.lane < config.rows:
-                        source = sources[share] + step * scales.rows_k_stride * 4
-                        copy_async(target + share * (HELPERS * 128), source, size)
-                if self.helper == HELPERS - 1 and self.lane < config.spans:
+                rows = scales.rows_address + step * scales.rows_k_stride * 4
+                # No unrolling: the warp has few registers.
+                for count in cutlass.range(-(-config.rows // 32), unroll=1):
+                    if count * 32 + self.lane < config.rows:
+                        # Behind the last row that one's: nothing of it is stored.
+                        last = cutlass.min(row + count * 32 + self.lane, ends.rows - 1)
+                        copy_async(target + count * 128, rows + Int64(last) * scales.row_stride * 4, size)
+                if self.lane < config.spans:
                     source = weights + step * scales.weights_k_stride * 4
-                    own_target = (
-                        self.sScales.iterator.toint() + (state.stage * config.stage_scales + self.lane) * 4
-                    )
-                    copy_async(own_target + config.rows * 4, source, size)
-                cute.arch.cp_async_commit_group()
-                pending += 1
+                    copy_async(target + config.rows * 4, source, size)
+                cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + state.stage)
                 state = ring.advance(state)
             unit = schedule.next(unit)
-        arrived = self.signal(arrived, pending)
-
-    @cute.jit
-    def signal(self, arrived, pending):
-        """Wait for the copies of so many stages, and say so. Returns the stage behind them."""
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_warp()
-        for _ in cutlass.range(pending, unroll=1):
-            if self.lane == 0:
-                cute.arch.mbarrier_arrive(self.ring.full + arrived.stage)
-            arrived = self.ring.advance(arrived)
-        return arrived
 
 
 def copy_async(target, source, size):
@@ -485,7 +451,7 @@ class Gemm:
         )
 
         load_registers, mma_registers = config.registers
-        started = 32 * (1 + HELPERS) + config.consumers * WARPGROUP_THREADS
+        started = 64 + config.consumers * WARPGROUP_THREADS
         if group == 0:
             cute.arch.setmaxregister_decrease(load_registers)
             if const_expr(config.cluster_size > 1):
@@ -496,10 +462,10 @@ class Gemm:
                     cute.arch.sync_warp()
                     cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
                 Producer(config, a, b, sA, sB, ring).run(schedule, l2_hint)
-            else:
+            if warp_index == 1:
                 if const_expr(config.cluster_size == 1):
                     cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
-                ScaleProducer(config, scales, ends, sScales, ring, warp_index - 1, thread % 32).run(schedule)
+                ScaleProducer(config, scales, ends, sScales, ring, thread % 32).run(schedule)
         else:
             cute.arch.setmaxregister_increase(mma_registers)
             if const_expr(config.cluster_size > 1):
