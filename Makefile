@@ -89,11 +89,11 @@ docs: $(READY)
 	$(RUN) docs/generate.py
 	$(RUN) -m sphinx -q -W --keep-going -b html docs build/site
 
-# The kernels of the shipped records and of the lists db/selector.toml, db/invariant.toml, db/grouped.toml and db/joined.toml,
+# The kernels of the shipped records and of the lists (db/selector.toml, invariant, grouped, joined, blocks),
 # compiled without a GPU: a second each, when their sources or the lists changed. They go into the wheel, and serve from the checkout; without them a checkout
 # compiles what a call lacks in the background.
 kernels: db/kernels/manifest.json
-db/kernels/manifest.json: $(TUNING) db/selector.toml db/invariant.toml db/grouped.toml db/joined.toml $(wildcard db/records/*.json tunegemm/compile/*.py tunegemm/generate/*.py tunegemm/generate/*/*.py tunegemm/generate/*/*/*.py tunegemm/model/*.py)
+db/kernels/manifest.json: $(TUNING) db/selector.toml db/invariant.toml db/grouped.toml db/joined.toml db/blocks.toml $(wildcard db/records/*.json tunegemm/compile/*.py tunegemm/generate/*.py tunegemm/generate/*/*.py tunegemm/generate/*/*/*.py tunegemm/model/*.py)
 	$(RUN) -m tunegemm.store.packing db/kernels
 
 wheel: $(READY) kernels

@@ -19,7 +19,13 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 def clone(tmp_path: Path) -> Path:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
-    for name in ("db/selector.toml", "db/invariant.toml", "db/grouped.toml", "db/joined.toml"):
+    for name in (
+        "db/selector.toml",
+        "db/invariant.toml",
+        "db/grouped.toml",
+        "db/joined.toml",
+        "db/blocks.toml",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path

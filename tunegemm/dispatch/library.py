@@ -20,8 +20,8 @@ from tunegemm.dispatch.fx import num_elements, rank
 _OF_ANOTHER_DTYPE = "with an out_dtype, as tunegemm.enable serves none"
 _OTHER_SCALES = "unsupported scales: kernels take one per operand, or one per row and column"
 
-#: Values of ATen's ScalingType (ATen/BlasBackend.h).
-_TENSOR_WISE, _ROW_WISE = 0, 1
+#: Values of ATen's ScalingType (ATen/BlasBackend.h); those of blocks are 1x128 and 128x128.
+_TENSOR_WISE, _ROW_WISE, _LINES, _BLOCKS = 0, 1, 4, 5
 #: Rows and columns of B that torch's fp8 product takes come in multiples of so many.
 _FP8_UNIT = 16
 
@@ -180,13 +180,37 @@ def _scaled(
     return text, tensors, given.get("out_dtype"), bool(given.get("use_fast_accum", False))
 
 
+def block_scales(
+    name: str, arguments: Sequence[Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype | None] | None:
+    """Operands, scales and output dtype of an operator's call whose scales may be of 1x128 and 128x128."""
+    a, b, *more = arguments
+    given = dict(zip(_names(name), more, strict=False))
+    scale_a, scale_b = given["scale_a"], given["scale_b"]
+    if given.get("bias") is not None or given.get("scale_result") is not None:
+        return None
+    if name != "_scaled_mm":
+        if not _are_plain_recipes(given) or (*given["recipe_a"], *given["recipe_b"]) != (_LINES, _BLOCKS):
+            return None
+        (scale_a,), (scale_b,) = scale_a, scale_b
+    return a, b, scale_a, scale_b, given.get("out_dtype")
+
+
+def _are_plain_recipes(given: dict[str, Any]) -> bool:
+    """Whether `_scaled_mm_v2` has one scale for each operand, not swizzled."""
+    swizzled = any(given["swizzle_a"]) or any(given["swizzle_b"])
+    return len(given["scale_a"]) == len(given["scale_b"]) == 1 and not (
+        swizzled or given.get("contraction_dim")
+    )
+
+
 def _recipe_steps(
     a: torch.Tensor, b: torch.Tensor, given: dict[str, Any]
 ) -> tuple[str, tuple[torch.Tensor, ...]]:
     """The epilogue of `_scaled_mm_v2` and its scales, where both recipes are by tensors, or by rows."""
     recipes = list(given["recipe_a"]), list(given["recipe_b"])
     scales = (*given["scale_a"], *given["scale_b"])
-    if len(scales) != 2 or given.get("contraction_dim") or any(given["swizzle_a"]) or any(given["swizzle_b"]):
+    if not _are_plain_recipes(given):
         return "", ()
     text = scale_steps(a, b, scales[0], scales[1], given.get("bias") is not None)
     if recipes == ([_TENSOR_WISE], [_TENSOR_WISE]):

@@ -24,10 +24,11 @@ from tunegemm.describe.device import (
 )
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import PackError, TunegemmError
-from tunegemm.generate import along_k, families, grouped, joined, routing
+from tunegemm.generate import along_k, blocks, families, grouped, joined, routing
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.model import shortlist
+from tunegemm.model.blocks import listed as listed_of_blocks
 from tunegemm.model.grouped import configs, listed_along_k, maker_of
 from tunegemm.model.grouped import listed as listed_of_groups
 from tunegemm.model.joined import listed as listed_of_weights
@@ -126,13 +127,16 @@ def ship(folder: Path) -> tuple[int, Mapping[str, str]]:
         )
     found = provide(usable)
     failures |= {str(record.problem): reason for record, reason in found.failures.items()}
+    artifacts = dict(found.artifacts)
     shortlisted = _shortlisted()
     of_list = _provide(shortlisted)
-    of_groups, of_weights = provide_grouped(), provide_joined()
-    failures |= {**of_list.failures, **of_groups.failures, **of_weights.failures}
-    artifacts = {**found.artifacts, **of_list.artifacts, **of_groups.artifacts, **of_weights.artifacts}
+    of_groups, of_weights, of_blocks = provide_grouped(), provide_joined(), provide_blocks()
+    for listed in (of_list, of_groups, of_weights, of_blocks):
+        failures |= listed.failures
+        artifacts |= listed.artifacts
     keys = [key for record in usable if (key := _key(record))]
-    keys += [key for _, key in (*shortlisted.values(), *_grouped().values(), *_joined().values())]
+    listed_keys = (*shortlisted.values(), *_grouped().values(), *_joined().values(), *_blocks().values())
+    keys += [key for _, key in listed_keys]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as scratch:
         fresh = Path(scratch, "kernels")
@@ -192,6 +196,14 @@ def _joined() -> dict[str, tuple[str, Key]]:
     }  # fmt: skip
 
 
+def _blocks() -> dict[str, tuple[str, Key]]:
+    """By its name each kernel of block-scaled products."""
+    return {
+        f"{blocks.NAME} {config.label} {config.out_dtype}": (blocks.NAME, blocks.kernel_key(config))
+        for config in listed_of_blocks()
+    }
+
+
 def _toolchain() -> dict[str, str]:
     """The compilers that are here, as kernel keys name them."""
     return {name: package_version(package) for name, package in _COMPILERS.items()} | {
@@ -225,6 +237,11 @@ def provide_grouped(kind: str = "", *, every: bool = False) -> Provided:
 def provide_joined() -> Provided:
     """The objects of the kernels of several weights (db/joined.toml). As `provide`."""
     return _provide(_joined(), families_module=joined.__name__)
+
+
+def provide_blocks() -> Provided:
+    """The objects of the kernels of block-scaled products (db/blocks.toml). As `provide`."""
+    return _provide(_blocks(), families_module=blocks.__name__)
 
 
 def provide(

@@ -17,7 +17,7 @@ from tunegemm.dispatch.fx import node_of, rank, refuse_proxies
 from tunegemm.dispatch.guards import are_functions_watched, function_modes
 from tunegemm.dispatch.library import addmm_steps, is_sum, scale_steps
 from tunegemm.errors import ProblemError, unknown_argument
-from tunegemm.torch import ops
+from tunegemm.torch import blocks, ops
 
 WITH_BIAS = form_of(LINEAR, "bias_n")
 _is_compiling = torch.compiler.is_compiling
@@ -230,11 +230,16 @@ def scaled_mm(
     """Compute ``(a * scale_a) @ (b * scale_b) + bias`` of fp8 operands, as ``torch._scaled_mm`` does, or of
     int8.
 
-    Scales are fp32: one element each, or (m, 1) and (1, n), one for each row of a and column of b. torch
-    computes products with other scales. out_dtype: by default the dtype of a; bf16 for int8. use_fast_accum:
-    sums may keep only the 14 bits or so of the tensor cores; otherwise every 128 of k are added up in fp32.
-    Sums of int8 products are exact. Served as `matmul` is; the problems' epilogues are ``scale_tensor`` and
-    ``scale_rowwise``, and ``+bias_n``.
+    Scales are fp32: one element each; or (m, 1) and (1, n), one for each row of a and column of b; or one for
+    each 1x128 of a and each 128x128 of b, (m, k / 128) and (k / 128, n / 128), rounded up and of any strides.
+    torch computes products with other scales. out_dtype: by default the dtype of a; bf16 for int8.
+    use_fast_accum: sums may keep only the 14 bits or so of the tensor cores; otherwise, and always with
+    scales of blocks, every 128 of k are added up in fp32. Sums of int8 products are exact.
+
+    Served as `matmul` is; the problems' epilogues are ``scale_tensor`` and ``scale_rowwise``, and
+    ``+bias_n``. Kernels of blocks need no record: they serve float8_e4m3fn on Hopper into bf16, fp16 or fp32.
+    With a bias torch computes the product. On a CPU, for which torch has none, sums are in fp32. Raises
+    ProblemError for scales of blocks of a wrong shape or dtype.
     """
     try:
         text = scale_steps(a, b, scale_a, scale_b, bias is not None)
@@ -244,9 +249,7 @@ def scaled_mm(
     if a.dtype == torch.int8:
         out_dtype, use_fast_accum = out_dtype or torch.bfloat16, True
     if not text:
-        return torch._scaled_mm(
-            a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum
-        )
+        return blocks.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum)
     tensors = (scale_a, scale_b) if bias is None else (scale_a, scale_b, bias)
     accumulation = "fast" if use_fast_accum else "two_level"
     return _fused(SCALED_MM, text, a, b, tensors, (), None, out_dtype, accumulation)

@@ -17,6 +17,7 @@ from tunegemm.dispatch.guards import deterministic, tf32_allowed
 from tunegemm.dispatch.library import addmm_steps, call_of, is_sum
 from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
 from tunegemm.groups import grouped, scaled_groups
+from tunegemm.torch import blocks
 from tunegemm.torch.aten import Layer, replacements
 
 #: Makes a function that counts an operator's calls, given its name, what makes the function in the place of
@@ -149,9 +150,9 @@ def _scaling(kernel: Any, name: str) -> Callable[..., Any]:
         call = call_of(name, arguments, keywords)
         if not call.refusal:
             result = api.dispatcher.fused(call.form, call.a, call.b, call.tensors, call.numbers, call.out)
-            if result is not None:
-                return result
-        return kernel.call_boxed(keyset, *arguments, **keywords)
+        else:
+            result = blocks.below_autograd(name, arguments, keywords)
+        return kernel.call_boxed(keyset, *arguments, **keywords) if result is None else result
 
     return serve
 

@@ -1,0 +1,135 @@
+"""Kernels of block-scaled fp8: what they are compiled of, take and refuse. No GPU needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tunegemm.describe.device import Device
+from tunegemm.generate import blocks
+from tunegemm.generate.blocks import BlockKernel, refusal, tiles_of
+from tunegemm.generate.blocks.config import BlockConfig
+from tunegemm.generate.cute_sm90.config import SMEM_LIMIT
+from tunegemm.generate.families import kernel_source_hash
+from tunegemm.generate.sources import kernel_sources
+from tunegemm.generate.takes import NotTaken
+from tunegemm.model.blocks import listed
+
+FP8 = torch.float8_e4m3fn
+CONFIGS = listed()
+FEW = next(config for config in CONFIGS if config.few and config.out_dtype == "bf16")
+MANY = next(config for config in CONFIGS if config.atoms_per_warpgroup > 1)
+
+
+def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
+    keys = [blocks.kernel_key(config) for config in CONFIGS]
+    assert len({tuple(sorted(key.items())) for key in keys}) == len(keys) > 0
+    for config, key in zip(CONFIGS, keys, strict=True):
+        assert BlockConfig.from_mapping(key) == config
+        assert config.smem_bytes <= SMEM_LIMIT
+        assert config.few or config.spans <= 2  # what `Consumer.scales_of` tells apart
+    # The sources that they are made of are in it, too.
+    assert keys[0]["source"] != kernel_source_hash("cute_sm90")
+    names = {path.parts[-3] for path in kernel_sources(Path(blocks.__file__).parent)}
+    assert "cute_sm90" in names
+
+
+@pytest.mark.parametrize("config", [FEW, MANY], ids=lambda config: config.label)
+def test_it_compiles_without_warnings(config: BlockConfig, tmp_path: Path) -> None:
+    """Warning C7511: ptxas serialises WGMMAs."""
+    if (missing := blocks.unavailable()) is not None:
+        pytest.skip(missing)
+    report = blocks.compile(blocks.kernel_key(config), tmp_path / "kernel.o")
+    assert report.spill_bytes == 0 and report.warnings == ()
+    assert report.smem_bytes == config.smem_bytes
+
+
+class Seen(list[Any]):
+    """A kernel's function that keeps what it is launched with, by name."""
+
+    def __call__(self, *given: Any) -> None:
+        pytest.importorskip("cutlass")
+        from tunegemm.generate.blocks.kernel import Scales
+        from tunegemm.generate.cute_sm90.kernel.gemm import Arguments
+
+        count = len(Arguments._fields)
+        assert len(given) == count + len(Scales._fields) + 1
+        self.append(Arguments(*given[:count])._asdict() | Scales(*given[count:-1])._asdict())
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    return Seen()
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype = FP8) -> torch.Tensor:
+    return torch.empty(rows, columns, dtype=dtype)
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+A, WEIGHT, OUT = matrix(5, 400), matrix(200, 400), matrix(5, 200, BF16)
+SCALE_A, SCALE_B = matrix(4, 5, F32).t(), matrix(2, 4, F32)
+
+
+def test_a_launch_says_where_scales_lie_and_of_few_rows_weights_come_first(seen: Seen, h200: Device) -> None:
+    for config in (FEW, MANY):
+        words = {"swizzle_size": 2, "along_m": False, "l2_hint": 2, "device": h200}
+        BlockKernel(config, seen).launch(A, WEIGHT, SCALE_A, SCALE_B, OUT, **words)
+        given = seen.pop()
+        few = config.few
+        assert (given["m"], given["n"]) == ((200, 5) if few else (5, 200))
+        addresses = WEIGHT.data_ptr(), A.data_ptr()
+        assert (given["a_address"], given["b_address"]) == (addresses if few else addresses[::-1])
+        assert [given[name] for name in ("lda", "ldb", "ldd", "k")] == [400, 400, 200, 400]
+        assert [given[name] for name in ("rows_address", "row_stride", "rows_k_stride")] == [
+            SCALE_A.data_ptr(), 1, 5,
+        ]  # fmt: skip
+        assert [given[name] for name in ("weights_address", "block_stride", "weights_k_stride")] == [
+            SCALE_B.data_ptr(), 4, 1,
+        ]  # fmt: skip
+        assert given["clusters"] == tiles_of(config, 5, 200)
+        assert [given[name] for name in ("swizzle_size", "raster_along_m", "split_k")] == [2, 0, 1]
+        assert given["l2_hint"] == (1 if few else 2)
+
+
+def test_a_launch_refuses_addresses_and_outputs_of_other_kernels(seen: Seen, h200: Device) -> None:
+    launch = BlockKernel(FEW, seen).bound(A, WEIGHT, SCALE_A, SCALE_B, OUT, device=h200)
+    launch(16, 32, 4, 8, 48)
+    assert len(seen) == 1
+    for addresses in ((8, 32, 4, 8, 48), (16, 40, 4, 8, 48), (16, 32, 4, 8, 50), (16, 32, 2, 8, 48)):
+        with pytest.raises(NotTaken, match=r"clone\(\)"):
+            launch(*addresses)
+    with pytest.raises(NotTaken, match=r"torch.float16 for a kernel of bf16"):
+        BlockKernel(FEW, seen).bound(A, WEIGHT, SCALE_A, SCALE_B, OUT.half(), device=h200)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"scale_a": matrix(5, 4, F32), "scale_b": matrix(4, 2, F32).t()}, ""),
+        ({"scale_a": matrix(8, 10, F32)[::2, ::2].t(), "scale_b": matrix(2, 9, F32)[:, :4]}, ""),
+        ({"a": matrix(5, 416)[:, :400], "out": matrix(5, 208, F32)[:, :200]}, ""),
+        ({"a": A[None]}, "not a matrix"),
+        ({"a": matrix(0, 400)}, "rows is 0"),
+        ({"a": A.view(torch.float8_e5m2)}, "a is (5, 400) torch.float8_e5m2"),
+        ({"weight": matrix(200, 384)}, "the weight is (200, 384)"),
+        ({"weight": matrix(400, 200).t()}, "the weight of strides (1, 200)"),
+        ({"a": matrix(5, 408)[:, :400]}, "lines 408 B apart"),
+        ({"out": matrix(5, 200, torch.float64)}, "an output of torch.float64"),
+        ({"out": matrix(5, 204, BF16)[:, :200]}, "lines 408 B apart"),
+        ({"scale_a": matrix(5, 3, F32)}, "scale_a is (5, 3)"),
+        ({"scale_a": SCALE_A.double()}, "scale_a is (5, 4) torch.float64"),
+        ({"scale_b": SCALE_B.t()}, "scale_b is (4, 2)"),
+        ({"scale_b": SCALE_B.to("meta")}, "scale_b is on meta"),
+    ],
+)  # fmt: skip
+def test_what_no_kernel_takes_is_refused(changes: dict[str, Any], reason: str) -> None:
+    given = {"a": A, "weight": WEIGHT, "scale_a": SCALE_A, "scale_b": SCALE_B, "out": OUT} | changes
+    found = refusal(**given)
+    assert found == "" if not reason else reason in found, found

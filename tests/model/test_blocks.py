@@ -1,0 +1,58 @@
+"""Which kernel of block-scaled fp8 is chosen, and in how many k splits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tunegemm.errors import BadValueError
+from tunegemm.generate.blocks import tiles_of
+from tunegemm.model.blocks import candidates, choose, listed, splits_of
+
+GPUS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+SMS = 132
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("out_dtype", ["bf16", "fp16", "fp32"])
+def test_every_number_of_rows_has_a_kernel(gpu: str, out_dtype: str) -> None:
+    for rows in (*range(1, 301), 512, 2048, 8192, 2**20):
+        for n, k in ((8, 16), (2112, 7168), (36864, 7168), (7168, 2048)):
+            choice = choose(rows, n, k, out_dtype=out_dtype, gpu=gpu)
+            assert choice is not None and choice.config.out_dtype == out_dtype
+            assert choice.split_k in splits_of(choice.config, rows, n, k)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_few_tiles_of_a_long_k_are_split_and_many_are_not(gpu: str) -> None:
+    few = choose(1, 512, 16384, gpu=gpu)
+    many = choose(1, 65536, 7168, gpu=gpu)
+    assert few is not None and few.split_k > 1
+    assert many is not None and many.split_k == 1
+    # A split has some blocks of k, and a wave of tiles is not split.
+    for each in candidates():
+        assert splits_of(each.config, 1, 512, 512) == [1]
+        for rows, n in ((1, 512), (300, 7168)):
+            tiles = tiles_of(each.config, rows, n) * each.config.cluster_size
+            assert splits_of(each.config, rows, n, 16384)[-1] * tiles <= max(2 * SMS, tiles)
+
+
+def test_one_more_row_is_estimated_to_cost_little() -> None:
+    """No cliff behind the rows of a tile: by the estimate that chooses."""
+    by_name = {each.name: each for each in candidates()}
+    for n, k in ((7168, 2048), (4096, 7168), (24576, 1536)):
+        before = 0.0
+        for rows in range(1, 301):
+            choice = choose(rows, n, k, gpu=GPUS[0])
+            assert choice is not None
+            now = by_name[choice.name].estimate(rows, n, k, choice.split_k, GPUS[0])
+            assert not before or now < 1.35 * before, (rows, n, k, choice)
+            before = now
+
+
+def test_a_damaged_table_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "blocks.toml"
+    path.write_text("dtypes = 1\n")
+    with pytest.raises(BadValueError, match="install the package anew"):
+        listed(path)

@@ -1,0 +1,89 @@
+"""`scaled_mm` with scales of blocks where no GPU is: what it computes and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tunegemm
+from tunegemm.dispatch.library import block_scales
+from tunegemm.errors import ProblemError
+
+FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
+
+
+def operands(rows: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
+    """a, b, and scales in the layouts of torch."""
+    torch.manual_seed(0)
+    along, across = -(-k // 128), -(-n // 128)
+    a, weight = (torch.randn(*shape).to(FP8) for shape in ((rows, k), (n, k)))
+    return a, weight.t(), torch.rand(along, rows).t(), torch.rand(across, along).t()
+
+
+def wanted(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
+    """In fp64, element by element of the scales."""
+    (rows, k), n = a.shape, b.shape[1]
+    block = torch.arange(k) // 128
+    left = a.double() * scale_a.double()[:, block]
+    right = b.double() * scale_b.double()[block][:, torch.arange(n) // 128]
+    assert left.shape == (rows, k)
+    return left @ right
+
+
+@pytest.mark.parametrize("shape", [(1, 128, 128), (5, 200, 400), (130, 136, 144)])
+@pytest.mark.parametrize("out_dtype", [BF16, F32])
+def test_a_cpu_sums_in_fp32(shape: tuple[int, int, int], out_dtype: torch.dtype) -> None:
+    a, b, scale_a, scale_b = operands(*shape)
+    bias = torch.randn(shape[1]).to(BF16)
+    expected = wanted(a, b, scale_a, scale_b)
+    for given, added in ((None, 0.0), (bias, bias.double())):
+        result = tunegemm.scaled_mm(a, b, scale_a, scale_b, bias=given, out_dtype=out_dtype)
+        tolerance = 1e-2 if out_dtype is BF16 else 1e-4
+        torch.testing.assert_close(result.double(), expected + added, rtol=tolerance, atol=tolerance)
+    # As torch.nn.functional.scaled_mm wants them, with lines that nobody reads.
+    padded = torch.full((-(-scale_b.shape[0] // 4) * 4, scale_b.shape[1]), float("nan"))
+    padded[: scale_b.shape[0]] = scale_b
+    result = tunegemm.scaled_mm(a, b, scale_a.contiguous(), padded, out_dtype=F32)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+A, B, SCALE_A, SCALE_B = operands(5, 300, 400)
+
+
+@pytest.mark.parametrize(
+    ("scale_a", "scale_b", "says"),
+    [
+        (SCALE_A[:, :3], SCALE_B, r"scale_a is \(5, 3\) for \(5, 400\) x \(400, 300\); blocks .* \(5, 4\)"),
+        (SCALE_A.t(), SCALE_B, r"scale_a is \(4, 5\).*transpose it"),
+        (SCALE_A, SCALE_B.t(), r"scale_b is \(3, 4\).*transpose it"),
+        (SCALE_A, SCALE_B[:, :2], r"scale_b is \(4, 2\).*have \(4, 3\), rows and columns have \(5, 1\) and"),
+        (SCALE_A.double(), SCALE_B, r"scale_a is torch.float64; .* scale_a.float\(\)"),
+        (SCALE_A, SCALE_B.to(BF16), r"scale_b is torch.bfloat16; .* scale_b.float\(\)"),
+    ],
+)  # fmt: skip
+def test_scales_that_fit_nothing_are_refused_in_one_line(scale_a: Any, scale_b: Any, says: str) -> None:
+    with pytest.raises(ProblemError, match=says):
+        tunegemm.scaled_mm(A, B, scale_a, scale_b, out_dtype=BF16)
+
+
+def test_scales_that_torch_has_are_torchs() -> None:
+    """On a CPU it refuses them itself."""
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        tunegemm.scaled_mm(A, B, SCALE_A, torch.rand(4, 300), out_dtype=BF16)
+    assert not isinstance(raised.value, ProblemError)
+
+
+def test_operators_say_which_scales_are_of_blocks() -> None:
+    plain: list[Any] = [A, B, SCALE_A, SCALE_B, None, None, BF16, False]
+    v2: list[Any] = [A, B, [SCALE_A], [4], [], [SCALE_B], [5], [], None, BF16, [], False]
+    for name, arguments in (("_scaled_mm", plain), ("_scaled_mm_v2", v2)):
+        found = block_scales(name, arguments)
+        assert found is not None
+        assert [found[place] is each for place, each in enumerate((A, B, SCALE_A, SCALE_B, BF16))] == [
+            True
+        ] * 5
+    assert block_scales("_scaled_mm", [*plain[:4], torch.rand(300)]) is None  # a bias
+    for place, other in ((3, [5]), (6, [4]), (4, [1]), (2, [SCALE_A, SCALE_A])):
+        assert block_scales("_scaled_mm_v2", [*v2[:place], other, *v2[place + 1 :]]) is None

@@ -1,0 +1,217 @@
+"""Kernels of fp8 with scales of blocks: A's of 1 x 128, the weights' of 128 x 128, fp32, where they lie.
+
+    D[m, n] = sum over b of scale_a[m, b] * scale_b[n / 128, b] * (A[m, block b of k] B[n, block b of k]^T)
+
+No search has them: db/blocks.toml says what ships (`tunegemm.model.blocks`). For a compile pool this module
+is what `tunegemm.generate.families` is for others: `get` and `import_compiler`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tunegemm.compile.cute_object import compile_object, toolchain
+from tunegemm.compile.ptxas import Resources
+from tunegemm.describe.device import Device
+from tunegemm.describe.space import Candidate, Value
+from tunegemm.generate.blocks.config import BLOCK, BlockConfig
+from tunegemm.generate.cute_launch import load_function
+from tunegemm.generate.cute_sm90 import Order
+from tunegemm.generate.families import import_compiler
+from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Key
+from tunegemm.generate.sources import hash_of_code, kernel_sources
+from tunegemm.generate.takes import NotTaken, Place, first_objection, not_aligned, wrong_extents
+from tunegemm.generate.workspace import Workspace
+
+__all__ = [
+    "BLOCK", "NAME", "BlockKernel", "compile", "config_of", "get", "import_compiler", "kernel_key", "refusal",
+    "tiles_of", "unavailable",
+]  # fmt: skip
+
+NAME = "blocks"
+TARGET = "sm_90a"
+OUT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_UNIT = 16
+"""Bytes that TMA takes at a time."""
+_IN_MASK = _UNIT - 1
+_SCALE_MASK = 3
+
+
+def config_of(parameters: Mapping[str, Any], *, out_dtype: str = "bf16") -> BlockConfig:
+    """The config of a kernel. parameters: its `form`, few or many, and what a config has no default for."""
+    given = dict(parameters)
+    few = given.pop("form") == "few"
+    return BlockConfig(
+        schedule="cooperative", tile_k=BLOCK, in_dtype="fp8_e4m3", out_dtype=out_dtype, a_major="k",
+        b_major="k", out_major="m" if few else "n", accumulation="two_level", **given,
+    )  # fmt: skip
+
+
+def kernel_key(config: BlockConfig) -> Key:
+    """Everything the compiled object depends on: never extents."""
+    return {
+        **{name: getattr(config, name) for name in config.__dataclass_fields__},
+        "family": NAME,
+        "target": TARGET,
+        **toolchain(),
+        "source": hash_of_code(kernel_sources(Path(__file__).parent)),
+    }
+
+
+def get(name: str) -> ModuleType:
+    """What a compile worker asks for the kernel of a key: this module."""
+    return sys.modules[__name__]
+
+
+def unavailable(*, launching: bool = False) -> str | None:
+    """None when the packages are installed; else one line that names the missing one."""
+    return next(filter(None, (package.missing() for package in (CUTE_DSL, TVM_FFI))), None)
+
+
+def compile(key: Key, out: Path) -> Resources:
+    """Compile the kernel of a key to the object `out`. Raises whatever the compiler raises."""
+    config = BlockConfig.from_mapping(key)
+
+    def make() -> Any:
+        return importlib.import_module(f"{__name__}.kernel").Gemm(config)
+
+    return compile_object(make, 8, str(key["target"]), out, addresses=3, words=6)
+
+
+def tiles_of(config: BlockConfig, rows: int, n: int) -> int:
+    """Tiles of a product, counted in clusters."""
+    across, along = (rows, n) if config.few else (n, rows)
+    of_m = -(-along // (config.tile_m * config.cluster_m))
+    return of_m * -(-across // (config.tile_n * config.cluster_n))
+
+
+@dataclass(frozen=True)
+class BlockKernel:
+    """A compiled kernel, ready to be launched on the device that was the current one when it was loaded."""
+
+    config: BlockConfig
+    function: Callable[..., None]
+
+    @classmethod
+    def load(cls, config: BlockConfig, artifact: Path) -> BlockKernel:
+        """Raises RuntimeError for what cannot be loaded here."""
+        return cls(config, load_function(artifact))
+
+    def launch(self, a: Any, weight: Any, scale_a: Any, scale_b: Any, out: Any, **words: Any) -> None:
+        """One product on the current stream; see `bound`."""
+        tensors = a, weight, scale_a, scale_b, out
+        self.bound(*tensors, **words)(*(each.data_ptr() for each in tensors))
+
+    def bound(
+        self, a: Any, weight: Any, scale_a: Any, scale_b: Any, out: Any, *,
+        device: Device, split_k: int = 1, swizzle_size: int = 8, along_m: bool = True, l2_hint: int = 0,
+    ) -> Callable[[int, int, int, int, int], None]:  # fmt: skip
+        """The launch at addresses of tensors that are laid out as these, in this order.
+
+        a: (M, K). weight: (N, K). scale_a: (M, K / 128), scale_b: (N / 128, K / 128), rounded up, of any
+        strides. out: (M, N). split_k: parts of k that different blocks add up. swizzle_size, along_m: which
+        tiles follow each other. l2_hint: 1 where lines of a leave the L2 first, 2 where those of the weight
+        do.
+
+        Raises NotTaken, here for what `refusal` says, at a launch for addresses. The first time for a number
+        of tiles it may ask the device which clusters share a GPC: not while a graph is captured.
+        """
+        from torch._C import _cuda_getCurrentRawStream as current_stream
+
+        config = self.config
+        if wrong := refusal(a, weight, scale_a, scale_b, out) or self._objection(out):
+            raise NotTaken(wrong)
+        rows, k = a.shape
+        n, index = weight.shape[0], a.device.index
+        lines = [
+            k if rows == 1 else a.stride(0),
+            k if n == 1 else weight.stride(0),
+            n if rows == 1 else out.stride(0),
+        ]
+        extents = [rows, n]
+        if config.few:
+            lines[:2], extents, l2_hint = lines[1::-1], extents[::-1], (3 - l2_hint) % 3
+        work = tiles_of(config, rows, n) * split_k
+        clusters = min(work, device.resident_clusters(config.cluster_size))
+        order = Order(0, swizzle_size, 1)
+        if config.gpc_aware:
+            order = _order(config, device, clusters, swizzle_size, along_m)
+        workspace = None
+        if split_k > 1:
+            blocks = work * config.cluster_size
+            workspace = Workspace(
+                blocks * config.tile_m * config.tile_n * 4, blocks * config.tile_warpgroups * 4, device.index
+            )
+        fixed = (
+            *extents, k, 1, *lines, *lines, int(along_m), swizzle_size, order.across, order.along, clusters,
+            split_k, 0, l2_hint,
+        )  # fmt: skip
+        of_rows, of_weights = scale_a.stride(), scale_b.stride()
+        function, few, table = self.function, config.few, order.address
+
+        def launch_at(a: int, weight: int, scale_a: int, scale_b: int, out: int) -> None:
+            if (a | weight | out) & _IN_MASK:
+                raise not_aligned(a=a, b=weight, out=out)
+            if (scale_a | scale_b) & _SCALE_MASK:
+                raise not_aligned(scale_a=scale_a, scale_b=scale_b)
+            if few:
+                a, weight = weight, a
+            stream = current_stream(index)
+            words = scale_a, *of_rows, scale_b, *of_weights, stream
+            if workspace is None:
+                function(a, weight, out, *fixed, 0, 0, table, *words)
+                return
+            partials, counters, memory = workspace.take(stream)
+            function(a, weight, out, *fixed, partials, counters, table, *words)
+            del memory  # the launch is queued
+
+        return launch_at
+
+    def _objection(self, out: Any) -> str:
+        """What this kernel does not take, though others do; empty if it does."""
+        if str(out.dtype) != f"torch.{OUT_DTYPES[self.config.out_dtype]}":
+            return f"an output of {out.dtype} for a kernel of {self.config.out_dtype}"
+        return ""
+
+
+def _order(config: BlockConfig, device: Device, clusters: int, swizzle_size: int, along_m: bool) -> Order:
+    """Which cluster takes which tiles, as `cute_sm90` has it for clusters of a GPC."""
+    shape = {name: getattr(config, name) for name in ("tile_m", "tile_n", "cluster_m", "cluster_n")}
+    raster = "along_m" if along_m else "along_n"
+    launch: dict[str, Value] = {"raster_order": raster, "swizzle_size": swizzle_size, "cluster_order": "gpc"}
+    return Order.of(Candidate.make("cute_sm90", shape, launch), device, clusters)
+
+
+def refusal(a: Any, weight: Any, scale_a: Any, scale_b: Any, out: Any) -> str:
+    """Why no kernel here takes these tensors, in one line; empty where one does. They are as in
+    `BlockKernel.bound`.
+    """
+    if any(each.ndim != 2 for each in (a, weight, scale_a, scale_b, out)):
+        return "an operand that is not a matrix"
+    (rows, k), n = a.shape, weight.shape[0]
+    if wrong := wrong_extents(rows=rows, n=n, k=k):
+        return wrong
+    out_dtype = str(out.dtype).removeprefix("torch.")
+    if out_dtype not in OUT_DTYPES.values():
+        return f"an output of {out.dtype}, not of {', '.join(OUT_DTYPES.values())}"
+    fp8 = "float8_e4m3fn"
+    blocks = -(-k // BLOCK)
+    places = [
+        Place("a", a, fp8, (rows, k), (0, 1), apart=rows > 1),
+        Place("the weight", weight, fp8, (n, k), (0, 1), apart=n > 1),
+        Place("the output", out, out_dtype, (rows, n), (0, 1), apart=rows > 1),
+    ]
+    if wrong := first_objection(places, a.device):
+        return wrong
+    for name, scale, lines in (("scale_a", scale_a, rows), ("scale_b", scale_b, -(-n // BLOCK))):
+        if (str(scale.dtype), tuple(scale.shape)) != ("torch.float32", (lines, blocks)):
+            return f"{name} is {tuple(scale.shape)} {scale.dtype}, not {(lines, blocks)} torch.float32"
+        if scale.device != a.device:
+            return f"{name} is on {scale.device}, not on {a.device}"
+    return ""

@@ -1,0 +1,93 @@
+"""The numbers of one kernel of block-scaled products, derived once for compilation and launch alike.
+
+A block is 128 of k. A's scales are of 1 x 128, the weights' of 128 x 128, all fp32. Many rows are the
+kernel's m. Few rows are its n, WGMMA's narrow mode: then D is m-major, and the weights are the kernel's A.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tunegemm.generate.cute_sm90.config import SMEM_ALIGNMENT, SMEM_LIMIT, KernelConfig
+
+BLOCK = 128
+"""Values of k that share a scale, and rows of the weights."""
+
+
+@dataclass(frozen=True)
+class BlockConfig(KernelConfig):
+    """All compile-time choices. `tile_k` is a block, and `schedule` is cooperative: the warpgroups of a tile
+    hide each other's additions.
+    """
+
+    parts: int = 2
+    """Blocks whose sums a warpgroup has at a time: of two it adds one up while it multiplies the other."""
+
+    @property
+    def few(self) -> bool:
+        """Whether the rows of the product are the kernel's n."""
+        return self.out_major == "m"
+
+    @property
+    def rows(self) -> int:
+        """Rows of the product in one tile."""
+        return self.tile_n if self.few else self.tile_m
+
+    @property
+    def columns(self) -> int:
+        """Columns of the product in one tile."""
+        return self.tile_m if self.few else self.tile_n
+
+    @property
+    def spans(self) -> int:
+        """Blocks of the weights' rows that a tile's columns may reach into."""
+        return 1 + -(-(self.columns - math.gcd(self.columns, BLOCK)) // BLOCK)
+
+    @property
+    def atom_registers(self) -> int:
+        """Accumulators of one consumer thread in one WGMMA."""
+        return self.accumulator_registers // self.atoms_per_warpgroup
+
+    @property
+    def sum_registers(self) -> int:
+        """Registers of one consumer thread for sums: of the tile, and of one WGMMA in each of the blocks."""
+        return self.accumulator_registers + self.parts * self.atom_registers
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """As there, but that 192 sums need the larger budget."""
+        return (24, 240) if self.consumers < 3 and self.sum_registers >= 192 else super().registers
+
+    @property
+    def stage_scales(self) -> int:
+        """Scales of one stage, a multiple of 4: of each row, then of the weights."""
+        return self.rows + 4
+
+    @property
+    def scale_bytes(self) -> int:
+        """Scales of all stages, behind the staging buffers."""
+        return self.stages * self.stage_scales * 4
+
+    @property
+    def epilogue_buffers(self) -> int:
+        """As there, beside the scales."""
+        left = SMEM_LIMIT - SMEM_ALIGNMENT - self.stages * self.stage_bytes - self.scale_bytes
+        return min(4, max(1, left // (self.consumers * self.subtile_bytes)))
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a block, in the order of what it counts."""
+        alignment = SMEM_ALIGNMENT
+        return alignment + self.stages * self.stage_bytes + self.epilogue_bytes + self.scale_bytes
+
+    @property
+    def label(self) -> str:
+        """``many128x160x128 s5 c2x1 e32 p2``: for how many rows, tile, stages, cluster, epilogue columns,
+        blocks at a time, and ``g`` where clusters of a GPC take neighbouring tiles.
+        """
+        kind = "few" if self.few else "many"
+        return (
+            f"{kind}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} "
+            f"c{self.cluster_m}x{self.cluster_n} e{self.epi_n} p{self.parts}{' g' if self.gpc_aware else ''}"
+        )

@@ -1,0 +1,496 @@
+"""The kernel of block-scaled fp8: persistent, warp-specialized TMA + WGMMA, sums promoted at each block of k.
+
+D[m, n] = sum over blocks b of sa[m, b] * sb[n / 128, b] * (A[m, b] B[n, b]^T)
+
+Tiles, ring, k splits and the way out are those of `cute_sm90`. A second warp of the producer's warpgroup
+copies each block's scales into the ring by cp.async, one by one, so that they lie in any order and at any
+address. The tensor cores add up one block. fp32 registers add the blocks, once the stage is given back: the
+other warpgroup multiplies meanwhile.
+
+A product of two scales may leave the range of fp32 where neither scaled sum does: a warp that has such a pair
+multiplies twice (`Consumer.promote`).
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.utils import SmemAllocator
+
+from tunegemm.generate.blocks.config import BLOCK, BlockConfig
+from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
+from tunegemm.generate.cute_sm90.kernel import consumer, gemm, ring
+from tunegemm.generate.cute_sm90.kernel.epilogue import Epilogue
+from tunegemm.generate.cute_sm90.kernel.fusion import Fusion, first_row_of
+from tunegemm.generate.cute_sm90.kernel.layouts import (
+    START_BARRIER,
+    Dtypes,
+    Layouts,
+    load_box,
+    matrix_at,
+)
+from tunegemm.generate.cute_sm90.kernel.producer import Producer
+from tunegemm.generate.cute_sm90.kernel.schedule import NOWHERE, Schedule, ScheduleParams, first_index
+from tunegemm.generate.cute_sm90.kernel.split_k import SplitK, Workspace
+
+#: Magnitudes of a product of scales by which a block's sum is multiplied at once.
+SMALL, LARGE = 2.0**-100, 2.0**100
+
+
+class Scales(NamedTuple):
+    """Where the scales lie, fp32. Strides count elements."""
+
+    rows_address: Int64
+    """(rows, K / 128)"""
+    row_stride: Int64
+    rows_k_stride: Int64
+    weights_address: Int64
+    """(N / 128, K / 128)"""
+    block_stride: Int64
+    weights_k_stride: Int64
+
+
+WORDS = len(Scales._fields)
+"""64-bit arguments of a launch behind those of `cute_sm90`."""
+
+
+class Ends(NamedTuple):
+    """What there are scales of."""
+
+    rows: Int32
+    columns: Int32
+    """Blocks of columns."""
+    k: Int32
+    """Blocks of k."""
+
+
+@dataclass(frozen=True)
+class Ring(ring.Ring):
+    """A stage is full once TMA and each thread of the warp that copies scales say so."""
+
+    @cute.jit
+    def make_barriers(self):
+        config = self.config
+        releases = config.tile_warpgroups * ring.WARPS * (config.cluster_m + config.cluster_n - 1)
+        for stage in cutlass.range_constexpr(config.stages):
+            cute.arch.mbarrier_init(self.full + stage, 1 + 32)
+            cute.arch.mbarrier_init(self.empty + stage, releases)
+
+    @cute.jit
+    def for_consumer(self, lane, cta):
+        found = ring.Ring(self.config, self.full, self.empty).for_consumer(lane, cta)
+        return Ring(found.config, found.full, found.empty, found.signal, found.peer)
+
+
+@dataclass(frozen=True)
+class ScaleProducer:
+    """One warp: copies the scales of each stage into shared memory."""
+
+    config: BlockConfig
+    scales: Scales
+    ends: Ends
+    sScales: cute.Tensor
+    """(SCALE, STAGE)"""
+    ring: Ring
+    lane: Int32
+
+    @cute.jit
+    def run(self, schedule):
+        """Work unit after work unit, as the producer of tiles."""
+        config, ring, scales, ends = self.config, self.ring, self.scales, self.ends
+        first_target = self.sScales.iterator.toint() + self.lane * 4
+        state = ring.producer_start()
+        unit = schedule.first()
+        while schedule.has(unit):
+            tile = schedule.tile(unit.index)
+            block = tile.split * schedule.params.k_tiles
+            origin = schedule.origin(tile)
+            row, column = origin.row, origin.column
+            if const_expr(config.few):
+                row, column = origin.column, origin.row
+            own = cutlass.min(column // BLOCK + self.lane, ends.columns - 1)
+            weights = scales.weights_address + Int64(own) * scales.block_stride * 4
+            for k_tile in cutlass.range(unit.k_tiles, unroll=1):
+                ring.wait_empty(state)
+                target = first_target + state.stage * (config.stage_scales * 4)
+                step = Int64(block + k_tile)
+                # Behind the last block zeros, as TMA brings.
+                size = Int32(4) if step < ends.k else Int32(0)
+                rows = scales.rows_address + step * scales.rows_k_stride * 4
+                # No unrolling: the warp has few registers.
+                for count in cutlass.range(-(-config.rows // 32), unroll=1):
+                    if count * 32 + self.lane < config.rows:
+                        # Behind the last row that one's: nothing of it is stored.
+                        last = cutlass.min(row + count * 32 + self.lane, ends.rows - 1)
+                        copy_async(target + count * 128, rows + Int64(last) * scales.row_stride * 4, size)
+                if self.lane < config.spans:
+                    source = weights + step * scales.weights_k_stride * 4
+                    copy_async(target + config.rows * 4, source, size)
+                cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + state.stage)
+                state = ring.advance(state)
+            unit = schedule.next(unit)
+
+
+def copy_async(target, source, size):
+    """cp.async of 4 bytes to shared memory, of which the first `size` are read and the rest zeros."""
+    cute.arch.inline_ptx(
+        "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};", read_only_args=[target, source, size]
+    )
+
+
+@dataclass(frozen=True)
+class Consumer(consumer.Consumer):
+    """One warpgroup: the main loop, and what follows it for each work unit."""
+
+    sScales: Any = None
+    """(SCALE, STAGE)"""
+    thread: Any = None
+    """The thread's index in the warpgroup."""
+    adding: Any = None
+    """The tiled MMA that adds to what another, `tiled_mma`, begins."""
+
+    @cute.jit
+    def run(self, schedule, lane, cta):
+        """Multiply, promote, store, work unit after work unit. cta: this one along m and n of its cluster."""
+        config, tiled_mma = self.config, self.tiled_mma
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
+        self.adding.set(warpgroup.Field.ACCUMULATE, True)
+        slice_mma = tiled_mma.get_slice(self.group * WARPGROUP_THREADS)
+        tCrA = tiled_mma.make_fragment_A(slice_mma.partition_A(self.sA))  # (MMA, MMA_M, MMA_K, STAGE)
+        tCrB = tiled_mma.make_fragment_B(slice_mma.partition_B(self.sB))  # (MMA, MMA_N, MMA_K, STAGE)
+        fragments = tCrA, tCrB
+        sums = cute.make_rmem_tensor(config.accumulator_registers, Float32)
+        parts = [  # (MMA, 1, 1) each: of one block and one WGMMA's rows
+            cute.make_rmem_tensor(((2, 2, config.tile_n // 8), 1, 1), Float32) for _ in range(config.parts)
+        ]
+        ring = self.ring.for_consumer(lane, cta)
+        phases = Int32(0)
+        state = ring.consumer_start()
+        unit = schedule.first()
+        while schedule.has(unit):
+            tile = schedule.tile(unit.index)
+            origin = schedule.origin(tile)
+            sums.fill(0.0)
+            if const_expr(config.parts == 1):
+                for _ in cutlass.range(unit.k_tiles, unroll=1):
+                    ring.wait_full(state)
+                    for atom in cutlass.range_constexpr(config.atoms_per_warpgroup):
+                        self.multiply(parts[0], fragments, atom, state.stage)
+                        last = const_expr(atom == config.atoms_per_warpgroup - 1)
+                        self.add(sums, parts[0], ring, state.stage, atom, origin, 0, last)
+                    state = ring.advance(state)
+            else:
+                state = self.sum_in_turns(sums, parts, fragments, ring, state, unit.k_tiles, origin)
+
+            holds_sum = cutlass.Boolean(True)
+            if schedule.is_split(unit):
+                holds_sum = self.split_k.add(sums, schedule, unit)
+            if holds_sum:
+                phases = self.epilogue.store(sums, origin, phases)
+            unit = schedule.next(unit)
+        self.epilogue.finish(lane)
+
+    @cute.jit
+    def sum_in_turns(self, sums, parts, fragments, ring, state, k_tiles, origin):
+        """The main loop where a warpgroup has one WGMMA's rows, and adds up one block while the tensor cores
+        have the next. Returns where the ring then is.
+        """
+        ring.wait_full(state)
+        self.multiply(parts[0], fragments, 0, state.stage)
+        previous = state.stage
+        state = ring.advance(state)
+        for _ in cutlass.range((k_tiles - 1) // 2, unroll=1):
+            for turn in cutlass.range_constexpr(2):
+                ring.wait_full(state)
+                self.multiply(parts[1 - turn], fragments, 0, state.stage)
+                self.add(sums, parts[turn], ring, previous, 0, origin, 1, True)
+                previous = state.stage
+                state = ring.advance(state)
+        if k_tiles % 2 == 0:
+            ring.wait_full(state)
+            self.multiply(parts[1], fragments, 0, state.stage)
+            self.add(sums, parts[0], ring, previous, 0, origin, 1, True)
+            self.add(sums, parts[1], ring, state.stage, 0, origin, 0, True)
+            state = ring.advance(state)
+        else:
+            self.add(sums, parts[0], ring, previous, 0, origin, 0, True)
+        return state
+
+    @cute.jit
+    def multiply(self, part, fragments, atom: cutlass.Constexpr, stage):
+        """Begin the WGMMAs of one block of k and one WGMMA's rows."""
+        tCrA, tCrB = fragments
+        warpgroup.fence()
+        for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+            a = cute.append_ones(tCrA[(None, atom, block, stage)])  # (MMA, 1)
+            mma = self.tiled_mma if block == 0 else self.adding
+            cute.gemm(mma, part, a, tCrB[(None, None, block, stage)], part)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def add(
+        self, sums, part, ring, stage, atom: cutlass.Constexpr, origin, behind: cutlass.Constexpr,
+        last: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Wait for a block's WGMMAs, behind which so many groups of others were begun, give back the stage
+        that they were the last to read, and promote their sums.
+        """
+        rows, columns = self.scales_of(stage, atom, origin)
+        plain = self.are_plain(rows, columns)
+        warpgroup.wait_group(behind)
+        if const_expr(last):
+            ring.release(stage)
+        self.promote(sums, part, atom, rows, columns, plain)
+
+    @cute.jit
+    def scales_of(self, stage, atom: cutlass.Constexpr, origin):
+        """(along the kernel's m, along its n): the scales of this thread's values in one WGMMA.
+
+        Along m two rows 8 apart, or one weight's; along n each of its columns, or a weight's for each 8
+        columns, or for all of them.
+        """
+        config = self.config
+        warpgroups = config.tile_warpgroups
+        address = self.sScales.iterator + stage * config.stage_scales
+        own = cute.make_tensor(address, cute.make_layout(config.stage_scales))
+        first = atom * warpgroups * MMA_ATOM_M
+        if const_expr(warpgroups > 1):
+            first = first + self.group * MMA_ATOM_M
+        groups = config.tile_n // 8
+        if const_expr(config.few):
+            weight = own[config.rows]
+            if const_expr(config.spans > 1):
+                weight = own[config.rows + first // BLOCK]
+            found = []
+            for group in cutlass.range_constexpr(groups):
+                pair = cute.make_rmem_tensor(2, Float32)
+                source = address + group * 8 + self.thread % 4 * 2
+                pointer = cute.make_ptr(Float32, source.toint(), cute.AddressSpace.smem, assumed_align=8)
+                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), pair)
+                found += [pair[0], pair[1]]
+            return (weight,), tuple(found)
+        row = first_row_of(first, self.thread)
+        values = own[row], own[row + 8]
+        weights = [own[config.rows + span] for span in range(config.spans)]
+        if const_expr(config.spans == 1):
+            return values, tuple(weights)
+        end = BLOCK - origin.column % BLOCK  # of the first block
+        found = []
+        for group in cutlass.range_constexpr(groups):
+            if const_expr(config.columns % BLOCK == 0):
+                found.append(weights[group * 8 // BLOCK])
+            else:
+                found.append(weights[0] if group * 8 < end else weights[1])
+        return values, tuple(found)
+
+    @cute.jit
+    def are_plain(self, rows, columns):
+        """Whether each product of two scales is of a usual magnitude, for all threads of a warp."""
+        plain = cutlass.Boolean(True)
+        for row in cutlass.range_constexpr(len(rows)):
+            for column in cutlass.range_constexpr(len(columns)):
+                product = rows[row] * columns[column]
+                size = cutlass.max(product, -product)
+                plain = cutlass.and_(plain, cutlass.and_(size >= SMALL, size <= LARGE))  # NaN is not
+        return cute.arch.vote_all_sync(plain)
+
+    @cute.jit
+    def promote(self, sums, part, atom: cutlass.Constexpr, rows, columns, plain):
+        """Add one block's sums, scaled, to those of all blocks.
+
+        A thread holds two neighbouring columns of rows 8 apart, for each 8 columns (PTX ISA, wgmma, register
+        fragment of D).
+        """
+        values = self.config.atom_registers
+        if plain:
+            for value in cutlass.range_constexpr(values):
+                row, column = scales_at(value, rows, columns)
+                index = atom * values + value
+                sums[index] = sums[index] + part[value] * (row * column)
+        else:
+            for value in cutlass.range_constexpr(values):
+                row, column = scales_at(value, rows, columns)
+                index = atom * values + value
+                sums[index] = sums[index] + part[value] * row * column
+
+
+def scales_at(value, rows, columns):
+    """The two scales of an accumulator."""
+    row = rows[value // 2 % 2 if len(rows) == 2 else 0]
+    if len(columns) == 1:
+        return row, columns[0]
+    across = value // 4 * 2 + value % 2 if len(rows) == 1 else value // 4
+    return row, columns[across]
+
+
+class Gemm:
+    """The product for one `BlockConfig`."""
+
+    def __init__(self, config: BlockConfig):
+        self.config = config
+        self.dtypes = Dtypes.of(config)
+        self.layouts = Layouts(config, self.dtypes)
+        self.smem_bytes = 0
+
+    # ---- host side: runs on the CPU at every launch -------------------------------------------------
+
+    @cute.jit
+    def __call__(self, *arguments):
+        """Encode the TMA descriptors and launch.
+
+        arguments: those of `cute_sm90`, `Scales`, the stream. Of few rows A is the weights, and m their N.
+        """
+        count = len(gemm.Arguments._fields)
+        scales = Scales(*arguments[count : count + WORDS])
+        self.launch(gemm.Arguments(*arguments[:count]), scales, arguments[-1])
+
+    @cute.jit
+    def launch(self, given, scales, stream):
+        """See `__call__`."""
+        config, dtypes, layouts = self.config, self.dtypes, self.layouts
+        m, n, k = given.m, given.n, given.k
+        mA = matrix_at(given.a_address, dtypes.a, (m, k, 1), True, given.lda, given.lda)  # (M, K, 1)
+        mB = matrix_at(given.b_address, dtypes.b, (n, k, 1), True, given.ldb, given.ldb)  # (N, K, 1)
+        n_major = config.out_major == "n"
+        mD = matrix_at(given.d_address, dtypes.out, (m, n, 1), n_major, given.ldd, given.ldd)  # (M, N, 1)
+        mma, adding = (layouts.tiled_mma(config.tile_warpgroups, config.tile_n) for _ in range(2))
+        sA_layout = layouts.ring_a(mA, config.stages)  # (bM, bK, STAGE)
+        sB_layout = layouts.ring_b(mB, config.stages)  # (bN, bK, STAGE)
+        a = load_box(mA, layouts.ring_a(mA), (config.tile_m, config.tile_k), config.cluster_n)
+        b = load_box(mB, layouts.ring_b(mB), (config.tile_n, config.tile_k), config.cluster_m)
+        # The same atom, as wide as what is converted at a time.
+        epilogue_mma = layouts.tiled_mma(1, config.converted_columns)
+        # (epiM, epiN, BUFFER)
+        sD_layout = layouts.staging(mD, config.out_epi_n, config.consumers * config.epilogue_buffers)
+        d = layouts.staged_box(cpasync.CopyBulkTensorTileS2GOp(), mD, config.out_epi_n)
+        self.storage = layouts.shared_storage(cute.cosize(sA_layout), cute.cosize(sB_layout))
+        self.smem_bytes = self.storage.size_in_bytes() + config.scale_bytes
+
+        # Tiles along the rows may overlap, so that the last ones end with them; along the columns they begin
+        # where blocks of scales do.
+        rows = n if const_expr(config.few) else m
+        unit = config.edge_units[1 if config.few else 0]
+        last = cute.ceil_div(cutlass.max(rows - config.rows, 0), unit) * unit
+        last_row, last_column = last, Int32(NOWHERE)
+        if const_expr(config.few):
+            last_row, last_column = last_column, last_row
+        k_tiles = cute.ceil_div(k, config.tile_k)
+        params = ScheduleParams(
+            cute.ceil_div(k_tiles, given.split_k),
+            cute.ceil_div(m, config.tile_m * config.cluster_m),
+            cute.ceil_div(n, config.tile_n * config.cluster_n),
+            Int32(1), given.split_k, given.raster_along_m, given.swizzle_size, Int32(0),
+            given.clusters, given.block_across, given.block_along, last_row, last_column,
+        )  # fmt: skip
+        columns = m if const_expr(config.few) else n
+        ends = Ends(rows, cute.ceil_div(columns, BLOCK), k_tiles)
+        workspace = Workspace(
+            cute.make_ptr(dtypes.acc, given.partials_address, cute.AddressSpace.gmem, assumed_align=16),
+            cute.make_ptr(Int32, given.counters_address, cute.AddressSpace.gmem, assumed_align=4),
+        )
+        first_tiles = cute.make_ptr(Int32, given.first_tiles_address, cute.AddressSpace.gmem, assumed_align=4)
+        self.kernel(
+            (a, b, d), (mma, adding, epilogue_mma), (sA_layout, sB_layout, sD_layout), params, given.l2_hint,
+            workspace, first_tiles, scales, ends,
+        ).launch(
+            grid=(config.cluster_m, config.cluster_n, given.clusters),
+            block=(config.threads, 1, 1),
+            cluster=(config.cluster_m, config.cluster_n, 1),
+            smem=self.smem_bytes,
+            stream=stream,
+            # Without it ptxas ignores setmaxnreg (warning C7508).
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    # ---- device side --------------------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(
+        self,
+        tensors: tuple,
+        mmas: tuple,
+        layouts: tuple,
+        params: ScheduleParams,
+        l2_hint: Int32,
+        workspace: Workspace,
+        first_tiles: cute.Pointer,
+        scales: Scales,
+        ends: Ends,
+    ):
+        """`tensors`: A, B, D."""
+        config = self.config
+        a, b, d = tensors
+        thread, _, _ = cute.arch.thread_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+        schedule = Schedule(config, params).begun_by(first_index(config, first_tiles))
+
+        if warp_index == 0:
+            for tensor in cutlass.range_constexpr(3):
+                cpasync.prefetch_descriptor(tensors[tensor].atom)
+
+        allocator = SmemAllocator()
+        storage = allocator.allocate(self.storage)
+        scales_address = allocator.allocate_array(Float32, config.stages * config.stage_scales)
+        ring = Ring(config, storage.full.data_ptr(), storage.empty.data_ptr())
+        if thread == 0:
+            ring.make_barriers()
+        cute.arch.mbarrier_init_fence()
+        # Nobody waits here, as in `cute_sm90`.
+        if const_expr(config.cluster_size > 1):
+            cute.arch.cluster_arrive_relaxed()
+
+        sA = storage.a.get_tensor(layouts[0].outer, swizzle=layouts[0].inner)  # (bM, bK, STAGE)
+        sB = storage.b.get_tensor(layouts[1].outer, swizzle=layouts[1].inner)  # (bN, bK, STAGE)
+        sD = storage.d.get_tensor(layouts[2].outer, swizzle=layouts[2].inner)  # (epiM, epiN, BUFFER)
+        sScales = cute.make_tensor(  # (SCALE, STAGE)
+            scales_address, cute.make_layout((config.stage_scales, config.stages))
+        )
+
+        load_registers, mma_registers = config.registers
+        started = 64 + config.consumers * WARPGROUP_THREADS
+        if group == 0:
+            cute.arch.setmaxregister_decrease(load_registers)
+            if const_expr(config.cluster_size > 1):
+                if warp_index != 0:
+                    cute.arch.cluster_wait()
+            if warp_index == 0:
+                if const_expr(config.cluster_size == 1):
+                    cute.arch.sync_warp()
+                    cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
+                Producer(config, a, b, sA, sB, ring).run(schedule, l2_hint)
+            if warp_index == 1:
+                if const_expr(config.cluster_size == 1):
+                    cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
+                ScaleProducer(config, scales, ends, sScales, ring, thread % 32).run(schedule)
+        else:
+            cute.arch.setmaxregister_increase(mma_registers)
+            if const_expr(config.cluster_size > 1):
+                cute.arch.cluster_wait()
+            else:
+                cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
+            loaded, met = storage.loaded.data_ptr(), storage.met.data_ptr()
+            thread, group = thread - WARPGROUP_THREADS, group - 1  # of the consumers
+            cta_m, cta_n, _ = cute.arch.block_idx()
+            own, lane = thread % WARPGROUP_THREADS, thread % 32
+            fusion = Fusion.of(config, self.dtypes, d.tensor, (), own)
+            epilogue = Epilogue(config, self.dtypes, d, None, mmas[2], sD, loaded, fusion, group, own)
+            split_k = SplitK(config, workspace, met, (cta_m, cta_n), group, own)
+            consumer = Consumer(
+                config,
+                self.dtypes.acc,
+                mmas[0],
+                sA,
+                sB,
+                ring,
+                epilogue,
+                split_k,
+                group,
+                sScales,
+                own,
+                mmas[1],
+            )
+            consumer.run(schedule, lane, (cta_m, cta_n))

@@ -1,0 +1,262 @@
+"""Products of fp8 with scales of blocks, 1x128 of A and 128x128 of B: `scaled_mm` and torch's operators.
+
+Kernels are those of db/blocks.toml and need no record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from tunegemm.describe.device import find_device
+from tunegemm.dispatch import api
+from tunegemm.dispatch.autograd import PLAIN
+from tunegemm.dispatch.guards import capturing, current_device
+from tunegemm.dispatch.library import block_scales, takes_fp8
+from tunegemm.errors import ArtifactError, ProblemError, TunegemmError, one_line
+from tunegemm.generate import blocks
+from tunegemm.generate.blocks import BLOCK, BlockKernel
+from tunegemm.generate.takes import NotTaken
+from tunegemm.groups.grouped import are_plain, has_gradient
+from tunegemm.groups.objects import compiled
+from tunegemm.model.blocks import BlockChoice, choose
+
+_FP8 = torch.float8_e4m3fn
+_OUT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+#: Scales in 16 bytes, as torch wants them.
+_TORCHS_UNIT = 4
+#: Rows up to which kernels serve what torch has, too.
+MOST_ROWS = 256
+#: Layouts of operands whose launches are kept: some kB each.
+_MOST_BOUND = 4096
+
+#: Launches at the addresses of a, the weight, their scales and the result.
+Launch = Callable[[int, int, int, int, int], None]
+
+
+def blocks_of(extent: int) -> int:
+    """Blocks that an extent is of, the last one perhaps not whole."""
+    return -(-extent // BLOCK)
+
+
+def are_of_blocks(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> bool:
+    """Whether scales of a (M, K) and b (K, N) are of 1x128 and 128x128; of the latter torch has lines that
+    nobody reads, up to a multiple of 4.
+    """
+    if not a.ndim == b.ndim == 2:
+        return False
+    (rows, k), n = a.shape, b.shape[1]
+    along = blocks_of(k)
+    return (
+        scale_a.shape == (rows, along)
+        and scale_b.ndim == 2
+        and scale_b.shape[1] == blocks_of(n)
+        and scale_b.shape[0] in (along, -(-along // _TORCHS_UNIT) * _TORCHS_UNIT)
+    )
+
+
+def torch_takes(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> bool:
+    """Whether torch multiplies these, `are_of_blocks`, on a Hopper GPU: both scales by columns that begin at
+    multiples of 16 bytes. It fails for other numbers of rows than multiples of 4 (cuBLASLt 13.1).
+    """
+    rows, along = a.shape[0], blocks_of(a.shape[1])
+    return (
+        takes_fp8(a, b)
+        and rows % _TORCHS_UNIT == 0
+        and scale_a.stride() == (1, rows)
+        and scale_b.stride() == (1, -(-along // _TORCHS_UNIT) * _TORCHS_UNIT)
+    )
+
+
+def check_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
+    """Raises ProblemError for fp8 matrices whose fp32 scales fit no product, here or in torch."""
+    if not (a.ndim == b.ndim == scale_a.ndim == scale_b.ndim == 2 and a.dtype == b.dtype == _FP8):
+        return
+    (rows, k), n = a.shape, b.shape[1]
+    along = blocks_of(k)
+    if are_of_blocks(a, b, scale_a, scale_b):
+        for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
+            if scale.dtype != torch.float32:
+                raise ProblemError(
+                    f"{name} is {scale.dtype}; give scales of blocks as float32: {name}.float()"
+                )
+        return
+    if scale_a.dtype != torch.float32 or scale_b.dtype != torch.float32 or b.shape[0] != k:
+        return
+    if scale_b.shape == (along, n) and scale_a.shape in ((rows, along), (blocks_of(rows), along)):
+        return  # torch's: B by 1x128
+    wanted = {"scale_a": (rows, along), "scale_b": (along, blocks_of(n))}
+    for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
+        shape = wanted[name]
+        if tuple(scale.shape) == shape:
+            continue
+        remedy = "transpose it" if tuple(scale.shape) == shape[::-1] else f"blocks of {BLOCK} have {shape}"
+        rows_and_columns = f"rows and columns have {(rows, 1)} and {(1, n)}"
+        raise ProblemError(
+            f"{name} is {tuple(scale.shape)} for ({rows}, {k}) x ({k}, {n}); {remedy}, {rows_and_columns}"
+        )
+
+
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    use_fast_accum: bool,
+) -> torch.Tensor:
+    """`tunegemm.scaled_mm` with scales that are not of whole operands, nor of rows and columns."""
+    given = a, b, scale_a, scale_b
+    if not torch.compiler.is_compiling() and all(type(each) in PLAIN for each in given):
+        check_scales(*given)
+        if a.dtype == b.dtype == _FP8 and are_of_blocks(*given):
+            result = product(*given, out_dtype) if bias is None else None
+            if result is not None:
+                return result
+            if a.device.type == "cpu" or not torch_takes(*given):
+                return emulated(*given, bias, out_dtype)
+    return torch._scaled_mm(
+        a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum
+    )
+
+
+def emulated(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
+    bias: torch.Tensor | None, out_dtype: torch.dtype | None,
+) -> torch.Tensor:  # fmt: skip
+    """The product in fp32, where torch has none: on a CPU, and for what it does not take while kernels are
+    compiled.
+    """
+    (_, k), n = a.shape, b.shape[1]
+    left = a.float() * scale_a.repeat_interleave(BLOCK, 1)[:, :k]
+    across = scale_b.repeat_interleave(BLOCK, 0)[:k].repeat_interleave(BLOCK, 1)[:, :n]
+    result = left @ (b.float() * across)
+    if bias is not None:
+        result = result + bias.float()
+    return result.to(a.dtype if out_dtype is None else out_dtype)
+
+
+def below_autograd(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> torch.Tensor | None:
+    """What an ATen operator is called for, by a kernel; None where torch is to compute it."""
+    given = block_scales(name, arguments)
+    if given is None or not are_of_blocks(*given[:4]):
+        return None
+    return product(*given, keywords.get("out"))
+
+
+def product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """The product by a kernel; None where torch is to compute it. `are_of_blocks` holds."""
+    planner = api.dispatcher.planner
+    device = a.device
+    if (
+        device.type != planner.device_type
+        or a.dtype is not _FP8
+        or b.dtype is not _FP8
+        or (out_dtype if out is None else out.dtype) not in _OUT_DTYPES
+        or planner.is_off
+        or planner.policy.is_batch_invariant
+        or not are_plain(a, b, scale_a, scale_b, out)
+        or has_gradient(scale_a, scale_b)
+        or (device.index or 0) != current_device()
+    ):
+        return None
+    along = blocks_of(a.shape[1])
+    if scale_b.shape[0] != along:
+        scale_b = scale_b[:along]
+    tensors = a, b, scale_a, scale_b
+    key = (
+        *((each.shape, each.stride(), each.dtype, each.device) for each in tensors),
+        out_dtype, None if out is None else (out.shape, out.stride(), out.dtype, out.device), planner.policy,
+    )  # fmt: skip
+    result = out
+    if result is None:
+        shape = a.shape[0], b.shape[1]
+        result = planner.allocate(shape, (shape[1], 1), out_dtype)
+    try:
+        launch = _bound[key]
+    except KeyError:
+        launch = _bind(a, b, scale_a, scale_b, result, key)
+    if launch is None:
+        return None
+    try:
+        launch(a.data_ptr(), b.data_ptr(), scale_a.data_ptr(), scale_b.data_ptr(), result.data_ptr())
+    except NotTaken:
+        return None
+    except (RuntimeError, ValueError) as error:
+        _bound[key] = None
+        _warn(f"a kernel of block-scaled products failed to launch on {device} ({one_line(error)})")
+        planner.state.forget_checks()
+        return None
+    return result
+
+
+_bound: dict[Any, Launch | None] = {}
+_kernels: dict[tuple[Any, int], BlockKernel] = {}
+
+
+def _bind(a: Any, b: Any, scale_a: Any, scale_b: Any, out: Any, key: Any) -> Launch | None:
+    """The launch for operands that are laid out as these, kept; None where torch computes the product."""
+    device = a.device
+    if capturing(device) or torch.cuda._is_in_bad_fork():
+        return None
+    launch = None
+    weight, scales = b.t(), (scale_a, scale_b.t())
+    slower = a.shape[0] > MOST_ROWS and out.dtype is torch.bfloat16 and torch_takes(a, b, scale_a, scale_b)
+    if not slower and not blocks.refusal(a, weight, *scales, out):
+        choice = choose(
+            a.shape[0], weight.shape[0], a.shape[1], out_dtype=_OUT_DTYPES[out.dtype], gpu=_name_of(device),
+            may_split=api.dispatcher.planner.policy.prefer != "no_workspace",
+        )  # fmt: skip
+        try:
+            kernel = None if choice is None else _load(choice, device)
+        except (TunegemmError, OSError, RuntimeError) as error:
+            kernel = choice = None
+            _warn(f"kernels of block-scaled products cannot run on {device}: {one_line(error)}")
+        if choice is not None:
+            if kernel is None:  # it is being compiled
+                return None
+            launch = kernel.bound(a, weight, *scales, out, device=_device(device), **choice.words)
+    if len(_bound) >= _MOST_BOUND:
+        _bound.clear()
+    _bound[key] = launch
+    return launch
+
+
+def _load(choice: BlockChoice, device: torch.device) -> BlockKernel | None:
+    """None until it is compiled. Raises TunegemmError, OSError or RuntimeError where there is none."""
+    there, index = _device(device), device.index or 0
+    if there.architecture.compile_target != blocks.TARGET:
+        raise ArtifactError(f"{there.name} is no Hopper GPU")
+    if (missing := blocks.unavailable(launching=True)) is not None:
+        raise ArtifactError(missing)
+    kernel = _kernels.get((choice.config, index))
+    if kernel is None:
+        artifact = compiled(blocks.NAME, blocks.kernel_key(choice.config), blocks.__name__)
+        if artifact is None:
+            return None
+        kernel = _kernels[choice.config, index] = BlockKernel.load(choice.config, artifact.path)
+    return kernel
+
+
+def _device(device: torch.device) -> Any:
+    return api.dispatcher.planner.policy.device(find_device(f"cuda:{device.index or 0}"))
+
+
+@cache
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
+
+
+def _warn(text: str) -> None:
+    api.dispatcher.planner.notices.warn(f"{text}; torch computes them")
