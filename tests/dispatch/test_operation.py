@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,14 +185,14 @@ class TestRefusals:
             operation.initialize(0x10000)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("given", ["a workspace", "none", "a kernel that needs none"])
-def test_initialize_lends_a_workspace_with_zeroed_counters(
-    given: str, gpu: Device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("needs", [True, False])
+def test_without_a_workspace_memory_is_taken_where_the_kernel_needs_it(
+    needs: bool, gpu: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The order of its parts; tests/gpu/test_device_layer.py launches. Sums come first, then counters."""
+    """On the current stream, and the kernel is loaded with it; tests/gpu/test_device_layer.py launches."""
 
     class Memory:
-        partial_bytes, done = 16, list[object]()
+        num_bytes, done = 16, list[object]()
 
         def lend(self, address: int | None) -> None:
             self.done.append(address)
@@ -201,16 +200,13 @@ def test_initialize_lends_a_workspace_with_zeroed_counters(
         def take(self, stream: int) -> None:
             self.done.append(f"of stream {stream}")
 
-    operation, memory, room = Operation(PROBLEM, HOPPER, gpu), Memory(), torch.ones(32, dtype=torch.uint8)
-    memory.done.clear()
-    operation.__dict__["_memory"] = None if given == "a kernel that needs none" else memory
-    operation._launch = lambda *_: None  # type: ignore[assignment]
-    monkeypatch.setattr(operation, "compile", lambda: None)
-    monkeypatch.setattr(operation, "_on", lambda stream: nullcontext())
-    monkeypatch.setattr(operation, "_lent", lambda workspace, memory: workspace[:24])
+    memory, loaded = Memory() if needs else None, list[object]()
+    family = type(families.get(HOPPER.family))
+    monkeypatch.setattr(family, "load", lambda *words: loaded.append(words[-1]))
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.current_stream", lambda: SimpleNamespace(cuda_stream=7))
-    operation.initialize(None if given == "none" else room)
-    of_room = [room.data_ptr()] if given == "a workspace" else [None, "of stream 7"] * (given == "none")
-    assert memory.done == of_room
-    zeroed = slice(16, 24) if given == "a workspace" else slice(0, 0)
-    assert not room[zeroed].any() and room.sum() == 32 - len(range(32)[zeroed])
+    operation = Operation(PROBLEM, HOPPER, gpu)
+    operation.__dict__["_memory"] = memory
+    monkeypatch.setattr(operation, "compile", lambda: None)
+    operation.initialize()
+    assert loaded == [memory] and Memory.done == [None, "of stream 7"] * needs
