@@ -108,8 +108,8 @@ class TestOperators:
     @pytest.mark.parametrize(
         ("call", "why"),
         [
-            (lambda a, b, ends: torch._grouped_mm(a, b[..., :44], offs=ends), "lie otherwise"),
-            (lambda a, b, ends: torch._grouped_mm(a.float(), b.float(), offs=ends), "of another dtype"),
+            (lambda a, b, ends: torch._grouped_mm(a, b[..., :44], offs=ends), "this dtype or layout"),
+            (lambda a, b, ends: torch._grouped_mm(a.float(), b.float(), offs=ends), "this dtype or layout"),
             (lambda a, b, ends: torch._grouped_mm(a.expand(3, 13, 64), b), "do not divide a's rows"),
             (lambda a, b, ends: torch._grouped_mm(a, b[:1], offs=ends[:1]), "of one product"),
         ],
