@@ -14,7 +14,7 @@ from torch.nn.functional import grouped_mm as torchs
 
 import tunegemm
 from tests.support.as_torch import outcome_of
-from tests.support.groups_as_torch import BF16, disagreements, ends, filled, samples, scaled_samples
+from tests.support.groups_as_torch import BF16, Sample, disagreements, ends, filled, samples, scaled_samples
 from tunegemm.generate import routing as routing_kernels
 from tunegemm.groups import grouped
 from tunegemm.model.grouped import AlongKChoice, GroupedChoice, configs, kinds, listed, listed_along_k
@@ -83,12 +83,18 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     torch.cuda.synchronize()
 
 
+def in_units(sample: Sample) -> bool:
+    """Whether groups have whole units of 16 bytes: at others torch's gradient of weights ends the context."""
+    offs = sample.keywords.get("offs")
+    return offs is None or not any(end % 8 for end in offs.flatten().tolist())
+
+
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
 def test_samples_mean_what_torchs_mean(kernel: Planted, dtype: torch.dtype) -> None:
     found: list[str] = []
     for sample in samples("cuda", dtype):
         for grad in (False, True):
-            if not grad or (sample.is_whole and dtype is BF16):
+            if not grad or (sample.is_whole and dtype is BF16 and in_units(sample)):
                 found += disagreements(kernel, torchs, tunegemm.grouped_mm, sample, grad=grad)
     assert not found, "\n".join(found)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tunegemm
-from benchmarks.threads import Case, Trial, cases, prepare
+from benchmarks.threads import Case, Product, cases, prepare
 from tests.support.numerics import difference
 from tunegemm.describe.device import Device, find_device
 from tunegemm.dispatch import api
@@ -41,12 +41,12 @@ def case(request: pytest.FixtureRequest, device: Device) -> Iterator[Case]:
 def test_threads_get_their_own_products_while_graphs_are_captured(
     case: Case, device: Device, streams: int
 ) -> None:
-    assert Trial(case, device).wrong(1000, streams, captures=True) == 0
+    assert Product(case, device).wrong(1000, streams, captures=True) == 0
 
 
 def test_no_memory_stays_with_a_kernel(case: Case, device: Device) -> None:
     """But for a block of counters, and that once for each stream."""
-    trial = Trial(case, device)
+    trial = Product(case, device)
     trial.wrong(50, 1, captures=False)
     gc.collect()
     torch.cuda.synchronize()
@@ -59,13 +59,13 @@ def test_no_memory_stays_with_a_kernel(case: Case, device: Device) -> None:
 
 def test_a_threads_first_call_is_served(case: Case, device: Device) -> None:
     """It has no context of CUDA's yet."""
-    assert Trial(case, device).wrong(50, 1, captures=False) == 0
+    assert Product(case, device).wrong(50, 1, captures=False) == 0
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "default"])
 def test_compiled_code_with_graphs_of_its_own_is_served(case: Case, device: Device, mode: str) -> None:
     """Its warm-up sends allocations to the graph's pool, where nothing may stay; also on a stream's first."""
-    Trial(case, device)
+    Product(case, device)
     m, n, k = case.problem.m, case.problem.n, case.problem.k
     torch.manual_seed(1)
     a, weight = (torch.randn(rows, k, device="cuda").bfloat16() for rows in (m, n))
