@@ -122,7 +122,7 @@ class Linear(Site):
         if activation or has_residual:
             self._linear: Callable[..., Any] = linear(has_bias, facts)
         else:
-            self.by_torch = functional.linear  # type: ignore[method-assign]
+            self.by_torch = functional.linear  # type: ignore[assignment,method-assign]
 
     def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, bool]:
         weight, *tensors = operands
