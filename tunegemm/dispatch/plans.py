@@ -22,9 +22,6 @@ from tunegemm.generate.cublaslt import reduces_in_16_bits, splits_k
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, WordsOf, words_binder
 from tunegemm.store.record import Record
 
-#: Such keys as `State.torchs` has.
-_MOST_TORCHS = 4096
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -76,8 +73,6 @@ class Recent:
     """Whether a given output counts its versions: it is not an inference tensor."""
     device_index: int
     """Which device must be the current one; -1 where there is but one."""
-    trained: Callable[..., Any] | None = None
-    """What computes the call in grad mode, with gradients. Without `torchs` the plan is not known yet."""
 
 
 class Compiling(NamedTuple):
@@ -113,11 +108,6 @@ class State:
         (`tunegemm.layers.sites`), by its input's shape."""
         self.sites_of_torch: dict[Hashable, Callable[..., Any]] = {}
         """Where it has none: torch's function of the tensors and ``out``, until the next look at records."""
-        self.torchs: set[tuple[int, ...]] = set()
-        """What torch computes until records are looked at again: the id of a layer's weight, or those of what
-        else is asked for, and the elements of `a`. By ids, so that nothing is kept alive."""
-        self.paying: set[tuple[int, ...]] = set()
-        """Layers, by the keys of `trained`, whose kernels pay for the way to them, forward and backward."""
         self.kept: dict[Any, Any] = {}
         """What others keep for as long as this state, by their own keys."""
         self.snapshot = snapshot
@@ -178,17 +168,8 @@ class State:
 
     def forget_checks(self) -> None:
         """Every call makes a key again."""
-        for kept in (
-            self.checked, self.recent, self.earlier, self.sites, self.sites_of_torch, self.torchs, self.paying
-        ):  # fmt: skip
+        for kept in (self.checked, self.recent, self.earlier, self.sites, self.sites_of_torch):
             kept.clear()
-
-    def remember_torchs(self, *key: int, pays: bool = False) -> None:
-        """That torch computes this, see `torchs`, or that kernels pay where it is trained."""
-        kept = self.paying if pays else self.torchs
-        if len(kept) >= _MOST_TORCHS:
-            kept.clear()
-        kept.add(key)
 
 
 def refusal_of(prepared: Prepared, asked: Named, a: torch.Tensor, b: torch.Tensor) -> Refusal | None:
@@ -337,8 +318,3 @@ def is_apart_from(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
         if address < end and start < address + other.nbytes():
             return False
     return True
-
-
-def trained(weight: torch.Tensor, size: int, of_input: bool, of_weight: bool) -> tuple[int, ...]:
-    """The key in `State.torchs` of a layer with the gradients that are wanted; size: the elements of `a`."""
-    return id(weight), size, -1 - of_input - 2 * of_weight

@@ -48,6 +48,10 @@ _LIBRARY_ROWS = 256
 MOST_SHAPES = 4096
 
 
+def _by_torch(x: torch.Tensor, *operands: Any) -> None:
+    """The way of calls that torch computes until the next look at records."""
+
+
 class Site:
     """One kind of call. Subclasses say how it is decided and what torch's operations are."""
 
@@ -70,10 +74,11 @@ class Site:
         planner = api.dispatcher.planner
         state, key = planner.states[own()], (self, x.shape)
         way = state.sites.get(key)
-        if way is not None:
+        if way is _by_torch:
+            if monotonic() < planner.next_look:
+                return None
+        elif way is not None:
             return None if dispatch_modes() else way(x, *operands)
-        if key in state.sites_of_torch and monotonic() < planner.next_look:
-            return None
         if dispatch_modes() or not x.is_contiguous() or not x.numel():
             return None
         return self._decide(key, x, *operands)
@@ -87,16 +92,12 @@ class Site:
             if len(self.shapes) >= MOST_SHAPES:
                 self._forget(state)
             self.shapes[x.shape] = way is not None
-            if way is not None:
-                state.sites[key] = way
-            else:
-                state.sites_of_torch[key] = self.by_torch
+            state.sites[key] = _by_torch if way is None else way
         return result
 
     def _forget(self, state: Any) -> None:
         for shape in self.shapes:
             state.sites.pop((self, shape), None)
-            state.sites_of_torch.pop((self, shape), None)
         self.shapes.clear()
 
     def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, bool]:
@@ -118,8 +119,10 @@ class Linear(Site):
         self._form = form_of(BELOW_AUTOGRAD, "+".join(steps))
         self._activate = ACTIVATIONS.get(activation)
         self._has_bias, self._has_residual = has_bias, has_residual
-        is_alone = not activation and not has_residual
-        self._linear = functional.linear if is_alone else linear(has_bias, facts)
+        if activation or has_residual:
+            self._linear: Callable[..., Any] = linear(has_bias, facts)
+        else:
+            self.by_torch = functional.linear  # type: ignore[assignment,method-assign]
 
     def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, bool]:
         weight, *tensors = operands
@@ -207,23 +210,8 @@ class Joint(Site):
     gate = ""
 
     def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, bool]:
-        inner, is_known = joint.way_of(x, self.parts, operands, gate=self.gate)
-        if inner is None:
-            return None, None, is_known
-        way = self.seen(inner, x)
-        return way, way(x, *operands), is_known
-
-    def seen(self, way: Way, x: torch.Tensor) -> Way:
-        """A launch's rows in the shape of the input's."""
-        if x.ndim == 2:
-            return way
-        lead = x.shape[:-1]
-
-        def shaped(x: torch.Tensor, *operands: Any) -> Any:
-            result = way(x, *operands)
-            return None if result is None else result.view(*lead, result.shape[1])
-
-        return shaped
+        way, is_known = joint.way_of(x, self.parts, operands, gate=self.gate)
+        return way, None if way is None else way(x, *operands), is_known
 
 
 class Gated(Joint):
@@ -284,21 +272,10 @@ class Several(Joint):
         count = len(self._columns)
         return operands[:count], operands[count:]
 
-    def seen(self, way: Way, x: torch.Tensor) -> Way:
-        whole, columns = super().seen(way, x), self._columns
-
-        def split(x: torch.Tensor, *operands: Any) -> Any:
-            result = whole(x, *operands)
-            return None if result is None else result.split(columns, -1)
-
-        return split
-
     def by_torch(self, x: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, ...]:
         weights, biases = self.parts(*operands)
-        given = zip(self._linears, weights, biases or [None] * len(weights), strict=True)
-        return tuple(
-            site(x, weight) if bias is None else site(x, weight, bias) for site, weight, bias in given
-        )
+        given = (weights, biases) if biases else (weights,)
+        return tuple([site(x, *each) for site, *each in zip(self._linears, *given, strict=True)])
 
 
 _lock = threading.Lock()
