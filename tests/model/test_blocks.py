@@ -15,7 +15,7 @@ SMS = 132
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("out_dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("out_dtype", ["bf16", "fp32"])
 def test_every_number_of_rows_has_a_kernel(gpu: str, out_dtype: str) -> None:
     for rows in (*range(1, 301), 512, 2048, 8192, 2**20):
         for n, k in ((8, 16), (2112, 7168), (36864, 7168), (7168, 2048)):
