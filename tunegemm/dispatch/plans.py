@@ -118,8 +118,8 @@ class State:
         else is asked for, and the elements of `a`. By ids, so that nothing is kept alive."""
         self.paying: set[tuple[int, ...]] = set()
         """Layers, by the keys of `trained`, whose kernels pay for the way to them, forward and backward."""
-        self.kept: dict[Any, Any] = {}
-        """What others keep for as long as this state, by their own keys."""
+        self.launches: dict[Any, dict[Hashable, Any]] = {}
+        """What rooms above keep, by their `extension.LaunchCache`."""
         self.snapshot = snapshot
         self.modified = modified
         self.devices: dict[int, Device | None] = {}
@@ -182,6 +182,9 @@ class State:
             self.checked, self.recent, self.earlier, self.sites, self.sites_of_torch, self.torchs, self.paying
         ):  # fmt: skip
             kept.clear()
+        for cache, known in self.launches.items():
+            if cache.of_products:
+                known.clear()
 
     def remember_torchs(self, *key: int, pays: bool = False) -> None:
         """That torch computes this, see `torchs`, or that kernels pay where it is trained."""

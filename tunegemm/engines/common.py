@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from tunegemm.describe.problem import normalize_dtype
-from tunegemm.dispatch import api
+from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.autograd import DTYPES, PLAIN
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, Form, form_of
 from tunegemm.dispatch.library import scale_steps
@@ -229,7 +229,7 @@ def install(engine: str, log: logging.Logger, parts: dict[str, Callable[[], None
     Whatever is raised costs a part, and one line says which; the engine goes on by its own.
     """
     try:
-        if not read_engine(engine, log.warning) or api.dispatcher.planner.is_off:
+        if not read_engine(engine, log.warning) or extension.is_off():
             return
     except Exception as error:
         log.warning("tunegemm serves nothing: %s", one_line(error))
@@ -246,8 +246,8 @@ def install(engine: str, log: logging.Logger, parts: dict[str, Callable[[], None
 
 
 def fingerprint(*, anywhere: bool = False) -> str:
-    """See `Planner.fingerprint`."""
-    return api.dispatcher.planner.fingerprint(anywhere=anywhere)
+    """See `extension.fingerprint`."""
+    return extension.fingerprint(anywhere=anywhere)
 
 
 def compared(theirs: object) -> str:
@@ -333,10 +333,9 @@ def _asker(layer: torch.nn.Module, right: torch.Tensor, is_fp8: bool) -> Asker:
         per_row = isinstance(scale, torch.Tensor) and scale.numel() > 1
         text = ("scale_rowwise" if per_row else "scale_tensor") + ("+bias_n" if biased else "")
     form = form_of(BELOW_AUTOGRAD, text, getattr(layer, "orig_dtype", torch.bfloat16) if is_fp8 else None)
-    planner, index = api.dispatcher.planner, right.device.index or 0
 
     def family(rows: int) -> str:
         left = torch.empty(rows, right.shape[0], dtype=right.dtype, device="meta")
-        return planner.family(form, left, like, index)
+        return extension.serves_by(form, left, like, right.device)
 
     return family

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from tunegemm.describe.epilogue import GATED
-from tunegemm.dispatch import api
+from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import Activation
 from tunegemm.dispatch.fx import node_of, rank
 from tunegemm.dispatch.guards import capturing, deterministic, dispatch_modes, functorch_level, tracing
@@ -123,7 +123,7 @@ def are_chosen(
 
 def is_ordered() -> bool:
     """Whether a token's result may not depend on how many tokens there are."""
-    return api.dispatcher.planner.policy.is_batch_invariant
+    return extension.policy().is_batch_invariant
 
 
 def _of_nothing(x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
@@ -258,7 +258,7 @@ def _recorded(
     interleaved: bool,
 ) -> torch.Tensor | None:
     """The gated product by torch, as one of a recording; None where none is made."""
-    if (observe := api.dispatcher.planner.observe_groups) is None:
+    if (observe := extension.observer()) is None:
         return None
     call = GroupedCall("experts", a, b, offs, bias, gate=gate)
     observed: torch.Tensor = observe(

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 import tunegemm
-from tunegemm.dispatch import api
+from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import LINEAR
 from tunegemm.dispatch.guards import only_checks_operators
 from tunegemm.torch import ops, takeover
@@ -60,7 +60,7 @@ class Fusion:
             "tunegemm",
             tunegemm.__version__,
             on,
-            api.dispatcher.planner.fingerprint() if on else "",
+            extension.fingerprint() if on else "",
             *others,
         )
 

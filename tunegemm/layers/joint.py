@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from tunegemm.describe.device import Device, find_device
-from tunegemm.dispatch import api
-from tunegemm.dispatch.guards import capturing, current_device
+from tunegemm.dispatch import extension
+from tunegemm.dispatch.extension import compiled
+from tunegemm.dispatch.guards import current_device
 from tunegemm.errors import ArtifactError, TunegemmError, one_line
 from tunegemm.generate import joined
 from tunegemm.generate.joined import JoinedKernel
 from tunegemm.generate.takes import NotTaken
-from tunegemm.groups.objects import compiled
 from tunegemm.model.joined import JoinedChoice, choose
 
 #: Rows up to which products of several weights are one launch: of five models' q, k and v it was 1.18 to 2.8
@@ -46,9 +46,9 @@ def way_of(
     """
     weights, biases = parts(*operands)
     ns, rows = [weight.shape[0] for weight in weights], x.numel() // x.shape[-1]
-    if capturing(x.device) or torch.cuda._is_in_bad_fork():
+    if not extension.may_load(x.device):
         return None, False
-    if x.device.type != api.dispatcher.planner.device_type or x.device in failed:
+    if x.device.type != extension.device_type() or x.device in failed:
         return None, True
     choice = chosen(rows, ns, x.shape[-1], x.dtype, name_of(x.device), gate=gate, bias=bool(biases))
     if choice is None:
@@ -67,8 +67,7 @@ def chosen(
     rows: int, ns: Sequence[int], k: int, dtype: torch.dtype, gpu: str, *, gate: str = "", bias: bool = False
 ) -> JoinedChoice | None:
     """The kernel that serves such a product; None where torch does."""
-    planner = api.dispatcher.planner
-    if planner.is_off or planner.policy.is_batch_invariant or (not gate and rows > MOST_ROWS):
+    if extension.is_off() or extension.policy().is_batch_invariant or (not gate and rows > MOST_ROWS):
         return None
     if dtype not in _DTYPES or k % 8 or any(n % 8 for n in ns):
         return None
@@ -77,7 +76,7 @@ def chosen(
 
 def _way(bind: Bind, x: torch.Tensor, parts: Parts, columns: int) -> Callable[..., Any]:
     """A call: an output, and the launch that is bound to these weights."""
-    allocate, device = api.dispatcher.planner.allocate, x.device
+    allocate, device = extension.allocation(), x.device
     rows, k, dtype = x.numel() // x.shape[-1], x.shape[-1], x.dtype
     shape, strides = (rows, columns), (columns, 1)
     index = device.index if device.type == "cuda" else -1
@@ -102,7 +101,7 @@ def _way(bind: Bind, x: torch.Tensor, parts: Parts, columns: int) -> Callable[..
         except (RuntimeError, ValueError) as error:
             failed.add(device)
             _warn(f"a kernel of several weights failed to launch on {device} ({one_line(error)})")
-            api.dispatcher.planner.state.forget_checks()
+            extension.forget()
             return None
         return result
 
@@ -140,7 +139,7 @@ def _load(choice: JoinedChoice, device: torch.device) -> Bind | None:
 
 
 def _device(index: int) -> Device:
-    return api.dispatcher.planner.policy.device(find_device(f"cuda:{index}"))
+    return extension.policy().device(find_device(f"cuda:{index}"))
 
 
 #: Of a choice on a device.
@@ -154,4 +153,4 @@ def name_of(device: torch.device) -> str:
 
 
 def _warn(text: str) -> None:
-    api.dispatcher.planner.notices.warn(f"{text}; torch computes them")
+    extension.warn(f"{text}; torch computes them")
