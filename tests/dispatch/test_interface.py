@@ -21,6 +21,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.planning import Planner
+from tunegemm.dispatch.plans import State
 from tunegemm.errors import ArtifactError, TunegemmWarning
 
 
@@ -188,3 +189,9 @@ def test_threads_under_policies_of_their_own_each_find_theirs(doubled: Doubled) 
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_state_has_five_caches() -> None:
+    """Each is a kind of key to remember; what rooms above keep is in `launches`."""
+    caches = {name for name, value in vars(State()).items() if isinstance(value, dict | set)}
+    assert caches - {"torchs", "paying"} == {"plans", "recent", "launches", "prepared", "misses"}

@@ -71,8 +71,12 @@ class LaunchCache:
         kept = planner.states[own()].launches.get(self)
         if kept is not None:
             for known in kept.get(key, ()):
-                if known.check is None or known.check(*tensors):
-                    return known if known.launch is not None or _holds(known, tensors) else None
+                if known.check is not None and not known.check(*tensors):
+                    continue
+                if known.launch is not None:
+                    return known
+                now = time.monotonic()
+                return known if now < min(planner.next_look, known.again) or _holds(known, tensors) else None
         return None
 
     def keep(self, key: Hashable, launch: Any, *tensors: torch.Tensor, waits: bool = False) -> Known:
@@ -95,7 +99,7 @@ class LaunchCache:
             known = self.keep(key, made)
         return None if known is None else known.launch
 
-    def all(self) -> dict[Hashable, list[Any]]:
+    def all(self) -> dict[Any, list[Any]]:
         """What is kept under the policy of this context, by keys."""
         kept = api.dispatcher.planner.state.launches.get(self, {})
         return {key: [known.launch for known in every] for key, every in kept.items()}
@@ -107,13 +111,11 @@ class LaunchCache:
 
 def _holds(known: Known, tensors: tuple[torch.Tensor, ...]) -> bool:
     """Whether torch still computes such calls, after a look for new records where it is time for one."""
-    planner, now = api.dispatcher.planner, time.monotonic()
-    if now > known.again:
+    if time.monotonic() > known.again:
         return False
-    if now < planner.next_look or any(capturing(tensor.device) for tensor in tensors[:1]):
-        return True
-    before = planner.state
-    return planner.look() is before
+    planner = api.dispatcher.planner
+    state = planner.state
+    return any(capturing(tensor.device) for tensor in tensors[:1]) or planner.look() is state
 
 
 def policy() -> Policy:

@@ -64,9 +64,7 @@ def _sixteen_bits() -> None:
         # A backend that the user chose is left alone, and SGLang's batch invariance unless it is ours, too.
         backend = unquant.get_bf16_gemm_backend()
         weight: Any = layer.weight
-        others = (
-            unquant.is_batch_invariant_mode_enabled() and not extension.policy().is_batch_invariant
-        )
+        others = unquant.is_batch_invariant_mode_enabled() and not extension.policy().is_batch_invariant
         if others or backend.is_cutedsl() or backend.is_gemv() or not common.is_served_kind(x, weight):
             return own(method, layer, x, bias)
         return functions.linear(x, common.plain(weight), bias)

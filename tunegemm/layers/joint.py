@@ -5,7 +5,9 @@ Products side by side, as q, k and v; or a gate and its up, of two weights or of
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -36,31 +38,40 @@ Bind = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, Sequence[An
 Parts = Callable[..., tuple[Sequence[torch.Tensor], Sequence[Any]]]
 
 
+class Keep(Enum):
+    """For how long what was decided of a call holds."""
+
+    NOT = enum.auto()
+    WAITS = enum.auto()
+    """For seconds: a kernel is being compiled."""
+    LONG = enum.auto()
+
+
 def way_of(
     x: torch.Tensor, parts: Parts, operands: Sequence[Any], *, gate: str = ""
-) -> tuple[Callable[..., Any] | None, bool]:
-    """What computes calls like this one, of contiguous x, from now on, None where torch does; and whether
-    that may be kept. It takes (x, *operands), and returns None for addresses that the kernel does not take.
+) -> tuple[Callable[..., Any] | None, Keep]:
+    """What computes calls like this one, of contiguous x, from now on, None where torch does; and for how
+    long. It takes (x, *operands), and returns None for addresses that the kernel does not take.
 
     parts: of operands the weights and their biases. gate: a gated step; the weights are then gate and up.
     """
     weights, biases = parts(*operands)
     ns, rows = [weight.shape[0] for weight in weights], x.numel() // x.shape[-1]
     if not extension.may_load(x.device):
-        return None, False
+        return None, Keep.NOT
     if x.device.type != extension.device_type() or x.device in failed:
-        return None, True
+        return None, Keep.LONG
     choice = chosen(rows, ns, x.shape[-1], x.dtype, name_of(x.device), gate=gate, bias=bool(biases))
     if choice is None:
-        return None, True
+        return None, Keep.LONG
     try:
         bind = load(choice, x.device)
     except (TunegemmError, OSError, RuntimeError) as error:
         _warn(f"kernels of several weights cannot run on {x.device}: {one_line(error)}")
-        return None, True
-    if bind is None:  # its kernel is being compiled
-        return None, True
-    return _way(bind, x, parts, ns[0] if gate else sum(ns)), True
+        return None, Keep.LONG
+    if bind is None:
+        return None, Keep.WAITS
+    return _way(bind, x, parts, ns[0] if gate else sum(ns)), Keep.LONG
 
 
 def chosen(
