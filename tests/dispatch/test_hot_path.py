@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import cProfile
 import os
 import threading
 import warnings
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,6 +70,22 @@ def test_a_nested_tensor_after_a_known_product(by_address):
 def launched_after(python: list[str]) -> int:
     """How many Python functions a call enters, itself aside, before the kernel's."""
     return next(i for i, name in enumerate(python) if name.startswith("tests.support.")) - 1
+
+
+def test_a_first_call_crosses_few_files_of_the_rooms_that_decide(by_address):
+    """What a reader of a miss opens of dispatch and choose, from the call to the launch."""
+    _, dispatcher = by_address
+    profile = cProfile.Profile()
+    profile.enable()
+    dispatcher.matmul(*operands())
+    profile.disable()
+    codes = [entry.code for entry in profile.getstats() if not isinstance(entry.code, str)]
+    package, files = Path(tunegemm.__file__).parent, {Path(code.co_filename) for code in codes}
+    found = sorted(str(path.relative_to(package)) for path in files if package in path.parents)
+    crossed = [path for path in found if path.startswith(("dispatch/", "choose/"))]
+    assert {"dispatch/planning.py", "choose/selection.py"} <= {*crossed} and len(crossed) <= 15, crossed
+    # With what products, records and kernels are made of (28 November 2026).
+    assert len(found) <= 27, found
 
 
 def test_a_known_product_is_one_check_one_allocation_and_one_launch(by_address):

@@ -7,6 +7,7 @@ What it shares with `tunegemm.matmul` is here, and is all that it needs of dispa
   change;
 - `compiled` gives the object of a kernel, which is compiled in the background where none ships;
 - `policy`, `is_off`, `device_type` and `may_load` say whether a kernel may serve now;
+- `operators` are those of ATen that `tunegemm.enable` takes over for it;
 - `warn` and `missed` speak of what falls back to torch, `recorded` and `serves_by` of what is recorded.
 
 Products of two matrices are calls of `api.dispatcher`: `product`, `fused`, `below_autograd`, `compiled`, and
@@ -34,8 +35,12 @@ from tunegemm.store.record import Record
 
 __all__ = [
     "Known", "LaunchCache", "allocation", "compiled", "device_type", "fingerprint", "forget", "is_off",
-    "may_load", "missed", "observer", "policy", "recorded", "serves_by", "warn",
+    "may_load", "missed", "observer", "operators", "policy", "recorded", "serves_by", "warn",
 ]  # fmt: skip
+
+#: Of ATen's operators, beside those of two matrices, what `tunegemm.enable` puts in the place of their
+#: kernels: made of torch's kernel, by the operator's name. Rooms put theirs here when they are imported.
+operators: dict[str, Callable[[Any], Callable[..., Any]]] = {}
 
 #: Layouts of operands that one key keeps.
 _MOST_ALIKE = 4

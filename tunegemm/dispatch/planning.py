@@ -319,7 +319,7 @@ class Planner:
                 about=("device", a.device.type),
             )
             return None
-        weight, prepared = weight_of(problem), self._prepared(state, problem, a.device, name)
+        prepared = self._prepared(state, problem, a.device, name)
         if prepared is None or prepared.launch is None:
             ranges = state.misses.get(_weight(problem, a.device.index or 0))
             if ranges is not None and b.ndim == 2 and problem.batch == 1:
@@ -330,13 +330,13 @@ class Planner:
         if (refused := refusal_of(prepared, asked, a, b)) is not None:
             if refused.reason and name:
                 text = f"{problem}: {refused.reason}; {who(name)} falls back to torch"
-                self.notices.warn(text, ("unaligned", *weight))
+                self.notices.warn(text, ("unaligned", *weight_of(problem)))
             return None
         try:
             return make_plan(prepared, asked, form, a, b, tensors, numbers, out)
         except Exception as error:  # what another package's launcher raises is not known here
             text = f"{problem}: {named_error(error)}; {who(name)} falls back to torch"
-            self.notices.warn(text, ("strides", *weight))
+            self.notices.warn(text, ("strides", *weight_of(problem)))
             return None
 
     def _has_tuned_product(self, state: State, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -459,13 +459,13 @@ class Planner:
         if known is None:
             return None
         assert self._mode is not None
-        weight = _weight(problem, index)
-        if any(low <= problem.m <= high for low, high in state.misses.get(weight, ())):
+        misses = state.misses.get(_weight(problem, index), ()) if state.misses else ()
+        if any(low <= problem.m <= high for low, high in misses):
             return None
         wanted, snapshot = Wanted(problem, known, index, name), self._records(state, name)
         found, selection = self._finder.launcher(state, snapshot, wanted, self._mode)
         if selection.rows is not None and self._mode != "online" and not self.notices.sums_up:
-            state.misses.setdefault(weight, []).append(selection.rows)
+            state.misses.setdefault(_weight(problem, index), []).append(selection.rows)
         if self._mode == "online" and selection.outcome != "hit":
             predictions = selection.predictions if found is not None else ()
             notify = partial(self._apply_feedback, problem, found)

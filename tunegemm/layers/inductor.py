@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 import tunegemm
+from tunegemm.describe.epilogue import GATE_OF
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import LINEAR
 from tunegemm.dispatch.guards import only_checks_operators
@@ -135,7 +136,6 @@ def _pays(match: Match, facts: tuple[Any, ...]) -> bool:
     """Whether a kernel of the gate serves as many rows as the graph was traced with."""
     from tunegemm.layers import joint
     from tunegemm.layers.graph import value
-    from tunegemm.layers.sites import GATE_OF
 
     n, k, _, dtype, device = facts
     rows = 1

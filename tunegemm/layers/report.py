@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from tunegemm.describe.epilogue import GATE_OF
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import MATMUL, form_of
 from tunegemm.errors import TunegemmWarning
@@ -83,11 +84,11 @@ def lines_of(model: torch.nn.Module) -> Iterator[Line]:
 
 
 def _rows_of_gate(activation: str, weight: torch.Tensor) -> str:
-    from tunegemm.layers import joint, sites
+    from tunegemm.layers import joint
 
     if weight.device.type != extension.device_type():
         return _elsewhere(weight)
-    (n, k), gate, gpu = weight.shape, sites.GATE_OF[activation], joint.name_of(weight.device)
+    (n, k), gate, gpu = weight.shape, GATE_OF[activation], joint.name_of(weight.device)
     return _said([m for m in ROWS if joint.chosen(m, (n, n), k, weight.dtype, gpu, gate=gate) is not None])
 
 

@@ -19,10 +19,10 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn import functional
 
-from tunegemm.describe.epilogue import GATED
+from tunegemm.describe.epilogue import GATE_OF
 from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.extension import LaunchCache
-from tunegemm.dispatch.forms import BELOW_AUTOGRAD, form_of
+from tunegemm.dispatch.forms import ACTIVATIONS, BELOW_AUTOGRAD, form_of
 from tunegemm.dispatch.guards import capturing, current_device, dispatch_modes
 from tunegemm.dispatch.operands import ALIGNMENT
 from tunegemm.dispatch.plans import Plan
@@ -32,14 +32,6 @@ from tunegemm.layers.joint import Keep
 #: Computes a call of known shapes from its operands; None where this call's addresses forbid it.
 Way: TypeAlias = Callable[..., Any]
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "relu": functional.relu,
-}
-#: The gate with each activation, such as swiglu with silu.
-GATE_OF = {activation: gate for gate, activation in GATED.items()}
 _BITS = ALIGNMENT - 1
 #: Rows up to which an eager residual is not added by a library's algorithm: its launch takes the host longer
 #: than torch's product and sum.
