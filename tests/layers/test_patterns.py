@@ -50,6 +50,10 @@ GATES: dict[str, Callable[..., torch.Tensor]] = {
     "linear of a parameter": lambda m, x: (
         silu(F.linear(x, m.a.weight)) * F.linear(input=x, weight=m.b.weight)
     ),
+    "products": lambda m, x: silu(x @ m.a.weight.T) * torch.matmul(x, m.b.weight.t()),
+    "products' methods": lambda m, x: (
+        silu(x.matmul(m.a.weight.transpose(-1, 0))) * x.matmul(m.b.weight.permute(1, 0))
+    ),
 }
 
 
@@ -62,6 +66,29 @@ def test_a_gate_of_two_weights_is_one_call(planner: Any, kernels: Kernels, name:
     close(result, expected)
     assert found["gate"] == 1
     assert len(kernels.gates) == 2
+
+
+PRODUCTS: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
+    "matrices": (lambda m, x: torch.mm(x.flatten(0, 1), m.c.weight.t()), 1),
+    "one transposed view for two": (lambda m, x: (lambda t: (x @ t) @ t)(m.c.weight.mT), 2),
+    "not transposed": (lambda m, x: x @ m.c.weight, 0),
+    "dimensions in their order": (lambda m, x: x @ m.c.weight.permute(0, 1), 0),
+    "a copy": (lambda m, x: x @ m.c.weight.t().contiguous(), 0),
+    "rows of a weight": (lambda m, x: x @ m.a.weight[:32].t(), 1),
+    "of a batch": (lambda m, x: x @ x.mT, 0),
+    "the weight first": (lambda m, x: m.c.weight.t() @ x.mT, 0),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_with_a_transposed_weight_is_a_layer(planner: Any, kernels: Kernels, name: str) -> None:
+    spell, count = PRODUCTS[name]
+    model, x = made(Own(spell)), given()
+    with torch.no_grad():
+        expected = model(x)
+    result, found = counts_of(model, x)
+    close(result, expected)
+    assert found["linear"] == count
 
 
 HALVES: dict[str, Callable[..., torch.Tensor]] = {

@@ -1,4 +1,4 @@
-"""A layer that is trained: each of its three products has its own answer, found without a key. On a CPU."""
+"""A layer that is trained: each of its three products has its own answer. On a CPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from torch._functorch import config as functorch_config
 from torch.nn.functional import linear as torch_linear
 
 import tunegemm
-from tests.support.serving import BF16, ByAddress, Kernel, calls_of, operands, serve_with
+from tests.support.serving import BF16, ByAddress, Kernel, operands, serve_with
 from tests.torch.test_torch import serving
-from tunegemm.describe.device import USUAL_EFFICIENCY, find_device
-from tunegemm.describe.problem import Problem
-from tunegemm.dispatch import api, slow_path
+from tunegemm.dispatch import api
 from tunegemm.dispatch.launchers import Prepared
-from tunegemm.dispatch.plans import State
 
 pytestmark = pytest.mark.filterwarnings("error::tunegemm.errors.TunegemmWarning")
 
@@ -47,85 +44,60 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         return Prepared(Noted(record.problem).launcher, tma=True)
 
     serve_with(monkeypatch, serving(prepare))
-    monkeypatch.setattr(slow_path, "LEAST_SAVED_US", 0.0)
     return found
-
-
-def slow_calls(call) -> int:
-    """How often the slow path is entered."""
-    return sum(name == "tunegemm.dispatch.slow_path.compute" for name in calls_of(call)[0])
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("columns", [48, 64])  # a square weight has as many elements in and out
-def test_a_step_that_is_known_makes_no_key(launched, columns, bias):
+def test_a_step_asks_for_its_three_products(launched, columns, bias):
     """Forward, backward, and the forward pass of an evaluation between two steps."""
     x = operands()[0].view(2, 16, 64).requires_grad_()
     layer = torch.nn.Linear(64, columns, bias=bias, dtype=BF16)
-    tunegemm.patch(layer)
     upstream = torch.ones(2, 16, columns, dtype=BF16)
     held = []  # outputs keep their addresses: `b` of a weight's gradient is the input
 
     def step() -> None:
-        held.append(torch.autograd.grad(layer(x), (x, *layer.parameters()), upstream))
+        launched.clear()
+        result = tunegemm.linear(x, layer.weight, layer.bias)
+        held.append(torch.autograd.grad(result, (x, *layer.parameters()), upstream))
+        assert launched == [(32, columns, 64), (32, 64, columns), (columns, 64, 32)]
 
-    for _ in range(2):
-        step()
-    launched.clear()
-    assert slow_calls(step) == 0
-    three = [(32, columns, 64), (32, 64, columns), (columns, 64, 32)]
-    assert launched == three
+    step()
+    step()
     with torch.no_grad():
         expected = torch_linear(x, layer.weight, layer.bias)
         for _ in range(2):
-            assert torch.equal(layer(x), expected) or bias
-        assert slow_calls(lambda: layer(x)) == 0
-    launched.clear()
-    assert slow_calls(step) == 0 and launched == three
+            assert torch.equal(tunegemm.linear(x, layer.weight, layer.bias), expected) or bias
+    step()
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_layer_whose_kernels_save_less_than_the_way_to_them_costs_is_torchs(launched, monkeypatch, bias):
-    """Once a step has told, until the next look at records. Its evaluation is served, and one that pays."""
-    saved: list[float] = []
-    remember = State.remember_torchs
-    monkeypatch.setattr(
-        State, "remember_torchs", lambda *key, pays: saved.append(pays) or remember(*key, pays=pays)
-    )
-    x = operands()[0]
-    layer = torch.nn.Linear(64, 48, bias=bias, dtype=BF16)
+@pytest.mark.parametrize("wants", ["the input", "the weight", "the bias"])
+def test_a_patched_layer_that_is_trained_is_torchs_and_its_evaluation_is_served(launched, wants):
+    """Its three products have kernels; the way to them would be Python's (docs/decisions/0028)."""
+    x = operands()[0].requires_grad_(wants == "the input")
+    layer = torch.nn.Linear(64, 48, dtype=BF16)
+    layer.weight.requires_grad_(wants == "the weight")
+    layer.bias.requires_grad_(wants == "the bias")
     tunegemm.patch(layer)
-
-    def step() -> int:
+    for _ in range(2):
+        result = layer(x)
+        assert torch.equal(result, torch_linear(x, layer.weight, layer.bias))
+        result.sum().backward()
+        assert not launched
+        with torch.no_grad():
+            layer(x)
+        assert launched == [(32, 48, 64)]
         launched.clear()
-        layer(x).sum().backward()
-        return len(launched)
-
-    three = [Problem(32, 48, 64), Problem(48, 64, 32)]
-    saves_us = (
-        sum(find_device("model:h200").roofline_us(one) for one in three) / USUAL_EFFICIENCY * (1 - 1 / 1.1)
-    )
-    monkeypatch.setattr(slow_path, "LEAST_SAVED_US", 1.5 * saves_us)
-    assert [step() for _ in range(3)] == [2, 0, 0] and saved == [False]
-    with torch.no_grad():
-        layer(x)
-    assert len(launched) == 1
-    monkeypatch.setattr(slow_path, "LEAST_SAVED_US", 0.5 * saves_us)
-    api.dispatcher.planner.next_look = 0.0
-    assert [step() for _ in range(3)] == [2, 2, 2] and saved == [False, True], "then nobody looks at it"
 
 
-def test_a_known_step_minds_the_modes(launched):
+def test_a_layer_that_is_not_trained_is_served_in_grad_mode_and_minds_the_modes(launched):
     x = operands()[0]
-    layer = torch.nn.Linear(64, 48, bias=False, dtype=BF16)
+    layer = torch.nn.Linear(64, 48, bias=False, dtype=BF16).requires_grad_(False)
     tunegemm.patch(layer)
     for _ in range(2):
         layer(x)
-    launched.clear()
-    with torch.no_grad():
-        layer(x)
-    assert launched == [(32, 48, 64)]
-    launched.clear()
+    assert launched == [(32, 48, 64)] * 2
+    layer.weight.requires_grad_()
     torch.use_deterministic_algorithms(True)
     try:
         assert layer(x).requires_grad
@@ -135,9 +107,7 @@ def test_a_known_step_minds_the_modes(launched):
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
         assert torch.autograd.forward_ad.unpack_dual(layer(dual)).tangent is not None
     assert torch.func.vmap(layer)(x[:, None]).shape == (32, 1, 48)
-    layer.weight.requires_grad_(False)
-    assert not layer(x).requires_grad
-    assert launched == [(32, 48, 64)]
+    assert launched == [(32, 48, 64)] * 2
 
 
 def test_a_weight_that_is_kept_transposed_gets_a_gradient_of_its_strides(kernel):

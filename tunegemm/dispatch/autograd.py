@@ -61,31 +61,6 @@ def _laid_out(multiply: Multiply, a: torch.Tensor, b: torch.Tensor, *, like: tor
     return multiply(a, b)
 
 
-class Watched:
-    """A layer's products, forward and backward, until it is known whether their kernels pay for the way to
-    them, which is Python's, or the layer had better be torch's own."""
-
-    def __init__(self, product: Maybe, saved_us: Callable[..., float], end: Callable[[float], None]) -> None:
-        """saved_us: what the kernel saves that multiplied by this second operand just now, and its form, if
-        it is not the product alone. end: is given what all saved, after a backward pass."""
-        self._product, self._saved_us, self._end = product, saved_us, end
-        self._all_us = 0.0
-
-    def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
-        result = self._product(a, b)
-        if result is not None:
-            self.add(b)
-        return result
-
-    def add(self, *product: Any) -> None:
-        """A kernel multiplied; product: as `saved_us` takes it."""
-        self._all_us += self._saved_us(*product)
-
-    def end(self) -> None:
-        """A backward pass is over."""
-        self._end(self._all_us)
-
-
 class Product(torch.autograd.Function):
     """``a @ b``, or ``a @ b.t()`` of a `linear`, by `product`, or by torch where that has no kernel; plus a
     bias of one value for each column, by `add`.
@@ -115,8 +90,6 @@ class Product(torch.autograd.Function):
         of_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if wanted[4] else None
         multiply = _multiplier(ctx.product)
         of_a, of_b = gradients(multiply, grad, (a, b.t() if ctx.linear else b), wanted[1:3])
-        if isinstance(ctx.product, Watched):
-            ctx.product.end()
         return None, of_a, of_b.t() if ctx.linear and of_b is not None else of_b, None, of_bias, None
 
 

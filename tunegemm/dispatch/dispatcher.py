@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tunegemm.dispatch.autograd import DTYPES, PLAIN
+from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.forms import ADDMM, BELOW_AUTOGRAD, BMM, LINEAR, MATMUL, SCALED_MM, Form, form_of
 from tunegemm.dispatch.fx import data_ptr
 from tunegemm.dispatch.guards import (
@@ -103,15 +103,11 @@ class Dispatcher:
         if not known:
             recent = self._earlier(slot, a, b) if out is None else self._earlier(slot, a, b, out)
         if recent is None or (recent.requires_grad and grad_enabled()):
-            if recent is not None and recent.trained is not None:
-                return recent.trained(a, b)
             return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
         plan, launch = recent.plan, recent.launch
         if plan is None or launch is None:  # torch's, in whatever mode
-            if (recent.torchs or not recent.trained) and time.monotonic() < self.planner.next_look:
+            if time.monotonic() < self.planner.next_look:
                 if out is None and recent.torchs is not None:
-                    if call == LINEAR and type(b) is torch.nn.Parameter and b.dtype in DTYPES:
-                        self.planner.states[own()].remember_torchs(id(b), a.numel())
                     return recent.torchs(a, b)
                 return by_torch(_PLAIN_FORMS[call], a, b, (), (), out)
             return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
@@ -167,15 +163,11 @@ class Dispatcher:
         if recent is None or not recent.check(*everything):
             recent = self._earlier(slot, *everything)
         if recent is None or (recent.requires_grad and grad_enabled()):
-            if recent is not None and recent.trained is not None:
-                return recent.trained(a, b, *tensors)
             return self._slowly(form, a, b, tensors, numbers, out)
         plan, launch = recent.plan, recent.launch
         if plan is None or launch is None:  # torch's, in whatever mode
-            if (recent.torchs or not recent.trained) and time.monotonic() < self.planner.next_look:
+            if time.monotonic() < self.planner.next_look:
                 if out is None and recent.torchs is not None:
-                    if form.call == LINEAR and type(b) is torch.nn.Parameter and b.dtype in DTYPES:
-                        self.planner.states[own()].remember_torchs(id(b), a.numel())
                     return recent.torchs(a, b, *tensors)
                 return by_torch(form, a, b, tensors, numbers, out)
             return self._slowly(form, a, b, tensors, numbers, out)

@@ -269,7 +269,6 @@ class Planner:
             return self.state
         self.next_look = time.monotonic() + LOOK_SECONDS
         for old in self._every_state():
-            old.torchs.clear()
             changed = False
             with suppress(Exception):  # `_read_records` has said so
                 changed = old.snapshot is not None and self._modified() != old.modified

@@ -21,9 +21,6 @@ from tunegemm.generate.cublaslt import reduces_in_16_bits, splits_k
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, WordsOf, words_binder
 from tunegemm.store.record import Record
 
-#: Such keys as `State.torchs` has.
-_MOST_TORCHS = 4096
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -75,8 +72,6 @@ class Recent:
     """Whether a given output counts its versions: it is not an inference tensor."""
     device_index: int
     """Which device must be the current one; -1 where there is but one."""
-    trained: Callable[..., Any] | None = None
-    """What computes the call in grad mode, with gradients. Without `torchs` the plan is not known yet."""
 
 
 class Compiling(NamedTuple):
@@ -120,11 +115,6 @@ class State:
         then that, the elements of `a` and the strides of `b`: a weight's products alternate where batch sizes
         do, and those of its input's gradient are between them; then the key of the plan, which layers share.
         By the sites of compiled code, too, which need no check: there `torchs` takes ``out``."""
-        self.torchs: set[tuple[int, ...]] = set()
-        """What torch computes until records are looked at again: the id of a layer's weight, or those of what
-        else is asked for, and the elements of `a`. By ids, so that nothing is kept alive."""
-        self.paying: set[tuple[int, ...]] = set()
-        """Layers, by the keys of `trained`, whose kernels pay for the way to them, forward and backward."""
         self.launches: dict[Any, dict[Hashable, Any]] = {}
         """What rooms above keep, by their `extension.LaunchCache`."""
         self.snapshot = snapshot
@@ -178,18 +168,10 @@ class State:
 
     def forget_checks(self) -> None:
         """Every call makes a key again."""
-        for kept in (self.recent, self.torchs, self.paying):
-            kept.clear()
+        self.recent.clear()
         for cache, known in self.launches.items():
             if cache.of_products:
                 known.clear()
-
-    def remember_torchs(self, *key: int, pays: bool = False) -> None:
-        """That torch computes this, see `torchs`, or that kernels pay where it is trained."""
-        kept = self.paying if pays else self.torchs
-        if len(kept) >= _MOST_TORCHS:
-            kept.clear()
-        kept.add(key)
 
 
 def refusal_of(prepared: Prepared, asked: Named, a: torch.Tensor, b: torch.Tensor) -> Refusal | None:
@@ -338,8 +320,3 @@ def is_apart_from(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
         if address < end and start < address + other.nbytes():
             return False
     return True
-
-
-def trained(weight: torch.Tensor, size: int, of_input: bool, of_weight: bool) -> tuple[int, ...]:
-    """The key in `State.torchs` of a layer with the gradients that are wanted; size: the elements of `a`."""
-    return id(weight), size, -1 - of_input - 2 * of_weight

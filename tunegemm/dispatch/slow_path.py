@@ -7,21 +7,17 @@ unusual addresses, subclasses. A key holds all that a plan depends on; see `plan
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from tunegemm.describe.device import USUAL_EFFICIENCY
 from tunegemm.describe.problem import MAX_ALIGNMENT
 from tunegemm.dispatch import guards
 from tunegemm.dispatch.autograd import (
     DTYPES,
     PLAIN,
-    Watched,
     add_differentiably,
     is_simple,
     multiply_differentiably,
@@ -39,19 +35,12 @@ from tunegemm.dispatch.plans import (
     is_apart_from,
     is_writable,
     launch_plan,
-    trained,
 )
 from tunegemm.dispatch.states import own
 from tunegemm.dispatch.unfused import added, one_function, taken_operands, torchs, unfused
 from tunegemm.errors import ProblemError
 
-_LINEAR, _BIASED = form_of(LINEAR, ""), form_of(LINEAR, "bias_n")
-_BELOW_AUTOGRAD, _BIASED_BELOW_AUTOGRAD = form_of(BELOW_AUTOGRAD, ""), form_of(BELOW_AUTOGRAD, "bias_n")
-
-#: What the kernels of a layer save together in a step, in us, so that an eager one asks for them. The way to
-#: them is Python's; 97 layers that went it cost a step of a 1B model 10 ms on an H100, which is more than the
-#: host's time explains (docs/decisions/0028).
-LEAST_SAVED_US = 250.0
+_BIASED_BELOW_AUTOGRAD = form_of(BELOW_AUTOGRAD, "bias_n")
 
 
 class SlowPath:
@@ -183,12 +172,7 @@ class SlowPath:
         self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float]
     ) -> Any:
         """By products that are dispatched, and so are those of the backward pass, and torch's operations."""
-        linear = form.call == LINEAR
-        is_layer = linear and type(b) is torch.nn.Parameter
-        if is_layer and (form is _LINEAR or (form is _BIASED and tensors[0].shape == b.shape[:1])):
-            self._keep_training(form, a, b, tensors)
-            return self._train(a, b, *tensors)
-        product = self._watched(a, b) if is_layer else self._below_autograd
+        linear, product = form.call == LINEAR, self._below_autograd
 
         def multiply(*_: Any) -> Any:
             return multiply_differentiably(product, a, b, linear)
@@ -197,63 +181,15 @@ class SlowPath:
             right = b.t() if linear else b
             if bias.shape != right.shape[-1:]:  # which torch broadcasts
                 return added(a, right, bias)
-            return add_differentiably(partial(self._add, product), product, a, b, bias, linear)
+            return add_differentiably(self._add, product, a, b, bias, linear)
 
         if form.is_plain:
             return multiply()
         return unfused(form, a, b, tensors, numbers, multiply=multiply, biased=biased)
 
-    def _add(self, product: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def _add(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor | None = self._fused(_BIASED_BELOW_AUTOGRAD, a, b, (bias,))
-        if result is None:
-            return added(a, b, bias)
-        if isinstance(product, Watched):
-            product.add(b, _BIASED_BELOW_AUTOGRAD)
-        return result
-
-    def _watched(self, a: torch.Tensor, b: torch.Tensor) -> Callable[..., Any]:
-        """What multiplies for a layer."""
-        key = trained(b, a.numel(), a.requires_grad, b.requires_grad)
-        if key in self._planner.state.paying:
-            return self._below_autograd
-        return Watched(self._below_autograd, self._saved_us, partial(self._remember_trained, b.device, key))
-
-    def _saved_us(self, b: torch.Tensor, form: Form = _BELOW_AUTOGRAD) -> float:
-        """What the kernel saves, by its record, that was launched last with this second operand."""
-        state = self._planner.state
-        recent = state.recent.get(b.data_ptr() | form.tag)
-        plan = recent.plan if recent is not None else None
-        if plan is None or plan.problem is None or plan.record is None:
-            return 0.0
-        device = self._planner.device(plan.device.index or 0)
-        usual_us = device.roofline_us(plan.problem) / USUAL_EFFICIENCY if device is not None else 0.0
-        return usual_us * (1 - 1 / plan.record.ratio)
-
-    def _train(self, a: torch.Tensor, b: torch.Tensor, *bias: torch.Tensor) -> Any:
-        """A layer, forward and backward, in grad mode: `Recent.trained`."""
-        if (
-            deterministic()
-            or guards.dispatch_modes()
-            or forward_ad._current_level >= 0
-            or guards.are_functions_watched()
-        ):
-            return by_torch(_BIASED if bias else _LINEAR, a, b, bias, (), None)
-        products = self._watched(a, b)
-        if bias:
-            return add_differentiably(partial(self._add, products), products, a, b, bias[0], True)
-        return multiply_differentiably(products, a, b, True)
-
-    def _keep_training(self, form: Form, a: torch.Tensor, b: torch.Tensor, bias: Sequence[Any]) -> None:
-        """Let the next call with this weight find `_train`: what it does depends on no record."""
-        if self._can_check(a) and self._planner.observe is None:
-            check = guards.check_of((a, b, *bias))
-            recent = Recent(check, None, None, None, True, False, -1, self._train)
-            self._keep(self._planner.state, b.data_ptr() | form.tag, (a, b, *bias), recent)
-
-    def _remember_trained(self, device: torch.device, key: tuple[int, ...], saved_us: float) -> None:
-        """Whether a layer is torch's with its gradients, as far as it could be known."""
-        if self._planner.observe is None and not guards.capturing(device):
-            self._planner.look().remember_torchs(*key, pays=saved_us >= LEAST_SAVED_US)
+        return added(a, b, bias) if result is None else result
 
     def _remember(
         self,
@@ -290,10 +226,6 @@ class SlowPath:
         if len(state.recent) >= 3 * MAX_PLANS:  # by three hints each
             state.forget_checks()
         a, b = tensors[:2]
-        before = state.recent.get(slot)
-        if before is not None and (before.trained or recent.trained) and before.check(*tensors):
-            # The same call in grad mode and without: from now on it is known in both.
-            recent = replace(recent if recent.trained is None else before, trained=self._train)
         state.recent[slot] = state.recent[slot, a.numel(), b.stride()] = recent
 
     def _is_differentiable(self, form: Form, a: Any, b: Any, tensors: Sequence[Any]) -> bool:

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import DTYPES
-from tunegemm.layers.graph import Order, are_same, is_matrix, value
+from tunegemm.layers.graph import Order, are_same, is_matrix, transposed_of, value
 from tunegemm.layers.patterns import PATTERNS, Match
 
 #: Makes the function that a match becomes; None where the graph's own operations are to stay.
@@ -42,6 +42,9 @@ def fuse(graph: Graph, make: Make = of_site) -> Counter[str]:
             _replace(graph, match, function)
             gone.update(match.nodes)
             count[pattern.name] += 1
+    for node in reversed([*graph.nodes] if count else []):
+        if not node.users and transposed_of(node) is not None:  # of a product that is a layer's
+            graph.erase_node(node)
     return count
 
 

@@ -23,7 +23,10 @@ LINEAR = frozenset((torch._C._nn.linear, functional.linear))
 _SAME: dict[str, frozenset[Any]] = {
     "mul": frozenset((operator.mul, torch.mul, torch.multiply)),
     "add": frozenset((operator.add, torch.add)),
+    "matmul": frozenset((operator.matmul, torch.matmul)),
+    "mm": frozenset((torch.mm,)),
 }
+_TRANSPOSED = frozenset(("t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "adjoint"))
 
 
 def value(node: Any) -> Any:
@@ -35,7 +38,7 @@ def value(node: Any) -> Any:
 
 
 def calls(node: Any, name: str) -> tuple[Any, Any] | None:
-    """The two operands of `mul` or `add`, as a function, an operator or a method; None for anything else."""
+    """The two operands of what `_SAME` names, as a function, an operator or a method; else None."""
     if not isinstance(node, Node) or node.kwargs or len(node.args) != 2:
         return None
     is_method = node.op == "call_method" and node.target == name
@@ -45,7 +48,10 @@ def calls(node: Any, name: str) -> tuple[Any, Any] | None:
 
 
 def linear_of(node: Any) -> tuple[Node, Node, Node | None] | None:
-    """The input, weight and bias of a linear layer; None for anything else."""
+    """The input, weight and bias of a linear layer, or of ``x @ weight.T``; None for anything else."""
+    if (pair := calls(node, "matmul") or calls(node, "mm")) is not None:
+        given_x, turned = pair[0], transposed_of(pair[1])
+        return (given_x, turned, None) if isinstance(given_x, Node) and turned is not None else None
     if not isinstance(node, Node) or node.op != "call_function" or node.target not in LINEAR:
         return None
     names = ("input", "weight", "bias")
@@ -54,6 +60,24 @@ def linear_of(node: Any) -> tuple[Node, Node, Node | None] | None:
     if not isinstance(x, Node) or not isinstance(weight, Node) or not isinstance(bias, Node | None):
         return None
     return x, weight, bias
+
+
+def transposed_of(node: Any) -> Node | None:
+    """The matrix that a node is the transposed view of, however that is written; None for anything else."""
+    found = value(node)
+    if found is None or found.ndim != 2 or not node.args or not isinstance(node.args[0], Node):
+        return None
+    source, target = node.args[0], node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if target is getattr:  # as Dynamo has properties
+        name = node.args[1]
+    whole = value(source)
+    is_view = name in _TRANSPOSED and whole is not None and whole.ndim == 2 and not whole.dtype.is_complex
+    if not is_view or storage_of(whole) != storage_of(found):
+        return None
+    turned = whole.t()
+    same = are_same(turned.shape, found.shape) and are_same(turned.stride(), found.stride())
+    return source if same and found.storage_offset() == whole.storage_offset() else None
 
 
 def activation_of(node: Any) -> tuple[str, Node] | None:

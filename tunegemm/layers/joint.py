@@ -71,7 +71,7 @@ def way_of(
         return None, Keep.LONG
     if bind is None:
         return None, Keep.WAITS
-    return _way(bind, x, parts, ns[0] if gate else sum(ns)), Keep.LONG
+    return _way(bind, x, parts, ns[:1] if gate else ns), Keep.LONG
 
 
 def chosen(
@@ -85,24 +85,26 @@ def chosen(
     return choose(rows, ns, k, gate=gate, dtype=_DTYPES[dtype], bias=bias, gpu=gpu)
 
 
-def _way(bind: Bind, x: torch.Tensor, parts: Parts, columns: int) -> Callable[..., Any]:
-    """A call: an output, and the launch that is bound to these weights."""
+def _way(bind: Bind, x: torch.Tensor, parts: Parts, columns: Sequence[int]) -> Callable[..., Any]:
+    """A call: an output, and the launch that is bound to these weights. columns: of each result."""
     allocate, device = extension.allocation(), x.device
-    rows, k, dtype = x.numel() // x.shape[-1], x.shape[-1], x.dtype
-    shape, strides = (rows, columns), (columns, 1)
+    k, dtype, width = x.shape[-1], x.dtype, sum(columns)
+    shape = (*x.shape[:-1], width)
+    strides = x.new_empty(shape, device="meta").stride()
     index = device.index if device.type == "cuda" else -1
+    is_split = len(columns) > 1
     known: dict[tuple[int, ...], Launch] = {}
 
-    def way(x: torch.Tensor, *operands: Any) -> torch.Tensor | None:
+    def way(x: torch.Tensor, *operands: Any) -> Any:
         if not x.is_contiguous() or (index is not None and index >= 0 and current_device() != index):
             return None
         key = tuple([each.data_ptr() for each in operands])
         launch = known.get(key)
-        result: torch.Tensor = allocate(shape, strides, dtype)
+        result: Any = allocate(shape, strides, dtype)
         try:
             if launch is None:
                 weights, biases = parts(*operands)
-                launch = bind(x.view(rows, k), weights, result, biases)
+                launch = bind(x.view(-1, k), weights, result.view(-1, width), biases)
                 if len(known) >= _MOST_BOUND:
                     known.clear()
                 known[key] = launch
@@ -114,7 +116,7 @@ def _way(bind: Bind, x: torch.Tensor, parts: Parts, columns: int) -> Callable[..
             _warn(f"a kernel of several weights failed to launch on {device} ({one_line(error)})")
             extension.forget()
             return None
-        return result
+        return result.split(columns, -1) if is_split else result
 
     return way
 

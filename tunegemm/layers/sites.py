@@ -99,8 +99,10 @@ class Linear(Site):
         self._form = form_of(BELOW_AUTOGRAD, "+".join(steps))
         self._activate = ACTIVATIONS.get(activation)
         self._has_bias, self._has_residual = has_bias, has_residual
-        is_alone = not activation and not has_residual
-        self._linear = functional.linear if is_alone else linear(has_bias, facts)
+        if activation or has_residual:
+            self._linear: Callable[..., Any] = linear(has_bias, facts)
+        else:
+            self.by_torch = functional.linear  # type: ignore[assignment,method-assign]
 
     def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, Keep]:
         weight, *tensors = operands
@@ -185,23 +187,8 @@ class Joint(Site):
     gate = ""
 
     def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, Keep]:
-        inner, keep = joint.way_of(x, self.parts, operands, gate=self.gate)
-        if inner is None:
-            return None, None, keep
-        way = self.seen(inner, x)
-        return way, way(x, *operands), keep
-
-    def seen(self, way: Way, x: torch.Tensor) -> Way:
-        """A launch's rows in the shape of the input's."""
-        if x.ndim == 2:
-            return way
-        lead = x.shape[:-1]
-
-        def shaped(x: torch.Tensor, *operands: Any) -> Any:
-            result = way(x, *operands)
-            return None if result is None else result.view(*lead, result.shape[1])
-
-        return shaped
+        way, keep = joint.way_of(x, self.parts, operands, gate=self.gate)
+        return way, None if way is None else way(x, *operands), keep
 
 
 class Gated(Joint):
@@ -262,21 +249,10 @@ class Several(Joint):
         count = len(self._columns)
         return operands[:count], operands[count:]
 
-    def seen(self, way: Way, x: torch.Tensor) -> Way:
-        whole, columns = super().seen(way, x), self._columns
-
-        def split(x: torch.Tensor, *operands: Any) -> Any:
-            result = whole(x, *operands)
-            return None if result is None else result.split(columns, -1)
-
-        return split
-
     def by_torch(self, x: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, ...]:
         weights, biases = self.parts(*operands)
-        given = zip(self._linears, weights, biases or [None] * len(weights), strict=True)
-        return tuple(
-            site(x, weight) if bias is None else site(x, weight, bias) for site, weight, bias in given
-        )
+        given = (weights, biases) if biases else (weights,)
+        return tuple([site(x, *each) for site, *each in zip(self._linears, *given, strict=True)])
 
 
 _lock = threading.Lock()

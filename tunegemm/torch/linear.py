@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from time import monotonic
 from typing import Any
 
 import torch
@@ -13,9 +12,7 @@ from tunegemm.dispatch import api
 from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.forms import LINEAR
 from tunegemm.dispatch.fx import node_of
-from tunegemm.dispatch.guards import capturing, grad_enabled
-from tunegemm.dispatch.plans import trained
-from tunegemm.dispatch.states import own
+from tunegemm.dispatch.guards import grad_enabled, tracing
 from tunegemm.torch import functions
 
 _is_compiling = torch.compiler.is_compiling
@@ -23,26 +20,22 @@ _torchs: Any = F.linear
 
 
 def eagerly(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    """The forward of a `TunedLinear` where no graph is made."""
+    """The forward of a `TunedLinear` where no graph is made. What is trained is torch's own: autograd would
+    call Python for it, which cost more than kernels saved (docs/decisions/0028).
+    """
     weight: Any
     bias: torch.Tensor | None
     try:  # as attributes of the module the two cost the host a third of the call
         weight, bias = layer._parameters["weight"], layer._parameters["bias"]
     except KeyError:  # they are something else's to give, such as a parametrization's
         weight, bias = layer.weight, layer.bias
-    planner = api.dispatcher.planner
-    known = planner.states[own()].torchs
-    if known and type(input) in PLAIN and monotonic() < planner.next_look:
-        # The products of a gradient might have kernels where the layer's has none. A CUDA graph does not
-        # mind what the host has to do for them.
-        size = input.numel()
-        if not grad_enabled() or not (input.requires_grad or weight.requires_grad):
-            if (id(weight), size) in known:
-                return _torchs(input, weight, bias)
-        elif trained(weight, size, input.requires_grad, weight.requires_grad) in known and not capturing(
-            input.device
-        ):
-            return _torchs(input, weight, bias)
+    if (
+        grad_enabled()
+        and type(input) in PLAIN
+        and not tracing()  # whose checks want one function in each mode
+        and (input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
+    ):
+        return _torchs(input, weight, bias)
     try:
         if bias is None:
             return functions.product(LINEAR, input, weight)

@@ -1,0 +1,270 @@
+"""Times a Llama-like model of `transformers` as a program has it: patched, or compiled by one line.
+
+    python -m benchmarks.llama                              # all workloads, then the first calls
+    python -m benchmarks.llama --workloads generate-1 --first-calls ""
+    python -m benchmarks.llama --device cpu --tiny --first-calls 2  # without a GPU: results, no times
+
+Eight layers of an 8B model with random weights and a vocabulary of 32000; nothing is downloaded or tuned.
+*Forward* is one prompt, without a cache; *generate* makes 32 tokens for each of so many prompts of 128 tokens
+by `model.generate`, as it comes. Modes: *patch* is ``tunegemm.patch(model, fuse=True)``, *backend*
+``model.compile(backend="tunegemm")``. *First calls* are those of a model of so many layers that is compiled
+anew, by the backend and by Inductor with its caches off: seconds, and graphs that Dynamo made. Writes
+results/GPU/llama.json after each workload, so that it can run in slices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import gc
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+import tunegemm
+from benchmarks.clients import AGAIN, Size, Step, build, interleave
+from benchmarks.command import choose_names, command, parser_of
+from benchmarks.results import Results, meta, results_path
+from tunegemm.describe.device import find_device, package_version
+from tunegemm.errors import BadValueError, one_line
+from tunegemm.layers.backend import tunegemm as backend
+from tunegemm.measure.statistics import aa_noise
+
+METHOD = (
+    "wall time of a call with the device idle before and after, as many calls a sample as take 100 ms, after "
+    "as many that are not timed; torch, torch again and the others in shuffled order in a round; ratios are "
+    "medians over rounds; noise of timing torch twice a round; errors of forward's last logits are relative "
+    "to the same model in fp32; of generate the share of tokens that are torch's; a first call is timed "
+    "once, after that of another compiled function"
+)
+PROMPT, NEW_TOKENS = 128, 32
+#: A result may be this much further from fp32 than torch's own.
+_TOLERANCE = 1.25
+
+
+def forward(tokens: int, model: Any, size: Size, place: torch.device) -> Step:
+    """One prompt; the logits of its last token."""
+    ids = _prompts(1, tokens, size, place)
+
+    def step() -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+            return logits
+
+    return step
+
+
+def generate(sequences: int, model: Any, size: Size, place: torch.device) -> Step:
+    """The tokens that follow so many prompts, the likeliest each time."""
+    ids = _prompts(sequences, PROMPT, size, place)
+    mask = torch.ones_like(ids)
+
+    def step() -> torch.Tensor:
+        made: torch.Tensor = model.generate(
+            input_ids=ids, attention_mask=mask, do_sample=False, pad_token_id=0, eos_token_id=None,
+            min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS,
+        )  # fmt: skip
+        return made[:, PROMPT:]
+
+    return step
+
+
+WORKLOADS: Mapping[str, tuple[Callable[..., Step], int]] = {
+    **{f"forward-{tokens}": (forward, tokens) for tokens in (256, 1024, 4096)},
+    **{f"generate-{sequences}": (generate, sequences) for sequences in (1, 16)},
+}
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 where a result is further from fp32 than torch's allows."""
+    parser = parser_of("benchmarks.llama", __doc__)
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: all of %(default)s")
+    parser.add_argument("--layers", type=int, default=8, help="default: %(default)s")
+    parser.add_argument(
+        "--first-calls", default="8,32", metavar="LAYERS", help="time those, too (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds")
+    parser.add_argument(
+        "--within", type=float, default=math.inf, metavar="SECONDS", help="begin no workload later"
+    )
+    parser.add_argument("--tiny", action="store_true", help="a model of a few thousand weights")
+    parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu, which is not timed")
+    options = parser.parse_args(arguments)
+    choose_names(options, workloads=tuple(WORKLOADS))
+    numbers = options.first_calls.split(",") if options.first_calls else []
+    if not all(number.isdecimal() and int(number) for number in numbers):
+        raise BadValueError(f"--first-calls {options.first_calls!r} are not numbers; give some such as 8,32")
+    options.first_calls = [int(number) for number in numbers]
+    return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
+    """A row for each workload and mode, then for each first call; prints and writes them."""
+    place, begun, wrong = torch.device(options.device), time.monotonic(), 0
+    results = None
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+        device = find_device(options.device)
+        facts = meta(device, METHOD)
+        facts["packages"] |= {"transformers": package_version("transformers")}
+        results = Results(results_path(options.out, device, "llama.json"), facts)
+    size = Size.of("tiny" if options.tiny else "8B", options.layers)
+    size = dataclasses.replace(size, vocabulary=512 if options.tiny else 32000)
+    model = build(size, place)
+    models = {"torch": model, "patch": _twin(model), "backend": _twin(model)}
+    tunegemm.patch(models["patch"], fuse=True)
+    models["backend"].compile(backend=backend)  # as by its name, without an installed package
+    for name in options.workloads:
+        if time.monotonic() - begun > options.within:
+            print(f"{name}: no time is left")
+            continue
+        rows = measure(name, models, size, place, options)
+        wrong += sum(not row["right"] for row in rows)
+        _put(results, rows)
+    models.clear()
+    del model
+    _clear(place)
+    for layers in options.first_calls:
+        for workload in ("forward-256", "generate-1"):
+            for mode in ("backend", "inductor"):
+                words = f"first {workload} of {layers} layers by {mode}"
+                if time.monotonic() - begun > options.within:
+                    print(f"{words}: no time is left")
+                    continue
+                try:
+                    row = first_call(workload, mode, dataclasses.replace(size, layers=layers), place)
+                    _put(results, [row])
+                except RuntimeError as error:  # such as memory that is not there: others may do with less
+                    print(f"{words}: {one_line(error)}", flush=True)
+                _clear(place)
+    return 1 if wrong else 0
+
+
+def measure(
+    name: str, models: Mapping[str, Any], size: Size, place: torch.device, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """A row for each mode; without times on a CPU."""
+    make, number = WORKLOADS[name]
+    steps = {(name, mode): make(number, model, size, place) for mode, model in models.items()}
+    got = {mode: [step() for _ in range(3)][-1].clone() for (_, mode), step in steps.items()}
+    quality: dict[str, dict[str, Any]] = {}
+    if make is forward:
+        reference = make(number, copy.deepcopy(models["torch"]).float(), size, place)()
+        errors = {
+            mode: ((each.float() - reference).norm() / reference.norm()).item() for mode, each in got.items()
+        }
+        bound = max(_TOLERANCE * errors["torch"], 1e-6)
+        for mode, error in errors.items():
+            quality[mode] = {"torch_error": errors["torch"], "tunegemm_error": error, "right": error <= bound}
+    else:
+        for mode, tokens in got.items():  # near ties end otherwise in bf16, and so does all behind them
+            equal = round((tokens == got["torch"]).float().mean().item(), 4)
+            quality[mode] = {"equal_tokens": equal, "right": tokens.shape == got["torch"].shape}
+    got.clear()
+    _collect(place)
+    samples = interleave(steps, options.rounds) if place.type == "cuda" else {}
+    rows = []
+    for mode in [mode for mode in models if mode != "torch"]:
+        row: dict[str, Any] = {"workload": name, "mode": mode, "layers": size.layers, "dtype": "bf16"}
+        if samples:
+            torchs, ours = samples[name, "torch"], samples[name, mode]
+            ratio = statistics.median(other / our for other, our in zip(torchs, ours, strict=True))
+            row |= {
+                "torch_ms": round(statistics.median(torchs) / 1e3, 4),
+                "ratio": round(ratio, 4),
+                "noise": round(aa_noise(samples[name, AGAIN], torchs), 5),
+                "rounds": len(torchs),
+            }
+        rows.append(row | quality[mode])
+    return rows
+
+
+def first_call(workload: str, mode: str, size: Size, place: torch.device) -> dict[str, Any]:
+    """How long the first call of a model that is compiled takes, and how many graphs Dynamo makes of it."""
+    from torch._dynamo.utils import counters
+    from torch._inductor import config
+
+    torch.compiler.reset()
+    model = build(size, place)
+    make, number = WORKLOADS[workload]
+    make(number, model, size, place)()  # the library's own first call
+    seconds = []
+    with config.patch(force_disable_caches=True):
+        library: Any = backend if mode == "backend" else mode
+        torch.compile(torch.neg, backend=library)(torch.ones(2, device=place))
+        counters.clear()
+        model.compile(backend=library)
+        step = make(number, model, size, place)
+        for _ in range(2):
+            _collect(place)
+            begin = time.perf_counter()
+            step()
+            _collect(place)
+            seconds.append(round(time.perf_counter() - begin, 2))
+            if len(seconds) == 1:
+                graphs = counters["stats"]["unique_graphs"]
+    return {
+        "workload": f"first {workload}",
+        "mode": mode,
+        "layers": size.layers,
+        "dtype": "bf16",
+        "graphs": graphs,
+        "seconds": seconds[0],
+        "second_call_seconds": seconds[1],
+    }
+
+
+def _prompts(count: int, tokens: int, size: Size, place: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(size.vocabulary, (count, tokens), generator=generator).to(place)
+
+
+def _twin(model: Any) -> Any:
+    """A copy with the same weights."""
+    return copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
+
+
+def _collect(place: torch.device) -> None:
+    if place.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _clear(place: torch.device) -> None:
+    """The memory and the code of a model that is over."""
+    torch.compiler.reset()
+    gc.collect()
+    if place.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _put(results: Results | None, rows: Sequence[dict[str, Any]]) -> None:
+    if results is not None:
+        results.put(*rows)
+    for row in rows:
+        print(_brief(row), flush=True)
+
+
+def _brief(row: Mapping[str, Any]) -> str:
+    words = [f"{row['workload']} of {row['layers']} layers, {row['mode']}:"]
+    if "graphs" in row:
+        words.append(f"{row['graphs']} graphs, {row['seconds']} s, then {row['second_call_seconds']} s")
+    if "torch_ms" in row:
+        words.append(
+            f"torch {row['torch_ms']:.3f} ms, {row['ratio']:.3f} x torch (noise {100 * row['noise']:.1f} %)"
+        )
+    if "equal_tokens" in row:
+        words.append(f"{100 * row['equal_tokens']:.0f} % of the tokens are torch's")
+    if "torch_error" in row:
+        words.append(f"error {row['torch_error']:.2e}, tunegemm {row['tunegemm_error']:.2e}")
+    return " ".join([*words, *([] if row.get("right", True) else ["WRONG"])])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
