@@ -333,7 +333,7 @@ class Product(Trial):
 
     def _check_served(self) -> None:
         plans = self._dispatcher.planner.state.plans.values()
-        if not plans or any(plan is None or plan.record is None for plan in plans):
+        if not plans or any(not plan or plan.record is None for plan in plans):
             raise TunegemmError(f"{self.label} does not serve {self.extents}")
 
 
@@ -377,7 +377,7 @@ class Groups(Trial):
         self.serve()
         self._wait(inputs[0].mT if along else inputs[0])
         self._take([x.mT for x in inputs] if along else inputs, lambda x: exact(x.mT if along else x))
-        ((choice, _),) = self._groups.kernels
+        ((choice, _),) = self._groups.loaded.all()
         self.label = str(choice.config)
 
     def _wait(self, x: Any) -> None:

@@ -353,7 +353,7 @@ def _plans(model: Any) -> list[str]:
         for extent in a[:-1]:
             rows *= extent
         by = "vLLM"
-        if plan is not None and plan.record is not None:
+        if plan and plan.record is not None:
             near = "" if plan.record.problem == plan.problem else ", near"
             by = f"{plan.record.candidate.family} {plan.record.label}{near}"
         found.setdefault(kind, {}).setdefault(by, set()).add(rows)

@@ -413,7 +413,7 @@ def test_two_kinds_of_gpus_in_one_process(serving, device, kernel, key, pools) -
 
     def is_loaded(index: int) -> bool:
         assert quietly(dispatcher.planner.serves, form, a, b, index), "there, or to be"
-        return dispatcher.planner.state.prepared[PROBLEM, index] is not None
+        return dispatcher.planner.state.prepared[PROBLEM, index].launch is not None
 
     assert not is_loaded(0) and not is_loaded(1)
     with pytest.warns(TunegemmWarning, match="NVIDIA A100-SXM4-80GB: its record is foreign"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import cProfile
 import os
 import threading
 import warnings
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,6 +70,22 @@ def test_a_nested_tensor_after_a_known_product(by_address):
 def launched_after(python: list[str]) -> int:
     """How many Python functions a call enters, itself aside, before the kernel's."""
     return next(i for i, name in enumerate(python) if name.startswith("tests.support.")) - 1
+
+
+def test_a_first_call_crosses_few_files_of_the_rooms_that_decide(by_address):
+    """What a reader of a miss opens of dispatch and choose, from the call to the launch."""
+    _, dispatcher = by_address
+    profile = cProfile.Profile()
+    profile.enable()
+    dispatcher.matmul(*operands())
+    profile.disable()
+    codes = [entry.code for entry in profile.getstats() if not isinstance(entry.code, str)]
+    package, files = Path(tunegemm.__file__).parent, {Path(code.co_filename) for code in codes}
+    found = sorted(str(path.relative_to(package)) for path in files if package in path.parents)
+    crossed = [path for path in found if path.startswith(("dispatch/", "choose/"))]
+    assert {"dispatch/planning.py", "choose/selection.py"} <= {*crossed} and len(crossed) <= 15, crossed
+    # With what products, records and kernels are made of (28 November 2026).
+    assert len(found) <= 27, found
 
 
 def test_a_known_product_is_one_check_one_allocation_and_one_launch(by_address):
@@ -211,7 +229,7 @@ def test_compiled_code_is_not_asked_again_what_it_promises(by_address):
     assert python[first + 1].startswith("tests.support.")
     assert "check" not in c[: c.index("append")] and len(kernel.calls) == 2
     dispatcher.compiled("", plain, a, b, (), (), out)
-    assert list(dispatcher.planner.state.sites) == ["32x48x64"], (
+    assert [key for key in dispatcher.planner.state.recent if isinstance(key, str)] == ["32x48x64"], (
         "extents that may change are looked at each time"
     )
     torch.use_deterministic_algorithms(True)
@@ -225,7 +243,7 @@ def test_compiled_code_is_not_asked_again_what_it_promises(by_address):
         call(odd)
     assert len(kernel.calls) == 3
     dispatcher.planner.refresh()
-    assert not dispatcher.planner.state.sites
+    assert not dispatcher.planner.state.recent
     call()
     assert len(kernel.calls) == 4
 
@@ -268,13 +286,18 @@ def test_compiled_code_for_any_rows_finds_what_it_did_by_their_number(monkeypatc
             assert ours.count("tunegemm.dispatch.dispatcher.compiled") == 2
             assert len(ours) <= 2 * (3 + bias), ours
             assert served or c.count("addmm" if bias else "mm") == 2
-        assert len(planner.state.sites) == (0 if bias else 2)
-        assert len(planner.state.sites_of_torch) == (3 if bias else 1)
+        sites = [
+            recent
+            for key, recent in planner.state.recent.items()
+            if isinstance(key, tuple) and isinstance(key[0], str)
+        ]
+        assert len([site for site in sites if site.plan]) == (0 if bias else 2)
+        assert len([site for site in sites if not site.plan]) == (3 if bias else 1)
         planner.next_look = 0.0
         compiled(a[:7])
         assert planner.next_look > 0, "records that are published later are not found"
     planner.state.forget_checks()
-    assert not planner.state.sites_of_torch
+    assert not planner.state.recent
 
 
 def test_modes_that_take_turns_are_both_served_the_short_way(by_address):

@@ -233,7 +233,7 @@ def test_compiled_code_knows_what_is_the_engines_by_the_number_of_rows(serve, ke
         return torch.ops.tunegemm.engine_linear(x, weight, bias, "linear"), scaled_mm
 
     def known() -> dict[int, int]:
-        return Counter(key[1] for key in dispatcher.planner.state.sites_of_torch)
+        return Counter(key[1] for each in dispatcher.planner.state.launches.values() for key in each)
 
     with torch.inference_mode():
         for rows, served in ((7, 0), (32, 1), (7, 0), (9, 0)):

@@ -71,7 +71,7 @@ def test_what_is_tuned_serves(tuner: Tuner, monkeypatch: pytest.MonkeyPatch, kin
                 assert found.shape == (rows, problem.out_n)
                 checked = data.check(data.Operands(made.a, made.b, found[:280], made.guards), wanted)
                 assert checked.objection(data.tolerance(problem)) is None, checked
-        ((choice, _),) = groups.kernels
+        ((choice, _),) = groups.loaded.all()
         assert choice.config == config_of(problem, served[0].candidate)
     finally:
         api.serve_by(before)

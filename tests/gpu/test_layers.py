@@ -13,8 +13,8 @@ import torch
 import tunegemm
 from tests.support.layers import BF16
 from tests.support.numerics import difference
+from tunegemm.dispatch import objects
 from tunegemm.generate.joined import JoinedKernel
-from tunegemm.groups import objects
 from tunegemm.layers import backend
 from tunegemm.store import packing
 

@@ -20,7 +20,7 @@ from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.dispatch import api
+from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmWarning
@@ -209,13 +209,13 @@ def test_a_kernel_that_is_compiled_serves_when_it_is_there(
 ) -> None:
     a, b, offs = operands()
     now = 100.0
-    monkeypatch.setattr(grouped.time, "monotonic", lambda: now)
+    monkeypatch.setattr(extension.time, "monotonic", lambda: now)
     loops.found = False
     for _ in range(3):
         assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
     assert loops.loads == 1 and not loops.calls
     loops.found = True
-    now += grouped.LOOK_SECONDS + 1
+    now += extension.LOOK_SECONDS + 1
     tunegemm.grouped_mm(a, b, offs=offs)
     assert loops.loads == 2 and len(loops.calls) == 1
 

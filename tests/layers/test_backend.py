@@ -21,6 +21,7 @@ import tunegemm
 from tests.support.fusing import close
 from tests.support.gates import Kernels
 from tests.support.layers import MLP, Layer, Own, given, made
+from tunegemm.dispatch import extension
 from tunegemm.dispatch.planning import Planner
 from tunegemm.layers import backend, joint, sites
 
@@ -342,14 +343,14 @@ def test_a_launch_that_fails_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shapes_that_never_come_back_are_forgotten(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sites, "MOST_SHAPES", 8)
+    monkeypatch.setattr(extension, "MAX_PLANS", 8)
     model = made(MLP())
     run = compiled(model, dynamic=True)
     with torch.no_grad():
         for rows in range(2, 40):
             run(given(rows))
-    kept = [key for key in planner.state.sites if isinstance(key, tuple) and isinstance(key[0], sites.Site)]
-    assert len(kept) <= 2 * 8
+    kept = [len(each) for each in planner.state.launches.values()]
+    assert kept and max(kept) <= 8
 
 
 def test_it_says_what_it_found(caplog: pytest.LogCaptureFixture) -> None:

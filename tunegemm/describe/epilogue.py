@@ -35,6 +35,7 @@ from tunegemm.errors import ProblemError
 #: Activations and the gated forms of them.
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 GATED = {"reglu": "relu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
+GATE_OF = {activation: gate for gate, activation in GATED.items()}
 
 #: The steps in the order in which they are taken; of each group at most one.
 _ORDER = (

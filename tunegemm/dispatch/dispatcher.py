@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -213,13 +214,13 @@ class Dispatcher:
         site: the dtypes, extents, strides and devices of all operands in words, with the number of rows where
         that is not in them; empty where others may change.
         """
-        state = self.planner.states[own()]
-        plan = state.sites.get(site)
-        if plan is None:
-            torchs = state.sites_of_torch.get(site)
-            if torchs is not None and time.monotonic() < self.planner.next_look:
-                return torchs(a, b, *tensors, out=out)
-        elif plan.launch_at is not None:
+        recent = self.planner.states[own()].recent.get(site)
+        if recent is None:
+            pass
+        elif recent.launch is None:
+            if recent.torchs is not None and time.monotonic() < self.planner.next_look:
+                return recent.torchs(a, b, *tensors, out=out)
+        elif (plan := recent.plan) is not None:
             a_address, b_address, out_address = a.data_ptr(), b.data_ptr(), out.data_ptr()
             words = () if plan.words is None else plan.words(tensors, numbers)
             if not (
@@ -227,10 +228,10 @@ class Dispatcher:
                 or (a_address | b_address | out_address) & (ALIGNMENT - 1)
                 or dispatch_modes()
                 or deterministic()
-                or (plan.guarded and plan.device.index != current_device())
+                or (recent.device_index >= 0 and recent.device_index != current_device())
             ):
                 try:
-                    plan.launch_at(a_address, b_address, out_address, *words)
+                    recent.launch(a_address, b_address, out_address, *words)
                     return out
                 except (RuntimeError, ValueError):  # the slow path meets it again, and knows what to do
                     pass
@@ -248,17 +249,22 @@ class Dispatcher:
             torchs = one_function_into(form)
             matrices = a.ndim == b.ndim == 2 and all(tensor.ndim == 1 for tensor in tensors)
             if torchs is not None and matrices and all(reductions_allowed(a.dtype)):
-                state.sites_of_torch[site] = torchs
+                state.recent[site] = replace(recent, torchs=torchs)
         elif not recent.plan.reduces:
-            state.sites[site] = recent.plan
+            state.recent[site] = recent
         return result
+
+    def known(self, form: Form, a: torch.Tensor, b: torch.Tensor, *tensors: torch.Tensor) -> Recent | None:
+        """What a call of `fused` without `out` found, made just now; None where it depends on addresses."""
+        recent = self.planner.states[own()].recent.get(b.data_ptr() | form.tag)
+        return recent if recent is not None and recent.check(a, b, *tensors) else None
 
     def _earlier(self, slot: int, a: Any, b: Any, *others: Any) -> Recent | None:
         """What was done before the last time with this `b`, laid out so, for as many rows of `a`."""
         state = self.planner.states[own()]
         if type(a) not in PLAIN or type(b) not in PLAIN or b.layout is not torch.strided:
             return None
-        recent = state.earlier.get((slot, a.numel(), b.stride()))
+        recent = state.recent.get((slot, a.numel(), b.stride()))
         if recent is None or not recent.check(a, b, *others):
             return None
         state.recent[slot] = recent

@@ -22,7 +22,7 @@ from tunegemm.dispatch.guards import capturing
 from tunegemm.dispatch.launchers import Prepared
 from tunegemm.dispatch.modes import Mode
 from tunegemm.dispatch.notices import Notices, advice, named_error, weight_of, who
-from tunegemm.dispatch.plans import Compiling, State
+from tunegemm.dispatch.plans import State
 from tunegemm.errors import TunegemmError, TunegemmWarning, one_line, raised
 from tunegemm.generate import families
 from tunegemm.store.record import Record
@@ -58,16 +58,25 @@ class Finder:
         """find, prepare, rivals: as of `Planner`."""
         self._device_type, self._notices, self._compiler = device_type, notices, compiler
         self._find, self._prepare, self._rivals = find, prepare, rivals
+        self._devices: dict[int, Device | None] = {}
 
-    def device(self, state: State, index: int, name: str) -> Device | None:
+    def device(self, index: int, name: str) -> Device | None:
         """The device of an index, or None after a warning. name: the function that was called."""
-        if index not in state.devices:
+        if index not in self._devices:
             try:
-                state.devices[index] = self._find(f"{self._device_type}:{index}")
+                self._devices[index] = self._find(f"{self._device_type}:{index}")
             except Exception as error:  # of the driver or NVML, too
-                state.devices[index] = None
+                self._devices[index] = None
                 self._notices.warn(f"{one_line(error)}; {who(name)} falls back to torch there")
-        return state.devices[index]
+        return self._devices[index]
+
+    def known_device(self, index: int) -> Device | None:
+        """The device of an index, where it was looked for."""
+        return self._devices.get(index)
+
+    def forget_devices(self) -> None:
+        """They are looked for anew."""
+        self._devices = {}
 
     def launcher(
         self, state: State, snapshot: Snapshot, wanted: Wanted, mode: Mode
@@ -161,7 +170,7 @@ class Finder:
             except Exception as error:  # likewise
                 answer = Answer(failure=named_error(error))
             if answer.kernel:
-                state.compiling[wanted.problem, wanted.device_index] = Compiling(answer.kernel, record)
+                state.wait(wanted.problem, wanted.device_index, answer.kernel, record)
             if answer.kernel or answer.refusal:
                 break
         return answer

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.nn import functional
 
 from tunegemm.describe.epilogue import Epilogue, check_operands, operand_dtype
 from tunegemm.describe.problem import Problem, normalize_dtype
@@ -28,6 +29,13 @@ MATMUL, LINEAR, BELOW_AUTOGRAD, BMM, ADDMM, SCALED_MM = 0, 1, 4, 8, 12, 5
 
 #: What may follow a product in its kernel.
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+#: Torch's function of each.
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+}
 
 #: How warnings name each call; ATen's own functions, which BELOW_AUTOGRAD serves, have no name here.
 _NAMES = {

@@ -113,6 +113,9 @@ def check_of(tensors: tuple[torch.Tensor, ...], *, reductions: bool = False) -> 
 
     reductions: whether what is done with them depends on `REDUCTIONS`, too.
     """
+    if TensorGuards is None:
+        before = _layout(tensors)
+        return lambda *others: _layout(others) == before
     distinct = list({id(tensor): tensor for tensor in tensors}.values())
     check: Callable[..., bool] = TensorGuards(
         *distinct,
@@ -133,6 +136,12 @@ def check_of(tensors: tuple[torch.Tensor, ...], *, reductions: bool = False) -> 
         cast = torch.get_autocast_dtype(device_type)
         return lambda *others: torch.get_autocast_dtype(device_type) is cast and check(*others)
     return check
+
+
+def _layout(tensors: tuple[torch.Tensor, ...]) -> list[Any]:
+    """What `check_of` compares, where torch has no check."""
+    modes = torch.is_inference_mode_enabled(), functorch_level(), tf32_allowed(), any_autocast()
+    return [*modes, *((x.shape, x.stride(), x.dtype, x.device, x.requires_grad, is_lazy(x)) for x in tensors)]
 
 
 def _check_of_repeated(tensors: tuple[torch.Tensor, ...], check: Callable[..., bool]) -> Callable[..., bool]:

@@ -136,6 +136,6 @@ def weight_of(problem: Problem) -> tuple[Hashable, ...]:
 def _callers_level() -> int:
     """The `stacklevel` at which warnings.warn, called by our caller, names the user's line."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tunegemm.dispatch"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tunegemm."):
         level, frame = level + 1, frame.f_back
     return level

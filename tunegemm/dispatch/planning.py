@@ -38,7 +38,15 @@ from tunegemm.dispatch.modes import Mode, read_compile, read_mode, read_policy, 
 from tunegemm.dispatch.notices import Notices, advice, named_error, weight_of, who
 from tunegemm.dispatch.online import OnlineTuning
 from tunegemm.dispatch.operands import Refusal, describe
-from tunegemm.dispatch.plans import Compiling, Plan, State, make_plan, refusal_of
+from tunegemm.dispatch.plans import (
+    COMPOSED,
+    Compiling,
+    Composed,
+    Plan,
+    State,
+    make_plan,
+    refusal_of,
+)
 from tunegemm.dispatch.states import States, own
 from tunegemm.errors import one_line
 from tunegemm.generate.cublaslt import is_torch
@@ -113,6 +121,7 @@ class Planner:
         with self.lock:
             self.states = self.states.renew()
             self.notices.forget()
+            self._finder.forget_devices()
 
     @property
     def state(self) -> State:
@@ -158,6 +167,10 @@ class Planner:
 
         return resume
 
+    def device(self, index: int) -> Device | None:
+        """The device of an index, where a product of it was planned."""
+        return self._finder.known_device(index)
+
     def tuned(self) -> list[tuple[Problem, Record]]:
         """The problems that have a plan with a tuned kernel, and the record of each."""
         with self.lock:
@@ -180,7 +193,7 @@ class Planner:
         tensors: Sequence[torch.Tensor],
         numbers: Sequence[float],
         out: torch.Tensor | None,
-    ) -> tuple[State, Plan | None]:
+    ) -> tuple[State, Plan | Composed | None]:
         """Makes and keeps the plan of a key; keeps nothing while a CUDA graph is being recorded.
 
         For a key that falls back to torch, this is but a look at the clock, and now and then at files.
@@ -188,7 +201,7 @@ class Planner:
         state = self.state
         known = key in state.plans
         if known and time.monotonic() < self.next_look:
-            return state, None
+            return state, state.plans.get(key)
         if torch.cuda._is_in_bad_fork() or capturing(a.device):
             if state.policy.is_batch_invariant:
                 self.notices.warn(
@@ -197,7 +210,7 @@ class Planner:
                     "Call it first",
                     about=("captured", tuple(b.shape), b.dtype),
                 )
-            return state, None
+            return state, state.plans.get(key)
         with self.lock:
             state = self._look() if known else self.state
             if key in state.plans:
@@ -206,12 +219,12 @@ class Planner:
                 state.make_room(MAX_PLANS)
                 state.plans[key] = None
                 return state, None
-            plan = None
+            plan: Plan | Composed | None = None
             with torch.inference_mode(False), torch.no_grad(), self._finder.guarded(state):
                 plan = self._make_plan(state, key, form, a, b, tensors, numbers, out)
                 composed = plan is None and not form.is_plain and form.call != BELOW_AUTOGRAD
                 if composed and self._has_tuned_product(state, form, a, b):
-                    state.composed.add(key)
+                    plan = COMPOSED
             state.make_room(MAX_PLANS)
             state.plans[key] = plan
         return state, plan
@@ -219,9 +232,9 @@ class Planner:
     def _is_missing(self, state: State, form: Form, a: torch.Tensor, b: torch.Tensor, out: Any) -> bool:
         """Whether it is known by the number of rows that nothing serves a product, as of another such number
         it was found (`Selection.rows`): steps of a serving engine have ever other ones."""
-        if not state.missing or b.ndim != 2 or not (form.is_plain or form.call == BELOW_AUTOGRAD):
+        if not state.misses or b.ndim != 2 or not (form.is_plain or form.call == BELOW_AUTOGRAD):
             return False
-        if (ranges := state.missing.get(_but_for_rows(form, a, b, out))) is None:
+        if (ranges := state.misses.get(_but_for_rows(form, a, b, out))) is None:
             return False
         rows = math.prod(a.shape[:-1])
         return any(low <= rows <= high for low, high in ranges)
@@ -261,9 +274,8 @@ class Planner:
                 changed = old.snapshot is not None and self._modified() != old.modified
             if changed:
                 new = State(old.policy)
-                new.plans = {key: plan for key, plan in old.plans.items() if plan is not None}
+                new.plans = {key: plan for key, plan in old.plans.items() if plan}
                 new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
-                new.devices = old.devices
                 self.states.put(new)
         return self.state
 
@@ -306,24 +318,24 @@ class Planner:
                 about=("device", a.device.type),
             )
             return None
-        weight, prepared = weight_of(problem), self._prepared(state, problem, a.device, name)
+        prepared = self._prepared(state, problem, a.device, name)
         if prepared is None or prepared.launch is None:
             ranges = state.misses.get(_weight(problem, a.device.index or 0))
             if ranges is not None and b.ndim == 2 and problem.batch == 1:
-                state.missing[_but_for_rows(form, a, b, out)] = ranges
-            if (place := (problem, a.device.index or 0)) in state.compiling:
-                state.waiting.setdefault(place, set()).add(key)
+                state.misses[_but_for_rows(form, a, b, out)] = ranges
+            if isinstance(prepared, Compiling):
+                prepared.waiting.add(key)
             return None
         if (refused := refusal_of(prepared, asked, a, b)) is not None:
             if refused.reason and name:
                 text = f"{problem}: {refused.reason}; {who(name)} falls back to torch"
-                self.notices.warn(text, ("unaligned", *weight))
+                self.notices.warn(text, ("unaligned", *weight_of(problem)))
             return None
         try:
             return make_plan(prepared, asked, form, a, b, tensors, numbers, out)
         except Exception as error:  # what another package's launcher raises is not known here
             text = f"{problem}: {named_error(error)}; {who(name)} falls back to torch"
-            self.notices.warn(text, ("strides", *weight))
+            self.notices.warn(text, ("strides", *weight_of(problem)))
             return None
 
     def _has_tuned_product(self, state: State, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -341,13 +353,13 @@ class Planner:
         ):
             return False  # sums that leave its range may come back by what follows
         index = a.device.index or 0
-        known, right = state.devices.get(index), b.t() if form.call == LINEAR else b
+        known, right = self._finder.known_device(index), b.t() if form.call == LINEAR else b
         whole, operands = described(form, a, right, None), describe(a, right)
         if isinstance(whole, Refusal) or isinstance(operands, Refusal) or known is None:
             return False
         if form.out_dtype not in (None, a.dtype) or state.snapshot is None:
             return False
-        if state.prepared.get((whole.problem, index)) is not None:  # torch won there
+        if isinstance(state.prepared.get((whole.problem, index)), Prepared):  # torch won there
             return False
         found = select(
             state.snapshot, operands.problem, known, near=self._mode != "exact", policy=state.policy
@@ -409,12 +421,11 @@ class Planner:
                 return None
             problem, state = operands.problem, self.state
             prepared = self._prepared(state, problem, torch.device(self.device_type, index), form.name(a))
-            known = state.devices.get(index)
-            # Code that is compiled now is kept, on disk, too: it is to find the kernel once that is there.
-            expected: Prepared | Compiling | None = state.compiling.get((problem, index))
-        if expected is None and prepared is not None and prepared.launch is not None:
-            expected = prepared
-        return None if known is None or expected is None else (problem, known, expected)
+            known = self._finder.known_device(index)
+        # Code that is compiled now is kept, on disk, too: it is to find the kernel once that is there.
+        if known is None or prepared is None or not (isinstance(prepared, Compiling) or prepared.launch):
+            return None
+        return problem, known, prepared
 
     def fingerprint(self, *, anywhere: bool = False) -> str:
         """Some letters that change with what `serves` goes by; anywhere: not with a host's file times."""
@@ -427,28 +438,33 @@ class Planner:
             facts = package_version("tunegemm"), self._mode, state.policy, *of_records
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
-    def _prepared(self, state: State, problem: Problem, device: torch.device, name: str) -> Prepared | None:
-        """The launcher of the problem's record, or None after a warning that says why there is none."""
+    def _prepared(
+        self, state: State, problem: Problem, device: torch.device, name: str
+    ) -> Prepared | Compiling | None:
+        """The launcher of the problem's record, which may be being compiled, or None after a warning that
+        says why there is none."""
         index = device.index or 0
         if (problem, index) not in state.prepared:
             found = None
             with within(READ_SECONDS), self._finder.guarded(state):
                 found = self._search(state, problem, index, name)
-            state.prepared[problem, index] = found
+            if found is not None:
+                state.prepared[problem, index] = found
+            state.prepared.setdefault((problem, index), None)  # unless its kernel is compiled
         return state.prepared[problem, index]
 
     def _search(self, state: State, problem: Problem, index: int, name: str) -> Prepared | None:
-        known = self._finder.device(state, index, name)
+        known = self._finder.device(index, name)
         if known is None:
             return None
         assert self._mode is not None
-        weight = _weight(problem, index)
-        if any(low <= problem.m <= high for low, high in state.misses.get(weight, ())):
+        misses = state.misses.get(_weight(problem, index), ()) if state.misses else ()
+        if any(low <= problem.m <= high for low, high in misses):
             return None
         wanted, snapshot = Wanted(problem, known, index, name), self._records(state, name)
         found, selection = self._finder.launcher(state, snapshot, wanted, self._mode)
         if selection.rows is not None and self._mode != "online" and not self.notices.sums_up:
-            state.misses.setdefault(weight, []).append(selection.rows)
+            state.misses.setdefault(_weight(problem, index), []).append(selection.rows)
         if self._mode == "online" and selection.outcome != "hit":
             predictions = selection.predictions if found is not None else ()
             notify = partial(self._apply_feedback, problem, found)
@@ -462,7 +478,7 @@ class Planner:
         with self.lock, within(READ_SECONDS), self._finder.guarded(self.state):
             snapshot = self._records(self.state, "grouped_mm")
             if snapshot.extents(problem):
-                known = self._finder.device(self.state, index, "grouped_mm")
+                known = self._finder.device(index, "grouped_mm")
                 if known is not None:
                     near = self._mode != "exact"
                     return recorded(snapshot, problem, known.fingerprint, near=near)
@@ -500,7 +516,7 @@ class Planner:
             raise error
         answer, index = Answer(), plan.device.index or 0
         with self.lock:
-            known = state.devices.get(index)
+            known = self._finder.known_device(index)
             if plan.problem is not None and plan.record is not None and known is not None:
                 # A driver that is older than a shipped kernel says so at its launch.
                 with self._finder.guarded(state):

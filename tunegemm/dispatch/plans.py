@@ -6,13 +6,12 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from tunegemm.choose.policies import FASTEST, Policy
 from tunegemm.choose.snapshot import Snapshot
-from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.forms import Form, Named
 from tunegemm.dispatch.guards import REDUCTIONS, grad_enabled, reductions_allowed
@@ -82,10 +81,25 @@ class Compiling(NamedTuple):
     """Its name."""
     record: Record
 
+    waiting: set[tuple[Any, ...]]
+    """Keys of plans that fall back to torch until then."""
+    launch: None = None
+    """As in `Prepared`, which takes its place."""
+
     @property
     def ratio(self) -> float:
         """As in `Prepared`."""
         return self.record.ratio
+
+
+class Composed:
+    """In the place of a plan: no kernel computes the product as a whole, but a tuned one without the rest."""
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+
+COMPOSED = Composed()
 
 
 class State:
@@ -95,81 +109,69 @@ class State:
         self, policy: Policy = FASTEST, snapshot: Snapshot | None = None, modified: Hashable = None
     ) -> None:
         self.policy = policy
-        self.plans: dict[tuple[Any, ...], Plan | None] = {}
-        self.checked: dict[tuple[Any, ...], Recent] = {}
-        """By the key of the plan."""
-        self.recent: dict[int, Recent] = {}
-        """By the address of `b`, and the form's tag. A hint: `Recent.check` decides."""
-        self.earlier: dict[tuple[int, int, tuple[int, ...]], Recent] = {}
-        """By that, the elements of `a` and the strides of `b`: a weight's products alternate where batch
-        sizes do, and those of its input's gradient are between them."""
-        self.sites: dict[Hashable, Any] = {}
-        """The plans of compiled code, by what it says of its operands; and how a site of a graph is computed
-        (`tunegemm.layers.sites`), by its input's shape."""
-        self.sites_of_torch: dict[Hashable, Callable[..., Any]] = {}
-        """Where it has none: torch's function of the tensors and ``out``, until the next look at records."""
-        self.kept: dict[Any, Any] = {}
-        """What others keep for as long as this state, by their own keys."""
+        self.plans: dict[tuple[Any, ...], Plan | Composed | None] = {}
+        self.recent: dict[Hashable, Recent] = {}
+        """Calls without a key, by hints; `Recent.check` decides. First the address of `b` and the form's tag;
+        then that, the elements of `a` and the strides of `b`: a weight's products alternate where batch sizes
+        do, and those of its input's gradient are between them; then the key of the plan, which layers share.
+        By the sites of compiled code, too, which need no check: there `torchs` takes ``out``."""
+        self.launches: dict[Any, dict[Hashable, Any]] = {}
+        """What rooms above keep, by their `extension.LaunchCache`."""
         self.snapshot = snapshot
         self.modified = modified
-        self.devices: dict[int, Device | None] = {}
-        self.prepared: dict[tuple[Problem, int], Prepared | None] = {}
-        self.composed: set[tuple[Any, ...]] = set()
-        """Keys of fused products that no kernel computes as a whole, but a tuned one without the rest."""
-        self.compiling: dict[tuple[Problem, int], Compiling] = {}
-        """Where `prepared` has none yet."""
+        self.prepared: dict[tuple[Problem, int], Prepared | Compiling | None] = {}
         self.misses: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
-        """Ranges of rows at which nothing serves a weight, by `weight_of` and device."""
-        self.missing: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
-        """The same lists, by what a call is but for its rows."""
-        self.waiting: dict[tuple[Problem, int], set[tuple[Any, ...]]] = {}
-        """Keys of plans that fall back to torch until then."""
+        """Ranges of rows at which nothing serves a weight, by `weight_of` and device; the same lists by what
+        a call is but for its rows."""
 
     def make_room(self, most: int) -> None:
         """Forgets the older half of the plans, and of what they are made of, if there are so many."""
-        for kept in (self.plans, self.prepared, self.misses, self.missing):
+        for kept in (self.plans, self.prepared, self.misses):
             if len(kept) >= most:
                 for key in list(itertools.islice(kept, len(kept) // 2 + 1)):
                     del kept[key]
-                self.composed.intersection_update(self.plans)
-                self.waiting.clear()
                 self.forget_checks()
 
     def wait_for(self, kernel: str, failed: Plan) -> None:
         """A launch failed whose kernel is compiled now: plans of the same kernel are torch's until then."""
         index = failed.device.index or 0
         for key, plan in list(self.plans.items()):
-            if plan is not None and plan.device == failed.device and _share_a_kernel(plan, failed):
+            if isinstance(plan, Plan) and plan.device == failed.device and _share_a_kernel(plan, failed):
                 assert plan.problem is not None and plan.record is not None
-                place = plan.problem, index
-                self.plans[key] = self.prepared[place] = None
-                self.compiling[place] = Compiling(kernel, plan.record)
-                self.waiting.setdefault(place, set()).add(key)
+                self.plans[key] = None
+                self.wait(plan.problem, index, kernel, plan.record).add(key)
         self.forget_checks()
+
+    def wait(self, problem: Problem, index: int, kernel: str, record: Record) -> set[tuple[Any, ...]]:
+        """The keys of plans that wait for a kernel that is being compiled for a problem."""
+        known = self.prepared.get((problem, index))
+        waiting = known.waiting if isinstance(known, Compiling) else set()
+        self.prepared[problem, index] = Compiling(kernel, record, waiting)
+        return waiting
 
     def forget_missing(self, kernel: str) -> None:
         """Plans that fell back for want of a kernel are made again."""
-        for place in [place for place, one in self.compiling.items() if one.kernel == kernel]:
-            del self.compiling[place]
-            self.prepared.pop(place, None)
-            for key in self.waiting.pop(place, ()):
-                if self.plans.get(key, key) is None:
-                    del self.plans[key]
-                self.composed.discard(key)
+        for place, one in list(self.prepared.items()):
+            if isinstance(one, Compiling) and one.kernel == kernel:
+                del self.prepared[place]
+                for key in one.waiting:
+                    if not self.plans.get(key, key):
+                        del self.plans[key]
         self.forget_checks()
 
     def forget(self, problem: Problem) -> None:
         """Plans of a problem are made again; those that fell back to torch, too: they name no problem."""
         self.misses.clear()
-        self.missing.clear()
         self.prepared = {place: one for place, one in self.prepared.items() if place[0] != problem}
         self.plans = {key: plan for key, plan in self.plans.items() if plan and plan.problem != problem}
         self.forget_checks()
 
     def forget_checks(self) -> None:
         """Every call makes a key again."""
-        for kept in (self.checked, self.recent, self.earlier, self.sites, self.sites_of_torch):
-            kept.clear()
+        self.recent.clear()
+        for cache, known in self.launches.items():
+            if cache.of_products:
+                known.clear()
 
 
 def refusal_of(prepared: Prepared, asked: Named, a: torch.Tensor, b: torch.Tensor) -> Refusal | None:

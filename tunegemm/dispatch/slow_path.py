@@ -27,7 +27,15 @@ from tunegemm.dispatch.fx import refuse_proxies
 from tunegemm.dispatch.guards import TORCHS, autocast, cast_by_autocast, deterministic
 from tunegemm.dispatch.operands import ALIGNMENT
 from tunegemm.dispatch.planning import MAX_PLANS, Planner
-from tunegemm.dispatch.plans import Plan, Recent, State, is_apart_from, is_writable, launch_plan
+from tunegemm.dispatch.plans import (
+    COMPOSED,
+    Plan,
+    Recent,
+    State,
+    is_apart_from,
+    is_writable,
+    launch_plan,
+)
 from tunegemm.dispatch.states import own
 from tunegemm.dispatch.unfused import added, one_function, taken_operands, torchs, unfused
 from tunegemm.errors import ProblemError
@@ -99,10 +107,10 @@ class SlowPath:
             return by_torch(form, a, b, tensors, numbers, out)
         state = planner.states[own()]
         plan = state.plans.get(key)
-        if plan is None:
+        if not plan:
             state, plan = planner.plan(key, form, a, b, tensors, numbers, out)
-        if plan is None:
-            if key in state.composed:
+        if not isinstance(plan, Plan):
+            if plan is COMPOSED:
                 multiply = partial(self._product, call)
                 adds = state.policy.is_batch_invariant  # torch's own call with a bias would multiply, too
                 biased = (lambda x, y, bias: multiply(x, y) + bias) if adds else None
@@ -195,11 +203,11 @@ class SlowPath:
         """Let the next call with this `b` find the plan without a key. tensors: all of them, `out` last."""
         if not self._can_check(tensors[0]):
             return
-        recent = state.checked.get(key)
+        recent = state.recent.get(key)
         if recent is None or not recent.check(*tensors):  # made in another mode, such as inference mode
             allowed = guards.reductions_allowed(tensors[0].dtype)
             reduces = not all(allowed) if plan is None else plan.reduces
-            recent = state.checked[key] = Recent(
+            recent = state.recent[key] = Recent(
                 guards.check_of(tensors, reductions=reduces),
                 plan,
                 plan.launch_at if plan is not None else None,
@@ -215,10 +223,10 @@ class SlowPath:
         return not (guards.TensorGuards is None or self._planner.allocate is None or a.is_meta)
 
     def _keep(self, state: State, slot: int, tensors: tuple[torch.Tensor, ...], recent: Recent) -> None:
-        if len(state.earlier) >= MAX_PLANS:
+        if len(state.recent) >= 3 * MAX_PLANS:  # by three hints each
             state.forget_checks()
         a, b = tensors[:2]
-        state.recent[slot] = state.earlier[slot, a.numel(), b.stride()] = recent
+        state.recent[slot] = state.recent[slot, a.numel(), b.stride()] = recent
 
     def _is_differentiable(self, form: Form, a: Any, b: Any, tensors: Sequence[Any]) -> bool:
         """Whether `is_ordinary` said no because of gradients alone."""

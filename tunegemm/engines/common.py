@@ -8,19 +8,18 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from tunegemm.describe.problem import normalize_dtype
-from tunegemm.dispatch import api
+from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.autograd import DTYPES, PLAIN
+from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, Form, form_of
 from tunegemm.dispatch.library import scale_steps
 from tunegemm.dispatch.modes import read_engine
-from tunegemm.dispatch.states import own as own_policy
 from tunegemm.errors import one_line
 from tunegemm.torch import ops
 from tunegemm.torch.lowering import lower_to_function
@@ -49,9 +48,9 @@ _library.define(
 def _linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, name: str, site: str = ""
 ) -> torch.Tensor:
-    """``x @ weight.T + bias``; own: of (x, weight, bias). site: see `_known`."""
-    if site and (known := _known(site, x)) is not None:
-        return known(x, weight, bias)
+    """``x @ weight.T + bias``; own: of (x, weight, bias). site: see `_torchs`."""
+    if site and _torchs.find((site, x.size(0))) is not None:
+        return own[name](x, weight, bias)
     rows, right = x.reshape(-1, x.shape[-1]), _bare(weight).t()
     result = None
     asked: list[_Asked] = [(form_of(BELOW_AUTOGRAD, ""), (rows, right))]
@@ -65,7 +64,7 @@ def _linear(
             result = result + bias
     if result is None:
         if site:
-            _remember(site, x, name, asked)
+            _remember(site, x, asked)
         return own[name](x, weight, bias)
     return result.view(*x.shape[:-1], weight.shape[0])
 
@@ -81,9 +80,9 @@ def _scaled_mm(
     site: str = "",
 ) -> torch.Tensor:
     """``(a * scale_a) @ (b * scale_b) + bias`` of scales for a whole operand, or for each row of a, (m, 1),
-    and each column of b, in any shape; own: of these six. site: see `_known`."""
-    if site and (known := _known(site, a)) is not None:
-        return known(a, b, scale_a, scale_b, bias, out_dtype)
+    and each column of b, in any shape; own: of these six. site: see `_torchs`."""
+    if site and _torchs.find((site, a.size(0))) is not None:
+        return own[name](a, b, scale_a, scale_b, bias, out_dtype)
     form, scales = scaled_form(a, b, scale_a, scale_b, bias, out_dtype)
     asked: list[_Asked] = []
     if form is not None:
@@ -93,29 +92,22 @@ def _scaled_mm(
             return result
         asked.append((form, (a, right, *tensors)))
     if site:
-        _remember(site, a, name, asked)
+        _remember(site, a, asked)
     return own[name](a, b, scale_a, scale_b, bias, out_dtype)
 
 
-def _known(site: str, a: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-    """The engine's own function, where nothing served a site of compiled code with as many rows, until
-    records are looked at again.
-
-    site: what the code promises of its operands but for their rows, as for `Dispatcher.compiled`.
-    """
-    planner = api.dispatcher.planner
-    known = planner.states[own_policy()].sites_of_torch.get((site, a.size(0)))
-    return known if known is not None and time.monotonic() < planner.next_look else None
+#: Where nothing served a site of compiled code with so many rows. A site is what the code promises of its
+#: operands but for their rows, as for `Dispatcher.compiled`.
+_torchs = LaunchCache(of_products=True)
 
 
-def _remember(site: str, a: torch.Tensor, name: str, asked: Sequence[_Asked]) -> None:
-    """For `_known`, unless an address or a mode of this call was why nothing served what was asked for."""
-    state = api.dispatcher.planner.state
+def _remember(site: str, a: torch.Tensor, asked: Sequence[_Asked]) -> None:
+    """For `_torchs`, unless an address or a mode of this call was why nothing served what was asked for."""
     for form, operands in asked:
-        recent = state.recent.get(operands[1].data_ptr() | form.tag)
-        if recent is None or recent.plan is not None or not recent.check(*operands):
+        recent = api.dispatcher.known(form, *operands)
+        if recent is None or recent.plan is not None:
             return
-    state.sites_of_torch[site, a.size(0)] = own[name]
+    _torchs.keep((site, a.size(0)), None)
 
 
 _library.impl("engine_linear", _linear, "CompositeExplicitAutograd")
@@ -229,7 +221,7 @@ def install(engine: str, log: logging.Logger, parts: dict[str, Callable[[], None
     Whatever is raised costs a part, and one line says which; the engine goes on by its own.
     """
     try:
-        if not read_engine(engine, log.warning) or api.dispatcher.planner.is_off:
+        if not read_engine(engine, log.warning) or extension.is_off():
             return
     except Exception as error:
         log.warning("tunegemm serves nothing: %s", one_line(error))
@@ -246,8 +238,8 @@ def install(engine: str, log: logging.Logger, parts: dict[str, Callable[[], None
 
 
 def fingerprint(*, anywhere: bool = False) -> str:
-    """See `Planner.fingerprint`."""
-    return api.dispatcher.planner.fingerprint(anywhere=anywhere)
+    """See `extension.fingerprint`."""
+    return extension.fingerprint(anywhere=anywhere)
 
 
 def compared(theirs: object) -> str:
@@ -333,10 +325,9 @@ def _asker(layer: torch.nn.Module, right: torch.Tensor, is_fp8: bool) -> Asker:
         per_row = isinstance(scale, torch.Tensor) and scale.numel() > 1
         text = ("scale_rowwise" if per_row else "scale_tensor") + ("+bias_n" if biased else "")
     form = form_of(BELOW_AUTOGRAD, text, getattr(layer, "orig_dtype", torch.bfloat16) if is_fp8 else None)
-    planner, index = api.dispatcher.planner, right.device.index or 0
 
     def family(rows: int) -> str:
         left = torch.empty(rows, right.shape[0], dtype=right.dtype, device="meta")
-        return planner.family(form, left, like, index)
+        return extension.serves_by(form, left, like, right.device)
 
     return family

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from tunegemm.dispatch import api
+from tunegemm.dispatch import extension
 from tunegemm.dispatch.guards import capturing, deterministic
 from tunegemm.groups import grouped
 
@@ -60,7 +60,7 @@ def gated(
     count = x.numel() // max(x.shape[-1], 1)
     if gate != GATE or not is_served(count, weight.shape[-1]):
         return None
-    if deterministic() or api.dispatcher.planner.state.policy.is_batch_invariant:
+    if deterministic() or extension.policy().is_batch_invariant:
         return None
     device = x.device
     ends = _ends.get((device, count))

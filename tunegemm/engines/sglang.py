@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import tunegemm
-from tunegemm.dispatch import api
+from tunegemm.dispatch import extension
 from tunegemm.engines import common
 from tunegemm.engines.common import of_engine
 from tunegemm.errors import one_line
@@ -64,9 +64,7 @@ def _sixteen_bits() -> None:
         # A backend that the user chose is left alone, and SGLang's batch invariance unless it is ours, too.
         backend = unquant.get_bf16_gemm_backend()
         weight: Any = layer.weight
-        others = (
-            unquant.is_batch_invariant_mode_enabled() and not api.dispatcher.planner.policy.is_batch_invariant
-        )
+        others = unquant.is_batch_invariant_mode_enabled() and not extension.policy().is_batch_invariant
         if others or backend.is_cutedsl() or backend.is_gemv() or not common.is_served_kind(x, weight):
             return own(method, layer, x, bias)
         return functions.linear(x, common.plain(weight), bias)
@@ -127,6 +125,6 @@ def _report(runner: Any) -> None:
     if not ranks().tp_rank:
         _log.info(
             "tunegemm %s in SGLang %s: %s, logits by its own; policy %s, records %s",
-            tunegemm.__version__, version, what, api.dispatcher.planner.policy,
+            tunegemm.__version__, version, what, extension.policy(),
             common.fingerprint(anywhere=True),
         )  # fmt: skip

@@ -7,7 +7,6 @@ that can do what a layer asks for. Only what CUDA tensors ask for is served.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 import tunegemm
-from tunegemm.dispatch import api
+from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.modes import read_engine_experts, read_engine_gates
 from tunegemm.engines import common, vllm_gates
 from tunegemm.engines.common import Misfit, of_engine, replace
@@ -73,8 +72,7 @@ def _batch_invariance() -> None:
     _, envs = of_engine("vllm.envs")
     if not envs.VLLM_BATCH_INVARIANT:
         return
-    planner = api.dispatcher.planner
-    planner.use(dataclasses.replace(planner.policy, prefer="batch_invariant"))
+    api.policy("batch_invariant", max_sms=extension.policy().max_sms)
 
     def make(own: Any) -> Any:
         common.own["vllm_invariant"] = own
@@ -228,13 +226,12 @@ def _facts(config: Any) -> dict[str, Any]:
 def _report(wrapper: Any) -> None:
     """Before a worker's first step: the first rank's says what is served; all learn what is not."""
     _, version = of_engine("vllm.__version__")
-    planner = api.dispatcher.planner
     most = wrapper.vllm_config.scheduler_config.max_num_batched_tokens
     what = common.served(wrapper.worker.get_model(), most, asker)
     if not wrapper.rpc_rank:
         _log.info(
             "tunegemm %s in vLLM %s: %s%s; policy %s, records %s",
-            tunegemm.__version__, version, what, vllm_gates.said(), planner.policy,
+            tunegemm.__version__, version, what, vllm_gates.said(), extension.policy(),
             common.fingerprint(anywhere=True),
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from tunegemm.dispatch import api
+from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.forms import MATMUL, form_of
 from tunegemm.engines import halves
 from tunegemm.engines.common import plain, replace
@@ -197,7 +197,7 @@ def _may_pay(product: Node) -> bool:
         and weight.is_contiguous()
         and weight.device.type == ops.DEVICE_TYPE
         and (weight.device.type != "cuda" or _is_hopper(weight.device))
-        and not api.dispatcher.planner.policy.is_batch_invariant
+        and not extension.policy().is_batch_invariant
         and bool(_ranges(*weight.shape))
     )
 

@@ -1,6 +1,6 @@
 """Products of rows in groups, and layers of experts made of them.
 
 `grouped` has `grouped_mm`, `scaled_groups` the same of fp8, `routing` the kernels around them, and
-`gated_experts` a whole layer. `objects` loads or compiles kernels that no search tunes, and `recorded_groups`
-says what a recording writes of a call.
+`gated_experts` a whole layer. `operators` are ATen's products of groups under `tunegemm.enable`, and
+`recorded_groups` says what a recording writes of a call.
 """

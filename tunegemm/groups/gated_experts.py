@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import functional
 
-from tunegemm.describe.epilogue import GATED
-from tunegemm.dispatch import api
-from tunegemm.dispatch.forms import Activation
+from tunegemm.describe.epilogue import GATE_OF, GATED
+from tunegemm.dispatch import extension
+from tunegemm.dispatch.forms import ACTIVATIONS, Activation
 from tunegemm.dispatch.fx import node_of, rank
 from tunegemm.dispatch.guards import capturing, deterministic, dispatch_modes, functorch_level, tracing
 from tunegemm.errors import ProblemError
@@ -21,14 +20,6 @@ from tunegemm.groups.grouped import grouped_mm
 from tunegemm.groups.recorded_groups import GroupedCall
 from tunegemm.groups.routing import Gate
 from tunegemm.model.grouped import choose
-
-_GATES = {activation: gate for gate, activation in GATED.items()}
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "relu": functional.relu,
-}
 
 #: silu's gate, of halves and of rows that take turns.
 _SILUS = tuple(Gate(1.0, float("inf"), 0.0, alternate) for alternate in (False, True))
@@ -117,13 +108,13 @@ def are_chosen(
     if dtype is not torch.bfloat16 or not rows:
         return False
     words: dict[str, Any] = {"gpu": grouped.gpu_of(device), "ordered": ordered}
-    gated = choose(count, *up, rows, gate=_GATES["silu"], **words)
+    gated = choose(count, *up, rows, gate=GATE_OF["silu"], **words)
     return gated is not None and choose(count, *down, rows, **words) is not None
 
 
 def is_ordered() -> bool:
     """Whether a token's result may not depend on how many tokens there are."""
-    return api.dispatcher.planner.policy.is_batch_invariant
+    return extension.policy().is_batch_invariant
 
 
 def _of_nothing(x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
@@ -180,9 +171,9 @@ def _layer(
             rows = rows.masked_fill(nobodys, 0)
     multiply = grouped.groups.below_autograd if plain else grouped.groups
     inner = None
-    if activation in _GATES:
+    if activation in GATE_OF:
         gated = _traced if traced else multiply
-        of_gate = rows, gate_up.mT, ends, gate_up_bias, _GATES[activation], interleaved
+        of_gate = rows, gate_up.mT, ends, gate_up_bias, GATE_OF[activation], interleaved
         inner = gated(*of_gate)
         if inner is None and plain:
             inner = _recorded(*of_gate)
@@ -246,7 +237,7 @@ def _gate(both: torch.Tensor, activation: Any, interleaved: bool) -> torch.Tenso
     if callable(activation):
         return activation(both)
     gate, up = (both[:, 0::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=-1)
-    return _ACTIVATIONS[activation](gate) * up
+    return ACTIVATIONS[activation](gate) * up
 
 
 def _recorded(
@@ -258,7 +249,7 @@ def _recorded(
     interleaved: bool,
 ) -> torch.Tensor | None:
     """The gated product by torch, as one of a recording; None where none is made."""
-    if (observe := api.dispatcher.planner.observe_groups) is None:
+    if (observe := extension.observer()) is None:
         return None
     call = GroupedCall("experts", a, b, offs, bias, gate=gate)
     observed: torch.Tensor = observe(
@@ -338,9 +329,9 @@ def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, 
 
 def _check(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, activation: Any) -> None:
     """Raises ProblemError for operands that are none of a layer."""
-    if not callable(activation) and activation not in _ACTIVATIONS:
+    if not callable(activation) and activation not in ACTIVATIONS:
         raise ProblemError(
-            f"activation {activation!r} has no gated form; use {', '.join(_ACTIVATIONS)}, or a function"
+            f"activation {activation!r} has no gated form; use {', '.join(ACTIVATIONS)}, or a function"
         )
     if not (x.ndim == 2 and gate_up.ndim == down.ndim == 3) or (
         gate_up.shape[2] != x.shape[1] or down.shape != (gate_up.shape[0], x.shape[1], gate_up.shape[1] // 2)

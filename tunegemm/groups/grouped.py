@@ -7,18 +7,18 @@ ships; what no kernel is known to be faster for is torch's own call.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.dispatch import api
+from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import PLAIN
+from tunegemm.dispatch.extension import Known, LaunchCache
 from tunegemm.dispatch.fx import node_of, rank
 from tunegemm.dispatch.guards import (
     capturing,
@@ -32,7 +32,6 @@ from tunegemm.dispatch.guards import (
 )
 from tunegemm.dispatch.modes import read_check_groups
 from tunegemm.dispatch.operands import ALIGNMENT
-from tunegemm.dispatch.planning import LOOK_SECONDS, MAX_PLANS
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmError, one_line
 from tunegemm.generate import along_k
 from tunegemm.generate import grouped as kernels
@@ -41,10 +40,11 @@ from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.grouped.operands import objection
 from tunegemm.generate.takes import NotTaken
 from tunegemm.groups import routing
-from tunegemm.groups.objects import compiled
 from tunegemm.model.grouped import FP8, AlongKChoice, GroupedChoice, choose, choose_along_k, maker_of
 from tunegemm.store.checks import record_objection
 from tunegemm.store.record import Record
+
+compiled = partial(extension.compiled, module=kernels.__name__)
 
 #: What kernels multiply, as the table names it.
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: FP8}
@@ -106,30 +106,6 @@ def grouped_mm(
     return by_torch(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
 
 
-class _Plan(NamedTuple):
-    """What is done with calls of one key."""
-
-    kernel: Kernel | None
-    """None where torch computes them."""
-    launch: Launch | None = None
-    """The kernel's for operands of the key, once there were some."""
-    again: float = float("inf")
-    """When to look for a kernel again, on the monotonic clock: where one is compiled meanwhile."""
-
-
-_TORCHS = _Plan(None)
-
-
-class _Known:
-    """What is known of groups under one state of the planner: another policy has another."""
-
-    def __init__(self, are_checked: bool) -> None:
-        self.are_checked = are_checked
-        self.plans: dict[Hashable, _Plan] = {}
-        self.kernels: dict[tuple[GroupedChoice | AlongKChoice, int], Kernel] = {}
-        """What was loaded, by kernel and device."""
-
-
 class Groups:
     """Computes products of groups by kernels: those of the process are `groups`."""
 
@@ -137,6 +113,9 @@ class Groups:
         """load: the kernel of a choice on a device by its number, or None until it is compiled."""
         self.load = load or self._load_compiled
         """The kernel of a choice on a device by its number; None until it is compiled."""
+        self.launches = LaunchCache()
+        self.loaded = LaunchCache()
+        """Kernels, by choice and device."""
 
     def __call__(
         self, a: Any, b: Any, offs: Any, bias: Any, gate: str = "", interleaved: bool = False
@@ -155,20 +134,8 @@ class Groups:
 
     def are_checked(self) -> bool:
         """Whether values on the device are looked at, for which the host waits: ``TUNEGEMM_CHECK_GROUPS``."""
-        return self._known().are_checked
-
-    @property
-    def kernels(self) -> dict[tuple[GroupedChoice | AlongKChoice, int], Kernel]:
-        """What was loaded under the policy of this context, by kernel and device."""
-        return self._known().kernels
-
-    def _known(self) -> _Known:
-        planner = api.dispatcher.planner
-        kept = planner.state.kept
-        known: _Known | None = kept.get(self)
-        if known is None:
-            known = kept.setdefault(self, _Known(read_check_groups(planner.notices.warn)))
-        return known
+        checked: bool = self.launches.once("are checked", lambda: read_check_groups(extension.warn))
+        return checked
 
     def below_autograd(
         self,
@@ -184,14 +151,24 @@ class Groups:
 
         scales: of rows of fp8; those of b's columns are then in the place of bias.
         """
-        known = self._known()
-        if known.are_checked:
+        if self.are_checked():
             check_ends(offs, a.shape[b.ndim == 2])
-        key = _key(a, b, offs, bias, gate, interleaved, scales)
-        plan = known.plans.get(key)
-        if plan is None or time.monotonic() > plan.again:
-            plan = self._make_plan(known, key, a, b, offs, bias, gate, scales)
-        if plan.kernel is None or any(map(is_lazy, (a, b) if bias is None else (a, b, bias))):
+        if a.is_nested or b.is_nested:  # at which torch's check of tensors ends the process
+            return None
+        tensors: tuple[Any, ...] = (a, b, offs)
+        beside = 0
+        if bias is not None:
+            tensors, beside = (*tensors, bias), bias.data_ptr()
+        if scales is not None:
+            tensors, beside = (*tensors, scales), beside | scales.data_ptr()
+        key = (
+            a.numel(), b.numel(), len(tensors), gate, interleaved,
+            (a.data_ptr() | b.data_ptr()) % ALIGNMENT == 0, beside % ALIGNMENT == 0,
+        )  # fmt: skip
+        known, kernel = self.launches.find(key, *tensors), None
+        if known is None:
+            kernel = self._decide(key, tensors, bias, gate, scales)
+        if kernel is None and (known is None or known.launch is None):
             return None
         operands: tuple[Any, ...]
         words: dict[str, Any] = {}
@@ -206,56 +183,68 @@ class Groups:
                 bias = bias.expand(weights.shape[:2])
             operands, words = (a, weights, result, offs, bias, scales), {"interleaved": interleaved}
         try:
-            launch = plan.launch
-            if launch is None:
-                launch = plan.kernel(*operands, **words)
-                known.plans[key] = plan._replace(launch=launch)
-            launch(*operands)
+            if kernel is not None:
+                known = self._bind(kernel, key, tensors, operands, words)
+            assert known is not None
+            if known.launch is None:
+                return None
+            known.launch(*operands)
         except NotTaken:
             return None
         except (RuntimeError, ValueError) as error:
             if capturing(a.device):
                 raise
-            known.plans[key] = _TORCHS
-            api.dispatcher.planner.notices.warn(
+            self.launches.keep(key, None, *tensors)
+            extension.warn(
                 f"the kernel for {tuple(a.shape)} x {tuple(b.shape)} in groups failed to launch "
                 f"({one_line(error)}); tunegemm falls back to torch"
             )
             return None
         return result
 
-    def _make_plan(
-        self, known: _Known, key: Hashable, a: Any, b: Any, offs: Any, bias: Any, gate: str, scales: Any
-    ) -> _Plan:
-        planner = api.dispatcher.planner
-        do_fit = fits(a, b, offs, bias, planner.device_type, gated=bool(gate), scales=scales)
-        if planner.is_off or not do_fit:
-            plan = _TORCHS
-        elif torch.cuda._is_in_bad_fork() or capturing(a.device):
-            self._warn_of_order(a, b, "is captured before it was computed once, and")
-            return _TORCHS  # not kept: a kernel is not loaded now
-        else:
-            plan = self._found(known, a, b, offs, gate)
-        if plan.kernel is None and not planner.is_off:
-            self._warn_of_order(a, b, "has no kernel here, and")
-        if len(known.plans) >= MAX_PLANS:
-            known.plans.clear()
-        known.plans[key] = plan
-        return plan
+    def _bind(
+        self, kernel: Kernel, key: Hashable, tensors: tuple[Any, ...], operands: Any, words: Any
+    ) -> Known:
+        """The kernel's launch for operands that are laid out so, kept; none where it does not take them."""
+        try:
+            launch = kernel(*operands, **words)
+        except NotTaken:
+            launch = None
+        return self.launches.keep(key, launch, *tensors)
+
+    def _decide(
+        self, key: Hashable, tensors: tuple[Any, ...], bias: Any, gate: str, scales: Any
+    ) -> Kernel | None:
+        """The kernel for operands; None where torch computes them, which is kept unless it is so only now."""
+        a, b, offs, *_ = tensors
+        if any(map(is_lazy, (a, b) if bias is None else (a, b, bias))):
+            return None
+        is_off = extension.is_off()
+        kernel, waits = None, False
+        if not is_off and fits(a, b, offs, bias, extension.device_type(), gated=bool(gate), scales=scales):
+            if not extension.may_load(a.device):
+                self._warn_of_order(a, b, "is captured before it was computed once, and")
+                return None
+            kernel, waits = self._found(a, b, offs, gate)
+        if kernel is None:
+            if not is_off:
+                self._warn_of_order(a, b, "has no kernel here, and")
+            self.launches.keep(key, None, *tensors, waits=waits)
+        return kernel
 
     def _warn_of_order(self, a: Any, b: Any, why: str) -> None:
         """That a policy's promise of one order of sums does not hold for a product of rows in groups."""
-        planner = api.dispatcher.planner
-        if planner.policy.is_batch_invariant and b.ndim == 3 and a.device.type == planner.device_type:
-            planner.notices.warn(
+        policy = extension.policy()
+        if policy.is_batch_invariant and b.ndim == 3 and a.device.type == extension.device_type():
+            extension.warn(
                 f"a product of {tuple(a.shape)} and {tuple(b.shape)} in groups {why} falls back to torch: "
-                f"{planner.policy} does not hold",
+                f"{policy} does not hold",
                 about=("order of groups", why, tuple(b.shape), b.dtype),
             )
 
-    def _found(self, known: _Known, a: Any, b: Any, offs: Any, gate: str) -> _Plan:
-        """The plan for operands that fit."""
-        planner = api.dispatcher.planner
+    def _found(self, a: Any, b: Any, offs: Any, gate: str) -> tuple[Kernel | None, bool]:
+        """The kernel for operands that fit, None where torch is to compute them; and whether one is being
+        compiled."""
         try:
             choice: GroupedChoice | AlongKChoice | None
             if b.ndim == 2:
@@ -265,7 +254,7 @@ class Groups:
                 extents = b.shape[0], b.shape[2], b.shape[1], a.shape[0]
                 dtype, major = _DTYPES[a.dtype], "k" if b.stride(1) == 1 else "n"
                 record = _record(*extents, a.device, dtype=dtype, gate=gate, b_major=major)
-                ordered = planner.policy.is_batch_invariant
+                ordered = extension.policy().is_batch_invariant
                 if record is None or (ordered and is_torch(record.candidate)):
                     choice = choose(
                         *extents, gpu=gpu_of(a.device), dtype=dtype, gate=gate, major=major, ordered=ordered
@@ -273,24 +262,20 @@ class Groups:
                 else:
                     choice = _choice_of(record)
             if choice is None:
-                return _TORCHS
+                return None, False
             place = choice, a.device.index or 0
-            kernel = known.kernels.get(place) or self.load(*place)
+            kernel: Kernel | None = self.loaded.once(place, lambda: self.load(*place))
         except (TunegemmError, OSError, RuntimeError) as error:
-            planner.notices.warn(
+            extension.warn(
                 f"kernels of groups cannot run on {a.device}: {one_line(error)}; tunegemm.grouped_mm falls "
                 "back to torch"
             )
-            return _TORCHS
-        if kernel is None:
-            return _Plan(None, again=time.monotonic() + LOOK_SECONDS)
-        known.kernels[place] = kernel
-        return _Plan(kernel)
+            return None, False
+        return kernel, kernel is None
 
     def _load_compiled(self, choice: GroupedChoice | AlongKChoice, index: int) -> Kernel | None:
-        planner = api.dispatcher.planner
         whole = find_device(f"cuda:{index}")
-        device = planner.policy.device(whole)
+        device = extension.policy().device(whole)
         if device.architecture.compile_target != kernels.TARGET:
             raise ArtifactError(f"{device.name} is no Hopper GPU")
         if (missing := kernels.unavailable(launching=True)) is not None:
@@ -327,22 +312,6 @@ class Groups:
         return of_there
 
 
-def _key(
-    a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool, scales: Any = None
-) -> tuple[Any, ...]:
-    """All that a plan depends on."""
-    addresses = a.data_ptr() | b.data_ptr()
-    key: tuple[Any, ...] = (
-        a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device, offs.shape,
-        offs.stride(), offs.dtype, offs.device, addresses % ALIGNMENT == 0, gate, interleaved,
-    )  # fmt: skip
-    if bias is not None:
-        key += (bias.shape, bias.stride(), bias.dtype, bias.device)
-    if scales is not None:
-        key += (scales.shape, scales.stride(), scales.dtype, scales.device)
-    return key
-
-
 @cache
 def gpu_of(device: torch.device) -> str:
     """The name of a GPU; empty for other devices."""
@@ -371,7 +340,7 @@ def _record(groups: int, n: int, k: int, rows: int, device: torch.device, **kind
         problem = Problem.of_groups(rows, n, k, groups, **kind)
     except ProblemError:  # which nobody tunes: one group, or lines that TMA does not take packed
         return None
-    return api.dispatcher.planner.recorded_groups(problem, device.index or 0)
+    return extension.recorded(problem, device)
 
 
 def _choice_of(record: Record) -> GroupedChoice | None:
@@ -513,7 +482,7 @@ def _added(product: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None)
 def is_traced_well(a: Any, b: Any, offs: Any) -> bool:
     """Whether the operator has a meaning for operands: what it does not take is torch's to refuse."""
     return (
-        a.device.type == b.device.type == offs.device.type == api.dispatcher.planner.device_type
+        a.device.type == b.device.type == offs.device.type == extension.device_type()
         and a.ndim == 2
         and b.ndim == 3
         and a.dtype is b.dtype is torch.bfloat16

@@ -6,23 +6,23 @@ compares, until its kernel is compiled, and where `SERVED` does not name it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from tunegemm.describe.device import find_device
-from tunegemm.dispatch import api
+from tunegemm.dispatch import extension
+from tunegemm.dispatch.extension import LaunchCache, compiled
 from tunegemm.dispatch.guards import capturing, is_lazy
 from tunegemm.dispatch.operands import ALIGNMENT
-from tunegemm.dispatch.planning import LOOK_SECONDS, MAX_PLANS
 from tunegemm.errors import ArtifactError, TunegemmError, one_line
+from tunegemm.generate import grouped
 from tunegemm.generate import routing as kernels
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.grouped.operands import objection, output_objection
 from tunegemm.generate.takes import UNIT_BYTES, NotTaken
-from tunegemm.groups.objects import compiled
 
 #: Gives the launch, which takes tensors, of a kernel's blocks and numbers: `tunegemm.generate.routing.load`.
 Bind = Callable[..., "Launch"]
@@ -57,16 +57,6 @@ class Gate(NamedTuple):
         return (up + self.offset) * (gate * torch.sigmoid(gate * self.slope))
 
 
-class _Known:
-    """What is known of the steps under one state of the planner: another policy has another."""
-
-    def __init__(self) -> None:
-        self.plans: dict[Hashable, tuple[Launch | None, float]] = {}
-        """Launches, and when to look for one again."""
-        self.binds: dict[tuple[str, int], Bind] = {}
-        """What was loaded, by kernel and device."""
-
-
 class Routing:
     """The steps by kernels: those of the process are `routing`."""
 
@@ -79,6 +69,8 @@ class Routing:
         self._load = load or _load
         self.served = served
         """The kernels that may serve, by the first word of their names; none after a failed launch."""
+        self.launches = LaunchCache()
+        self._loaded = LaunchCache()
 
     def route(self, x: Any, index: Any, count: int) -> Routed | None:
         """x's rows sorted by the experts that `index` (tokens, chosen) names, of so many.
@@ -86,13 +78,9 @@ class Routing:
         Numbers below 0, or from `count` on, are nobody's here: their rows lie behind the last group.
         """
         launch = self._launch(
-            (
-                "route", x.shape, x.stride(), x.dtype, x.device, index.shape, index.stride(), index.dtype,
-                index.device, count, x.data_ptr() % ALIGNMENT == 0,
-            ),
-            _route, x, index, count,
-        )  # fmt: skip
-        if launch is None or is_lazy(x) or is_lazy(index):
+            ("route", count, index.numel(), x.data_ptr() % ALIGNMENT == 0), _route, (x, index), count
+        )
+        if launch is None:
             return None
         total = index.shape[0] * index.shape[1]
         rows = x.new_empty((total, x.shape[1]))
@@ -109,14 +97,10 @@ class Routing:
         is returned where it is such as the kernel writes.
         """
         launch = self._launch(
-            (
-                "combine", rows.shape, rows.stride(), rows.dtype, rows.device, place.shape, place.dtype,
-                ends.shape, weights.shape, weights.stride(), weights.dtype, weights.device,
-                rows.data_ptr() % ALIGNMENT == 0,
-            ),
-            _combine, rows, place, ends, weights,
+            ("combine", rows.numel(), weights.numel(), rows.data_ptr() % ALIGNMENT == 0),
+            _combine, (rows, place, ends, weights),
         )  # fmt: skip
-        if launch is None or is_lazy(rows) or is_lazy(weights):
+        if launch is None:
             return None
         shape = weights.shape[0], rows.shape[1]
         if (
@@ -134,67 +118,54 @@ class Routing:
     def gate(self, both: Any, gate: Gate) -> torch.Tensor | None:
         """A gate of rows of gate and up."""
         launch = self._launch(
-            ("gate", both.shape, both.stride(), both.dtype, both.device, both.data_ptr() % ALIGNMENT, gate),
-            _gate, both, gate,
-        )  # fmt: skip
+            ("gate", gate, both.numel(), both.data_ptr() % ALIGNMENT == 0), _gate, (both,), gate
+        )
         if launch is None:
             return None
         out = both.new_empty((both.shape[0], both.shape[1] // 2))
         return out if self._done(launch, (both, out)) else None
 
     def _launch(
-        self, key: tuple[Any, ...], plan: Callable[..., Planned | None], *given: Any
+        self, key: tuple[Any, ...], plan: Callable[..., Planned | None], tensors: Any, *numbers: Any
     ) -> Launch | None:
-        """The launch of a key; `plan` says of the operands which kernel it takes."""
-        planner, known = api.dispatcher.planner, self._known()
-        found = known.plans.get(key)
-        if found is None or time.monotonic() > found[1]:
-            device = given[0].device
-            if key[0] not in self.served or device.type != planner.device_type or planner.is_off:
+        """The launch of a key and a layout; `plan` says of the operands which kernel it takes."""
+        known = self.launches.find(key, *tensors)
+        if known is None:
+            device = tensors[0].device
+            if key[0] not in self.served or device.type != extension.device_type() or extension.is_off():
                 return None
-            if torch.cuda._is_in_bad_fork() or capturing(device):
-                return None  # a kernel is not loaded now
-            found = self._found(known, plan(*given), device.index or 0)
-            if len(known.plans) >= MAX_PLANS:
-                known.plans.clear()
-            known.plans[key] = found
-        return found[0]
+            if not extension.may_load(device):
+                return None
+            planned = None if any(map(is_lazy, tensors)) else plan(*tensors, *numbers)
+            launch, waits = self._found(planned, device.index or 0)
+            known = self.launches.keep(key, launch, *tensors, waits=waits)
+        found: Launch | None = known.launch
+        return found
 
-    def _known(self) -> _Known:
-        kept = api.dispatcher.planner.state.kept
-        known: _Known | None = kept.get(self)
-        return kept.setdefault(self, _Known()) if known is None else known
-
-    @property
-    def plans(self) -> dict[Hashable, tuple[Launch | None, float]]:
-        """The launches under the policy of this context, and when to look for one again."""
-        return self._known().plans
-
-    def _found(self, known: _Known, planned: Planned | None, index: int) -> tuple[Launch | None, float]:
+    def _found(self, planned: Planned | None, index: int) -> tuple[Launch | None, bool]:
+        """The launch, None where torch is to compute it; and whether a kernel is being compiled."""
         if planned is None:
-            return None, float("inf")
+            return None, False
         names = ("tally", "spread") if planned.name == "spread" else (planned.name,)
         if any(name.split()[0] not in self.served for name in names):
-            return None, float("inf")
+            return None, False
         try:
-            binds = [known.binds.get((name, index)) or self._load(name, index) for name in names]
+            found = [self._loaded.once((name, index), partial(self._load, name, index)) for name in names]
         except TunegemmError:  # the products' kernels, which are not to be had either, say so
-            return None, float("inf")
+            return None, False
         except (OSError, RuntimeError) as error:
             _warn(error)
-            return None, float("inf")
-        found = [bind for bind in binds if bind is not None]
-        if len(found) < len(binds):
-            return None, time.monotonic() + LOOK_SECONDS
-        known.binds.update(zip([(name, index) for name in names], found, strict=True))
+            return None, False
+        if None in found:
+            return None, True
         try:
             launch = found[-1](planned.ctas, **planned.numbers)
             if planned.name == "spread":
                 few = {name: planned.numbers[name] for name in ("step", "total", "count")}
                 launch = _in_two(found[0](planned.ctas, **few), launch, planned.ctas)
         except NotTaken:
-            return None, float("inf")
-        return launch, float("inf")
+            return None, False
+        return launch, False
 
     def _done(self, launch: Launch, tensors: tuple[Any, ...]) -> bool:
         try:
@@ -206,7 +177,7 @@ class Routing:
                 raise
             _warn(error)
             self.served = ()
-            self.plans.clear()
+            self.launches.clear()
             return False
         return True
 
@@ -307,7 +278,7 @@ def _load(name: str, index: int) -> Bind | None:
         raise ArtifactError(f"{device.name} is no Hopper GPU")
     if (missing := kernels.unavailable(launching=True)) is not None:
         raise ArtifactError(missing)
-    artifact = compiled(kernels.NAME, kernels.kernels()[name])
+    artifact = compiled(kernels.NAME, kernels.kernels()[name], grouped.__name__)
     return None if artifact is None else kernels.load(artifact.path, index)
 
 
@@ -346,7 +317,7 @@ def few(
 
 
 def _warn(error: Exception) -> None:
-    api.dispatcher.planner.notices.warn(
+    extension.warn(
         f"kernels around products of groups cannot run ({one_line(error)}); tunegemm.experts falls back to "
         "torch for what they do"
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from tunegemm.dispatch import api
+from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import DTYPES
 from tunegemm.layers.graph import Order, are_same, is_matrix, transposed_of, value
 from tunegemm.layers.patterns import PATTERNS, Match
@@ -86,7 +86,7 @@ def _facts(match: Match, order: Order) -> tuple[Any, ...] | None:
     weights = [value(node) for node in match.weights]
     if (
         x.dtype not in DTYPES
-        or x.device.type != api.dispatcher.planner.device_type
+        or x.device.type != extension.device_type()
         or any(each.dtype is not x.dtype or each.device != x.device for each in (*computed, *operands))
         or any(each.requires_grad for each in computed)
         or any(each.layout is not torch.strided or each.is_conj() or each.is_neg() for each in operands)

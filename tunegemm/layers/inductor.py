@@ -18,7 +18,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 import tunegemm
-from tunegemm.dispatch import api
+from tunegemm.describe.epilogue import GATE_OF
+from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import LINEAR
 from tunegemm.dispatch.guards import only_checks_operators
 from tunegemm.torch import ops, takeover
@@ -60,7 +61,7 @@ class Fusion:
             "tunegemm",
             tunegemm.__version__,
             on,
-            api.dispatcher.planner.fingerprint() if on else "",
+            extension.fingerprint() if on else "",
             *others,
         )
 
@@ -135,7 +136,6 @@ def _pays(match: Match, facts: tuple[Any, ...]) -> bool:
     """Whether a kernel of the gate serves as many rows as the graph was traced with."""
     from tunegemm.layers import joint
     from tunegemm.layers.graph import value
-    from tunegemm.layers.sites import GATE_OF
 
     n, k, _, dtype, device = facts
     rows = 1

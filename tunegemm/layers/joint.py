@@ -5,20 +5,22 @@ Products side by side, as q, k and v; or a gate and its up, of two weights or of
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import cache
 from typing import Any
 
 import torch
 
 from tunegemm.describe.device import Device, find_device
-from tunegemm.dispatch import api
-from tunegemm.dispatch.guards import capturing, current_device
+from tunegemm.dispatch import extension
+from tunegemm.dispatch.extension import compiled
+from tunegemm.dispatch.guards import current_device
 from tunegemm.errors import ArtifactError, TunegemmError, one_line
 from tunegemm.generate import joined
 from tunegemm.generate.joined import JoinedKernel
 from tunegemm.generate.takes import NotTaken
-from tunegemm.groups.objects import compiled
 from tunegemm.model.joined import JoinedChoice, choose
 
 #: Rows up to which products of several weights are one launch: of five models' q, k and v it was 1.18 to 2.8
@@ -36,39 +38,47 @@ Bind = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, Sequence[An
 Parts = Callable[..., tuple[Sequence[torch.Tensor], Sequence[Any]]]
 
 
+class Keep(Enum):
+    """For how long what was decided of a call holds."""
+
+    NOT = enum.auto()
+    WAITS = enum.auto()
+    """For seconds: a kernel is being compiled."""
+    LONG = enum.auto()
+
+
 def way_of(
     x: torch.Tensor, parts: Parts, operands: Sequence[Any], *, gate: str = ""
-) -> tuple[Callable[..., Any] | None, bool]:
-    """What computes calls like this one, of contiguous x, from now on, None where torch does; and whether
-    that may be kept. It takes (x, *operands), and returns None for addresses that the kernel does not take.
+) -> tuple[Callable[..., Any] | None, Keep]:
+    """What computes calls like this one, of contiguous x, from now on, None where torch does; and for how
+    long. It takes (x, *operands), and returns None for addresses that the kernel does not take.
 
     parts: of operands the weights and their biases. gate: a gated step; the weights are then gate and up.
     """
     weights, biases = parts(*operands)
     ns, rows = [weight.shape[0] for weight in weights], x.numel() // x.shape[-1]
-    if capturing(x.device) or torch.cuda._is_in_bad_fork():
-        return None, False
-    if x.device.type != api.dispatcher.planner.device_type or x.device in failed:
-        return None, True
+    if not extension.may_load(x.device):
+        return None, Keep.NOT
+    if x.device.type != extension.device_type() or x.device in failed:
+        return None, Keep.LONG
     choice = chosen(rows, ns, x.shape[-1], x.dtype, name_of(x.device), gate=gate, bias=bool(biases))
     if choice is None:
-        return None, True
+        return None, Keep.LONG
     try:
         bind = load(choice, x.device)
     except (TunegemmError, OSError, RuntimeError) as error:
         _warn(f"kernels of several weights cannot run on {x.device}: {one_line(error)}")
-        return None, True
-    if bind is None:  # its kernel is being compiled
-        return None, True
-    return _way(bind, x, parts, ns[:1] if gate else ns), True
+        return None, Keep.LONG
+    if bind is None:
+        return None, Keep.WAITS
+    return _way(bind, x, parts, ns[:1] if gate else ns), Keep.LONG
 
 
 def chosen(
     rows: int, ns: Sequence[int], k: int, dtype: torch.dtype, gpu: str, *, gate: str = "", bias: bool = False
 ) -> JoinedChoice | None:
     """The kernel that serves such a product; None where torch does."""
-    planner = api.dispatcher.planner
-    if planner.is_off or planner.policy.is_batch_invariant or (not gate and rows > MOST_ROWS):
+    if extension.is_off() or extension.policy().is_batch_invariant or (not gate and rows > MOST_ROWS):
         return None
     if dtype not in _DTYPES or k % 8 or any(n % 8 for n in ns):
         return None
@@ -77,7 +87,7 @@ def chosen(
 
 def _way(bind: Bind, x: torch.Tensor, parts: Parts, columns: Sequence[int]) -> Callable[..., Any]:
     """A call: an output, and the launch that is bound to these weights. columns: of each result."""
-    allocate, device = api.dispatcher.planner.allocate, x.device
+    allocate, device = extension.allocation(), x.device
     k, dtype, width = x.shape[-1], x.dtype, sum(columns)
     shape = (*x.shape[:-1], width)
     strides = x.new_empty(shape, device="meta").stride()
@@ -104,7 +114,7 @@ def _way(bind: Bind, x: torch.Tensor, parts: Parts, columns: Sequence[int]) -> C
         except (RuntimeError, ValueError) as error:
             failed.add(device)
             _warn(f"a kernel of several weights failed to launch on {device} ({one_line(error)})")
-            api.dispatcher.planner.state.forget_checks()
+            extension.forget()
             return None
         return result.split(columns, -1) if is_split else result
 
@@ -142,7 +152,7 @@ def _load(choice: JoinedChoice, device: torch.device) -> Bind | None:
 
 
 def _device(index: int) -> Device:
-    return api.dispatcher.planner.policy.device(find_device(f"cuda:{index}"))
+    return extension.policy().device(find_device(f"cuda:{index}"))
 
 
 #: Of a choice on a device.
@@ -156,4 +166,4 @@ def name_of(device: torch.device) -> str:
 
 
 def _warn(text: str) -> None:
-    api.dispatcher.planner.notices.warn(f"{text}; torch computes them")
+    extension.warn(f"{text}; torch computes them")

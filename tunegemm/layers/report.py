@@ -9,7 +9,8 @@ from typing import Literal
 
 import torch
 
-from tunegemm.dispatch import api
+from tunegemm.describe.epilogue import GATE_OF
+from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import MATMUL, form_of
 from tunegemm.errors import TunegemmWarning
 from tunegemm.torch.linear import is_tuned
@@ -73,7 +74,7 @@ def lines_of(model: torch.nn.Module) -> Iterator[Line]:
             weight, has_bias = module.weight, module.bias is not None
             kind = tuple(weight.shape), weight.dtype, weight.device, has_bias
             if kind not in known:
-                is_here = weight.device.type == api.dispatcher.planner.device_type
+                is_here = weight.device.type == extension.device_type()
                 known[kind] = _said(_served_rows(weight, has_bias)) if is_here else _elsewhere(weight)
             yield Line(name, "served", f"calls tunegemm.linear: {known[kind]}")
         elif isinstance(module, torch.nn.MultiheadAttention):
@@ -83,21 +84,21 @@ def lines_of(model: torch.nn.Module) -> Iterator[Line]:
 
 
 def _rows_of_gate(activation: str, weight: torch.Tensor) -> str:
-    from tunegemm.layers import joint, sites
+    from tunegemm.layers import joint
 
-    if weight.device.type != api.dispatcher.planner.device_type:
+    if weight.device.type != extension.device_type():
         return _elsewhere(weight)
-    (n, k), gate, gpu = weight.shape, sites.GATE_OF[activation], joint.name_of(weight.device)
+    (n, k), gate, gpu = weight.shape, GATE_OF[activation], joint.name_of(weight.device)
     return _said([m for m in ROWS if joint.chosen(m, (n, n), k, weight.dtype, gpu, gate=gate) is not None])
 
 
 def _served_rows(weight: torch.Tensor, has_bias: bool) -> list[int]:
-    form, planner = form_of(MATMUL, "bias_n" if has_bias else ""), api.dispatcher.planner
+    form = form_of(MATMUL, "bias_n" if has_bias else "")
     left = [torch.empty((m, weight.shape[1]), dtype=weight.dtype, device="meta") for m in ROWS]
     right = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta").t()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TunegemmWarning)  # the report says so itself
-        return [len(a) for a in left if planner.family(form, a, right, weight.device.index or 0)]
+        return [len(a) for a in left if extension.serves_by(form, a, right, weight.device)]
 
 
 def _said(rows: Sequence[int]) -> str:

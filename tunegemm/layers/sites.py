@@ -2,7 +2,7 @@
 
 A site knows what the graph's guards promise: dtypes, devices, the layout of weights, that no gradient is
 wanted. It looks at what they do not: the addresses of this call, and whether the input is contiguous. What it
-decided is kept by the planner's state, and so ends with it: with another policy, a `refresh`, new records.
+decided is kept in a `LaunchCache`, and so ends with another policy, a `refresh`, new records.
 Where no kernel is known, torch's operations run as the graph had them; each linear layer among them is a site
 of its own.
 
@@ -14,42 +14,30 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import cache, partial
-from time import monotonic
 from typing import Any, TypeAlias
 
 import torch
 from torch.nn import functional
 
-from tunegemm.describe.epilogue import GATED
-from tunegemm.dispatch import api
-from tunegemm.dispatch.forms import BELOW_AUTOGRAD, form_of
+from tunegemm.describe.epilogue import GATE_OF
+from tunegemm.dispatch import api, extension
+from tunegemm.dispatch.extension import LaunchCache
+from tunegemm.dispatch.forms import ACTIVATIONS, BELOW_AUTOGRAD, form_of
 from tunegemm.dispatch.guards import capturing, current_device, dispatch_modes
 from tunegemm.dispatch.operands import ALIGNMENT
 from tunegemm.dispatch.plans import Plan
-from tunegemm.dispatch.states import own
 from tunegemm.layers import joint
+from tunegemm.layers.joint import Keep
 
 #: Computes a call of known shapes from its operands; None where this call's addresses forbid it.
 Way: TypeAlias = Callable[..., Any]
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "relu": functional.relu,
-}
-#: The gate with each activation, such as swiglu with silu.
-GATE_OF = {activation: gate for gate, activation in GATED.items()}
 _BITS = ALIGNMENT - 1
 #: Rows up to which an eager residual is not added by a library's algorithm: its launch takes the host longer
 #: than torch's product and sum.
 _LIBRARY_ROWS = 256
-#: Shapes that one site keeps; then it forgets all. Steps of an engine have ever other numbers of rows.
+#: Shapes that one site names in a report. Steps of an engine have ever other numbers of rows.
 MOST_SHAPES = 4096
-
-
-def _by_torch(x: torch.Tensor, *operands: Any) -> None:
-    """The way of calls that torch computes until the next look at records."""
 
 
 class Site:
@@ -59,6 +47,8 @@ class Site:
         """label: what it is, for a report. facts: what its operands have in common but for rows."""
         self.label, self.facts = label, facts
         self.__name__ = f"tunegemm_{type(self).__name__.lower()}"  # which torch.fx writes into code
+        self.ways = LaunchCache(of_products=True)
+        """By the shape of the input."""
         self.shapes: dict[torch.Size, bool] = {}
         """The shapes of its inputs that were decided, and whether a kernel computes them."""
 
@@ -66,43 +56,33 @@ class Site:
         return f"<{self.label} of {', '.join(map(str, self.facts))}>"
 
     def __call__(self, x: torch.Tensor, *operands: torch.Tensor) -> Any:
-        result = self.kernel(x, *operands)
+        known = self.ways.find(x.shape)
+        if known is None or known.launch is None or dispatch_modes():
+            result = self.kernel(x, *operands) if known is None else None
+        else:
+            result = known.launch(x, *operands)
         return self.by_torch(x, *operands) if result is None else result
 
     def kernel(self, x: torch.Tensor, *operands: torch.Tensor) -> Any:
         """The result by a kernel; None where torch is to compute it."""
-        planner = api.dispatcher.planner
-        state, key = planner.states[own()], (self, x.shape)
-        way = state.sites.get(key)
-        if way is _by_torch:
-            if monotonic() < planner.next_look:
-                return None
-        elif way is not None:
-            return None if dispatch_modes() else way(x, *operands)
-        if dispatch_modes() or not x.is_contiguous() or not x.numel():
+        known = self.ways.find(x.shape)
+        if dispatch_modes():
             return None
-        return self._decide(key, x, *operands)
-
-    def _decide(self, key: tuple[Site, torch.Size], x: torch.Tensor, *operands: torch.Tensor) -> Any:
-        way, result, is_known = self.decided(x, *operands)
-        planner = api.dispatcher.planner
-        # The look at records may replace the state; without a kernel it says when to decide again.
-        state = planner.look() if is_known and way is None else planner.state
-        if is_known:
+        if known is not None:
+            return None if known.launch is None else known.launch(x, *operands)
+        if not x.is_contiguous() or not x.numel():
+            return None
+        way, result, keep = self.decided(x, *operands)
+        if keep is not Keep.NOT:
             if len(self.shapes) >= MOST_SHAPES:
-                self._forget(state)
+                self.shapes.clear()
             self.shapes[x.shape] = way is not None
-            state.sites[key] = _by_torch if way is None else way
+            self.ways.keep(x.shape, way, waits=keep is Keep.WAITS)
         return result
 
-    def _forget(self, state: Any) -> None:
-        for shape in self.shapes:
-            state.sites.pop((self, shape), None)
-        self.shapes.clear()
-
-    def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, bool]:
+    def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, Keep]:
         """How calls like this one are computed from now on, None by torch; the result of this call, None
-        where torch is to compute it; and whether that may be kept."""
+        where torch is to compute it; and for how long."""
         raise NotImplementedError  # pragma: no cover - each kind has its own
 
     def by_torch(self, x: torch.Tensor, *operands: Any) -> Any:
@@ -124,28 +104,25 @@ class Linear(Site):
         else:
             self.by_torch = functional.linear  # type: ignore[assignment,method-assign]
 
-    def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, bool]:
+    def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, Keep]:
         weight, *tensors = operands
         if self._has_residual and not tensors[-1].is_contiguous():
-            return None, None, False
+            return None, None, Keep.NOT
         rows, right = x.view(-1, x.shape[-1]), weight.t()
         seen = tuple(each if each.ndim == 1 else each.view(-1, each.shape[-1]) for each in tensors)
-        dispatcher = api.dispatcher
-        result = dispatcher.fused(self._form, rows, right, seen)
-        recent = dispatcher.planner.state.recent.get(weight.data_ptr() | self._form.tag)
-        is_known = recent is not None and recent.check(rows, right, *seen)
+        result = api.dispatcher.fused(self._form, rows, right, seen)
+        recent = api.dispatcher.known(self._form, rows, right, *seen)
         shape = (*x.shape[:-1], weight.shape[0])
-        way = None
+        way: Way | None = None
         if result is not None:
             result = result.view(shape)
-            plan = recent.plan if is_known and recent is not None else None
+            plan = recent.plan if recent is not None else None
             if plan is None or plan.launch_at is None or plan.reduces:
-                way, is_known = self._by_dispatcher, True
-            else:
-                way = _launched(plan, tuple(shape), tuple(result.stride()), self._has_residual)
-                if self._has_residual and len(rows) <= _LIBRARY_ROWS and _is_library(plan):
-                    way = partial(_captured, way)
-        return way, result, is_known
+                return self._by_dispatcher, result, Keep.LONG
+            way = _launched(plan, tuple(shape), tuple(result.stride()), self._has_residual)
+            if self._has_residual and len(rows) <= _LIBRARY_ROWS and _is_library(plan):
+                way = partial(_captured, way)
+        return way, result, Keep.NOT if recent is None else Keep.LONG
 
     def _by_dispatcher(self, x: torch.Tensor, weight: torch.Tensor, *tensors: torch.Tensor) -> Any:
         """For kernels that are not launched by addresses alone."""
@@ -168,7 +145,7 @@ def _launched(plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], has_
     """A launch of a plan: a check of addresses, an output, a call."""
     launch, words_of, dtype = plan.launch_at, plan.words, plan.output[2]
     assert launch is not None
-    allocate = api.dispatcher.planner.allocate
+    allocate = extension.allocation()
     device = (plan.device.index or 0) if plan.guarded else -1
 
     def way(x: torch.Tensor, weight: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor | None:
@@ -184,7 +161,7 @@ def _launched(plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], has_
         try:
             launch(a, b, result.data_ptr(), *words)
         except (RuntimeError, ValueError):  # the dispatcher meets it at the next decision, and says so
-            api.dispatcher.planner.state.forget_checks()
+            extension.forget()
             return None
         return result
 
@@ -209,9 +186,9 @@ class Joint(Site):
 
     gate = ""
 
-    def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, bool]:
-        way, is_known = joint.way_of(x, self.parts, operands, gate=self.gate)
-        return way, None if way is None else way(x, *operands), is_known
+    def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, Keep]:
+        way, keep = joint.way_of(x, self.parts, operands, gate=self.gate)
+        return way, None if way is None else way(x, *operands), keep
 
 
 class Gated(Joint):

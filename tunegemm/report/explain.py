@@ -278,7 +278,7 @@ def explain(
     """
     import torch
 
-    from tunegemm.dispatch import api
+    from tunegemm.dispatch import extension
     from tunegemm.dispatch.operands import Refusal, describe
     from tunegemm.tuning.tuner import as_problem, open_device
 
@@ -286,7 +286,7 @@ def explain(
         how = {"epilogue": str(epilogue), "accumulation": accumulation}
         given = how | ({"out_dtype": str(out_dtype)} if out_dtype is not None else {})
         problem = as_problem(a, **given)  # type: ignore[arg-type]
-        return explain_problem(problem, open_device(), policy=api.dispatcher.planner.policy)
+        return explain_problem(problem, open_device(), policy=extension.policy())
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         raise ProblemError(
             "explain() takes two tensors, or a Problem or extents such as 4096x4096x4096 alone"
@@ -303,7 +303,7 @@ def explain(
         )
         raise ProblemError(f"{reason}; torch.matmul computes their product")
     device = open_device(f"cuda:{a.device.index or 0}" if a.device.type == "cuda" else None)
-    return explain_problem(operands.problem, device, policy=api.dispatcher.planner.policy)
+    return explain_problem(operands.problem, device, policy=extension.policy())
 
 
 def explain_problem(

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 from tunegemm.describe.device import find_device
-from tunegemm.dispatch import api
+from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import PLAIN
-from tunegemm.dispatch.guards import capturing, current_device
+from tunegemm.dispatch.extension import LaunchCache, compiled
+from tunegemm.dispatch.guards import current_device
 from tunegemm.dispatch.library import block_scales, takes_fp8
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmError, one_line
 from tunegemm.generate import blocks
 from tunegemm.generate.blocks import BLOCK, BlockKernel
 from tunegemm.generate.takes import NotTaken
 from tunegemm.groups.grouped import are_plain, has_gradient
-from tunegemm.groups.objects import compiled
 from tunegemm.model.blocks import BlockChoice, choose
 
 _FP8 = torch.float8_e4m3fn
@@ -31,8 +31,6 @@ _TORCHS_UNIT = 4
 #: Rows up to which kernels serve what torch has, too: of twelve layers 1.02 to 1.7 times as fast up to 64
 #: rows, 0.80 to 1.6 times at 128 and mostly slower beyond (H200, 2026-11-28).
 MOST_ROWS = 64
-#: Layouts of operands whose launches are kept: some kB each.
-_MOST_BOUND = 4096
 
 #: Launches at the addresses of a, the weight, their scales and the result.
 Launch = Callable[[int, int, int, int, int], None]
@@ -158,15 +156,14 @@ def product(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """The product by a kernel; None where torch is to compute it. `are_of_blocks` holds."""
-    planner = api.dispatcher.planner
     device = a.device
     if (
-        device.type != planner.device_type
+        device.type != extension.device_type()
         or a.dtype is not _FP8
         or b.dtype is not _FP8
         or (out_dtype if out is None else out.dtype) not in _OUT_DTYPES
-        or planner.is_off
-        or planner.policy.is_batch_invariant
+        or extension.is_off()
+        or extension.policy().is_batch_invariant
         or not are_plain(a, b, scale_a, scale_b, out)
         or has_gradient(scale_a, scale_b)
         or (device.index or 0) != current_device()
@@ -175,49 +172,45 @@ def product(
     along = blocks_of(a.shape[1])
     if scale_b.shape[0] != along:
         scale_b = scale_b[:along]
-    tensors = a, b, scale_a, scale_b
-    key = (
-        *((each.shape, each.stride(), each.dtype, each.device) for each in tensors),
-        out_dtype, None if out is None else (out.shape, out.stride(), out.dtype, out.device), planner.policy,
-    )  # fmt: skip
+    tensors = (a, b, scale_a, scale_b, *(() if out is None else (out,)))
+    key = out_dtype, a.numel(), b.numel(), len(tensors)
     result = out
     if result is None:
         shape = a.shape[0], b.shape[1]
-        result = planner.allocate(shape, (shape[1], 1), out_dtype)
-    try:
-        launch = _bound[key]
-    except KeyError:
-        launch = _bind(a, b, scale_a, scale_b, result, key)
-    if launch is None:
+        result = extension.allocation()(shape, (shape[1], 1), out_dtype)
+    known = _launches.find(key, *tensors)
+    if known is None:
+        if not extension.may_load(device):
+            return None
+        launch, waits = _bind(a, b, scale_a, scale_b, result)
+        known = _launches.keep(key, launch, *tensors, waits=waits)
+    if known.launch is None:
         return None
     try:
-        launch(a.data_ptr(), b.data_ptr(), scale_a.data_ptr(), scale_b.data_ptr(), result.data_ptr())
+        known.launch(a.data_ptr(), b.data_ptr(), scale_a.data_ptr(), scale_b.data_ptr(), result.data_ptr())
     except NotTaken:
         return None
     except (RuntimeError, ValueError) as error:
-        _bound[key] = None
+        _launches.keep(key, None, *tensors)
         _warn(f"a kernel of block-scaled products failed to launch on {device} ({one_line(error)})")
-        planner.state.forget_checks()
         return None
     return result
 
 
-_bound: dict[Any, Launch | None] = {}
+_launches = LaunchCache()
 _kernels: dict[tuple[Any, int], BlockKernel] = {}
 
 
-def _bind(a: Any, b: Any, scale_a: Any, scale_b: Any, out: Any, key: Any) -> Launch | None:
-    """The launch for operands that are laid out as these, kept; None where torch computes the product."""
-    device = a.device
-    if capturing(device) or torch.cuda._is_in_bad_fork():
-        return None
-    launch = None
+def _bind(a: Any, b: Any, scale_a: Any, scale_b: Any, out: Any) -> tuple[Launch | None, bool]:
+    """The launch for operands that are laid out as these, None where torch computes the product; and whether
+    a kernel is being compiled."""
+    device, launch = a.device, None
     weight, scales = b.t(), (scale_a, scale_b.t())
     slower = a.shape[0] > MOST_ROWS and out.dtype is torch.bfloat16 and torch_takes(a, b, scale_a, scale_b)
     if not slower and not blocks.refusal(a, weight, *scales, out):
         choice = choose(
             a.shape[0], weight.shape[0], a.shape[1], out_dtype=_OUT_DTYPES[out.dtype], gpu=_name_of(device),
-            may_split=api.dispatcher.planner.policy.prefer != "no_workspace",
+            may_split=extension.policy().prefer != "no_workspace",
         )  # fmt: skip
         try:
             kernel = None if choice is None else _load(choice, device)
@@ -225,13 +218,10 @@ def _bind(a: Any, b: Any, scale_a: Any, scale_b: Any, out: Any, key: Any) -> Lau
             kernel = choice = None
             _warn(f"kernels of block-scaled products cannot run on {device}: {one_line(error)}")
         if choice is not None:
-            if kernel is None:  # it is being compiled
-                return None
+            if kernel is None:
+                return None, True
             launch = kernel.bound(a, weight, *scales, out, device=_device(device), **choice.words)
-    if len(_bound) >= _MOST_BOUND:
-        _bound.clear()
-    _bound[key] = launch
-    return launch
+    return launch, False
 
 
 def _load(choice: BlockChoice, device: torch.device) -> BlockKernel | None:
@@ -251,7 +241,7 @@ def _load(choice: BlockChoice, device: torch.device) -> BlockKernel | None:
 
 
 def _device(device: torch.device) -> Any:
-    return api.dispatcher.planner.policy.device(find_device(f"cuda:{device.index or 0}"))
+    return extension.policy().device(find_device(f"cuda:{device.index or 0}"))
 
 
 @cache
@@ -260,4 +250,4 @@ def _name_of(device: torch.device) -> str:
 
 
 def _warn(text: str) -> None:
-    api.dispatcher.planner.notices.warn(f"{text}; torch computes them")
+    extension.warn(f"{text}; torch computes them")

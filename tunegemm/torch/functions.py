@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from tunegemm.describe.epilogue import ACTIVATIONS, GATED, Epilogue
+from tunegemm.describe.epilogue import ACTIVATIONS, GATE_OF, GATED, Epilogue
 from tunegemm.dispatch import api
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.forms import ADDMM, BMM, LINEAR, MATMUL, SCALED_MM, Activation, form_of
@@ -33,8 +33,6 @@ _TEXTS = {
     for no_bias in (True, False)
     for no_residual in (True, False)
 }
-_GATE_OF = {activation: gate for gate, activation in GATED.items()}
-_GATES = tuple(GATED)
 
 
 def _follow(dispatcher: Dispatcher) -> None:
@@ -138,9 +136,9 @@ def gated_linear(
     `weight`, and `bias` if given, have the rows of gate and up interleaved, as `interleave` makes them.
     activation: silu, gelu, gelu_tanh or relu.
     """
-    if not isinstance(activation, str) or activation not in _GATE_OF:
-        raise ProblemError(f"activation {activation!r} has no gated form; use one of {', '.join(_GATE_OF)}")
-    text = _GATE_OF[activation] if bias is None else "bias_n+" + _GATE_OF[activation]
+    if not isinstance(activation, str) or activation not in GATE_OF:
+        raise ProblemError(f"activation {activation!r} has no gated form; use one of {', '.join(GATE_OF)}")
+    text = GATE_OF[activation] if bias is None else "bias_n+" + GATE_OF[activation]
     try:
         return _fused(LINEAR, text, x, weight, () if bias is None else (bias,))
     except TypeError as error:
@@ -315,7 +313,7 @@ def _text(activation: str | None, no_bias: bool, no_residual: bool) -> str:
     try:
         return _TEXTS[activation, no_bias, no_residual]
     except (KeyError, TypeError):  # unknown, or not even hashable
-        remedy = "gated_linear applies it" if activation in _GATES else f"use one of {', '.join(ACTIVATIONS)}"
+        remedy = "gated_linear applies it" if activation in GATED else f"use one of {', '.join(ACTIVATIONS)}"
         raise ProblemError(f"activation {activation!r} is not known; {remedy}") from None
 
 

@@ -9,14 +9,14 @@ from typing import Any, Self
 
 import torch
 
+import tunegemm.groups.operators  # noqa: F401 - puts products of groups into the registry
 from tunegemm.choose.operators import OPERATORS
-from tunegemm.dispatch import api
+from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.autograd import DTYPES
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, form_of
-from tunegemm.dispatch.guards import deterministic, tf32_allowed
+from tunegemm.dispatch.guards import tf32_allowed
 from tunegemm.dispatch.library import addmm_steps, call_of, is_sum
 from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
-from tunegemm.groups import grouped, scaled_groups
 from tunegemm.torch import blocks
 from tunegemm.torch.aten import Layer, replacements
 
@@ -75,15 +75,17 @@ def begin(counting: Counting | None = None) -> Takeover:
     first of nested blocks.
     """
 
+    served = _SERVED | extension.operators
+
     def wrap(name: str, kernel: Any) -> Callable[..., Any]:
         if counting is None or name not in OPERATORS:  # products of groups have no `Problem` to count by
-            return _SERVED[name](kernel)
-        return counting(name, _SERVED[name], kernel)
+            return served[name](kernel)
+        return counting(name, served[name], kernel)
 
     takeover = Takeover()
     with _lock:
         if not active:
-            replacements.put("takeover", Layer(tuple(_SERVED), DEVICE_KEYS, wrap))
+            replacements.put("takeover", Layer(tuple(served), DEVICE_KEYS, wrap))
         active.append(takeover)
     return takeover
 
@@ -190,37 +192,5 @@ def _serving(name: str) -> Callable[[Any], Callable[..., Any]]:
     return _of_int8 if name == "_int_mm" else partial(_plain, dimensions=dimensions)
 
 
-def _grouping(kernel: Any) -> Callable[..., Any]:
-    """For ``_grouped_mm``, which torch.nn.functional.grouped_mm calls."""
-
-    def serve(
-        keyset: Any,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        offs: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Any:
-        if offs is not None and bias is None and out_dtype in (None, a.dtype) and not deterministic():
-            result = grouped.groups.below_autograd(a, b, offs, None)
-            if result is not None:
-                return result
-        return kernel.call_boxed(keyset, a, b, offs=offs, bias=bias, out_dtype=out_dtype)
-
-    return serve
-
-
-def _scaled_grouping(kernel: Any) -> Callable[..., Any]:
-    """For ``_scaled_grouped_mm``."""
-
-    def serve(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
-        result = scaled_groups.below_autograd(*arguments, **keywords)
-        return kernel.call_boxed(keyset, *arguments, **keywords) if result is None else result
-
-    return serve
-
-
-_SERVED = {name: _serving(name) for name, operator in OPERATORS.items() if operator.served} | {
-    "_grouped_mm": _grouping,
-    "_scaled_grouped_mm": _scaled_grouping,
-}
+#: The products of two matrices. Rooms with others put theirs into `extension.operators`.
+_SERVED = {name: _serving(name) for name, operator in OPERATORS.items() if operator.served}

@@ -1,4 +1,4 @@
-"""Objects of kernels that no search tunes: those that ship, or else compiled in the background."""
+"""Objects of kernels that no record names: those that ship, or else compiled in the background."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from tunegemm.compile.artifacts import Artifact, Key
 from tunegemm.dispatch import api
 from tunegemm.dispatch.background import BackgroundCompiler, make_pool
 from tunegemm.errors import ArtifactError
-from tunegemm.generate import grouped as kernels
 from tunegemm.store import packs
 
 _compilers: dict[str, BackgroundCompiler] = {}
 
 
-def compiled(family: str, key: Key, module: str = kernels.__name__) -> Artifact | None:
+def compiled(family: str, key: Key, module: str) -> Artifact | None:
     """The object of a kernel; None while it is compiled. Raises ArtifactError where it will not be.
 
-    module: what a compile pool asks for the family, see `tunegemm.generate.grouped`.
+    module: what a compile pool asks for the family, such as `tunegemm.generate.grouped`.
     """
     artifact = packs.find(key)
     if artifact is None:

@@ -1,0 +1,184 @@
+"""The interface of dispatch for what stands above it: the rooms of this package, and packages of others.
+
+A product that dispatch has no form for, such as rows in groups, brings its kernels and its choice among them.
+What it shares with `tunegemm.matmul` is here, and is all that it needs of dispatch:
+
+- `LaunchCache` keeps what was decided for operands of one layout, and forgets it when records, policy or mode
+  change;
+- `compiled` gives the object of a kernel, which is compiled in the background where none ships;
+- `policy`, `is_off`, `device_type` and `may_load` say whether a kernel may serve now;
+- `operators` are those of ATen that `tunegemm.enable` takes over for it;
+- `warn` and `missed` speak of what falls back to torch, `recorded` and `serves_by` of what is recorded.
+
+Products of two matrices are calls of `api.dispatcher`: `product`, `fused`, `below_autograd`, `compiled`, and
+`known`, which says what such a call found. tests/dispatch/test_interface.py adds a family from outside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tunegemm.choose.policies import Policy
+from tunegemm.describe.problem import Problem
+from tunegemm.dispatch import api
+from tunegemm.dispatch.forms import Form
+from tunegemm.dispatch.guards import capturing, check_of
+from tunegemm.dispatch.objects import compiled
+from tunegemm.dispatch.planning import LOOK_SECONDS, MAX_PLANS
+from tunegemm.dispatch.states import own
+from tunegemm.store.record import Record
+
+__all__ = [
+    "Known", "LaunchCache", "allocation", "compiled", "device_type", "fingerprint", "forget", "is_off",
+    "may_load", "missed", "observer", "operators", "policy", "recorded", "serves_by", "warn",
+]  # fmt: skip
+
+#: Of ATen's operators, beside those of two matrices, what `tunegemm.enable` puts in the place of their
+#: kernels: made of torch's kernel, by the operator's name. Rooms put theirs here when they are imported.
+operators: dict[str, Callable[[Any], Callable[..., Any]]] = {}
+
+#: Layouts of operands that one key keeps.
+_MOST_ALIKE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What was decided for a key and a layout of operands."""
+
+    launch: Any
+    """What the owner keeps, such as a function; None where torch computes such calls."""
+    check: Callable[..., bool] | None = None
+    """Whether operands are laid out so; None where the key says all."""
+    again: float = float("inf")
+    """When to decide anew, on the monotonic clock."""
+
+
+class LaunchCache:
+    """What one family launches, by keys of its own and the layout of tensors, under the policy of a context.
+
+    The layout is compared in C: types, dispatch keys, dtypes, devices, shapes, strides and `requires_grad`,
+    but no addresses. What is kept ends with a `refresh`, another policy or mode; where torch computes, with
+    the next look that finds new records, too.
+    """
+
+    def __init__(self, *, of_products: bool = False) -> None:
+        """of_products: whether it keeps what `api.dispatcher` found, and ends where that does."""
+        self.of_products = of_products
+
+    def find(self, key: Hashable, *tensors: torch.Tensor) -> Known | None:
+        """What was decided; None where it is to be decided (anew). The number of tensors goes by the key."""
+        planner = api.dispatcher.planner
+        kept = planner.states[own()].launches.get(self)
+        if kept is not None:
+            for known in kept.get(key, ()):
+                if known.check is not None and not known.check(*tensors):
+                    continue
+                if known.launch is not None:
+                    return known
+                now = time.monotonic()
+                return known if now < min(planner.next_look, known.again) or _holds(known, tensors) else None
+        return None
+
+    def keep(self, key: Hashable, launch: Any, *tensors: torch.Tensor, waits: bool = False) -> Known:
+        """Keeps what was decided; launch: None where torch computes. waits: only for some seconds, as where
+        a kernel is being compiled."""
+        check = check_of(tensors) if tensors else None
+        known = Known(launch, check, time.monotonic() + LOOK_SECONDS if waits else float("inf"))
+        if not any(tensor.is_meta for tensor in tensors):
+            kept = api.dispatcher.planner.state.launches.setdefault(self, {})
+            if len(kept) >= MAX_PLANS:
+                kept.clear()
+            others = [one for one in kept.get(key, ()) if one.check is not None and not one.check(*tensors)]
+            kept[key] = (known, *others[: _MOST_ALIKE - 1])
+        return known
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` made the first time; None is not kept."""
+        known = self.find(key)
+        if known is None and (made := make()) is not None:
+            known = self.keep(key, made)
+        return None if known is None else known.launch
+
+    def all(self) -> dict[Any, list[Any]]:
+        """What is kept under the policy of this context, by keys."""
+        kept = api.dispatcher.planner.state.launches.get(self, {})
+        return {key: [known.launch for known in every] for key, every in kept.items()}
+
+    def clear(self) -> None:
+        """Forgets what is kept under the policy of this context."""
+        api.dispatcher.planner.state.launches.pop(self, None)
+
+
+def _holds(known: Known, tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether torch still computes such calls, after a look for new records where it is time for one."""
+    if time.monotonic() > known.again:
+        return False
+    planner = api.dispatcher.planner
+    state = planner.state
+    return any(capturing(tensor.device) for tensor in tensors[:1]) or planner.look() is state
+
+
+def policy() -> Policy:
+    """By which products are served in this context."""
+    return api.dispatcher.planner.policy
+
+
+def device_type() -> str:
+    """torch's name of the devices whose products are served."""
+    return api.dispatcher.planner.device_type
+
+
+def is_off() -> bool:
+    """Whether torch computes every product now."""
+    return api.dispatcher.planner.is_off
+
+
+def may_load(device: torch.device) -> bool:
+    """Whether kernels may be loaded now: not while a CUDA graph is captured, nor in a child of a fork."""
+    return not (torch.cuda._is_in_bad_fork() or capturing(device))
+
+
+def allocation() -> Any:
+    """Makes results, from (shape, strides, dtype), as fast as torch can."""
+    return api.dispatcher.planner.allocate
+
+
+def forget() -> None:
+    """Has every call of a product decided anew, as after a launch that failed."""
+    api.dispatcher.planner.state.forget_checks()
+
+
+def warn(message: str | Callable[[], str], about: Hashable = None) -> None:
+    """Warns that torch computes something, and why, unless that was said. about: see `Notices.warn`."""
+    api.dispatcher.planner.notices.warn(message, about)
+
+
+def missed(problem: Problem) -> None:
+    """Lets the summary at the end (``TUNEGEMM_SUMMARY``) name a product that has no kernel."""
+    api.dispatcher.planner.notices.untuned(problem)
+
+
+def observer() -> Callable[..., Any] | None:
+    """Who writes down calls of groups and has torch compute them, during `tunegemm.record`."""
+    return api.dispatcher.planner.observe_groups
+
+
+def recorded(problem: Problem, device: torch.device) -> Record | None:
+    """The record of a product of rows in groups; None where there is none."""
+    return api.dispatcher.planner.recorded_groups(problem, device.index or 0)
+
+
+def serves_by(form: Form, a: torch.Tensor, b: torch.Tensor, device: torch.device) -> str:
+    """The family of the kernel that serves a call of `Dispatcher.fused`, of tensors that need no memory;
+    empty where torch computes it."""
+    return api.dispatcher.planner.family(form, a, b, device.index or 0)
+
+
+def fingerprint(*, anywhere: bool = False) -> str:
+    """Letters that change with what is served; anywhere: on every host the same for the same records."""
+    return api.dispatcher.planner.fingerprint(anywhere=anywhere)
