@@ -116,6 +116,22 @@ def test_another_layout_is_decided_by_itself(doubled: Doubled, layout: str) -> N
     assert doubled.decided == decided + 1, "the first layout is known beside it"
 
 
+def test_a_capture_finds_what_was_decided_for_operands_of_other_modes(
+    doubled: Doubled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch captures with copies of its own, and nothing can be decided then."""
+    a, b = operands()
+    doubled.launches.keep((a.numel(), b.numel()), doubled._launch, a, b)
+    with torch.inference_mode():
+        other = torch.empty_like(a).copy_(a)
+    assert doubled.launches.find((a.numel(), b.numel()), other, b) is None
+    monkeypatch.setattr(extension, "capturing", lambda device: True)
+    found = doubled.launches.find((a.numel(), b.numel()), other, b)
+    assert found is not None and found.launch == doubled._launch
+    for another in (other[:16], other.double(), torch._neg_view(other)):
+        assert doubled.launches.find((a.numel(), b.numel()), another, b) is None
+
+
 def test_what_is_kept_ends_with_a_refresh_and_with_another_policy(doubled: Doubled) -> None:
     a, b = operands()
     decided, launched = doubled.decided, doubled.launched

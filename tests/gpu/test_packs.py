@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import tunegemm
 from tests.store.test_packs import RECORDS
 from tests.support.processes import compile_workers
-from tunegemm import serve as dispatch
 from tunegemm.describe.device import find_device
 from tunegemm.store import packing, packs
 
@@ -29,19 +29,19 @@ def test_a_pack_serves(
     monkeypatch.delenv("TUNEGEMM_DB", raising=False)
     monkeypatch.chdir(tmp_path)
     packs.install(packed.path)
-    dispatch.refresh()
+    tunegemm.refresh()
     try:
         for record in records:
             m, n, k = record.problem.m, record.problem.n, record.problem.k
             a = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
             b = torch.randn(n, k, device="cuda", dtype=torch.bfloat16).t()
-            out = dispatch.matmul(a, b)
+            out = tunegemm.matmul(a, b)
             torch.testing.assert_close(out.float(), a.float() @ b.float(), rtol=2e-2, atol=2e-1)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                captured = dispatch.matmul(a, b)
+                captured = tunegemm.matmul(a, b)
             graph.replay()
             assert torch.equal(captured, out)
         assert [str(warning.message) for warning in recwarn if "left" in str(warning.message)] == []
     finally:
-        dispatch.refresh()
+        tunegemm.refresh()

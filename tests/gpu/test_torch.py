@@ -231,19 +231,19 @@ def test_a_captured_training_step(launches, model):
 
     step()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
-    tunegemm.patch(model)
     side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    for parameter in model.parameters():
-        parameter.grad = None
-    graph = torch.cuda.CUDAGraph()
-    launches.clear()
-    with torch.cuda.graph(graph):
-        step()
-    assert len(launches) >= 33
+    with tunegemm.enable():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        for parameter in model.parameters():
+            parameter.grad = None
+        graph = torch.cuda.CUDAGraph()
+        launches.clear()
+        with torch.cuda.graph(graph):
+            step()
+        assert len(launches) >= 33
     graph.replay()
     for parameter, right in zip(model.parameters(), expected, strict=True):
         close(parameter.grad, right, 3e-2)
@@ -307,6 +307,7 @@ def test_enable_leaves_other_products_to_torch(launches):
     assert launches == [(TOKENS, HIDDEN, WIDTH)]  # that of the last line
 
 
+@torch.no_grad()
 def test_patched_and_copied_models_agree(launches, model):
     expected = model(tokens())
     assert tunegemm.patch(model) == 12

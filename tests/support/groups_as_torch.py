@@ -99,7 +99,7 @@ def _laid_out(a: Any, w: Any, x: Any, y: Any) -> Iterator[Sample]:
     yield Sample("along k, among NaN", (among_nan(x).t(), among_nan(y)), along, None, a.dtype is BF16)
     yield Sample("dtype named", (a, w.mT), {**words, "out_dtype": a.dtype}, None, served)
     yield Sample("batches", (a.expand(4, *a.shape).contiguous(), w.mT))
-    yield Sample("groups of columns", (w, a.t()), words)
+    yield Sample("groups of columns", (w, x.t()), along)  # of whole units, as those along k
     yield Sample("one group", (a, w[:1].mT), {"offs": words["offs"][3:]}, None, served)
     many = torch.arange(2000, device=a.device, dtype=torch.int32).div(125, rounding_mode="floor").int()
     wide = filled((2000, 16, a.shape[1]), a.device.type, a.dtype, 5)

@@ -119,7 +119,8 @@ def launch_grouped() -> None:
         out = torch.zeros(150, 144, device="cuda", dtype=out_dtype)
         for ends in ([1, 1, 132, 140, 147], [0, 0, 0, 0, 150], [-5, 40, 20, 2**31 - 1, 7]):
             offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
-            kernel.launch(a, weights, out, offsets, bias, scales=of_rows, blocks=16)
+            scales = of_rows if config.fused.scales else None
+            kernel.launch(a, weights, out, offsets, bias, scales=scales, blocks=16)
             torch.cuda.synchronize()
         print("grouped", config.label, flush=True)
 

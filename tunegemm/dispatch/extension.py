@@ -27,7 +27,7 @@ from tunegemm.choose.policies import Policy
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api
 from tunegemm.dispatch.forms import Form
-from tunegemm.dispatch.guards import capturing, check_of
+from tunegemm.dispatch.guards import capturing, check_of, is_lazy
 from tunegemm.dispatch.objects import compiled
 from tunegemm.dispatch.planning import LOOK_SECONDS, MAX_PLANS
 from tunegemm.dispatch.states import own
@@ -56,6 +56,8 @@ class Known:
     """Whether operands are laid out so; None where the key says all."""
     again: float = float("inf")
     """When to decide anew, on the monotonic clock."""
+    layout: tuple[Any, ...] = ()
+    """What `check` compares of the operands, but for torch's modes and dispatch keys."""
 
 
 class LaunchCache:
@@ -82,13 +84,19 @@ class LaunchCache:
                     return known
                 now = time.monotonic()
                 return known if now < min(planner.next_look, known.again) or _holds(known, tensors) else None
+            if tensors and capturing(tensors[0].device):
+                # torch captures with copies of operands that it may make in other modes, and nothing can be
+                # decided now.
+                layout = _layout(tensors)
+                return next((known for known in kept.get(key, ()) if known.layout == layout), None)
         return None
 
     def keep(self, key: Hashable, launch: Any, *tensors: torch.Tensor, waits: bool = False) -> Known:
         """Keeps what was decided; launch: None where torch computes. waits: only for some seconds, as where
         a kernel is being compiled."""
         check = check_of(tensors) if tensors else None
-        known = Known(launch, check, time.monotonic() + LOOK_SECONDS if waits else float("inf"))
+        again = time.monotonic() + LOOK_SECONDS if waits else float("inf")
+        known = Known(launch, check, again, _layout(tensors))
         if not any(tensor.is_meta for tensor in tensors):
             kept = api.dispatcher.planner.state.launches.setdefault(self, {})
             if len(kept) >= MAX_PLANS:
@@ -112,6 +120,10 @@ class LaunchCache:
     def clear(self) -> None:
         """Forgets what is kept under the policy of this context."""
         api.dispatcher.planner.state.launches.pop(self, None)
+
+
+def _layout(tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    return tuple((x.shape, x.stride(), x.dtype, x.device, is_lazy(x)) for x in tensors)
 
 
 def _holds(known: Known, tensors: tuple[torch.Tensor, ...]) -> bool:

@@ -3,6 +3,27 @@
 import importlib
 import sys
 
+from tunegemm.dispatch.api import policy, refresh
+from tunegemm.groups.gated_experts import experts
+from tunegemm.groups.grouped import grouped_mm
+from tunegemm.groups.scaled_groups import scaled_grouped_mm
+from tunegemm.torch.functions import (
+    addmm,
+    baddbmm,
+    bmm,
+    gated_linear,
+    interleave,
+    linear,
+    matmul,
+    mm,
+    scaled_mm,
+)
+
+__all__ = [
+    "addmm", "baddbmm", "bmm", "experts", "gated_linear", "grouped_mm", "interleave", "linear", "matmul",
+    "mm", "policy", "refresh", "scaled_grouped_mm", "scaled_mm",
+]  # fmt: skip
+
 for _old, _new in {
     "api": "dispatch.api",
     "dispatcher": "dispatch.dispatcher",
