@@ -121,13 +121,13 @@ def test_a_capture_finds_what_was_decided_for_operands_of_other_modes(
 ) -> None:
     """torch captures with copies of its own, and nothing can be decided then."""
     a, b = operands()
-    doubled.launches.keep((a.numel(), b.numel()), doubled._launch, a, b)
+    doubled.launches.keep((a.numel(), b.numel()), doubled.decide, a, b)
     with torch.inference_mode():
         other = torch.empty_like(a).copy_(a)
     assert doubled.launches.find((a.numel(), b.numel()), other, b) is None
     monkeypatch.setattr(extension, "capturing", lambda device: True)
     found = doubled.launches.find((a.numel(), b.numel()), other, b)
-    assert found is not None and found.launch == doubled._launch
+    assert found is not None and found.launch == doubled.decide
     for another in (other[:16], other.double(), torch._neg_view(other)):
         assert doubled.launches.find((a.numel(), b.numel()), another, b) is None
 
