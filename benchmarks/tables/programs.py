@@ -346,32 +346,25 @@ clients_training = of_file("clients_training.json")(_clients)
 
 @of_file("layers.json")
 def layers(data: Data) -> list[str]:
-    """Layers of models by mode: times torch, times merged weights, and the host's time."""
-    said, tables = [], []
+    """Layers of models by mode and rows: times torch, times merged weights, and the host's time."""
+    tables, said = [], []
     for mode in ("graph", "backend", "inductor"):
         rows = [row for row in data["rows"] if row["mode"] == mode and "ratio" in row]
-        if not rows:
-            continue
-        lines = [
-            [
-                f"{row['model']}, {row['rows']}", f"{row['torch_ms']:.3f}", f"{row['ratio']:.3f}",
-                f"{row['ratio_to_merged']:.3f}" if "ratio_to_merged" in row else "",
-                f"{row['host_us'] / row['torch_host_us']:.2f}" if "host_us" in row else "",
-                f"{100 * row['noise']:.1f}%",
-            ]
-            for row in rows
-        ]  # fmt: skip
-        header = [mode, "torch, ms", "times torch", "times merged", "host time / torch's", "noise"]
-        tables.append(markdown_table(header, lines))
-        for what, decodes in (("decode", True), ("prefill", False)):
-            some = [row for row in rows if row["rows"].startswith("d") is decodes]
-            if some:
-                mean = geometric_mean([row["ratio"] for row in some])
-                least = min(some, key=lambda row: row["ratio"])
-                said.append(
-                    f"- {mode}, {what}: {mean:.3f} times torch (geometric mean of {len(some)}), lowest "
-                    f"{least['ratio']:.3f} ({least['model']} {least['rows']})"
-                )
+        lines = []
+        for size in dict.fromkeys(row["rows"] for row in rows):
+            some = [row for row in rows if row["rows"] == size]
+            least = min(some, key=lambda row: row["ratio"])
+            merged = [row["ratio_to_merged"] for row in some if "ratio_to_merged" in row]
+            host = [row["host_us"] / row["torch_host_us"] for row in some if "host_us" in row]
+            lines.append([
+                size, str(len(some)), f"{geometric_mean([row['ratio'] for row in some]):.3f}",
+                f"{least['ratio']:.3f} ({least['model']})", f"{geometric_mean(merged):.3f}" if merged else "",
+                f"{geometric_mean(host):.2f}" if host else "",
+                f"{100 * median(row['noise'] for row in some):.1f}%",
+            ])  # fmt: skip
+        if lines:
+            header = [mode, "models", "times torch", "lowest", "times merged", "host time / torch's", "noise"]
+            tables.append(markdown_table(header, lines))
     slower = [
         f"{row['model']} {row['rows']} {row['mode']} ({row['ratio']:.3f})"
         for row in data["rows"]
