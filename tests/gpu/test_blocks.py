@@ -111,8 +111,8 @@ def near(out: torch.Tensor, wanted: torch.Tensor, magnitude: torch.Tensor, dtype
     least = 6e-8 if dtype == "fp16" else 1e-38
     within = (found - wanted).abs() <= ROUNDING[dtype] * wanted.abs() + magnitude * 2.0**-11 + least
     beyond = (magnitude > 3e38) & ~found.isfinite()
-    if dtype == "fp16":
-        beyond |= (wanted.abs() > 65000) & (found.abs() > 65000)
+    if dtype == "fp16":  # what may be off by more than is left below fp16's largest may be infinity
+        beyond |= (wanted.abs() + magnitude * 2.0**-11 > 65000) & (found.abs() > 65000)
     return within | beyond | (found == rounded) | (found.isnan() & rounded.isnan())
 
 
