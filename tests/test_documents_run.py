@@ -44,7 +44,7 @@ _FEW_TRIALS = " --trials 2 --workers 1"
 #: What the commands call the program below.
 _CALLED = re.compile(r"\bpython (serve|train)\.py( --steps \d+)?")
 #: What a host without a GPU says of a command that measures, or that shows what was measured.
-_WITHOUT_GPU = re.compile(r"\Atunegemm: .*(on a GPU|no CUDA device here).*\n\Z")
+_WITHOUT_GPU = re.compile(r"\Atunegemm: .*(on a GPU|no CUDA device here|for the recorded H200: ).*\n\Z")
 
 #: Its product is a recorded one, so that it can be tuned without a GPU, too.
 PROGRAM = """

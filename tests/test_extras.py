@@ -95,7 +95,7 @@ def run(forks: Forks, tmp_path: Path) -> Run:
 def test_a_host_without_extras_serves(run: Run, tmp_path: Path) -> None:
     done = run(_SERVES)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("cute_sm90") >= 4, done.stdout  # the record's kernel, not torch's product
+    assert done.stdout.count("cute_sm90") >= 3, done.stdout  # the record's kernel, not torch's product
     assert (tmp_path / "shapes.json").exists()
 
 

@@ -92,7 +92,7 @@ def test_the_command_is_interrupted_after_its_budget(listed: Path) -> None:
     assert mode == "without library" and found["rows"] == []
     assert found[mode]["exit_code"] == 130 and 9 <= found[mode]["seconds"] < 60
     assert found[mode]["products"] == 2 and found[mode]["reached"] == 0
-    assert "Interrupted: what was measured is kept" in (listed.parent / "out" / "tuning_many.log").read_text()
+    assert "Interrupted: the measurements are kept" in (listed.parent / "out" / "tuning_many.log").read_text()
 
 
 @pytest.mark.parametrize(("pack", "mode"), [(object(), "as installed"), (None, "without library")])

@@ -130,7 +130,7 @@ class TestCustom:
         def tanh(acc):  # type: ignore[no-untyped-def]
             return acc
 
-        with pytest.raises(ProblemError, match="'tanh' has the name of what it may use"):
+        with pytest.raises(ProblemError, match="'tanh' has the name of a function that it may call"):
             Epilogue.custom(tanh)
 
     def test_too_many_operands_are_refused(self) -> None:

@@ -357,7 +357,7 @@ def test_quantised_layers_are_scaled(tmp_path: Path, config: dict[str, Any], exp
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "its scales are of blocks"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "no block scales in engines"),
         ({"quant_method": "awq"}, "quantised by 'awq'"),
         (compressed(by("channel", "int", 4), None), "its weights alone are quantised"),
         (compressed(by("block"), by("group")), "of groups or blocks"),
@@ -477,7 +477,7 @@ def test_a_name_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("HF_HOME")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     assert read_model("org/small").layers[-1].parts[0].columns == 64
-    with pytest.raises(WorkloadError, match=r"'org/other': neither .* nothing is downloaded"):
+    with pytest.raises(WorkloadError, match=r"'org/other': neither .* tunegemm downloads nothing"):
         read_model("org/other")
     with pytest.raises(WorkloadError, match="neither a config"):
         read_model("../" * 3 + "etc")

@@ -489,7 +489,7 @@ class TestBackward:
         assert [gradient.alignment for gradient in forward.backward()] == [4, 4]
 
     def test_other_output_dtypes_have_none(self) -> None:
-        with pytest.raises(ProblemError, match="another dtype"):
+        with pytest.raises(ProblemError, match="differ in dtype"):
             Problem.parse("64x48x32", out_dtype="fp32").backward()
 
 

@@ -224,7 +224,7 @@ def test_a_record_beside_its_searchs_curve_says_why(tmp_path: Path) -> None:
         database.confirm(problem, recorded_device(), raced, label="pp")
         text = text_of(report(from_database(database)))
     assert "The search measured the record's candidate at 1.370" in text
-    assert "its 1.452 is of its final race, of 5 rounds. The two do not compare." in text
+    assert "its 1.452 is from its final race with 5 rounds. The two do not compare." in text
 
 
 class TestScale:

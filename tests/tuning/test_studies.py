@@ -74,7 +74,7 @@ def test_a_study_of_another_problem_is_refused(tmp_path: Path) -> None:
     kept(location, searched())
     with Studies(location) as studies:
         studies.require(["a problem", "a second one of the same command"])
-        with pytest.raises(StudyError, match="is of 'a problem'; use another file for 64x64x64"):
+        with pytest.raises(StudyError, match="belongs to 'a problem'; use another file for 64x64x64"):
             studies.require(["64x64x64"])
 
 

@@ -313,7 +313,8 @@ def _text(activation: str | None, no_bias: bool, no_residual: bool) -> str:
     try:
         return _TEXTS[activation, no_bias, no_residual]
     except (KeyError, TypeError):  # unknown, or not even hashable
-        remedy = "gated_linear applies it" if activation in GATED else f"use one of {', '.join(ACTIVATIONS)}"
+        is_gate = isinstance(activation, str) and activation in GATED
+        remedy = "gated_linear applies it" if is_gate else f"use one of {', '.join(ACTIVATIONS)}"
         raise ProblemError(f"activation {activation!r} is not known; {remedy}") from None
 
 

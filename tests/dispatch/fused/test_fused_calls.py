@@ -248,7 +248,9 @@ def test_scales_that_only_torch_has(serve, kernel):
             torch._scaled_mm(a, b, *scales, out_dtype=BF16)
         with pytest.raises(type(expected.value)) as raised:
             tunegemm.scaled_mm(a, b, *scales, out_dtype=BF16)
-        assert str(raised.value) == str(expected.value)
+        # Scales that fit no product are named; others are in torch's words.
+        said = str(raised.value)
+        assert said == str(expected.value) or said.startswith("scale_a is (")
     assert not kernel.calls
 
 

@@ -243,7 +243,7 @@ def _groups(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Arit
     if method == "fbgemm_fp8":
         return [(everything, Arithmetic("fp8_e4m3", plain, "scale_rowwise"))]
     if method == "fp8" and config.get("weight_block_size"):
-        return [(everything, "there are no kernels for block scales")]
+        return [(everything, "tunegemm serves no block scales in engines")]
     if method == "fp8":
         scales = "scale_tensor" if config.get("activation_scheme") == "static" else "scale_rowwise"
         return [(everything, Arithmetic("fp8_e4m3", plain, scales))]

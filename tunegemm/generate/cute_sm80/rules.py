@@ -33,6 +33,9 @@ _UNEVEN_SHIFT_REGISTERS = 58
 #: And where shifted lines lie along m or n: a thread then has several pieces of a line. With 7 left nt of
 #: 128x256x32 spills 24 B, with 3 nn of 64x192x64.
 _CROSSED_SHIFT_REGISTERS = 12
+#: And where a warp's sums are half of its registers: 128x128x64 of 2 x 2 warps spills 116 B on sm_90.
+_FULL_SHIFT_REGISTERS = 30
+_FULL_ACCUMULATORS = 128
 #: Longest k that fp16 accumulators add up within the tolerance of a right fp16 result, 9.8e-4: rounding sums
 #: every 16 elements gives 8.4e-4 at 512, 1.2e-3 at 1024, 2.3e-3 at 4096 (uniform operands, on a CPU).
 _HALF_MAX_K = 512
@@ -135,6 +138,7 @@ def registers(problem: Problem, candidate: Candidate, device: Device) -> str | N
     if config.shifts:
         overhead += _UNEVEN_SHIFT_REGISTERS if uneven else _SHIFT_REGISTERS
         overhead += _CROSSED_SHIFT_REGISTERS if (config.a_major, config.b_major) != ("k", "k") else 0
+        overhead += _FULL_SHIFT_REGISTERS if config.accumulator_registers >= _FULL_ACCUMULATORS else 0
     elif uneven:
         overhead += _UNEVEN_REGISTERS
     need = config.accumulator_registers + 2 * config.fragment_registers + overhead
