@@ -94,7 +94,7 @@ print(json.dumps({"launched": len(launched), "seconds": seconds, "records": len(
 def test_a_first_call_imports_no_compiler_and_no_sqlalchemy(
     artifact: Artifact, many_records: Path, folder: Path, forks: Forks
 ) -> None:
-    """CPU time, which other processes do not lengthen much: 0.1 to 0.3 s, and twice that to compile bytecode."""
+    """CPU time, which other processes lengthen little: 0.1 to 0.3 s, and twice that to compile bytecode."""
     variables = environment(
         TUNEGEMM_DB=str(many_records),
         TUNEGEMM_CACHE_DIR=str(folder / "cache"),

@@ -58,7 +58,7 @@ EXAMPLES = Examples(
     [*PROBLEMS[:2], *PROBLEMS[3:5], PROBLEMS[6]],  # the others are in them
     corners=[
         (PROBLEMS[0], {"tile_k": 64, "smem_swizzle": 3, "stages": 4}),
-        (PROBLEMS[1], {"vector_bytes": 2, "tile_k": 64, "smem_swizzle": 3, "stages": 4}),
+        (PROBLEMS[1], {"vector_bytes": 2, "tile_n": 64, "tile_k": 64, "smem_swizzle": 3, "stages": 4}),
         (PROBLEMS[6], {"acc_dtype": "fp16"}),
     ],
     rejected=[

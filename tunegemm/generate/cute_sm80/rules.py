@@ -33,9 +33,11 @@ _UNEVEN_SHIFT_REGISTERS = 58
 #: And where shifted lines lie along m or n: a thread then has several pieces of a line. With 7 left nt of
 #: 128x256x32 spills 24 B, with 3 nn of 64x192x64.
 _CROSSED_SHIFT_REGISTERS = 12
-#: And where a warp's sums are half of its registers: 128x128x64 of 2 x 2 warps spills 116 B on sm_90.
+#: And where sums are half of a thread's registers, but for a short tile_k: 128x128x64 of 2 x 2 warps spills
+#: 116 B on sm_90.
 _FULL_SHIFT_REGISTERS = 30
 _FULL_ACCUMULATORS = 128
+_SHORT_TILE_K = 32
 #: Longest k that fp16 accumulators add up within the tolerance of a right fp16 result, 9.8e-4: rounding sums
 #: every 16 elements gives 8.4e-4 at 512, 1.2e-3 at 1024, 2.3e-3 at 4096 (uniform operands, on a CPU).
 _HALF_MAX_K = 512
@@ -126,8 +128,8 @@ def threads(problem: Problem, candidate: Candidate, device: Device) -> str | Non
 
 
 @rule(
-    "tile_m", "tile_n", "warps_m", "warps_n", "vector_bytes", "ctas_per_sm", "acc_dtype", "a_major",
-    "b_major", "device",
+    "tile_m", "tile_n", "tile_k", "warps_m", "warps_n", "vector_bytes", "ctas_per_sm", "acc_dtype",
+    "a_major", "b_major", "device",
 )  # fmt: skip
 def registers(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Accumulators, two steps of fragments and bookkeeping must fit a thread's registers, or ptxas spills."""
@@ -138,7 +140,8 @@ def registers(problem: Problem, candidate: Candidate, device: Device) -> str | N
     if config.shifts:
         overhead += _UNEVEN_SHIFT_REGISTERS if uneven else _SHIFT_REGISTERS
         overhead += _CROSSED_SHIFT_REGISTERS if (config.a_major, config.b_major) != ("k", "k") else 0
-        overhead += _FULL_SHIFT_REGISTERS if config.accumulator_registers >= _FULL_ACCUMULATORS else 0
+        if config.accumulator_registers >= _FULL_ACCUMULATORS and config.tile_k > _SHORT_TILE_K:
+            overhead += _FULL_SHIFT_REGISTERS
     elif uneven:
         overhead += _UNEVEN_REGISTERS
     need = config.accumulator_registers + 2 * config.fragment_registers + overhead
