@@ -476,6 +476,6 @@ def test_a_process_ends_while_kernels_wait(host: Path) -> None:
     ended = time.monotonic()
     assert done.returncode == 0, done.stderr
     waiting, worker, leaving = done.stdout.split()
-    assert waiting == "2" and ended - float(leaving) < 5
+    assert waiting == "2" and ended - float(leaving) < 2
     until(lambda: not psutil.pid_exists(int(worker)), seconds=2)
     assert not ArtifactStore().names()

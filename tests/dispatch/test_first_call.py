@@ -94,7 +94,7 @@ print(json.dumps({"launched": len(launched), "seconds": seconds, "records": len(
 def test_a_first_call_imports_no_compiler_and_no_sqlalchemy(
     artifact: Artifact, many_records: Path, folder: Path, forks: Forks
 ) -> None:
-    """CPU time, which other processes lengthen little: 0.1 to 0.3 s, and twice that to compile bytecode."""
+    """CPU time, which other processes lengthen little: 0.1 s, and twice that to compile bytecode."""
     variables = environment(
         TUNEGEMM_DB=str(many_records),
         TUNEGEMM_CACHE_DIR=str(folder / "cache"),
@@ -106,7 +106,8 @@ def test_a_first_call_imports_no_compiler_and_no_sqlalchemy(
     assert found["launched"] == 1 and found["records"] > 10_000
     heavy = {"cutlass", "triton", "sqlalchemy", "alembic", "pandas", "optuna", "statistics", "tomllib"}
     assert heavy & set(found["modules"]) <= {"triton"}, "torch may import triton"
-    assert found["seconds"] < 0.9
+    times = [json.loads(forks.run(_FIRST_CALL, env=variables).stdout)["seconds"] for _ in range(2)]
+    assert min(found["seconds"], *times) < 0.6
 
 
 def test_a_file_is_read_as_the_store_reads_it(many_records: Path, tmp_path: Path) -> None:

@@ -140,8 +140,10 @@ def test_eight_threads_of_streams_of_their_own() -> None:
             with torch.cuda.stream(torch.cuda.Stream()):
                 for turn in range(25):
                     which = (place + turn) % len(inputs)
-                    # Torch's own products, of which some consist, differ in bits from stream to stream.
-                    if not difference(logits(run, inputs[which]), expected[which]) < 1e-2:
+                    found, right = logits(run, inputs[which]), expected[which]
+                    # Beyond 128 rows torch multiplies, too, whose bits differ from stream to stream.
+                    is_ours = inputs[which].shape[1] <= 128
+                    if not (torch.equal(found, right) if is_ours else difference(found, right) < 1e-2):
                         wrong.append(which)
         except BaseException as error:
             wrong.append(error)
