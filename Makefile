@@ -93,8 +93,8 @@ docs: $(READY)
 # compiled without a GPU: a second each, when their sources or the lists changed. They go into the wheel, and serve from the checkout; without them a checkout
 # compiles what a call lacks in the background.
 kernels: db/kernels/manifest.json
-db/kernels/manifest.json: $(TUNING) db/selector.toml db/invariant.toml db/grouped.toml db/joined.toml db/blocks.toml $(wildcard db/records/*.json tunegemm/compile/*.py tunegemm/generate/*.py tunegemm/generate/*/*.py tunegemm/generate/*/*/*.py tunegemm/model/*.py)
-	$(RUN) -m tunegemm.store.packing db/kernels
+db/kernels/manifest.json: $(TUNING) fit/shipping.py db/selector.toml db/invariant.toml db/grouped.toml db/joined.toml db/blocks.toml $(wildcard db/records/*.json tunegemm/compile/*.py tunegemm/generate/*.py tunegemm/generate/*/*.py tunegemm/generate/*/*/*.py tunegemm/model/*.py)
+	$(RUN) -m fit.shipping db/kernels
 
 wheel: $(READY) kernels
 	$(RUN) -m hatchling build -t wheel

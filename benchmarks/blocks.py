@@ -24,12 +24,12 @@ import torch
 import tunegemm
 from benchmarks.command import choose_names, command, parser_of
 from benchmarks.joined import Graph
+from benchmarks.provided import Provided, provide_blocks
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.generate import blocks
 from tunegemm.generate.blocks import BLOCK, BlockKernel
 from tunegemm.model.blocks import candidates, choose, splits_of
-from tunegemm.store import packing
 
 METHOD = (
     "each side in one CUDA graph over as many sets of weights as pass 3x the L2; all in shuffled order in "
@@ -112,7 +112,7 @@ def _drawn(*shape: int) -> torch.Tensor:
 
 
 def sides_of(
-    case: Case, operands: Operands, device: Device, provided: packing.Provided, every: bool
+    case: Case, operands: Operands, device: Device, provided: Provided, every: bool
 ) -> dict[str, Side]:
     """What is timed, by name; each takes the number of a set of weights. every: all kernels."""
     a, scale_a = operands.a, operands.scale_a
@@ -171,7 +171,7 @@ def copied_gbs() -> float:
 
 
 def measure(
-    case: Case, device: Device, provided: packing.Provided, every: bool, rounds: int, copied: float
+    case: Case, device: Device, provided: Provided, every: bool, rounds: int, copied: float
 ) -> dict[str, Any]:
     """A row."""
     steady = case.rows >= _STEADY_ROWS
@@ -231,7 +231,7 @@ def run(options: argparse.Namespace) -> int:
     results = Results(results_path(options.out, device, "blocks.json"), meta(device, METHOD))
     cases = [Case(layer, rows) for rows in map(int, options.rows) for layer in options.layers]
     cases.sort(key=lambda case: results.find(_named(case)) is not None)
-    provided = packing.provide_blocks()
+    provided = provide_blocks()
     copied = copied_gbs()
     print(f"{device.name}: a copy moves {copied:.0f} GB/s", flush=True)
     found: list[dict[str, Any]] = []

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -35,6 +34,7 @@ from tunegemm.describe.architectures import PARTS
 from tunegemm.describe.device import Device, Fingerprint, device_from_part, package_version
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.describe.stored import document_of
 from tunegemm.measure.outcome import Measurement
 from tunegemm.store import Database
 from tunegemm.store.schema import FASTEST
@@ -200,7 +200,7 @@ def build(path: Path, shapes: int = SHAPES, toolchains: int = TOOLCHAINS, measur
         _insert(
             connection,
             "problems",
-            (dataclasses.asdict(each) | {"id": i} for i, each in enumerate(_problems(shapes), 1)),
+            (document_of(each) | {"id": i} for i, each in enumerate(_problems(shapes), 1)),
         )
         records: list[dict[str, Any]] = []
         _insert(

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 from benchmarks.command import choose_names, command, parser_of
+from benchmarks.provided import provide_grouped
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import find_device
 from tunegemm.engines import transformers as integration
 from tunegemm.generate import routing as kernels
 from tunegemm.groups import routing
-from tunegemm.store import packing
 
 METHOD = (
     "one layer of experts, random weights and routes; each way in one CUDA graph over draws of routes whose "
@@ -161,7 +161,7 @@ def run(options: argparse.Namespace) -> int:
     torch.manual_seed(0)
     integration.register()
     if options.every:
-        packing.provide_grouped(kernels.NAME)
+        provide_grouped(kernels.NAME)
         routing.routing = routing.Routing(served=kernels.ALL)
     results = Results(results_path(options.out, device, "expert_layers.json"), meta(device, METHOD))
     begun, found = time.monotonic(), []

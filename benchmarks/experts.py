@@ -41,6 +41,7 @@ import triton.language as tl
 
 import tunegemm
 from benchmarks.command import choose_names, chosen, command, parser_of
+from benchmarks.provided import provide_grouped
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.errors import one_line
@@ -52,7 +53,6 @@ from tunegemm.generate.parted.config import PartedConfig
 from tunegemm.groups import grouped
 from tunegemm.measure.statistics import aa_noise
 from tunegemm.model.grouped import FP8, choose, choose_along_k, configs, kinds, listed_along_k, maker_of
-from tunegemm.store import packing
 
 METHOD = (
     "each side in one CUDA graph over divisions of the rows whose weights together pass 3x the L2; all sides "
@@ -247,7 +247,7 @@ class Case:
             found["quack"] = quacks
         if each_kernel:
             blocks = torch.cuda.get_device_properties(a.device).multi_processor_count
-            provided = packing.provide_grouped(self.kind, every=True)
+            provided = provide_grouped(self.kind, every=True)
             given = {"bias": scale_b, "scales": scale_a} if is_fp8 else {}
             for config in configs(self.kind).values():
                 maker = maker_of(config)
@@ -356,7 +356,7 @@ class AlongKCase(Case):
             "loop": loop,
         }
         if each_kernel:
-            provided = packing.provide_grouped(along_k.NAME)
+            provided = provide_grouped(along_k.NAME)
             blocks = torch.cuda.get_device_properties(a.device).multi_processor_count
             for config in listed_along_k(every=True):
                 artifact = provided.of(along_k.kernel_key(config))
@@ -566,7 +566,7 @@ def run(options: argparse.Namespace) -> int:
     grouped.choose = partial(choose, every=True)  # type: ignore[attr-defined]
     grouped.choose_along_k = partial(choose_along_k, every=True)  # type: ignore[attr-defined]
     for kind in options.kinds:
-        packing.provide_grouped(kind)
+        provide_grouped(kind)
     name = "experts_kernels.json" if options.kernels else "experts.json"
     if along_k.NAME in options.kinds:
         name = "experts_along_k.json"

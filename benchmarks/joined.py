@@ -27,13 +27,14 @@ from torch.nn.functional import linear, silu
 
 import tunegemm
 from benchmarks.command import choose_names, command, parser_of
+from benchmarks.provided import Provided, provide_joined
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import Device, find_device
 from tunegemm.generate import joined
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.joined import JoinedKernel
 from tunegemm.model.joined import Listed, candidates, choose
-from tunegemm.store import packing, packs
+from tunegemm.store import packs
 
 METHOD = (
     "each side in one CUDA graph over as many sets of weights as pass 3x the L2; all in shuffled order in "
@@ -104,20 +105,18 @@ class Weights:
         self.interleaved = [tunegemm.interleave(*each) for each in self.apart] if case.gate else self.merged
 
 
-def kernel_of(listed: Listed, provided: list[packing.Provided]) -> JoinedKernel | None:
+def kernel_of(listed: Listed, provided: list[Provided]) -> JoinedKernel | None:
     """A kernel, compiled where it does not ship; None where it cannot be compiled."""
     key = joined.kernel_key(listed.choice.config)
     artifact = packs.find(key)
     if artifact is None:
         if not provided:
-            provided.append(packing.provide_joined())
+            provided.append(provide_joined())
         artifact = provided[0].of(key)
     return None if artifact is None else JoinedKernel.load(listed.choice.config, artifact.path)
 
 
-def sides_of(
-    case: Case, weights: Weights, device: Device, provided: list[packing.Provided]
-) -> dict[str, Side]:
+def sides_of(case: Case, weights: Weights, device: Device, provided: list[Provided]) -> dict[str, Side]:
     """What is timed, by name; each takes the number of a set of weights."""
     a = torch.randn(case.rows, case.k, device="cuda", dtype=torch.bfloat16)
     n, apart, merged, interleaved = case.ns[0], weights.apart, weights.merged, weights.interleaved
@@ -204,7 +203,7 @@ def timed_ms(run: Callable[[], Any]) -> float:
     return start.elapsed_time(end)
 
 
-def measure(case: Case, device: Device, provided: list[packing.Provided], rounds: int) -> dict[str, Any]:
+def measure(case: Case, device: Device, provided: list[Provided], rounds: int) -> dict[str, Any]:
     """A row."""
     each_bytes = sum(case.ns) * case.k * 2
     sets = 1 if case.rows >= _STEADY_ROWS else max(1, math.ceil(3 * device.l2_bytes / each_bytes))
@@ -258,7 +257,7 @@ def run(options: argparse.Namespace) -> int:
         for gate in ("", "swiglu")
     ]
     cases.sort(key=lambda case: results.find(_named(case)) is not None)
-    provided: list[packing.Provided] = []
+    provided: list[Provided] = []
     found: list[dict[str, Any]] = []
     for case in cases:
         if options.seconds and time.monotonic() - begun > options.seconds:

@@ -22,11 +22,11 @@ import torch
 
 from benchmarks.command import choose_names, command, parser_of
 from benchmarks.expert_layers import graph_of, sampled
+from benchmarks.provided import provide_grouped
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import find_device, package_version
 from tunegemm.engines.vllm_experts import serve_experts
 from tunegemm.measure.statistics import aa_noise
-from tunegemm.store import packing
 
 METHOD = (
     "one layer of experts by vLLM's modular kernel, random weights and routes, in CUDA graphs of six draws "
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
     torch.cuda.set_device(device.index)
     torch.manual_seed(0)
     for kind in ("bf16", "gated", "routing"):
-        packing.provide_grouped(kind)
+        provide_grouped(kind)
     facts = meta(device, METHOD)
     facts["packages"] |= {"vllm": package_version("vllm")}
     results = Results(results_path(options.out, device, "vllm_experts.json"), facts)

@@ -83,6 +83,7 @@ def _elf_size(content: bytes, at: int) -> int:
 def shipped() -> list[Job]:
     """Every kernel of the shipped records and lists, once."""
     from tunegemm.describe.problem import Problem
+    from tunegemm.describe.stored import document_of
     from tunegemm.generate import families
     from tunegemm.model import shortlist
     from tunegemm.store.shipped import read_shipped
@@ -105,7 +106,7 @@ def shipped() -> list[Job]:
         kind = " ".join(filter(None, (problem.in_dtype, problem.out_dtype, problem.layout, problem.epilogue)))
         name = f"{candidate.family} {family.label(candidate.kernel)} {kind}"
         kernel, launch = dict(candidate.compile_params), dict(candidate.launch_params)
-        jobs[key] = Job(name, key, asdict(problem), candidate.family, kernel, launch)
+        jobs[key] = Job(name, key, document_of(problem), candidate.family, kernel, launch)
     return list(jobs.values())
 
 
@@ -150,6 +151,10 @@ def _compile_here(asked: Path, answered: Path, workers: int) -> None:
     ArtifactStore = _from("ArtifactStore", "tunegemm.compile.artifacts", "tunegemm.generate.artifacts")
     CompilePool = _from("CompilePool", "tunegemm.compile.pool", "tunegemm.generate.compile")
     family: Any  # and there was one protocol of families
+    try:
+        from tunegemm.describe.stored import problem_of
+    except ImportError:  # the fields of a problem were those that are stored, until 2026-11-28
+        problem_of = Problem
     device, answers = find_device(_DEVICE), []
     jobs = [Job(**job) for job in json.loads(asked.read_text())]
     with (
@@ -160,7 +165,7 @@ def _compile_here(asked: Path, answered: Path, workers: int) -> None:
         for job in jobs:
             candidate = Candidate.make(job.family, job.compile, job.launch)
             family = families.get(job.family)
-            key = family.kernel_key(Problem(**job.problem), candidate, device)
+            key = family.kernel_key(problem_of(*job.problem.values()), candidate, device)
             futures.append(pool.submit(job.family, key))
         for future in futures:
             result = future.result()

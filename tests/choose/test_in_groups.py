@@ -53,7 +53,7 @@ def test_a_record_serves_rows_of_its_bucket_and_no_other_product() -> None:
     assert found(of_rows(4096, groups=16)) == 0 == found(replace(of_rows(4096), n=2056))
     assert found(of_rows(4095), near=False) == 0 and found(of_rows(4096), near=False) == 4096
     plain = snapshot.find(Problem.parse("4096x2048x7168"), H200.fingerprint)
-    assert plain is not None and not plain.problem.is_grouped
+    assert plain is not None and not plain.problem.groups
 
 
 def test_a_record_of_another_gpu_or_one_that_lost_to_torch_serves_nothing() -> None:

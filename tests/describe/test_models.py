@@ -174,10 +174,10 @@ def test_they_are_the_layers_of_the_model(saved: tuple[Any, Path]) -> None:
     found = shapes(read_model(str(folder)), "transformers", rows=[1])
     assert counted(found) == expected and list(found.refused) == ["mamba"] * bool(mixers)
     products = [one for one in found.workload.products if one.kind.op == "grouped_mm"]
-    kinds = {(one.kind.batch, one.kind.n, one.kind.k, one.kind.b_major): one.calls for one in products}
+    kinds = {(one.kind.groups, one.kind.n, one.kind.k, one.kind.b_major): one.calls for one in products}
     assert kinds == grouped
     each = getattr(config, "num_experts_per_tok", getattr(config, "top_k_experts", 1))
-    assert all(one.kind.m == each and one.kind.epilogue.startswith("grouped") for one in products)
+    assert all(one.kind.m == each and one.kind.groups for one in products)
 
 
 def test_experts_are_what_an_engine_looks_up(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_experts_are_what_an_engine_looks_up(tmp_path: Path) -> None:
     found.workload.write(tmp_path / "shapes.json")
     problems = [demand.problem for demand in read(tmp_path / "shapes.json")[0]]
     parsed = Problem.parse("16x96x64", groups=4, epilogue="swiglu")
-    assert [problem for problem in problems if problem.is_grouped] == [
+    assert [problem for problem in problems if problem.groups] == [
         Problem.parse("16x64x48", groups=4), parsed
     ]  # fmt: skip
     assert {*shapes(model, "sglang").refused.values()} == {"experts are sglang's own"}

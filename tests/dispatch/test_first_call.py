@@ -19,6 +19,7 @@ from tunegemm.compile.artifacts import Artifact, ArtifactStore
 from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.stored import problem_of
 from tunegemm.generate import cute_launch, families
 from tunegemm.measure.outcome import Measurement
 from tunegemm.report.explain import candidate_of
@@ -116,7 +117,7 @@ def test_a_file_is_read_as_the_store_reads_it(many_records: Path, tmp_path: Path
         expected = database.lookup()
     assert lookup is not None and len(lookup) == len(expected) > 10_000
     assert lookup.problems() == expected.problems()
-    for problem in (PROBLEM, Problem(*lookup.problems()[7])):
+    for problem in (PROBLEM, problem_of(*lookup.problems()[7])):
         assert lookup.find(problem) == expected.find(problem) != []
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import tunegemm
+from benchmarks.provided import provide_grouped
 from tunegemm.generate import along_k
 from tunegemm.generate.along_k import AlongK
 from tunegemm.groups import grouped
 from tunegemm.model.grouped import AlongKChoice, listed_along_k
-from tunegemm.store import packing
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +38,7 @@ DIVISIONS: dict[str, tuple[list[int], int, int]] = {
 @cache
 def loaded() -> dict[str, AlongK]:
     """Every kernel of the table by its label."""
-    provided = packing.provide_grouped(along_k.NAME)
+    provided = provide_grouped(along_k.NAME)
     assert not provided.failures
     found = {}
     for config in listed_along_k(every=True):

@@ -16,6 +16,7 @@ import torch
 
 import tunegemm
 from benchmarks.batch_invariance import EVERY, KINDS, SAMPLED, compare, larger
+from benchmarks.provided import provide_grouped
 from tests.choose.test_neighbours import kernel
 from tests.support.processes import compile_workers
 from tests.support.serving import Row
@@ -37,7 +38,6 @@ from tunegemm.generate.tiles import ORDERED
 from tunegemm.groups import grouped
 from tunegemm.measure.operands import make_operands
 from tunegemm.model import shortlist
-from tunegemm.store import packing
 from tunegemm.store.record import Record
 
 pytestmark = pytest.mark.gpu
@@ -185,7 +185,7 @@ def test_calls_of_torch_are_served_alike(served: None) -> None:
 def test_a_row_of_a_group_has_its_bits_among_any_others(gate: str, n: int, k: int) -> None:
     """Alone, where a kernel with another order of sums serves otherwise, and among more than any race had."""
     for kind in ("bf16", "gated"):
-        assert not packing.provide_grouped(kind).failures
+        assert not provide_grouped(kind).failures
     torch.manual_seed(0)
     weights = torch.randn(4, n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5
     a = torch.randn(20000, k, device="cuda", dtype=torch.bfloat16)
@@ -201,7 +201,7 @@ def test_a_row_of_a_group_has_its_bits_among_any_others(gate: str, n: int, k: in
 
 def test_a_layer_of_experts_has_a_tokens_bits_among_any_others() -> None:
     for kind in ("bf16", "gated", "routing"):
-        assert not packing.provide_grouped(kind).failures
+        assert not provide_grouped(kind).failures
     torch.manual_seed(0)
     half: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     x, up = torch.randn(9000, 512, **half), torch.randn(8, 1024, 512, **half) / 22

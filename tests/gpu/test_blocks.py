@@ -11,12 +11,13 @@ import torch
 from torch.nn.functional import ScalingType
 
 import tunegemm
+from benchmarks.provided import Provided, provide_blocks
 from tunegemm.describe.device import Device, find_device
 from tunegemm.generate import blocks
 from tunegemm.generate.blocks import BLOCK, BlockKernel
 from tunegemm.generate.blocks.config import BlockConfig
 from tunegemm.model.blocks import choose, listed, splits_of
-from tunegemm.store import packing, packs
+from tunegemm.store import packs
 
 pytestmark = pytest.mark.gpu
 
@@ -50,8 +51,8 @@ def kernel_of(config: BlockConfig) -> BlockKernel:
 
 
 @cache
-def compiled() -> packing.Provided:
-    provided = packing.provide_blocks()
+def compiled() -> Provided:
+    provided = provide_blocks()
     assert not provided.failures
     return provided
 

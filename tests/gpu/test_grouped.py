@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import tunegemm
+from benchmarks.provided import provide_grouped
 from tests.support.grouped import DTYPES
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.groups import grouped
 from tunegemm.model.grouped import choose, kinds, listed, maker_of
-from tunegemm.store import packing
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +39,7 @@ DIVISIONS: dict[str, tuple[list[int], int, int]] = {
 @cache
 def of_kind(kind: str) -> dict[str, GroupedKernel]:
     """A kind's kernels by their labels, compiled where they do not ship."""
-    provided = packing.provide_grouped(kind)
+    provided = provide_grouped(kind)
     assert not provided.failures
     found = {}
     for config in listed(kind=kind):
@@ -233,7 +233,7 @@ def only_ours(loaded: dict[str, GroupedKernel], monkeypatch: pytest.MonkeyPatch)
 def every_kind(only_ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kinds that are not served yet are, too."""
     for kind in kinds():
-        packing.provide_grouped(kind)
+        provide_grouped(kind)
     monkeypatch.setattr(grouped, "choose", partial(choose, every=True))
 
 

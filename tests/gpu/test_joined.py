@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.provided import Provided, provide_joined
 from tunegemm.describe.device import Device, find_device
 from tunegemm.generate import joined
 from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.joined import JoinedKernel
 from tunegemm.model.joined import choose, listed
-from tunegemm.store import packing, packs
+from tunegemm.store import packs
 
 pytestmark = pytest.mark.gpu
 
@@ -54,8 +55,8 @@ def kernel_of(config: KernelConfig) -> JoinedKernel:
 
 
 @cache
-def compiled() -> packing.Provided:
-    provided = packing.provide_joined()
+def compiled() -> Provided:
+    provided = provide_joined()
     assert not provided.failures
     return provided
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import tunegemm
+from benchmarks.provided import provide_joined
 from tests.support.layers import BF16
 from tests.support.numerics import difference
 from tunegemm.dispatch import objects
 from tunegemm.generate.joined import JoinedKernel
 from tunegemm.layers import backend
-from tunegemm.store import packing
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.gpu
@@ -32,7 +32,7 @@ FAMILIES = ("Llama", "Gemma", "Qwen2", "Phi3")
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> Iterator[None]:
     """Kernels of several weights are there from the first call on."""
-    provided = packing.provide_joined()
+    provided = provide_joined()
     assert not provided.failures
     before = objects.packs.find
     objects.packs.find = lambda key: before(key) or provided.of(key)

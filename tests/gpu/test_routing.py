@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import tunegemm
+from benchmarks.provided import provide_grouped
 from tests.gpu.test_grouped import POISON, error, expected, operands
 from tunegemm.dispatch import api
 from tunegemm.generate import routing as kernels
 from tunegemm.groups import routing
 from tunegemm.groups.routing import Gate, Routing
-from tunegemm.store import packing
 
 pytestmark = pytest.mark.gpu
 
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def around(monkeypatch: pytest.MonkeyPatch) -> Iterator[Routing]:
     """All kernels, served or not; none is compiled meanwhile."""
-    assert not packing.provide_grouped("routing").failures
-    assert not packing.provide_grouped("n_major").failures and not packing.provide_grouped("").failures
+    assert not provide_grouped("routing").failures
+    assert not provide_grouped("n_major").failures and not provide_grouped("").failures
     found = Routing(served=kernels.ALL)
     monkeypatch.setattr(routing, "routing", found)
     before = api.dispatcher.planner.notices
@@ -112,7 +112,7 @@ def test_gates_are_as_torchs(around: Routing, gate: Gate, dtype: torch.dtype) ->
     [([0, 1, 0], 1536, 2048), ([1, 0, 3, 0], 200, 328), ([*[0] * 299, 1], 64, 14336), ([0, 0], 64, 64)],
 )
 def test_few_rows_are_multiplied(sizes: list[int], n: int, k: int, name: str, gate: str) -> None:
-    artifact = packing.provide_grouped("routing").of(kernels.kernels()[name])
+    artifact = provide_grouped("routing").of(kernels.kernels()[name])
     assert artifact is not None
     bind = kernels.load(artifact.path, 0)
     dtype = torch.float16 if "fp16" in name else torch.bfloat16
@@ -190,7 +190,7 @@ def test_layers_ask_torch_for_nothing_else(around: Routing, tokens: int, kind: s
 @pytest.mark.parametrize("nobodys", [-1, -(2**31), 8, 2**31 - 1])
 def test_experts_of_other_processes_add_nothing_by_any_way(around: Routing, nobodys: int) -> None:
     """Kernels, torch's operations with gradients, and compiled code."""
-    assert not packing.provide_grouped("gated").failures
+    assert not provide_grouped("gated").failures
     torch.manual_seed(0)
     half: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     x, up = torch.randn(16, 256, **half), torch.randn(8, 512, 256, **half) / 16

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.provided import provide_grouped, provide_joined
 from tests.support import processes, sanitized
 from tests.support.kernels import Kernels
 from tunegemm.generate import along_k, routing
 from tunegemm.model.grouped import kinds, listed_along_k
-from tunegemm.store import packing
 
 pytestmark = pytest.mark.gpu
 
@@ -32,8 +32,8 @@ def compiled(kernels: Kernels) -> Path:
     for operation in operations:
         kernels.compiled(operation.problem, operation.candidate)
     for kind in (*kinds(), along_k.NAME, routing.NAME):
-        assert not packing.provide_grouped(kind).failures
-    assert not packing.provide_joined().failures
+        assert not provide_grouped(kind).failures
+    assert not provide_joined().failures
     return kernels.pool.store.root.parent
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import tunegemm
+from benchmarks.provided import provide_grouped
 from tests.gpu.test_grouped import error, expected, operands
 from tunegemm.generate.takes import NotTaken
 from tunegemm.groups import routing
 from tunegemm.model.grouped import configs
-from tunegemm.store import packing
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +23,7 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 @pytest.fixture(scope="module", autouse=True)
 def _kernels() -> None:
     for kind in ("bf16", "gated", "fp8", "routing"):
-        assert not packing.provide_grouped(kind).failures
+        assert not provide_grouped(kind).failures
 
 
 def moved(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:

@@ -187,5 +187,5 @@ def test_scales_are_of_rows_and_of_each_groups_columns() -> None:
 
 
 def test_a_plain_product_has_no_skews(worker: MeasureWorker) -> None:
-    (plain,) = worker.measure(replace(PROBLEM, batch=1, epilogue=""), [Job(TORCH_MM)], QUICK)
+    (plain,) = worker.measure(replace(PROBLEM, groups=0, epilogue=""), [Job(TORCH_MM)], QUICK)
     assert isinstance(plain, Measurement) and "skews" not in plain.telemetry

@@ -27,6 +27,7 @@ from tunegemm.describe.architectures import PARTS
 from tunegemm.describe.device import Device, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.describe.stored import document_of
 from tunegemm.errors import DatabaseError
 from tunegemm.generate import families
 from tunegemm.measure.outcome import Failure, Measurement
@@ -244,7 +245,7 @@ class TestRecords(Store):
         with database.engine.connect() as connection, connection.begin():
             first = dict(connection.execute(MeasurementRow.__table__.select()).mappings().one())
             keys = range(2, 5_001)
-            problem = dataclasses.asdict(PROBLEM)
+            problem = document_of(PROBLEM)
             connection.execute(insert(ProblemRow), [{**problem, "id": key, "m": 4096 + key} for key in keys])
             connection.execute(
                 insert(MeasurementRow), [{**first, "id": key, "problem_id": key} for key in keys]

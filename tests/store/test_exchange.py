@@ -13,6 +13,7 @@ import pytest
 from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, RESOURCES, measurement
 from tunegemm.describe.problem import OUTPUT_DTYPES, Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.describe.stored import document_of
 from tunegemm.errors import DatabaseError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure
@@ -90,7 +91,7 @@ def test_the_json_schema_describes_the_export(source: Database, tmp_path: Path) 
 BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"kind": "record"}, "its kind is not one of"),
     ({"problem": {"m": 8}}, "its problem lacks n, k"),
-    ({"problem": {**vars(PROBLEM), "extra": 1}}, "has a field 'extra', which is not known"),
+    ({"problem": {**document_of(PROBLEM), "extra": 1}}, "has a field 'extra', which is not known"),
     ({"samples_us": []}, "0 samples and 4"),
     ({"samples_us": [1.0, 2.0]}, "as many of both"),
     ({"samples_us": [200.0, "2", 3.0, 4.0]}, "samples_us '2' is not a number"),

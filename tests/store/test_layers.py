@@ -13,11 +13,11 @@ import pytest
 from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, measurement
 from tunegemm.choose.snapshot import read_snapshot
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.stored import cells_of
 from tunegemm.resources import data_path
 from tunegemm.store import Database
 from tunegemm.store.layers import modified, read_records
 from tunegemm.store.locations import project_location, user_location
-from tunegemm.store.lookup import problem_fields
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import ShippedLookup, latest_confirmed, read_shipped, write_records
 
@@ -237,7 +237,7 @@ class TestLookup:
         by_problem: dict[Problem, list[Record]] = {}
         for record in records:
             by_problem.setdefault(record.problem, []).append(record)
-        assert set(lookup.problems()) == set(map(problem_fields, by_problem))
+        assert set(lookup.problems()) == set(map(cells_of, by_problem))
         for problem, held in by_problem.items():
             assert lookup.find(problem) == held
         assert lookup.find(Problem.parse("8x8x8")) == []

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.provided import provide_grouped, provide_joined
 from tests.support.grouped import DTYPES
 from tests.support.hopper import hopper
 from tests.support.numerics import Case
@@ -28,7 +29,6 @@ from tunegemm.generate.joined import JoinedKernel
 from tunegemm.groups.routing import Gate, Routing, few
 from tunegemm.model.grouped import configs, kinds, listed, listed_along_k, maker_of
 from tunegemm.model.joined import listed as listed_of_weights
-from tunegemm.store import packing
 
 _PINGPONG = {"schedule": "pingpong", "cluster_n": 1}
 _NARROW = {"tile_m": 64, "tile_n": 16, "epi_n": 16, "cluster_n": 1, "swap_ab": True}
@@ -106,7 +106,7 @@ def grouped_kernels() -> Iterator[tuple[str, GroupedConfig]]:
 def launch_grouped() -> None:
     """Grouped kernels over ragged groups, empty ones, rows behind the last, and offsets that are none."""
     for kind, config in grouped_kernels():
-        artifact = packing.provide_grouped(kind).of(maker_of(config).kernel_key(config))
+        artifact = provide_grouped(kind).of(maker_of(config).kernel_key(config))
         assert artifact is not None, config.label
         kernel, rows = maker_of(config).Kernel.load(config, artifact.path), 144 * (1 + config.fused.gated)
         dtype, out_dtype = DTYPES[config.in_dtype], DTYPES[config.out_dtype]
@@ -129,7 +129,7 @@ def launch_along_k() -> None:
     """Kernels of groups along k over the same groups, of operands that end where their memory does."""
     a, b = (torch.ones(150, width, device="cuda", dtype=torch.bfloat16) for width in (208, 264))
     for config in listed_along_k(every=True):
-        artifact = packing.provide_grouped(along_k.NAME).of(along_k.kernel_key(config))
+        artifact = provide_grouped(along_k.NAME).of(along_k.kernel_key(config))
         assert artifact is not None, config.label
         kernel, out = AlongK.load(config, artifact.path), a.new_zeros(5, 208, 264)
         for ends in ([1, 1, 132, 140, 147], [0, 0, 0, 0, 150], [-5, 40, 20, 2**31 - 1, 7]):
@@ -150,7 +150,7 @@ def joined_kernels() -> list[KernelConfig]:
 
 def launch_joined() -> None:
     """Kernels of several weights that end where their memory does, with tiles that hang over it."""
-    device, provided = find_device("cuda:0"), packing.provide_joined()
+    device, provided = find_device("cuda:0"), provide_joined()
     for config in joined_kernels():
         artifact = provided.of(joined.kernel_key(config))
         assert artifact is not None, config.label

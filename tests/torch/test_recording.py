@@ -111,7 +111,7 @@ class TestOperators:
             (lambda a, b, ends: torch._grouped_mm(a, b[..., :44], offs=ends), "this dtype or layout"),
             (lambda a, b, ends: torch._grouped_mm(a.float(), b.float(), offs=ends), "this dtype or layout"),
             (lambda a, b, ends: torch._grouped_mm(a.expand(3, 13, 64), b), "do not divide a's rows"),
-            (lambda a, b, ends: torch._grouped_mm(a, b[:1], offs=ends[:1]), "of one product"),
+            (lambda a, b, ends: torch._grouped_mm(a, b[:1], offs=ends[:1]), "groups=1: give 2 or more"),
         ],
         ids=["k", "fp32", "batch", "one"],
     )  # fmt: skip

@@ -52,8 +52,8 @@ class Gains(Fitted):
 
     @staticmethod
     def covers(problem: Problem) -> bool:
-        is_aligned = problem.batch == 1 and problem.alignment == MAX_ALIGNMENT
-        return bool(problem.epilogue) and is_aligned and bool(shortlist.ordered_kernels(problem))
+        is_one = problem.batch == 1 and not problem.groups and problem.alignment == MAX_ALIGNMENT
+        return bool(problem.epilogue) and is_one and bool(shortlist.ordered_kernels(problem))
 
     def case(self, problem: Problem, library: LibraryChoice | None) -> str:
         return name_of(problem)

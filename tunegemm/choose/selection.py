@@ -64,7 +64,7 @@ def select(
     further measurements of a problem, which are asked for only where the policy wants another candidate than
     the fastest.
     """
-    if problem.is_grouped:
+    if problem.groups:
         return _in_groups(snapshot, problem, device, near, policy.is_batch_invariant)
     record = snapshot.find(problem, device.fingerprint)
     if policy.is_batch_invariant:

@@ -14,10 +14,11 @@ from typing import Any
 
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.stored import cells_of
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.measure.evidence import rank
 from tunegemm.store.layers import NARROWNESS
-from tunegemm.store.lookup import Lookup, problem_fields
+from tunegemm.store.lookup import Lookup
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import ShippedLookup
 from tunegemm.store.validity import Grade, Judgement, judge_stored
@@ -54,7 +55,7 @@ class Snapshot:
         """
         found: dict[tuple[Any, ...], dict[tuple[int, int], set[int]]] = {}
         lookups = (lookup.problems() for lookup in self._lookups)
-        for m, n, k, *others in itertools.chain(map(problem_fields, self._records), *lookups):
+        for m, n, k, *others in itertools.chain(map(cells_of, self._records), *lookups):
             found.setdefault(tuple(others), {}).setdefault((n, k), set()).add(m)
         return found
 
@@ -70,13 +71,13 @@ class Snapshot:
 
     def extents(self, problem: Problem) -> frozenset[int]:
         """The recorded m of problems that differ from this one in m at most."""
-        _, n, k, *others = problem_fields(problem)
+        _, n, k, *others = cells_of(problem)
         return frozenset(self._extents.get(tuple(others), {}).get((n, k), ()))
 
     def usable(self, problem: Problem, fingerprint: Fingerprint) -> list[Record]:
         """The records to launch of problems that differ from this one in m at most, by m. Of what differs in
         m alone the answer is looked up once: the rows of a serving engine's steps are of any number."""
-        key = (*problem_fields(problem)[1:], fingerprint)
+        key = (*cells_of(problem)[1:], fingerprint)
         if (known := self._usable.get(key)) is None:
             found = (self.find(replace(problem, m=m), fingerprint) for m in sorted(self.extents(problem)))
             known = self._usable[key] = [record for record in found if record is not None]
@@ -84,7 +85,7 @@ class Snapshot:
 
     def around(self, problem: Problem, doublings: float) -> Iterator[Problem]:
         """Recorded problems that differ in extents alone, by at most so many doublings, the nearest first."""
-        m, n, k, *others = problem_fields(problem)
+        m, n, k, *others = cells_of(problem)
         groups = self._extents.get(tuple(others), {})
         apart = ((abs(math.log2(one[0] / n)) + abs(math.log2(one[1] / k)), *one, 0) for one in groups)
         heap = [group for group in apart if group[0] <= doublings]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, fields, replace
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +12,7 @@ import typer
 from tunegemm.cli import arguments, options, printing
 from tunegemm.describe.command import tune_command
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.stored import FIELDS, cells_of
 from tunegemm.report.text import to_json
 
 if TYPE_CHECKING:
@@ -158,9 +159,8 @@ def _nothing(
 
 def _of(problems: list[Problem], frame: pandas.DataFrame) -> pandas.DataFrame:
     """The rows of some problems."""
-    names = [field.name for field in fields(Problem)]
-    kept = {astuple(problem) for problem in problems}
-    return frame[[values in kept for values in frame[names].itertuples(index=False, name=None)]]
+    kept = set(map(cells_of, problems))
+    return frame[[values in kept for values in frame[list(FIELDS)].itertuples(index=False, name=None)]]
 
 
 def _render(boards: list[Leaderboard], format: Format, top: int | None) -> str:

@@ -8,13 +8,13 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
 from tunegemm.cli import printing
+from tunegemm.describe.stored import document_of
 from tunegemm.report.text import clean, counted, significant
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def verdict_line(result: TuneResult, where: str) -> str:
     from tunegemm.tuning.final import measured_kernels
 
     problem, best, seconds = result.problem, result.best, f"{result.seconds:.1f} s"
-    torchs, ours = problem.torch_call, problem.our_call if problem.is_grouped else "matmul(a, b)"
+    torchs, ours = problem.torch_call, problem.our_call if problem.groups else "matmul(a, b)"
     if best is None and not result.predictions:
         if not result.outcomes:
             return ""
@@ -98,9 +98,9 @@ def verdict_line(result: TuneResult, where: str) -> str:
             f"{problem}: {result.label(first)} is first (a model's ranking, no measurement; nothing stored). "
             f"{seconds}, {counted(result.compiled, 'kernel')} compiled."
         )
-    if problem.is_grouped and not measured_kernels(result.outcomes):
+    if problem.groups and not measured_kernels(result.outcomes):
         return f"{problem}: no kernel was measured, so nothing changes; give a larger --budget. {seconds}."
-    if problem.is_grouped and is_torch(best.candidate) and problem.in_dtype in WAITS:
+    if problem.groups and is_torch(best.candidate) and problem.in_dtype in WAITS:
         why = f"{torchs} per group is the fastest, or ties with the best kernel"
         return (
             f"{problem}: {why}; nothing changes, because torch's call also waits for the device. {seconds}."
@@ -189,7 +189,7 @@ def document(result: TuneResult) -> dict[str, Any]:
 
     names = ("source", "seconds", "compiled", "interrupted", "note")
     return {name: getattr(result, name) for name in names} | {
-        "problem": asdict(result.problem),
+        "problem": document_of(result.problem),
         "shape": result.problem.shape,
         "device": result.device.spec,
         "device_name": result.device.name,

@@ -8,7 +8,6 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +18,7 @@ from tunegemm.cli.session import Session, open_session
 from tunegemm.cli.tune_options import Output, Place, Search
 from tunegemm.describe.command import command_line
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.stored import document_of
 from tunegemm.describe.workload import read_all
 from tunegemm.report.text import clean, to_json
 
@@ -99,7 +99,7 @@ def refuse_contradictions(
     of_searches = [flag for name, flag in given.items() if name in ("from_files", *Search.OF_SEARCHES)]
     if search.candidate and of_searches:
         raise arguments.UsageError(f"{', '.join(of_searches)} with --candidate, which searches nothing")
-    if search.skews is not None and not (from_files or any(problem.is_grouped for problem in asked_for)):
+    if search.skews is not None and not (from_files or any(problem.groups for problem in asked_for)):
         raise arguments.UsageError("--skews is for rows in groups; give --groups, too")
     if from_files:
         names = {*options.Group(options.parse_problems).parameters(), "with_backward"} - {"shape"}
@@ -261,7 +261,7 @@ def shipped_document(demand: Demand, record: Record | None, device: Device) -> d
     """One product of a program and its record as JSON, for a machine without a GPU."""
     names = ("label", "median_us", "ratio", "confirmed")
     best = {name: getattr(record, name) for name in names} if record is not None else None
-    facts = {"source": "shipped", "problem": asdict(demand.problem), "shape": demand.problem.shape}
+    facts = {"source": "shipped", "problem": document_of(demand.problem), "shape": demand.problem.shape}
     return facts | {"calls": demand.calls, "device_name": device.name, "best": best}
 
 

@@ -38,7 +38,7 @@ def tune_command(problem: Problem, **more: object) -> str:
         "layout": problem.layout,
         "alignment": problem.alignment if problem.alignment != problem.packed_alignment else None,
         "groups": problem.groups or None,
-        "epilogue": str(problem.fused),
+        "epilogue": problem.epilogue,
         "accumulation": problem.accumulation if problem.accumulation != "fast" else None,
     }
     return command_line("tune", {**options, **more})

@@ -65,13 +65,16 @@ LAYOUTS: dict[str, tuple[str, str]] = {
 _SHAPE = re.compile(r"(\d{1,30})x(\d{1,30})x(\d{1,30})(?:x(\d{1,30}))?", re.ASCII)
 _MAX_EXTENT = 2**31 - 1  # TMA coordinates are signed 32-bit
 
+#: Numbers that may be 0, and what to give in place of one that is none of theirs.
+_REMEDIES = {
+    "alignment": "give a number of bytes, or 0 for packed operands",
+    "groups": "give 2 or more, or 0 where all rows have the same B",
+}
 #: Fields of a problem that are words.
 _TEXTS = ("in_dtype", "out_dtype", "a_major", "b_major", "out_major", "epilogue", "accumulation")
 
-#: The first word of the epilogue of a product whose rows are in groups, which its batch counts. Behind it may
-#: be a gate, of which gate and up are the halves of B's columns; of fp8 products their scales are.
-GROUPED = "grouped"
-#: Input dtypes of such products, and the one step that those must have which others cannot.
+#: Input dtypes of products whose rows are in groups, and the one step that the epilogue must have; where that
+#: is none, it may be a gate, of which gate and up are the halves of B's columns.
 _OF_GROUPS = {"bf16": "", "fp16": "", "fp8_e4m3": "scale_rowwise"}
 
 #: The widest load of one thread and what TMA wants: more alignment than this changes no kernel.
@@ -134,8 +137,7 @@ class Problem:
     k: int
     """Columns of A, rows of B: the reduced extent."""
     batch: int = 1
-    """Number of independent products of the same shape; for `GROUPED` problems the number of groups, whose
-    rows add up to m."""
+    """Number of independent products of the same shape."""
     in_dtype: str = "bf16"
     """Element type of A and B."""
     out_dtype: str = "bf16"
@@ -151,9 +153,11 @@ class Problem:
     their leading dimensions and batch entries. 0, the default, becomes that of packed operands."""
     epilogue: str = ""
     """What the kernel does to the product before storing it, as `describe.epilogue` writes it; empty:
-    nothing. It begins with `GROUPED` if rows are in groups, each with its own B (`tunegemm.grouped_mm`)."""
+    nothing."""
     accumulation: str = "fast"
     """How sums over k are kept: one of `ACCUMULATIONS`; ``two_level`` only for fp8."""
+    groups: int = 0
+    """How many groups the m rows are divided in, each with its own B (`tunegemm.grouped_mm`); 0 for none."""
 
     if not TYPE_CHECKING:
 
@@ -166,16 +170,16 @@ class Problem:
             return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        for name in ("m", "n", "k", "batch", "alignment"):
+        for name in ("m", "n", "k", "batch", "alignment", "groups"):
             number = getattr(self, name)
             try:
                 whole = operator.index(number)
             except TypeError:
                 whole = -1
-            if not (name != "alignment") <= whole <= _MAX_EXTENT:
+            if not (name not in _REMEDIES) <= whole <= _MAX_EXTENT or (name, whole) == ("groups", 1):
                 given = f"{name}={shown(number) if isinstance(number, int) else repr(number)[:40]}"
-                if name == "alignment":
-                    raise ProblemError(f"{given}: give a number of bytes, or 0 for packed operands")
+                if name in _REMEDIES:
+                    raise ProblemError(f"{given}: {_REMEDIES[name]}")
                 is_batched = type(self.batch) is not int or self.batch != 1
                 extents = (self.m, self.n, self.k, *(self.batch,) * is_batched)
                 where = "x".join(shown(extent) for extent in extents)
@@ -214,21 +218,19 @@ class Problem:
             )
         if self.epilogue and self.out_dtype == "int32":
             raise ProblemError(f"epilogue {self.epilogue} of an int32 product: epilogues compute in fp32")
-        if self.is_grouped:
+        if self.groups:
             self._check_groups()
         if self.fused.gated and self.n % 2:
             raise ProblemError(f"n={self.n} with epilogue {self.epilogue}: gates take pairs of columns")
 
     def _check_groups(self) -> None:
         """Raises ProblemError for what no kernel of grouped products computes."""
-        if self.batch == 1:
-            raise ProblemError(f"epilogue {self.epilogue} of one product: give --groups, 2 or more")
+        if self.batch != 1:
+            raise ProblemError(f"{self.groups} groups with a batch of {self.batch}: leave one out")
         if self.in_dtype not in _OF_GROUPS:
             given, known = repr(self.in_dtype), ", ".join(_OF_GROUPS)
             raise ProblemError(f"in_dtype {given} with {self.groups} groups: use one of {known}")
-        step, scales = str(self.fused), _OF_GROUPS[self.in_dtype]
-        if self.epilogue.endswith("+"):
-            raise ProblemError(f"epilogue {self.epilogue!r} ends in +: leave that out")
+        step, scales = self.epilogue, _OF_GROUPS[self.in_dtype]
         if step != scales and (scales or step not in GATED):
             given = f"epilogue {step!r}" if step else "no epilogue"
             remedy = scales or f"none, or one of {', '.join(GATED)}"
@@ -252,9 +254,8 @@ class Problem:
         cls, m: int, n: int, k: int, groups: int, *, dtype: str = "bf16", gate: str = "", b_major: str = "k"
     ) -> Problem:
         """A product of m rows in groups; fp8 has scales. Raises ProblemError if no kernel takes them."""
-        steps = filter(None, (GROUPED, gate, _OF_GROUPS.get(dtype)))
-        out = default_out_dtype(dtype)
-        return cls(m, n, k, groups, dtype, out, b_major=b_major, epilogue="+".join(steps))
+        epilogue, out = gate or _OF_GROUPS.get(dtype, ""), default_out_dtype(dtype)
+        return cls(m, n, k, 1, dtype, out, b_major=b_major, epilogue=epilogue, groups=groups)
 
     @classmethod
     def parse(
@@ -282,11 +283,8 @@ class Problem:
             raise ProblemError(f"layout {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
         m, n, k, batch = (int(group) if group else 1 for group in match.groups())
         in_dtype = normalize_dtype(dtype, OUTPUT_DTYPES)
-        if groups not in (0, 1):
-            if batch != 1:
-                raise ProblemError(f"{groups} groups with a batch of {batch}: leave one out")
-            steps = str(epilogue) or _OF_GROUPS.get(in_dtype, "")
-            batch, epilogue = groups, "+".join(filter(None, (GROUPED, steps)))
+        groups = 0 if groups == 1 else groups
+        epilogue = str(epilogue) or (_OF_GROUPS.get(in_dtype, "") if groups else "")
         a_major, b_major = LAYOUTS[layout.lower()]
         problem = cls(
             m,
@@ -299,6 +297,7 @@ class Problem:
             b_major,
             epilogue=epilogue,
             accumulation=accumulation,
+            groups=groups,
         )
         if alignment is None:
             return problem
@@ -359,7 +358,7 @@ class Problem:
         operand is computed transposed. For groups only the gradient of A is such a product; B's has groups
         along k.
         """
-        if self.is_grouped:
+        if self.groups:
             if self.in_dtype != "bf16":
                 raise ProblemError(f"{self}: gradients of groups have kernels for bf16; leave them out")
             major = "n" if self.b_major == "k" else "k"
@@ -384,18 +383,7 @@ class Problem:
     @property
     def shape(self) -> str:
         """``MxNxK``, with ``xL`` when there is a batch."""
-        batch = 1 if self.is_grouped else self.batch
-        return f"{self.m}x{self.n}x{self.k}" + (f"x{batch}" if batch != 1 else "")
-
-    @property
-    def is_grouped(self) -> bool:
-        """Whether its rows are in groups, each with its own B."""
-        return self.epilogue.partition("+")[0] == GROUPED
-
-    @property
-    def groups(self) -> int:
-        """The number of groups; 0 for a plain product."""
-        return self.batch if self.is_grouped else 0
+        return f"{self.m}x{self.n}x{self.k}" + (f"x{self.batch}" if self.batch != 1 else "")
 
     @property
     def gate(self) -> str:
@@ -407,12 +395,12 @@ class Problem:
         """torch's own call that a record compares with. For fp16 groups, which torch multiplies one by one
         once the device has reported their sizes, those products alone."""
         calls = {"bf16": "torch._grouped_mm", "fp16": "torch.mm", "fp8_e4m3": "torch._scaled_grouped_mm"}
-        return calls[self.in_dtype] if self.is_grouped else "torch.mm"
+        return calls[self.in_dtype] if self.groups else "torch.mm"
 
     @property
     def our_call(self) -> str:
         """The function of ours that a record serves; others that compute the same product use it, too."""
-        if not self.is_grouped:
+        if not self.groups:
             return "matmul"
         scaled = "scaled_" if self.fused.scales else ""
         return "experts" if self.gate else f"{scaled}grouped_mm"
@@ -421,11 +409,11 @@ class Problem:
     def as_modelled(self) -> Problem:
         """The product as the model sees it: groups as a batch of equal ones whose rows are B's columns, as
         their kernels see them; any other product unchanged."""
-        if not self.is_grouped:
+        if not self.groups:
             return self
-        rows, a_major = -(-self.m // self.batch), "k" if self.b_major == "k" else "m"
+        rows, a_major = -(-self.m // self.groups), "k" if self.b_major == "k" else "m"
         return Problem(
-            self.n, rows, self.k, self.batch, self.in_dtype, self.out_dtype, a_major, out_major="m"
+            self.n, rows, self.k, self.groups, self.in_dtype, self.out_dtype, a_major, out_major="m"
         )
 
     @property
@@ -441,8 +429,8 @@ class Problem:
 
     @property
     def fused(self) -> Epilogue:
-        """The epilogue without the word for groups; false if there is none."""
-        return Epilogue.parse(self.epilogue.partition("+")[2] if self.is_grouped else self.epilogue)
+        """The epilogue as a value; false if there is none."""
+        return Epilogue.parse(self.epilogue)
 
     @property
     def out_n(self) -> int:
@@ -457,7 +445,7 @@ class Problem:
             (self.k, self.m) if self.a_major == "k" else (self.m, self.k),
             (self.k, self.n) if self.b_major == "k" else (self.n, self.k),
         ):
-            steps += [leading] * (lines > 1) + [leading * lines] * (self.batch > 1)
+            steps += [leading] * (lines > 1) + [leading * lines] * (max(self.batch, self.groups) > 1)
         return math.gcd(MAX_ALIGNMENT, *(step * DTYPE_BYTES[self.in_dtype] for step in steps))
 
     def _alignments(self) -> list[int]:
@@ -472,14 +460,12 @@ class Problem:
     @property
     def flops(self) -> int:
         """Multiplications and additions: 2 m n k per batch entry; for groups, in all."""
-        return 2 * self.m * self.n * self.k * (1 if self.is_grouped else self.batch)
+        return 2 * self.m * self.n * self.k * self.batch
 
     @property
     def bytes(self) -> int:
         """Fewest bytes through device memory: each operand read once, the output written once. Of groups, one
         group's weights, since it may have all rows."""
-        if self.is_grouped:
-            return replace(self, batch=1, epilogue=str(self.fused)).bytes
         inputs = (self.m * self.k + self.k * self.n) * DTYPE_BYTES[self.in_dtype]
         out = self.m * self.out_n * DTYPE_BYTES[self.out_dtype]
         fused = sum(
@@ -492,7 +478,7 @@ class Problem:
     @property
     def memory_bytes(self) -> int:
         """Bytes of its operands and output; of groups, with all weights."""
-        others = (self.batch - 1) * self.k * self.n if self.is_grouped else 0
+        others = max(0, self.groups - 1) * self.k * self.n
         return self.bytes + others * DTYPE_BYTES[self.in_dtype]
 
     def operand_shape(self, operand: Operand) -> tuple[int, ...]:
@@ -501,7 +487,7 @@ class Problem:
         """
         if operand.kind in ("number", "scalar"):
             return ()
-        if operand.kind == "n" and self.is_grouped:
+        if operand.kind == "n" and self.groups:
             return (self.groups, self.n)
         if operand.kind in ("n", "m"):
             return (self.n if operand.kind == "n" else self.m,)
@@ -517,8 +503,8 @@ class Problem:
         words = [self.shape, self.dtypes, self.layout]
         words += ["out-m"] if self.out_major != "n" else []
         words += [f"align{self.alignment}"] if self.alignment < MAX_ALIGNMENT else []
-        words += [f"groups{self.groups}"] if self.is_grouped else []
-        words += [str(self.fused)] if self.fused else []
+        words += [f"groups{self.groups}"] if self.groups else []
+        words += [self.epilogue] if self.epilogue else []
         return " ".join(words)
 
 

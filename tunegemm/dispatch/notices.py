@@ -130,6 +130,7 @@ def weight_of(problem: Problem) -> tuple[Hashable, ...]:
     return (
         problem.n, problem.k, problem.alignment, problem.in_dtype, problem.out_dtype, problem.accumulation,
         problem.a_major, problem.b_major, problem.out_major, problem.epilogue,
+        problem.groups,
     )  # fmt: skip
 
 

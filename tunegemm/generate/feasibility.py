@@ -181,11 +181,11 @@ def epilogue(problem: Problem, candidate: Candidate, device: Device) -> str | No
     return None
 
 
-@rule("epilogue")
+@rule("groups")
 def rows_together(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Rows in groups, each with a B of its own, need a kernel that reads where groups end."""
-    if problem.is_grouped:
-        return f"{candidate.family} multiplies all rows by one B, not {problem.epilogue} ones"
+    if problem.groups:
+        return f"{candidate.family} multiplies all rows by one B, not {problem.groups} groups by their own"
     return None
 
 

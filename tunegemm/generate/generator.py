@@ -181,7 +181,8 @@ class TileGenerator:
 
     def __post_init__(self) -> None:
         if not self.grouped:
-            object.__setattr__(self, "rules", (rows_together if self.fuses else epilogue, *self.rules))
+            usual = (rows_together,) if self.fuses else (rows_together, epilogue)
+            object.__setattr__(self, "rules", (*usual, *self.rules))
 
     @property
     def space_file(self) -> Path:

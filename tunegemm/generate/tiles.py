@@ -27,7 +27,7 @@ def seen_by_kernel(problem: Problem, candidate: Candidate) -> Problem:
     What becomes of it before it is stored is left out, as it is written for D; so is D's dtype, which may
     depend on that. Of rows in groups it is the batch of equal ones.
     """
-    if problem.is_grouped:
+    if problem.groups:
         return problem.as_modelled
     return _transposed(problem) if candidate.params.get("swap_ab", False) else problem
 
@@ -65,7 +65,7 @@ def tile_count(problem: Problem, candidate: Candidate) -> int:
     cluster_m, cluster_n = candidate.params.get("cluster_m", 1), candidate.params.get("cluster_n", 1)
     rows = -(-seen.m // (candidate["tile_m"] * cluster_m)) * cluster_m
     columns = -(-seen.n // (candidate["tile_n"] * cluster_n)) * cluster_n
-    return int(rows * columns * problem.batch)
+    return int(rows * columns * seen.batch)
 
 
 def balanced(work: int, resident: int) -> int:

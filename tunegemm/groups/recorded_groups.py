@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from tunegemm.describe.problem import (
-    GROUPED,
     MAX_ALIGNMENT,
     Problem,
     contiguous_mode,
@@ -71,9 +70,9 @@ class GroupedCall:
         a, b, groups = self.a, self.b, len(self.offs if self.offs is not None else self.b)
         majors = mode_of(a, "m", "k", "k"), mode_of(b, "k", "n", "k"), mode_of(result, "m", "n", "n")
         found = Kind(
-            a.shape[-2], b.shape[-1], a.shape[-1], groups, dtype_of(a), dtype_of(result), *majors,
+            a.shape[-2], b.shape[-1], a.shape[-1], 1, dtype_of(a), dtype_of(result), *majors,
             MAX_ALIGNMENT, self.op, "none" if self.bias is None else "vector", device=a.device.type,
-            epilogue=GROUPED, refusal=self._refusal(),
+            refusal=self._refusal(), groups=groups,
         )  # fmt: skip
         try:
             if not found.refusal:

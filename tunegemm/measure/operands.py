@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -175,11 +175,10 @@ def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands
         value = torch.empty(lines, dtype=dtype_here, device=device).uniform_(low, high, generator=generator)
         return value.mT if turned else value
 
-    of_rows = replace(problem, batch=1, epilogue=str(fused)) if problem.is_grouped else problem
-    out, guards = _guarded_output(of_rows, device)
+    out, guards = _guarded_output(problem, device)
     a_dtype, b_dtype = map(torch_dtype, operand_dtypes(problem.in_dtype))
-    a = random(problem.m, problem.k, problem.a_major == "k", a_dtype, of_rows.batch, spread_of_a)
-    b = random(problem.k, problem.n, problem.b_major == "n", b_dtype, problem.batch)
+    a = random(problem.m, problem.k, problem.a_major == "k", a_dtype, problem.batch, spread_of_a)
+    b = random(problem.k, problem.n, problem.b_major == "n", b_dtype, problem.groups or problem.batch)
     operands = tuple(map(given, fused.operands))
     amax = operands[-1] if "amax" in fused.steps else None
     return Operands(a, b, out, guards, operands, amax)
@@ -267,7 +266,7 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def expected(problem: Problem, operands: Operands) -> torch.Tensor:
     """What a right kernel stores, in fp32: the product, and what the problem's epilogue makes of it."""
-    if problem.is_grouped:
+    if problem.groups:
         return _of_groups(problem, operands)
     product = reference(operands.a, operands.b)
     fused = problem.fused

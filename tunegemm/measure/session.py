@@ -196,7 +196,7 @@ class Session:
                 "of_rounds": most,
                 "products_per_replay": entry.products,
             }
-            if problem.is_grouped:
+            if problem.groups:
                 replay = replays[1] if entry.candidate == TORCH_MM else entry.replay
                 telemetry["skews"] = groups.ratios(replay, replays[0], settings.skews)
             if len(own) == most and (energy_mj := self._energy_mj(entry, settings)) is not None:
@@ -333,7 +333,7 @@ class Session:
         device = self._backend.torch_device
         sets = [data.make_operands(problem, device, seed * data.MAX_SETS + i) for i in range(count)]
         lists, exact_set = [sets], exact.make_exact(problem, device, seed)
-        if problem.is_grouped:
+        if problem.groups:
             lists = groups.over_skews(problem, sets, self._device.l2_bytes, seed, skews)
             exact_set = groups.divided(problem, exact_set, groups.RAGGED, seed)
         references = []

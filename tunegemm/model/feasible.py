@@ -118,8 +118,10 @@ def _combinations(values: Mapping[str, Sequence[Value]]) -> dict[str, np.ndarray
 
 def kernel_facts(problem: Problem) -> tuple[str | int, ...]:
     """What of a problem decides which kernels can be compiled for it."""
-    dtypes = (problem.in_dtype, problem.out_dtype, problem.accumulation, problem.epilogue)
-    return (*dtypes, problem.a_major, problem.b_major, problem.out_major, problem.alignment)
+    return (
+        problem.in_dtype, problem.out_dtype, problem.accumulation, problem.epilogue, problem.groups > 0,
+        problem.a_major, problem.b_major, problem.out_major, problem.alignment,
+    )  # fmt: skip
 
 
 def possible_kernels(

@@ -189,6 +189,7 @@ def covers(problem: Problem) -> bool:
         and problem.layout == "tn"
         and problem.out_major == "n"
         and problem.batch == 1
+        and not problem.groups
         and problem.alignment == 16
         and not problem.epilogue
     )

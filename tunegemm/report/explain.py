@@ -23,6 +23,7 @@ from tunegemm.describe.command import tune_command
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.describe.stored import document_of
 from tunegemm.dispatch.launchers import find_object
 from tunegemm.dispatch.modes import read_compile, read_mode, read_policy
 from tunegemm.errors import (
@@ -140,7 +141,7 @@ class Explanation:
     def asdict(self) -> dict[str, Any]:
         """For JSON."""
         names = ("flops", "bytes", "flops_per_byte", "ridge_flops_per_byte", "bound", "roofline_us")
-        facts: dict[str, Any] = {"problem": asdict(self.problem), "device": self.device.spec}
+        facts: dict[str, Any] = {"problem": document_of(self.problem), "device": self.device.spec}
         words = ("outcome", "why", "why_not", "change")
         facts |= {name: getattr(self, name) for name in (*names, "roofline_tflops", *words)}
         facts |= {"tile": None, "record": None}
@@ -223,7 +224,7 @@ class Explanation:
                 yield "dispatch", f"near hit, {(record or self.near.record).label} {self.near}"
             elif record is not None:
                 torchs = self.problem.torch_call
-                label = torchs if self.problem.is_grouped and is_torch(record.candidate) else record.label
+                label = torchs if self.problem.groups and is_torch(record.candidate) else record.label
                 yield (
                     "dispatch",
                     f"{label}: {record.median_us:.1f} us, {record.ratio:.3f} x {torchs}, "
@@ -339,7 +340,7 @@ def explain_problem(
     predicted = next((one for one in selection.predictions if one.record is chosen), None)
     record = near.origin if near is not None else None if predicted is not None else chosen
     by_table = chosen is None and selection.outcome == "predicted"
-    if record is not None and problem.is_grouped:
+    if record is not None and problem.groups:
         record = _with_skews(
             record, entries if record.problem == problem else _read(record.problem, database)[1]
         )

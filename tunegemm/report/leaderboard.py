@@ -20,6 +20,7 @@ from tunegemm.describe.architectures import PARTS
 from tunegemm.describe.device import Device, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.describe.stored import FIELDS, document_of, problem_of
 from tunegemm.errors import TunegemmError
 from tunegemm.measure.evidence import QUALIFYING, SCREEN, Evidence
 from tunegemm.measure.outcome import Measurement, Outcome
@@ -167,8 +168,8 @@ class Leaderboard:
         """Rows of `Database.frame`: each device's fingerprint measured last, ranked for itself."""
         import pandas
 
-        for name in _PROBLEM_FIELDS:
-            frame = frame[frame[name] == getattr(problem, name)]
+        for name, cell in document_of(problem).items():
+            frame = frame[frame[name] == cell]
         groups = _groups(frame)
         boards = [_ranked(group, problem, device) for device, group in groups]
         ranked = pandas.concat(boards or [_ranked(frame, problem, _device_named(""))], ignore_index=True)
@@ -200,10 +201,8 @@ class Leaderboard:
         The vendor's columns are left out where most would be empty.
         """
         found = leaders.sort_values([*_PROBLEM_FIELDS, "device_name"], kind="stable")
-        problem_of = functools.cache(Problem)
-        problems = [
-            problem_of(*fields) for fields in found[_PROBLEM_FIELDS].itertuples(index=False, name=None)
-        ]
+        known = functools.cache(problem_of)
+        problems = [known(*fields) for fields in found[_PROBLEM_FIELDS].itertuples(index=False, name=None)]
         flops = [problem.flops for problem in problems]
         devices = {name: _device_named(name) for name in found["device_name"].unique()}
         floors = [
@@ -341,7 +340,7 @@ class Leaderboard:
         return replace(self, frame=self.frame.head(count), note=note)
 
 
-_PROBLEM_FIELDS = [entry.name for entry in fields(Problem)]
+_PROBLEM_FIELDS = list(FIELDS)
 _FINGERPRINT_FIELDS = [entry.name for entry in fields(Fingerprint)]
 _SUMMARY_COLUMNS = (
     "problem", "ratio_to_torch_mm", "candidate", "median_us", "torch_mm_us", "tflops", "percent_of_roofline",
@@ -415,7 +414,8 @@ def _placed(rows: pandas.DataFrame) -> pandas.DataFrame:
 
 def problems_of(frame: pandas.DataFrame) -> list[Problem]:
     """The problems of the rows, smallest first."""
-    return sorted(Problem(*row) for row in frame[_PROBLEM_FIELDS].drop_duplicates().itertuples(index=False))
+    rows = frame[_PROBLEM_FIELDS].drop_duplicates().itertuples(index=False)
+    return sorted(problem_of(*row) for row in rows)
 
 
 def _groups(frame: pandas.DataFrame) -> list[tuple[Device, pandas.DataFrame]]:

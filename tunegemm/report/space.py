@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, SearchSpace, Value
+from tunegemm.describe.stored import document_of
 from tunegemm.errors import SpaceError
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM, is_torch
@@ -143,7 +144,7 @@ class Census:
     def asdict(self) -> dict[str, Any]:
         """For JSON; the device by its spec."""
         facts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return facts | {"size": self.size, "problem": asdict(self.problem), "device": self.device.spec}
+        return facts | {"size": self.size, "problem": document_of(self.problem), "device": self.device.spec}
 
 
 def take_census(space: SearchSpace, problem: Problem, device: Device) -> Census:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from tunegemm.describe.problem import Problem
+from tunegemm.describe.stored import FIELDS, document_of
 from tunegemm.report.leaderboard import VENDOR_FAMILY
 from tunegemm.store.layers import of_databases
 from tunegemm.store.shipped import read_shipped
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
 
     from tunegemm.store import Database, Record
 
-_PROBLEM = [field.name for field in fields(Problem)]
-_PLACE = [*_PROBLEM, "device_name"]
+_PLACE = [*FIELDS, "device_name"]
 
 
 def of_all_layers(read: Callable[[Database], pandas.DataFrame]) -> tuple[pandas.DataFrame, list[str]]:
@@ -50,7 +48,7 @@ def _frame(records: Iterable[Record]) -> pandas.DataFrame:
     for record in sorted(records, key=lambda record: record.measured_at):
         vendor = record.candidate.family == VENDOR_FAMILY
         rows.append(
-            asdict(record.problem)
+            document_of(record.problem)
             | record.fingerprint.asdict()
             | {name: getattr(record, name) for name in (*names, "relative_error", "measured_at", "method")}
             | {"fingerprint": record.fingerprint.digest, "candidate": record.candidate.digest}

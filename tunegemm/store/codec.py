@@ -26,6 +26,7 @@ from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.describe.stored import FIELDS, document_of, fields_from, problem_of
 from tunegemm.errors import BadValueError, DatabaseError, SpaceError, TunegemmError
 from tunegemm.generate import families
 from tunegemm.generate.families import kernel_source_hash
@@ -51,7 +52,6 @@ Cells = Mapping[str, Any]
 Json = dict[str, Any]
 Value = TypeVar("Value", Problem, Fingerprint)
 
-PROBLEM_FIELDS = tuple(field.name for field in dataclasses.fields(Problem))
 FINGERPRINT_FIELDS = tuple(field.name for field in dataclasses.fields(Fingerprint))
 _RESOURCES = tuple(field.name for field in dataclasses.fields(Resources))
 
@@ -191,12 +191,12 @@ def record_decoder(names: Sequence[str], layer: str) -> Callable[[Sequence[Any]]
     # 100,000 records share few candidates and fewer fingerprints.
     fingerprint_of = functools.cache(decode_fingerprint)
     candidate_of = functools.cache(decode_candidate)
-    first, second = len(PROBLEM_FIELDS), len(PROBLEM_FIELDS) + 1 + len(FINGERPRINT_FIELDS)
+    first, second = len(FIELDS), len(FIELDS) + 1 + len(FINGERPRINT_FIELDS)
 
     def decode(row: Sequence[Any]) -> Record:
         return decode_record(
             dict(zip(names, row[second + 2 :], strict=True)),
-            Problem(*row[:first]),
+            problem_of(*row[:first]),
             candidate_of(*row[second : second + 2]),
             fingerprint_of(*row[first:second]),
             layer,
@@ -230,7 +230,7 @@ def encode_keys(
     require(label, str, "label")
     row = {"digest": candidate.digest, "family": candidate.family, "json": candidate.to_json()}
     facts = {"digest": fingerprint.digest, **fingerprint.asdict()}
-    return dataclasses.asdict(problem), facts, row | {"label": printable(label, 200)}
+    return document_of(problem), facts, row | {"label": printable(label, 200)}
 
 
 def encode_outcome(
@@ -315,6 +315,8 @@ def decode_fields(kind: type[Value], data: Any) -> Value:
     """A problem or fingerprint from a JSON object that has exactly its fields."""
     name = kind.__name__.lower()
     names = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    if kind is Problem:
+        names = {name: names[name] for name in FIELDS}
     data = members(
         data, f"its {name}", [field for field in names if field not in _ADDED], _ADDED & names.keys()
     )
@@ -326,6 +328,8 @@ def decode_fields(kind: type[Value], data: Any) -> Value:
             values[field] = line(value, field, _WIDTHS.get(field, 64))
             if kind is Fingerprint and not _FACT.fullmatch(value):
                 raise BadValueError(f"{field} {shown(value)} has characters that no device or version has")
+    if kind is Problem:
+        values |= fields_from(values["batch"], values.get("epilogue", ""))
     return kind(**values)
 
 
@@ -379,7 +383,7 @@ def decode_shipped(row: Any, fingerprints: Mapping[str, Fingerprint], layer: str
 def encode_shipped(record: Record, toolchain: str) -> str:
     """A record as its line. toolchain: the name of its fingerprint in the file."""
     row: Json = {
-        "problem": dataclasses.asdict(record.problem),
+        "problem": document_of(record.problem),
         "label": record.label,
         "candidate": json.loads(record.candidate.to_json()),
         **{name: float(f"{getattr(record, name):.6g}") for name in _FIGURES},
@@ -530,7 +534,7 @@ def encode_choice(choice: Any, row: Any, problem: Any, fingerprint: Any, candida
 
 def _identity(row: Any, problem: Any, fingerprint: Any, candidate: Any) -> Json:
     return {
-        "problem": {name: getattr(problem, name) for name in PROBLEM_FIELDS},
+        "problem": {name: getattr(problem, name) for name in FIELDS},
         "fingerprint": {name: getattr(fingerprint, name) for name in FINGERPRINT_FIELDS},
         "candidate": decoded(candidate.json),
         "kernel_source": row.kernel_source,

@@ -10,7 +10,7 @@ from typing import Any, cast
 from sqlalchemy import Table, select
 
 from tunegemm.describe.device import Fingerprint
-from tunegemm.describe.problem import Problem
+from tunegemm.describe.stored import FIELDS, problem_of
 from tunegemm.measure.evidence import METHODS
 from tunegemm.store import codec
 from tunegemm.store.checks import one_line
@@ -66,7 +66,7 @@ def damaged_rows(database: Database) -> list[str]:
             raise ValueError(f"measurement {row.measurement_id!r} is not of its problem and fingerprint")
         _check(row, codec.known, "chosen_at")
 
-    examine(ProblemRow, lambda row: Problem(*(getattr(row, name) for name in codec.PROBLEM_FIELDS)))
+    examine(ProblemRow, lambda row: problem_of(*(getattr(row, name) for name in FIELDS)))
     examine(FingerprintRow, _fingerprint)
     examine(CandidateRow, lambda row: codec.decode_candidate(row.json, row.digest))
     examine(MeasurementRow, measurement)

@@ -19,6 +19,7 @@ from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device, Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.describe.stored import problem_of
 from tunegemm.errors import DatabaseError
 from tunegemm.measure.evidence import FINAL, METHODS, SCREEN, STEADY_FINAL
 from tunegemm.measure.outcome import Failure, Measurement
@@ -212,7 +213,7 @@ class Database:
         """Every problem that has a measurement, smallest first."""
         measured = exists().where(MeasurementRow.problem_id == ProblemRow.id)
         found = self.read(select(*rows.PROBLEM_COLUMNS).where(measured))
-        return sorted(rows.readable(found, lambda row: Problem(*row), "problem"))
+        return sorted(rows.readable(found, lambda row: problem_of(*row), "problem"))
 
     def frame(self, problem: Problem | None = None, *, family: str | None = None) -> pandas.DataFrame:
         """One row per problem, fingerprint and candidate, with the best evidence for it.

@@ -21,6 +21,7 @@ from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.stored import FIELDS, problem_of
 from tunegemm.errors import BadValueError, DatabaseError
 from tunegemm.files import read_bytes, replacing
 from tunegemm.measure.outcome import Failure, Measurement
@@ -137,7 +138,7 @@ def of_shapes(rows: Iterable[Row], shapes: Collection[str]) -> Iterator[Row]:
         if not shapes or (
             row["measurement"] in kept
             if row["kind"] == "choice"
-            else Problem(**row["problem"]).shape in shapes
+            else codec.decode_fields(Problem, row["problem"]).shape in shapes
         ):
             kept.add(row.get("id", ""))
             yield row
@@ -291,7 +292,7 @@ def _choose(session: Session, choice: Row) -> Conflict | None:
     problem = session.get_one(ProblemRow, new.problem_id)
     try:
         return Conflict(
-            Problem(*(getattr(problem, name) for name in codec.PROBLEM_FIELDS)),
+            problem_of(*(getattr(problem, name) for name in FIELDS)),
             session.get_one(FingerprintRow, new.fingerprint_id).device_name,
             kept.label or kept.digest,
             lost.label or lost.digest,

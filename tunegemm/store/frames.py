@@ -6,14 +6,14 @@ import functools
 import logging
 import math
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Select, select
 
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.stored import FIELDS, document_of, problem_of
 from tunegemm.measure.evidence import evidence_of
-from tunegemm.store.codec import PROBLEM_FIELDS, decode_candidate, is_readable
+from tunegemm.store.codec import decode_candidate, is_readable
 from tunegemm.store.models import CandidateRow, MeasurementRow, ProblemRow, RecordRow
 from tunegemm.store.rows import (
     FINGERPRINT_COLUMNS,
@@ -98,7 +98,7 @@ def with_shipped(
         *_TIMES, "label", "kernel_source", "method", "noise", "relative_error", "measured_at", "confirmed"
     )  # fmt: skip
     rows = [
-        asdict(record.problem)
+        document_of(record.problem)
         | record.fingerprint.asdict()
         | {name: getattr(record, name) for name in figures}
         | {"fingerprint": record.fingerprint.digest, "candidate": record.candidate.digest, "record": True}
@@ -144,8 +144,8 @@ def sound(frame: pandas.DataFrame) -> pandas.DataFrame:
             keep &= frame[name].map(lambda cell: isinstance(cell, str)).astype(bool)
     if "measured_at" in frame:
         keep &= frame["measured_at"].notna()
-    possible = functools.cache(functools.partial(is_readable, Problem))
-    problems = frame[list(PROBLEM_FIELDS)].itertuples(index=False, name=None)
+    possible = functools.cache(functools.partial(is_readable, problem_of))
+    problems = frame[list(FIELDS)].itertuples(index=False, name=None)
     keep &= pandas.Series([possible(*cells) for cells in problems], index=frame.index, dtype=bool)
     if "json" in frame:  # of few candidates are many rows
         whole = functools.cache(functools.partial(is_readable, decode_candidate))

@@ -63,8 +63,8 @@ def related(
 
 def _product(problem: Problem) -> tuple[int | str, ...]:
     """Which elements are multiplied with which, and how wide they are."""
-    width = DTYPE_BYTES[problem.in_dtype]
-    return problem.m, problem.n, problem.k, problem.batch, problem.a_major, problem.b_major, width
+    extents = problem.m, problem.n, problem.k, problem.batch, problem.groups
+    return *extents, problem.a_major, problem.b_major, DTYPE_BYTES[problem.in_dtype]
 
 
 @dataclass(frozen=True)

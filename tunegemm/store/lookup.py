@@ -7,20 +7,17 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.stored import FIELDS, cells_of
 from tunegemm.store.codec import UNREADABLE, decode_candidate, decode_fingerprint, decode_record
 from tunegemm.store.record import Record
 from tunegemm.store.schema import FASTEST, SCHEMA_VERSION, VERSION_TABLE
 from tunegemm.store.waiting import left_s
-
-#: A problem as the tuple of its fields, as rows have it.
-problem_fields: Callable[[Problem], tuple[Any, ...]] = attrgetter(*(field.name for field in fields(Problem)))
 
 #: How long a lock is waited for.
 _BUSY_S = 5.0
@@ -69,7 +66,7 @@ class Lookup:
     def find(self, problem: Problem) -> list[Record]:
         """The problem's records under all fingerprints. One that cannot be read is left out and logged."""
         found = []
-        key = self._keys.get(problem_fields(problem), 0)
+        key = self._keys.get(cells_of(problem), 0)
         for fingerprint, candidate, *cells in self._records.get(key, ()):
             try:
                 found.append(
@@ -88,15 +85,16 @@ class Lookup:
 
 def read_lookup(read: Callable[[str], Iterable[Sequence[Any]]], layer: str) -> Lookup:
     """What a database has for dispatch. read: runs a query and gives its rows, all of one state."""
+    facts = ", ".join(field.name for field in fields(Fingerprint))
     return Lookup(
-        read(f"SELECT id, {_columns(Problem)} FROM problems"),
+        read(f"SELECT id, {', '.join(FIELDS)} FROM problems"),
         read(
             "SELECT r.problem_id, r.fingerprint_id, r.candidate_id, r.ratio, r.kernel_source, r.measured_by, "
             "r.confirmed, m.relative_error "
             "FROM records r LEFT JOIN measurements m ON m.id = r.measurement_id "
             f"WHERE r.policy = '{FASTEST}'"
         ),
-        {key: facts for key, *facts in read(f"SELECT id, digest, {_columns(Fingerprint)} FROM fingerprints")},
+        {key: facts for key, *facts in read(f"SELECT id, digest, {facts} FROM fingerprints")},
         {
             key: (text, digest)
             for key, text, digest in read(
@@ -129,7 +127,3 @@ def read_file(location: str | Path, layer: str) -> Lookup | None:
             return read_lookup(lambda query: connection.execute(query).fetchall(), layer)
     except (sqlite3.Error, OSError, RuntimeError, ValueError, TypeError):
         return None
-
-
-def _columns(kind: type) -> str:
-    return ", ".join(field.name for field in fields(kind))

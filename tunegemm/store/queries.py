@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Select, func, select
 
-from tunegemm.describe.problem import Problem
+from tunegemm.describe.stored import problem_of
 from tunegemm.store.codec import text
 from tunegemm.store.database import Database
 from tunegemm.store.frames import by_evidence, sound
@@ -90,7 +90,7 @@ def measurement_count(database: Database, device_name: str, shapes: Collection[s
         .subquery()
     )
     query = select(*PROBLEM_COLUMNS, counts.c.count).join(counts, counts.c.problem_id == ProblemRow.id)
-    found = readable(database.read(query), lambda row: (Problem(*row[:-1]), int(row[-1])), "problem")
+    found = readable(database.read(query), lambda row: (problem_of(*row[:-1]), int(row[-1])), "problem")
     return sum(count for problem, count in found if not shapes or problem.shape in shapes)
 
 

@@ -13,10 +13,11 @@ from sqlalchemy import Select, and_, or_, select
 
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.stored import FIELDS, cells_of
 from tunegemm.generate import families
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.store import codec
-from tunegemm.store.codec import FINGERPRINT_FIELDS, PROBLEM_FIELDS, UNREADABLE, require
+from tunegemm.store.codec import FINGERPRINT_FIELDS, UNREADABLE, require
 from tunegemm.store.models import (
     CandidateRow,
     ChoiceRow,
@@ -33,7 +34,7 @@ Value = TypeVar("Value")
 
 _log = logging.getLogger(__name__)
 
-PROBLEM_COLUMNS = [getattr(ProblemRow, name) for name in PROBLEM_FIELDS]
+PROBLEM_COLUMNS = [getattr(ProblemRow, name) for name in FIELDS]
 FINGERPRINT_COLUMNS = [FingerprintRow.digest, *(getattr(FingerprintRow, name) for name in FINGERPRINT_FIELDS)]
 CANDIDATE_COLUMNS = [CandidateRow.json, CandidateRow.digest]
 
@@ -101,7 +102,9 @@ def record_decoder(layer: str, *, samples: bool = False) -> Callable[[Sequence[A
 def where_problem(query: Select[Any], problem: Problem) -> Select[Any]:
     """The query, for the rows of one problem."""
     require(problem, Problem, "problem")
-    return query.where(*(getattr(ProblemRow, name) == getattr(problem, name) for name in PROBLEM_FIELDS))
+    return query.where(
+        *(column == cell for column, cell in zip(PROBLEM_COLUMNS, cells_of(problem), strict=True))
+    )
 
 
 def where_fingerprint(query: Select[Any], fingerprint: Fingerprint) -> Select[Any]:

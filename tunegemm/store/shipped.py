@@ -11,19 +11,18 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.stored import FIELDS, cells_of
 from tunegemm.errors import BadValueError
 from tunegemm.files import make_folder, read_text, write_text
 from tunegemm.resources import data_path
 from tunegemm.store.checks import one_line
 from tunegemm.store.codec import BAD, decode_fields, decode_shipped, encode_shipped
-from tunegemm.store.lookup import problem_fields
 from tunegemm.store.record import Record
 from tunegemm.untrusted import decoded, listed, members, shown
 
@@ -87,7 +86,7 @@ class ShippedLookup:
     def find(self, problem: Problem) -> list[Record]:
         """The problem's records of all GPUs. One that cannot be read is left out and logged."""
         found = []
-        for fingerprints, row in self._rows.get(_problem_text(problem_fields(problem)), ()):
+        for fingerprints, row in self._rows.get(_problem_text(cells_of(problem)), ()):
             try:
                 found.append(decode_shipped(decoded(row), fingerprints, "system"))
             except BAD as error:
@@ -95,19 +94,18 @@ class ShippedLookup:
         return found
 
 
-_PROBLEM = tuple(field.name for field in fields(Problem))
 #: What `write_records` writes around the records of a file, and the line of one with its problem in it.
 _BEGIN, _BETWEEN, _END = '"records": [\n', ",\n", "\n ]\n}\n"
 #: A value that needs no decoding to be sure that it can be decoded.
 _VALUE = r'(?:"[^"\\\x00-\x1f]*"|[1-9]\d{0,9})'
 _LINE = re.compile(
-    '  {"problem": (?P<problem>{' + ", ".join(f'"{name}": {_VALUE}' for name in _PROBLEM) + "}), .*}"
+    '  {"problem": (?P<problem>{' + ", ".join(f'"{name}": {_VALUE}' for name in FIELDS) + "}), .*}"
 )
 
 
 def _problem_text(key: Iterable[Any]) -> str:
     """A problem's fields as a record's line has them."""
-    return json.dumps(dict(zip(_PROBLEM, key, strict=True)))
+    return json.dumps(dict(zip(FIELDS, key, strict=True)))
 
 
 def _undecoded(path: Path) -> tuple[dict[str, Fingerprint], list[tuple[str, str]]]:
@@ -131,7 +129,7 @@ def _key(row: Any) -> tuple[Any, ...] | None:
     facts = row.get("problem") if isinstance(row, dict) else None
     if not isinstance(facts, dict):
         return None
-    key = tuple(map(facts.get, _PROBLEM))
+    key = tuple(map(facts.get, FIELDS))
     are_extents = all(type(one) is int and one > 0 for one in key[:3])
     return key if are_extents and all(isinstance(one, str | int | bool | None) for one in key) else None
 

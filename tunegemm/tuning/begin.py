@@ -275,7 +275,7 @@ def screened_before(
         if entry.fingerprint == device.fingerprint
         and entry.evidence is Evidence.SCREEN
         and not (entry.is_foreign or entry.is_outdated)
-        and (not problem.is_grouped or measured_skews(entry.measurement.telemetry) == skews)
+        and (not problem.groups or measured_skews(entry.measurement.telemetry) == skews)
     )
     return {one.candidate: one.measurement for one in screened if speed(one.measurement) is not None}
 
@@ -299,7 +299,7 @@ def seeds_of(
     """
     here = device.fingerprint
     found = [] if database is None else seeds(database, problem, here)
-    if problem.is_grouped and (shipped := shipped_kernel(problem, here.device_name)) is not None:
+    if problem.groups and (shipped := shipped_kernel(problem, here.device_name)) is not None:
         found.append(shipped)
     if device.is_real:
         records = read_texts()[0] + (database.records() if database else [])

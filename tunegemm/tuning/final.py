@@ -104,7 +104,7 @@ def confirm(run: Run, raced: Sequence[Measurement]) -> Measurement | None:
         run.note = run.note or "nothing could be measured; see the failures"
         return None
     best = final_choice(run.problem, stayed)
-    if run.problem.is_grouped and not measured_kernels(run.outcomes):
+    if run.problem.groups and not measured_kernels(run.outcomes):
         # A record of torch's would take the place of the table that ships, beside which nothing was measured.
         run.note = f"{run.note}; " * bool(run.note) + "no kernel was measured, so no record is confirmed"
     elif sign := disturbance(best, run.outcomes):

@@ -38,7 +38,7 @@ class PlantedFamily:
         if what == "load-abort":
             os.abort()
         seen: list[Any] = []
-        if problem.is_grouped:
+        if problem.groups:
             return grouped_launcher(what, problem.gate)
 
         def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

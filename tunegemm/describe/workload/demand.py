@@ -6,13 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.stored import FIELDS
 from tunegemm.describe.workload.products import Kind, Product
 from tunegemm.errors import ProblemError
-
-_SHARED = (
-    "m", "n", "k", "batch", "in_dtype", "out_dtype", "a_major", "b_major", "out_major", "alignment",
-    "epilogue", "accumulation",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ def _problem(kind: Kind) -> Problem:
         raise ProblemError(kind.refusal)
     if not (kind.a_major and kind.b_major and kind.out_major):
         raise ProblemError("an operand has no contiguous mode, so that torch copies it first")
-    problem = Problem(**{name: getattr(kind, name) for name in _SHARED})
+    problem = Problem(**{name: getattr(kind, name) for name in (*FIELDS, "groups")})
     if not problem.fused.is_defined:
         raise ProblemError(f"epilogue {kind.epilogue} is its program's own: tunegemm.tune tunes it there")
     return problem

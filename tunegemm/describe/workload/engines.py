@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from tunegemm.describe.problem import GROUPED, Problem
+from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload.matrices import Layer, Linear
 from tunegemm.describe.workload.models import Model
 from tunegemm.describe.workload.products import Kind, Product, Workload
@@ -112,20 +112,21 @@ def shapes(
             if isinstance(found, str):
                 refused[name] = found
                 continue
-            steps = [GROUPED, layer.gate] if layer.experts else [found.epilogue, *["bias_n"] * bias]
+            steps = [layer.gate] if layer.experts else [found.epilogue, *["bias_n"] * bias]
             epilogue = "+".join(filter(None, steps))
-            layers[f"{name} {found.in_dtype}" + (f" {epilogue}" if epilogue else "")] += 1
+            said = "+".join(filter(None, ["grouped" * bool(layer.experts), epilogue]))
+            layers[f"{name} {found.in_dtype} {said}".rstrip()] += 1
             for m in _rows(layer, how, ranks, rows):
                 try:
                     problem = Problem(
                         m * layer.each,
                         columns,
                         depth,
-                        layer.experts or 1,
                         b_major="n" if layer.transposed else "k",
                         in_dtype=found.in_dtype,
                         out_dtype=found.out_dtype,
                         epilogue=epilogue,
+                        groups=layer.experts,
                     )
                 except ProblemError as error:
                     raise WorkloadError(f"{model.where}: {layer.name}: {error}") from None
@@ -185,7 +186,7 @@ def _kind(problem: Problem, bias: bool) -> Kind:
     names = {field.name for field in fields(Kind)} & {field.name for field in fields(Problem)}
     shared: dict[str, Any] = {name: getattr(problem, name) for name in names}
     op = "scaled_mm" if problem.fused.scales else "addmm" if bias else "mm"
-    op = "grouped_mm" if problem.is_grouped else op
+    op = "grouped_mm" if problem.groups else op
     return Kind(**shared, op=op, bias="vector" if bias else "none")
 
 

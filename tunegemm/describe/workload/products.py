@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tunegemm.describe.problem import GROUPED
+from tunegemm.describe.stored import document_of, fields_from
 from tunegemm.errors import BadValueError, WorkloadError
 from tunegemm.files import write_text
 from tunegemm.untrusted import line, listed, members, number, shown, whole
@@ -56,6 +56,8 @@ class Kind:
     """How sums over k are asked for: one of `describe.problem.ACCUMULATIONS`."""
     refusal: str = ""
     """Why torch computes it whatever is tuned; empty where a kernel may."""
+    groups: int = 0
+    """How many groups the m rows are divided in, each with its own B; 0 for none."""
 
     def __post_init__(self) -> None:
         # Files of before 2026-11-26 say `bias` and `activation` alone.
@@ -72,8 +74,8 @@ class Kind:
     @property
     def shape(self) -> str:
         """``MxNxK``, with ``xL`` when there is a batch, or the number of groups."""
-        more = f" groups{self.batch}" if self.epilogue.partition("+")[0] == GROUPED else f"x{self.batch}"
-        return f"{self.m}x{self.n}x{self.k}" + (more if self.batch != 1 else "")
+        more = f" groups{self.groups}" if self.groups else f"x{self.batch}" if self.batch != 1 else ""
+        return f"{self.m}x{self.n}x{self.k}{more}"
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ class Workload:
     def to_json(self) -> str:
         """The file's text. The same products give the same text."""
         rows = [
-            asdict(product.kind)
+            {name: cell for name, cell in asdict(product.kind).items() if name != "groups"}
+            | document_of(product.kind)
             | {field.name: getattr(product, field.name) for field in fields(Product)[1:]}
             | {
                 "clock": {"cuda": "cuda_events", "cpu": "wall"}.get(product.kind.device, ""),
@@ -174,14 +177,15 @@ class Workload:
 
 
 def _product(row: Any) -> Product:
-    names = [field.name for field in (*fields(Kind), *fields(Product)[1:])]
+    names = [field.name for field in (*fields(Kind)[:-1], *fields(Product)[1:])]
     row = members(row, "it", [name for name in names if name not in _LATER], None)
     kind: dict[str, Any] = {name: whole(row[name], name, 1, _MOST_CALLS) for name in ("m", "n", "k", "batch")}
-    for field in fields(Kind)[len(kind) :]:
+    for field in fields(Kind)[len(kind) : -1]:
         if field.name in _LATER and field.name not in row:
             continue
         read = line if field.type == "str" else whole
         kind[field.name] = read(row[field.name], field.name)
+    kind |= fields_from(kind["batch"], kind.get("epilogue", ""))
     counts = {
         name: whole(row[name], name, 0, _MOST_CALLS) for name in ("calls", "replayed", "captured", "timed")
     }

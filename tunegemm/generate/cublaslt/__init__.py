@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate, SearchSpace
-from tunegemm.generate.feasibility import FEASIBLE, Verdict, apply_rules, rule
+from tunegemm.generate.feasibility import FEASIBLE, Verdict, apply_rules, rows_together, rule
 from tunegemm.generate.workspace import Workspace, exceeded_workspace
 from tunegemm.resources import data_path
 
@@ -124,7 +124,9 @@ def library_alignment(problem: Problem, candidate: Candidate, device: Device) ->
 
 
 #: What the library's algorithms keep to; torch's own product has no rules.
-RULES = (named_algorithm, complete_name, library_dtypes, library_epilogue, library_alignment)
+RULES = (
+    rows_together, named_algorithm, complete_name, library_dtypes, library_epilogue, library_alignment
+)  # fmt: skip
 
 
 class CublasLt:

@@ -28,7 +28,7 @@ def torch_mm(problem: Problem) -> Launcher:
     """One call, or with an epilogue eager torch, kernel by kernel, the last one into the given output; of
     rows in groups a `GroupedProduct`.
     """
-    if problem.is_grouped:
+    if problem.groups:
         return GroupedProduct(problem)
     if not problem.epilogue:
         return plain_product(problem)

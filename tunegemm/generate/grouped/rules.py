@@ -54,10 +54,10 @@ def config_of(problem: Problem, candidate: Candidate) -> GroupedConfig:
     return _config(candidate.compile_params, problem.in_dtype, problem.gate, problem.b_major)
 
 
-@rule("epilogue")
+@rule("groups")
 def rows_in_groups(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """The kernel takes the ends of groups for an operand, and rows of D for what TMA does not write."""
-    if not problem.is_grouped:
+    if not problem.groups:
         return f"{candidate.family} is for rows in groups (--groups), of which this product has none"
     return None
 
