@@ -19,6 +19,9 @@ pytestmark = pytest.mark.slow
 
 SHOWN = "[...document.querySelectorAll('#records tbody tr')].filter(row => !row.hidden)"
 
+#: What the tip says, or nothing where it is hidden.
+TIP = "document.getElementById('tip').hidden ? '' : document.getElementById('tip').textContent"
+
 CHOOSE_ALL = """(chooser => {
     chooser.value = ''; chooser.dispatchEvent(new Event('change'));
 })(document.getElementById('choose-shape'))"""
@@ -84,7 +87,7 @@ def test_filtering(page: Browser) -> None:
     page.evaluate(type_words.format("no such kernel"))
     assert page.evaluate(f"{SHOWN}.length") == 0
     page.evaluate("document.querySelector('[type=reset]').click()")
-    assert page.evaluate(f"new Promise(done => setTimeout(() => done({SHOWN}.length), 50))") == 6
+    page.until(f"{SHOWN}.length === 6")
     page.evaluate(
         "(select => { select.value = 'faster'; select.dispatchEvent(new Event('input', {bubbles: true})); })"
         "(document.querySelector('[name=verdict]'))"
@@ -96,36 +99,32 @@ def test_one_shape_at_a_time(page: Browser) -> None:
     visible = "[...document.querySelectorAll('.shape')].filter(shape => !shape.hidden).map(shape => shape.id)"
     assert page.evaluate(visible) == ["shape-8448x9216x256-bf16-tn"]
     page.evaluate("location.hash = 'shape-4096x4096x4096-bf16-tn'")
-    assert page.evaluate(f"new Promise(done => setTimeout(() => done({visible}), 100))") == [
-        "shape-4096x4096x4096-bf16-tn"
-    ]
+    page.until(f"{visible}.join() === 'shape-4096x4096x4096-bf16-tn'")
     page.evaluate(CHOOSE_ALL)
     assert len(page.evaluate(visible)) == 6
 
 
 def test_marks_explain_themselves_to_keyboard_and_mouse(page: Browser) -> None:
     page.evaluate("document.querySelector('#roofline .mark').focus()")
-    tip = "document.getElementById('tip').hidden ? '' : document.getElementById('tip').textContent"
-    first = page.evaluate(tip)
+    first = page.until(TIP)
     assert first.startswith("8448x9216x256 bf16 tn") and "torch.mm" in first
     page.press("ArrowRight")
-    assert page.evaluate(tip).startswith("128x7168x16384 bf16 tn")
+    page.until(f"({TIP}).startsWith('128x7168x16384 bf16 tn')")
     page.press("Escape")
-    assert page.evaluate(tip) == ""
+    page.until(f"({TIP}) === ''")
     # One stop of the Tab key per figure.
     assert page.evaluate("document.querySelectorAll('#roofline .mark[tabindex=\"0\"]').length") == 1
-    spot = page.evaluate(
+    spot = (
         "(cell => { cell.scrollIntoView({behavior: 'instant', block: 'center'});"
         "const at = cell.getBoundingClientRect(); return [at.x + 5, at.y + 5]; })"
         "(document.querySelector('.heat td.top'))"
     )
-    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=spot[0], y=spot[1])
-    assert "\u00d7 torch.mm" in page.evaluate(tip)
+    assert "\u00d7 torch.mm" in page.point(spot, TIP)
 
 
 def test_a_searchs_dots_tell_what_their_row_says(page: Browser) -> None:
     shape = "document.querySelector('.shape:not([hidden])')"
-    spot = page.evaluate(
+    spot = (
         f"(figure => {{ figure.scrollIntoView({{behavior: 'instant', block: 'center'}});"
         "const box = figure.getBoundingClientRect();"
         "const [left, across, base, up] = figure.dataset.dots.split(' ').map(Number);"
@@ -135,13 +134,11 @@ def test_a_searchs_dots_tell_what_their_row_says(page: Browser) -> None:
         " box.top + (base - up * ratio) * box.height / 100 + 2]; })"
         f"({shape}.querySelector('svg[data-dots]'))"
     )
-    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=spot[0], y=spot[1])
-    tip = page.evaluate("document.getElementById('tip').textContent")
+    tip = page.point(spot, TIP)
     trial = tip.rpartition("trial ")[2]
     row = page.evaluate(f"[...{shape}.querySelector('tr.hot').cells].map(c => c.textContent.trim())")
     assert row[0] == trial and tip == f"{row[3]}\n{row[1]} \u00d7 torch.mm, {row[2]} \u00b5s, trial {trial}"
-    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
-    assert page.evaluate("document.getElementById('tip').hidden")
+    page.point("[1, 1]", "document.getElementById('tip').hidden")
 
 
 def test_labels_of_kernels_are_on_one_line_and_a_tip_has_several(page: Browser) -> None:
@@ -172,13 +169,12 @@ def test_everything_has_a_name_for_those_who_do_not_see_it(page: Browser) -> Non
 
 def test_what_is_wider_than_a_phone_says_that_it_scrolls(page: Browser) -> None:
     page.see(width=375)
-    page.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))")
-    cut = page.evaluate(
+    cut = (
         "[...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth + 4)"
         ".map(box => [box.ariaLabel, getComputedStyle(box.nextElementSibling).display])"
     )
-    assert "Roofline" in [name for name, _ in cut]
-    assert {display for _, display in cut} == {"block"}
+    page.until(f"{cut}.some(([name]) => name === 'Roofline')")
+    page.until(f"{cut}.every(([, display]) => display === 'block')")
     page.see(width=1280)
 
 
@@ -221,6 +217,7 @@ def test_it_prints_with_every_shape_and_on_white(browser: Browser, pages: Path) 
     browser.open(pages / "report.html")
     browser.call("Emulation.setEmulatedMedia", media="print")
     try:
+        browser.until("matchMedia('print').matches")
         assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
         assert browser.evaluate(
             "[...document.querySelectorAll('.shape')].every(s => getComputedStyle(s).display === 'block')"

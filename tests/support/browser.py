@@ -7,16 +7,18 @@ import contextlib
 import itertools
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-#: Seconds for one answer; 0.1 s is usual.
-_PATIENCE = 60
+#: Seconds for one answer or one state of the page; 0.1 s is usual.
+_PATIENCE = 60.0
 
 
 def executable() -> str | None:
@@ -29,7 +31,8 @@ class Browser:
     """One page at a time; every request that it makes is in `requests`, every console error in `errors`."""
 
     def __init__(self, write: int, read: int) -> None:
-        self._write, self._read = os.fdopen(write, "wb", buffering=0), os.fdopen(read, "rb")
+        self._write, self._read = write, read
+        self._unread = b""
         self._numbers = itertools.count(1)
         self._session = ""
         self.requests: list[str] = []
@@ -45,7 +48,9 @@ class Browser:
         message: dict[str, Any] = {"id": next(self._numbers), "method": method, "params": params}
         if self._session:
             message["sessionId"] = self._session
-        self._write.write(json.dumps(message).encode() + b"\0")
+        text = json.dumps(message).encode() + b"\0"
+        while text:
+            text = text[os.write(self._write, text) :]
         while (answer := self._receive()).get("id") != message["id"]:
             pass
         if "error" in answer:
@@ -53,13 +58,14 @@ class Browser:
         return dict(answer["result"])
 
     def open(self, path: Path) -> None:
-        """Load a file and wait until its scripts have run."""
+        """Load a file, and wait until its scripts have run and it is drawn: Chromium drops earlier input."""
         self.requests.clear()
         self.errors.clear()
         self._loaded = False
         self.call("Page.navigate", url=path.as_uri())
         while not self._loaded:
             self._receive()
+        self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done())))")
 
     def see(self, *, width: int = 1200, height: int = 900, scheme: str = "light") -> None:
         """The size of the window, in CSS pixels, and the colour scheme that the user prefers."""
@@ -71,6 +77,7 @@ class Browser:
             mobile=False,
         )
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.until(f"innerWidth === {width} && matchMedia('(prefers-color-scheme: {scheme})').matches")
 
     def evaluate(self, script: str) -> Any:
         """The value of a JavaScript expression. Raises RuntimeError for its exception."""
@@ -78,6 +85,31 @@ class Browser:
         if "exceptionDetails" in result:
             raise RuntimeError(result["exceptionDetails"]["exception"]["description"])
         return result["result"].get("value")
+
+    def until(self, script: str, *, meanwhile: Callable[[], object] = lambda: None) -> Any:
+        """The expression's value once it is truthy; `meanwhile` is called before each look at it.
+
+        A page follows its events when it can, which under load is later than the answer to a command.
+        """
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            meanwhile()
+            if value := self.evaluate(script):
+                return value
+            assert time.monotonic() < deadline, f"not so within {_PATIENCE:g} s: {script}"
+            time.sleep(0.02)
+
+    def point(self, spot: str, script: str) -> Any:
+        """Moves the mouse to where `spot` evaluates to, [x, y] in CSS pixels, until `script` is truthy.
+
+        The place is asked for again before each move: the page may have scrolled since.
+        """
+
+        def move() -> None:
+            x, y = self.evaluate(spot)
+            self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+        return self.until(script, meanwhile=move)
 
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
@@ -94,15 +126,17 @@ class Browser:
         return base64.b64decode(data)
 
     def close(self) -> None:
-        self._write.close()
-        self._read.close()
+        os.close(self._write)
+        os.close(self._read)
 
     def _receive(self) -> dict[str, Any]:
-        text = bytearray()
-        while (letter := self._read.read(1)) != b"\0":
-            if not letter:
+        while b"\0" not in self._unread:
+            if not select.select([self._read], [], [], _PATIENCE)[0]:
+                raise RuntimeError(f"Chromium said nothing for {_PATIENCE:g} s")
+            if not (more := os.read(self._read, 1 << 16)):
                 raise RuntimeError("Chromium ended")
-            text += letter
+            self._unread += more
+        text, _, self._unread = self._unread.partition(b"\0")
         message: dict[str, Any] = json.loads(text)
         params = message.get("params", {})
         match message.get("method"):
