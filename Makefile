@@ -1,4 +1,4 @@
-# make help | tune [SHAPE=MxNxK] | test [SLOW=1] | test-gpu | test-engines | check | format | docs | kernels | wheel | clean
+# make help | tune [SHAPE=MxNxK] | test [SLOW=1] | test-kernels | test-gpu | test-engines | check | format | docs | kernels | wheel | clean
 PYTHON ?= python3
 VENV ?= .venv
 # A product where the project's kernels win, and which is recorded for a machine without a GPU.
@@ -35,7 +35,7 @@ step = @printf '%s ... ' "$(1)"; start=$$(date +%s); mkdir -p $(VENV); \
 	echo "make: this step failed: $(1). $(3), and that there is room: $(4) GB here ($(call FREE,.) are free) and 4 GB for pip" \
 	"in $${TMPDIR:-/tmp} ($(call FREE,$${TMPDIR:-/tmp})); then the same make goes on from here (all output: $(LOG))"; exit 1; fi
 
-.PHONY: help ready tune test test-gpu test-engines check format docs kernels wheel clean
+.PHONY: help ready tune test test-kernels test-gpu test-engines check format docs kernels wheel clean
 
 tune: $(TUNING)
 	@echo "Tuning $(SHAPE) $(DTYPE) $(LAYOUT), with the kernels that this asks for; make kernels compiles all that ship."
@@ -44,6 +44,7 @@ tune: $(TUNING)
 help:
 	@echo "make tune [SHAPE=MxNxK]  set up .venv and tune a product; without a GPU by recorded times"
 	@echo "make test [SLOW=1]       the tests; SLOW=1: all of them"
+	@echo "make test-kernels        every kernel of the tests compiled, a spread of which SLOW=1 compiles"
 	@echo "make test-gpu            the tests that need a GPU"
 	@echo "make test-engines        the tests beside vLLM and SGLang, which are downloaded"
 	@echo "make check, make format  ruff and mypy; ruff rewrites the sources"
@@ -59,6 +60,11 @@ PYTEST ?= -q $(if $(shell command -v nvidia-smi 2>/dev/null),,-n 2 --dist workst
 SLOW ?=
 test: $(READY)
 	$(RUN) -m pytest $(PYTEST) $(if $(SLOW),,-m "not slow")
+
+# Whole, the matrices of kernels that must compile clean, and of those that must not: what CI takes a spread of.
+test-kernels: $(READY)
+	TUNEGEMM_TEST_KERNELS=all $(RUN) -m pytest $(PYTEST) tests/generate/test_conformance.py \
+	  tests/generate/test_every_architecture.py tests/describe/test_epilogue.py
 
 # Those of a GPU alone, within GPU_LIMIT_S: first what measures, one at a time, then what only computes, in so many
 # processes. What became of them is in build/test-gpu/summary.json and summary.txt, which are written as it goes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import Any
 import pytest
 
 from tests import run_gpu
+from tests.support.processes import environment
 from tests.support.summary import Summary, facts_of_checkout
+from tests.support.waiting import until
 
 TESTS = """
 import time
+from pathlib import Path
 import pytest
 def test_passes(): pass
 @pytest.mark.parametrize("n", [1, 2])
@@ -24,23 +28,46 @@ def broken(): raise OSError("no")
 def test_ends_in_an_error(broken): pass
 @pytest.mark.skip
 def test_skipped(): pass
-def test_hangs(): time.sleep(600)
+def test_hangs():
+    Path("{hangs}").touch()
+    time.sleep(600)
 def test_behind_it(): pass
 """
 
 
+def test_the_tests_of_a_gpu_can_be_collected() -> None:
+    """Where there is none, a run of all tests leaves them out: here they are imported and parametrized."""
+    folder = Path(__file__).parent / "gpu"
+    plain = ["-q", "--collect-only", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", *plain, str(folder)]
+    done = subprocess.run(command, cwd=folder.parents[1], capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
 @pytest.fixture
-def run(tmp_path: Path):
-    """Runs that file within some seconds; its part of the summary."""
-    (tmp_path / "test_some.py").write_text(TESTS)
-    out = tmp_path / "out"
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs that file, whose limit of time comes once a test hangs; its part of the summary."""
+    hangs, out = tmp_path / "hangs", tmp_path / "out"
+    (tmp_path / "test_some.py").write_text(TESTS.replace("{hangs}", str(hangs)))
     Summary(out).begin(commit="abc")
 
-    def run(seconds: float, *options: str) -> dict[str, Any]:
+    class Limited(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if hangs.exists():
+                return super().wait(timeout)
+            until(lambda: hangs.exists() or self.poll() is not None, seconds=150)
+            if self.poll() is None:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Limited)
+    monkeypatch.setattr(run_gpu, "_GRACE_S", 60.0)
+
+    def run(*options: str) -> dict[str, Any]:
         own = {"TUNEGEMM_TEST_SUMMARY": str(out), "TUNEGEMM_TEST_PART": "some"}
         plain = ["-q", "-p", "tests.support.summary", "-p", "no:cacheprovider", "--timeout", "0"]
         command = [sys.executable, "-m", "pytest", *plain, *options, str(tmp_path / "test_some.py")]
-        status = run_gpu.run(command, time.monotonic() + seconds + run_gpu._GRACE_S, own)
+        status = run_gpu.run(command, time.monotonic() + 300, own)
         assert (status is None) == (not options)
         known = json.loads((out / "summary.json").read_text())
         assert known["commit"] == "abc"
@@ -49,9 +76,8 @@ def run(tmp_path: Path):
     return run
 
 
-@pytest.mark.long
 def test_names_survive_the_limit_of_time(run, tmp_path: Path) -> None:
-    part = run(15)
+    part = run()
     file = part["not_run"][0].partition("::")[0]
     assert (part["passed"], part["failed"], part["skipped"]) == (2, 2, 1)
     assert part["failures"] == [f"{file}::test_fails[2]", f"{file}::test_ends_in_an_error (setup)"]
@@ -63,7 +89,7 @@ def test_names_survive_the_limit_of_time(run, tmp_path: Path) -> None:
 
 
 def test_processes_are_counted_together(run) -> None:
-    part = run(60, "-n", "2", "-k", "not hangs")
+    part = run("-n", "2", "-k", "not hangs")
     assert (part["passed"], part["failed"], part["skipped"], part["not_run"]) == (3, 2, 1, [])
 
 
@@ -71,7 +97,7 @@ def test_programs_are_cases(tmp_path: Path) -> None:
     programs = {"a.py": "print('0 of 3\\nPASS')", "b.py": "print('PASS\\nFAIL')", "c.py": "1 / 0"}
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
-    run_gpu.run_cases(sorted(tmp_path.glob("*.py")), tmp_path, time.monotonic() + 60)
+    run_gpu.run_cases(sorted(tmp_path.glob("*.py")), tmp_path, time.monotonic() + 170)
     part = Summary(tmp_path).known["parts"]["cases"]
     assert (part["passed"], part["failures"], part["not_run"]) == (1, ["b.py", "c.py"], [])
     run_gpu.run_cases(sorted(tmp_path.glob("*.py")), tmp_path, time.monotonic())

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.sampled import every_second
 from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import Device
 from tunegemm.describe.epilogue import (
@@ -316,15 +317,13 @@ def test_what_the_rules_of_registers_reject_spills_and_what_they_admit_does_not(
         ("swiglu", {}, wide | {"tile_n": 176, "epi_n": 16}, None),
         ("bias_n", {}, wide | {"tile_n": 208, "epi_n": 16, "cluster_n": 2}, "accumulators"),
     ]
-    for text, changes, kernel, rule in judged:
+    for text, changes, kernel, rule in (*cases, *judged):
         problem = replace(Problem(128, 512, 512, epilogue=text), **changes)  # type: ignore[arg-type]
         assert FAMILY.check(problem, candidate(kernel), h200).rule == rule, text
-    submitted = []
-    for text, changes, kernel, rule in cases:
+    submitted, cases = [], every_second(cases)
+    for text, changes, kernel, _ in cases:
         problem = replace(Problem(128, 512, 512, epilogue=text), **changes)  # type: ignore[arg-type]
         chosen = candidate(kernel)
-        verdict = FAMILY.check(problem, chosen, h200)
-        assert verdict.rule == rule, (text, verdict)
         future = pool.submit("cute_sm90", FAMILY.kernel_key(problem, chosen, h200))
         submitted.append((future, FAMILY.smem_bytes(problem, chosen)))
     for case, (future, smem_bytes) in zip(cases, submitted, strict=True):

@@ -13,6 +13,7 @@ from tests.generate import (
     test_triton,
     test_triton_tma,
 )
+from tests.support.sampled import sampled
 from tunegemm.compile.pool import CompilePool
 from tunegemm.generate import families
 from tunegemm.testing import CompileTests, FamilyTests, GeneratorTests
@@ -65,37 +66,37 @@ class TestTritonTma(SharedPool, GeneratorTests):
 @pytest.mark.slow
 @pytest.mark.long
 class TestKernelsOfCuteSm80(SharedPool, CompileTests):
-    examples = test_cute_sm80.EXAMPLES
+    examples = sampled(test_cute_sm80.EXAMPLES)
 
 
 @pytest.mark.slow
 @pytest.mark.long
 class TestKernelsOfCuteSm90(SharedPool, CompileTests):
-    examples = test_cute_sm90.EXAMPLES
+    examples = sampled(test_cute_sm90.EXAMPLES)
 
 
 @pytest.mark.slow
 @pytest.mark.long
 class TestKernelsOfGluonWgmma(SharedPool, CompileTests):
-    examples = test_gluon_wgmma.EXAMPLES
+    examples = sampled(test_gluon_wgmma.EXAMPLES)
 
 
 @pytest.mark.slow
 @pytest.mark.long
 class TestKernelsOfSkinny(SharedPool, CompileTests):
-    examples = test_skinny.EXAMPLES
+    examples = sampled(test_skinny.EXAMPLES)
 
 
 @pytest.mark.slow
 @pytest.mark.long
 class TestKernelsOfTriton(SharedPool, CompileTests):
-    examples = test_triton.EXAMPLES
+    examples = sampled(test_triton.EXAMPLES)
 
 
 @pytest.mark.slow
 @pytest.mark.long
 class TestKernelsOfTritonTma(SharedPool, CompileTests):
-    examples = test_triton_tma.EXAMPLES
+    examples = sampled(test_triton_tma.EXAMPLES)
 
 
 def test_every_shipped_family_is_tried() -> None:
