@@ -34,8 +34,8 @@ config_of = config_maker(KernelConfig)
 def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """The Tensor Memory Accelerator is there in compute capability 9.0, and from 10.0 on (PTX ISA).
 
-    For 12.0 and 12.1 the ptxas of Triton 3.6 keeps 8 bytes of stack in local memory, whatever the tile; that of
-    3.7 does not (24 kernels each, 2026-11-28).
+    For 12.0 and 12.1 the ptxas of Triton 3.6 keeps 8 bytes of stack in local memory, whatever the tile; that
+    of 3.7 keeps none (24 kernels each, 2026-11-28).
     """
     if not device.architecture.tma:
         return f"{device.architecture.compile_target} has no TMA; triton has kernels without it"
