@@ -161,7 +161,7 @@ def run(options: argparse.Namespace) -> int:
     torch.manual_seed(0)
     integration.register()
     if options.every:
-        provide_grouped(kernels.NAME)
+        provide_grouped("routing")
         routing.routing = routing.Routing(served=kernels.ALL)
     results = Results(results_path(options.out, device, "expert_layers.json"), meta(device, METHOD))
     begun, found = time.monotonic(), []

@@ -356,7 +356,7 @@ class AlongKCase(Case):
             "loop": loop,
         }
         if each_kernel:
-            provided = provide_grouped(along_k.NAME)
+            provided = provide_grouped("along_k")
             blocks = torch.cuda.get_device_properties(a.device).multi_processor_count
             for config in listed_along_k(every=True):
                 artifact = provided.of(along_k.kernel_key(config))
@@ -554,7 +554,7 @@ def cases(kind: str, options: argparse.Namespace, device: Device) -> Iterator[tu
                 each.copy_(torch.randn(each.shape, device=each.device) * k**-0.5)
             kept[name] = weights.mT if kind == "n_major" else weights
         random.seed(f"{name} {rows} {skew}")
-        case = AlongKCase if kind == along_k.NAME else Case
+        case = AlongKCase if kind == "along_k" else Case
         yield case.make(kept[name], rows, skew, l2_bytes, kind, name), skew
 
 
@@ -568,7 +568,7 @@ def run(options: argparse.Namespace) -> int:
     for kind in options.kinds:
         provide_grouped(kind)
     name = "experts_kernels.json" if options.kernels else "experts.json"
-    if along_k.NAME in options.kinds:
+    if "along_k" in options.kinds:
         name = "experts_along_k.json"
     results = Results(results_path(options.out, device, name), meta(device, METHOD))
     begun, found = time.monotonic(), []
@@ -649,8 +649,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.layers = ",".join(ANCHOR)
     if options.layers == "unlisted":
         options.layers = ",".join(UNLISTED)
-    choose_names(options, layers=(*LAYERS, *UNLISTED), rows=ROWS, skews=SKEWS, kinds=(*kinds(), along_k.NAME))
-    if along_k.NAME in options.kinds and (len(options.kinds) > 1 or options.peers):
+    choose_names(options, layers=(*LAYERS, *UNLISTED), rows=ROWS, skews=SKEWS, kinds=(*kinds(), "along_k"))
+    if "along_k" in options.kinds and (len(options.kinds) > 1 or options.peers):
         parser.error("along_k has a file of its own, and no peers: leave out other --kinds, and --peers")
     options.peers = chosen(options.peers, tuple(PEERS), "peers") if options.peers else []
     for name in options.peers:

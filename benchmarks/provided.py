@@ -5,7 +5,7 @@ store are compiled first. No GPU is needed.
 from __future__ import annotations
 
 from tunegemm.compile.artifacts import Key
-from tunegemm.generate import along_k, blocks, grouped, joined, routing
+from tunegemm.generate import along_k, blocks, joined, routing
 from tunegemm.model.blocks import listed as listed_of_blocks
 from tunegemm.model.grouped import configs, listed_along_k, maker_of
 from tunegemm.model.grouped import listed as listed_of_groups
@@ -20,17 +20,17 @@ def provide_grouped(kind: str = "", *, every: bool = False) -> Provided:
     ``along_k``: of those for groups along k, served or not. every: those of a kind that no choice names, too.
     As `provide`.
     """
-    return provide_keys(_grouped(kind, every), families_module=grouped.__name__)
+    return provide_keys(_grouped(kind, every))
 
 
 def provide_joined() -> Provided:
     """The objects of the kernels of several weights (db/joined.toml). As `provide`."""
-    return provide_keys(_joined(), families_module=joined.__name__)
+    return provide_keys(_joined())
 
 
 def provide_blocks() -> Provided:
     """The objects of the kernels of block-scaled products (db/blocks.toml). As `provide`."""
-    return provide_keys(_blocks(), families_module=blocks.__name__)
+    return provide_keys(_blocks())
 
 
 def _grouped(kind: str = "", every: bool = False) -> dict[str, tuple[str, Key]]:
@@ -38,23 +38,23 @@ def _grouped(kind: str = "", every: bool = False) -> dict[str, tuple[str, Key]]:
     of the table.
     """
     found = {
-        f"grouped {config.label}": (maker_of(config).NAME, maker_of(config).kernel_key(config))
+        f"grouped {config.label}": (maker_of(config).FAMILY.name, maker_of(config).kernel_key(config))
         for config in (configs(kind).values() if every else listed_of_groups(kind=kind))
     }
-    if kind in ("", along_k.NAME):
+    if kind in ("", "along_k"):
         for config in listed_along_k(every=bool(kind)):
-            found[f"along k {config.label}"] = along_k.NAME, along_k.kernel_key(config)
+            found[f"along k {config.label}"] = "along_k", along_k.kernel_key(config)
     for name, key in routing.kernels().items():
-        if kind == routing.NAME or (not kind and name.split()[0] in routing.SERVED):
-            found[name] = routing.NAME, key
+        if kind == "routing" or (not kind and name.split()[0] in routing.SERVED):
+            found[name] = "routing", key
     return found
 
 
 def _joined() -> dict[str, tuple[str, Key]]:
     """By its name each kernel of several weights."""
     return {
-        " ".join(filter(None, (joined.NAME, config.in_dtype, config.label, config.epilogue))): (
-            joined.NAME, joined.kernel_key(config),
+        " ".join(filter(None, ("joined", config.in_dtype, config.label, config.epilogue))): (
+            "joined", joined.kernel_key(config),
         )
         for config in listed_of_weights()
     }  # fmt: skip
@@ -63,6 +63,6 @@ def _joined() -> dict[str, tuple[str, Key]]:
 def _blocks() -> dict[str, tuple[str, Key]]:
     """By its name each kernel of block-scaled products."""
     return {
-        f"{blocks.NAME} {config.label} {config.out_dtype}": (blocks.NAME, blocks.kernel_key(config))
+        f"blocks {config.label} {config.out_dtype}": ("blocks", blocks.kernel_key(config))
         for config in listed_of_blocks()
     }

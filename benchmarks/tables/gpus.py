@@ -35,7 +35,10 @@ def gpus(results: Path) -> str:
 
 
 def _compiled(rows: list[dict[str, Any]]) -> str:
-    found = [f"{row['family']} ({row['version']}) {row['clean']} of {row['kernels']}" for row in rows]
+    found = [
+        f"{row['family']} ({row['version']}) {row['clean']} of {row['kernels']}" for row in rows
+        if row["kernels"]
+    ]  # fmt: skip
     return "; ".join(found) or "not counted"
 
 

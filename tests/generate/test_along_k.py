@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tunegemm.generate import along_k, grouped, routing
+from tunegemm.generate import along_k, families
 from tunegemm.generate.cute_sm90.config import SMEM_LIMIT, KernelConfig
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.model.grouped import listed_along_k
@@ -18,14 +18,15 @@ def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
     keys = [along_k.kernel_key(config) for config in CONFIGS]
     assert len({tuple(sorted(key.items())) for key in keys}) == len(keys) > 0
     for config, key in zip(CONFIGS, keys, strict=True):
-        assert KernelConfig.from_mapping(key) == config and key["family"] == along_k.NAME
+        assert KernelConfig.from_mapping(key) == config and key["family"] == along_k.FAMILY.name
         # cute_sm90's sources are in it, too: the kernel is made of its parts.
         assert key["source"] not in (kernel_source_hash("cute_sm90"), kernel_source_hash("grouped"))
 
 
-def test_a_compile_worker_finds_it_by_its_name() -> None:
-    for module in (along_k, grouped, routing):
-        assert grouped.get(module.NAME) is module
+def test_a_compile_worker_finds_kernels_without_a_search_by_their_names() -> None:
+    for name in families.LISTED:
+        assert families.compiler(name).name == name
+    assert families.compiler("grouped") is families.get("grouped")
 
 
 def test_a_stage_is_cleared_by_whole_pieces() -> None:
@@ -40,8 +41,8 @@ def test_a_stage_is_cleared_by_whole_pieces() -> None:
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.label)
 def test_it_compiles_without_warnings(config: KernelConfig, tmp_path: Path) -> None:
     """Warning C7511: ptxas serialises WGMMAs."""
-    if (missing := along_k.unavailable()) is not None:
+    if (missing := along_k.FAMILY.unavailable()) is not None:
         pytest.skip(missing)
-    report = along_k.compile(along_k.kernel_key(config), tmp_path / "kernel.o")
+    report = along_k.FAMILY.compile(along_k.kernel_key(config), tmp_path / "kernel.o")
     assert report.spill_bytes == 0 and report.warnings == ()
     assert report.smem_bytes <= SMEM_LIMIT

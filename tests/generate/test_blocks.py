@@ -14,7 +14,6 @@ from tunegemm.generate.blocks import BlockKernel, refusal, tiles_of
 from tunegemm.generate.blocks.config import BlockConfig
 from tunegemm.generate.cute_sm90.config import SMEM_LIMIT
 from tunegemm.generate.families import kernel_source_hash
-from tunegemm.generate.sources import kernel_sources
 from tunegemm.generate.takes import NotTaken
 from tunegemm.model.blocks import listed
 
@@ -33,16 +32,16 @@ def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
         assert config.few or config.spans <= 2  # what `Consumer.scales_of` tells apart
     # The sources that they are made of are in it, too.
     assert keys[0]["source"] != kernel_source_hash("cute_sm90")
-    names = {path.parts[-3] for path in kernel_sources(Path(blocks.__file__).parent)}
+    names = {path.parts[-3] for path in blocks.FAMILY.sources}
     assert "cute_sm90" in names
 
 
 @pytest.mark.parametrize("config", [FEW, MANY], ids=lambda config: config.label)
 def test_it_compiles_without_warnings(config: BlockConfig, tmp_path: Path) -> None:
     """Warning C7511: ptxas serialises WGMMAs."""
-    if (missing := blocks.unavailable()) is not None:
+    if (missing := blocks.FAMILY.unavailable()) is not None:
         pytest.skip(missing)
-    report = blocks.compile(blocks.kernel_key(config), tmp_path / "kernel.o")
+    report = blocks.FAMILY.compile(blocks.kernel_key(config), tmp_path / "kernel.o")
     assert report.spill_bytes == 0 and report.warnings == ()
     assert report.smem_bytes == config.smem_bytes
 

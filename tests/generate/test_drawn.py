@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tunegemm.generate import drawn, grouped, parted
+from tunegemm.generate import grouped
 from tunegemm.generate.cute_sm90.config import SMEM_LIMIT
 from tunegemm.generate.drawn.config import DrawnConfig
 from tunegemm.generate.families import kernel_source_hash
@@ -20,10 +20,8 @@ from tunegemm.model.grouped import configs, listed, maker_of
 SHIPPED = [config for config in listed() if isinstance(config, DrawnConfig | PartedConfig)]
 
 
-def test_a_compile_worker_finds_them_by_their_names_and_kernels_that_ship_keep_theirs() -> None:
+def test_kernels_that_ship_keep_their_names() -> None:
     source = kernel_source_hash("grouped")
-    for module in (drawn, parted):
-        assert grouped.get(module.NAME) is module
     for config in configs("bf16").values():
         key = maker_of(config).kernel_key(config)
         assert type(config).from_mapping(key) == config
@@ -33,10 +31,10 @@ def test_a_compile_worker_finds_them_by_their_names_and_kernels_that_ship_keep_t
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.label)
 def test_it_compiles_without_warnings(config: DrawnConfig | PartedConfig, tmp_path: Path) -> None:
     """Warning C7511: ptxas serialises WGMMAs. What feasibility counts is what the kernel has."""
-    if (missing := grouped.unavailable()) is not None:
+    if (missing := grouped.FAMILY.unavailable()) is not None:
         pytest.skip(missing)
     maker = maker_of(config)
-    report = maker.compile(maker.kernel_key(config), tmp_path / "kernel.o")
+    report = maker.FAMILY.compile(maker.kernel_key(config), tmp_path / "kernel.o")
     assert report.spill_bytes == 0 and report.warnings == ()
     assert report.smem_bytes <= SMEM_LIMIT
     assert 0 <= report.smem_bytes - config.smem_bytes - config.extra_bytes <= 2048, "alignment"

@@ -11,8 +11,10 @@ import pytest
 from benchmarks.compiled import DEVICES, PORTABLE, compiled
 from tests.support.sampled import first_of_each
 from tunegemm.compile.pool import CompilePool
+from tunegemm.describe.device import package_version
 from tunegemm.describe.problem import Problem
 from tunegemm.generate import families
+from tunegemm.generate.triton_tma import rules
 from tunegemm.testing.suite import SAMPLE, accepted
 
 #: Not compiled by the DSL's build for CUDA 12, which calls Thor sm_101.
@@ -34,7 +36,21 @@ def test_there_are_kernels_for_16_bits(family: str, architecture: str) -> None:
 
 def test_where_they_are() -> None:
     where = {family: sum(one == family for one, _ in PAIRS) for family in PORTABLE}
-    assert where == {"triton": 10, "triton_tma": 6, "cute_sm80": 10}
+    of_tma = 4 if package_version("triton").startswith("3.6.") else 6
+    assert where == {"triton": 10, "triton_tma": of_tma, "cute_sm80": 10}
+
+
+@pytest.mark.parametrize(("version", "refused"), [("3.6.0", True), ("3.7.1", False), ("", False)])
+def test_a_triton_whose_kernels_use_local_memory_has_none(
+    version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "package_version", lambda _: version)
+    rules._has_old_triton.cache_clear()
+    for name, device in DEVICES.items():
+        reason = families.refusal_here("triton_tma", device)
+        assert bool(reason) == (not device.architecture.tma or (refused and name in ("sm_120", "sm_121")))
+    monkeypatch.undo()
+    rules._has_old_triton.cache_clear()
 
 
 @pytest.mark.slow

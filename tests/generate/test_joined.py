@@ -34,7 +34,7 @@ def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
         assert config.smem_bytes <= SMEM_LIMIT
     # The sources of both families are in it, too: the kernels are made of their parts.
     assert keys[0]["source"] not in (kernel_source_hash("cute_sm90"), kernel_source_hash("grouped"))
-    names = {path.parent.parent.name for path in joined.kernel_sources(Path(joined.__file__).parent)}
+    names = {path.parent.parent.name for path in joined.FAMILY.sources}
     assert {"joined", "grouped", "cute_sm90"} <= names
 
 
@@ -43,9 +43,9 @@ def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
 )
 def test_it_compiles_without_warnings(config: KernelConfig, tmp_path: Path) -> None:
     """Warning C7511: ptxas serialises WGMMAs."""
-    if (missing := joined.unavailable()) is not None:
+    if (missing := joined.FAMILY.unavailable()) is not None:
         pytest.skip(missing)
-    report = joined.compile(joined.kernel_key(config), tmp_path / "kernel.o")
+    report = joined.FAMILY.compile(joined.kernel_key(config), tmp_path / "kernel.o")
     assert report.spill_bytes == 0 and report.warnings == ()
     assert report.smem_bytes <= SMEM_LIMIT
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.processes import run_interpreted
 from tunegemm.compile.triton_object import read_object
-from tunegemm.generate import grouped, routing
+from tunegemm.generate import routing
 
 #: Triton decides at the import whether kernels are interpreted: a process of their own.
 SCRIPT = """
@@ -151,7 +151,7 @@ def test_each_kernel_is_what_torch_gives() -> None:
 def test_all_compile_with_their_arguments_in_order(tmp_path: Path) -> None:
     """No GPU needed: without spills, and with pointers first, which a launch takes by their order."""
     for number, (name, key) in enumerate(routing.kernels().items()):
-        assert grouped.get(routing.NAME).compile(key, tmp_path / str(number)).spill_bytes == 0, name
+        assert routing.FAMILY.compile(key, tmp_path / str(number)).spill_bytes == 0, name
         header, _ = read_object((tmp_path / str(number)).read_bytes())
         kinds = [argument.type for argument in header.arguments]
         first = kinds.index("i32")
@@ -162,4 +162,3 @@ def test_keys_tell_kernels_apart() -> None:
     found = routing.kernels()
     assert len({tuple(sorted(key.items())) for key in found.values()}) == len(found) == 15
     assert {"route 1", "combine bf16 fp32", "gate fp16 True"} <= set(found)
-    assert grouped.get("grouped") is grouped

@@ -38,7 +38,7 @@ DIVISIONS: dict[str, tuple[list[int], int, int]] = {
 @cache
 def loaded() -> dict[str, AlongK]:
     """Every kernel of the table by its label."""
-    provided = provide_grouped(along_k.NAME)
+    provided = provide_grouped("along_k")
     assert not provided.failures
     found = {}
     for config in listed_along_k(every=True):

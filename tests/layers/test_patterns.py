@@ -15,7 +15,9 @@ from torch.nn import functional as F
 from tests.support.fusing import close
 from tests.support.gates import Kernels
 from tests.support.layers import INNER, WIDTH, Own, given, made
-from tunegemm.layers import backend
+from tunegemm.layers import backend, fusion, patterns, sites
+from tunegemm.layers.graph import linear_of
+from tunegemm.layers.joint import Keep
 
 silu = F.silu
 
@@ -294,3 +296,47 @@ def test_nan_and_infinity_go_through(planner: Any) -> None:
         expected = model(x)
     result, _ = counts_of(model, x)
     assert torch.equal(result.isnan(), expected.isnan())
+
+
+class Clamped(sites.Site):
+    """A site as a contributor writes one: a layer whose result is clamped at 0, by a kernel of its own."""
+
+    launched = 0
+
+    def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Any, Any, Keep]:
+        return self.launch, self.launch(x, *operands), Keep.LONG
+
+    def launch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        Clamped.launched += 1
+        return torch.clamp(x @ weight.t(), 0)
+
+    def by_torch(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
+        return torch.clamp(F.linear(x, *operands), 0)
+
+
+def clamped(node: torch.fx.Node) -> patterns.Match | None:
+    """A pattern as a contributor writes one."""
+    if node.target is not torch.clamp or node.args[1:] != (0,):
+        return None
+    product = node.args[0]
+    layer = linear_of(product) if isinstance(product, torch.fx.Node) else None
+    if layer is None or layer[2] is not None:
+        return None
+    return patterns.Match("clamped", (product, node), layer[:2], Clamped, ("clamped",))  # type: ignore[arg-type]
+
+
+def test_a_pattern_is_a_function_its_site_and_its_place_in_the_list(
+    planner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CONTRIBUTING.md names the files."""
+    mine = patterns.Pattern("clamped", clamped)
+    monkeypatch.setattr(fusion, "PATTERNS", (mine, *patterns.PATTERNS))
+    model, x = made(Own(lambda m, x: torch.clamp(m.a(x), 0))), given()
+    with torch.no_grad():
+        expected = model(x)
+    result, found = counts_of(model, x)
+    close(result, expected)
+    assert found == {"clamped": 1} and Clamped.launched == 2
+    # What has other users stays as it is: the pass refuses the match, not the pattern.
+    twice = made(Own(lambda m, x: (y := m.a(x)) + torch.clamp(y, 0)))
+    assert "clamped" not in counts_of(twice, x)[1]

@@ -53,11 +53,11 @@ def import_dsl() -> None:
 
 
 def compiler(
-    config: Any, module: str, launch_parameters: int, *, addresses: int = 2
+    config: Any, module: str, launch_parameters: int, *, addresses: int = 2, words: int | None = None
 ) -> Callable[[Key, Path], Resources]:
     """The `compile` of a family whose kernel is the class `Gemm` of a module, made of a config.
 
-    launch_parameters, addresses: see `compile_object`.
+    launch_parameters, addresses, words: see `compile_object`; by default as many words as an epilogue needs.
     """
 
     def compile_kernel(key: Key, out: Path) -> Resources:
@@ -70,7 +70,9 @@ def compiler(
             str(key["target"]),
             out,
             addresses=addresses,
-            words=MAX_WORDS if key.get("epilogue") and chosen.fused.words else 0,
+            words=(MAX_WORDS if key.get("epilogue") and chosen.fused.words else 0)
+            if words is None
+            else words,
         )
 
     return compile_kernel

@@ -121,7 +121,7 @@ class CompilePool:
             for jobs that nobody waits for.
         shipped: further objects, which are not compiled again.
         timeout_s: bounds one compile; the largest tiles take about 3 s on one core.
-        families_module: where a worker finds ``get(name) -> Family``, and ``import_compiler()`` to call while
+        families_module: where a worker finds ``compiler(name)``, and ``import_compiler()`` to call while
         it waits for its first job; tests plant families that misbehave.
         """
         self.store, self._shipped = store, shipped

@@ -34,8 +34,8 @@ class Compiler(Protocol):
 class Families(Protocol):
     """What a worker needs of the module where it finds families."""
 
-    def get(self, name: str) -> Compiler:
-        """The family of that name."""
+    def compiler(self, name: str) -> Compiler:
+        """What compiles the kernels of the family of that name."""
 
     def import_compiler(self) -> None:
         """Import what compiling takes, while the first jobs are chosen."""
@@ -58,7 +58,7 @@ def serve(connection: Connection, families_module: str) -> None:
         while True:
             family, key, out = connection.recv()
             try:
-                reply: Resources | Failure = families.get(family).compile(key, out)
+                reply: Resources | Failure = families.compiler(family).compile(key, out)
             except Exception as error:  # the compiler may raise anything; it becomes this candidate's failure
                 number = error.errno if isinstance(error, OSError) else None
                 reply = Failure(one_line(error), number, is_transient(error))

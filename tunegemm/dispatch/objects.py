@@ -8,15 +8,16 @@ from tunegemm.compile.artifacts import Artifact, Key
 from tunegemm.dispatch import api
 from tunegemm.dispatch.background import BackgroundCompiler, make_pool
 from tunegemm.errors import ArtifactError
+from tunegemm.generate import families
 from tunegemm.store import packs
 
 _compilers: dict[str, BackgroundCompiler] = {}
 
 
-def compiled(family: str, key: Key, module: str) -> Artifact | None:
+def compiled(family: str, key: Key, module: str = families.__name__) -> Artifact | None:
     """The object of a kernel; None while it is compiled. Raises ArtifactError where it will not be.
 
-    module: what a compile pool asks for the family, such as `tunegemm.generate.grouped`.
+    module: what a compile pool asks for the family, as of `CompilePool`.
     """
     artifact = packs.find(key)
     if artifact is None:

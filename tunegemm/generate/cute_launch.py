@@ -6,8 +6,9 @@ import ctypes
 import functools
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 from tunegemm.compile import cute_object
 from tunegemm.describe.device import Device
@@ -18,6 +19,21 @@ from tunegemm.generate.workspace import Workspace
 
 SHARED_LIBRARY = b"\3\0"
 """Type of an ELF file that is a shared library, at its bytes 16 and 17."""
+
+AnyConfig = TypeVar("AnyConfig")
+
+
+@dataclass(frozen=True)
+class LoadedKernel(Generic[AnyConfig]):
+    """A compiled kernel, ready to be launched on the device that was the current one when it was loaded."""
+
+    config: AnyConfig
+    function: Callable[..., None]
+
+    @classmethod
+    def load(cls, config: AnyConfig, artifact: Path) -> Self:
+        """Raises RuntimeError for what cannot be loaded here."""
+        return cls(config, load_function(artifact))
 
 
 def load_function(artifact: Path):  # type: ignore[no-untyped-def]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
@@ -27,6 +27,9 @@ from tunegemm.generate.feasibility import Rule, refusal, refusal_on
 from tunegemm.generate.sources import hash_of_code, kernel_sources
 from tunegemm.untrusted import shown
 
+if TYPE_CHECKING:
+    from tunegemm.generate.generator import Kernels
+
 GROUP = "tunegemm.families"
 """The group of entry points."""
 SHIPPED = {
@@ -36,6 +39,8 @@ SHIPPED = {
     )
 }  # fmt: skip
 """The module of each family that ships, as in pyproject.toml, in the order in which they are tried."""
+LISTED = ("along_k", "blocks", "drawn", "joined", "parted", "routing")
+"""The modules here with kernels that no search includes: tables in db say what ships."""
 ONLY_IF_ASKED = ("triton",)
 """Families that are tried on a Hopper only where they are asked for: others have been faster there."""
 
@@ -79,6 +84,14 @@ def generator(name: str) -> Generator:
     if not family.compiled:
         raise SpaceError(f"kernel family {name!r} is a library: its kernels are not compiled")
     return family
+
+
+def compiler(name: str) -> Kernels | Generator:
+    """What compiles the kernels of a key's family, also of those that no search includes. Raises as `get`."""
+    if name not in LISTED:
+        return generator(name)
+    found: Kernels = importlib.import_module(f"tunegemm.generate.{name}").FAMILY
+    return found
 
 
 def unusable() -> Sequence[str]:

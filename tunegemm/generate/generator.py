@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 Key = Mapping[str, str | int | bool]
 
+HOPPER = "sm_90a"
+"""The target of kernels that no search includes."""
+
 #: Fields of a config that come from the problem.
 _OF_PROBLEM = ("in_dtype", "out_dtype", "accumulation", "a_major", "b_major", "out_major")
 
@@ -144,29 +147,67 @@ def unknown_class(problem: Problem, candidate: Candidate) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TileGenerator:
-    """A `tunegemm.generate.family.Generator`, which has the docstrings: made of a config of tiles, rules on
-    it, and functions.
+class Kernels:
+    """What compiles the kernels of one folder: of a `TileGenerator`, or of those that no search includes, for
+    which a table in db says what ships. The latter are for Hopper.
     """
 
     name: str
-    parameters: Mapping[str, tuple[str, ...]]
     folder: Path
-    """Where its `kernel_sources` are."""
-    config: type[Config]
-    config_of: Callable[[Problem, Candidate], Config]
-    """The compile-time choices of a candidate for a problem: a `config_maker` of `config`."""
-    rules: Sequence[Rule]
+    """Where their `kernel_sources` are."""
     compile: Callable[[Key, Path], Resources]
-    launcher: Callable[[Problem, Candidate, Device, Path, Workspace | None], Launcher]
-    """Makes a launcher, as `load` does, from an object, and a workspace if one is needed."""
-    workspace: Callable[[Problem, Candidate, Device], Workspace | None] = lambda *_: None
+    """Compiles the kernel of a key into an object file. Raises whatever the compiler raises."""
     toolchain: Callable[[], Mapping[str, str | int]]
     """What of the compiler an object depends on."""
     packages: Sequence[Package]
     """What loading and launching an object needs."""
     compiler_packages: Sequence[Package] = ()
     """What only compiling needs."""
+
+    @property
+    def sources(self) -> tuple[Path, ...]:
+        return kernel_sources(self.folder)
+
+    def unavailable(self, *, launching: bool = False) -> str | None:
+        packages = self.packages if launching else (*self.compiler_packages, *self.packages)
+        return next(filter(None, (package.missing() for package in packages)), None)
+
+    def cannot_launch(self, device: Device) -> str | None:
+        """Why a kernel that no search includes cannot be launched on a device; None where it can."""
+        if device.architecture.compile_target != HOPPER:
+            return f"{device.name} is no Hopper GPU"
+        return self.unavailable(launching=True)
+
+    def key(self, choices: Mapping[str, str | int | bool], target: str = HOPPER) -> Key:
+        """Everything that an object depends on. choices: what the kernel is made of."""
+        return {
+            **choices,
+            "family": self.name,
+            "target": target,
+            **self.toolchain(),
+            "source": hash_of_code(self.sources),
+        }
+
+    def key_of(self, config: Any, target: str = HOPPER) -> Key:
+        """The key of a frozen dataclass of compile-time choices: never extents or numbers of groups."""
+        # Flat: dataclasses.asdict takes 20 us to copy nothing.
+        return self.key({name: getattr(config, name) for name in config.__dataclass_fields__}, target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileGenerator(Kernels):
+    """A `tunegemm.generate.family.Generator`, which has the docstrings: made of a config of tiles, rules on
+    it, and functions.
+    """
+
+    parameters: Mapping[str, tuple[str, ...]]
+    config: type[Config]
+    config_of: Callable[[Problem, Candidate], Config]
+    """The compile-time choices of a candidate for a problem: a `config_maker` of `config`."""
+    rules: Sequence[Rule]
+    launcher: Callable[[Problem, Candidate, Device, Path, Workspace | None], Launcher]
+    """Makes a launcher, as `load` does, from an object, and a workspace if one is needed."""
+    workspace: Callable[[Problem, Candidate, Device], Workspace | None] = lambda *_: None
     space: Path | None = None
     """Its search space; None for the shipped one of its name."""
     unlisted: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
@@ -188,14 +229,6 @@ class TileGenerator:
     def space_file(self) -> Path:
         return self.space or data_path("search_spaces", f"{self.name}.toml")
 
-    @property
-    def sources(self) -> tuple[Path, ...]:
-        return kernel_sources(self.folder)
-
-    def unavailable(self, *, launching: bool = False) -> str | None:
-        packages = self.packages if launching else (*self.compiler_packages, *self.packages)
-        return next(filter(None, (package.missing() for package in packages)), None)
-
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
         verdict = apply_rules(self.rules, problem, candidate, device)
         if not verdict.runs or not candidate.launch_params:  # a kernel alone asks for nothing yet
@@ -204,17 +237,9 @@ class TileGenerator:
         return verdict if reason is None else Verdict("workspace", reason)
 
     def kernel_key(self, problem: Problem, candidate: Candidate, device: Device) -> Key:
-        config = self.config_of(problem, candidate)  # flat: dataclasses.asdict takes 20 us to copy nothing
-        key: dict[str, str | int | bool] = {
-            **{name: getattr(config, name) for name in config.__dataclass_fields__},
-            "family": self.name,
-            "target": device.architecture.compile_target,
-            **self.toolchain(),
-            "source": hash_of_code(self.sources),
-        }
-        if (function := problem.fused.function) is not None:
-            key["epilogue_source"] = function.source
-        return key
+        key = self.key_of(self.config_of(problem, candidate), device.architecture.compile_target)
+        function = problem.fused.function
+        return key if function is None else {**key, "epilogue_source": function.source}
 
     def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:
         return self.config_of(problem, candidate).smem_bytes

@@ -35,7 +35,6 @@ from tunegemm.dispatch.operands import ALIGNMENT
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmError, one_line
 from tunegemm.generate import along_k
 from tunegemm.generate import grouped as kernels
-from tunegemm.generate.along_k import AlongK
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.grouped.operands import objection
 from tunegemm.generate.takes import NotTaken
@@ -43,8 +42,6 @@ from tunegemm.groups import routing
 from tunegemm.model.grouped import FP8, AlongKChoice, GroupedChoice, choose, choose_along_k, maker_of
 from tunegemm.store.checks import record_objection
 from tunegemm.store.record import Record
-
-compiled = partial(extension.compiled, module=kernels.__name__)
 
 #: What kernels multiply, as the table names it.
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: FP8}
@@ -276,25 +273,22 @@ class Groups:
     def _load_compiled(self, choice: GroupedChoice | AlongKChoice, index: int) -> Kernel | None:
         whole = find_device(f"cuda:{index}")
         device = extension.policy().device(whole)
-        if device.architecture.compile_target != kernels.TARGET:
-            raise ArtifactError(f"{device.name} is no Hopper GPU")
-        if (missing := kernels.unavailable(launching=True)) is not None:
-            raise ArtifactError(missing)
+        if (reason := kernels.FAMILY.cannot_launch(device)) is not None:
+            raise ArtifactError(reason)
         is_whole = device.sm_count == whole.sm_count  # which the kernel of few rows fills
         if isinstance(choice, GroupedChoice) and choice.is_few and is_whole:
             return routing.few(choice.config, index)
         words: dict[str, Any] = {"blocks": device.sm_count, "swizzle_size": choice.swizzle_size}
-        load: Any
         if isinstance(choice, GroupedChoice):
             maker = maker_of(choice.config)
             words["l2_hint"] = choice.l2_hint
-            artifact, load = compiled(maker.NAME, maker.kernel_key(choice.config)), maker.Kernel.load
         else:
-            artifact, load = compiled(along_k.NAME, along_k.kernel_key(choice.config)), AlongK.load
+            maker = along_k
+        artifact = extension.compiled(maker.FAMILY.name, maker.kernel_key(choice.config))
         if artifact is None:
             return None
         with torch.cuda.device(index):
-            kernel = load(choice.config, artifact.path)
+            kernel = maker.Kernel.load(choice.config, artifact.path)
         of = partial(kernel.of, **words)
 
         def of_there(*operands: Any, **words: Any) -> Launch:

@@ -18,7 +18,6 @@ from tunegemm.dispatch.extension import LaunchCache, compiled
 from tunegemm.dispatch.guards import capturing, is_lazy
 from tunegemm.dispatch.operands import ALIGNMENT
 from tunegemm.errors import ArtifactError, TunegemmError, one_line
-from tunegemm.generate import grouped
 from tunegemm.generate import routing as kernels
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.grouped.operands import objection, output_objection
@@ -274,11 +273,9 @@ def _gate(both: Any, gate: Gate) -> Planned | None:
 def _load(name: str, index: int) -> Bind | None:
     """Raises ArtifactError where there will be no kernel."""
     device = find_device(f"cuda:{index}")
-    if device.architecture.compile_target != kernels.TARGET:
-        raise ArtifactError(f"{device.name} is no Hopper GPU")
-    if (missing := kernels.unavailable(launching=True)) is not None:
-        raise ArtifactError(missing)
-    artifact = compiled(kernels.NAME, kernels.kernels()[name], grouped.__name__)
+    if (reason := kernels.FAMILY.cannot_launch(device)) is not None:
+        raise ArtifactError(reason)
+    artifact = compiled(kernels.FAMILY.name, kernels.kernels()[name])
     return None if artifact is None else kernels.load(artifact.path, index)
 
 

@@ -130,13 +130,11 @@ def _load(choice: JoinedChoice, device: torch.device) -> Bind | None:
     """None until it is compiled. Raises TunegemmError, OSError or RuntimeError where there is none."""
     index = device.index or 0
     there = _device(index)
-    if there.architecture.compile_target != joined.TARGET:
-        raise ArtifactError(f"{there.name} is no Hopper GPU")
-    if (missing := joined.unavailable(launching=True)) is not None:
-        raise ArtifactError(missing)
+    if (reason := joined.FAMILY.cannot_launch(there)) is not None:
+        raise ArtifactError(reason)
     kernel = _kernels.get((choice.config, index))
     if kernel is None:
-        artifact = compiled(joined.NAME, joined.kernel_key(choice.config), joined.__name__)
+        artifact = compiled(joined.FAMILY.name, joined.kernel_key(choice.config))
         if artifact is None:
             return None
         with torch.cuda.device(index):

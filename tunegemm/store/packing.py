@@ -137,11 +137,8 @@ def provide_keys(
     named: Callable[[Any], str] = str,
     compile_missing: bool = True,
     workers: int | None = None,
-    families_module: str = families.__name__,
 ) -> Provided:
-    """As `provide`, by families and kernel keys. named: what an error calls one. families_module: what knows
-    the families.
-    """
+    """As `provide`, by families and kernel keys. named: what an error calls one."""
     store = ArtifactStore()
     missing = {of: pair for of, pair in keys.items() if store.find(pair[1]) is None}
     failures: dict[Any, str] = {}
@@ -152,7 +149,7 @@ def provide_keys(
             f"{named(next(iter(missing)))}; leave out --no-compile, or tune again"
         )
     if missing:
-        with CompilePool(store, workers=workers, families_module=families_module) as pool:
+        with CompilePool(store, workers=workers) as pool:
             futures = {of: pool.submit(*pair) for of, pair in missing.items()}
             results = {of: future.result() for of, future in futures.items()}
             failures = {of: result.failure for of, result in results.items() if not result.artifact}

@@ -227,13 +227,11 @@ def _bind(a: Any, b: Any, scale_a: Any, scale_b: Any, out: Any) -> tuple[Launch 
 def _load(choice: BlockChoice, device: torch.device) -> BlockKernel | None:
     """None until it is compiled. Raises TunegemmError, OSError or RuntimeError where there is none."""
     there, index = _device(device), device.index or 0
-    if there.architecture.compile_target != blocks.TARGET:
-        raise ArtifactError(f"{there.name} is no Hopper GPU")
-    if (missing := blocks.unavailable(launching=True)) is not None:
-        raise ArtifactError(missing)
+    if (reason := blocks.FAMILY.cannot_launch(there)) is not None:
+        raise ArtifactError(reason)
     kernel = _kernels.get((choice.config, index))
     if kernel is None:
-        artifact = compiled(blocks.NAME, blocks.kernel_key(choice.config), blocks.__name__)
+        artifact = compiled(blocks.FAMILY.name, blocks.kernel_key(choice.config))
         if artifact is None:
             return None
         kernel = _kernels[choice.config, index] = BlockKernel.load(choice.config, artifact.path)

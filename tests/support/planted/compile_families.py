@@ -29,7 +29,7 @@ class _Planted:
         return Resources(128, 64 if what == "spill" else 0, 1024, ("C7510",) if what == "warn" else (), 0.1)
 
 
-def get(name: str) -> _Planted:
+def compiler(name: str) -> _Planted:
     return _Planted()
 
 

@@ -26,7 +26,7 @@ class _Planted:
         return Resources(128, 0, 1024, (), 0.0)
 
 
-def get(name: str) -> _Planted:
+def compiler(name: str) -> _Planted:
     return _Planted()
 
 

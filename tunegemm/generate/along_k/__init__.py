@@ -1,22 +1,19 @@
 """The kernel for groups along k, as in gradients of weights: D[e] = A[rows of e]^T B[rows of e].
 
-No search includes it: db/grouped.toml says what it serves (`tunegemm.model.grouped.choose_along_k`). A
-compile pool finds it by name through `tunegemm.generate.grouped`.
+No search includes it: db/grouped.toml says what it serves (`tunegemm.model.grouped.choose_along_k`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tunegemm.compile.cute_object import compiler, toolchain
-from tunegemm.generate.cute_launch import load_function
+from tunegemm.generate.cute_launch import LoadedKernel
 from tunegemm.generate.cute_sm90.config import KernelConfig
-from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Key
-from tunegemm.generate.sources import hash_of_code, kernel_sources
+from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Kernels
 from tunegemm.generate.takes import (
     MOST,
     UNIT_BYTES,
@@ -28,9 +25,6 @@ from tunegemm.generate.takes import (
 )
 from tunegemm.generate.workspace import Workspace
 
-NAME = "along_k"
-TARGET = "sm_90a"
-
 
 def config_from(parameters: Mapping[str, Any]) -> KernelConfig:
     """The config of a tile, a cluster, stages, and the columns of the epilogue's subtiles."""
@@ -40,24 +34,14 @@ def config_from(parameters: Mapping[str, Any]) -> KernelConfig:
     )  # fmt: skip
 
 
-def kernel_key(config: KernelConfig) -> Key:
-    """Everything the compiled object depends on: never extents or numbers of groups."""
-    return {
-        **{name: getattr(config, name) for name in config.__dataclass_fields__},
-        "family": NAME,
-        "target": TARGET,
-        **toolchain(),
-        "source": hash_of_code(kernel_sources(Path(__file__).parent)),
-    }
-
-
-def unavailable(*, launching: bool = False) -> str | None:
-    """None when the packages are installed; else one line that names the missing one."""
-    return next(filter(None, (package.missing() for package in (CUTE_DSL, TVM_FFI))), None)
-
-
-#: Compiles the kernel of a key to an object. Raises whatever the compiler raises.
-compile = compiler(KernelConfig, "tunegemm.generate.along_k.kernel", 2, addresses=2)
+FAMILY = Kernels(
+    name="along_k",
+    folder=Path(__file__).parent,
+    compile=compiler(KernelConfig, "tunegemm.generate.along_k.kernel", 2),
+    toolchain=toolchain,
+    packages=(CUTE_DSL, TVM_FFI),
+)
+kernel_key = FAMILY.key_of
 
 
 @cache
@@ -66,17 +50,8 @@ def _counter(index: int) -> Workspace:
     return Workspace(0, 4, index)
 
 
-@dataclass(frozen=True)
-class AlongK:
-    """A compiled kernel, ready to be launched on the device that was the current one when it was loaded."""
-
-    config: KernelConfig
-    function: Callable[..., None]
-
-    @classmethod
-    def load(cls, config: KernelConfig, artifact: Path) -> AlongK:
-        """Raises RuntimeError for what cannot be loaded here."""
-        return cls(config, load_function(artifact))
+class AlongK(LoadedKernel[KernelConfig]):
+    """A compiled kernel of groups along k."""
 
     def launch(self, a: Any, b: Any, out: Any, offsets: Any, *, blocks: int, swizzle_size: int = 8) -> None:
         """out[e] = a[rows of e]^T b[rows of e].
@@ -116,6 +91,10 @@ class AlongK:
             del memory  # the launch is queued
 
         return launch
+
+
+#: What a kernel of this family is loaded as.
+Kernel = AlongK
 
 
 def objection(a: Any, b: Any, offsets: Any) -> str:

@@ -2,40 +2,34 @@
 
     D[m, n] = sum over b of scale_a[m, b] * scale_b[n / 128, b] * (A[m, block b of k] B[n, block b of k]^T)
 
-No search has them: db/blocks.toml says what ships (`tunegemm.model.blocks`). For a compile pool this module
-is what `tunegemm.generate.families` is for others: `get` and `import_compiler`.
+No search has them: db/blocks.toml says what ships (`tunegemm.model.blocks`).
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from tunegemm.compile.cute_object import compile_object, toolchain
-from tunegemm.compile.ptxas import Resources
+from tunegemm.compile.cute_object import compiler, toolchain
 from tunegemm.describe.device import Device
-from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate.blocks.config import BLOCK, BlockConfig
-from tunegemm.generate.cute_launch import load_function
+from tunegemm.generate.cute_launch import LoadedKernel
 from tunegemm.generate.cute_sm90 import Order
-from tunegemm.generate.families import import_compiler
-from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Key
-from tunegemm.generate.sources import hash_of_code, kernel_sources
+from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Kernels
 from tunegemm.generate.takes import NotTaken, Place, first_objection, not_aligned, wrong_extents
 from tunegemm.generate.workspace import Workspace
 
-__all__ = [
-    "BLOCK", "NAME", "BlockKernel", "compile", "config_of", "get", "import_compiler", "kernel_key", "refusal",
-    "tiles_of", "unavailable",
-]  # fmt: skip
+__all__ = ["BLOCK", "FAMILY", "BlockKernel", "config_of", "kernel_key", "refusal", "tiles_of"]
 
-NAME = "blocks"
-TARGET = "sm_90a"
+FAMILY = Kernels(
+    name="blocks",
+    folder=Path(__file__).parent,
+    compile=compiler(BlockConfig, "tunegemm.generate.blocks.kernel", 8, addresses=3, words=6),
+    toolchain=toolchain,
+    packages=(CUTE_DSL, TVM_FFI),
+)
+kernel_key = FAMILY.key_of
 OUT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _UNIT = 16
 """Bytes that TMA takes at a time."""
@@ -53,37 +47,6 @@ def config_of(parameters: Mapping[str, Any], *, out_dtype: str = "bf16") -> Bloc
     )  # fmt: skip
 
 
-def kernel_key(config: BlockConfig) -> Key:
-    """Everything the compiled object depends on: never extents."""
-    return {
-        **{name: getattr(config, name) for name in config.__dataclass_fields__},
-        "family": NAME,
-        "target": TARGET,
-        **toolchain(),
-        "source": hash_of_code(kernel_sources(Path(__file__).parent)),
-    }
-
-
-def get(name: str) -> ModuleType:
-    """What a compile worker asks for the kernel of a key: this module."""
-    return sys.modules[__name__]
-
-
-def unavailable(*, launching: bool = False) -> str | None:
-    """None when the packages are installed; else one line that names the missing one."""
-    return next(filter(None, (package.missing() for package in (CUTE_DSL, TVM_FFI))), None)
-
-
-def compile(key: Key, out: Path) -> Resources:
-    """Compile the kernel of a key to the object `out`. Raises whatever the compiler raises."""
-    config = BlockConfig.from_mapping(key)
-
-    def make() -> Any:
-        return importlib.import_module(f"{__name__}.kernel").Gemm(config)
-
-    return compile_object(make, 8, str(key["target"]), out, addresses=3, words=6)
-
-
 def tiles_of(config: BlockConfig, rows: int, n: int) -> int:
     """Tiles of a product, counted in clusters."""
     across, along = (rows, n) if config.few else (n, rows)
@@ -91,17 +54,8 @@ def tiles_of(config: BlockConfig, rows: int, n: int) -> int:
     return of_m * -(-across // (config.tile_n * config.cluster_n))
 
 
-@dataclass(frozen=True)
-class BlockKernel:
-    """A compiled kernel, ready to be launched on the device that was the current one when it was loaded."""
-
-    config: BlockConfig
-    function: Callable[..., None]
-
-    @classmethod
-    def load(cls, config: BlockConfig, artifact: Path) -> BlockKernel:
-        """Raises RuntimeError for what cannot be loaded here."""
-        return cls(config, load_function(artifact))
+class BlockKernel(LoadedKernel[BlockConfig]):
+    """A compiled kernel of block-scaled products."""
 
     def launch(self, a: Any, weight: Any, scale_a: Any, scale_b: Any, out: Any, **words: Any) -> None:
         """One product on the current stream; see `bound`."""
@@ -141,7 +95,7 @@ class BlockKernel:
         clusters = min(work, device.resident_clusters(config.cluster_size))
         order = Order(0, swizzle_size, 1)
         if config.gpc_aware:
-            order = _order(config, device, clusters, swizzle_size, along_m)
+            order = Order.of_gpcs(config, device, clusters, swizzle_size, along_m)
         workspace = None
         if split_k > 1:
             blocks = work * config.cluster_size
@@ -178,14 +132,6 @@ class BlockKernel:
         if str(out.dtype) != f"torch.{OUT_DTYPES[self.config.out_dtype]}":
             return f"an output of {out.dtype} for a kernel of {self.config.out_dtype}"
         return ""
-
-
-def _order(config: BlockConfig, device: Device, clusters: int, swizzle_size: int, along_m: bool) -> Order:
-    """Which cluster takes which tiles, as `cute_sm90` has it for clusters of a GPC."""
-    shape = {name: getattr(config, name) for name in ("tile_m", "tile_n", "cluster_m", "cluster_n")}
-    raster = "along_m" if along_m else "along_n"
-    launch: dict[str, Value] = {"raster_order": raster, "swizzle_size": swizzle_size, "cluster_order": "gpc"}
-    return Order.of(Candidate.make("cute_sm90", shape, launch), device, clusters)
 
 
 def refusal(a: Any, weight: Any, scale_a: Any, scale_b: Any, out: Any) -> str:

@@ -11,7 +11,7 @@ from tunegemm.compile.cute_object import compiler, toolchain
 from tunegemm.describe.clusters import places_of, usual_neighbours
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate
+from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate.cute_launch import load_launch
 from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.cute_sm90.rules import RULES, config_of, resident_clusters
@@ -118,6 +118,18 @@ class Order:
         across = columns if candidate["raster_order"] == "along_m" else rows
         across = min(across, int(candidate["swizzle_size"]))
         return cls(address, across, rows * columns // across)
+
+    @classmethod
+    def of_gpcs(
+        cls, config: KernelConfig, device: Device, clusters: int, swizzle_size: int, along_m: bool
+    ) -> Order:
+        """The order of a kernel that no candidate stands for, whose clusters of one GPC have neighbours."""
+        shape = {name: getattr(config, name) for name in ("tile_m", "tile_n", "cluster_m", "cluster_n")}
+        raster = "along_m" if along_m else "along_n"
+        launch: dict[str, Value] = {
+            "raster_order": raster, "swizzle_size": swizzle_size, "cluster_order": "gpc"
+        }  # fmt: skip
+        return cls.of(Candidate.make("cute_sm90", shape, launch), device, clusters)
 
 
 def block_of_a_gpc(candidate: Candidate, neighbours: int) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """The grouped kernel whose blocks draw their tiles from a counter.
 
-db/grouped.toml says what it serves. No search includes it. A compile pool finds it by name through
-`tunegemm.generate.grouped`.
+db/grouped.toml says what it serves. No search includes it.
 """
 
 from __future__ import annotations
@@ -11,39 +10,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tunegemm.compile.cute_object import compile_object, toolchain
-from tunegemm.compile.ptxas import Resources
+from tunegemm.compile.cute_object import compiler, toolchain
 from tunegemm.generate.drawn.config import DrawnConfig
-from tunegemm.generate.generator import Key
+from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Kernels
 from tunegemm.generate.grouped import GroupedKernel
-from tunegemm.generate.sources import hash_of_code, kernel_sources
 from tunegemm.generate.workspace import Workspace
 
-NAME = "drawn"
-TARGET = "sm_90a"
-
-
-def kernel_key(config: DrawnConfig) -> Key:
-    """Everything the compiled object depends on: never extents or numbers of groups."""
-    return {
-        **{name: getattr(config, name) for name in config.__dataclass_fields__},
-        "family": NAME,
-        "target": TARGET,
-        **toolchain(),
-        "source": hash_of_code(kernel_sources(Path(__file__).parent)),
-    }
-
-
-def compile(key: Key, out: Path) -> Resources:
-    """Compile the kernel of a key to the object `out`. Raises whatever the compiler raises."""
-    config = DrawnConfig.from_mapping(key)
-
-    def make() -> Any:
-        from tunegemm.generate.drawn.kernel import Gemm
-
-        return Gemm(config)
-
-    return compile_object(make, 3, TARGET, out, addresses=4)
+FAMILY = Kernels(
+    name="drawn",
+    folder=Path(__file__).parent,
+    compile=compiler(DrawnConfig, "tunegemm.generate.drawn.kernel", 3, addresses=4, words=0),
+    toolchain=toolchain,
+    packages=(CUTE_DSL, TVM_FFI),
+)
+kernel_key = FAMILY.key_of
 
 
 @cache

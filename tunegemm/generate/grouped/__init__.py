@@ -1,32 +1,23 @@
 """Kernel family `grouped`: groups of rows, each with its own weights, built from parts of `cute_sm90`.
 
-db/grouped.toml names the kernels that ship, some with a gate that no `Problem` describes. For a compile pool
-with such keys this module takes the place of `tunegemm.generate.families`: `get` and `import_compiler`.
+db/grouped.toml names the kernels that ship, some with a gate that no `Problem` describes.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from tunegemm.compile.cute_object import compile_object, toolchain
-from tunegemm.compile.ptxas import Resources
+from tunegemm.compile.cute_object import compiler, toolchain
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate import along_k, routing
-from tunegemm.generate.cute_launch import load_function
-from tunegemm.generate.families import import_compiler
+from tunegemm.generate.cute_launch import LoadedKernel
 from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, TileGenerator
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.grouped.operands import objection, output_objection
 from tunegemm.generate.grouped.rules import RULES, config_from, config_of
-from tunegemm.generate.sources import hash_of_code, kernel_sources
 from tunegemm.generate.takes import UNIT_BYTES, NotTaken, not_aligned
 from tunegemm.generate.tiles import ordered_sum
 from tunegemm.generate.workspace import Workspace
@@ -34,67 +25,14 @@ from tunegemm.generate.workspace import Workspace
 if TYPE_CHECKING:
     from tunegemm.generate.launching import Launcher
 
-__all__ = [
-    "FAMILY", "L2_HINTS", "NAME", "TARGET", "GroupedKernel", "compile", "config_of", "get",
-    "import_compiler", "kernel_key", "launch_arguments", "unavailable",
-]  # fmt: skip
+__all__ = ["FAMILY", "L2_HINTS", "GroupedKernel", "config_of", "kernel_key", "launch_arguments"]
 
-NAME = "grouped"
-_FOLDER = Path(__file__).parent
-TARGET = "sm_90a"
 #: The launch parameter `l2_hint`, in the order of its numbers: `GroupedKernel.launch`.
 L2_HINTS = ("none", "weights_first")
 
 
-def get(name: str) -> ModuleType:
-    """What a compile worker asks for the kernel of a key: this module, or that of kernels around products, of
-    those along k, of those that draw their tiles, or of those of parts of k.
-    """
-    if name in ("drawn", "parted"):  # which import this module
-        return import_module(__name__.replace("grouped", name))
-    others = {module.NAME: module for module in (along_k, routing)}
-    return others.get(name, sys.modules[__name__])
-
-
-def kernel_key(config: GroupedConfig) -> Mapping[str, str | int | bool]:
-    """Everything the compiled object depends on: never extents or numbers of groups."""
-    return {
-        **{name: getattr(config, name) for name in config.__dataclass_fields__},
-        "family": NAME,
-        "target": TARGET,
-        **toolchain(),
-        "source": hash_of_code(kernel_sources(_FOLDER)),
-    }
-
-
-def unavailable(*, launching: bool = False) -> str | None:
-    """None when the packages are installed; else one line that names the missing one."""
-    return next(filter(None, (package.missing() for package in (CUTE_DSL, TVM_FFI))), None)
-
-
-def compile(key: Mapping[str, str | int | bool], out: Path) -> Resources:
-    """Compile the kernel of a key to the object `out`. Raises whatever the compiler raises."""
-    config = GroupedConfig.from_mapping(key)
-
-    def make() -> Any:
-        from tunegemm.generate.grouped.kernel.gemm import Gemm
-
-        return Gemm(config)
-
-    return compile_object(make, 3, str(key["target"]), out, addresses=3)
-
-
-@dataclass(frozen=True)
-class GroupedKernel:
-    """A compiled kernel, ready to be launched on the device that was the current one when it was loaded."""
-
-    config: GroupedConfig
-    function: Callable[..., None]
-
-    @classmethod
-    def load(cls, config: GroupedConfig, artifact: Path) -> GroupedKernel:
-        """Raises RuntimeError for what cannot be loaded here."""
-        return cls(config, load_function(artifact))
+class GroupedKernel(LoadedKernel[GroupedConfig]):
+    """A compiled kernel of groups of rows."""
 
     def launch(
         self, a: Any, weights: Any, out: Any, offsets: Any, bias: Any = None, *,
@@ -201,12 +139,12 @@ def launch_arguments(candidate: Candidate) -> tuple[int, int]:
 
 
 FAMILY = TileGenerator(
-    name=NAME,
+    name="grouped",
     parameters={
         "compile": ("schedule", "tile_m", "tile_n", "tile_k", "stages", "epi_n", "narrow", "cluster_m"),
         "launch": ("swizzle_size", "l2_hint"),
     },
-    folder=_FOLDER,
+    folder=Path(__file__).parent,
     config=_Named,
     config_of=config_of,
     rules=RULES,
@@ -214,8 +152,9 @@ FAMILY = TileGenerator(
     grouped=True,
     fuses=True,
     tma=True,
-    compile=compile,
+    compile=compiler(GroupedConfig, "tunegemm.generate.grouped.kernel.gemm", 3, addresses=3, words=0),
     launcher=launcher,
     toolchain=toolchain,
     packages=(CUTE_DSL, TVM_FFI),
 )
+kernel_key = FAMILY.key_of

@@ -2,41 +2,27 @@
 
     D[:, columns of i] = A W_i^T + bias_i      D = act(A W_0^T + bias_0) * (A W_1^T + bias_1)
 
-No search has them: db/joined.toml says what ships (`tunegemm.model.joined`). For a compile pool this module
-is what `tunegemm.generate.families` is for others: `get` and `import_compiler`.
+No search has them: db/joined.toml says what ships (`tunegemm.model.joined`).
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from tunegemm.compile.cute_object import compile_object, toolchain
-from tunegemm.compile.ptxas import Resources
+from tunegemm.compile.cute_object import compiler, toolchain
 from tunegemm.describe.device import Device
-from tunegemm.describe.space import Candidate, Value
-from tunegemm.generate.cute_launch import load_function
+from tunegemm.generate.cute_launch import LoadedKernel
 from tunegemm.generate.cute_sm90 import Order
 from tunegemm.generate.cute_sm90.config import KernelConfig
-from tunegemm.generate.families import import_compiler
-from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Key
+from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Kernels, Key
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.grouped.rules import config_from
-from tunegemm.generate.sources import hash_of_code, kernel_sources
 from tunegemm.generate.takes import MOST, MOST_STRIDE_BYTES, UNIT_BYTES, NotTaken, not_aligned
 
-__all__ = [
-    "MOST_WEIGHTS", "NAME", "JoinedKernel", "compile", "few", "get", "import_compiler", "kernel_key", "many",
-    "refusal", "tiles_of", "unavailable",
-]  # fmt: skip
+__all__ = ["FAMILY", "MOST_WEIGHTS", "JoinedKernel", "few", "kernel_key", "many", "refusal", "tiles_of"]
 
-NAME = "joined"
-TARGET = "sm_90a"
 MOST_WEIGHTS = 3
 """Most weights of a product. A gate has two."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -44,6 +30,17 @@ _UNIT = 8
 """Elements of 16 bytes: what TMA and the stores take at a time."""
 FORMS: Mapping[str, type[KernelConfig]] = {"few": GroupedConfig, "many": KernelConfig}
 """The forms of kernels and what their configs are: rows as the narrow mode, or as the wide one."""
+_COMPILERS = {
+    form: compiler(config, f"tunegemm.generate.joined.kernel.{form}", 7, addresses=5, words=0)
+    for form, config in FORMS.items()
+}
+FAMILY = Kernels(
+    name="joined",
+    folder=Path(__file__).parent,
+    compile=lambda key, out: _COMPILERS[str(key["form"])](key, out),
+    toolchain=toolchain,
+    packages=(CUTE_DSL, TVM_FFI),
+)
 
 
 def few(parameters: Mapping[str, Any], *, dtype: str = "bf16", gate: str = "") -> GroupedConfig:
@@ -62,42 +59,9 @@ def many(
     )  # fmt: skip
 
 
-def form_of(config: KernelConfig) -> str:
-    """``few`` or ``many``."""
-    return "few" if isinstance(config, GroupedConfig) else "many"
-
-
 def kernel_key(config: KernelConfig) -> Key:
     """Everything the compiled object depends on: never extents or numbers of weights."""
-    return {
-        **{name: getattr(config, name) for name in config.__dataclass_fields__},
-        "form": form_of(config),
-        "family": NAME,
-        "target": TARGET,
-        **toolchain(),
-        "source": hash_of_code(kernel_sources(Path(__file__).parent)),
-    }
-
-
-def get(name: str) -> ModuleType:
-    """What a compile worker asks for the kernel of a key: this module."""
-    return sys.modules[__name__]
-
-
-def unavailable(*, launching: bool = False) -> str | None:
-    """None when the packages are installed; else one line that names the missing one."""
-    return next(filter(None, (package.missing() for package in (CUTE_DSL, TVM_FFI))), None)
-
-
-def compile(key: Key, out: Path) -> Resources:
-    """Compile the kernel of a key to the object `out`. Raises whatever the compiler raises."""
-    form = str(key["form"])
-    config = FORMS[form].from_mapping(key)
-
-    def make() -> Any:
-        return importlib.import_module(f"{__name__}.kernel.{form}").Gemm(config)
-
-    return compile_object(make, 7, str(key["target"]), out, addresses=5)
+    return {**FAMILY.key_of(config), "form": "few" if isinstance(config, GroupedConfig) else "many"}
 
 
 def tiles_of(config: KernelConfig, rows: int, ns: Sequence[int]) -> int:
@@ -108,17 +72,8 @@ def tiles_of(config: KernelConfig, rows: int, ns: Sequence[int]) -> int:
     return -(-rows // (config.tile_m * config.cluster_m)) * sum(-(-n // columns) for n in ns)
 
 
-@dataclass(frozen=True)
-class JoinedKernel:
-    """A compiled kernel, ready to be launched on the device that was the current one when it was loaded."""
-
-    config: KernelConfig
-    function: Callable[..., None]
-
-    @classmethod
-    def load(cls, config: KernelConfig, artifact: Path) -> JoinedKernel:
-        """Raises RuntimeError for what cannot be loaded here."""
-        return cls(config, load_function(artifact))
+class JoinedKernel(LoadedKernel[KernelConfig]):
+    """A compiled kernel of several weights."""
 
     def launch(
         self, a: Any, weights: Sequence[Any], out: Any, biases: Sequence[Any] = (), **words: Any
@@ -160,7 +115,7 @@ class JoinedKernel:
         if not isinstance(config, GroupedConfig):
             clusters = min(tiles, device.resident_clusters(config.cluster_size))
             if config.gpc_aware:
-                order = _order(config, device, clusters, swizzle_size, along_m)
+                order = Order.of_gpcs(config, device, clusters, swizzle_size, along_m)
                 across, along, table = order.across, order.along, order.address
         rest = (
             rows, count[0], k, count[1],
@@ -188,14 +143,6 @@ class JoinedKernel:
             return f"biases for {config.label}, which adds none"
         short = [] if config.fused.gated else [w.shape[0] for w in weights[:-1] if w.shape[0] < config.tile_n]
         return f"a weight of {short[0]} rows, fewer than {config.tile_n}" if short else ""
-
-
-def _order(config: KernelConfig, device: Device, clusters: int, swizzle_size: int, along_m: bool) -> Order:
-    """Which cluster takes which tiles, as `cute_sm90` has it for clusters of a GPC."""
-    shape = {name: getattr(config, name) for name in ("tile_m", "tile_n", "cluster_m", "cluster_n")}
-    raster = "along_m" if along_m else "along_n"
-    launch: dict[str, Value] = {"raster_order": raster, "swizzle_size": swizzle_size, "cluster_order": "gpc"}
-    return Order.of(Candidate.make("cute_sm90", shape, launch), device, clusters)
 
 
 def refusal(

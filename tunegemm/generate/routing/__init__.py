@@ -1,25 +1,20 @@
 """Triton kernels for the other steps of a layer of experts, around the products of groups. No search includes
 them.
-
-A compile pool finds them by name through `tunegemm.generate.grouped`.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tunegemm.compile.ptxas import Resources
 from tunegemm.compile.triton_object import build, toolchain
-from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Key
-from tunegemm.generate.sources import hash_of_code, kernel_sources
+from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Kernels, Key
 from tunegemm.generate.takes import MOST, UNIT_BYTES, NotTaken, not_aligned
 
-NAME = "routing"
-TARGET = "sm_90a"
 #: What kernels do, and which of them serve, and ship: those that a GPU has shown right.
 ALL = ("route", "tally", "spread", "combine", "gate", "few")
 SERVED: tuple[str, ...] = ALL
@@ -76,19 +71,10 @@ def kernels() -> dict[str, Key]:
 def kernel_key(kernel: str, **choices: str | int | bool) -> Key:
     """Everything an object depends on. kernel: route, of `own_rows`; combine, of a `dtype` and that of
     `weights`; gate, of a `dtype`, `alternate` or not; few, of a `dtype`, `gated` or not."""
-    source = hash_of_code(kernel_sources(Path(__file__).parent))
-    common = {"family": NAME, "target": TARGET, "kernel": kernel, "source": source}
-    return {**common, **toolchain(), **choices}
+    return FAMILY.key({"kernel": kernel, **choices})
 
 
-def unavailable(*, launching: bool = False) -> str | None:
-    """None when the packages are installed; else one line that names the missing one."""
-    packages = (CUDA_BINDINGS,) if launching else (CUDA_BINDINGS, TRITON)
-    return next(filter(None, (package.missing() for package in packages)), None)
-
-
-def compile(key: Mapping[str, str | int | bool], out: Path) -> Resources:
-    """Compile the kernel of a key to the object `out`. Raises whatever the compiler raises."""
+def _compile(key: Key, out: Path) -> Resources:
     from tunegemm.generate.routing import kernel as source
 
     name = str(key["kernel"])
@@ -111,6 +97,16 @@ def compile(key: Mapping[str, str | int | bool], out: Path) -> Resources:
     arguments = {each: types.get(each, "i32") for each in function.arg_names if each not in constants}
     warps = {"combine": 2, "spread": 8}.get(name, 4)
     return build(function, arguments, constants, out, num_warps=warps, aligned=_ALIGNED[name])
+
+
+FAMILY = Kernels(
+    name="routing",
+    folder=Path(__file__).parent,
+    compile=_compile,
+    toolchain=toolchain,
+    packages=(CUDA_BINDINGS,),
+    compiler_packages=(TRITON,),
+)
 
 
 def load(artifact: Path, index: int) -> Callable[..., Callable[..., None]]:

@@ -5,13 +5,12 @@ It serves operands of any alignment. Where there is TMA, the family `triton_tma`
 
 from __future__ import annotations
 
-import functools
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.compile.ptxas import Resources
-from tunegemm.compile.triton_object import build, toolchain
+from tunegemm.compile.triton_object import build_without_spills, toolchain
 from tunegemm.describe.architectures import of_target
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
@@ -96,8 +95,8 @@ def compile_kernel(key: Key, out: Path) -> Resources:
     arguments = {name: "i32" for name in gemm.arg_names if name not in constants}
     arguments |= dict.fromkeys(_STRIDES, "i64") | {"a": operand, "b": operand, "d": result}
     arguments |= {"partials": "*i32" if is_int else "*fp32", "counters": "*i32"}
-    compile_it = functools.partial(
-        build,
+    return build_without_spills(
+        register_budget(config.threads, architecture, 1),
         gemm,
         arguments,
         constants,
@@ -107,13 +106,6 @@ def compile_kernel(key: Key, out: Path) -> Resources:
         aligned={"a": config.vector_bytes, "b": config.vector_bytes, "d": config.store_bytes, "partials": 16},
         capability=architecture.number,
     )
-    resources = compile_it()
-    if resources.spill_bytes:
-        # ptxas gives some kernels 128 registers and spills a few words, so that more blocks are resident:
-        # tf32 of 32x64x32 in 4 warps on sm_90 (48 B), bf16 of 64x32x64 on sm_86 (16 B; Triton 3.6.0). With a
-        # limit it takes what it needs.
-        resources = compile_it(max_registers=register_budget(config.threads, architecture, 1))
-    return resources
 
 
 FAMILY = TileGenerator(

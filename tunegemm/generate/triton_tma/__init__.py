@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from tunegemm.compile.ptxas import Resources
-from tunegemm.compile.triton_object import build, toolchain
+from tunegemm.compile.triton_object import build_without_spills, toolchain
 from tunegemm.describe.architectures import of_target
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.generate.feasibility import register_budget
 from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Key, TileGenerator
 from tunegemm.generate.launching import Launcher
 from tunegemm.generate.tiles import ordered_bf16_sum, persistent_grid, seen_by_kernel, split_workspace
@@ -67,7 +68,8 @@ def compile_kernel(key: Key, out: Path) -> Resources:
         "partials": "*fp32",
         "counters": "*i32",
     }
-    return build(
+    return build_without_spills(
+        register_budget(config.threads, architecture, 1),
         gemm,
         arguments,
         constants,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tunegemm.describe.device import Device
+import functools
+
+from tunegemm.describe.device import Device, package_version
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.feasibility import (
@@ -30,10 +32,23 @@ config_of = config_maker(KernelConfig)
 
 @rule("device")
 def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """The Tensor Memory Accelerator is there in compute capability 9.0, and from 10.0 on (PTX ISA)."""
+    """The Tensor Memory Accelerator is there in compute capability 9.0, and from 10.0 on (PTX ISA).
+
+    For 12.0 and 12.1 the ptxas of Triton 3.6 keeps 8 bytes of stack in local memory, whatever the tile; that
+    of 3.7 keeps none (24 kernels each, 2026-11-28).
+    """
     if not device.architecture.tma:
         return f"{device.architecture.compile_target} has no TMA; triton has kernels without it"
+    if device.architecture.capability >= (12, 0) and _has_old_triton():
+        return f"Triton before 3.7 uses local memory on {device.architecture.compile_target}; upgrade triton"
     return None
+
+
+@functools.cache
+def _has_old_triton() -> bool:
+    """Whether the compiler that is installed, if one is, is older than 3.7."""
+    version = package_version("triton")
+    return version != "" and tuple(map(int, version.split(".")[:2])) < (3, 7)
 
 
 @rule("tile_m", "tile_n", "tile_k")
