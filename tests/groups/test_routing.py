@@ -97,23 +97,6 @@ def test_a_layer_is_four_launches(
     torch.testing.assert_close(result.float(), by_loops(**given), **BOUND)
 
 
-def test_a_result_lies_in_given_memory_that_fits(steps: Steps) -> None:
-    rows, place = torch.randn(6, 64).bfloat16(), torch.arange(6, dtype=torch.int32)
-    ends, weights = torch.tensor([2, 6], dtype=torch.int32), torch.rand(3, 2)
-    memory = torch.zeros(4 * 64 + 1, dtype=torch.bfloat16)
-    fits = memory[: 3 * 64].view(3, 64)
-    others = (
-        memory[1:193].view(3, 64), memory[: 4 * 64].view(4, 64), torch.zeros(3, 128).bfloat16()[:, :64],
-        torch.zeros(3, 64),
-    )  # fmt: skip
-    expected = routing.routing.combine(rows, place, ends, weights)
-    assert expected is not None
-    for out in (fits, *others):
-        result = routing.routing.combine(rows, place, ends, weights, out)
-        assert (result is out) == (out is fits) and torch.equal(result, expected)
-    assert not any(out.any() for out in others[2:])
-
-
 def test_a_layer_asks_torch_for_memory_alone(steps: Steps, loops: Loops) -> None:
     given = layer(dtype=torch.bfloat16)
     tunegemm.experts(**given)

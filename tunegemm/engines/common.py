@@ -258,23 +258,15 @@ def compared(theirs: object) -> str:
     )
 
 
-#: Says of a number of rows which family of kernels multiplies; empty where none does.
-Asker: TypeAlias = Callable[[int], str]
-
-
 def served(
-    model: torch.nn.Module,
-    most: int,
-    experts: Callable[[torch.nn.Module], Asker | None] = lambda layer: None,
-    left_out: Sequence[str] = ("VocabParallelEmbedding",),
+    model: torch.nn.Module, most: int, left_out: Sequence[str] = ("VocabParallelEmbedding",)
 ) -> str:
     """How many of a model's kinds of weights have kernels at which rows, up to so many, of which families,
-    and which weights have none, on one line. Rows of a layer of experts are tokens.
+    and which weights have none, on one line.
 
     It plans nothing, but learns where nothing serves a weight, which else the first steps would wait for.
 
-    experts: asks of a layer's experts; None where the engine computes them. left_out: classes that have a
-    method of linear layers, and multiply nothing that is served.
+    left_out: classes that have a method of linear layers, and multiply nothing that is served.
     """
     from tunegemm.choose.fitted import ends
 
@@ -282,27 +274,30 @@ def served(
     families: dict[str, None] = {}
     at: dict[str, set[int]] = {}
     for layer in model.modules():
-        weight, grouped = (getattr(layer, name, None) for name in ("weight", _EXPERTS))
-        is_grouped = isinstance(grouped, torch.Tensor) and grouped.ndim == 3
-        weight = grouped if is_grouped else weight
         method = type(getattr(layer, "quant_method", None)).__name__
-        if not isinstance(weight, torch.Tensor) or weight.ndim != 2 + is_grouped or method == "NoneType":
+        if method == "NoneType" or type(layer).__name__ in left_out:
             continue
-        if type(layer).__name__ in left_out:
+        weight, experts = (getattr(layer, name, None) for name in ("weight", _EXPERTS))
+        is_grouped = isinstance(experts, torch.Tensor) and experts.ndim == 3
+        weight = experts if is_grouped else weight
+        if not isinstance(weight, torch.Tensor) or weight.ndim != 2 + is_grouped:
             continue
         is_fp8 = weight.dtype.is_floating_point and weight.dtype.itemsize == 1
         if weight.dtype not in DTYPES and not is_fp8:
             at.setdefault(f"{method} {tuple(weight.shape)}", set())
             continue
+        if is_grouped:  # the engines multiply these by their own kernels
+            count, columns, k = weight.shape
+            at.setdefault(f"{normalize_dtype(weight.dtype)} {columns}x{k} of {count} experts", set())
+            continue
         # Of fp8 the engines keep (k, n), of others (n, k).
-        right = (weight if is_fp8 and not is_grouped else weight.mT).detach()
+        right = (weight if is_fp8 else weight.mT).detach()
         name = f"{normalize_dtype(weight.dtype)} {right.shape[-1]}x{right.shape[-2]}"
-        name += f" of {len(weight)} experts" if is_grouped else ""
         if name in at:
             continue
-        asks = experts(layer) if is_grouped else _asker(layer, right, is_fp8)
-        found = {rows: asks(rows) for rows in sorted({*shown, *ends(most)})} if asks is not None else {}
-        at[name] = {rows for rows in shown if found.get(rows)}
+        asks = _asker(layer, right, is_fp8)
+        found = {rows: asks(rows) for rows in sorted({*shown, *ends(most)})}
+        at[name] = {rows for rows in shown if found[rows]}
         families |= dict.fromkeys(found[rows] for rows in shown if rows in at[name])
     counts = ", ".join(f"{sum(rows in found for found in at.values())} at {rows}" for rows in shown)
     line = f"kernels for {counts} rows of {len(at)} kinds of weights"
@@ -315,8 +310,8 @@ def served(
     return line
 
 
-def _asker(layer: torch.nn.Module, right: torch.Tensor, is_fp8: bool) -> Asker:
-    """Asks of a layer's product, by its weight (k, n)."""
+def _asker(layer: torch.nn.Module, right: torch.Tensor, is_fp8: bool) -> Callable[[int], str]:
+    """Says which family of kernels multiplies a number of rows by a layer's weight (k, n); empty: none."""
     biased = getattr(layer, "bias", None) is not None
     like = torch.empty_strided(right.shape, right.stride(), dtype=right.dtype, device="meta")
     text = "bias_n" if biased else ""

@@ -16,10 +16,9 @@ import torch
 
 import tunegemm
 from tunegemm.dispatch import api, extension
-from tunegemm.dispatch.modes import read_engine_experts, read_engine_gates
+from tunegemm.dispatch.modes import read_engine_gates
 from tunegemm.engines import common, vllm_gates
 from tunegemm.engines.common import Misfit, of_engine, replace
-from tunegemm.engines.vllm_experts import asker, serve_experts
 from tunegemm.errors import one_line
 from tunegemm.torch import functions
 
@@ -39,7 +38,6 @@ _HOPPER = 90
 def register() -> None:
     """Serves the engine of this process. May be called again, and where there is no GPU; raises nothing."""
     gates = read_engine_gates("vllm", _log.warning)
-    experts = {"layers of experts": serve_experts} if read_engine_experts("vllm", _log.warning) else {}
     common.install(
         "vllm",
         _log,
@@ -47,7 +45,6 @@ def register() -> None:
             "bf16 and fp16 layers": _sixteen_bits,
             "batch invariance": _batch_invariance,
             "fp8 layers": _fp8,
-            **experts,
             "the compile cache's key": partial(_configuration, gates=gates),
             "the line at the start": _start,
         },
@@ -227,7 +224,7 @@ def _report(wrapper: Any) -> None:
     """Before a worker's first step: the first rank's says what is served; all learn what is not."""
     _, version = of_engine("vllm.__version__")
     most = wrapper.vllm_config.scheduler_config.max_num_batched_tokens
-    what = common.served(wrapper.worker.get_model(), most, asker)
+    what = common.served(wrapper.worker.get_model(), most)
     if not wrapper.rpc_rank:
         _log.info(
             "tunegemm %s in vLLM %s: %s%s; policy %s, records %s",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,6 @@ from tunegemm.groups import grouped, routing
 from tunegemm.groups.grouped import grouped_mm
 from tunegemm.groups.recorded_groups import GroupedCall
 from tunegemm.groups.routing import Gate
-from tunegemm.model.grouped import choose
 
 #: silu's gate, of halves and of rows that take turns.
 _SILUS = tuple(Gate(1.0, float("inf"), 0.0, alternate) for alternate in (False, True))
@@ -71,45 +69,7 @@ def experts(
     given = x, gate_up, down, index, weights, gate_up_bias, down_bias
     if not index.numel():
         return _of_nothing(*given)
-    computed = _layer(*given, activation, interleaved, elsewhere)
-    assert computed is not None
-    return computed
-
-
-def served(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    index: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor | None:
-    """`experts` with silu's gate; None where torch's products would compute it, or gradients are asked.
-
-    out: memory for the result, which is it only where it may be.
-    """
-    count, rows = gate_up.shape[0], index.numel()
-    sides = tuple(gate_up.shape[1:]), tuple(down.shape[1:])
-    if not are_chosen(count, *sides, rows, x.dtype, x.device, ordered=is_ordered()):
-        return None
-    given = x, gate_up, down, index, weights, gate_up_bias, down_bias
-    return _layer(*given, "silu", False, False, served=True, out=out)
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def are_chosen(
-    count: int, up: tuple[int, int], down: tuple[int, int], rows: int, dtype: torch.dtype,
-    device: torch.device, ordered: bool = False,
-) -> bool:  # fmt: skip
-    """Whether the table that ships has kernels for both products, the first gated. ordered: see `choose`."""
-    if dtype is not torch.bfloat16 or not rows:
-        return False
-    words: dict[str, Any] = {"gpu": grouped.gpu_of(device), "ordered": ordered}
-    gated = choose(count, *up, rows, gate=GATE_OF["silu"], **words)
-    return gated is not None and choose(count, *down, rows, **words) is not None
+    return _layer(*given, activation, interleaved, elsewhere)
 
 
 def is_ordered() -> bool:
@@ -139,16 +99,12 @@ def _layer(
     activation: Any,
     interleaved: bool,
     elsewhere: bool,
-    served: bool = False,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor | None:
-    """What `experts` computes. served: None where the first product has no kernel. out: see `served`."""
+) -> torch.Tensor:
+    """What `experts` computes."""
     operands = x, gate_up, down, index, weights, gate_up_bias, down_bias
     traced = torch.compiler.is_compiling()
     # Without gradients and all that surrounds a call: asked once, not at each product.
     plain = not traced and grouped.are_plain(*operands) and not grouped.has_gradient(*operands)
-    if served and not plain:
-        return None
     count, (tokens, chosen) = gate_up.shape[0], index.shape
     # On a CPU nobody waits for values.
     if not traced and not elsewhere and (index.device.type == "cpu" or grouped.groups.are_checked()):
@@ -178,8 +134,6 @@ def _layer(
         if inner is None and plain:
             inner = _recorded(*of_gate)
     if inner is None:
-        if served:
-            return None
         both = multiply(rows, gate_up.mT, ends, gate_up_bias) if plain else None
         if both is None:
             both = grouped_mm(rows, gate_up.mT, offs=ends, bias=gate_up_bias)
@@ -196,7 +150,7 @@ def _layer(
     # Of few choices torch's way back takes fewer operators, if `route` is not served, than to make places.
     if around is not None and (routed is not None or order.shape[0] > MOST_CHOICES or is_ordered()):
         place = _inverse(order, plain) if routed is None else routed.place
-        combined = around.combine(of_rows, place, ends, weights, out)
+        combined = around.combine(of_rows, place, ends, weights)
         if combined is not None:
             return combined if combined.dtype is x.dtype else combined.to(x.dtype)
         if routed is not None:  # and the other kernel is not there
