@@ -16,7 +16,8 @@ from tests.support.fusing import close
 from tests.support.serving import BF16
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api, extension
-from tunegemm.engines import common, halves, vllm_gates
+from tunegemm.engines import common, vllm_gates, vllm_patterns
+from tunegemm.groups import numbers
 from tunegemm.torch import ops
 
 COLUMNS, WIDTH = 7168, 64
@@ -60,7 +61,7 @@ def compiled(
     counts: list[int] = []
 
     def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
-        counts.append(vllm_gates.fuse(module))
+        counts.append(vllm_patterns.fuse(module))
         return module if compile_by is None else compile_by(module, inputs)
 
     return torch.compile(layer, backend=backend, fullgraph=True), counts
@@ -227,7 +228,7 @@ def test_other_devices_and_policies(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_new_is_made_within_a_capture(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel is there since the run before; what is not is the plain product."""
     within = {"capture": True}
-    for module in (halves, extension):
+    for module in (numbers, extension):
         monkeypatch.setattr(module, "capturing", lambda device: within["capture"])
     layer, _ = compiled(mlp)
     x, weight = given(48), weight_of()

@@ -258,9 +258,7 @@ def compared(theirs: object) -> str:
     )
 
 
-def served(
-    model: torch.nn.Module, most: int, left_out: Sequence[str] = ("VocabParallelEmbedding",)
-) -> str:
+def served(model: torch.nn.Module, most: int, left_out: Sequence[str] = ("VocabParallelEmbedding",)) -> str:
     """How many of a model's kinds of weights have kernels at which rows, up to so many, of which families,
     and which weights have none, on one line.
 

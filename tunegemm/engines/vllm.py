@@ -203,14 +203,29 @@ def _prepare(config: Any) -> None:
     common.lower()
     given = _facts(config)
     if vllm_gates.FACT in given:
-        _attempt(lambda: vllm_gates.serve_gates(_before_compiling))
+        _attempt(_gates)
     if why := common.compared(given.get("records")):
         _log.warning("tunegemm: %s", why)
 
 
-def _before_compiling(config: Any, graph: torch.fx.GraphModule) -> None:
-    if vllm_gates.FACT in _facts(config):
-        _attempt(partial(vllm_gates.fuse, graph))
+def _gates() -> None:
+    """Has Inductor's code call the operator's function, and each graph changed before vLLM compiles it.
+
+    Imports that compiler: for a process that computes.
+    """
+    from tunegemm.engines import vllm_patterns
+
+    vllm_gates.lower()
+
+    def make(own: Any) -> Any:
+        def __call__(self: Any, graph: torch.fx.GraphModule, *others: Any, **words: Any) -> Any:
+            if vllm_gates.FACT in _facts(self.vllm_config):
+                _attempt(partial(vllm_patterns.fuse, graph))
+            return own(self, graph, *others, **words)
+
+        return __call__
+
+    replace("vllm.compilation.backends.VllmBackend.__call__", ("self", "graph"), make)
 
 
 def _facts(config: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tunegemm.errors import ProblemError
 from tunegemm.generate.routing import MOST_CHOICES
 from tunegemm.groups import grouped, routing
 from tunegemm.groups.grouped import grouped_mm
+from tunegemm.groups.numbers import multiples
 from tunegemm.groups.recorded_groups import GroupedCall
 from tunegemm.groups.routing import Gate
 
@@ -163,8 +164,7 @@ def _layer(
     return _combined(of_rows, order, weights, plain).to(x.dtype)
 
 
-#: By device, step and size the first multiples of a step. They stay: captured graphs read them.
-kept_numbers: dict[tuple[torch.device, int, int], torch.Tensor] = {}
+#: Numbers that are kept at least, and at most, where a call asks for some.
 _LEAST_KEPT, _MOST_KEPT = 4096, 1 << 20
 
 
@@ -175,12 +175,7 @@ def _numbers(count: int, like: torch.Tensor, plain: bool, step: int = 1) -> torc
     """
     if plain and count <= _MOST_KEPT and like.dtype is torch.int64:
         size = max(_LEAST_KEPT, 1 << (count - 1).bit_length())
-        key = like.device, step, size
-        found = kept_numbers.get(key)
-        if found is None and not capturing(like.device):
-            # From the host, for which it waits: any stream may read them from then on.
-            found = torch.arange(0, size * step, step, device="cpu").to(like.device)
-            kept_numbers[key] = found
+        found = multiples(like.device, torch.int64, step, size)
         if found is not None:
             return found[:count]
     return torch.arange(0, count * step, step, device=like.device, dtype=like.dtype)
