@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+import tunegemm
 from tunegemm.describe.problem import normalize_dtype
 from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.autograd import DTYPES, PLAIN
@@ -237,18 +238,32 @@ def install(engine: str, log: logging.Logger, parts: dict[str, Callable[[], None
         log.warning("this version of %s is unknown to tunegemm, so it keeps: %s", engine, "; ".join(failed))
 
 
-def fingerprint(*, anywhere: bool = False) -> str:
-    """See `extension.fingerprint`."""
-    return extension.fingerprint(anywhere=anywhere)
+def attempt(log: logging.Logger, step: Callable[[], object]) -> None:
+    """Takes a step of which no failure may end the engine."""
+    try:
+        step()
+    except Exception as error:
+        log.warning("tunegemm: %s: %s", type(error).__name__, one_line(error))
+
+
+def records() -> str:
+    """Letters that are the same on every host with the same records, policy and mode."""
+    return extension.fingerprint(anywhere=True)
+
+
+def said(engine: str, what: str) -> str:
+    """The line at the start. engine: its name and version. what: what is served there."""
+    now = f"policy {extension.policy()}, records {records()}"
+    return f"tunegemm {tunegemm.__version__} in {engine}: {what}; {now}"
 
 
 def compared(theirs: object) -> str:
     """Why this process may serve otherwise than the one that started the engine; empty where it does not.
 
-    theirs: the `fingerprint` of that process. Nothing is sent for it: a rank without tunegemm would be
+    theirs: the `records` of that process. Nothing is sent for it: a rank without tunegemm would be
     waited for.
     """
-    mine = fingerprint(anywhere=True)
+    mine = records()
     if theirs == mine:
         return ""
     return (

@@ -8,22 +8,20 @@ that can do what a layer asks for. Only what CUDA tensors ask for is served.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-import tunegemm
 from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.modes import read_engine_gates
 from tunegemm.engines import common, vllm_gates
 from tunegemm.engines.common import Misfit, of_engine, replace
-from tunegemm.errors import one_line
 from tunegemm.torch import functions
 
 #: Its parent is vLLM's, which shows lines of this level.
 _log = logging.getLogger("vllm.tunegemm")
+_attempt = partial(common.attempt, _log)
 
 #: In `VllmConfig.additional_config`, which is part of what vLLM's compile cache goes by.
 CONFIG_KEY = "tunegemm"
@@ -160,7 +158,7 @@ def _fp8_kernel(cutlass: Any) -> type:
 def _configuration(*, gates: bool) -> None:
     def add(config: Any) -> None:
         if isinstance(config.additional_config, dict) and CONFIG_KEY not in config.additional_config:
-            facts = {"served": common.fingerprint(), "records": common.fingerprint(anywhere=True)}
+            facts = {"served": extension.fingerprint(), "records": common.records()}
             more = {vllm_gates.FACT: "with their product"} if gates else {}
             config.additional_config = {**config.additional_config, CONFIG_KEY: facts | more}
 
@@ -241,16 +239,4 @@ def _report(wrapper: Any) -> None:
     most = wrapper.vllm_config.scheduler_config.max_num_batched_tokens
     what = common.served(wrapper.worker.get_model(), most)
     if not wrapper.rpc_rank:
-        _log.info(
-            "tunegemm %s in vLLM %s: %s%s; policy %s, records %s",
-            tunegemm.__version__, version, what, vllm_gates.said(), extension.policy(),
-            common.fingerprint(anywhere=True),
-        )  # fmt: skip
-
-
-def _attempt(step: Callable[[], object]) -> None:
-    """Nothing that tunegemm says or prepares may end the engine."""
-    try:
-        step()
-    except Exception as error:
-        _log.warning("tunegemm: %s: %s", type(error).__name__, one_line(error))
+        _log.info(common.said(f"vLLM {version}", what + vllm_gates.said()))

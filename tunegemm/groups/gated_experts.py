@@ -11,7 +11,7 @@ from tunegemm.describe.epilogue import GATE_OF, GATED
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import ACTIVATIONS, Activation
 from tunegemm.dispatch.fx import node_of, rank
-from tunegemm.dispatch.guards import capturing, deterministic, dispatch_modes, functorch_level, tracing
+from tunegemm.dispatch.guards import deterministic
 from tunegemm.errors import ProblemError
 from tunegemm.generate.routing import MOST_CHOICES
 from tunegemm.groups import grouped, routing
@@ -126,7 +126,10 @@ def _layer(
         nobodys = (ids >= count)[:, None] if elsewhere else None
         if nobodys is not None and rows.requires_grad:  # whose gradients are there memory as it was
             rows = rows.masked_fill(nobodys, 0)
-    multiply = grouped.groups.below_autograd if plain else grouped.groups
+    # What was asked is not asked again where no kernel computes a product.
+    multiply, otherwise = (
+        (grouped.groups.below_autograd, grouped.by_torch) if plain else (grouped.groups, grouped_mm)
+    )
     inner = None
     if activation in GATE_OF:
         gated = _traced if traced else multiply
@@ -137,7 +140,7 @@ def _layer(
     if inner is None:
         both = multiply(rows, gate_up.mT, ends, gate_up_bias) if plain else None
         if both is None:
-            both = grouped_mm(rows, gate_up.mT, offs=ends, bias=gate_up_bias)
+            both = otherwise(rows, gate_up.mT, offs=ends, bias=gate_up_bias)
         gate = _SILUS[interleaved] if activation == "silu" else activation
         if around is not None and isinstance(gate, Gate):
             inner = around.gate(both, gate)
@@ -147,7 +150,7 @@ def _layer(
             inner = _gate(both, activation, interleaved)
     of_rows = multiply(inner, down.mT, ends, down_bias) if plain else None
     if of_rows is None:
-        of_rows = grouped_mm(inner, down.mT, offs=ends, bias=down_bias)
+        of_rows = otherwise(inner, down.mT, offs=ends, bias=down_bias)
     # Of few choices torch's way back takes fewer operators, if `route` is not served, than to make places.
     if around is not None and (routed is not None or order.shape[0] > MOST_CHOICES or is_ordered()):
         place = _inverse(order, plain) if routed is None else routed.place
@@ -189,14 +192,7 @@ def _gate(both: torch.Tensor, activation: Any, interleaved: bool) -> torch.Tenso
     return ACTIVATIONS[activation](gate) * up
 
 
-def _recorded(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    offs: torch.Tensor,
-    bias: torch.Tensor | None,
-    gate: str,
-    interleaved: bool,
-) -> torch.Tensor | None:
+def _recorded(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor | None:
     """The gated product by torch, as one of a recording; None where none is made."""
     if (observe := extension.observer()) is None:
         return None
@@ -207,14 +203,7 @@ def _recorded(
     return observed
 
 
-def _traced(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    offs: torch.Tensor,
-    bias: torch.Tensor | None,
-    gate: str,
-    interleaved: bool,
-) -> torch.Tensor | None:
+def _traced(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor | None:
     """The gated product while a graph is traced: an operator without gradients; None where they are asked."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias)):
         return None
@@ -224,34 +213,29 @@ def _traced(
     return result
 
 
-def _define() -> None:
-    """Registers the operator."""
-    library = torch.library.Library("tunegemm", "FRAGMENT")
-    _kept.append(library)
-    library.define(
-        "gated_grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias, str gate, bool interleaved)"
-        " -> Tensor",
-        tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
-    )
-
-    def compute(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor:
-        given = a, b, offs, bias, gate, interleaved
-        result = None if deterministic() else grouped.groups.below_autograd(*given)
-        if result is None:
-            result = _recorded(*given)
-        if result is not None:
-            return result
-        return _gate(grouped_mm(a, b, offs=offs, bias=bias), GATED[gate], interleaved)
-
-    def fake(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor:
-        return a.new_empty((a.shape[0], b.shape[2] // 2))
-
-    library.impl("gated_grouped_mm", compute, "CompositeExplicitAutograd")
-    torch.library.register_fake("tunegemm::gated_grouped_mm", fake, lib=library)
+_library = torch.library.Library("tunegemm", "FRAGMENT")
+_library.define(
+    "gated_grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias, str gate, bool interleaved) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
 
 
-_kept: list[Any] = []
-_define()
+def _compute(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor:
+    given = a, b, offs, bias, gate, interleaved
+    result = None if deterministic() else grouped.groups.below_autograd(*given)
+    if result is None:
+        result = _recorded(*given)
+    if result is None:
+        result = _gate(grouped_mm(a, b, offs=offs, bias=bias), GATED[gate], interleaved)
+    return result
+
+
+_library.impl("gated_grouped_mm", _compute, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "tunegemm::gated_grouped_mm",
+    lambda a, b, offs, bias, gate, interleaved: a.new_empty((a.shape[0], b.shape[2] // 2)),
+    lib=_library,
+)
 
 
 def _inverse(order: torch.Tensor, plain: bool) -> torch.Tensor:
@@ -308,7 +292,7 @@ def _check(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, activation
 
 def check_index(index: torch.Tensor, count: int) -> None:
     """Raises ProblemError for numbers of no expert. Waits for the device."""
-    if not _has_values(index):
+    if not index.numel() or not grouped.has_values(index):
         return
     least, most = (int(each) for each in index.aminmax())
     if least < 0 or most >= count:
@@ -316,14 +300,3 @@ def check_index(index: torch.Tensor, count: int) -> None:
             f"index names expert {least if least < 0 else most} of {count}; give numbers from 0 on; for "
             "experts of other processes also pass elsewhere=True"
         )
-
-
-def _has_values(index: torch.Tensor) -> bool:
-    """Whether values are known now: not of traced code, nor while a graph is captured."""
-    return index.numel() > 0 and not (
-        index.device.type == "meta"
-        or dispatch_modes()
-        or functorch_level() is not None
-        or tracing()
-        or capturing(index.device)
-    )
