@@ -63,8 +63,7 @@ def test_a_layer_is_what_loops_give(tokens: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(result.float(), by_loops(**given), **bound)
 
 
-@pytest.mark.parametrize("way", ["eager", "compiled"])
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("way", "grad"), [("eager", False), ("eager", True), ("compiled", True)])
 @pytest.mark.parametrize(("tokens", "chosen"), [(0, CHOSEN), (3, 0)], ids=["no tokens", "no choices"])
 def test_a_layer_of_nothing_gives_nothing(
     loops: Loops, tokens: int, chosen: int, grad: bool, way: str
@@ -107,8 +106,10 @@ def test_activations_biases_and_rows_that_alternate(activation: Any) -> None:
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("nobodys", [EXPERTS, -1, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize(
+    ("nobodys", "index_dtype"),
+    [(EXPERTS, torch.int64), (-1, torch.int32), (2**31 - 1, torch.int32), (-(2**31), torch.int64)],
+)
 def test_experts_of_other_processes_add_nothing(nobodys: int, index_dtype: torch.dtype) -> None:
     """By every way: with gradients, without, and compiled."""
     given = layer()

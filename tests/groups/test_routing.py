@@ -83,8 +83,9 @@ BOUND = {"rtol": 5e-2, "atol": 3e-2}
 
 
 @pytest.mark.parametrize("tokens", [1, 11, 800])  # between the last two down's product is torch's
-@pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize(
+    ("weights_dtype", "index_dtype"), [(torch.bfloat16, torch.int64), (torch.float32, torch.int32)]
+)
 def test_a_layer_is_four_launches(
     steps: Steps, loops: Loops, tokens: int, weights_dtype: Any, index_dtype: Any
 ) -> None:
