@@ -52,11 +52,11 @@ def _linear(
     """``x @ weight.T + bias``; own: of (x, weight, bias). site: see `_torchs`."""
     if site and _torchs.find((site, x.size(0))) is not None:
         return own[name](x, weight, bias)
-    rows, right = x.reshape(-1, x.shape[-1]), _bare(weight).t()
+    rows, right = x.reshape(-1, x.shape[-1]), plain(weight).t()
     result = None
     asked: list[_Asked] = [(form_of(BELOW_AUTOGRAD, ""), (rows, right))]
     if bias is not None:
-        form, added = form_of(BELOW_AUTOGRAD, "bias_n"), _bare(bias)
+        form, added = form_of(BELOW_AUTOGRAD, "bias_n"), plain(bias)
         asked.append((form, (rows, right, added)))
         result = api.dispatcher.fused(form, rows, right, (added,))
     if result is None:
@@ -87,7 +87,7 @@ def _scaled_mm(
     form, scales = scaled_form(a, b, scale_a, scale_b, bias, out_dtype)
     asked: list[_Asked] = []
     if form is not None:
-        right, tensors = _bare(b), scales if bias is None else (*scales, _bare(bias))
+        right, tensors = plain(b), scales if bias is None else (*scales, plain(bias))
         result = api.dispatcher.fused(form, a, right, tensors)
         if result is not None:
             return result
@@ -140,7 +140,7 @@ def scaled_form(
     One scale for all rows beside one per column is another kind whatever the number of rows: of a single row
     it would be served, and a row's bits may not depend on how many there are.
     """
-    scale_a, scale_b = _bare(scale_a), _bare(scale_b)
+    scale_a, scale_b = plain(scale_a), plain(scale_b)
     if scale_b.numel() > 1:
         if scale_a.ndim != 2:
             return None, ()
@@ -150,11 +150,6 @@ def scaled_form(
     # The engines' own kernels keep their sums where the tensor cores do.
     text = scale_steps(a, b, scale_a, scale_b, bias is not None)
     return (form_of(BELOW_AUTOGRAD, text, out_dtype, "fast") if text else None), (scale_a, scale_b)
-
-
-def _bare(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without the class that an engine gave it, which dispatch would leave to torch."""
-    return tensor if type(tensor) in PLAIN else tensor.detach()
 
 
 def lower() -> None:
@@ -180,9 +175,9 @@ def is_served_kind(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def plain(weight: torch.Tensor) -> torch.Tensor:
-    """A weight without the class that an engine gave it, which dispatch would leave to torch."""
-    return weight if torch.compiler.is_compiling() else weight.data
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without the class that an engine gave it, which dispatch would leave to torch."""
+    return tensor if type(tensor) in PLAIN or torch.compiler.is_compiling() else tensor.detach()
 
 
 class Misfit(Exception):
