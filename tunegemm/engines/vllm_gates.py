@@ -20,7 +20,7 @@ from tunegemm.dispatch.guards import deterministic
 from tunegemm.engines.common import plain
 from tunegemm.groups import grouped
 from tunegemm.groups.numbers import multiples
-from tunegemm.groups.routing import Gate, routing
+from tunegemm.groups.routing import SILU, routing
 from tunegemm.model.grouped import choose
 from tunegemm.torch.lowering import lower_to_function
 
@@ -29,7 +29,6 @@ FACT = "gates"
 
 _PLAIN = form_of(MATMUL, "")
 _GATE = "swiglu"
-_SILU = Gate(slope=1.0, limit=float("inf"), offset=0.0, interleaved=False)
 
 #: Where the kernel of both is taken, which is that of groups with all rows in one group: numbers of rows
 #: from and to, and of rows of weights, gate's and up's together. Two measurements of 2026-11-27 agree there.
@@ -98,7 +97,7 @@ def _gate_of(both: torch.Tensor) -> torch.Tensor:
     columns = both.size(1) // 2
     if not both.is_cuda:
         return torch.nn.functional.silu(both[:, :columns]) * both[:, columns:]
-    result = routing.gate(both, _SILU)
+    result = routing.gate(both, SILU)
     if result is None:
         result = both.new_empty((both.size(0), columns))
         torch.ops._C.silu_and_mul(result, both)

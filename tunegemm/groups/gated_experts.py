@@ -18,10 +18,10 @@ from tunegemm.groups import grouped, routing
 from tunegemm.groups.grouped import grouped_mm
 from tunegemm.groups.numbers import multiples
 from tunegemm.groups.recorded_groups import GroupedCall
-from tunegemm.groups.routing import Gate
+from tunegemm.groups.routing import SILU, Gate
 
 #: silu's gate, of halves and of rows that take turns.
-_SILUS = tuple(Gate(1.0, float("inf"), 0.0, alternate) for alternate in (False, True))
+_SILUS = SILU, SILU._replace(interleaved=True)
 
 
 def experts(

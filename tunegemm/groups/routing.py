@@ -57,6 +57,10 @@ class Gate(NamedTuple):
         return (up + self.offset) * (gate * torch.sigmoid(gate * self.slope))
 
 
+#: silu's gate of halves.
+SILU = Gate(slope=1.0, limit=float("inf"), offset=0.0, interleaved=False)
+
+
 class Routing:
     """The steps by kernels: those of the process are `routing`."""
 
