@@ -37,7 +37,6 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "expert_layers": _GROUPS, "experts": _GROUPS, "fixed_tiles": _KERNELS, "kind_choices": _KERNELS,
     "kinds": _FITTED, "order": _FITTED, "peers": _TUNED, "search": _SEARCHED,
     "selector": _FITTED, "sweep": _TUNED, "tuning_many": _TUNED, "tuning_time": _TUNED,
-    "vllm_experts": (*_GROUPS, "db/grouped.toml"),
 }  # fmt: skip
 
 

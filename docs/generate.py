@@ -45,7 +45,6 @@ from benchmarks.tables.programs import (
     tuning_many,
     tuning_time,
     vllm,
-    vllm_experts,
 )
 from benchmarks.tables.reading import DocsError, load, markdown_table
 
@@ -242,7 +241,6 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "clients-training": clients_training,
     "layers": layers,
     "vllm": vllm,
-    "vllm-experts": vllm_experts,
     "dtypes": dtypes,
     "dispatch": dispatch,
     "batch-invariance": batch_invariance,

@@ -421,25 +421,6 @@ def vllm(data: Data) -> list[str]:
     return [markdown_table(header, lines), said]
 
 
-@of_file("vllm_experts.json")
-def vllm_experts(data: Data) -> list[str]:
-    """vLLM's layers of experts by its Triton class and by ours: times vLLM's, by numbers of tokens."""
-    rows = data["rows"]
-    tokens = list(dict.fromkeys(row["rows"] for row in rows))
-    lines = []
-    for model, some in _by(rows, lambda row: row["model"]).items():
-        at = {row["rows"]: row for row in some}
-        cells = [f"{at[n]['ratio']:.3f} ({100 * at[n]['noise']:.1f}%)" if n in at else "" for n in tokens]
-        lines.append([model, *cells])
-    ratios = [row["ratio"] for row in rows]
-    slower = [f"{row['model']} {row['rows']}" for row in rows if 1 - row["ratio"] > row["noise"]]
-    said = (
-        f"Geometric mean {geometric_mean(ratios):.3f}, least {min(ratios):.3f}; slower by more than the "
-        f"noise: {', '.join(slower) or 'none'}."
-    )
-    return [markdown_table(["times vLLM (noise) of tokens", *map(str, tokens)], lines), said]
-
-
 #: Others that the policy is compared with, by the ends of fields of a row.
 _OTHERS = {"fastest": "`fastest`", "torch": "torch", "triton": "Triton, one tile"}
 

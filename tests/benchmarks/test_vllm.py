@@ -90,17 +90,6 @@ def test_the_table_says_what_noise_cannot_explain(tmp_path):
     assert "bits of tunegemm's differ" in text
 
 
-def test_experts_are_told_by_model_and_tokens(tmp_path):
-    rows = [
-        {"model": model, "rows": tokens, "ratio": ratio, "noise": 0.01}
-        for model, tokens, ratio in (("A", 1, 1.1), ("A", 16, 0.98), ("B", 16, 0.995))
-    ]
-    (tmp_path / "vllm_experts.json").write_text(json.dumps({"meta": {}, "rows": rows}))
-    text = programs.vllm_experts(tmp_path)
-    assert "| A | 1.100 (1.0%) | 0.980 (1.0%) |" in text and "| B |  | 0.995 (1.0%) |" in text
-    assert "least 0.980; slower by more than the noise: A 16." in text
-
-
 def test_what_prompts_multiply_is_tuned_as_the_guide_says_it(tmp_path, monkeypatch):
     """By the command's own steps; the search's is stood for, which wants a GPU or minutes."""
     commands, run = [], subprocess.run

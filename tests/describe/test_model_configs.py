@@ -45,7 +45,7 @@ def test_of_a_public_model(name: str, tmp_path: Path) -> None:
 def listed(name: str, tmp_path: Path) -> dict[str, int]:
     """Layers as vLLM computes them, and how many of each; 0 of those that are left out."""
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]["config"]))
-    found = shapes(read_model(str(tmp_path)), "vllm", rows=[16], experts=True)
+    found = shapes(read_model(str(tmp_path)), "vllm", rows=[16])
     return {**found.layers, **dict.fromkeys(found.refused, 0)}
 
 

@@ -184,7 +184,7 @@ def test_experts_are_what_an_engine_looks_up(tmp_path: Path) -> None:
     """Rows are tokens times experts of each; ranks divide features; what an engine keeps is left out."""
     config_of("mixtral").save_pretrained(tmp_path)
     model = read_model(str(tmp_path))
-    found = shapes(model, "vllm", ranks=2, rows=[8], experts=True)
+    found = shapes(model, "transformers", ranks=2, rows=[8])
     assert {name: count for name, count in found.layers.items() if "experts" in name} == {
         "experts_gate_up 96x64 of 4 bf16 grouped+swiglu": 3, "experts_down 64x48 of 4 bf16 grouped": 3
     }  # fmt: skip
@@ -194,12 +194,9 @@ def test_experts_are_what_an_engine_looks_up(tmp_path: Path) -> None:
     assert [problem for problem in problems if problem.groups] == [
         Problem.parse("16x64x48", groups=4), parsed
     ]  # fmt: skip
-    assert {*shapes(model, "sglang").refused.values()} == {"experts are sglang's own"}
-    unasked = "vLLM runs its own kernel unless TUNEGEMM_VLLM_EXPERTS=1; set it for this command, too"
-    assert {*shapes(model, "vllm").refused.values()} == {unasked}
+    for engine in ("vllm", "sglang"):
+        assert {*shapes(model, engine).refused.values()} == {f"{engine} computes experts by its own kernels"}
     config_of("gpt_oss").save_pretrained(tmp_path)
-    refused = shapes(read_model(str(tmp_path)), "vllm").refused
-    assert {*refused.values()} == {"experts with this gate are vllm's own"} and len(refused) == 2
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(
         json.dumps(values | {"quantization_config": {"quant_method": "mxfp4"}})
@@ -208,8 +205,8 @@ def test_experts_are_what_an_engine_looks_up(tmp_path: Path) -> None:
     assert {*refused.values()} == {"quantised by mxfp4, which has no kernels"} and len(refused) == 2
     values |= {"model_type": "mixtral", "quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    refused = shapes(read_model(str(tmp_path)), "vllm").refused
-    assert {*refused.values()} == {"quantised experts are vllm's own"}
+    refused = shapes(read_model(str(tmp_path)), "transformers").refused
+    assert {*refused.values()} == {"transformers computes quantised experts by its own kernels"}
 
 
 def plainly(workload: Workload) -> dict[tuple[int, int, int, str, str], int]:

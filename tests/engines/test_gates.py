@@ -16,7 +16,8 @@ from tests.support.fusing import close
 from tests.support.serving import BF16
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api, extension
-from tunegemm.engines import common, halves, vllm_gates
+from tunegemm.engines import common, vllm_gates, vllm_patterns
+from tunegemm.groups import numbers
 from tunegemm.torch import ops
 
 COLUMNS, WIDTH = 7168, 64
@@ -60,7 +61,7 @@ def compiled(
     counts: list[int] = []
 
     def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
-        counts.append(vllm_gates.fuse(module))
+        counts.append(vllm_patterns.fuse(module))
         return module if compile_by is None else compile_by(module, inputs)
 
     return torch.compile(layer, backend=backend, fullgraph=True), counts
@@ -103,71 +104,10 @@ def test_factors_of_another_order_and_several_layers(served: Any) -> None:
     assert counts == [2] and len(served.calls) == 2
 
 
-def _biased(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return gated(tunegemm.linear(x, weight, weight[:, 0].contiguous()))
-
-
 def _adapted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     both = tunegemm.linear(x, weight)
     both.add_(1)  # as adapters do
     return gated(both)
-
-
-def _added(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return gated(tunegemm.linear(x, weight) + 1)
-
-
-def _read_again(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    both = tunegemm.linear(x, weight)
-    return gated(both) * both.sum()
-
-
-def _gate_read_again(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    both = tunegemm.linear(x, weight)
-    gate, up = both[..., :HALF], both[..., HALF:]
-    return functional.silu(gate) * up + gate
-
-
-def _up_read_again(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    both = tunegemm.linear(x, weight)
-    gate, up = both[..., :HALF], both[..., HALF:]
-    return functional.silu(gate) * up + up
-
-
-def _silu_read_again(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    both = tunegemm.linear(x, weight)
-    silu = functional.silu(both[..., :HALF])
-    return silu * both[..., HALF:] + silu
-
-
-def _swapped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    both = tunegemm.linear(x, weight)
-    return both[..., :HALF] * functional.silu(both[..., HALF:])
-
-
-def _in_turns(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    both = tunegemm.linear(x, weight)
-    return functional.silu(both[..., ::2]) * both[..., 1::2]
-
-
-def _gelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    both = tunegemm.linear(x, weight)
-    return functional.gelu(both[..., :HALF]) * both[..., HALF:]
-
-
-def _sum(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    both = tunegemm.linear(x, weight)
-    return functional.silu(both[..., :HALF]) + both[..., HALF:]
-
-
-def _squared(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    both = tunegemm.linear(x, weight)
-    silu = functional.silu(both[..., :HALF])
-    return silu * silu * both[..., HALF:]
-
-
-def _not_transposed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return gated(tunegemm.mm(x, weight.reshape(WIDTH, COLUMNS)))
 
 
 def _scaled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -177,25 +117,43 @@ def _scaled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return gated(torch.ops.tunegemm.engine_scaled_mm(a, b, one, one, None, BF16, "of a test"))
 
 
-def _invariant(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As a layer is in vLLM's graph under VLLM_BATCH_INVARIANT."""
-    return gated(torch.ops.tunegemm.engine_linear(x, weight, None, "of a test"))
+def _split(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A layer that makes something of silu of the gate's half, of that half, and of up's."""
+
+    def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        both = tunegemm.linear(x, weight)
+        gate, up = both[..., :HALF], both[..., HALF:]
+        return make(functional.silu(gate), gate, up)
+
+    return layer
 
 
-def _by_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return gated(functional.linear(x, weight))
+silu = functional.silu
+STAYS: dict[str, Callable[..., torch.Tensor]] = {
+    "a bias": lambda x, w: gated(tunegemm.linear(x, w, w[:, 0].contiguous())),
+    "adapters": _adapted,
+    "a sum in between": lambda x, w: gated(tunegemm.linear(x, w) + 1),
+    "both read again": lambda x, w: (lambda both: gated(both) * both.sum())(tunegemm.linear(x, w)),
+    "gate read again": _split(lambda silu, gate, up: silu * up + gate),
+    "up read again": _split(lambda silu, gate, up: silu * up + up),
+    "silu read again": _split(lambda silu, gate, up: silu * up + silu),
+    "a sum": _split(lambda silu, gate, up: silu + up),
+    "a square": _split(lambda silu, gate, up: silu * silu * up),
+    "gelu": _split(lambda _, gate, up: functional.gelu(gate) * up),
+    "up first": _split(lambda _, gate, up: gate * silu(up)),
+    "alternate": lambda x, w: (lambda y: silu(y[..., ::2]) * y[..., 1::2])(tunegemm.linear(x, w)),
+    "no transposed weight": lambda x, w: gated(tunegemm.mm(x, w.reshape(WIDTH, COLUMNS))),
+    "fp8": _scaled,
+    "batch invariance": lambda x, w: gated(torch.ops.tunegemm.engine_linear(x, w, None, "of a test")),
+    "torch's layer": lambda x, w: gated(functional.linear(x, w)),
+}
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        _biased, _adapted, _added, _read_again, _gate_read_again, _up_read_again, _silu_read_again, _swapped,
-        _in_turns, _gelu, _sum, _squared, _not_transposed, _scaled, _invariant, _by_torch,
-    ],
-)  # fmt: skip
-def test_what_is_another_graph_stays_as_it_is(layer: Any, served: Any, monkeypatch: Any) -> None:
-    own = {_scaled: lambda a, b, *_: a.to(BF16) @ b.to(BF16), _invariant: functional.linear}.get(layer)
-    monkeypatch.setitem(common.own, "of a test", own)
+@pytest.mark.parametrize("name", STAYS)
+def test_what_is_another_graph_stays_as_it_is(name: str, served: Any, monkeypatch: Any) -> None:
+    owns = {"fp8": lambda a, b, *_: a.to(BF16) @ b.to(BF16), "batch invariance": functional.linear}
+    monkeypatch.setitem(common.own, "of a test", owns.get(name))
+    layer = STAYS[name]
     call, counts = compiled(layer)
     x, weight = given(48), weight_of()
     close(call(x, weight), layer(x, weight), 1e-2)
@@ -227,7 +185,7 @@ def test_other_devices_and_policies(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_new_is_made_within_a_capture(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel is there since the run before; what is not is the plain product."""
     within = {"capture": True}
-    for module in (halves, extension):
+    for module in (numbers, extension):
         monkeypatch.setattr(module, "capturing", lambda device: within["capture"])
     layer, _ = compiled(mlp)
     x, weight = given(48), weight_of()

@@ -64,7 +64,7 @@ found["hash goes by records"] = config().compute_hash() != before
         "hash is steady": True,
         "hash goes by records": True,
     }, output
-    assert "tunegemm leaves" not in output
+    assert "unknown to tunegemm" not in output
 
 
 _CHILD = """
@@ -323,12 +323,12 @@ found["config"] = "tunegemm" in config().additional_config
     nothing = {"layers": False, "fp8": False, "config": False}
     for variables in ({"TUNEGEMM_VLLM": "0"}, {"TUNEGEMM_MODE": "off"}, {"VLLM_PLUGINS": "another"}):
         found = run(engine, looks.format(before=""), **variables)
-        assert found.pop("output").count("tunegemm leaves") == 0
+        assert found.pop("output").count("unknown to tunegemm") == 0
         assert found == nothing, variables
     found = run(engine, looks.format(before="del utils.default_unquantized_gemm"))
     output = found.pop("output")
     assert found == {"layers": False, "fp8": True, "config": True}
-    (line,) = [line for line in output.splitlines() if "tunegemm leaves" in line]
+    (line,) = [line for line in output.splitlines() if "unknown to tunegemm" in line]
     assert "bf16 and fp16 layers (there is no vllm.model_executor.layers.utils.default_unq" in line
 
 

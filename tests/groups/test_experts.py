@@ -12,7 +12,7 @@ from torch.nn import functional
 import tunegemm
 from tests.support.grouped import Loops
 from tunegemm.errors import ProblemError
-from tunegemm.groups import gated_experts
+from tunegemm.groups import gated_experts, numbers
 from tunegemm.groups.routing import Gate
 
 EXPERTS, HIDDEN, INNER, CHOSEN = 6, 64, 48, 2
@@ -63,8 +63,7 @@ def test_a_layer_is_what_loops_give(tokens: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(result.float(), by_loops(**given), **bound)
 
 
-@pytest.mark.parametrize("way", ["eager", "compiled"])
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("way", "grad"), [("eager", False), ("eager", True), ("compiled", True)])
 @pytest.mark.parametrize(("tokens", "chosen"), [(0, CHOSEN), (3, 0)], ids=["no tokens", "no choices"])
 def test_a_layer_of_nothing_gives_nothing(
     loops: Loops, tokens: int, chosen: int, grad: bool, way: str
@@ -107,8 +106,10 @@ def test_activations_biases_and_rows_that_alternate(activation: Any) -> None:
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("nobodys", [EXPERTS, -1, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize(
+    ("nobodys", "index_dtype"),
+    [(EXPERTS, torch.int64), (-1, torch.int32), (2**31 - 1, torch.int32), (-(2**31), torch.int64)],
+)
 def test_experts_of_other_processes_add_nothing(nobodys: int, index_dtype: torch.dtype) -> None:
     """By every way: with gradients, without, and compiled."""
     given = layer()
@@ -227,11 +228,11 @@ def test_a_layer_asks_torch_for_few_operators(
 
 
 def test_numbers_are_kept_where_nothing_looks_on() -> None:
-    kept = gated_experts.kept_numbers
+    kept = numbers.kept
     kept.clear()
     given = layer(70, dtype=torch.bfloat16)
     first = tunegemm.experts(**given)
-    assert {(step, size) for _, step, size in kept} == {(1, 4096), (CHOSEN, 4096)}
+    assert {(step, size) for *_, step, size in kept} == {(1, 4096), (CHOSEN, 4096)}
     tensors = dict(kept)
     with torch._subclasses.FakeTensorMode() as mode:
         tunegemm.experts(**{name: mode.from_tensor(each) for name, each in given.items()})

@@ -64,14 +64,10 @@ def command(
     """List the matrix products that an engine computes for a model, in a file for `tune --from`."""
     from tunegemm.describe.workload.engines import shapes
     from tunegemm.describe.workload.models import read_model
-    from tunegemm.dispatch.modes import read_engine_experts
 
     check_target(out, WorkloadError)
     given = _rows(rows)
-    experts = read_engine_experts(engine.value, lambda said: printing.say(f"tunegemm: {said}", err=True))
-    found = shapes(
-        read_model(model), engine.value, ranks=tp, rows=given, dtype=dtype and dtype.value, experts=experts
-    )
+    found = shapes(read_model(model), engine.value, ranks=tp, rows=given, dtype=dtype and dtype.value)
     how = {"--tp": str(tp), "--engine": engine.value, "--rows": rows, "--dtype": dtype and dtype.value}
     words = [word for flag, value in how.items() if value is not None for word in (flag, value)]
     replace(found.workload, program=("tunegemm", "shapes", model, *words)).write(out)

@@ -46,11 +46,6 @@ def read_engine(engine: str, warn: Callable[[str], None]) -> bool:
     return _switch(f"TUNEGEMM_{engine.upper()}", True, warn)
 
 
-def read_engine_experts(engine: str, warn: Callable[[str], None]) -> bool:
-    """``TUNEGEMM_VLLM_EXPERTS``: whether an engine's layers of experts are served, too."""
-    return _switch(f"TUNEGEMM_{engine.upper()}_EXPERTS", False, warn)
-
-
 def read_engine_gates(engine: str, warn: Callable[[str], None]) -> bool:
     """``TUNEGEMM_VLLM_GATES``: whether an engine's gates are made with the product of gate and up."""
     return _switch(f"TUNEGEMM_{engine.upper()}_GATES", True, warn)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+import tunegemm
 from tunegemm.describe.problem import normalize_dtype
 from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.autograd import DTYPES, PLAIN
@@ -51,11 +52,11 @@ def _linear(
     """``x @ weight.T + bias``; own: of (x, weight, bias). site: see `_torchs`."""
     if site and _torchs.find((site, x.size(0))) is not None:
         return own[name](x, weight, bias)
-    rows, right = x.reshape(-1, x.shape[-1]), _bare(weight).t()
+    rows, right = x.reshape(-1, x.shape[-1]), plain(weight).t()
     result = None
     asked: list[_Asked] = [(form_of(BELOW_AUTOGRAD, ""), (rows, right))]
     if bias is not None:
-        form, added = form_of(BELOW_AUTOGRAD, "bias_n"), _bare(bias)
+        form, added = form_of(BELOW_AUTOGRAD, "bias_n"), plain(bias)
         asked.append((form, (rows, right, added)))
         result = api.dispatcher.fused(form, rows, right, (added,))
     if result is None:
@@ -86,7 +87,7 @@ def _scaled_mm(
     form, scales = scaled_form(a, b, scale_a, scale_b, bias, out_dtype)
     asked: list[_Asked] = []
     if form is not None:
-        right, tensors = _bare(b), scales if bias is None else (*scales, _bare(bias))
+        right, tensors = plain(b), scales if bias is None else (*scales, plain(bias))
         result = api.dispatcher.fused(form, a, right, tensors)
         if result is not None:
             return result
@@ -139,7 +140,7 @@ def scaled_form(
     One scale for all rows beside one per column is another kind whatever the number of rows: of a single row
     it would be served, and a row's bits may not depend on how many there are.
     """
-    scale_a, scale_b = _bare(scale_a), _bare(scale_b)
+    scale_a, scale_b = plain(scale_a), plain(scale_b)
     if scale_b.numel() > 1:
         if scale_a.ndim != 2:
             return None, ()
@@ -149,11 +150,6 @@ def scaled_form(
     # The engines' own kernels keep their sums where the tensor cores do.
     text = scale_steps(a, b, scale_a, scale_b, bias is not None)
     return (form_of(BELOW_AUTOGRAD, text, out_dtype, "fast") if text else None), (scale_a, scale_b)
-
-
-def _bare(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without the class that an engine gave it, which dispatch would leave to torch."""
-    return tensor if type(tensor) in PLAIN else tensor.detach()
 
 
 def lower() -> None:
@@ -179,9 +175,9 @@ def is_served_kind(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def plain(weight: torch.Tensor) -> torch.Tensor:
-    """A weight without the class that an engine gave it, which dispatch would leave to torch."""
-    return weight if torch.compiler.is_compiling() else weight.data
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without the class that an engine gave it, which dispatch would leave to torch."""
+    return tensor if type(tensor) in PLAIN or torch.compiler.is_compiling() else tensor.detach()
 
 
 class Misfit(Exception):
@@ -237,18 +233,32 @@ def install(engine: str, log: logging.Logger, parts: dict[str, Callable[[], None
         log.warning("this version of %s is unknown to tunegemm, so it keeps: %s", engine, "; ".join(failed))
 
 
-def fingerprint(*, anywhere: bool = False) -> str:
-    """See `extension.fingerprint`."""
-    return extension.fingerprint(anywhere=anywhere)
+def attempt(log: logging.Logger, step: Callable[[], object]) -> None:
+    """Takes a step of which no failure may end the engine."""
+    try:
+        step()
+    except Exception as error:
+        log.warning("tunegemm: %s: %s", type(error).__name__, one_line(error))
+
+
+def records() -> str:
+    """Letters that are the same on every host with the same records, policy and mode."""
+    return extension.fingerprint(anywhere=True)
+
+
+def said(engine: str, what: str) -> str:
+    """The line at the start. engine: its name and version. what: what is served there."""
+    now = f"policy {extension.policy()}, records {records()}"
+    return f"tunegemm {tunegemm.__version__} in {engine}: {what}; {now}"
 
 
 def compared(theirs: object) -> str:
     """Why this process may serve otherwise than the one that started the engine; empty where it does not.
 
-    theirs: the `fingerprint` of that process. Nothing is sent for it: a rank without tunegemm would be
+    theirs: the `records` of that process. Nothing is sent for it: a rank without tunegemm would be
     waited for.
     """
-    mine = fingerprint(anywhere=True)
+    mine = records()
     if theirs == mine:
         return ""
     return (
@@ -258,23 +268,13 @@ def compared(theirs: object) -> str:
     )
 
 
-#: Says of a number of rows which family of kernels multiplies; empty where none does.
-Asker: TypeAlias = Callable[[int], str]
-
-
-def served(
-    model: torch.nn.Module,
-    most: int,
-    experts: Callable[[torch.nn.Module], Asker | None] = lambda layer: None,
-    left_out: Sequence[str] = ("VocabParallelEmbedding",),
-) -> str:
+def served(model: torch.nn.Module, most: int, left_out: Sequence[str] = ("VocabParallelEmbedding",)) -> str:
     """How many of a model's kinds of weights have kernels at which rows, up to so many, of which families,
-    and which weights have none, on one line. Rows of a layer of experts are tokens.
+    and which weights have none, on one line.
 
     It plans nothing, but learns where nothing serves a weight, which else the first steps would wait for.
 
-    experts: asks of a layer's experts; None where the engine computes them. left_out: classes that have a
-    method of linear layers, and multiply nothing that is served.
+    left_out: classes that have a method of linear layers, and multiply nothing that is served.
     """
     from tunegemm.choose.fitted import ends
 
@@ -282,27 +282,30 @@ def served(
     families: dict[str, None] = {}
     at: dict[str, set[int]] = {}
     for layer in model.modules():
-        weight, grouped = (getattr(layer, name, None) for name in ("weight", _EXPERTS))
-        is_grouped = isinstance(grouped, torch.Tensor) and grouped.ndim == 3
-        weight = grouped if is_grouped else weight
         method = type(getattr(layer, "quant_method", None)).__name__
-        if not isinstance(weight, torch.Tensor) or weight.ndim != 2 + is_grouped or method == "NoneType":
+        if method == "NoneType" or type(layer).__name__ in left_out:
             continue
-        if type(layer).__name__ in left_out:
+        weight, experts = (getattr(layer, name, None) for name in ("weight", _EXPERTS))
+        is_grouped = isinstance(experts, torch.Tensor) and experts.ndim == 3
+        weight = experts if is_grouped else weight
+        if not isinstance(weight, torch.Tensor) or weight.ndim != 2 + is_grouped:
             continue
         is_fp8 = weight.dtype.is_floating_point and weight.dtype.itemsize == 1
         if weight.dtype not in DTYPES and not is_fp8:
             at.setdefault(f"{method} {tuple(weight.shape)}", set())
             continue
+        if is_grouped:  # the engines multiply these by their own kernels
+            count, columns, k = weight.shape
+            at.setdefault(f"{normalize_dtype(weight.dtype)} {columns}x{k} of {count} experts", set())
+            continue
         # Of fp8 the engines keep (k, n), of others (n, k).
-        right = (weight if is_fp8 and not is_grouped else weight.mT).detach()
+        right = (weight if is_fp8 else weight.mT).detach()
         name = f"{normalize_dtype(weight.dtype)} {right.shape[-1]}x{right.shape[-2]}"
-        name += f" of {len(weight)} experts" if is_grouped else ""
         if name in at:
             continue
-        asks = experts(layer) if is_grouped else _asker(layer, right, is_fp8)
-        found = {rows: asks(rows) for rows in sorted({*shown, *ends(most)})} if asks is not None else {}
-        at[name] = {rows for rows in shown if found.get(rows)}
+        asks = _asker(layer, right, is_fp8)
+        found = {rows: asks(rows) for rows in sorted({*shown, *ends(most)})}
+        at[name] = {rows for rows in shown if found[rows]}
         families |= dict.fromkeys(found[rows] for rows in shown if rows in at[name])
     counts = ", ".join(f"{sum(rows in found for found in at.values())} at {rows}" for rows in shown)
     line = f"kernels for {counts} rows of {len(at)} kinds of weights"
@@ -315,8 +318,8 @@ def served(
     return line
 
 
-def _asker(layer: torch.nn.Module, right: torch.Tensor, is_fp8: bool) -> Asker:
-    """Asks of a layer's product, by its weight (k, n)."""
+def _asker(layer: torch.nn.Module, right: torch.Tensor, is_fp8: bool) -> Callable[[int], str]:
+    """Says which family of kernels multiplies a number of rows by a layer's weight (k, n); empty: none."""
     biased = getattr(layer, "bias", None) is not None
     like = torch.empty_strided(right.shape, right.stride(), dtype=right.dtype, device="meta")
     text = "bias_n" if biased else ""

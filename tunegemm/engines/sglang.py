@@ -1,7 +1,8 @@
 """SGLang: what the entry point `sglang.srt.plugins` names. Written for 0.5.23.
 
 Hooks stand around the linear layers of 16 bits and the fp8 product that has a scale for each row and column.
-Logits are a `torch.matmul` of SGLang's own, which `tunegemm.enable` serves.
+Logits are a `torch.matmul` of SGLang's own, which `tunegemm.enable` serves. No GPU has timed this plug-in; it
+stays as a test of what a second engine needs from `common`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,9 @@ from typing import Any
 
 import torch
 
-import tunegemm
 from tunegemm.dispatch import extension
 from tunegemm.engines import common
 from tunegemm.engines.common import of_engine
-from tunegemm.errors import one_line
 from tunegemm.torch import functions, ops
 
 #: SGLang shows what reaches the root of loggers.
@@ -100,7 +99,7 @@ def _scaled_mm(
 
 def _start() -> None:
     # Processes that it starts have the variable, too.
-    given = os.environ.setdefault(_RECORDS, common.fingerprint(anywhere=True))
+    given = os.environ.setdefault(_RECORDS, common.records())
     if why := common.compared(given):
         _log.warning("tunegemm: %s", why)
     if _SCHEDULER in sys.modules:  # as where it computes; elsewhere imports would take seconds
@@ -110,10 +109,7 @@ def _start() -> None:
 def _load(own: Any, runner: Any) -> None:
     """Before a worker's first step: the first rank's says what is served; all learn what is not."""
     own(runner)
-    try:
-        _report(runner)
-    except Exception as error:  # nothing that tunegemm says may end the engine
-        _log.warning("tunegemm: %s: %s", type(error).__name__, one_line(error))
+    common.attempt(_log, lambda: _report(runner))
 
 
 def _report(runner: Any) -> None:
@@ -123,8 +119,4 @@ def _report(runner: Any) -> None:
     what = common.served(runner.model, most, left_out=("VocabParallelEmbedding", "ParallelLMHead"))
     _, ranks = of_engine("sglang.srt.runtime_context.get_parallel")
     if not ranks().tp_rank:
-        _log.info(
-            "tunegemm %s in SGLang %s: %s, logits by its own; policy %s, records %s",
-            tunegemm.__version__, version, what, extension.policy(),
-            common.fingerprint(anywhere=True),
-        )  # fmt: skip
+        _log.info(common.said(f"SGLang {version}", f"{what}, logits by its own"))

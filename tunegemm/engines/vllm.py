@@ -8,23 +8,20 @@ that can do what a layer asks for. Only what CUDA tensors ask for is served.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-import tunegemm
 from tunegemm.dispatch import api, extension
-from tunegemm.dispatch.modes import read_engine_experts, read_engine_gates
+from tunegemm.dispatch.modes import read_engine_gates
 from tunegemm.engines import common, vllm_gates
 from tunegemm.engines.common import Misfit, of_engine, replace
-from tunegemm.engines.vllm_experts import asker, serve_experts
-from tunegemm.errors import one_line
 from tunegemm.torch import functions
 
 #: Its parent is vLLM's, which shows lines of this level.
 _log = logging.getLogger("vllm.tunegemm")
+_attempt = partial(common.attempt, _log)
 
 #: In `VllmConfig.additional_config`, which is part of what vLLM's compile cache goes by.
 CONFIG_KEY = "tunegemm"
@@ -39,7 +36,6 @@ _HOPPER = 90
 def register() -> None:
     """Serves the engine of this process. May be called again, and where there is no GPU; raises nothing."""
     gates = read_engine_gates("vllm", _log.warning)
-    experts = {"layers of experts": serve_experts} if read_engine_experts("vllm", _log.warning) else {}
     common.install(
         "vllm",
         _log,
@@ -47,7 +43,6 @@ def register() -> None:
             "bf16 and fp16 layers": _sixteen_bits,
             "batch invariance": _batch_invariance,
             "fp8 layers": _fp8,
-            **experts,
             "the compile cache's key": partial(_configuration, gates=gates),
             "the line at the start": _start,
         },
@@ -163,7 +158,7 @@ def _fp8_kernel(cutlass: Any) -> type:
 def _configuration(*, gates: bool) -> None:
     def add(config: Any) -> None:
         if isinstance(config.additional_config, dict) and CONFIG_KEY not in config.additional_config:
-            facts = {"served": common.fingerprint(), "records": common.fingerprint(anywhere=True)}
+            facts = {"served": extension.fingerprint(), "records": common.records()}
             more = {vllm_gates.FACT: "with their product"} if gates else {}
             config.additional_config = {**config.additional_config, CONFIG_KEY: facts | more}
 
@@ -206,14 +201,29 @@ def _prepare(config: Any) -> None:
     common.lower()
     given = _facts(config)
     if vllm_gates.FACT in given:
-        _attempt(lambda: vllm_gates.serve_gates(_before_compiling))
+        _attempt(_gates)
     if why := common.compared(given.get("records")):
         _log.warning("tunegemm: %s", why)
 
 
-def _before_compiling(config: Any, graph: torch.fx.GraphModule) -> None:
-    if vllm_gates.FACT in _facts(config):
-        _attempt(partial(vllm_gates.fuse, graph))
+def _gates() -> None:
+    """Has Inductor's code call the operator's function, and each graph changed before vLLM compiles it.
+
+    Imports that compiler: for a process that computes.
+    """
+    from tunegemm.engines import vllm_patterns
+
+    vllm_gates.lower()
+
+    def make(own: Any) -> Any:
+        def __call__(self: Any, graph: torch.fx.GraphModule, *others: Any, **words: Any) -> Any:
+            if vllm_gates.FACT in _facts(self.vllm_config):
+                _attempt(partial(vllm_patterns.fuse, graph))
+            return own(self, graph, *others, **words)
+
+        return __call__
+
+    replace("vllm.compilation.backends.VllmBackend.__call__", ("self", "graph"), make)
 
 
 def _facts(config: Any) -> dict[str, Any]:
@@ -227,18 +237,6 @@ def _report(wrapper: Any) -> None:
     """Before a worker's first step: the first rank's says what is served; all learn what is not."""
     _, version = of_engine("vllm.__version__")
     most = wrapper.vllm_config.scheduler_config.max_num_batched_tokens
-    what = common.served(wrapper.worker.get_model(), most, asker)
+    what = common.served(wrapper.worker.get_model(), most)
     if not wrapper.rpc_rank:
-        _log.info(
-            "tunegemm %s in vLLM %s: %s%s; policy %s, records %s",
-            tunegemm.__version__, version, what, vllm_gates.said(), extension.policy(),
-            common.fingerprint(anywhere=True),
-        )  # fmt: skip
-
-
-def _attempt(step: Callable[[], object]) -> None:
-    """Nothing that tunegemm says or prepares may end the engine."""
-    try:
-        step()
-    except Exception as error:
-        _log.warning("tunegemm: %s: %s", type(error).__name__, one_line(error))
+        _log.info(common.said(f"vLLM {version}", what + vllm_gates.said()))

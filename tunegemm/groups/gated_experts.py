@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,17 +11,17 @@ from tunegemm.describe.epilogue import GATE_OF, GATED
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import ACTIVATIONS, Activation
 from tunegemm.dispatch.fx import node_of, rank
-from tunegemm.dispatch.guards import capturing, deterministic, dispatch_modes, functorch_level, tracing
+from tunegemm.dispatch.guards import deterministic
 from tunegemm.errors import ProblemError
 from tunegemm.generate.routing import MOST_CHOICES
 from tunegemm.groups import grouped, routing
 from tunegemm.groups.grouped import grouped_mm
+from tunegemm.groups.numbers import multiples
 from tunegemm.groups.recorded_groups import GroupedCall
-from tunegemm.groups.routing import Gate
-from tunegemm.model.grouped import choose
+from tunegemm.groups.routing import SILU, Gate
 
 #: silu's gate, of halves and of rows that take turns.
-_SILUS = tuple(Gate(1.0, float("inf"), 0.0, alternate) for alternate in (False, True))
+_SILUS = SILU, SILU._replace(interleaved=True)
 
 
 def experts(
@@ -71,45 +70,7 @@ def experts(
     given = x, gate_up, down, index, weights, gate_up_bias, down_bias
     if not index.numel():
         return _of_nothing(*given)
-    computed = _layer(*given, activation, interleaved, elsewhere)
-    assert computed is not None
-    return computed
-
-
-def served(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    index: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor | None:
-    """`experts` with silu's gate; None where torch's products would compute it, or gradients are asked.
-
-    out: memory for the result, which is it only where it may be.
-    """
-    count, rows = gate_up.shape[0], index.numel()
-    sides = tuple(gate_up.shape[1:]), tuple(down.shape[1:])
-    if not are_chosen(count, *sides, rows, x.dtype, x.device, ordered=is_ordered()):
-        return None
-    given = x, gate_up, down, index, weights, gate_up_bias, down_bias
-    return _layer(*given, "silu", False, False, served=True, out=out)
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def are_chosen(
-    count: int, up: tuple[int, int], down: tuple[int, int], rows: int, dtype: torch.dtype,
-    device: torch.device, ordered: bool = False,
-) -> bool:  # fmt: skip
-    """Whether the table that ships has kernels for both products, the first gated. ordered: see `choose`."""
-    if dtype is not torch.bfloat16 or not rows:
-        return False
-    words: dict[str, Any] = {"gpu": grouped.gpu_of(device), "ordered": ordered}
-    gated = choose(count, *up, rows, gate=GATE_OF["silu"], **words)
-    return gated is not None and choose(count, *down, rows, **words) is not None
+    return _layer(*given, activation, interleaved, elsewhere)
 
 
 def is_ordered() -> bool:
@@ -139,16 +100,12 @@ def _layer(
     activation: Any,
     interleaved: bool,
     elsewhere: bool,
-    served: bool = False,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor | None:
-    """What `experts` computes. served: None where the first product has no kernel. out: see `served`."""
+) -> torch.Tensor:
+    """What `experts` computes."""
     operands = x, gate_up, down, index, weights, gate_up_bias, down_bias
     traced = torch.compiler.is_compiling()
     # Without gradients and all that surrounds a call: asked once, not at each product.
     plain = not traced and grouped.are_plain(*operands) and not grouped.has_gradient(*operands)
-    if served and not plain:
-        return None
     count, (tokens, chosen) = gate_up.shape[0], index.shape
     # On a CPU nobody waits for values.
     if not traced and not elsewhere and (index.device.type == "cpu" or grouped.groups.are_checked()):
@@ -169,7 +126,10 @@ def _layer(
         nobodys = (ids >= count)[:, None] if elsewhere else None
         if nobodys is not None and rows.requires_grad:  # whose gradients are there memory as it was
             rows = rows.masked_fill(nobodys, 0)
-    multiply = grouped.groups.below_autograd if plain else grouped.groups
+    # What was asked is not asked again where no kernel computes a product.
+    multiply, otherwise = (
+        (grouped.groups.below_autograd, grouped.by_torch) if plain else (grouped.groups, grouped_mm)
+    )
     inner = None
     if activation in GATE_OF:
         gated = _traced if traced else multiply
@@ -178,11 +138,9 @@ def _layer(
         if inner is None and plain:
             inner = _recorded(*of_gate)
     if inner is None:
-        if served:
-            return None
         both = multiply(rows, gate_up.mT, ends, gate_up_bias) if plain else None
         if both is None:
-            both = grouped_mm(rows, gate_up.mT, offs=ends, bias=gate_up_bias)
+            both = otherwise(rows, gate_up.mT, offs=ends, bias=gate_up_bias)
         gate = _SILUS[interleaved] if activation == "silu" else activation
         if around is not None and isinstance(gate, Gate):
             inner = around.gate(both, gate)
@@ -192,11 +150,11 @@ def _layer(
             inner = _gate(both, activation, interleaved)
     of_rows = multiply(inner, down.mT, ends, down_bias) if plain else None
     if of_rows is None:
-        of_rows = grouped_mm(inner, down.mT, offs=ends, bias=down_bias)
+        of_rows = otherwise(inner, down.mT, offs=ends, bias=down_bias)
     # Of few choices torch's way back takes fewer operators, if `route` is not served, than to make places.
     if around is not None and (routed is not None or order.shape[0] > MOST_CHOICES or is_ordered()):
         place = _inverse(order, plain) if routed is None else routed.place
-        combined = around.combine(of_rows, place, ends, weights, out)
+        combined = around.combine(of_rows, place, ends, weights)
         if combined is not None:
             return combined if combined.dtype is x.dtype else combined.to(x.dtype)
         if routed is not None:  # and the other kernel is not there
@@ -209,8 +167,7 @@ def _layer(
     return _combined(of_rows, order, weights, plain).to(x.dtype)
 
 
-#: By device, step and size the first multiples of a step. They stay: captured graphs read them.
-kept_numbers: dict[tuple[torch.device, int, int], torch.Tensor] = {}
+#: Numbers that are kept at least, and at most, where a call asks for some.
 _LEAST_KEPT, _MOST_KEPT = 4096, 1 << 20
 
 
@@ -221,12 +178,7 @@ def _numbers(count: int, like: torch.Tensor, plain: bool, step: int = 1) -> torc
     """
     if plain and count <= _MOST_KEPT and like.dtype is torch.int64:
         size = max(_LEAST_KEPT, 1 << (count - 1).bit_length())
-        key = like.device, step, size
-        found = kept_numbers.get(key)
-        if found is None and not capturing(like.device):
-            # From the host, for which it waits: any stream may read them from then on.
-            found = torch.arange(0, size * step, step, device="cpu").to(like.device)
-            kept_numbers[key] = found
+        found = multiples(like.device, torch.int64, step, size)
         if found is not None:
             return found[:count]
     return torch.arange(0, count * step, step, device=like.device, dtype=like.dtype)
@@ -240,14 +192,7 @@ def _gate(both: torch.Tensor, activation: Any, interleaved: bool) -> torch.Tenso
     return ACTIVATIONS[activation](gate) * up
 
 
-def _recorded(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    offs: torch.Tensor,
-    bias: torch.Tensor | None,
-    gate: str,
-    interleaved: bool,
-) -> torch.Tensor | None:
+def _recorded(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor | None:
     """The gated product by torch, as one of a recording; None where none is made."""
     if (observe := extension.observer()) is None:
         return None
@@ -258,14 +203,7 @@ def _recorded(
     return observed
 
 
-def _traced(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    offs: torch.Tensor,
-    bias: torch.Tensor | None,
-    gate: str,
-    interleaved: bool,
-) -> torch.Tensor | None:
+def _traced(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor | None:
     """The gated product while a graph is traced: an operator without gradients; None where they are asked."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias)):
         return None
@@ -275,34 +213,29 @@ def _traced(
     return result
 
 
-def _define() -> None:
-    """Registers the operator."""
-    library = torch.library.Library("tunegemm", "FRAGMENT")
-    _kept.append(library)
-    library.define(
-        "gated_grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias, str gate, bool interleaved)"
-        " -> Tensor",
-        tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
-    )
-
-    def compute(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor:
-        given = a, b, offs, bias, gate, interleaved
-        result = None if deterministic() else grouped.groups.below_autograd(*given)
-        if result is None:
-            result = _recorded(*given)
-        if result is not None:
-            return result
-        return _gate(grouped_mm(a, b, offs=offs, bias=bias), GATED[gate], interleaved)
-
-    def fake(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor:
-        return a.new_empty((a.shape[0], b.shape[2] // 2))
-
-    library.impl("gated_grouped_mm", compute, "CompositeExplicitAutograd")
-    torch.library.register_fake("tunegemm::gated_grouped_mm", fake, lib=library)
+_library = torch.library.Library("tunegemm", "FRAGMENT")
+_library.define(
+    "gated_grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias, str gate, bool interleaved) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
 
 
-_kept: list[Any] = []
-_define()
+def _compute(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor:
+    given = a, b, offs, bias, gate, interleaved
+    result = None if deterministic() else grouped.groups.below_autograd(*given)
+    if result is None:
+        result = _recorded(*given)
+    if result is None:
+        result = _gate(grouped_mm(a, b, offs=offs, bias=bias), GATED[gate], interleaved)
+    return result
+
+
+_library.impl("gated_grouped_mm", _compute, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "tunegemm::gated_grouped_mm",
+    lambda a, b, offs, bias, gate, interleaved: a.new_empty((a.shape[0], b.shape[2] // 2)),
+    lib=_library,
+)
 
 
 def _inverse(order: torch.Tensor, plain: bool) -> torch.Tensor:
@@ -359,7 +292,7 @@ def _check(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, activation
 
 def check_index(index: torch.Tensor, count: int) -> None:
     """Raises ProblemError for numbers of no expert. Waits for the device."""
-    if not _has_values(index):
+    if not index.numel() or not grouped.has_values(index):
         return
     least, most = (int(each) for each in index.aminmax())
     if least < 0 or most >= count:
@@ -367,14 +300,3 @@ def check_index(index: torch.Tensor, count: int) -> None:
             f"index names expert {least if least < 0 else most} of {count}; give numbers from 0 on; for "
             "experts of other processes also pass elsewhere=True"
         )
-
-
-def _has_values(index: torch.Tensor) -> bool:
-    """Whether values are known now: not of traced code, nor while a graph is captured."""
-    return index.numel() > 0 and not (
-        index.device.type == "meta"
-        or dispatch_modes()
-        or functorch_level() is not None
-        or tracing()
-        or capturing(index.device)
-    )

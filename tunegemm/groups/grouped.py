@@ -107,7 +107,6 @@ class Groups:
     """Computes products of groups by kernels: those of the process are `groups`."""
 
     def __init__(self, load: Callable[[Any, int], Kernel | None] | None = None) -> None:
-        """load: the kernel of a choice on a device by its number, or None until it is compiled."""
         self.load = load or self._load_compiled
         """The kernel of a choice on a device by its number; None until it is compiled."""
         self.launches = LaunchCache()
@@ -397,9 +396,9 @@ def by_torch(
 def check_ends(offs: torch.Tensor, rows: int) -> None:
     """Raises ProblemError for ends of groups that do not ascend from 0 to so many rows. Waits for the device.
 
-    While a graph is captured nothing is known of values, nor of tensors without memory.
+    While values are not known (`has_values`) it raises nothing.
     """
-    if offs.device.type == "meta" or dispatch_modes() or capturing(offs.device):
+    if not has_values(offs):
         return
     before = 0
     for group, end in enumerate(offs.reshape(-1).tolist()):
@@ -409,6 +408,17 @@ def check_ends(offs: torch.Tensor, rows: int) -> None:
                 "sizes.cumsum(0)"
             )
         before = end
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether values are known now: not of traced code, nor while a graph is captured."""
+    return not (
+        tensor.device.type == "meta"
+        or dispatch_modes()
+        or functorch_level() is not None
+        or tracing()
+        or capturing(tensor.device)
+    )
 
 
 def _wrong_groups(a: Any, b: Any, offs: Any) -> str:
@@ -500,41 +510,38 @@ def _traced(
     return result
 
 
-def _define() -> None:
-    """Registers the operators; gradients are products of groups again, those of b along k."""
-    library = torch.library.Library("tunegemm", "FRAGMENT")
-    _kept.append(library)
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-    library.define("grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None) -> Tensor", tags=tags)
-    library.define("grouped_along_k(Tensor a, Tensor b, Tensor offs) -> Tensor", tags=tags)
-
-    def compute(a: Any, b: Any, offs: Any, bias: Any = None) -> torch.Tensor:
-        result = None if deterministic() else groups.below_autograd(a, b, offs, bias)
-        return by_torch(a, b, offs=offs, bias=bias) if result is None else result
-
-    def fake(a: Any, b: Any, offs: Any, bias: Any = None) -> torch.Tensor:
-        return torch._grouped_mm(a, b, offs=offs)
-
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs[:3])
-
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        a, b, offs = ctx.saved_tensors
-        if 0 in grad.stride():  # of a sum, say, whose lines torch's product does not take
-            grad = grad.contiguous()
-        of_a = torch.ops.tunegemm.grouped_mm(grad, b.mT, offs) if ctx.needs_input_grad[0] else None
-        of_b = None
-        if ctx.needs_input_grad[1]:
-            # Laid out as the weight is, k contiguous. Of the gradient's own gradients torch knows.
-            along = torch._grouped_mm if grad_enabled() else torch.ops.tunegemm.grouped_along_k
-            of_b = along(grad.t(), a, offs).mT
-        return of_a, of_b, None, None
-
-    for name in ("grouped_mm", "grouped_along_k"):
-        library.impl(name, compute, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"tunegemm::{name}", fake, lib=library)
-    torch.library.register_autograd("tunegemm::grouped_mm", backward, setup_context=keep, lib=library)
+_library = torch.library.Library("tunegemm", "FRAGMENT")
+_tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_library.define("grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None) -> Tensor", tags=_tags)
+_library.define("grouped_along_k(Tensor a, Tensor b, Tensor offs) -> Tensor", tags=_tags)
 
 
-_kept: list[Any] = []
-_define()
+def _compute(a: Any, b: Any, offs: Any, bias: Any = None) -> torch.Tensor:
+    result = None if deterministic() else groups.below_autograd(a, b, offs, bias)
+    return by_torch(a, b, offs=offs, bias=bias) if result is None else result
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Gradients are products of groups again, those of b along k."""
+    a, b, offs = ctx.saved_tensors
+    if 0 in grad.stride():  # of a sum, say, whose lines torch's product does not take
+        grad = grad.contiguous()
+    of_a = torch.ops.tunegemm.grouped_mm(grad, b.mT, offs) if ctx.needs_input_grad[0] else None
+    of_b = None
+    if ctx.needs_input_grad[1]:
+        # Laid out as the weight is, k contiguous. Of the gradient's own gradients torch knows.
+        along = torch._grouped_mm if grad_enabled() else torch.ops.tunegemm.grouped_along_k
+        of_b = along(grad.t(), a, offs).mT
+    return of_a, of_b, None, None
+
+
+for _name in ("grouped_mm", "grouped_along_k"):
+    _library.impl(_name, _compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"tunegemm::{_name}", lambda a, b, offs, bias=None: torch._grouped_mm(a, b, offs=offs), lib=_library
+    )
+torch.library.register_autograd("tunegemm::grouped_mm", _backward, setup_context=_keep, lib=_library)

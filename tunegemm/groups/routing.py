@@ -56,6 +56,10 @@ class Gate(NamedTuple):
         return (up + self.offset) * (gate * torch.sigmoid(gate * self.slope))
 
 
+#: silu's gate of halves.
+SILU = Gate(slope=1.0, limit=float("inf"), offset=0.0, interleaved=False)
+
+
 class Routing:
     """The steps by kernels: those of the process are `routing`."""
 
@@ -87,13 +91,10 @@ class Routing:
         found = index, x, place, ends, rows
         return Routed(rows, place, ends) if self._done(launch, found) else None
 
-    def combine(
-        self, rows: Any, place: Any, ends: Any, weights: Any, out: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
+    def combine(self, rows: Any, place: Any, ends: Any, weights: Any) -> torch.Tensor | None:
         """For each token its rows, which `place` names, weighted and added up; those of no group add nothing.
 
-        place: (tokens * chosen), int32 or int64. weights: (tokens, chosen). out: memory for the result, which
-        is returned where it is such as the kernel writes.
+        place: (tokens * chosen), int32 or int64. weights: (tokens, chosen).
         """
         launch = self._launch(
             ("combine", rows.numel(), weights.numel(), rows.data_ptr() % ALIGNMENT == 0),
@@ -101,17 +102,7 @@ class Routing:
         )  # fmt: skip
         if launch is None:
             return None
-        shape = weights.shape[0], rows.shape[1]
-        if (
-            out is None
-            or out.shape != shape
-            or out.dtype is not rows.dtype
-            or out.device != rows.device
-            or not out.is_contiguous()
-            or out.data_ptr() % ALIGNMENT
-            or is_lazy(out)
-        ):
-            out = rows.new_empty(shape)
+        out = rows.new_empty((weights.shape[0], rows.shape[1]))
         return out if self._done(launch, (rows, place, ends, weights, out)) else None
 
     def gate(self, both: Any, gate: Gate) -> torch.Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import DTYPES
 from tunegemm.layers.graph import Order, are_same, is_matrix, transposed_of, value
-from tunegemm.layers.patterns import PATTERNS, Match
+from tunegemm.layers.patterns import PATTERNS, Match, Pattern
 
 #: Makes the function that a match becomes; None where the graph's own operations are to stay.
 Make = Callable[[Match, tuple[Any, ...]], Callable[..., Any] | None]
@@ -25,13 +25,14 @@ def of_site(match: Match, facts: tuple[Any, ...]) -> Callable[..., Any]:
     return made
 
 
-def fuse(graph: Graph, make: Make = of_site) -> Counter[str]:
+def fuse(graph: Graph, make: Make = of_site, patterns: Sequence[Pattern] = PATTERNS) -> Counter[str]:
     """Replaces what is recognised in a graph, in place; how often each pattern was.
 
-    make: of a match and facts of its operands the function to be called with the operands.
+    make: of a match and facts of its operands the function to be called with the operands. patterns: what to
+    look for, in this order.
     """
     count: Counter[str] = Counter()
-    for pattern in PATTERNS:
+    for pattern in patterns:
         order, gone = Order(graph), set[Node]()
         for node in [*graph.nodes]:
             match = None if node in gone else pattern.match(node)

@@ -10,13 +10,16 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._subclasses import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
+
+#: The input, weight and bias of a linear layer.
+Layer: TypeAlias = tuple[Node, Node, Node | None]
 
 #: torch's linear layer: (x, weight, bias), in either spelling.
 LINEAR = frozenset((torch._C._nn.linear, functional.linear))
@@ -47,7 +50,7 @@ def calls(node: Any, name: str) -> tuple[Any, Any] | None:
     return node.args[0], node.args[1]
 
 
-def linear_of(node: Any) -> tuple[Node, Node, Node | None] | None:
+def linear_of(node: Any) -> Layer | None:
     """The input, weight and bias of a linear layer, or of ``x @ weight.T``; None for anything else."""
     if (pair := calls(node, "matmul") or calls(node, "mm")) is not None:
         given_x, turned = pair[0], transposed_of(pair[1])

@@ -19,6 +19,7 @@ from torch.fx import Node
 from tunegemm.generate.joined import MOST_WEIGHTS
 from tunegemm.layers import sites
 from tunegemm.layers.graph import (
+    Layer,
     activation_of,
     are_same,
     calls,
@@ -81,17 +82,20 @@ def gate(node: Node) -> Match | None:
     return None
 
 
-def half_gate(node: Node) -> Match | None:
-    """The same of the halves of one layer's result, or of every other column, however they are taken."""
+def half_gate(node: Node, layer: Callable[[Node], Layer | None] = linear_of) -> Match | None:
+    """The same of the halves of one layer's result, or of every other column, however they are taken.
+
+    layer: says of a node which linear layer it is; graphs of engines spell layers in their own way.
+    """
     for activated, other in _both_ways(calls(node, "mul")):
         found, upper = activation_of(activated), _part_of(other)
         gate = None if found is None else _part_of(found[1])
         if found is None or gate is None or upper is None or gate.whole is not upper.whole:
             continue
         layout = _LAYOUTS.get((gate.part, upper.part))
-        if layout is None or (layer := linear_of(gate.whole)) is None:
+        if layout is None or (linear := layer(gate.whole)) is None:
             continue
-        x, weight, bias = layer
+        x, weight, bias = linear
         between = dict.fromkeys((*gate.nodes, *upper.nodes))
         return Match(
             "half gate", (gate.whole, *between, activated, node),

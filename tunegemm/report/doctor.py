@@ -288,8 +288,8 @@ def _refusal_to_write(folder: Path) -> str:
 VARIABLES = (
     "TUNEGEMM_CACHE_DIR", "TUNEGEMM_CHECK_GROUPS", "TUNEGEMM_COMPILE", "TUNEGEMM_DB", "TUNEGEMM_ENABLE",
     "TUNEGEMM_MODE", "TUNEGEMM_ONLINE_BUDGET", "TUNEGEMM_PACK", "TUNEGEMM_POLICY", "TUNEGEMM_SGLANG",
-    "TUNEGEMM_SUMMARY", "TUNEGEMM_TEST_SAMPLE", "TUNEGEMM_VLLM", "TUNEGEMM_VLLM_EXPERTS",
-    "TUNEGEMM_VLLM_GATES", "TUNEGEMM_ENABLE_PARTS", "TUNEGEMM_RECORD_PARTS",
+    "TUNEGEMM_SUMMARY", "TUNEGEMM_TEST_SAMPLE", "TUNEGEMM_VLLM", "TUNEGEMM_VLLM_GATES",
+    "TUNEGEMM_ENABLE_PARTS", "TUNEGEMM_RECORD_PARTS",
 )  # fmt: skip
 
 
@@ -303,7 +303,7 @@ def _environment() -> Check:
         read(warnings.append)
     for engine in ("vllm", "sglang"):
         modes.read_engine(engine, warnings.append)
-    modes.read_engine_experts("vllm", warnings.append)
+    modes.read_engine_gates("vllm", warnings.append)
     if problem := online_budget()[1]:
         warnings.append(problem)
     for name in sorted(os.environ):

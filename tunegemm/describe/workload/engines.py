@@ -32,8 +32,8 @@ class Engine:
     """Rows of its steps that read prompts: the largest is its chunk."""
     sequences: int
     """The most that run at once: each has a row of the logits."""
-    experts: tuple[str, ...] = ()
-    """Gates of the layers of experts that are served there."""
+    experts: bool = False
+    """Whether its layers of experts are served."""
 
 
 def _vllm_sizes(ranks: int) -> list[int]:
@@ -50,12 +50,12 @@ def _sglang_sizes(ranks: int) -> list[int]:
 
 ENGINES = {
     # `get_batch_defaults` of vllm/engine/arg_utils.py: a step has 8192 tokens in a server, 16384 in `LLM`.
-    "vllm": Engine(True, 64, _vllm_sizes, (1024, 2048, 4096, 8192, 16384), 1024, ("swiglu",)),
+    "vllm": Engine(True, 64, _vllm_sizes, (1024, 2048, 4096, 8192, 16384), 1024),
     # sglang/srt/server_args.py: chunked_prefill_size 8192.
     "sglang": Engine(True, 64, _sglang_sizes, (1024, 2048, 4096, 8192), 512),
     # Layers as the model has them; rows are sequences, or their tokens, of whatever program calls it.
     "transformers": Engine(
-        False, 1, lambda _: [1, 2, 4, 8, 16, 32], (512, 1024, 2048, 4096), 1024, ("swiglu", "")
+        False, 1, lambda _: [1, 2, 4, 8, 16, 32], (512, 1024, 2048, 4096), 1024, experts=True
     ),
 }
 
@@ -81,13 +81,11 @@ class Shapes:
 
 
 def shapes(
-    model: Model, engine: str, *, ranks: int = 1, rows: Sequence[int] = (), dtype: str | None = None,
-    experts: bool = False,
-) -> Shapes:  # fmt: skip
+    model: Model, engine: str, *, ranks: int = 1, rows: Sequence[int] = (), dtype: str | None = None
+) -> Shapes:
     """The products of one step of each number of rows.
 
     rows: in place of the engine's. dtype: in place of the model's, for what is not quantised.
-    experts: whether vLLM's are served, which is not so unless asked for.
     Raises WorkloadError for ranks that cannot divide the model, and where no layer has kernels.
     """
     how = ENGINES[engine]
@@ -99,14 +97,13 @@ def shapes(
     layers: Counter[str] = Counter()
     calls: Counter[Kind] = Counter()
     refused = {}
-    gate = next((layer.gate for layer in model.layers if layer.experts), "")
     for layer in model.layers:
         if layer.left_out:
             refused[layer.name] = layer.left_out
             continue
         found = arithmetic(layer.parts[0])  # of parts that are merged it is the same
         if layer.experts and not isinstance(found, str):
-            found = _left(found, gate, engine, experts) or found
+            found = _left(found, engine) or found
         for columns, depth, bias in _matrices(layer, how, ranks):
             name = f"{layer.name} {columns}x{depth}" + f" of {layer.experts}" * bool(layer.experts)
             if isinstance(found, str):
@@ -137,19 +134,11 @@ def shapes(
     return Shapes(Workload(tuple(Product(kind, calls[kind]) for kind in sorted(calls))), layers, refused)
 
 
-def _left(arithmetic: Arithmetic, gate: str, engine: str, experts: bool) -> str:
-    """Why experts are the engine's own; empty where they are served."""
-    served = ENGINES[engine].experts
-    if gate in served and not arithmetic.epilogue:
-        return (
-            ""
-            if experts or engine != "vllm"
-            else "vLLM runs its own kernel unless TUNEGEMM_VLLM_EXPERTS=1; set it for this command, too"
-        )
-    which = (
-        "experts" if not served else "quantised experts" if arithmetic.epilogue else "experts with this gate"
-    )
-    return f"{which} are {engine}'s own"
+def _left(arithmetic: Arithmetic, engine: str) -> str:
+    """Why the engine's own kernels compute experts; empty where tunegemm serves them."""
+    if not ENGINES[engine].experts:
+        return f"{engine} computes experts by its own kernels"
+    return f"{engine} computes quantised experts by its own kernels" if arithmetic.epilogue else ""
 
 
 def _rows(layer: Layer, engine: Engine, ranks: int, given: Sequence[int]) -> list[int]:
