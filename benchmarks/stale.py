@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 _KERNELS = ("tunegemm/generate", "search_spaces")
-_CHOICES = ("tunegemm/choose", "tunegemm/model", "db/records", "db/selector.toml", "db/order.json")
+_CHOICES = ("tunegemm/choose", "tunegemm/model", "db/records", "db/selector.toml", "db/order.json",
+            "db/predictions-h100-80gb-hbm3.jsonl", "db/predictions-h200.jsonl")  # fmt: skip
 SERVED = (*_KERNELS, *_CHOICES, "tunegemm/dispatch")
 _TUNED = (
     *_KERNELS, "tunegemm/compile", "tunegemm/measure", "tunegemm/model", "tunegemm/search", "tunegemm/tuning"

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from benchmarks.command import parser_of
 from benchmarks.results import RESULTS
-from tunegemm.choose.forest import MAX_LEAVES
+from tunegemm.choose.forest import MAX_LEAVES, put
+from tunegemm.choose.predictions import FEATURES, file_of
 from tunegemm.describe.architectures import PARTS
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
@@ -159,6 +160,12 @@ def _add_nodes(nodes: Any, at: int, inner: list[list[float]], leaves: list[float
 def write(path: Path, text: str) -> None:
     """Writes a fitted file."""
     path.write_text(text)
+    print(f"written: {path}, {path.stat().st_size} B")
+
+
+def put_model(folder: Path | None, gpu: str, name: str, data: Mapping[str, Any]) -> None:
+    """Writes a fitted model into its GPU's file. folder: by default db."""
+    put(path := file_of(gpu, folder), data, FEATURES[name], name)
     print(f"written: {path}, {path.stat().st_size} B")
 
 

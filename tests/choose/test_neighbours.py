@@ -48,7 +48,7 @@ def Row(
 @pytest.fixture(autouse=True)
 def nothing_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the rules say where predictions do not come first."""
-    monkeypatch.setattr("tunegemm.choose.predictions.load", lambda model, gpu: "nothing is predicted here")
+    monkeypatch.setattr("tunegemm.choose.predictions.load", lambda name, gpu: "nothing is predicted here")
 
 
 @pytest.fixture(scope="module")

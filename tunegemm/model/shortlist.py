@@ -34,7 +34,7 @@ _USUAL = "64x4096x4096"
 #: Splits of k, as the search spaces list them.
 _SPLITS = np.array([1, 2, 3, 4, 6, 8, 12, 16])
 #: Orders of tiles where L2 does not hold the operands: whether along n, and in groups of so many.
-_RASTERS = ((False, 1), (True, 1), (False, 8), (True, 8))
+RASTERS = ((False, 1), (True, 1), (False, 8), (True, 8))
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ def choices(problem: Problem, device: Device, places: tuple[int, ...] | None = N
     fits &= ~on.skinny | ((problem.m <= c.tile_m) & (problem.m > c.tile_m - 8))
     whole = np.flatnonzero(fits)
     parts: list[tuple[Any, ...]] = []
-    for along_n, swizzle in _RASTERS[:1] if fits_l2(problem, device) else _RASTERS:
+    for along_n, swizzle in RASTERS[:1] if fits_l2(problem, device) else RASTERS:
         rows = whole[on.rasters[whole]] if parts else whole
         parts.append((rows, *_unsplit(rows, False, along_n, swizzle)))
         if len(rows := rows[c.streams[rows]]):
