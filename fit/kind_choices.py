@@ -8,8 +8,8 @@ Of kinds of db/invariant.toml products are drawn: N and K as `fit.choices` draws
 gates twice as wide, M mostly up to 256 rows. The kernels that predictions would ask about
 (`choose.invariance.best_ranked`) race torch's own operations in one interleave; of over 256 rows, where the
 chip lowers its clocks, in steady state. Torch also computes gates of two halves, as one merged product and
-two views of it. Writes results/GPU/kind_choices.json: a row for each product with `launches`, the best expected
-first. What is not compiled is compiled at the start.
+two views of it. Writes results/GPU/kind_choices.json: a row for each product with `launches`, the best
+expected first. What is not compiled is compiled at the start.
 """
 
 from __future__ import annotations
