@@ -2,19 +2,16 @@
 
     python -m benchmarks.clients --tune 60                        # tunes the model's products first, for 60 s
     python -m benchmarks.clients --workloads decode-16 --modes graph,max-autotune
-    python -m benchmarks.clients --fuse                           # with patch(fuse=True): clients_fused.json
     TUNEGEMM_DB=FILE python -m benchmarks.clients --model 1B --workloads train  # clients_training.json
-    python -m benchmarks.clients --fuse --model 1B --workloads train
-    python -m benchmarks.clients --fuse --model 1B --workloads train --layers 4 --sequences 4  # 16384 tokens
     python -m benchmarks.clients --device cpu --tiny              # without a GPU: the results alone, no times
 
 The layers are those of an 8B model, or all of a 1B model, with random weights; nothing is downloaded. Prefill
 is one prompt of 4096 tokens, decode one token for each of 1 to 256 sequences behind 512 tokens of context,
-train one step of AdamW on 4096 tokens or `--sequences` of them, with `--fuse` of a model that is patched
-alone, too. Each runs eagerly, in a CUDA graph of the eager code, and under torch.compile. The mode
-`max-autotune`, which is to be asked for, is torch.compile's own tuning beside tunegemm under torch.compile
-without it, both in a CUDA graph. Rows say whether products were `tuned` for them, by `--tune` or into the
-database that TUNEGEMM_DB names, and how many of them a kernel has `served` by then.
+train one step of AdamW on 4096 tokens or `--sequences` of them. Each runs eagerly, in a CUDA graph of the
+eager code, and under torch.compile. The mode `max-autotune`, which is to be asked for, is torch.compile's own
+tuning beside tunegemm under torch.compile without it, both in a CUDA graph. Rows say whether products were
+`tuned` for them, by `--tune` or into the database that TUNEGEMM_DB names, and how many of them a kernel has
+`served` by then.
 Writes results/GPU/clients.json after each workload, so that it can run in slices.
 """
 
@@ -115,7 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--tiny", dest="model", action="store_const", const="tiny", help="a model of a few thousand weights"
     )
     parser.add_argument("--sequences", type=int, default=1, help="prompts of a training step")
-    parser.add_argument("--fuse", action="store_true", help="layers are fused, see tunegemm.patch")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: all of %(default)s")
     parser.add_argument(
         "--modes",
@@ -147,7 +143,6 @@ def run(options: argparse.Namespace) -> int:
         facts = meta(device, METHOD.format(f"{options.sample_ms:g}"))
         facts["packages"] |= {"transformers": package_version("transformers")}
         name = "clients_training.json" if options.workloads == ["train"] else "clients.json"
-        name = "clients_fused.json" if options.fuse else name
         results = Results(results_path(options.out, device, name), facts)
     model = build(size, place)
     # The same weights under tuned layers: nothing has to be switched on and off between steps.
@@ -161,13 +156,7 @@ def run(options: argparse.Namespace) -> int:
         if time.monotonic() - begun > options.within:
             print(f"{name}: no time is left")
             continue
-        variants = {"torch": model, "tunegemm": tuned}
-        if options.fuse:
-            variants["tunegemm"] = fused(model, name == "train")
-            if name == "train":
-                variants["patched"] = tuned
-        rows = measure(name, variants, size, place, options)
-        variants.clear()
+        rows = measure(name, {"torch": model, "tunegemm": tuned}, size, place, options)
         if results is not None:
             results.put(*rows)
         wrong += sum(not row["right"] for row in rows)
@@ -197,15 +186,6 @@ def build(size: Size, place: torch.device) -> LlamaForCausalLM:
     torch.manual_seed(0)
     with place:
         return LlamaForCausalLM(config).to(torch.bfloat16).eval()
-
-
-def fused(model: LlamaForCausalLM, trains: bool) -> LlamaForCausalLM:
-    """A copy with fused layers: of the same weights where it trains, which leaves rows without gaps, and so
-    one optimizer's state and one set of gradients; else of its own, since gate's and up's rows alternate.
-    """
-    tuned = _twin(model) if trains else copy.deepcopy(model)
-    tunegemm.patch(tuned.train(trains))
-    return tuned.eval()
 
 
 def _twin(model: LlamaForCausalLM) -> LlamaForCausalLM:
@@ -357,10 +337,7 @@ def measure(
     place: torch.device,
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """A row for each mode; without times on a CPU.
-
-    models: torch, tunegemm, and patched where that is another.
-    """
+    """A row for each mode; without times on a CPU. models: torch and tunegemm."""
     make, modes, rounds = WORKLOADS[workload], options.modes, options.rounds
     reference = copy.deepcopy(models["torch"]).float()
     expected = make(reference, size, place)().float().clone()
@@ -545,12 +522,9 @@ def _times(samples: Mapping[tuple[str, str], Sequence[float]], mode: str) -> dic
         "torch_us": round(statistics.median(torchs), 1),
         "noise": round(aa_noise(samples[mode, AGAIN], torchs), 5),
     }
-    for (of, library), ours in samples.items():
-        if of == mode and library not in ("torch", AGAIN):
-            times[f"{library}_us"] = round(statistics.median(ours), 1)
-            ratio = statistics.median(t / o for t, o in zip(torchs, ours, strict=True))
-            times["ratio" if library == "tunegemm" else f"{library}_ratio"] = round(ratio, 4)
-    return times
+    ours = samples[mode, "tunegemm"]
+    ratio = statistics.median(t / o for t, o in zip(torchs, ours, strict=True))
+    return times | {"tunegemm_us": round(statistics.median(ours), 1), "ratio": round(ratio, 4)}
 
 
 def _brief(row: Mapping[str, Any]) -> str:
@@ -559,8 +533,6 @@ def _brief(row: Mapping[str, Any]) -> str:
     if "torch_us" in row:
         words.append(f"torch {row['torch_us'] / 1e3:.3f} ms")
         words.append(f"tunegemm {row['tunegemm_us'] / 1e3:.3f} ms, {row['ratio']:.3f} x torch")
-        if "patched_ratio" in row:
-            words.append(f"(patched alone {row['patched_ratio']:.3f})")
         words.append(f"(noise {100 * row['noise']:.1f} %)")
     if "torch_peak_mib" in row:
         words.append(f"peak {row['torch_peak_mib']:.0f}, {row['tunegemm_peak_mib']:.0f} MiB")

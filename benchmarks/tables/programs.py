@@ -311,7 +311,6 @@ def _clients(data: Data) -> list[str]:
         "products tuned and served": lambda row: (
             f"{'yes' if row.get('tuned') else 'no'}, {row['served']}" if "served" in row and tuned else ""
         ),
-        "patched alone": lambda row: f"{row['patched_ratio']:.3f}" if "patched_ratio" in row else "",
         "peak memory, times torch's": lambda row: (
             f"{row['tunegemm_peak_mib'] / row['torch_peak_mib']:.3f}" if "torch_peak_mib" in row else ""
         ),
