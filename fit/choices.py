@@ -245,7 +245,8 @@ def measure(problem: Problem, device: Device, backend: Backend) -> dict[str, Any
     library = _library_choice(problem, device)
     del replays
     backend.release()
-    columns = chosen.kernels, chosen.split_k, chosen.second, chosen.along_n, chosen.swizzle
+    c = chosen.columns
+    columns = chosen.kernels, c.split_k, c.second, c.along_n, c.swizzle
     return {
         "m": problem.m, "n": problem.n, "k": problem.k, "dtype": problem.in_dtype,
         "torch_us": round(statistics.median(samples[1]), 3),

@@ -86,9 +86,7 @@ def launches_of(problem: Problem, launches: Sequence[Sequence[Any]], device: Dev
             for place, split_k, adds, along, swizzle in rows.tolist()
         ]
     )
-    second, along_n = rows[:, 2] > 0, rows[:, 3] > 0
-    found = terms(problem, columns, device)
-    return Choices(rows[:, 0], rows[:, 1], second, along_n, rows[:, 4], columns, found)
+    return Choices(rows[:, 0], columns, terms(problem, columns, device))
 
 
 def ratios_and_weights(launches: Sequence[Sequence[Any]]) -> tuple[Floats, Floats]:

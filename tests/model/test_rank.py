@@ -141,7 +141,7 @@ def test_multicast_divides_l2_reads(h200: Device) -> None:
 
 def test_a_shallow_ring_costs(h200: Device) -> None:
     problem = Problem.parse("4096x4096x4096")
-    times = [model.predict_us(problem, tile(64, 128, stages=stages), h200) for stages in (2, 4, 8)]
+    times = [model.predict(problem, tile(64, 128, stages=stages), h200).total_us for stages in (2, 4, 8)]
     assert times == sorted(times, reverse=True) and times[0] > 1.5 * times[2]
 
 
@@ -185,7 +185,7 @@ def test_best_launch_is_the_best_of_the_grid(h200: Device) -> None:
             prediction.candidate.kernel.with_launch(**dict(zip(LAUNCHES, values, strict=True)))
             for values in itertools.product(*LAUNCHES.values())
         ]
-        assert prediction.total_us == min(model.predict_us(problem, launch, h200) for launch in grid)
+        assert prediction.total_us == min(model.predict(problem, launch, h200).total_us for launch in grid)
 
 
 def test_prints_on_one_line_and_says_it_is_a_model(h200: Device) -> None:

@@ -77,7 +77,7 @@ def features_of_choices(
     """A row of `NAMES` for each launch of listed kernels."""
     return features(
         NAMES, problem, found.columns, found.terms, _of_listed()[found.kernels], device, library,
-        splits=found.split_k, second=found.second, place=found.kernels,
+        splits=found.columns.split_k, second=found.columns.second, place=found.kernels,
     )  # fmt: skip
 
 

@@ -43,11 +43,6 @@ class Choices:
 
     kernels: Ints
     """Places in the list."""
-    split_k: Ints
-    second: Bools
-    """Whether a second kernel adds the splits."""
-    along_n: Bools
-    swizzle: Ints
     columns: Columns
     terms: Terms
 
@@ -56,18 +51,13 @@ class Choices:
 
     def take(self, rows: Any) -> Choices:
         """Some of them, by their numbers or a mask."""
-        return Choices(
-            self.kernels[rows], self.split_k[rows], self.second[rows], self.along_n[rows], self.swizzle[rows],
-            self.columns.take(rows), self.terms.take(rows),
-        )  # fmt: skip
+        return Choices(self.kernels[rows], self.columns.take(rows), self.terms.take(rows))
 
     def candidate(self, problem: Problem, number: int) -> Candidate:
         """One of them as it is launched."""
-        kernel = listed()[int(self.kernels[number])]
-        return launched(
-            problem, kernel, int(self.split_k[number]), bool(self.second[number]), bool(self.along_n[number]),
-            int(self.swizzle[number]),
-        )  # fmt: skip
+        kernel, c = listed()[int(self.kernels[number])], self.columns
+        launch = (each[number].item() for each in (c.split_k, c.second, c.along_n, c.swizzle))
+        return launched(problem, kernel, *launch)
 
 
 @cache
@@ -288,7 +278,7 @@ def choices(problem: Problem, device: Device, places: tuple[int, ...] | None = N
     order = np.lexsort((found.total_us, groups))
     order = order[np.r_[True, np.diff(groups[order]) != 0]]
     order = order[np.argsort(split_k[order] > 1, kind="stable")]
-    return Choices(on.numbers[rows], split_k, seconds, along, swizzles, columns, found).take(order)
+    return Choices(on.numbers[rows], columns, found).take(order)
 
 
 def _unsplit(rows: Ints, second: bool, along_n: bool, swizzle: int) -> tuple[Any, ...]:
