@@ -57,9 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--families", default="cute_sm90", help="comma-separated, to be tuned")
     parser.add_argument("--trials", type=int, default=6, help="candidates per problem")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument(
-        "--first-call", action="store_true", help="only import and first call; keep the file's other figures"
-    )
     parser.add_argument("--records", type=int, default=RECORDS, help="in the database of the first call")
     options = parser.parse_args(arguments)
     problem = Problem.parse(options.shape)
@@ -67,17 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = Results(results_path(options.out, device, "dispatch.json"), meta(device, METHOD))
     with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
         place(Path(folder))
-        problems = [problem] if options.first_call else related(problem)
-        tune(problems, device, options.families.split(","), options.trials)
+        tune(related(problem), device, options.families.split(","), options.trials)
         # First, while nothing that a first call loads is mapped here: only then can it be cold.
         first_call = fresh_processes(problem, device, options.records)
-        if options.first_call:
-            results.summary = results.earlier_summary | first_call
-            results.put()
-        else:
-            run(problem, device, options.rounds, results)
-            results.summary |= first_call
-            results.put()
+        run(problem, device, options.rounds, results)
+        results.summary |= first_call
+        results.put()
         print(json.dumps(results.summary, indent=1), flush=True)
 
 

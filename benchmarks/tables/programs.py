@@ -374,7 +374,7 @@ def layers(data: Data) -> list[str]:
 
 
 #: Of vllm.json's rows.
-_MODES = {"fastest": "", "batch_invariant": ", batch-invariant", "tuned": ", tuned before"}
+_MODES = {"fastest": "", "batch_invariant": ", batch-invariant"}
 
 
 @of_file("vllm.json")

@@ -62,9 +62,8 @@ def test_a_wrong_result_is_told(capsys: pytest.CaptureFixture[str], monkeypatch:
     ("words", "named"),
     [
         (("--modes", "graph"), "--modes graph needs a GPU"),
-        (("--modes", "fast"), "--modes 'fast' is not known; use some of eager,graph,compile,max-autotune"),
+        (("--modes", "fast"), "--modes 'fast' is not known; use some of eager,graph,compile"),
         (("--workloads", "serve"), "--workloads 'serve' is not known"),
-        (("--tune", "9"), "--tune needs a GPU"),
     ],
 )
 def test_what_cannot_run_is_one_line(

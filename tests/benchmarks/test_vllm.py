@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from importlib.metadata import entry_points
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +14,6 @@ from benchmarks import vllm, vllm_engine
 from benchmarks.results import command_line
 from benchmarks.tables import programs
 from tests.support.fusing import Recorded
-from tests.support.processes import environment
 from tests.support.serving import BF16, Kernel, serve_with
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
@@ -99,26 +95,6 @@ def test_experts_are_told_by_model_and_tokens(tmp_path):
     text = programs.vllm_experts(tmp_path)
     assert "| A | 1.100 (1.0%) | 0.980 (1.0%) |" in text and "| B |  | 0.995 (1.0%) |" in text
     assert "least 0.980; slower by more than the noise: A 16." in text
-
-
-def test_what_prompts_multiply_is_tuned_as_the_guide_says_it(tmp_path, monkeypatch):
-    """By the command's own steps; the search's is stood for, which wants a GPU or minutes."""
-    commands, run = [], subprocess.run
-    monkeypatch.setenv("TUNEGEMM_DB", "")
-
-    def record(command, check):
-        commands.append(command[2:])
-        if "shapes" in command:
-            run(command, check=check, env=environment())
-
-    monkeypatch.setattr(subprocess, "run", record)
-    vllm.tune(vllm_engine.Setting("fp8", served=True), 45.0, tmp_path)
-    assert os.environ["TUNEGEMM_DB"] == str(tmp_path / "tuned.sqlite")
-    assert commands[1][:4] == ["tunegemm", "tune", "--from", commands[0][-1]]
-    products = json.loads(Path(commands[0][-1]).read_text())["products"]
-    asked = {(each["m"], each["n"], each["k"], each["epilogue"]) for each in products}
-    sides = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)
-    assert asked == {(8192, *each, "scale_rowwise") for each in sides}
 
 
 def test_a_scratch_folder_is_no_part_of_the_command():
