@@ -12,7 +12,6 @@ results/GPU/vllm.json.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -31,17 +30,15 @@ from typing import Any
 import numpy as np
 
 import tunegemm
-from benchmarks.command import chosen
+from benchmarks.command import chosen, command, parser_of
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from benchmarks.vllm_engine import (
     SEQUENCES,
     Engine,
-    EngineError,
     Setting,
     variables,
 )
 from tunegemm.describe.device import find_device, package_version
-from tunegemm.errors import TunegemmError
 from tunegemm.measure.statistics import aa_noise
 
 METHOD = (
@@ -61,11 +58,9 @@ WARM_SECONDS, LEAST_ROUNDS = 0.3, 3
 _OTHERS = (15, 63, 255)
 
 
-def main(given: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input or an engine that does not start."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vllm", description=(__doc__ or "").split("\n")[0]
-    )
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of("benchmarks.vllm", __doc__, gpu=False)
     parser.add_argument("--only", default=",".join(KINDS), help="some of %(default)s")
     parser.add_argument("--sequences", default=",".join(map(str, SEQUENCES)), help="some of %(default)s")
     parser.add_argument("--phases", default=",".join(PHASES), help="some of %(default)s")
@@ -78,19 +73,14 @@ def main(given: list[str] | None = None) -> int:
         "--scratch", type=Path, help="folder of the model, caches and output (default: temporary)"
     )
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     scratch = options.scratch or Path(tempfile.gettempdir()) / "tunegemm-vllm"
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines are to end with their owner
-    try:
-        kinds = chosen(options.only, KINDS, "only")
-        sequences = [int(n) for n in chosen(options.sequences, [*map(str, SEQUENCES)], "sequences")]
-        points = [(phase, count) for phase in chosen(options.phases, PHASES, "phases") for count in sequences]
-        doors(scratch)
-        run(kinds, points, options.seconds, options.layers, scratch, options.out)
-    except (TunegemmError, EngineError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    kinds = chosen(options.only, KINDS, "only")
+    sequences = [int(n) for n in chosen(options.sequences, [*map(str, SEQUENCES)], "sequences")]
+    points = [(phase, count) for phase in chosen(options.phases, PHASES, "phases") for count in sequences]
+    doors(scratch)
+    run(kinds, points, options.seconds, options.layers, scratch, options.out)
 
 
 def settings_of(kind: str, layers: int) -> tuple[Setting, Setting, Setting]:

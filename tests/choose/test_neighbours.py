@@ -139,6 +139,8 @@ def test_one_side_reaches_a_factor_of_2(rows, device):
         ((128, kernel(128, 64)), 111, "17 rows of its tiles lie beyond the edge, 0 there"),
         ((128, OTHER), 111, "17 rows of its tiles lie beyond the edge, 0 there"),
         ((100, kernel()), 100, ""),
+        ((1280, kernel()), 1408, ""),  # a tenth more tiles
+        ((1280, kernel()), 1409, "23 tiles of 64 rows here, 20 there"),
         ((2048, kernel(128, 256, schedule="cooperative", stages=3)), 1990, ""),
     ],
 )
