@@ -194,6 +194,15 @@ def test_another_gpus_kernel_is_borrowed_where_its_sources_are_todays(
     assert (snapshot.find_kernel(BF16_PROBLEM, device.fingerprint) is not None) == bool(found)
 
 
+@pytest.mark.parametrize(
+    "other", [TORCH_MM, Candidate.make("triton", {"tile_m": 64}), Candidate.make("cute_sm90", {"tile_n": 64})]
+)
+def test_kernels_without_tiles_and_of_families_that_trees_do_not_know_have_no_place(
+    device: Device, other: Candidate
+) -> None:
+    assert [one.kernel for one in ranked(BF16_PROBLEM, [other, kernel()], device)] == [kernel().kernel]
+
+
 def test_a_neighbour_is_preferred_to_what_is_expected_to_be_little_better(device: Device) -> None:
     def in_order(problem: Problem) -> list[Ranked]:
         return sorted(ranked(problem, ordered_kernels(problem), device), key=lambda one: -one.expected)
