@@ -27,6 +27,7 @@ _TUNED = (
 )  # fmt: skip
 _GROUPS = ("tunegemm/generate/grouped", "tunegemm/generate/along_k", "tunegemm/generate/routing",
            "tunegemm/choose", "tunegemm/dispatch", "db/grouped.toml")  # fmt: skip
+_GRAPHS = "benchmarks/graphs.py"
 _SEARCHED = ("tunegemm/search", "tunegemm/model")
 _FITTED = ("tunegemm/model", "fit/trees.py")
 
@@ -34,8 +35,10 @@ _FITTED = ("tunegemm/model", "fit/trees.py")
 _FOLDERS = ("benchmarks.", "fit.")
 #: The files and folders that each benchmark measures, beside its own file; of others `SERVED`.
 MEASURED: dict[str, tuple[str, ...]] = {
-    "campaign": _TUNED, "choices": _KERNELS, "database": ("tunegemm/store",), "dtypes": _TUNED,
-    "expert_layers": _GROUPS, "experts": _GROUPS, "fixed_tiles": _KERNELS, "kind_choices": _KERNELS,
+    "blocks": (*SERVED, _GRAPHS), "campaign": _TUNED, "choices": _KERNELS, "database": ("tunegemm/store",),
+    "dtypes": _TUNED,
+    "expert_layers": (*_GROUPS, _GRAPHS), "experts": (*_GROUPS, _GRAPHS), "fixed_tiles": _KERNELS,
+    "joined": (*SERVED, _GRAPHS), "kind_choices": _KERNELS,
     "kinds": _FITTED, "order": _FITTED, "peers": _TUNED, "search": _SEARCHED,
     "selector": _FITTED, "sweep": _TUNED, "tuning_many": _TUNED, "tuning_time": _TUNED,
     "vllm_experts": (*_GROUPS, "db/grouped.toml"),
