@@ -20,7 +20,9 @@ from tunegemm.errors import FileError, TunegemmError
 from tunegemm.files import cause
 
 #: The version of the files that hold trees.
-FORMAT = 1
+FORMAT = 2
+#: What a line of such a file ends with, behind all that it is a checksum of.
+_CHECKSUM = ',"checksum":"'
 MAX_LEAVES = 16
 _ALL = (1 << MAX_LEAVES) - 1
 #: The place of the lowest bit of each mask.
@@ -86,8 +88,9 @@ def read(path: Path, features: Sequence[str], name: str = "") -> tuple[Forest, d
     """
     try:
         line = next(line for line in path.read_text(encoding="utf-8").splitlines() if _is_named(line, name))
-        data: dict[str, Any] = json.loads(line)
-        intact = data.pop("checksum") == checksum(data) and data["format"] == FORMAT
+        text, _, end = line.rpartition(_CHECKSUM)
+        data: dict[str, Any] = json.loads(f"{text}}}")
+        intact = end == f'{_digest(text)}"}}' and data["format"] == FORMAT
     except OSError as error:
         raise FileError(f"{path}: {cause(error, 'install tunegemm again')}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, StopIteration) as error:
@@ -104,8 +107,9 @@ def _is_named(line: str, name: str) -> bool:
 def written(data: Mapping[str, Any], features: Sequence[str], name: str = "") -> str:
     """A line: data of `Forest.of`, what else its readers want, a checksum of it all; and the line's name."""
     named = {"model": name} if name else {}
-    data = {**named, "format": FORMAT, "features": list(features), **data}
-    return json.dumps(data | {"checksum": checksum(data)}, separators=(",", ":")) + "\n"
+    whole = {**named, "format": FORMAT, "features": list(features), **data}
+    text = json.dumps(whole, separators=(",", ":")).removesuffix("}")
+    return f'{text}{_CHECKSUM}{_digest(text)}"}}\n'
 
 
 def put(path: Path, data: Mapping[str, Any], features: Sequence[str], name: str) -> None:
@@ -115,5 +119,5 @@ def put(path: Path, data: Mapping[str, Any], features: Sequence[str], name: str)
     path.write_text("".join(sorted([*others, written(data, features, name)])), encoding="utf-8")
 
 
-def checksum(data: Any) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
