@@ -362,6 +362,15 @@ def test_refused_rows_are_refused_together(rows, device, ratios, extents, wins):
             assert (again.options, again.refusal, again.rows) == ((), found.refusal, found.rows), (m, other)
 
 
+@pytest.mark.parametrize(
+    ("shape", "us"),
+    [("16x4096x4096", 13.8094), ("128x7168x16384", 72.7457), ("512x6144x4096", 38.8647),
+     ("4096x4096x4096", 189.4391), ("8192x28672x8192", 4926.2621)],
+)  # fmt: skip
+def test_torch_at_its_best_is_as_the_margins_were_chosen_with(device: Device, shape: str, us: float) -> None:
+    assert neighbours.library_us(Problem.parse(shape), device) == pytest.approx(us, rel=1e-5)
+
+
 def test_torch_at_its_best_is_told_in_a_millisecond(device):
     """Of each number of rows between two records it is asked: steps of a serving engine have ever other ones.
     One tile after the other took 16 ms (a CPU of 2026)."""

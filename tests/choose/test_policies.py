@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,6 +134,10 @@ def test_least_energy_among_those_not_slower_than_torch(filled):
     measured = [with_energy(fast[0], 30.0), with_energy(fast[-1], 40.0), with_energy(slow, 5.0)]
     found = select(snapshot, PROBLEM, device, policy=policy, rivals=lambda _: measured)
     assert found.options[0].candidate == fast[0].candidate and "30 mJ" in found.why
+    for nothing in (0.0, -1.0, math.nan):  # of a counter that did not move, or lost count
+        rivals = [measured[0], with_energy(fast[-1], nothing)]
+        found = select(snapshot, PROBLEM, device, policy=policy, rivals=lambda _, rivals=rivals: rivals)
+        assert found.options[0].candidate == fast[0].candidate
 
 
 def test_rivals_are_read_of_the_users_databases(monkeypatch, tmp_path: Path):

@@ -244,7 +244,7 @@ def _least_energy(record: Record, problem: Problem, usable: Sequence[Record]) ->
     measured = {
         rival.candidate: (energy_mj, rival)
         for rival in sorted(usable, key=standing)  # the better evidence of a candidate comes last
-        if rival.candidate in fast and (energy_mj := _energy_mj(rival))
+        if rival.candidate in fast and (energy_mj := _energy_mj(rival)) > 0
     }
     if not measured:
         return Selection(
@@ -257,7 +257,7 @@ def _least_energy(record: Record, problem: Problem, usable: Sequence[Record]) ->
 def _energy_mj(rival: Record) -> float:
     """What one product takes; 0 where it was not measured."""
     found = rival.telemetry.get("energy_mj")
-    return float(found) if isinstance(found, int | float) and found > 0 else 0.0
+    return float(found) if isinstance(found, int | float) else 0.0
 
 
 def read_rivals(problem: Problem) -> list[Record]:
