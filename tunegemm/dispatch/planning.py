@@ -369,7 +369,7 @@ class Planner:
         self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int, *, any_m: bool = False
     ) -> bool:
         """Whether a kernel is recorded for what `Dispatcher.fused` would be asked, by shapes, strides and
-        dtypes alone, is there or being compiled, and gains enough there (`choose.compiled_code`).
+        dtypes alone, is there or being compiled, and gains enough there (`choose.operators`).
 
         For code that is compiled: a and b may be tensors without memory. any_m: whether a record of another m
         is enough. Warns where there is none.
