@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from fit.kind_choices import drawn, kinds_of
+from tests.choose.test_predictions import decides
 from tunegemm.choose import predictions
 from tunegemm.choose.invariance import ASKED, best_ranked, features_of
 from tunegemm.choose.predictions import Fitted, case_of, covers, load, outlook
@@ -144,7 +145,7 @@ def test_fp16_goes_by_what_bf16_gained() -> None:
 )
 def test_other_products_are_not_predicted(device: Device, change: dict[str, Any]) -> None:
     found = outlook(replace(SERVED, **change), device, lambda *_: "")
-    assert not found.decides and not found.options
+    assert not decides(found) and not found.options
 
 
 def test_parts_of_a_gpu_and_other_gpus_are_not_predicted(device: Device) -> None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.choose.test_neighbours import kernel
@@ -117,6 +118,13 @@ def test_free_multiprocessors_are_worth_a_slower_kernel(filled):
     slow = [e for e in entries if e.measurement.ratio < 1 and e.candidate.family == "cute_sm90"]
     found = select(snapshot, PROBLEM, recorded_device(), policy=Policy(max_sms=120), rivals=lambda _: slow)
     assert found.outcome == "hit" and found.options[0].ratio < 1
+
+
+@pytest.mark.parametrize("count", [0, -1, True, False, 2.0, 2.5, "8", (8,)])
+def test_multiprocessors_are_a_whole_number(count: object) -> None:
+    with pytest.raises(PolicyError, match="max_sms"):
+        Policy(max_sms=count)  # type: ignore[arg-type]
+    assert Policy(max_sms=np.int32(8)).max_sms == 8  # type: ignore[arg-type]
 
 
 def test_least_energy_among_those_not_slower_than_torch(filled):

@@ -84,8 +84,6 @@ class Outlook:
     """What may be launched, the best first."""
     refusal: str = ""
     """Why there are none, in one clause."""
-    decides: bool = True
-    """Whether predictions are for such problems on such devices."""
     rows: tuple[int, int] | None = None
     """The numbers of rows at which the same is refused; None: not known of others."""
 
@@ -160,16 +158,16 @@ class Fitted:
         last = self.rows[-1]
         if problem.m > last:
             refusal = f"predictions are for up to {last} rows"
-            return Outlook(refusal=refusal, decides=False, rows=(last + 1, sys.maxsize))
+            return Outlook(refusal=refusal, rows=(last + 1, sys.maxsize))
         (least_n, most_n), (least_k, most_k) = self.extents
         if not (least_n <= problem.n <= most_n and least_k <= problem.k <= most_k):
             refusal = f"predictions are for N from {least_n} to {most_n} and K from {least_k} to {most_k}"
-            return Outlook(refusal=refusal, decides=False, rows=(1, last))
+            return Outlook(refusal=refusal, rows=(1, last))
         number = self._number(problem)
         if self._margin(case_of(problem, None), number) is None:
             refusal = f"nothing is predicted of them at {problem.m} rows"
             rows = (self.rows[number - 1] + 1 if number else 1, self.rows[number])
-            return Outlook(refusal=refusal, decides=False, rows=rows)
+            return Outlook(refusal=refusal, rows=rows)
         if (between := self._between(problem.m)) is not None:
             leads = [self._lead(replace(problem, m=end), device, ask) for end in between]
             if max(leads) <= -SURELY:
@@ -305,14 +303,14 @@ def digest_of_list() -> str:
 def outlook(problem: Problem, device: Device, allows: Allows = anything) -> Outlook:
     """What the device's model says of a problem. A file that is of no use is one warning."""
     if not covers(problem):
-        return Outlook(decides=False, rows=(1, sys.maxsize))
+        return Outlook(rows=(1, sys.maxsize))
     name = "fused" if problem.epilogue else "wide" if problem.n > WIDE else "plain"
     fitted = load(name, device.name)
     if isinstance(fitted, str):
-        return Outlook(refusal=fitted, decides=False, rows=(1, sys.maxsize))
+        return Outlook(refusal=fitted, rows=(1, sys.maxsize))
     fingerprint = device.fingerprint
     if fingerprint.mig or fingerprint.sm_budget < fingerprint.sm_count:
-        return Outlook(refusal="predictions are for whole GPUs", decides=False, rows=(1, sys.maxsize))
+        return Outlook(refusal="predictions are for whole GPUs", rows=(1, sys.maxsize))
     return fitted.outlook(problem, device, allows)
 
 
