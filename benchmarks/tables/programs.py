@@ -318,10 +318,8 @@ def _clients(data: Data) -> list[str]:
     shown = {name: of for name, of in more.items() if any(map(of, rows))}
     lines = []
     for row in rows:
-        ours = [f"{row['tunegemm_us'] / 1e3:.3f}", f"{row['ratio']:.3f}"] if "ratio" in row else ["", ""]
-        errors = [
-            "" if row[name] is None else f"{row[name]:.2e}" for name in ("torch_error", "tunegemm_error")
-        ]
+        ours = [f"{row['tunegemm_us'] / 1e3:.3f}", f"{row['ratio']:.3f}"]
+        errors = [f"{row[name]:.2e}" for name in ("torch_error", "tunegemm_error")]
         layers = f"{row['layers']} of {row['model']}" if "model" in row else str(row["layers"])
         cells = [f"{row['workload']}, {row['mode']}", layers, f"{row['torch_us'] / 1e3:.3f}"]
         others = [of(row) for of in shown.values()]
