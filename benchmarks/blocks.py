@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,10 +21,10 @@ import torch
 
 import tunegemm
 from benchmarks.command import choose_names, command, parser_of
-from benchmarks.joined import Graph
+from benchmarks.graphs import Graph, Side, begin, in_rounds, within
 from benchmarks.provided import Provided, provide_blocks
 from benchmarks.results import Results, geometric_mean, meta, results_path
-from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.device import Device
 from tunegemm.generate import blocks
 from tunegemm.generate.blocks import BLOCK, BlockKernel
 from tunegemm.model.blocks import candidates, choose, splits_of
@@ -57,11 +55,10 @@ LAYERS = {
 ROWS = ("1", "2", "4", "8", "16", "32", "64", "65", "128", "129", "256", "257", "512", "2048", "8192")
 _STEADY_ROWS = 2048
 _TURN_MS = 24.0
+_GRAPH: dict[str, Any] = {"short_ms": 0.5, "most": 200}
 _ERROR = 4e-3
 _SHOWN = ("torch", "bf16", "tunegemm", "kernel")
 FP8 = torch.float8_e4m3fn
-
-Side = Callable[[int], Any]
 
 
 class Case(NamedTuple):
@@ -166,7 +163,7 @@ def copied_gbs() -> float:
     """GB/s that a copy reads and writes."""
     source = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
     target = torch.empty_like(source)
-    graph = Graph.capture(lambda _: target.copy_(source), 1)
+    graph = Graph.capture(lambda _: target.copy_(source), 1, **_GRAPH)
     return 2 * source.numel() / statistics.median(graph.us(0.0) for _ in range(9)) * 1e-3
 
 
@@ -188,12 +185,9 @@ def measure(
         except (RuntimeError, ValueError) as error:
             refused[name] = str(error).partition("\n")[0]
             del sides[name]
-    graphs = {name: Graph.capture(side, sets) for name, side in sides.items()}
+    graphs = {name: Graph.capture(side, sets, **_GRAPH) for name, side in sides.items()}
     turn_ms = _TURN_MS if steady else 0.0
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(max(3, rounds // 3) if steady else rounds):
-        for name in random.sample(list(graphs), len(graphs)):
-            samples[name].append(graphs[name].us(turn_ms))
+    samples = in_rounds(graphs, max(3, rounds // 3) if steady else rounds, lambda _: turn_ms)
     us = {name: statistics.median(times) for name, times in samples.items()}
     own = us["tunegemm"]
     kernels = [name for name in us if name not in ("torch", "bf16", "tunegemm", "kernel")]
@@ -223,11 +217,7 @@ def measure(
 @torch.no_grad()
 def run(options: argparse.Namespace) -> int:
     """Prints and writes a row for each case, those that the file lacks first; 1 where a result is wrong."""
-    begun = time.monotonic()
-    device = find_device(options.device)
-    torch.cuda.set_device(device.index)
-    torch.manual_seed(0)
-    random.seed(0)
+    device = begin(options.device)
     results = Results(results_path(options.out, device, "blocks.json"), meta(device, METHOD))
     cases = [Case(layer, rows) for rows in map(int, options.rows) for layer in options.layers]
     cases.sort(key=lambda case: results.find(_named(case)) is not None)
@@ -235,10 +225,7 @@ def run(options: argparse.Namespace) -> int:
     copied = copied_gbs()
     print(f"{device.name}: a copy moves {copied:.0f} GB/s", flush=True)
     found: list[dict[str, Any]] = []
-    for case in cases:
-        if options.seconds and time.monotonic() - begun > options.seconds:
-            print(f"stopped after {options.seconds} s: {len(found)} of {len(cases)}", flush=True)
-            break
+    for case in within(options.seconds, cases):
         row = measure(case, device, provided, options.every, options.rounds, copied)
         found.append(row)
         results.put(row)

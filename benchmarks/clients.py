@@ -1,20 +1,14 @@
 """Times a Llama model of `transformers` end to end, with and without tunegemm, in one interleave each.
 
-    python -m benchmarks.clients --tune 60                        # tunes the model's products first, for 60 s
-    python -m benchmarks.clients --workloads decode-16 --modes graph,max-autotune
-    python -m benchmarks.clients --fuse                           # with patch(fuse=True): clients_fused.json
+    python -m benchmarks.clients --workloads decode-16 --modes graph
     TUNEGEMM_DB=FILE python -m benchmarks.clients --model 1B --workloads train  # clients_training.json
-    python -m benchmarks.clients --fuse --model 1B --workloads train
-    python -m benchmarks.clients --fuse --model 1B --workloads train --layers 4 --sequences 4  # 16384 tokens
     python -m benchmarks.clients --device cpu --tiny              # without a GPU: the results alone, no times
 
 The layers are those of an 8B model, or all of a 1B model, with random weights; nothing is downloaded. Prefill
 is one prompt of 4096 tokens, decode one token for each of 1 to 256 sequences behind 512 tokens of context,
-train one step of AdamW on 4096 tokens or `--sequences` of them, with `--fuse` of a model that is patched
-alone, too. Each runs eagerly, in a CUDA graph of the eager code, and under torch.compile. The mode
-`max-autotune`, which is to be asked for, is torch.compile's own tuning beside tunegemm under torch.compile
-without it, both in a CUDA graph. Rows say whether products were `tuned` for them, by `--tune` or into the
-database that TUNEGEMM_DB names, and how many of them a kernel has `served` by then.
+train one step of AdamW on 4096 tokens or `--sequences` of them. Each runs eagerly, in a CUDA graph of the
+eager code, and under torch.compile. Rows say whether products were `tuned` for them, into the database that
+TUNEGEMM_DB names, and how many of them a kernel has `served` by then.
 Writes results/GPU/clients.json after each workload, so that it can run in slices.
 """
 
@@ -41,7 +35,7 @@ import torch
 import tunegemm
 from benchmarks.command import choose_names, command, parser_of
 from benchmarks.results import Results, meta, results_path
-from tunegemm.describe.device import Device, find_device, package_version
+from tunegemm.describe.device import find_device, package_version
 from tunegemm.dispatch import api
 from tunegemm.errors import TunegemmError, TunegemmWarning
 from tunegemm.measure.statistics import aa_noise
@@ -58,9 +52,7 @@ METHOD = (
     "same model in fp32, of logits, for train of a weight's gradient; AdamW has a learning rate of 0; peak "
     "memory is that of a step, with weights and gradients, outside of CUDA graphs"
 )
-MODES = ("eager", "graph", "compile", "max-autotune")
-#: The mode in which torch.compile tunes for itself, which takes minutes.
-TUNED_BY_TORCH = "max-autotune"
+MODES = ("eager", "graph", "compile")
 CONTEXT = 512
 #: A sample is made of as many steps as take so long, unless `--sample-ms` says otherwise, and so are those
 #: before it that are not timed: a chip at its power cap takes some 60 ms to find a new work's clocks
@@ -115,14 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--tiny", dest="model", action="store_const", const="tiny", help="a model of a few thousand weights"
     )
     parser.add_argument("--sequences", type=int, default=1, help="prompts of a training step")
-    parser.add_argument("--fuse", action="store_true", help="layers are fused, see tunegemm.patch")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: all of %(default)s")
-    parser.add_argument(
-        "--modes",
-        default=",".join(MODES[:-1]),
-        help=f"default: %(default)s; also {TUNED_BY_TORCH}, which takes long",
-    )
-    parser.add_argument("--tune", type=float, metavar="SECONDS", help="tune what has no confirmed record")
+    parser.add_argument("--modes", default=",".join(MODES), help="default: all of %(default)s")
     parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds")
     parser.add_argument("--sample-ms", type=float, default=_SAMPLE_MS, help="default: %(default)s")
     parser.add_argument(
@@ -138,36 +124,24 @@ def run(options: argparse.Namespace) -> int:
     """Checks and times what was asked for, a row for each workload and mode; prints and writes them."""
     place = torch.device(options.device)
     size = Size.of(options.model, options.layers, options.sequences)
-    device = find_device(options.device) if place.type == "cuda" else None
-    if device is None and options.tune:
-        raise ClientError("--tune needs a GPU; leave it out with --device cpu")
     results = None
-    if device is not None:
+    if place.type == "cuda":
         torch.cuda.set_device(place)
+        device = find_device(options.device)
         facts = meta(device, METHOD.format(f"{options.sample_ms:g}"))
         facts["packages"] |= {"transformers": package_version("transformers")}
         name = "clients_training.json" if options.workloads == ["train"] else "clients.json"
-        name = "clients_fused.json" if options.fuse else name
         results = Results(results_path(options.out, device, name), facts)
     model = build(size, place)
     # The same weights under tuned layers: nothing has to be switched on and off between steps.
     tuned = _twin(model)
     print(f"{tunegemm.patch(tuned)} linear layers patched", flush=True)
-    if options.tune:
-        assert device is not None
-        tune([WORKLOADS[name](model, size, place) for name in options.workloads], device, options.tune)
     wrong, begun = 0, time.monotonic()
     for name in options.workloads:
         if time.monotonic() - begun > options.within:
             print(f"{name}: no time is left")
             continue
-        variants = {"torch": model, "tunegemm": tuned}
-        if options.fuse:
-            variants["tunegemm"] = fused(model, name == "train")
-            if name == "train":
-                variants["patched"] = tuned
-        rows = measure(name, variants, size, place, options)
-        variants.clear()
+        rows = measure(name, {"torch": model, "tunegemm": tuned}, size, place, options)
         if results is not None:
             results.put(*rows)
         wrong += sum(not row["right"] for row in rows)
@@ -199,41 +173,9 @@ def build(size: Size, place: torch.device) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
 
-def fused(model: LlamaForCausalLM, trains: bool) -> LlamaForCausalLM:
-    """A copy with fused layers: of the same weights where it trains, which leaves rows without gaps, and so
-    one optimizer's state and one set of gradients; else of its own, since gate's and up's rows alternate.
-    """
-    tuned = _twin(model) if trains else copy.deepcopy(model)
-    tunegemm.patch(tuned.train(trains))
-    return tuned.eval()
-
-
 def _twin(model: LlamaForCausalLM) -> LlamaForCausalLM:
     """A copy with the same weights."""
     return copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
-
-
-def tune(steps: Sequence[Step], device: Device, seconds: float) -> None:
-    """Records the products of a run of each step, and tunes those without a confirmed record."""
-    from benchmarks.providers import is_settled
-    from tunegemm.describe.workload import demands
-    from tunegemm.store import Database
-    from tunegemm.tuning.program import by_headroom, spend
-    from tunegemm.tuning.tuner import Tuner
-
-    with tunegemm.record() as recording:
-        for step in steps:
-            step()
-    found, refused = demands(recording.products)
-    torch.cuda.empty_cache()
-    with Database.open() as database, Tuner(device, database) as tuner:
-        missing = [demand for demand in found if not is_settled(database, demand.problem, device)]
-        print(f"{len(found)} products, {len(missing)} to tune; not tunable: {'; '.join(refused) or 'none'}")
-        for standing in spend(tuner, by_headroom(missing, device), budget_seconds=seconds, effort="quick"):
-            best = standing.result.best if standing.result else None
-            said = f"{best.ratio:.3f} x torch.mm" if best else "nothing measured"
-            print(f"  {standing.demand.problem}: {said}", flush=True)
-    api.refresh()
 
 
 def prefill(model: LlamaForCausalLM, size: Size, place: torch.device) -> Step:
@@ -357,10 +299,7 @@ def measure(
     place: torch.device,
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """A row for each mode; without times on a CPU.
-
-    models: torch, tunegemm, and patched where that is another.
-    """
+    """A row for each mode; without times on a CPU. models: torch and tunegemm."""
     make, modes, rounds = WORKLOADS[workload], options.modes, options.rounds
     reference = copy.deepcopy(models["torch"]).float()
     expected = make(reference, size, place)().float().clone()
@@ -376,7 +315,7 @@ def measure(
         for library, model in models.items():
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", TunegemmWarning)
-                step = prepare(mode, make, model, size, place, ours=library != "torch")
+                step = prepare(mode, make, model, size, place)
                 got = step().float()
             said = (str(warning.message) for warning in caught if warning.category is TunegemmWarning)
             left |= {message for message in said if "to torch" in message}
@@ -397,7 +336,7 @@ def measure(
         if workload == "train":
             row |= {"sequences": size.sequences} if size.sequences > 1 else {}
             row |= {"tokens": size.sequences * size.prompt}
-        row |= {"tuned": True} if options.tune or os.environ.get("TUNEGEMM_DB") else {}
+        row |= {"tuned": True} if os.environ.get("TUNEGEMM_DB") else {}
         row["served"] = served[mode]
         row |= {f"{library}_error": errors[mode, library] for library in models}
         row["right"] = all(errors[mode, library] <= bound for library in models)
@@ -428,28 +367,19 @@ def peak_mib(step: Step, model: torch.nn.Module) -> float:
 
 
 def prepare(
-    mode: str,
-    make: Callable[[Any, Size, torch.device], Step],
-    model: Any,
-    size: Size,
-    place: torch.device,
-    *,
-    ours: bool,
+    mode: str, make: Callable[[Any, Size, torch.device], Step], model: Any, size: Size, place: torch.device
 ) -> Step:
-    """The step of a workload in a mode, warm. ours: the model is tunegemm's, and torch does not tune."""
-    is_captured = mode in ("graph", TUNED_BY_TORCH)
-    if is_captured and place.type != "cuda":
-        raise ClientError(f"--modes {mode} needs a GPU; use eager,compile with --device {place}")
-    if mode in ("compile", TUNED_BY_TORCH):
-        # In a CUDA graph of ours, so that what is captured is the same as elsewhere.
-        how = "max-autotune-no-cudagraphs" if mode == TUNED_BY_TORCH and not ours else "default"
-        model = Compiled(model, torch.compile(model, mode=how, dynamic=False))
+    """The step of a workload in a mode, warm."""
+    if mode == "graph" and place.type != "cuda":
+        raise ClientError(f"--modes graph needs a GPU; use eager,compile with --device {place}")
+    if mode == "compile":
+        model = Compiled(model, torch.compile(model, dynamic=False))
     step = make(model, size, place)
-    if not is_captured:
-        for _ in range(3):
-            step()
-        return step
-    return captured(step)
+    if mode == "graph":
+        return captured(step)
+    for _ in range(3):
+        step()
+    return step
 
 
 def captured(step: Step) -> _Replay:
@@ -545,12 +475,9 @@ def _times(samples: Mapping[tuple[str, str], Sequence[float]], mode: str) -> dic
         "torch_us": round(statistics.median(torchs), 1),
         "noise": round(aa_noise(samples[mode, AGAIN], torchs), 5),
     }
-    for (of, library), ours in samples.items():
-        if of == mode and library not in ("torch", AGAIN):
-            times[f"{library}_us"] = round(statistics.median(ours), 1)
-            ratio = statistics.median(t / o for t, o in zip(torchs, ours, strict=True))
-            times["ratio" if library == "tunegemm" else f"{library}_ratio"] = round(ratio, 4)
-    return times
+    ours = samples[mode, "tunegemm"]
+    ratio = statistics.median(t / o for t, o in zip(torchs, ours, strict=True))
+    return times | {"tunegemm_us": round(statistics.median(ours), 1), "ratio": round(ratio, 4)}
 
 
 def _brief(row: Mapping[str, Any]) -> str:
@@ -559,8 +486,6 @@ def _brief(row: Mapping[str, Any]) -> str:
     if "torch_us" in row:
         words.append(f"torch {row['torch_us'] / 1e3:.3f} ms")
         words.append(f"tunegemm {row['tunegemm_us'] / 1e3:.3f} ms, {row['ratio']:.3f} x torch")
-        if "patched_ratio" in row:
-            words.append(f"(patched alone {row['patched_ratio']:.3f})")
         words.append(f"(noise {100 * row['noise']:.1f} %)")
     if "torch_peak_mib" in row:
         words.append(f"peak {row['torch_peak_mib']:.0f}, {row['tunegemm_peak_mib']:.0f} MiB")

@@ -6,9 +6,9 @@
 Tunes the shape, its batch of four, half its M and three fused products of it into a temporary database and
 object store, calls torch and tunegemm alternately, and writes results/GPU/dispatch.json: a row
 `{call, torch_us, tunegemm_us, ratio}` for each call, last those that find no kernel, `ratio_to_torch_mm` of
-the first, `worst_fall_back` of the last without those under `enable`, `breakdown_us` of the parts of our own
-call, and from processes of their own (`benchmarks.first_call`) `import_ms` beyond torch, `first_call_ms` with
-`records` in the database and its parts, warm and cold, and `bytes_per_record`.
+the first, `worst_fall_back` of the last without those under `enable`, and from processes of their own
+(`benchmarks.first_call`) `import_ms` beyond torch, `first_call_ms` with `records` in the database and its
+parts, warm and cold, and `bytes_per_record`.
 """
 
 from __future__ import annotations
@@ -57,9 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--families", default="cute_sm90", help="comma-separated, to be tuned")
     parser.add_argument("--trials", type=int, default=6, help="candidates per problem")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument(
-        "--first-call", action="store_true", help="only import and first call; keep the file's other figures"
-    )
     parser.add_argument("--records", type=int, default=RECORDS, help="in the database of the first call")
     options = parser.parse_args(arguments)
     problem = Problem.parse(options.shape)
@@ -67,17 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = Results(results_path(options.out, device, "dispatch.json"), meta(device, METHOD))
     with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
         place(Path(folder))
-        problems = [problem] if options.first_call else related(problem)
-        tune(problems, device, options.families.split(","), options.trials)
+        tune(related(problem), device, options.families.split(","), options.trials)
         # First, while nothing that a first call loads is mapped here: only then can it be cold.
         first_call = fresh_processes(problem, device, options.records)
-        if options.first_call:
-            results.summary = results.earlier_summary | first_call
-            results.put()
-        else:
-            run(problem, device, options.rounds, results)
-            results.summary |= first_call
-            results.put()
+        run(problem, device, options.rounds, results)
+        results.summary |= first_call
+        results.put()
         print(json.dumps(results.summary, indent=1), flush=True)
 
 
@@ -127,9 +119,8 @@ def run(problem: Problem, device: Device, rounds: int, results: Results) -> None
             for call in pair:
                 with getattr(call, "within", nullcontext)():
                     call()
-    parts = breakdown(problem, device)
     timed = {f"{name}/{which}": call for name, pair in pairs.items() for which, call in enumerate(pair)}
-    samples = host_times(timed | parts, rounds, torch.cuda.synchronize)
+    samples = host_times(timed, rounds, torch.cuda.synchronize)
     rows = []
     for name in pairs:
         own, reference = samples[f"{name}/0"], samples[f"{name}/1"]
@@ -146,7 +137,6 @@ def run(problem: Problem, device: Device, rounds: int, results: Results) -> None
     results.summary["worst_fall_back"] = max(
         row["ratio"] for row in rows if row["call"].startswith(FALL_BACK) and "enabled" not in row["call"]
     )
-    results.summary["breakdown_us"] = {name: round(statistics.median(samples[name]), 3) for name in parts}
     results.put(*rows)
 
 
@@ -293,50 +283,6 @@ def fall_backs(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]
     if device.is_real and (recent is None or recent.plan is not None):
         raise TunegemmError(f"{m}x{n}x{k} does not fall back to torch; give another --shape")
     return {FALL_BACK + name: pair for name, pair in pairs.items()}
-
-
-def breakdown(problem: Problem, device: Device) -> dict[str, Call]:
-    """The parts of ``tunegemm.matmul(a, b)``, each as a call of its own, and the ways through it."""
-    import torch
-
-    from tunegemm.dispatch import api, guards
-    from tunegemm.dispatch.forms import MATMUL, form_of
-    from tunegemm.dispatch.slow_path import SlowPath
-    from tunegemm.generate.workspace import Workspace
-    from tunegemm.torch import functions
-
-    a = torch.rand(problem.m, problem.k, dtype=torch.bfloat16, device=device.spec)
-    b = torch.rand(problem.n, problem.k, dtype=torch.bfloat16, device=device.spec).t()
-    for _ in range(3):
-        out = functions.matmul(a, b)
-    served = api.dispatcher
-    recent = served.planner.state.recent.get(b.data_ptr())
-    if recent is None or recent.plan is None or recent.launch is None:
-        raise TunegemmError(f"{problem} was not launched by a tuned kernel; tune it first")
-    plan, launch, index = recent.plan, recent.launch, device.index
-    addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
-    stream = torch._C._cuda_getCurrentRawStream
-    plain, slowly = form_of(MATMUL, ""), SlowPath(served.planner, served.product, served.fused).compute
-    sums = Workspace(4 * problem.m * problem.n, 64, index)
-    return {
-        "nothing (a Python call)": lambda: None,
-        "check of the operands": lambda: recent.check(a, b),
-        "modes": lambda: (
-            guards.dispatch_modes() or guards.deterministic() or recent.requires_grad,
-            recent.device_index >= 0 and recent.device_index != guards.current_device(),
-        ),
-        "three addresses": lambda: (a.data_ptr(), b.data_ptr(), out.data_ptr()),
-        "output": lambda: served.planner.allocate(*plan.output),
-        "output by torch.empty_like": lambda: torch.empty_like(out),
-        "stream": lambda: stream(index),
-        "launch": lambda: launch(*addresses),
-        # What a launch of a kernel that splits k does besides.
-        "workspace of k splits": lambda: sums.take(stream(index)),
-        "launch of tensors": lambda: plan.launch(a, b, out),
-        "dispatcher, known product": lambda: served.product(MATMUL, a, b),
-        "dispatcher, slow path": lambda: slowly(plain, a, b, (), (), None),
-        "key": lambda: (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device),
-    }
 
 
 if __name__ == "__main__":

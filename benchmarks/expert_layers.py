@@ -16,17 +16,17 @@ import importlib
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import torch
 
 from benchmarks.command import choose_names, command, parser_of
+from benchmarks.graphs import begin, timed_ms, within
 from benchmarks.provided import provide_grouped
 from benchmarks.results import Results, geometric_mean, meta, results_path
-from tunegemm.describe.device import find_device
 from tunegemm.engines import transformers as integration
 from tunegemm.generate import routing as kernels
 from tunegemm.groups import routing
@@ -64,7 +64,13 @@ def layer_of(name: str) -> torch.nn.Module:
         kind, num_local_experts=count, num_experts=count, num_experts_per_tok=each, hidden_size=hidden,
         intermediate_size=inner, moe_intermediate_size=inner,
     )  # fmt: skip
-    made: torch.nn.Module = getattr(importlib.import_module(f"transformers.models.{module}"), cls)(config)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        made: torch.nn.Module = getattr(importlib.import_module(f"transformers.models.{module}"), cls)(config)
+    torch.set_default_dtype(torch.float32)
+    for parameter in made.parameters():
+        for part in parameter:  # which transformers leaves as the memory was
+            part.normal_(std=0.02)
     return made
 
 
@@ -83,13 +89,7 @@ def graph_of(run: Callable[[int], Any]) -> torch.cuda.CUDAGraph:
 
 def timed(run: Callable[[], Any], times: int) -> float:
     """us of one."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(times):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3 / times
+    return timed_ms(lambda: [run() for _ in range(times)]) * 1e3 / times
 
 
 def sampled(replay: Callable[[], Any], turn_ms: float) -> float:
@@ -156,36 +156,26 @@ def measure(name: str, layer: torch.nn.Module, tokens: int, rounds: int, vllm: A
 @torch.no_grad()
 def run(options: argparse.Namespace) -> int:
     """Prints and writes a row for each layer and number of tokens; 1 where a result is wrong."""
-    device = find_device(options.device)
-    torch.cuda.set_device(device.index)
-    torch.manual_seed(0)
+    device = begin(options.device)
     integration.register()
     if options.every:
         provide_grouped("routing")
         routing.routing = routing.Routing(served=kernels.ALL)
     results = Results(results_path(options.out, device, "expert_layers.json"), meta(device, METHOD))
-    begun, found = time.monotonic(), []
+    found = []
     vllm = importlib.import_module(_VLLM).fused_experts if options.vllm else None
-    for name in options.models:
-        torch.set_default_dtype(torch.bfloat16)
-        with torch.device("cuda"):
-            layer = layer_of(name)
-        torch.set_default_dtype(torch.float32)
-        for parameter in layer.parameters():
-            for part in parameter:  # which transformers leaves as the memory was
-                part.normal_(std=0.02)
-        for tokens in map(int, options.tokens):
-            if options.seconds and time.monotonic() - begun > options.seconds:
-                print(f"stopped after {options.seconds} s", flush=True)
-                break
-            row = measure(name, layer, tokens, options.rounds, vllm)
-            found.append(row)
-            results.put(row)
-            print(
-                f"{name} {tokens}: {row['ratio']:.3f} x {row['best_peer']}, eager {row['eager_ratio']:.3f}, "
-                f"vLLM {row.get('vllm_ratio', '-')}; "
-                f"{row['us']} {row['eager_us']}{'' if row['error'] < 0.02 else ' WRONG'}", flush=True
-            )  # fmt: skip
+    made: dict[str, torch.nn.Module] = {}
+    for name, tokens in within(options.seconds, [*product(options.models, map(int, options.tokens))]):
+        if name not in made:
+            made = {name: layer_of(name)}  # in place of the one before
+        row = measure(name, made[name], tokens, options.rounds, vllm)
+        found.append(row)
+        results.put(row)
+        print(
+            f"{name} {tokens}: {row['ratio']:.3f} x {row['best_peer']}, eager {row['eager_ratio']:.3f}, "
+            f"vLLM {row.get('vllm_ratio', '-')}; "
+            f"{row['us']} {row['eager_us']}{'' if row['error'] < 0.02 else ' WRONG'}", flush=True
+        )  # fmt: skip
     if found:
         ratios = [row["ratio"] for row in found]
         print(f"all: {geometric_mean(ratios):.3f} x the best way of transformers, least {min(ratios):.3f}")

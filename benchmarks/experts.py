@@ -30,7 +30,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -41,9 +41,10 @@ import triton.language as tl
 
 import tunegemm
 from benchmarks.command import choose_names, chosen, command, parser_of
+from benchmarks.graphs import Graph, Side, begin, in_rounds
 from benchmarks.provided import provide_grouped
 from benchmarks.results import Results, geometric_mean, meta, results_path
-from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.device import Device
 from tunegemm.errors import one_line
 from tunegemm.generate import along_k
 from tunegemm.generate.along_k import AlongK
@@ -114,8 +115,6 @@ _SHORT_MS = 1.5
 _MOST_DIVISIONS = 24
 #: Relative to fp32: what rounding to bf16 leaves.
 _ERROR = 4e-3
-
-Side = Callable[[int], torch.Tensor]
 
 
 def is_raced(config: GroupedConfig, rows: int, groups: int) -> bool:
@@ -398,68 +397,13 @@ class AlongKCase(Case):
         return max(moved / bandwidth, 2 * rows * n * k / _FLOPS) * 1e6
 
 
-@dataclass
-class Graph:
-    """A side over all divisions: captured, or where it waits for the host as it is called."""
-
-    replay: Callable[[], None]
-    calls: int
-    is_captured: bool
-
-    @classmethod
-    def capture(cls, side: Side, divisions: int) -> Graph:
-        """Raises RuntimeError for a side that does not compute this."""
-
-        def all_of(again: int) -> None:
-            for _ in range(again):
-                for number in range(divisions):
-                    side(number)
-
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        all_of(1)
-        start.record()
-        all_of(1)
-        end.record()
-        end.synchronize()
-        one_ms = start.elapsed_time(end) / divisions
-        again = max(1, min(int(_SHORT_MS / one_ms / divisions), 400 // divisions))
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                all_of(again)
-        except RuntimeError:  # torch's grouped product of fp16 asks the device for the sizes
-            torch.cuda.synchronize()
-            return cls(lambda: all_of(1), divisions, False)
-        graph.replay()
-        return cls(graph.replay, again * divisions, True)
-
-    def time(self, turn_ms: float) -> float:
-        """us a call: of one replay, or of the second half of a turn."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        replays = 1
-        if turn_ms:
-            start.record()
-            self.replay()
-            end.record()
-            end.synchronize()
-            replays = max(1, math.ceil(turn_ms / 2 / start.elapsed_time(end)))
-            for _ in range(replays):
-                self.replay()
-        start.record()
-        for _ in range(replays):
-            self.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / self.calls / replays
-
-
 def captured(sides: dict[str, Side], divisions: int) -> dict[str, Graph]:
     """Each side; peers that cannot compute this, as cuBLAS some numbers of fp8 rows, are left out."""
     found = {}
     for name, side in sides.items():
         why = "no graph holds it"
         try:
-            graph = Graph.capture(side, divisions)
+            graph = Graph.capture(side, divisions, short_ms=_SHORT_MS, most=400, may_wait=True)
         except Exception as error:  # whatever a peer raises
             if name not in _OPTIONAL:
                 raise
@@ -482,12 +426,12 @@ def measure(case: Case, skew: str, device: Device, options: argparse.Namespace) 
     graphs = captured(sides, len(case.divisions))
     rows = case.a.shape[0]
     turn_ms = (_RACE_TURN_MS if each_kernel else _TURN_MS) if rows >= _STEADY_ROWS else 0.0
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(rounds if not turn_ms else max(3, rounds // 2)):
-        for name in random.sample(list(graphs), len(graphs)):
-            # Torch's second timing and the loop are not worth turns of their own.
-            brief = name in ("torch again", "loop") and not each_kernel
-            samples[name].append(graphs[name].time(turn_ms / 3 if brief else turn_ms))
+    # Torch's second timing and the loop are not worth turns of their own.
+    brief = () if each_kernel else ("torch again", "loop")
+    samples = in_rounds(
+        graphs, max(3, rounds // 2) if turn_ms else rounds,
+        lambda name: turn_ms / 3 if name in brief else turn_ms,
+    )  # fmt: skip
     us = {name: statistics.median(times) for name, times in samples.items()}
     best = min((name for name in ("torch", *_OPTIONAL) if name in us), key=us.__getitem__)
     count, n, k = case.weights.shape
@@ -560,9 +504,7 @@ def cases(kind: str, options: argparse.Namespace, device: Device) -> Iterator[tu
 
 def run(options: argparse.Namespace) -> int:
     """Prints and writes a row for each case; 1 where a result is wrong."""
-    device = find_device(options.device)
-    torch.cuda.set_device(device.index)
-    torch.manual_seed(0)
+    device = begin(options.device)
     grouped.choose = partial(choose, every=True)  # type: ignore[attr-defined]
     grouped.choose_along_k = partial(choose_along_k, every=True)  # type: ignore[attr-defined]
     for kind in options.kinds:

@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +24,10 @@ from torch.nn.functional import linear, silu
 
 import tunegemm
 from benchmarks.command import choose_names, command, parser_of
+from benchmarks.graphs import Graph, Side, begin, in_rounds, within
 from benchmarks.provided import Provided, provide_joined
 from benchmarks.results import Results, geometric_mean, meta, results_path
-from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.device import Device
 from tunegemm.generate import joined
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.joined import JoinedKernel
@@ -53,12 +51,11 @@ MODELS = {
 }
 ROWS = ("1", "16", "64", "256", "1024", "4096")
 _STEADY_ROWS = 1024
-_TURN_MS, _SHORT_MS = 24.0, 0.5
+_TURN_MS = 24.0
+_GRAPH: dict[str, Any] = {"short_ms": 0.5, "most": 200}
 #: Kernels for few rows are timed up to so many, those for many from so many on.
 _MOST_FEW, _LEAST_MANY = 256, 64
 _ERROR = 8e-3
-
-Side = Callable[[int], Any]
 
 
 class Case(NamedTuple):
@@ -156,53 +153,6 @@ def sides_of(case: Case, weights: Weights, device: Device, provided: list[Provid
     return found
 
 
-@dataclass
-class Graph:
-    """A side over all sets, captured."""
-
-    replay: Callable[[], None]
-    calls: int
-
-    @classmethod
-    def capture(cls, side: Side, sets: int) -> Graph:
-        def all_of(again: int) -> None:
-            for _ in range(again):
-                for number in range(sets):
-                    side(number)
-
-        all_of(1)
-        one_ms = timed_ms(lambda: all_of(1)) / sets
-        again = max(1, min(int(_SHORT_MS / one_ms / sets), 200 // sets))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            all_of(again)
-        graph.replay()
-        return cls(graph.replay, again * sets)
-
-    def us(self, turn_ms: float) -> float:
-        """us a call: of one replay, or of the second half of a turn."""
-        replays = 1
-        if turn_ms:
-            replays = max(1, math.ceil(turn_ms / 2 / timed_ms(self.replay)))
-            for _ in range(replays):
-                self.replay()
-
-        def again() -> None:
-            for _ in range(replays):
-                self.replay()
-
-        return timed_ms(again) * 1e3 / self.calls / replays
-
-
-def timed_ms(run: Callable[[], Any]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
 def measure(case: Case, device: Device, provided: list[Provided], rounds: int) -> dict[str, Any]:
     """A row."""
     each_bytes = sum(case.ns) * case.k * 2
@@ -214,12 +164,9 @@ def measure(case: Case, device: Device, provided: list[Provided], rounds: int) -
     parts = sides["separate"](0)
     reference = (parts if case.gate else torch.cat(parts, 1)).float()
     errors = {name: error_of(side(0), reference) for name, side in sides.items() if name != "separate"}
-    graphs = {name: Graph.capture(side, sets) for name, side in sides.items()}
+    graphs = {name: Graph.capture(side, sets, **_GRAPH) for name, side in sides.items()}
     turn_ms = _TURN_MS if case.rows >= _STEADY_ROWS else 0.0
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(rounds if not turn_ms else max(3, rounds // 3)):
-        for name in random.sample(list(graphs), len(graphs)):
-            samples[name].append(graphs[name].us(turn_ms))
+    samples = in_rounds(graphs, max(3, rounds // 3) if turn_ms else rounds, lambda _: turn_ms)
     us = {name: statistics.median(times) for name, times in samples.items()}
     kernels = [name for name in us if name not in ("separate", "merged", "today")]
     best = min(kernels, key=us.__getitem__)
@@ -244,11 +191,7 @@ def error_of(result: torch.Tensor, reference: torch.Tensor) -> float:
 @torch.no_grad()
 def run(options: argparse.Namespace) -> int:
     """Prints and writes a row for each case, those that the file lacks first; 1 where a result is wrong."""
-    begun = time.monotonic()
-    device = find_device(options.device)
-    torch.cuda.set_device(device.index)
-    torch.manual_seed(0)
-    random.seed(0)
+    device = begin(options.device)
     results = Results(results_path(options.out, device, "joined.json"), meta(device, METHOD))
     cases = [
         Case(model, rows, gate)
@@ -259,10 +202,7 @@ def run(options: argparse.Namespace) -> int:
     cases.sort(key=lambda case: results.find(_named(case)) is not None)
     provided: list[Provided] = []
     found: list[dict[str, Any]] = []
-    for case in cases:
-        if options.seconds and time.monotonic() - begun > options.seconds:
-            print(f"stopped after {options.seconds} s: {len(found)} of {len(cases)}", flush=True)
-            break
+    for case in within(options.seconds, cases):
         found.append(measure(case, device, provided, options.rounds))
         results.put(found[-1])
         row = found[-1]

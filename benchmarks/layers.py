@@ -3,7 +3,6 @@
     python -m benchmarks.layers                                    # all models, rows and modes
     python -m benchmarks.layers --models llama-3-8b --rows d16,4096 --modes graph
     python -m benchmarks.layers --within 150 --sample-ms 20        # what there is time for, in order
-    python -m benchmarks.layers --why --rows d16                   # what serves each product, and kernels
     python -m benchmarks.layers --device cpu --tiny --modes backend  # without a GPU: results, no times
 
 Two layers in plain torch with random weights: modules of modules, or (a name that ends with `-whole`) all
@@ -27,7 +26,6 @@ import math
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -42,8 +40,7 @@ from benchmarks.clients import AGAIN, CONTEXT, Compiled, Step, captured, interle
 from benchmarks.command import choose_names, command, parser_of
 from benchmarks.results import Results, meta, results_path
 from tunegemm.describe.device import find_device
-from tunegemm.dispatch import api
-from tunegemm.errors import BadValueError, TunegemmWarning, one_line
+from tunegemm.errors import BadValueError, one_line
 from tunegemm.layers.backend import tunegemm as backend
 from tunegemm.measure.statistics import aa_noise
 
@@ -256,18 +253,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--modes", default=",".join(MODES), help="default: %(default)s")
     parser.add_argument(
-        "--with-inductor",
-        type=int,
-        default=0,
-        metavar="N",
-        help="Inductor, too, for up to N rows (default: none)",
+        "--with-inductor", type=int, default=0, metavar="N", help="Inductor, too, for up to N rows"
     )
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds")
     parser.add_argument("--sample-ms", type=float, default=100.0, help="default: %(default)s")
     parser.add_argument(
         "--within", type=float, default=math.inf, metavar="SECONDS", help="begin no row later"
     )
-    parser.add_argument("--why", action="store_true", help="what serves each product, kernel by kernel")
     parser.add_argument("--tiny", action="store_true", help="layers of a few thousand weights")
     parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu, which is not timed")
     options = parser.parse_args(arguments)
@@ -299,9 +291,6 @@ def run(options: argparse.Namespace) -> int:
         size = SIZES[model]
         if options.tiny:
             size = Size(64, 96 if size.intermediate else 0, 4, 2, 16, size.activation)
-        if options.why:
-            explain(model, size, rows, place)
-            continue
         try:
             found = measure(model, size, rows, place, modes, options)
         except RuntimeError as error:  # such as memory that is not there: other rows may do with less
@@ -340,7 +329,7 @@ def measure(
         model = nn.Sequential(*(Whole(block) for block in model if isinstance(block, Block)))
     found = []
     for mode in modes:
-        steps = _steps(mode, model, x, options)
+        steps = _steps(mode, model, x, options.with_inductor)
         errors = {
             library: ((step().float() - expected).norm() / expected.norm()).item()
             for (_, library), step in steps.items()
@@ -360,9 +349,9 @@ def measure(
 
 
 def _steps(
-    mode: str, model: nn.Sequential, x: torch.Tensor, options: argparse.Namespace
+    mode: str, model: nn.Sequential, x: torch.Tensor, with_inductor: int
 ) -> dict[tuple[str, str], Step]:
-    """What is timed beside each other, by mode and library, warm."""
+    """The warm steps to time beside each other, by mode and library."""
     sides: dict[str, Step] = {}
     if mode == "inductor":
         sides["torch"] = _step(x, torch.compile(model, dynamic=False))
@@ -374,7 +363,7 @@ def _steps(
         if all(isinstance(block, Block) for block in model):
             sides["merged"] = _step(x, merged(model, compiles=x.is_cuda))
         sides["tunegemm"] = _step(x, Compiled(model, torch.compile(model, backend=backend, dynamic=False)))
-        if x.numel() // x.shape[-1] <= options.with_inductor:
+        if x.numel() // x.shape[-1] <= with_inductor:
             sides["inductor"] = _step(x, Compiled(model, torch.compile(model, dynamic=False)))
     if mode == "backend" or not x.is_cuda:
         for step in sides.values():
@@ -413,45 +402,6 @@ def _clear(place: torch.device) -> None:
     if place.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def explain(name: str, size: Size, rows: str, place: torch.device) -> None:
-    """Prints what became of the layers, what serves each product, and the time of each kernel of a step."""
-    model, x = _made(size, rows, place)
-    print(f"== {name} {rows}")
-    served = torch.compile(model, backend=backend, dynamic=False)
-    before = {problem for problem, _ in api.dispatcher.planner.tuned()}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", TunegemmWarning)
-        for _ in range(3):
-            _step(x, served)()
-    for problem, record in api.dispatcher.planner.tuned():
-        if problem not in before:
-            print(f"served  {problem}: {record.ratio:.3f} by {record.candidate}")
-    for message in {str(each.message) for each in caught}:
-        print(f"torch {message}")
-    if place.type == "cuda":
-        for library, which in (
-            ("torch", model),
-            ("merged", merged(model, compiles=True)),
-            ("tunegemm", served),
-        ):
-            print(f"{library}:", *kernels(_step(x, which)), sep="\n  ", flush=True)
-
-
-def kernels(step: Step, steps: int = 10) -> list[str]:
-    """The kernels of a step, those that take longest first."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(steps):
-            step()
-        torch.cuda.synchronize()
-    found = sorted(profile.key_averages(), key=lambda each: -each.device_time_total)
-    total = sum(each.device_time_total for each in found) / steps
-    lines = [
-        f"{each.device_time_total / steps:9.1f} us, {each.count / steps:4.1f} x {each.key[:100]}"
-        for each in found[:12]
-    ]
-    return [f"{total:9.1f} us in all", *lines]
 
 
 def _step(x: torch.Tensor, model: Any) -> Step:

@@ -19,13 +19,15 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 _KERNELS = ("tunegemm/generate", "search_spaces")
-_CHOICES = ("tunegemm/choose", "tunegemm/model", "db/records", "db/selector.toml", "db/order.json")
+_CHOICES = ("tunegemm/choose", "tunegemm/model", "db/records", "db/selector.toml", "db/order.json",
+            "db/predictions-h100-80gb-hbm3.jsonl", "db/predictions-h200.jsonl")  # fmt: skip
 SERVED = (*_KERNELS, *_CHOICES, "tunegemm/dispatch")
 _TUNED = (
     *_KERNELS, "tunegemm/compile", "tunegemm/measure", "tunegemm/model", "tunegemm/search", "tunegemm/tuning"
 )  # fmt: skip
 _GROUPS = ("tunegemm/generate/grouped", "tunegemm/generate/along_k", "tunegemm/generate/routing",
            "tunegemm/choose", "tunegemm/dispatch", "db/grouped.toml")  # fmt: skip
+_GRAPHS = "benchmarks/graphs.py"
 _SEARCHED = ("tunegemm/search", "tunegemm/model")
 _FITTED = ("tunegemm/model", "fit/trees.py")
 
@@ -33,8 +35,10 @@ _FITTED = ("tunegemm/model", "fit/trees.py")
 _FOLDERS = ("benchmarks.", "fit.")
 #: The files and folders that each benchmark measures, beside its own file; of others `SERVED`.
 MEASURED: dict[str, tuple[str, ...]] = {
-    "campaign": _TUNED, "choices": _KERNELS, "database": ("tunegemm/store",), "dtypes": _TUNED,
-    "expert_layers": _GROUPS, "experts": _GROUPS, "fixed_tiles": _KERNELS, "kind_choices": _KERNELS,
+    "blocks": (*SERVED, _GRAPHS), "campaign": _TUNED, "choices": _KERNELS, "database": ("tunegemm/store",),
+    "dtypes": _TUNED,
+    "expert_layers": (*_GROUPS, _GRAPHS), "experts": (*_GROUPS, _GRAPHS), "fixed_tiles": _KERNELS,
+    "joined": (*SERVED, _GRAPHS), "kind_choices": _KERNELS,
     "kinds": _FITTED, "order": _FITTED, "peers": _TUNED, "search": _SEARCHED,
     "selector": _FITTED, "sweep": _TUNED, "tuning_many": _TUNED, "tuning_time": _TUNED,
 }  # fmt: skip

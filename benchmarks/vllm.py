@@ -2,8 +2,6 @@
 
     python -m benchmarks.vllm                                # bf16, fp8, then VLLM_BATCH_INVARIANT=1
     python -m benchmarks.vllm --only bf16 --seconds 230      # one kind in a stated time
-    python -m benchmarks.vllm --phases prefill --tune 45     # what prefill's steps multiply is tuned before
-    python -m benchmarks.vllm --trial                        # does an engine start, and what serves what
 
 The model is Llama-3-8B; nothing is downloaded. Of a quarter of its layers a decode step is 1 ms of the GPU
 and 2 of the host's scheduling: no kernel shows there. The three engines of a kind, two of them without the
@@ -14,12 +12,10 @@ results/GPU/vllm.json.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,19 +30,15 @@ from typing import Any
 import numpy as np
 
 import tunegemm
-from benchmarks.command import chosen
+from benchmarks.command import chosen, command, parser_of
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from benchmarks.vllm_engine import (
     SEQUENCES,
-    STEP,
     Engine,
-    EngineError,
     Setting,
-    arguments,
     variables,
 )
 from tunegemm.describe.device import find_device, package_version
-from tunegemm.errors import TunegemmError
 from tunegemm.measure.statistics import aa_noise
 
 METHOD = (
@@ -66,46 +58,29 @@ WARM_SECONDS, LEAST_ROUNDS = 0.3, 3
 _OTHERS = (15, 63, 255)
 
 
-def main(given: list[str] | None = None) -> int:
-    """Runs the command line; 2 for bad input or an engine that does not start."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vllm", description=(__doc__ or "").split("\n")[0]
-    )
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of("benchmarks.vllm", __doc__, gpu=False)
     parser.add_argument("--only", default=",".join(KINDS), help="some of %(default)s")
     parser.add_argument("--sequences", default=",".join(map(str, SEQUENCES)), help="some of %(default)s")
     parser.add_argument("--phases", default=",".join(PHASES), help="some of %(default)s")
-    parser.add_argument(
-        "--tune", type=float, default=0.0,
-        help="seconds in which products of prefill's steps are tuned, before --seconds (default: none)",
-    )  # fmt: skip
     parser.add_argument(
         "--seconds", type=float, default=240.0,
         help="of each kind, the start of its engines with it (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--layers", type=int, default=32, help="of the model (default: %(default)s)")
     parser.add_argument(
-        "--trial", action="store_true", help="starts one engine with the plug-in, of the first kind"
-    )
-    parser.add_argument(
         "--scratch", type=Path, help="folder of the model, caches and output (default: temporary)"
     )
     parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     scratch = options.scratch or Path(tempfile.gettempdir()) / "tunegemm-vllm"
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines are to end with their owner
-    try:
-        kinds = chosen(options.only, KINDS, "only")
-        sequences = [int(n) for n in chosen(options.sequences, [*map(str, SEQUENCES)], "sequences")]
-        points = [(phase, count) for phase in chosen(options.phases, PHASES, "phases") for count in sequences]
-        doors(scratch)
-        if options.trial:
-            trial(settings_of(kinds[0], options.layers)[-1], scratch)
-        else:
-            run(kinds, points, options.seconds, options.layers, scratch, options.out, options.tune)
-    except (TunegemmError, EngineError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    kinds = chosen(options.only, KINDS, "only")
+    sequences = [int(n) for n in chosen(options.sequences, [*map(str, SEQUENCES)], "sequences")]
+    points = [(phase, count) for phase in chosen(options.phases, PHASES, "phases") for count in sequences]
+    doors(scratch)
+    run(kinds, points, options.seconds, options.layers, scratch, options.out)
 
 
 def settings_of(kind: str, layers: int) -> tuple[Setting, Setting, Setting]:
@@ -161,31 +136,6 @@ def engines(settings: Sequence[Setting], scratch: Path) -> Iterator[list[Engine]
         print(f"{len(started)} engines for {time.monotonic() - began:.0f} s", flush=True)
 
 
-def trial(setting: Setting, scratch: Path) -> None:
-    """Starts one engine, and prints what it does with 16 sequences and what is served by what."""
-    with engines([setting], scratch) as (engine,):
-        for phase in PHASES:
-            engine.ask("sample", phase, 16)
-            rates = [engine.ask("sample", phase, 16) for _ in range(3)]
-            print(f"{phase}: {statistics.median(rates):.0f} tokens/s, 16 sequences", flush=True)
-        tokens = [token for token, _ in engine.ask("logits", 2)]
-        print(f"tokens {tokens}")
-        print("\n".join(engine.said()))
-        print("\n".join(engine.ask("plans")))
-
-
-def tune(setting: Setting, seconds: float, scratch: Path) -> None:
-    """Tunes what an engine multiplies in steps of prompts, as the guide says it; engines serve it."""
-    folder = scratch / setting.name
-    arguments(setting, folder)  # writes the config
-    os.environ["TUNEGEMM_DB"] = str(scratch / "tuned.sqlite")
-    shapes, command = str(folder / "shapes.json"), [sys.executable, "-m", "tunegemm"]
-    listing = ["shapes", str(folder), "--engine", "vllm", "--rows", str(STEP), "--out", shapes]
-    subprocess.run([*command, *listing], check=True)
-    searching = ["tune", "--from", shapes, "--effort", "quick", "--budget", f"{seconds:.0f}s", "--quiet"]
-    subprocess.run([*command, *searching], check=True)
-
-
 def run(
     kinds: Sequence[str],
     points: Sequence[tuple[str, int]],
@@ -193,11 +143,10 @@ def run(
     layers: int,
     scratch: Path,
     out: Path | None,
-    tuning: float = 0.0,
 ) -> None:
     """Times what was asked for; prints and writes a row for each kind, phase and number of sequences.
 
-    points: phases, with numbers of sequences. tuning: seconds, see `tune`.
+    points: phases, with numbers of sequences.
     """
     device = find_device("cuda:0")
     facts = meta(device, METHOD)
@@ -205,8 +154,6 @@ def run(
     results = Results(results_path(out, device, "vllm.json"), facts)
     results.summary = dict(results.earlier_summary)
     for kind in kinds:
-        if tuning:
-            tune(settings_of(kind, layers)[-1], tuning, scratch)
         end = time.monotonic() + seconds
         with engines(settings_of(kind, layers), scratch) as (theirs, again, ours):
             results.summary[f"logits_{kind}"] = compared(theirs, ours, kind == "invariant")
@@ -215,7 +162,6 @@ def run(
             for number, (phase, count) in enumerate(points):
                 left = end - time.monotonic()
                 row = measure(theirs, again, ours, phase, count, left / (len(points) - number))
-                row["mode"] = "tuned" if tuning else row["mode"]
                 results.put(row)
                 print(
                     f"{kind} {phase} {count}: {row['engine_tokens_per_s']:.0f} -> "

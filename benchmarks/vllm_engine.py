@@ -26,6 +26,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tunegemm.errors import TunegemmError
+
 #: vLLM's name of the model.
 ARCHITECTURE = "LlamaForCausalLM"
 #: Numbers of sequences that are timed, and have CUDA graphs.
@@ -98,7 +100,7 @@ def model_config(setting: Setting) -> dict[str, Any]:
     return facts | ({"quantization_config": FP8} if setting.dtype == "fp8" else {})
 
 
-class EngineError(RuntimeError):
+class EngineError(TunegemmError):
     """An engine that did not start, or ended; says where its output is."""
 
 

@@ -34,7 +34,7 @@ import numpy as np
 from benchmarks.command import command, parser_of
 from benchmarks.first_use import DIMENSIONS
 from benchmarks.results import folder_of, meta
-from tunegemm.choose.predictions import Logits
+from tunegemm.choose.predictions import WIDE
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ArtifactError, TunegemmError
@@ -71,7 +71,7 @@ SLOWEST = 1.7
 #: Longest product, in floating-point operations, and largest, in bytes.
 MAX_FLOP, MAX_BYTES = 4e12, 3e9
 #: Of products as wide as vocabularies: N and K, from and to, and rows, of which each range is as frequent.
-LOGITS = (Logits.BEYOND, 262_144), (1024, 8192)
+LOGITS = (WIDE, 262_144), (1024, 8192)
 ROWS_OF_LOGITS = (1, 8), (9, 32), (33, 64)
 #: A product that takes longer hangs; the process ends, and goes on with the next one where it is run again.
 HANGS_S = 30.0
@@ -121,7 +121,7 @@ def drawn_logits(seed: str) -> Iterator[Problem]:
         m, n, k = (2 ** chance.uniform(math.log2(least), math.log2(most)) for least, most in ranges)
         unit = chance.choice((8, 32, 64, 64, 128, 128, 256))
         problem = Problem.parse(f"{round(m)}x{unit * round(n / unit)}x{64 * round(k / 64)}")
-        is_wide = problem.n > Logits.BEYOND and problem.bytes <= MAX_BYTES
+        is_wide = problem.n > WIDE and problem.bytes <= MAX_BYTES
         if is_wide and not {problem.n, problem.k} & set(DIMENSIONS):
             yield problem
 
@@ -245,7 +245,8 @@ def measure(problem: Problem, device: Device, backend: Backend) -> dict[str, Any
     library = _library_choice(problem, device)
     del replays
     backend.release()
-    columns = chosen.kernels, chosen.split_k, chosen.second, chosen.along_n, chosen.swizzle
+    c = chosen.columns
+    columns = chosen.kernels, c.split_k, c.second, c.along_n, c.swizzle
     return {
         "m": problem.m, "n": problem.n, "k": problem.k, "dtype": problem.in_dtype,
         "torch_us": round(statistics.median(samples[1]), 3),

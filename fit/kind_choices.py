@@ -6,10 +6,10 @@
 
 Of kinds of db/invariant.toml products are drawn: N and K as `fit.choices` draws them, half of the
 gates twice as wide, M mostly up to 256 rows. The kernels that predictions would ask about
-(`choose.fused.best_ranked`) race torch's own operations in one interleave; of over 256 rows, where the chip
-lowers its clocks, in steady state. Torch also computes gates of two halves, as one merged product and two
-views of it. Writes results/GPU/kind_choices.json: a row for each product with `launches`, the best expected
-first. What is not compiled is compiled at the start.
+(`choose.invariance.best_ranked`) race torch's own operations in one interleave; of over 256 rows, where the
+chip lowers its clocks, in steady state. Torch also computes gates of two halves, as one merged product and
+two views of it. Writes results/GPU/kind_choices.json: a row for each product with `launches`, the best
+expected first. What is not compiled is compiled at the start.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.command import command, parser_of
 from benchmarks.interleave import METHOD, interleave
 from benchmarks.results import Results, meta, problem_fields, results_path
 from fit.choices import extent_of
-from tunegemm.choose.fused import FEW_ROWS, best_ranked, is_gated
+from tunegemm.choose.invariance import FEW_ROWS, best_ranked
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import Problem
@@ -104,7 +104,7 @@ def drawn(
         while True:
             start, end, _ = chance.choices(ranges, weights)[0]
             n, k = (max(UNIT, extent_of(chance) // UNIT * UNIT) for _ in range(2))
-            if is_gated(kind):
+            if kind.fused.gated:
                 n *= chance.choice((1, 2))  # two weights as one
             problem = replace(kind, m=round(2 ** chance.uniform(start, end)), n=n, k=k)
             if problem.flops <= MAX_FLOP and problem.bytes <= MAX_BYTES:

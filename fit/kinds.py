@@ -1,6 +1,6 @@
 """Fits the gains of shipped kernels on fp8 and fused products to what `fit.kind_choices` measured.
 
-    python -m fit.kinds                  # db/kinds-h200.json, results/h200/kinds.json
+    python -m fit.kinds                  # into db/predictions-h200.jsonl, results/h200/kinds.json
     python -m fit.kinds --gpu h100-80gb-hbm3 --also h200
 
 The second one fits to what was measured on another GPU, too, at half the weight, and validates on its own.
@@ -35,22 +35,19 @@ from fit.trees import (
     boosted,
     device_of,
     parser_of_fit,
+    put_model,
     source,
     trees_of,
     validated,
-    write,
     write_validation,
 )
-from tunegemm.choose.compiled_code import kernels_after
-from tunegemm.choose.forest import written
-from tunegemm.choose.fused import features_of, is_gated, name_of
-from tunegemm.choose.invariance import Ranked
+from tunegemm.choose.invariance import Ranked, features_of
+from tunegemm.choose.operators import kernels_after
+from tunegemm.choose.predictions import name_of
 from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import Problem
 from tunegemm.generate.cublaslt.choice import LibraryChoice
 from tunegemm.model import shortlist
-from tunegemm.model.features import OF_GAIN
-from tunegemm.resources import data_path
 
 #: Ends of the ranges of rows that have margins of their own, by kind.
 RANGES = (16, 64, 256, 16384)
@@ -84,7 +81,7 @@ class Frame:
             shape = f"{row['m']}x{row['n']}x{row['k']}"
             problem = Problem.parse(shape, dtype=row["dtype"], epilogue=row["epilogue"])
             row["kind"], row["alike"] = name_of(problem), _alike(problem)
-            row["gated"] = is_gated(problem)
+            row["gated"] = problem.fused.gated
             row["saves"] = kernels_after(problem) > 0
             launches = [one for one in row["launches"] if one[4] is not None]
             library = LibraryChoice(*row["library"]) if row["library"] else None
@@ -157,16 +154,22 @@ def fit(options: argparse.Namespace) -> None:
         "rows": list(RANGES),
         # Of gates, which are two weights as one, too few are wider than other products.
         "extents": [
-            int(extreme(row[name] for row in frame.rows if not row["gated"] for name in "nk"))
-            for extreme in (min, max)
-        ],
+            [
+                int(extreme(row[name] for row in frame.rows if not row["gated"] for name in "nk"))
+                for extreme in (min, max)
+            ]
+        ]
+        * 2,
+        "list": "",
+        "kernels": [],
+        "sustained_loss": [0.0] * len(RANGES),
         "margins": margins,
         "served": {
             kind: {name: one[name] for name in ("products", "under_099")} for kind, one in report.items()
         },
         **trees_of(fitted(np.ones(len(logs), dtype=bool))),
     }
-    write((options.out or data_path("db")) / f"kinds-{options.gpu}.json", written(data, OF_GAIN))
+    put_model(options.out, frame.meta["gpu"], "fused", data)
     rows = [
         {name: row[name] for name in ("m", "n", "k", "dtype", "epilogue")}
         | {

@@ -42,7 +42,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.generate import families
 from tunegemm.generate.tiles import ORDERED
 from tunegemm.model import shortlist
-from tunegemm.model.features import OF_ORDER, order_features
+from tunegemm.model.features import OF_ORDER, family_numbers, features
 from tunegemm.resources import data_path
 
 GPUS = ("h200", "h100-80gb-hbm3")
@@ -81,8 +81,8 @@ class Frame:
                 if not whole:
                     continue
                 found = launches_of(problem, whole, device)
-                names = [shortlist.listed()[place].family for place in found.kernels]
-                tables.append(order_features(problem, found.columns, found.terms, names, device))
+                families_of = family_numbers([shortlist.listed()[place] for place in found.kernels])
+                tables.append(features(OF_ORDER, problem, found.columns, found.terms, families_of, device))
                 log, weight = ratios_and_weights(whole)
                 logs.append(log)
                 weights.append(weight)

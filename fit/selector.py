@@ -1,8 +1,8 @@
 """Fits the selector to what `fit.choices` measured, and validates it on products that it has not seen.
 
-    python -m fit.selector                 # db/selector-h200.json, results/h200/selector.json
+    python -m fit.selector            # into db/predictions-h200.jsonl, results/h200/selector.json
     python -m fit.selector --gpu h100-80gb-hbm3 --also h200
-    python -m fit.selector --logits --also h100-80gb-hbm3     # logits-h200.json, logits.json
+    python -m fit.selector --logits --also h100-80gb-hbm3     # the model `wide`, logits.json
 
 The second one fits to what was measured on another GPU, too, at half the weight, and validates on its own.
 Boosted trees (scikit-learn, needed here only) predict the logarithm of each launch's ratio to torch.mm from
@@ -38,21 +38,20 @@ from fit.trees import (
     launches_of,
     measured,
     parser_of_fit,
+    put_model,
     ratios_and_weights,
     trees_of,
     validated,
-    write,
     write_validation,
 )
-from tunegemm.choose.forest import Forest, written
-from tunegemm.choose.predictions import Logits, Selector, digest_of_list
+from tunegemm.choose.forest import Forest
+from tunegemm.choose.predictions import WIDE, digest_of_list
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
 from tunegemm.generate.cublaslt.choice import parse_label
 from tunegemm.model import shortlist
-from tunegemm.model.features import NAMES, features
-from tunegemm.resources import data_path
+from tunegemm.model.features import NAMES, features_of_choices
 
 #: Rows up to which products are fitted to, and up to which they are served: of 129 to 256 rows one in seven
 #: would gain, 1 % in all, and some lost 0.06 in validation. Beyond 256, lasting work runs at the power cap,
@@ -95,8 +94,8 @@ class Frame:
             launches = line["launches"]
             found = launches_of(problem, launches, device)
             library = parse_label(line["library"][0]) if line["library"] else None
-            known.append(features(problem, found, device, library))
-            unknown.append(features(problem, found, device, None))
+            known.append(features_of_choices(problem, found, device, library))
+            unknown.append(features_of_choices(problem, found, device, None))
             log, weight = ratios_and_weights(launches)
             logs.append(log)
             weights.append(weight * (1.0 if self.own[number] else OF_OTHERS))
@@ -144,9 +143,10 @@ def fit(options: argparse.Namespace) -> None:
         margins[name] = calibrate(frame.m[served], expected[name][chosen], frame.logs[chosen])[:ranges]
         report[name] = summary(frame, served, chosen, expected[name], margins[name], head["products"])
         print(name, json.dumps({k: v for k, v in report[name].items() if k != "rows"}))
-    of_logits = {
-        "measured": [[extreme(row[name] for row in wide) for extreme in (min, max)] for name in "nk"]
-    }
+    if options.logits:
+        sizes = [[row[name] for row in wide] for name in "nk"]
+    else:  # N and K are drawn alike
+        sizes = [[row[name] for row in own for name in "nk"]] * 2
     model = fitted(frame, np.ones(len(frame.logs), dtype=bool))
     forest = trees_of(model)
     data = {
@@ -160,7 +160,7 @@ def fit(options: argparse.Namespace) -> None:
         "list": digest_of_list(),
         "kernels": kept,
         "rows": list(RANGES[:ranges]),
-        "extents": [int(extreme(row[name] for row in own for name in "nk")) for extreme in (min, max)],
+        "extents": [[min(each), max(each)] for each in sizes],
         "sustained_loss": list(SUSTAINED_LOSS[:ranges]),
         "margins": margins,
         "served": {
@@ -172,25 +172,22 @@ def fit(options: argparse.Namespace) -> None:
             }
             for name, one in report.items()
         },
-        **(of_logits if options.logits else {}),
         **forest,
     }
     check = Forest.of(forest, len(NAMES))(frame.known[:500])
     print("trees as arrays agree to", float(np.abs(check - model.predict(frame.known[:500])).max()))
-    folder = options.out or data_path("db")
-    model_class = Logits if options.logits else Selector
-    write(folder / f"{model_class.file}-{gpu}.json", written(data, NAMES))
+    put_model(options.out, data["gpu"], "wide" if options.logits else "plain", data)
     rows = [row | {"torch_known": name == "known"} for name, one in report.items() for row in one.pop("rows")]
     also = f" --also {options.also}" if options.also else ""
     logits = " --logits" if options.logits else ""
     head["meta"]["command"] = f"python -m fit.selector{logits} --gpu {gpu}{also}"
-    place = (options.results or RESULTS / gpu) / f"{model_class.file}.json"
+    place = (options.results or RESULTS / gpu) / ("logits.json" if options.logits else "selector.json")
     write_validation(place, head["meta"], report, rows)
 
 
 def is_wide(row: dict[str, Any]) -> bool:
     """Whether a product is one of those that `fit.choices --logits` draws, beyond all others."""
-    return bool(row["n"] > Logits.BEYOND)
+    return bool(row["n"] > WIDE)
 
 
 def keep(frame: Frame) -> list[int]:

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from benchmarks.command import parser_of
 from benchmarks.results import RESULTS
-from tunegemm.choose.forest import MAX_LEAVES
+from tunegemm.choose.forest import MAX_LEAVES, put
+from tunegemm.choose.predictions import FEATURES, file_of
 from tunegemm.describe.architectures import PARTS
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
@@ -85,9 +86,7 @@ def launches_of(problem: Problem, launches: Sequence[Sequence[Any]], device: Dev
             for place, split_k, adds, along, swizzle in rows.tolist()
         ]
     )
-    second, along_n = rows[:, 2] > 0, rows[:, 3] > 0
-    found = terms(problem, columns, device)
-    return Choices(rows[:, 0], rows[:, 1], second, along_n, rows[:, 4], columns, found)
+    return Choices(rows[:, 0], columns, terms(problem, columns, device))
 
 
 def ratios_and_weights(launches: Sequence[Sequence[Any]]) -> tuple[Floats, Floats]:
@@ -159,6 +158,12 @@ def _add_nodes(nodes: Any, at: int, inner: list[list[float]], leaves: list[float
 def write(path: Path, text: str) -> None:
     """Writes a fitted file."""
     path.write_text(text)
+    print(f"written: {path}, {path.stat().st_size} B")
+
+
+def put_model(folder: Path | None, gpu: str, name: str, data: Mapping[str, Any]) -> None:
+    """Writes a fitted model into its GPU's file. folder: by default db."""
+    put(path := file_of(gpu, folder), data, FEATURES[name], name)
     print(f"written: {path}, {path.stat().st_size} B")
 
 

@@ -246,30 +246,25 @@ class TestBlocks:
             "torch_us": 2000.0,
             "noise": 0.004,
             "torch_error": 1e-2,
-            "tunegemm_error": None,
+            "tunegemm_us": 1900.0,
+            "ratio": 1.05,
+            "tunegemm_error": 9e-3,
         }
-        timed_too = {"tunegemm_us": 1900.0, "ratio": 1.05, "tunegemm_error": 9e-3}
         rows = [
-            {"workload": "prefill", "mode": "eager"} | shared | timed_too,
-            {"workload": "prefill", "mode": "graph"} | shared | timed_too | {"ratio": 0.99},
-            {"workload": "prefill", "mode": "max-autotune"} | shared,
+            {"workload": "prefill", "mode": "eager"} | shared,
+            {"workload": "prefill", "mode": "graph"} | shared | {"ratio": 0.99},
         ]
         (tmp_path / "clients.json").write_text(json.dumps({"meta": {}, "rows": rows}))
         text = generate.clients(tmp_path)
         assert "| prefill, eager | 2 | 2.000 | 1.900 | 1.050 | 0.4% | 1.00e-02 | 9.00e-03 |" in text
-        assert "| prefill, max-autotune | 2 | 2.000 |  |  | 0.4% | 1.00e-02 |  |" in text
         assert text.endswith("more than the noise: prefill graph (0.990).")
-        more = {"model": "1B", "patched_ratio": 1.01, "torch_peak_mib": 100.0, "tunegemm_peak_mib": 97.0}
+        more = {"model": "1B", "torch_peak_mib": 100.0, "tunegemm_peak_mib": 97.0}
         more |= {"workload": "train", "mode": "eager"}
-        (tmp_path / "clients.json").write_text(
-            json.dumps({"meta": {}, "rows": [rows[0], shared | timed_too | more]})
-        )
+        (tmp_path / "clients.json").write_text(json.dumps({"meta": {}, "rows": [rows[0], shared | more]}))
         trained = generate.clients(tmp_path)
-        assert "| prefill, eager | 2 | 2.000 | 1.900 | 1.050 | 0.4% |  |  | 1.00e-02 |" in trained
-        assert (
-            "| train, eager | 2 of 1B | 2.000 | 1.900 | 1.050 | 0.4% | 1.010 | 0.970 | 1.00e-02 |" in trained
-        )
-        step = shared | timed_too | {"workload": "train", "mode": "compile", "tokens": 4096, "served": 9}
+        assert "| prefill, eager | 2 | 2.000 | 1.900 | 1.050 | 0.4% |  | 1.00e-02 |" in trained
+        assert "| train, eager | 2 of 1B | 2.000 | 1.900 | 1.050 | 0.4% | 0.970 | 1.00e-02 |" in trained
+        step = shared | {"workload": "train", "mode": "compile", "tokens": 4096, "served": 9}
         steps = {"meta": {}, "rows": [step | {"tuned": True}, step]}
         (tmp_path / "clients_training.json").write_text(json.dumps(steps))
         told = generate.clients_training(tmp_path)

@@ -311,7 +311,6 @@ def _clients(data: Data) -> list[str]:
         "products tuned and served": lambda row: (
             f"{'yes' if row.get('tuned') else 'no'}, {row['served']}" if "served" in row and tuned else ""
         ),
-        "patched alone": lambda row: f"{row['patched_ratio']:.3f}" if "patched_ratio" in row else "",
         "peak memory, times torch's": lambda row: (
             f"{row['tunegemm_peak_mib'] / row['torch_peak_mib']:.3f}" if "torch_peak_mib" in row else ""
         ),
@@ -319,10 +318,8 @@ def _clients(data: Data) -> list[str]:
     shown = {name: of for name, of in more.items() if any(map(of, rows))}
     lines = []
     for row in rows:
-        ours = [f"{row['tunegemm_us'] / 1e3:.3f}", f"{row['ratio']:.3f}"] if "ratio" in row else ["", ""]
-        errors = [
-            "" if row[name] is None else f"{row[name]:.2e}" for name in ("torch_error", "tunegemm_error")
-        ]
+        ours = [f"{row['tunegemm_us'] / 1e3:.3f}", f"{row['ratio']:.3f}"]
+        errors = [f"{row[name]:.2e}" for name in ("torch_error", "tunegemm_error")]
         layers = f"{row['layers']} of {row['model']}" if "model" in row else str(row["layers"])
         cells = [f"{row['workload']}, {row['mode']}", layers, f"{row['torch_us'] / 1e3:.3f}"]
         others = [of(row) for of in shown.values()]
@@ -331,12 +328,7 @@ def _clients(data: Data) -> list[str]:
         "workload, mode", "layers", "torch, ms", "tunegemm, ms", "times torch", "noise", *shown,
         "torch's error", "tunegemm's error",
     ]  # fmt: skip
-    slower = [
-        f"{row['workload']} {row['mode']} ({row['ratio']:.3f})"
-        for row in rows
-        if "ratio" in row and 1 - row["ratio"] > row["noise"]
-    ]
-    said = f"Slower than torch by more than the noise: {', '.join(slower) or 'none'}."
+    said = f"Slower than torch by more than the noise: {_slower(rows, 'workload', 'mode')}."
     return [markdown_table(header, lines), said]
 
 
@@ -347,7 +339,7 @@ clients_training = of_file("clients_training.json")(_clients)
 @of_file("layers.json")
 def layers(data: Data) -> list[str]:
     """Layers of models by mode and rows: times torch, times merged weights, and the host's time."""
-    tables, said = [], []
+    tables = []
     for mode in ("graph", "backend", "inductor"):
         rows = [row for row in data["rows"] if row["mode"] == mode and "ratio" in row]
         lines = []
@@ -365,17 +357,12 @@ def layers(data: Data) -> list[str]:
         if lines:
             header = [mode, "models", "times torch", "lowest", "times merged", "host time / torch's", "noise"]
             tables.append(markdown_table(header, lines))
-    slower = [
-        f"{row['model']} {row['rows']} {row['mode']} ({row['ratio']:.3f})"
-        for row in data["rows"]
-        if "ratio" in row and 1 - row["ratio"] > row["noise"]
-    ]
-    said.append(f"- slower than torch by more than the noise: {', '.join(slower) or 'none'}")
-    return [*tables, "\n".join(said)]
+    slower = _slower(data["rows"], "model", "rows", "mode")
+    return [*tables, f"- slower than torch by more than the noise: {slower}"]
 
 
 #: Of vllm.json's rows.
-_MODES = {"fastest": "", "batch_invariant": ", batch-invariant", "tuned": ", tuned before"}
+_MODES = {"fastest": "", "batch_invariant": ", batch-invariant"}
 
 
 @of_file("vllm.json")
@@ -459,6 +446,16 @@ def batch_invariance(data: Data) -> list[str]:
         unlike = sum(map(bool, theirs.values()))
         said = f"{unlike} of the Triton kernel's {len(theirs)} products have rows with other bits."
     return [markdown_table(header, lines), said]
+
+
+def _slower(rows: Sequence[Mapping[str, Any]], *names: str) -> str:
+    """The rows that are slower than torch by more than their noise, by the fields that name them."""
+    found = [
+        f"{' '.join(str(row[name]) for name in names)} ({row['ratio']:.3f})"
+        for row in rows
+        if "ratio" in row and 1 - row["ratio"] > row["noise"]
+    ]
+    return ", ".join(found) or "none"
 
 
 def _epilogue(row: Mapping[str, Any]) -> str:

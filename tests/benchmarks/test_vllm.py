@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from importlib.metadata import entry_points
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +14,6 @@ from benchmarks import vllm, vllm_engine
 from benchmarks.results import command_line
 from benchmarks.tables import programs
 from tests.support.fusing import Recorded
-from tests.support.processes import environment
 from tests.support.serving import BF16, Kernel, serve_with
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
@@ -88,26 +84,6 @@ def test_the_table_says_what_noise_cannot_explain(tmp_path):
     assert "Slower than vLLM by more than the noise: bf16 prefill of 16 (0.900); faster: 1 of 3." in text
     assert "bf16 are the same." in text and "no bit of vllm's differs" in text
     assert "bits of tunegemm's differ" in text
-
-
-def test_what_prompts_multiply_is_tuned_as_the_guide_says_it(tmp_path, monkeypatch):
-    """By the command's own steps; the search's is stood for, which wants a GPU or minutes."""
-    commands, run = [], subprocess.run
-    monkeypatch.setenv("TUNEGEMM_DB", "")
-
-    def record(command, check):
-        commands.append(command[2:])
-        if "shapes" in command:
-            run(command, check=check, env=environment())
-
-    monkeypatch.setattr(subprocess, "run", record)
-    vllm.tune(vllm_engine.Setting("fp8", served=True), 45.0, tmp_path)
-    assert os.environ["TUNEGEMM_DB"] == str(tmp_path / "tuned.sqlite")
-    assert commands[1][:4] == ["tunegemm", "tune", "--from", commands[0][-1]]
-    products = json.loads(Path(commands[0][-1]).read_text())["products"]
-    asked = {(each["m"], each["n"], each["k"], each["epilogue"]) for each in products}
-    sides = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)
-    assert asked == {(8192, *each, "scale_rowwise") for each in sides}
 
 
 def test_a_scratch_folder_is_no_part_of_the_command():

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tunegemm.choose import added
+from tunegemm.choose import predictions
 from tunegemm.choose.policies import Policy
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot
@@ -29,7 +29,7 @@ ALGORITHM = Candidate.make(
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     """One whose library names an algorithm."""
-    monkeypatch.setattr(added, "as_torch_chooses", lambda problem, index: ALGORITHM)
+    monkeypatch.setattr(predictions, "as_torch_chooses", lambda problem, index: ALGORITHM)
     return replace(find_device("model:h200"), spec="cuda:0")
 
 
@@ -53,8 +53,8 @@ def test_of_other_products_the_library_is_not_asked(device: Device) -> None:
 
 
 def test_a_faster_product_with_torchs_sum_behind_it_stays(device: Device) -> None:
-    assert added.by_the_library(PROBLEM, device, [product(1.01, device)]).options
-    assert "leaves" in added.by_the_library(PROBLEM, device, [product(1.3, device)]).refusal
+    assert predictions.by_the_library(PROBLEM, device, [product(1.01, device)]).options
+    assert "leaves" in predictions.by_the_library(PROBLEM, device, [product(1.3, device)]).refusal
     records = Snapshot([product(1.3, device)])
     found = select(records, PROBLEM, device)
     assert found.outcome == "miss" and "leaves the library's sum" in found.why and found.rows is None
@@ -65,12 +65,12 @@ def test_policies_judge_the_algorithm(device: Device, monkeypatch: pytest.Monkey
     assert select(Snapshot(), PROBLEM, device, policy=Policy("deterministic")).outcome == "predicted"
     assert select(Snapshot(), PROBLEM, device, policy=Policy(max_sms=100)).outcome == "miss"
     splits = ALGORITHM.with_launch(**{**dict(ALGORITHM.launch_params), "split_k": 4})
-    monkeypatch.setattr(added, "as_torch_chooses", lambda problem, index: splits)
+    monkeypatch.setattr(predictions, "as_torch_chooses", lambda problem, index: splits)
     found = select(Snapshot(), PROBLEM, device, policy=Policy("deterministic"))
     assert found.outcome == "miss" and "splits k" in found.why
 
 
 def test_a_library_that_names_nothing_is_a_miss(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(added, "as_torch_chooses", lambda problem, index: None)
+    monkeypatch.setattr(predictions, "as_torch_chooses", lambda problem, index: None)
     found = select(Snapshot(), PROBLEM, device)
     assert found.outcome == "miss" and "names no algorithm" in found.why

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from fit.kind_choices import drawn, kinds_of
-from tunegemm.choose import fitted
-from tunegemm.choose.fused import ASKED, Gains, best_ranked, features_of
-from tunegemm.choose.predictions import load, outlook
+from tests.choose.test_predictions import decides
+from tunegemm.choose import predictions
+from tunegemm.choose.invariance import ASKED, best_ranked, features_of
+from tunegemm.choose.predictions import Fitted, case_of, covers, load, outlook
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
@@ -93,7 +94,7 @@ def test_gates_and_residuals_of_many_rows_are_served_where_they_were_measured(de
     stream = Problem.parse("4096x3072x4096", epilogue="residual")
     assert select(Snapshot(), stream, device).predictions[0].bound > 1
     wide = Problem.parse("2048x57344x2560", epilogue="swiglu")
-    assert "N and K from 272 to 28672" in select(Snapshot(), wide, device).why
+    assert "N from 272 to 28672" in select(Snapshot(), wide, device).why
     halves = {problem.n > 28672 for problem in problems(400, "swiglu")}
     assert halves == {False, True}, "gates are drawn as wide as two weights"
 
@@ -104,7 +105,7 @@ def test_between_ends_that_are_surely_refused_nothing_passes(device: Device, mon
     rows = [int(2 ** source.uniform(8.1, 13.9)) for _ in range(24)]
     asked = [Problem.parse(f"{m}x{n}x{k}", **ROWWISE) for m in rows for n, k in ((6144, 4096), (28672, 4096))]
     by_ends = [outlook(problem, device) for problem in asked]
-    monkeypatch.setattr(fitted, "SURELY", math.inf)
+    monkeypatch.setattr(predictions, "SURELY", math.inf)
     by_itself = [outlook(problem, device) for problem in asked]
     assert [each.options for each in by_ends] == [each.options for each in by_itself]
     shut = [each.rows for each in by_ends if each.rows]
@@ -123,11 +124,9 @@ def test_steps_of_a_layer_are_served_without_tuning(epilogue: str) -> None:
 
 def test_fp16_goes_by_what_bf16_gained() -> None:
     device = find_device("model:h100-sxm")
-    gains = Gains.of(device.name)
-    assert gains is not None
     for epilogue in ("bias_n", "residual", "swiglu"):
         problem = Problem.parse("8x4608x4096", dtype="fp16", epilogue=epilogue)
-        assert gains.covers(problem) and gains.case(problem, None) == f"bf16 {epilogue}"
+        assert covers(problem) and case_of(problem, None) == f"bf16 {epilogue}"
         assert select(Snapshot(), problem, device).predictions, epilogue
 
 
@@ -146,7 +145,7 @@ def test_fp16_goes_by_what_bf16_gained() -> None:
 )
 def test_other_products_are_not_predicted(device: Device, change: dict[str, Any]) -> None:
     found = outlook(replace(SERVED, **change), device, lambda *_: "")
-    assert not found.decides and not found.options
+    assert not decides(found) and not found.options
 
 
 def test_parts_of_a_gpu_and_other_gpus_are_not_predicted(device: Device) -> None:
@@ -162,7 +161,7 @@ def test_a_policy_may_refuse_all(device: Device) -> None:
 
 def test_what_torch_launches_counts(device: Device) -> None:
     """Of a product whose library was measured as a feature: the answer for another one is another."""
-    gains = Gains.of(H200)
+    gains = Fitted.of("fused", H200)
     assert gains is not None
     problem = Problem.parse("8x9216x4608", epilogue="bias_n+gelu_tanh")
     found, real = best_ranked(problem, device), replace(device, spec="cuda:0")
@@ -176,17 +175,17 @@ def test_what_torch_launches_counts(device: Device) -> None:
 def test_a_damaged_file_is_refused_and_is_one_warning(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "kinds-h200.json"
-    assert Gains.of(H200, tmp_path) is None
-    text = data_path("db", path.name).read_text(encoding="utf-8")
+    path = tmp_path / "predictions-h200.jsonl"
+    assert Fitted.of("fused", H200, tmp_path) is None
+    text = data_path("db", path.name).read_text(encoding="utf-8").splitlines()[0]
     at = random.Random(3).randrange(len(text) // 2, len(text) - 100)
     for damaged in (text[:-200], text[:at] + "9" + text[at + 1 :], "[]", ""):
         path.write_text(damaged, encoding="utf-8")
         with pytest.raises(TunegemmError, match=r"is damaged.*install tunegemm again"):
-            Gains.of(H200, tmp_path)
+            Fitted.of("fused", H200, tmp_path)
     for name in ("selector.toml", "invariant.toml", "order.json"):
         shutil.copy(data_path("db", name), tmp_path)
-    monkeypatch.setattr(fitted, "data_path", lambda *parts: tmp_path.joinpath(*parts[1:]))
+    monkeypatch.setattr(predictions, "data_path", lambda *parts: tmp_path.joinpath(*parts[1:]))
     load.cache_clear()
     try:
         with pytest.warns(TunegemmWarning, match="nothing is predicted until then") as said:
@@ -197,8 +196,3 @@ def test_a_damaged_file_is_refused_and_is_one_warning(
             assert select(Snapshot(), SERVED, device).outcome == "miss"
     finally:
         load.cache_clear()
-
-
-def test_files_are_small() -> None:
-    for path in data_path("db", "selector.toml").parent.glob("kinds-*.json"):
-        assert path.stat().st_size < 1 << 20

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.support.serving import Row
-from tunegemm.choose.in_groups import bucket, recorded, without_record
 from tunegemm.choose.policies import Policy
-from tunegemm.choose.selection import select
+from tunegemm.choose.selection import bucket, recorded, select, without_record
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem

@@ -172,6 +172,37 @@ def test_the_best_measured_kernel_of_the_class_comes_first(device: Device) -> No
     assert exact.outcome == "miss" and not exact.options, "mode exact borrows nothing"
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_todays", "found"),
+    [
+        ({}, True, "launched"),
+        ({}, False, ""),
+        ({"device_name": "NVIDIA H100 80GB HBM3"}, True, "borrowed"),
+        ({"device_name": "NVIDIA H100 80GB HBM3"}, False, ""),
+        ({"capability": "8.0"}, True, ""),
+        ({"capability": "8.0"}, False, ""),
+    ],
+)
+def test_another_gpus_kernel_is_borrowed_where_its_sources_are_todays(
+    device: Device, changes: dict[str, str], is_todays: bool, found: str
+) -> None:
+    """Never its times, and no kernel of another architecture."""
+    source = kernel_source_hash("cute_sm90") if is_todays else "of other kernels"
+    there = replace(device.fingerprint, **changes)  # type: ignore[arg-type]
+    snapshot = Snapshot([Row(BF16_PROBLEM, there, kernel(), kernel_source=source)])
+    assert (snapshot.find(BF16_PROBLEM, device.fingerprint) is not None) == (found == "launched")
+    assert (snapshot.find_kernel(BF16_PROBLEM, device.fingerprint) is not None) == bool(found)
+
+
+@pytest.mark.parametrize(
+    "other", [TORCH_MM, Candidate.make("triton", {"tile_m": 64}), Candidate.make("cute_sm90", {"tile_n": 64})]
+)
+def test_kernels_without_tiles_and_of_families_that_trees_do_not_know_have_no_place(
+    device: Device, other: Candidate
+) -> None:
+    assert [one.kernel for one in ranked(BF16_PROBLEM, [other, kernel()], device)] == [kernel().kernel]
+
+
 def test_a_neighbour_is_preferred_to_what_is_expected_to_be_little_better(device: Device) -> None:
     def in_order(problem: Problem) -> list[Ranked]:
         return sorted(ranked(problem, ordered_kernels(problem), device), key=lambda one: -one.expected)

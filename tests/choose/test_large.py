@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tunegemm.choose.fused import FEW_ROWS, best_ranked, large_ranked, slowed_by_cap
-from tunegemm.choose.invariance import ranked
+from tunegemm.choose.invariance import FEW_ROWS, best_ranked, large_ranked, ranked, slowed_by_cap
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.generate import families

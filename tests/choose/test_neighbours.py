@@ -48,7 +48,7 @@ def Row(
 @pytest.fixture(autouse=True)
 def nothing_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the rules say where predictions do not come first."""
-    monkeypatch.setattr("tunegemm.choose.predictions.load", lambda model, gpu: "nothing is predicted here")
+    monkeypatch.setattr("tunegemm.choose.predictions.load", lambda name, gpu: "nothing is predicted here")
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +139,8 @@ def test_one_side_reaches_a_factor_of_2(rows, device):
         ((128, kernel(128, 64)), 111, "17 rows of its tiles lie beyond the edge, 0 there"),
         ((128, OTHER), 111, "17 rows of its tiles lie beyond the edge, 0 there"),
         ((100, kernel()), 100, ""),
+        ((1280, kernel()), 1408, ""),  # a tenth more tiles
+        ((1280, kernel()), 1409, "23 tiles of 64 rows here, 20 there"),
         ((2048, kernel(128, 256, schedule="cooperative", stages=3)), 1990, ""),
     ],
 )
@@ -360,6 +362,15 @@ def test_refused_rows_are_refused_together(rows, device, ratios, extents, wins):
             assert (again.options, again.refusal, again.rows) == ((), found.refusal, found.rows), (m, other)
 
 
+@pytest.mark.parametrize(
+    ("shape", "us"),
+    [("16x4096x4096", 13.8094), ("128x7168x16384", 72.7457), ("512x6144x4096", 38.8647),
+     ("4096x4096x4096", 189.4391), ("8192x28672x8192", 4926.2621)],
+)  # fmt: skip
+def test_torch_at_its_best_is_as_the_margins_were_chosen_with(device: Device, shape: str, us: float) -> None:
+    assert neighbours.library_us(Problem.parse(shape), device) == pytest.approx(us, rel=1e-5)
+
+
 def test_torch_at_its_best_is_told_in_a_millisecond(device):
     """Of each number of rows between two records it is asked: steps of a serving engine have ever other ones.
     One tile after the other took 16 ms (a CPU of 2026)."""
@@ -375,4 +386,4 @@ def test_torch_at_its_best_is_told_in_a_millisecond(device):
         if m * n <= 2**15
     ]
     for problem, us in zip(problems[1:], found, strict=True):
-        assert us <= 1.001 * min(rank.predict_us(problem, tile, device) for tile in tiles)
+        assert us <= 1.001 * min(rank.predict(problem, tile, device).total_us for tile in tiles)

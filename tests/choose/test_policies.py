@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.choose.test_neighbours import kernel
@@ -118,6 +120,13 @@ def test_free_multiprocessors_are_worth_a_slower_kernel(filled):
     assert found.outcome == "hit" and found.options[0].ratio < 1
 
 
+@pytest.mark.parametrize("count", [0, -1, True, False, 2.0, 2.5, "8", (8,)])
+def test_multiprocessors_are_a_whole_number(count: object) -> None:
+    with pytest.raises(PolicyError, match="max_sms"):
+        Policy(max_sms=count)  # type: ignore[arg-type]
+    assert Policy(max_sms=np.int32(8)).max_sms == 8  # type: ignore[arg-type]
+
+
 def test_least_energy_among_those_not_slower_than_torch(filled):
     snapshot, entries = filled
     device, policy = recorded_device(), Policy("min_energy")
@@ -133,6 +142,10 @@ def test_least_energy_among_those_not_slower_than_torch(filled):
     measured = [with_energy(fast[0], 30.0), with_energy(fast[-1], 40.0), with_energy(slow, 5.0)]
     found = select(snapshot, PROBLEM, device, policy=policy, rivals=lambda _: measured)
     assert found.options[0].candidate == fast[0].candidate and "30 mJ" in found.why
+    for nothing in (0.0, -1.0, math.nan):  # of a counter that did not move, or lost count
+        rivals = [measured[0], with_energy(fast[-1], nothing)]
+        found = select(snapshot, PROBLEM, device, policy=policy, rivals=lambda _, rivals=rivals: rivals)
+        assert found.options[0].candidate == fast[0].candidate
 
 
 def test_rivals_are_read_of_the_users_databases(monkeypatch, tmp_path: Path):

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.first_use import DIMENSIONS
-from tunegemm.choose import fitted, forest
+from tunegemm.choose import forest, predictions
 from tunegemm.choose.policies import Policy
-from tunegemm.choose.predictions import Selector, load, outlook
+from tunegemm.choose.predictions import FEATURES, Fitted, case_of, load, outlook
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
@@ -38,10 +38,15 @@ def device() -> Device:
 
 
 @pytest.fixture(scope="module", params=PARTS)
-def selector(request: pytest.FixtureRequest) -> Selector:
-    found = Selector.of(find_device(f"model:{request.param}").name)
+def selector(request: pytest.FixtureRequest) -> Fitted:
+    found = Fitted.of("plain", find_device(f"model:{request.param}").name)
     assert found is not None
     return found
+
+
+def decides(found: predictions.Outlook) -> bool:
+    """Whether the trees were asked about the product."""
+    return bool(found.options) or "x torch is predicted" in found.refusal or "too little" in found.refusal
 
 
 def odd_problems(count: int, seed: int = 5) -> list[Problem]:
@@ -65,7 +70,7 @@ def test_every_option_is_legal_and_passes_its_margin(part: str) -> None:
     device, count = find_device(f"model:{part}"), 0
     for problem in odd_problems(150):
         found = outlook(problem, device)
-        assert found.decides and bool(found.options) != bool(found.refusal)
+        assert decides(found) and bool(found.options) != bool(found.refusal)
         expected = [option.expected for option in found.options]
         assert expected == sorted(expected, reverse=True)
         for option in found.options:
@@ -77,7 +82,7 @@ def test_every_option_is_legal_and_passes_its_margin(part: str) -> None:
     assert 150 * 0.2 < count < 150 * 0.9
 
 
-def test_what_torch_launches_counts(selector: Selector, device: Device) -> None:
+def test_what_torch_launches_counts(selector: Fitted, device: Device) -> None:
     """One problem, two answers of the library: the worse its tiles, the more is to be gained."""
     real = replace(device, spec="cuda:0")
     problem = Problem.parse("8x9216x4608")
@@ -97,15 +102,15 @@ def test_what_torch_launches_counts(selector: Selector, device: Device) -> None:
     assert asked == [(problem, 0)] * 3
 
 
-def test_margins_are_of_what_is_known_of_the_library(selector: Selector, served: Problem) -> None:
-    assert selector.case(served, None) == "unknown"
-    assert selector.case(served, LibraryChoice(8, 64, 1, 4, 1)) == "known"
+def test_margins_are_of_what_is_known_of_the_library(served: Problem) -> None:
+    assert case_of(served, None) == "unknown"
+    assert case_of(served, LibraryChoice(8, 64, 1, 4, 1)) == "known"
 
 
-def test_the_most_rows_are_those_of_the_fit(selector: Selector, device: Device, served: Problem) -> None:
+def test_the_most_rows_are_those_of_the_fit(selector: Fitted, device: Device, served: Problem) -> None:
     most = selector.rows[-1]
     last, beyond = (selector.outlook(replace(served, m=m), device) for m in (most, most + 1))
-    assert last.decides and not beyond.decides and beyond.rows[0] == most + 1
+    assert decides(last) and not decides(beyond) and beyond.rows[0] == most + 1
     assert beyond.refusal == f"predictions are for up to {most} rows"
 
 
@@ -138,7 +143,7 @@ def test_the_selection_says_predicted(device: Device, served: Problem) -> None:
 def test_other_products_are_not_predicted(device: Device, served: Problem, change: dict[str, object]) -> None:
     problem = replace(served, **change)  # type: ignore[arg-type]
     found = outlook(problem, device)
-    assert not found.decides and not found.options
+    assert not decides(found) and not found.options
     assert select(Snapshot(), problem, device).outcome == "miss"
 
 
@@ -147,13 +152,13 @@ def test_logits_of_few_rows_are_predicted(part: str) -> None:
     """Vocabularies are wider than what else is measured, with an N, a K and margins of their own."""
     device = find_device(f"model:{part}")
     found = [outlook(Problem.parse(f"{m}x{n}x4096"), device) for m in (1, 8, 24, 60) for n in (65024, 201088)]
-    assert all(each.decides for each in found) and any(each.options for each in found)
+    assert all(decides(each) for each in found) and any(each.options for each in found)
     option = next(each.options[0] for each in found if each.options)
     assert option.expected < 1.25 and "products measured on this kind of GPU" in option.basis
     many = outlook(Problem.parse("96x128256x4096"), device)
-    assert not many.decides and many.rows[0] == 65, "of fewer rows they may be"
+    assert not decides(many) and many.rows[0] == 65, "of fewer rows they may be"
     narrow = outlook(Problem.parse("16x128256x512"), device)
-    assert not narrow.decides and "and K from 1024" in narrow.refusal
+    assert not decides(narrow) and "and K from 1024" in narrow.refusal
 
 
 def test_only_the_gpu_that_was_measured_is_served(device: Device, served: Problem) -> None:
@@ -198,37 +203,41 @@ def test_explain_says_what_is_expected_and_how_sure(device: Device, served: Prob
 
 def written(folder: Path, **changes: object) -> Path:
     """A copy of the shipped file with other content and a checksum that fits."""
-    path = folder / "selector-h200.json"
-    data = json.loads(data_path("db", path.name).read_text(encoding="utf-8"))
-    del data["checksum"]
-    data |= changes
-    path.write_text(json.dumps(data | {"checksum": forest.checksum(data)}), encoding="utf-8")
+    path = folder / "predictions-h200.jsonl"
+    for line in data_path("db", path.name).read_text(encoding="utf-8").splitlines():
+        data = json.loads(line)
+        features, name = data.pop("features"), data.pop("model")
+        for known in ("checksum", "format"):
+            del data[known]
+        forest.put(path, data | (changes if name == "plain" else {}), features, name)
     return path
 
 
 def test_a_file_that_is_altered_truncated_or_of_another_list_is_refused(tmp_path: Path) -> None:
-    assert Selector.of(H200, tmp_path) is None
+    assert Fitted.of("plain", H200, tmp_path) is None
     path = written(tmp_path)
-    assert Selector.of(H200, tmp_path) is not None
-    text = path.read_text(encoding="utf-8")
-    for damaged in (text[: len(text) // 2], text.replace('"base": ', '"base": 1', 1), "[]", "", "null"):
+    assert Fitted.of("plain", H200, tmp_path) is not None
+    assert path.read_bytes() == data_path("db", path.name).read_bytes(), "what is put stays as it is"
+    text = path.read_text(encoding="utf-8").splitlines()[sorted(FEATURES).index("plain")]
+    for damaged in (text[: len(text) // 2], text.replace('"base":', '"base":1', 1), "[]", "", "null"):
         path.write_text(damaged, encoding="utf-8")
         with pytest.raises(TunegemmError, match=r"is damaged.*install tunegemm again"):
-            Selector.of(H200, tmp_path)
+            Fitted.of("plain", H200, tmp_path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(TunegemmError, match="is damaged"):
-        Selector.of(H200, tmp_path)
+        Fitted.of("plain", H200, tmp_path)
+    path.unlink()
     written(tmp_path, list="other")
     with pytest.raises(TunegemmError, match=r"another db/selector\.toml"):
-        Selector.of(H200, tmp_path)
+        Fitted.of("plain", H200, tmp_path)
 
 
 def test_a_damaged_file_is_one_warning_and_torch(
     device: Device, served: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "selector-h200.json").write_text("{", encoding="utf-8")
+    (tmp_path / "predictions-h200.jsonl").write_text("{", encoding="utf-8")
     shutil.copy(data_path("db", "selector.toml"), tmp_path)
-    monkeypatch.setattr(fitted, "data_path", lambda *parts: tmp_path.joinpath(*parts[1:]))
+    monkeypatch.setattr(predictions, "data_path", lambda *parts: tmp_path.joinpath(*parts[1:]))
     load.cache_clear()
     try:
         with pytest.warns(TunegemmWarning, match="nothing is predicted until then") as said:
@@ -243,7 +252,7 @@ def test_a_damaged_file_is_one_warning_and_torch(
 
 
 def test_the_file_is_small() -> None:
-    for path in data_path("db", "selector.toml").parent.glob("selector-*.json"):
+    for path in data_path("db", "selector.toml").parent.glob("predictions-*.jsonl"):
         assert path.stat().st_size < 1 << 20
 
 

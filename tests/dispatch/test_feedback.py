@@ -23,7 +23,7 @@ from tests.support.processes import environment
 from tests.support.serving import Kernel, operands, quietly
 from tests.support.waiting import until
 from tests.tuning.planted import DEVICE, Timed, planted_tuner
-from tunegemm.choose.fitted import Predicted
+from tunegemm.choose.predictions import Predicted
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot, read_snapshot
 from tunegemm.describe.device import Device, find_device

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.fusing import FP8, Recorded
 from tests.support.serving import BF16, Kernel
-from tunegemm.choose.fused import Gains
+from tunegemm.choose.predictions import Fitted
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import find_device
@@ -59,7 +59,7 @@ def test_a_new_number_of_rows_is_a_look_up(dtype: torch.dtype, monkeypatch) -> N
         monkeypatch.setattr(owner, name, counting)
 
     count("records", Snapshot, "judged")
-    count("trees", Gains, "expected")
+    count("trees", Fitted, "expected")
     for m in range(2100, 4097, 100):
         assert ask(m) is None
     first = dict(counted)

@@ -156,7 +156,7 @@ def test_a_package_in_a_zip(tmp_path: Path, first_product: FirstProduct) -> None
     assert len(said) == 1 and "db/records" in said[0]
 
 
-@pytest.mark.parametrize("name", ["selector.toml", "invariant.toml", "order.json", "kinds-h200.json"])
+@pytest.mark.parametrize("name", ["selector.toml", "invariant.toml", "order.json", "predictions-h200.jsonl"])
 def test_truncated_data(tmp_path: Path, first_product: FirstProduct, name: str) -> None:
     app = without_data(tmp_path)
     data = next(place for place in (PACKAGE / "db", PACKAGE.parent / "db") if place.is_dir())

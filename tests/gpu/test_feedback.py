@@ -10,7 +10,7 @@ import torch
 from tests.choose.test_predictions import odd_problems
 from tests.support.commands import process
 from tests.support.waiting import until
-from tunegemm.choose.predictions import Selector
+from tunegemm.choose.predictions import Fitted
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def device() -> Device:
     device = open_device("cuda:0")
-    if Selector.of(device.name) is None:
+    if Fitted.of("plain", device.name) is None:
         pytest.skip(f"nothing is predicted for {device.name}")
     torch.cuda.init()  # so that the library is asked, as in the command
     return device

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,22 @@ def test_few_tiles_of_a_long_k_are_split_and_many_are_not(gpu: str) -> None:
         for rows, n in ((1, 512), (300, 7168)):
             tiles = tiles_of(each.config, rows, n) * each.config.cluster_size
             assert splits_of(each.config, rows, n, 16384)[-1] * tiles <= max(2 * SMS, tiles)
+
+
+@pytest.mark.parametrize(("n", "split"), [(512, 1), (4096, 1), (65536, 1), (4096, 4), (4096, 7)])
+def test_an_estimate_is_waves_of_blocks_one_after_the_other(n: int, split: int) -> None:
+    """Of a kernel whose multiplications take long, and of one that waits for an H200's memory alone."""
+    first, count = candidates()[0], 7168 // 128
+    work = tiles_of(first.config, 8, n) * first.config.cluster_size * split
+    per_split, (waves, rest) = -(-count // split), divmod(work, SMS)
+    slow = replace(first, block_ns=1e6, tile_ns=50.0, split_ns=30.0)
+    expected = -(-work // SMS) * (per_split * 1e6 + 50) + 30 * math.ceil(math.log2(split))
+    assert slow.estimate(8, n, 7168, split, GPUS[0]) == pytest.approx(expected, rel=1e-12)
+    quick = replace(first, block_ns=0.0, tile_ns=0.0, split_ns=0.0)
+    weights = 128 * first.config.columns
+    blocks = [waves * max(weights * SMS / 4.2, weights / 0.066)]
+    blocks += [max(weights * rest / 4.2, weights / 0.066)] if rest else []
+    assert quick.estimate(8, n, 7168, split, GPUS[0]) == pytest.approx(per_split * sum(blocks), rel=1e-12)
 
 
 def test_one_more_row_is_estimated_to_cost_little() -> None:

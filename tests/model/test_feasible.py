@@ -248,3 +248,14 @@ def test_a_rule_is_asked_once_about_what_it_reads(h200: Device, monkeypatch: pyt
         assert len(asked) == len(set(asked)) == 9
         params = [kernels.candidate(row).params for row in range(len(kernels))]
         assert found.tolist() == [0 if p["a"] + p["b"] > 4 else 1 if p["a"] == 2 else 2 for p in params]
+
+
+@pytest.mark.parametrize(("count", "files"), [(256, 1), (257, 0)])
+def test_lists_as_long_as_a_byte_has_values_are_kept(tmp_path: Path, count: int, files: int) -> None:
+    space = small("cute_sm90")
+    values = {name: listed[:1] for name, listed in space.compile_values.items()}
+    space = replace(space, compile_values=values | {"tile_n": tuple(range(8, 8 * count + 1, 8))})
+    family, device = families.generator("cute_sm90"), find_device("model:h200")
+    found = possible_kernels(family, space, PROBLEM, device, tmp_path)
+    assert found and len(list(tmp_path.glob("*.npy"))) == files
+    assert possible_kernels(family, space, PROBLEM, device, tmp_path) == found

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tunegemm.describe.architectures import PARTS
 from tunegemm.describe.device import Device, Fingerprint, device_from_part, even_cut
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate
+from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import SpaceError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.cute_sm90 import FAMILY
@@ -141,7 +141,7 @@ def test_multicast_divides_l2_reads(h200: Device) -> None:
 
 def test_a_shallow_ring_costs(h200: Device) -> None:
     problem = Problem.parse("4096x4096x4096")
-    times = [model.predict_us(problem, tile(64, 128, stages=stages), h200) for stages in (2, 4, 8)]
+    times = [model.predict(problem, tile(64, 128, stages=stages), h200).total_us for stages in (2, 4, 8)]
     assert times == sorted(times, reverse=True) and times[0] > 1.5 * times[2]
 
 
@@ -185,7 +185,25 @@ def test_best_launch_is_the_best_of_the_grid(h200: Device) -> None:
             prediction.candidate.kernel.with_launch(**dict(zip(LAUNCHES, values, strict=True)))
             for values in itertools.product(*LAUNCHES.values())
         ]
-        assert prediction.total_us == min(model.predict_us(problem, launch, h200) for launch in grid)
+        assert prediction.total_us == min(model.predict(problem, launch, h200).total_us for launch in grid)
+
+
+@pytest.mark.parametrize("most", [1, 2, 4])
+def test_best_launch_has_as_many_splits_as_are_feasible(h200: Device, most: int) -> None:
+    """The order of tiles is always feasible, and nobody is asked about it."""
+    problem, asked = Problem.parse("64x2048x32768"), list[Candidate]()
+    values: dict[str, tuple[Value, ...]] = {
+        "raster_order": ("along_m", "along_n"), "swizzle_size": (1, 8), "split_k": (1, 2, 4, 8),
+        "reduction": ("pairs", "second_kernel"),
+    }  # fmt: skip
+
+    def feasible(launch: Candidate) -> bool:
+        asked.append(launch)
+        return int(launch["split_k"]) <= most
+
+    (found,) = model.rank_kernels(problem, [tile(64, 128)], values, h200, feasible)
+    assert found.candidate["split_k"] == most
+    assert {(one["raster_order"], one["swizzle_size"]) for one in asked} == {("along_m", 1)}
 
 
 def test_prints_on_one_line_and_says_it_is_a_model(h200: Device) -> None:

@@ -37,9 +37,9 @@ def test_launches_that_suit_a_product_run(shape: str) -> None:
 
 def test_few_tiles_and_a_long_k_are_split() -> None:
     few = shortlist.choices(Problem.parse("16x512x16384"), DEVICE)
-    assert (few.split_k > 1).any()
+    assert (few.columns.split_k > 1).any()
     many = shortlist.choices(Problem.parse("4096x8192x8192"), DEVICE)
-    assert (many.split_k == 1).all()
+    assert (many.columns.split_k == 1).all()
 
 
 @pytest.mark.parametrize(

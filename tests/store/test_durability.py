@@ -16,6 +16,7 @@ import torch
 
 from benchmarks import database as benchmark
 from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, measurement
+from tests.support.durability import concurrent, killed
 from tests.support.processes import environment
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.planning import Planner
@@ -37,14 +38,14 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.long
 def test_eight_processes_publish_a_hundred_each_and_lose_none(path: Path) -> None:
     # The file does not exist yet: they race to create and migrate it, too.
-    assert benchmark.concurrent(path, writers=8, each=100)["kept"] == 800
+    assert concurrent(path, writers=8, each=100)["kept"] == 800
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.long
 def test_forty_killed_processes_leave_every_acknowledged_row(path: Path) -> None:
-    found = benchmark.killed(path, kills=40)
+    found = killed(path, kills=40)
     assert (found["kills"], found["missing"], found["integrity"]) == (40, 0, "ok")
     assert found["acknowledged"] > 40
 

@@ -15,7 +15,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Measurement, Outcome
 from tunegemm.measure.settings import Job, RaceSettings
-from tunegemm.model.rank import predict_us
+from tunegemm.model.rank import predict
 
 #: One part of each architecture but Hopper.
 CARDS = ("a100", "rtx3060", "orin", "rtx4060", "b200", "b300", "thor", "rtx5090", "gb10")
@@ -45,7 +45,7 @@ class ModelledTimes:
         baseline_us = 1.2 * self.device.roofline_us(problem) + 3
         for job in jobs:
             is_torch = job.candidate == TORCH_MM
-            us = baseline_us if is_torch else predict_us(problem, job.candidate, self.device)
+            us = baseline_us if is_torch else predict(problem, job.candidate, self.device).total_us
             assert is_torch or (job.artifact is not None and job.artifact.stat().st_size)
             yield Measurement(
                 job.candidate, (us,) * 3, (baseline_us,) * 3, 1e-3, 0.01, {"sm_clock_mhz": None}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.commands import here
 from tests.tuning.planted import DEVICE, Timed, planted_tuner
-from tunegemm.choose.in_groups import recorded
+from tunegemm.choose.selection import recorded
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.cli.results import verdict_line
 from tunegemm.describe.problem import Problem

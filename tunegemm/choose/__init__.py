@@ -1,7 +1,7 @@
 """Chooses the kernel for a problem from records, predictions and neighbours, or falls back to torch.
 
 `selection.select` answers for dispatch and `explain` alike: a record from a `snapshot`, or what a policy
-(`policies`) prefers; a prediction (`predictions`, or `fused` for products with an epilogue); a near hit
-(`neighbours`); or, under policy `batch_invariant`, a kernel of one class (`invariance`). `compiled_code` asks
-for more inside compiled graphs. `operators` lists torch's operators.
+(`policies`) prefers; a prediction (`predictions`); a near hit (`neighbours`); or, under policy
+`batch_invariant`, a kernel of one class (`invariance`). `operators` lists torch's operators, and says what a
+kernel must gain in compiled code.
 """

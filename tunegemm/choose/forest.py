@@ -20,7 +20,9 @@ from tunegemm.errors import FileError, TunegemmError
 from tunegemm.files import cause
 
 #: The version of the files that hold trees.
-FORMAT = 1
+FORMAT = 2
+#: What a line of such a file ends with, behind all that it is a checksum of.
+_CHECKSUM = ',"checksum":"'
 MAX_LEAVES = 16
 _ALL = (1 << MAX_LEAVES) - 1
 #: The place of the lowest bit of each mask.
@@ -78,29 +80,44 @@ class Forest:
         return found
 
 
-def read(path: Path, features: Sequence[str]) -> tuple[Forest, dict[str, Any]]:
-    """The trees of a file of `written`, and all that it holds.
+def read(path: Path, features: Sequence[str], name: str = "") -> tuple[Forest, dict[str, Any]]:
+    """The trees of a file of `written` lines, and all that their line holds.
 
-    Raises TunegemmError for a file that is damaged, of another version or features, and FileError for one
-    that cannot be read.
+    name: of the line; by default the file has one without a name. Raises TunegemmError for a line that is not
+    there, is damaged, or is of another version or features, and FileError for a file that cannot be read.
     """
     try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        intact = data.pop("checksum") == checksum(data) and data["format"] == FORMAT
+        line = next(line for line in path.read_text(encoding="utf-8").splitlines() if _is_named(line, name))
+        text, _, end = line.rpartition(_CHECKSUM)
+        data: dict[str, Any] = json.loads(f"{text}}}")
+        intact = end == f'{_digest(text)}"}}' and data["format"] == FORMAT
     except OSError as error:
         raise FileError(f"{path}: {cause(error, 'install tunegemm again')}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, StopIteration) as error:
         raise TunegemmError(f"{path} is damaged ({type(error).__name__}); install tunegemm again") from None
     if not intact or data["features"] != list(features):
         raise TunegemmError(f"{path} is damaged or of another version; install tunegemm again")
     return Forest.of(data, len(features)), data
 
 
-def written(data: Mapping[str, Any], features: Sequence[str]) -> str:
-    """The text of a file: data of `Forest.of`, what else its readers want, and a checksum of it all."""
-    data = {"format": FORMAT, "features": list(features), **data}
-    return json.dumps(data | {"checksum": checksum(data)}, separators=(",", ":")) + "\n"
+def _is_named(line: str, name: str) -> bool:
+    return not name or line.startswith(f'{{"model":"{name}",')
 
 
-def checksum(data: Any) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+def written(data: Mapping[str, Any], features: Sequence[str], name: str = "") -> str:
+    """A line: data of `Forest.of`, what else its readers want, a checksum of it all; and the line's name."""
+    named = {"model": name} if name else {}
+    whole = {**named, "format": FORMAT, "features": list(features), **data}
+    text = json.dumps(whole, separators=(",", ":")).removesuffix("}")
+    return f'{text}{_CHECKSUM}{_digest(text)}"}}\n'
+
+
+def put(path: Path, data: Mapping[str, Any], features: Sequence[str], name: str) -> None:
+    """Writes a named line into a file, in place of the one of that name."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    others = [line for line in lines if not _is_named(line, name)]
+    path.write_text("".join(sorted([*others, written(data, features, name)])), encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

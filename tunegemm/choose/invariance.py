@@ -10,6 +10,12 @@ for 16-bit ones of as many bytes, and epilogues for none.
 
 The product alone and the product with its epilogue have different bits: they round in different places. Where
 one M has a fused kernel every M has, and where none has all do without.
+
+The same kernels in the same order serve fp8 and fused products by prediction (`best_ranked`). Products of
+many rows run at the power cap (docs/decisions/0012), where the kernel that draws least is the fastest: beside
+those kernels stand the ones that ship for many rows (`shortlist.large_kernels`), whose clusters of a GPC take
+neighbouring tiles. All are put in order by what the trees expect at one clock for all, and by the clock that
+the table of joules leaves each (`model.energy`).
 """
 
 from __future__ import annotations
@@ -17,14 +23,16 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tunegemm.choose.forest import read
+from tunegemm.choose.operators import kernels_after
 from tunegemm.choose.policies import Policy
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device
@@ -32,9 +40,12 @@ from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import SpaceError, TunegemmError, TunegemmWarning, one_line
 from tunegemm.generate import families
+from tunegemm.generate.cublaslt.choice import LibraryChoice
+from tunegemm.model import rank as model
 from tunegemm.model import shortlist
-from tunegemm.model.features import FAMILIES, OF_ORDER, order_features
-from tunegemm.model.terms import Columns, Floats, fits_l2, terms
+from tunegemm.model.energy import steady
+from tunegemm.model.features import FAMILIES, OF_GAIN, OF_ORDER, family_numbers, features
+from tunegemm.model.terms import Columns, Floats, elementwise_us, fits_l2, terms
 from tunegemm.resources import data_path
 from tunegemm.store.record import Record
 
@@ -44,8 +55,12 @@ MOST_OPTIONS = 12
 MOST_RECORDED = 48
 #: What a kernel that won at the same N and K and at most twice or half as many rows is preferred by, in log.
 _OF_NEIGHBOURS = 0.02
-#: Orders of tiles where L2 does not hold the operands.
-_RASTERS = (("along_m", 1), ("along_n", 1), ("along_m", 8), ("along_n", 8))
+#: Rows up to which lasting work mostly leaves the chip its clocks.
+FEW_ROWS = 256
+#: Launches that trees are asked about, of those that are expected to be nearest to the best.
+ASKED = 4
+#: Of launches by GPC: whether tiles go along n, and whether L2 lets go first of what a group does not share.
+_BY_GPC = tuple({"along_n": n, "streamed": s} for n, s in itertools.product((False, True), repeat=2))
 _SIXTEEN_BITS = 2
 
 Expects = Callable[[Floats], Floats]
@@ -60,11 +75,13 @@ class Ranked:
     candidate: Candidate
     expected: float
     """How far behind the best of the class it is expected to be, in log."""
+    slowed: float = 0.0
+    """What the power cap takes from its speed, in log; 0 where that is not known."""
 
     @property
     def score(self) -> float:
-        """What kernels are put in order by, in log."""
-        return self.expected
+        """What is left of its lead in lasting work, in log."""
+        return model.STEADY_LEAD * self.expected - model.STEADY_CLOCK * self.slowed
 
 
 @dataclass(frozen=True)
@@ -146,35 +163,116 @@ def _records(
 def ranked(
     problem: Problem, kernels: Sequence[Candidate], device: Device, expects: Expects | None = None
 ) -> list[Ranked]:
-    """Each kernel at the launch that suits it, unless it has no tiles, in no order.
+    """Each kernel at the launch that suits it by the model, unless it has no tiles, in the order given.
 
     expects: in place of the trees that ship.
     """
     kernels = [kernel for kernel in kernels if kernel.family in FAMILIES and "tile_m" in kernel.params]
-    expects = expects or order_here()
+    whole = fits_l2(in_16_bit(problem), device)  # the order of tiles is free then
+    orders = [
+        {"along_n": along_n, "swizzle": swizzle}
+        for along_n, swizzle in (shortlist.RASTERS[:1] if whole else shortlist.RASTERS)
+    ]
+    return _at_best(problem, kernels, device, orders, shortlist.launched, False, expects or order_here())
+
+
+def _at_best(
+    problem: Problem,
+    kernels: Sequence[Candidate],
+    device: Device,
+    orders: Sequence[Mapping[str, Any]],
+    launched: Callable[..., Candidate],
+    lasts: bool,
+    expects: Expects,
+) -> list[Ranked]:
+    """Each kernel in that order of tiles in which the model has it fastest.
+
+    orders: columns of the model, and words of `launched`. lasts: whether by the clock that the power cap
+    leaves, else by one for all.
+    """
     if not kernels:
         return []
-    seen = in_16_bit(problem)
-    modelled = replace(device, spec="model")  # as at the fit: each chip counts its own clusters
-    rasters = _RASTERS[:1] if fits_l2(seen, device) else _RASTERS
+    seen, modelled = in_16_bit(problem), _as_fitted(device)
     columns = columns_in_16_bit(problem, kernels)
-    parts = [
-        columns.launched(along_n=np.bool_(raster == "along_n"), swizzle=np.int64(swizzle))
-        for raster, swizzle in rasters
-    ]
+    parts = [columns.launched(**{name: np.array(value) for name, value in order.items()}) for order in orders]
     found = [terms(seen, part, modelled) for part in parts]
-    best = np.argmin([one.total_us for one in found], axis=0)  # the order of tiles, by the model
+    times = [
+        steady(seen, part, one, modelled).us if lasts else one.total_us
+        for part, one in zip(parts, found, strict=True)
+    ]
+    best, numbers = np.argmin(times, axis=0), family_numbers(kernels)
     expected = np.empty(len(kernels))
     for number, (part, one) in enumerate(zip(parts, found, strict=True)):
         rows = np.flatnonzero(best == number)
         if len(rows):
-            names = [kernels[row].family for row in rows]
-            table = order_features(seen, part.take(rows), one.take(rows), names, modelled)
-            expected[rows] = expects(table)
+            expected[rows] = expects(
+                features(OF_ORDER, seen, part.take(rows), one.take(rows), numbers[rows], modelled)
+            )
     return [
-        Ranked(kernel, _launched(problem, kernel, *rasters[number]), float(log))
+        Ranked(kernel.kernel, launched(problem, kernel.kernel, **orders[number]), log)
         for kernel, number, log in zip(kernels, best.tolist(), expected.tolist(), strict=True)
     ]
+
+
+def best_ranked(problem: Problem, device: Device) -> list[Ranked]:
+    """The shipped kernels that are expected to be nearest to the best, and run."""
+    order = ranked(problem, shortlist.ordered_kernels(problem), device)
+    if problem.m > FEW_ROWS and shortlist.large_kernels(problem):
+        order = large_ranked(problem, order, device)
+    runs = (
+        one
+        for one in sorted(order, key=lambda one: -one.score)
+        if families.get(one.candidate.family).check(problem, one.candidate, device).runs
+    )
+    return list(itertools.islice(runs, ASKED))
+
+
+def large_ranked(problem: Problem, listed: Sequence[Ranked], device: Device) -> list[Ranked]:
+    """The listed kernels beside those that ship for many rows, by what the power cap leaves of their lead.
+
+    Where one row of clusters covers the product, neighbours share next to nothing, and these are left out.
+    """
+    kernels = [
+        kernel for kernel in shortlist.large_kernels(problem) if model.l2_hint(problem, kernel) == "none"
+    ]
+    launched, expects = shortlist.launched_by_gpc, order_here()
+    found = [*listed, *_at_best(problem, kernels, device, _BY_GPC, launched, True, expects)]
+    slowed = slowed_by_cap(problem, [one.candidate for one in found], device).tolist()
+    return [replace(one, slowed=log) for one, log in zip(found, slowed, strict=True)]
+
+
+def slowed_by_cap(problem: Problem, candidates: Sequence[Candidate], device: Device) -> Floats:
+    """How much longer each takes at the clock that the power cap leaves it, in log; 0 where there is no table
+    of joules."""
+    seen, modelled = in_16_bit(problem), _as_fitted(device)
+    columns = columns_in_16_bit(problem, candidates)
+    found = terms(seen, columns, modelled)
+    return np.log(steady(seen, columns, found, modelled).us / found.total_us)
+
+
+def features_of(
+    problem: Problem, found: Sequence[Ranked], device: Device, library: LibraryChoice | None
+) -> Floats:
+    """A row of `OF_GAIN` for each launch. library: what torch's library chooses for the product alone."""
+    seen, modelled = in_16_bit(problem), _as_fitted(device)
+    launches = [one.candidate for one in found]
+    columns = columns_in_16_bit(problem, launches)
+    costs = terms(seen, columns, modelled)
+    matrix_bytes = problem.m * problem.n * DTYPE_BYTES[problem.out_dtype]
+    after_us = kernels_after(problem) * elementwise_us(2 * matrix_bytes, modelled)
+    return features(
+        OF_GAIN, seen, columns, costs, family_numbers(launches), modelled, library,
+        behind=np.array([one.expected for one in found]),
+        one_byte=DTYPE_BYTES[problem.in_dtype] == 1,
+        gated=problem.fused.gated,
+        adds="residual" in problem.fused.steps,
+        after=after_us / costs.total_us,
+    )  # fmt: skip
+
+
+def _as_fitted(device: Device) -> Device:
+    """As trees were fitted: each chip counts its own clusters."""
+    return replace(device, spec="model")
 
 
 def in_16_bit(problem: Problem) -> Problem:
@@ -187,10 +285,6 @@ def columns_in_16_bit(problem: Problem, kernels: Sequence[Candidate]) -> Columns
     columns = Columns.of(kernels)
     tile_k = columns.tile_k * DTYPE_BYTES[problem.in_dtype] // _SIXTEEN_BITS
     return replace(columns, tile_k=np.maximum(tile_k, 1))
-
-
-def _launched(problem: Problem, kernel: Candidate, raster: str, swizzle: int) -> Candidate:
-    return shortlist.launched(problem, kernel, along_n=raster == "along_n", swizzle=swizzle)
 
 
 @cache

@@ -94,15 +94,15 @@ class Near:
     """The record that it is taken from."""
     waves: tuple[int, int]
     """How many its busiest block takes: where it was recorded, and here."""
-    margin: float | None
-    """What it had to be better than torch by; None where torch was no choice."""
+    margin: float
+    """What it had to be better than torch by."""
 
     def __str__(self) -> str:
         there, here = self.waves
-        asked = "" if self.margin is None else f", {1 + self.margin:.2f} asked for"
         return (
             f"from {self.origin.problem.shape} ({self.origin.ratio:.3f} x torch there, {there} waves; "
-            f"{here} here): {self.record.ratio:.3f} x torch expected{asked}"
+            f"{here} here): {self.record.ratio:.3f} x torch expected, "
+            f"{1 + self.margin:.2f} asked for"
         )
 
 

@@ -1,106 +1,292 @@
-"""What is predicted of a problem on a device: by `Selector` of plain products, by `Logits` of those as wide
-as vocabularies, by `fused.Gains` of others.
+"""Predictions of what a product that nobody tuned may take, by what was measured of others.
 
-Plain products are those of 16-bit operands (`shortlist.covers`) of few rows, by the listed kernels. What
-torch launches is part of what is expected: the library's heuristic is asked as torch asks it
-(`cublaslt.choice`). Trees and margins are in db/selector-GPU.json and db/logits-GPU.json, made by
-`fit.selector`. docs/decisions/0020 has the evidence.
+Boosted trees expect of each launch how many times as fast as torch it is. The best expected is taken where it
+passes a margin, else torch. A file of db/ for each kind of GPU has three such models, a line each: of `plain`
+products of 16-bit operands and few rows, of those as `wide` as vocabularies, and of `fused` and fp8 ones.
+`fit.selector` and `fit.kinds` write it; a GPU without one serves nothing by prediction. What torch launches
+is part of what is expected: the library's heuristic is asked as torch asks it (`cublaslt.choice`).
+docs/decisions/0020 and 0021 have the evidence.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from tunegemm.choose.fitted import Allows, Fitted, Outlook, anything
+import numpy as np
+
+from tunegemm.choose.forest import Forest, read
+from tunegemm.choose.invariance import best_ranked, features_of
+from tunegemm.choose.neighbours import library_us
 from tunegemm.describe.device import Device
-from tunegemm.describe.problem import Problem
+from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import FileError, TunegemmError, TunegemmWarning, one_line
-from tunegemm.generate.cublaslt.choice import LibraryChoice
+from tunegemm.generate import families
+from tunegemm.generate.cublaslt import FAMILY as LIBRARY
+from tunegemm.generate.cublaslt.choice import LibraryChoice, as_torch_chooses, first_choice
 from tunegemm.model import shortlist
-from tunegemm.model.features import NAMES, features
-from tunegemm.model.terms import Floats
+from tunegemm.model.features import NAMES, OF_GAIN, features_of_choices
+from tunegemm.model.terms import Floats, elementwise_us
+from tunegemm.resources import data_path
+from tunegemm.store.record import Record
+
+#: The models of a file, and the columns that their trees compare.
+FEATURES = {"plain": NAMES, "wide": NAMES, "fused": OF_GAIN}
+#: Plain products of more columns have the model `wide`.
+WIDE = 28_672
+#: Launches offered for a product, in case the best one cannot be loaded.
+MOST_OPTIONS = 3
+#: Above FROM_ROWS rows each doubling is cut into RANGES. If the best candidate misses its margin by SURELY
+#: (in log) at both ends of a range, nothing inside it is served: 708 of 1,440 fp8 and SwiGLU products with
+#: 257 to 16,384 rows lay in such ranges, and none of them passed its margin (H200's files, 2026-11-27).
+#: Asking the trees takes milliseconds, and each step of a serving engine has another number of rows.
+FROM_ROWS, RANGES, SURELY = 256, 8, 0.02
+#: How many ends of ranges are remembered.
+MOST_LEADS = 4096
+
+Allows = Callable[[Problem, Candidate], str]
+"""Why a candidate must not be used for a problem; empty when it may be."""
+Asks = Callable[[Problem, int], LibraryChoice | None]
+"""What torch's library chooses for a problem on the device of an index; None: unknown."""
 
 
 @dataclass(frozen=True)
-class Selector(Fitted):
-    """The model of plain products. Its cases are whether torch's kernel is known."""
+class Predicted:
+    """A shipped kernel for a problem that was not measured."""
 
-    file: ClassVar = "selector"
-    features: ClassVar = NAMES
+    record: Record
+    """The kernel as it would be launched; `ratio` is the lower bound."""
+    label: str
+    expected: float
+    """Times as fast as torch."""
+    bound: float
+    """The expected ratio minus the margin of such products."""
+    basis: str
+    """The basis of the prediction, and how often it was wrong."""
 
-    kernels: tuple[int, ...]
-    """Places in the list, of those that may serve."""
+    def __str__(self) -> str:
+        return f"{self.expected:.3f} x torch expected, at least {self.bound:.3f}; {self.basis}"
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is to be expected of the shipped kernels for a problem."""
+
+    options: tuple[Predicted, ...] = ()
+    """What may be launched, the best first."""
+    refusal: str = ""
+    """Why there are none, in one clause."""
+    rows: tuple[int, int] | None = None
+    """The numbers of rows at which the same is refused; None: not known of others."""
+
+
+def ends(most: int) -> list[int]:
+    """Where ranges of rows that are decided as one meet, up to so many rows."""
+    count = math.floor(RANGES * math.log2(max(1, most) / FROM_ROWS)) + 2
+    return [end for end in map(_end, range(count)) if end <= most]
+
+
+def _end(number: int) -> int:
+    return round(FROM_ROWS * 2 ** (number / RANGES))
+
+
+def anything(problem: Problem, candidate: Candidate) -> str:
+    """Allows every candidate."""
+    return ""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A model that was fitted to one kind of GPU, and its margins by case: whether torch's kernel is known of
+    a plain product, dtype and epilogue of another (`case_of`)."""
+
+    forest: Forest
+    rows: tuple[int, ...]
+    """Ends of the ranges of rows; beyond the last nothing is served."""
+    extents: tuple[tuple[int, int], tuple[int, int]]
+    """Least and greatest N, and K, that were measured."""
+    margins: Mapping[str, Sequence[float | None]]
+    """How much of what is expected may be missing, in log, by `case` and range; None: nothing is served."""
+    served: Mapping[str, Mapping[str, float]]
+    """What the validation found, by case."""
+    fitted_to: Mapping[str, Any]
     sustained_loss: tuple[float, ...]
     """What sustained work takes from a lead, in log, by range of rows."""
-    fitted_to: Mapping[str, Any]
+    kernels: tuple[int, ...]
+    """Of plain products: places in the list of kernels, of those that may serve."""
+    _leads: dict[tuple[Problem, Device], float] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
+    """What passes the margin, in log, where it was asked for a whole range of rows."""
 
     @classmethod
-    def _further(cls, data: Mapping[str, Any], path: Path) -> dict[str, Any]:
-        if data["list"] != digest_of_list():
+    def of(cls, name: str, gpu: str, folder: Path | None = None) -> Fitted | None:
+        """A model of `FEATURES` for a kind of GPU, such as ``NVIDIA H200``; None where there is none.
+
+        folder: where the file is; by default that of the package. Raises TunegemmError for a file that is
+        damaged, of another version, or fitted to other kernels.
+        """
+        path = file_of(gpu, folder)
+        if not path.exists():
+            return None
+        forest, data = read(path, FEATURES[name], name)
+        if data["list"] not in ("", digest_of_list()):
             raise TunegemmError(
                 f"{path} was fitted to another db/selector.toml; run `python -m fit.selector`"
             )
-        return {
-            "kernels": tuple(data["kernels"]),
-            "sustained_loss": tuple(data["sustained_loss"]),
-            "fitted_to": data["fitted_to"],
-        }
+        (least_n, most_n), (least_k, most_k) = data["extents"]
+        return cls(
+            forest, tuple(data["rows"]), ((least_n, most_n), (least_k, most_k)), data["margins"],
+            data["served"], data["fitted_to"], tuple(data["sustained_loss"]), tuple(data["kernels"]),
+        )  # fmt: skip
 
-    @staticmethod
-    def covers(problem: Problem) -> bool:
-        return shortlist.covers(problem)
+    def outlook(
+        self, problem: Problem, device: Device, allows: Allows = anything, ask: Asks = first_choice
+    ) -> Outlook:
+        """The launches that may be expected to be faster than torch.
 
-    def case(self, problem: Problem, library: LibraryChoice | None) -> str:
-        return "unknown" if library is None else "known"
-
-    def loss(self, number: int) -> float:
-        return self.sustained_loss[number]
+        ask: for what torch's library chooses on a device; not asked where the device is not real.
+        """
+        last = self.rows[-1]
+        if problem.m > last:
+            refusal = f"predictions are for up to {last} rows"
+            return Outlook(refusal=refusal, rows=(last + 1, sys.maxsize))
+        (least_n, most_n), (least_k, most_k) = self.extents
+        if not (least_n <= problem.n <= most_n and least_k <= problem.k <= most_k):
+            refusal = f"predictions are for N from {least_n} to {most_n} and K from {least_k} to {most_k}"
+            return Outlook(refusal=refusal, rows=(1, last))
+        number = self._number(problem)
+        if self._margin(case_of(problem, None), number) is None:
+            refusal = f"nothing is predicted of them at {problem.m} rows"
+            rows = (self.rows[number - 1] + 1 if number else 1, self.rows[number])
+            return Outlook(refusal=refusal, rows=rows)
+        if (between := self._between(problem.m)) is not None:
+            leads = [self._lead(replace(problem, m=end), device, ask) for end in between]
+            if max(leads) <= -SURELY:
+                where = f"at {between[0]} to {between[1]} rows"
+                return Outlook(
+                    refusal=f"the best shipped kernel is predicted to gain too little {where}", rows=between
+                )
+        case, loss, margin, candidate_of, logs = self._asked(problem, device, ask)
+        order = np.argsort(-logs, kind="stable").tolist()
+        best = logs[order[0]] if order else -math.inf
+        if best <= margin:
+            return Outlook(
+                refusal=f"{math.exp(best - loss):.3f} x torch is predicted of the best shipped kernel, "
+                f"{math.exp(margin - loss):.3f} asked for"
+            )
+        options: list[Predicted] = []
+        refusals: list[str] = []
+        for row in order:
+            if logs[row] <= margin or len(options) == MOST_OPTIONS:
+                break
+            candidate = candidate_of(row)
+            family = families.get(candidate.family)
+            label = family.label(candidate)
+            if reason := allows(problem, candidate):
+                refusals.append(f"{label}: {reason}")
+            elif not (verdict := family.check(problem, candidate, device)).runs:
+                refusals.append(f"{label}: {verdict}")
+            else:
+                bound, expected = math.exp(logs[row] - margin), math.exp(logs[row] - loss)
+                record = Record(problem, candidate, device.fingerprint, label, ratio=bound)
+                options.append(Predicted(record, label, expected, bound, self._basis(case)))
+        return Outlook(tuple(options), "" if options else "; ".join(refusals))
 
     def expected(
         self, problem: Problem, device: Device, library: LibraryChoice | None
     ) -> tuple[Callable[[int], Candidate], Floats]:
+        """The launches that are asked about, by their number, and the log of what is expected of each.
+
+        library: what torch's library chooses for the product alone; None: unknown.
+        """
+        if problem.epilogue:
+            ranked = best_ranked(problem, device)
+            logs = self.forest(features_of(problem, ranked, device, library))
+            return lambda number: ranked[number].candidate, logs
         modelled = replace(device, spec="model")  # as at the fit: each chip counts its own clusters
         found = shortlist.choices(problem, modelled, self.kernels)
-        logs = self.forest(features(problem, found, modelled, library))
+        logs = self.forest(features_of_choices(problem, found, modelled, library))
         return lambda number: found.candidate(problem, number), logs
 
-    def basis(self, case: str) -> str:
+    def _basis(self, case: str) -> str:
         validated = self.served[case]
         return (
             f"predicted from {self.fitted_to['products']:g} products measured on this kind of GPU"
-            + ("" if case == "known" else ", torch's kernel not known")
-            + f"; of {validated['products']:g} left out in turn {validated['under_099']:g} lost over 1 %"
+            + (", torch's kernel not known" if case == "unknown" else "")
+            + f"; of {validated['products']:g} such left out in turn {validated['under_099']:g} lost over 1 %"
         )
 
+    def _number(self, problem: Problem) -> int:
+        """Of the range of rows that holds the problem's."""
+        return next(number for number, high in enumerate(self.rows) if problem.m <= high)
 
-@dataclass(frozen=True)
-class Logits(Selector):
-    """The model of plain products that are wider than those of `Selector`."""
+    def _between(self, m: int) -> tuple[int, int] | None:
+        """The ends of the range of rows that is decided as one, if m is in one."""
+        step = math.floor(RANGES * math.log2(m / FROM_ROWS))
+        low, high = _end(step), _end(step + 1)
+        return (low, high) if FROM_ROWS <= low <= m <= high <= self.rows[-1] else None
 
-    file: ClassVar = "logits"
-    #: Wider ones have this model.
-    BEYOND: ClassVar = 28_672
+    def _lead(self, problem: Problem, device: Device, ask: Asks) -> float:
+        """By how much the best that is expected passes the margin, in log."""
+        key = problem, device
+        if (known := self._leads.get(key)) is None:
+            if len(self._leads) >= MOST_LEADS:
+                self._leads.clear()
+            _, _, margin, _, logs = self._asked(problem, device, ask)
+            known = self._leads[key] = float(logs.max()) - margin if len(logs) else -math.inf
+        return known
 
-    measured: tuple[tuple[int, int], tuple[int, int]]
-    """N and K, from and to."""
+    def _asked(
+        self, problem: Problem, device: Device, ask: Asks
+    ) -> tuple[str, float, float, Callable[[int], Candidate], Floats]:
+        """The case, the loss, what is to be passed, and what is `expected`."""
+        library = ask(replace(problem, epilogue=""), device.index) if device.is_real else None
+        case, number = case_of(problem, library), self._number(problem)
+        loss = self.sustained_loss[number]
+        return (
+            case,
+            loss,
+            (self._margin(case, number) or 0.0) + loss,
+            *self.expected(problem, device, library),
+        )
 
-    @classmethod
-    def _further(cls, data: Mapping[str, Any], path: Path) -> dict[str, Any]:
-        return super()._further(data, path) | {"measured": tuple(map(tuple, data["measured"]))}
+    def _margin(self, case: str, number: int) -> float | None:
+        return self.margins[case][number] if case in self.margins else None
 
-    def unmeasured(self, problem: Problem) -> str:
-        (least_n, most_n), (least_k, most_k) = self.measured
-        if least_n <= problem.n <= most_n and least_k <= problem.k <= most_k:
-            return ""
-        return f"predictions of so wide products are for N to {most_n} and K from {least_k} to {most_k}"
+
+def file_of(gpu: str, folder: Path | None = None) -> Path:
+    """The file of a kind of GPU. folder: by default the package's."""
+    name = "-".join(gpu.removeprefix("NVIDIA").lower().split())
+    return (folder or data_path("db")) / f"predictions-{name}.jsonl"
+
+
+def case_of(problem: Problem, library: LibraryChoice | None) -> str:
+    """Which margins hold. library: what torch's library chooses for the product alone; None: unknown."""
+    if problem.epilogue:
+        return name_of(problem)
+    return "unknown" if library is None else "known"
+
+
+def name_of(problem: Problem) -> str:
+    """Such as ``bf16 swiglu``: what the files call such products. fp16 goes by bf16, which is as fast."""
+    return f"{'bf16' if problem.in_dtype == 'fp16' else problem.in_dtype} {problem.epilogue}"
+
+
+def covers(problem: Problem) -> bool:
+    """Whether predictions are for such products at all."""
+    if not problem.epilogue:
+        return shortlist.covers(problem)
+    is_one = problem.batch == 1 and not problem.groups and problem.alignment == MAX_ALIGNMENT
+    return is_one and bool(shortlist.ordered_kernels(problem))
 
 
 def digest_of_list() -> str:
@@ -116,34 +302,57 @@ def digest_of_list() -> str:
 
 def outlook(problem: Problem, device: Device, allows: Allows = anything) -> Outlook:
     """What the device's model says of a problem. A file that is of no use is one warning."""
-    model = _model_for(problem)
-    if not model.covers(problem):
-        return Outlook(decides=False, rows=(1, sys.maxsize))
-    fitted = load(model, device.name)
+    if not covers(problem):
+        return Outlook(rows=(1, sys.maxsize))
+    name = "fused" if problem.epilogue else "wide" if problem.n > WIDE else "plain"
+    fitted = load(name, device.name)
     if isinstance(fitted, str):
-        return Outlook(refusal=fitted, decides=False, rows=(1, sys.maxsize))
+        return Outlook(refusal=fitted, rows=(1, sys.maxsize))
     fingerprint = device.fingerprint
     if fingerprint.mig or fingerprint.sm_budget < fingerprint.sm_count:
-        return Outlook(refusal="predictions are for whole GPUs", decides=False, rows=(1, sys.maxsize))
+        return Outlook(refusal="predictions are for whole GPUs", rows=(1, sys.maxsize))
     return fitted.outlook(problem, device, allows)
 
 
-def _model_for(problem: Problem) -> type[Fitted]:
-    if not problem.epilogue:
-        return Logits if problem.n > Logits.BEYOND else Selector
-    from tunegemm.choose.fused import Gains  # a plain product does without what it imports
-
-    return Gains
-
-
 @cache
-def load(model: type[Fitted], gpu: str) -> Fitted | str:
-    """The model of a kind of GPU, or why there is none."""
+def load(name: str, gpu: str) -> Fitted | str:
+    """A model of a kind of GPU, or why there is none."""
     try:
-        fitted = model.of(gpu)
+        fitted = Fitted.of(name, gpu)
     except (FileError, OSError) as error:  # the miss says so, and so does the layer of shipped records
         return f"nothing is predicted: {one_line(error)}"
     except Exception as error:  # a truncated list, for one
         warnings.warn(f"{one_line(error)}; nothing is predicted until then", TunegemmWarning, stacklevel=2)
         return one_line(error)
     return fitted or f"nothing is predicted for {gpu}, which was not measured"
+
+
+def by_the_library(
+    problem: Problem, device: Device, product: Sequence[Record], allows: Allows = anything
+) -> Outlook:
+    """The library's algorithm for a product with a residual, as its C.
+
+    torch computes ``x @ w.t() + residual`` by two kernels, and writes and reads the product between them.
+    cublasLtMatmul reads its C elsewhere than it writes D, which torch has no call for: the algorithm that
+    torch launches for the product alone adds the residual to its sums, and one kernel is saved.
+
+    product: what serves the product alone, behind which torch would add the residual.
+    """
+    candidate = as_torch_chooses(problem, device.index) if device.is_real else None
+    if candidate is None:
+        return Outlook(refusal="the library names no algorithm that adds its residual")
+    if (reason := allows(problem, candidate)) or not (verdict := LIBRARY.check(problem, candidate, device)):
+        return Outlook(refusal=f"the library's sum with its residual: {reason or verdict}")
+    modelled = replace(device, spec="model")
+    alone_us = library_us(replace(problem, epilogue=""), modelled)
+    matrix_bytes = problem.m * problem.n * DTYPE_BYTES[problem.out_dtype]
+    after_us = elementwise_us(3 * matrix_bytes, modelled)
+    saved_us = elementwise_us(2 * matrix_bytes, modelled)
+    faster = max((record.ratio for record in product), default=1.0)
+    torchs_us = alone_us + after_us
+    if alone_us / faster + after_us < torchs_us - saved_us:
+        return Outlook(refusal="a faster product leaves the library's sum with its residual behind")
+    ratio = torchs_us / (torchs_us - saved_us)
+    record = Record(problem, candidate, device.fingerprint, LIBRARY.label(candidate), ratio=ratio)
+    basis = "torch's own algorithm, which also adds the residual: one kernel fewer"
+    return Outlook((Predicted(record, record.label, ratio, 1.0, basis),))

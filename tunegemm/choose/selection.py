@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from tunegemm.choose.policies import FASTEST, Policy
 from tunegemm.choose.snapshot import Snapshot
-from tunegemm.describe.device import Device
+from tunegemm.describe.device import Device, Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.generate.cublaslt import RESIDUAL
 from tunegemm.measure.evidence import leaders, may_be_record, standing
@@ -16,9 +17,13 @@ from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade, judge_stored
 
 if TYPE_CHECKING:
-    from tunegemm.choose.fitted import Predicted
     from tunegemm.choose.invariance import InvariantOption
     from tunegemm.choose.neighbours import Near, Neighbourhood
+    from tunegemm.choose.predictions import Predicted
+
+#: Dtypes of groups for which torch's call waits for the device, which no time of its products shows and no
+#: graph allows.
+WAITS = ("fp16",)
 
 Outcome = Literal["hit", "predicted", "near", "miss"]
 
@@ -100,10 +105,46 @@ def select(
     return Selection("near", options, str(around.options[0]), around.options, around.neighbours)
 
 
+def bucket(rows: int) -> int:
+    """Numbers of rows that share records: those up to the same power of two."""
+    return (rows - 1).bit_length()
+
+
+def recorded(
+    snapshot: Snapshot, problem: Problem, fingerprint: Fingerprint, *, near: bool = True
+) -> Record | None:
+    """The record of a grouped product, of torch's kernel, too; None where there is none to go by.
+
+    near: whether it may be of other rows of the same `bucket`, of which the nearest number counts.
+    Torch's counts where it won a race, not for want of others.
+    """
+    usable = [
+        record
+        for record in snapshot.usable(problem, fingerprint)
+        if may_be_record(record)
+        and (not record.is_torch or (record.confirmed and problem.in_dtype not in WAITS))
+        and (record.problem.m == problem.m or (near and bucket(record.problem.m) == bucket(problem.m)))
+    ]
+    return min(usable, key=lambda record: abs(math.log(record.problem.m / problem.m)), default=None)
+
+
+def without_record(
+    problem: Problem, gpu: str, why_not: str = "no record", *, ordered: bool = False
+) -> tuple[str, bool]:
+    """What computes a grouped product that has no record on a GPU of a name, in one clause, and whether it is
+    a kernel of ours: by the table that ships. why_not: no record, or what is wrong with it. ordered: as
+    `tunegemm.model.grouped.choose` has it.
+    """
+    from tunegemm.model.grouped import chosen
+
+    choice = chosen(problem, gpu, ordered=ordered)
+    if choice is None:
+        return f"{why_not}, and no kernel that ships is known to be faster", False
+    return f"{choice.label}, which db/grouped.toml names for such groups; {why_not}", True
+
+
 def _in_groups(snapshot: Snapshot, problem: Problem, device: Device, near: bool, ordered: bool) -> Selection:
     """As `tunegemm.grouped_mm` does it: without a record by the table that ships. ordered: not by torch's."""
-    from tunegemm.choose.in_groups import recorded, without_record
-
     record = recorded(snapshot, problem, device.fingerprint, near=near)
     if record is None or (ordered and record.is_torch):
         why_not = snapshot.why_not(problem, device.fingerprint) if record is None else "torch's is recorded"
@@ -120,7 +161,7 @@ def _added(
     snapshot: Snapshot, problem: Problem, device: Device, policy: Policy, why: str, around: Neighbourhood
 ) -> Selection:
     """Of a product with a residual, where none of our kernels is expected to gain: torch's library may."""
-    from tunegemm.choose.added import by_the_library
+    from tunegemm.choose.predictions import by_the_library
 
     product = select(snapshot, replace(problem, epilogue=""), device, policy=policy).options
     ahead = by_the_library(problem, device, product, policy.refusal)
@@ -203,7 +244,7 @@ def _least_energy(record: Record, problem: Problem, usable: Sequence[Record]) ->
     measured = {
         rival.candidate: (energy_mj, rival)
         for rival in sorted(usable, key=standing)  # the better evidence of a candidate comes last
-        if rival.candidate in fast and (energy_mj := _energy_mj(rival))
+        if rival.candidate in fast and (energy_mj := _energy_mj(rival)) > 0
     }
     if not measured:
         return Selection(
@@ -216,7 +257,7 @@ def _least_energy(record: Record, problem: Problem, usable: Sequence[Record]) ->
 def _energy_mj(rival: Record) -> float:
     """What one product takes; 0 where it was not measured."""
     found = rival.telemetry.get("energy_mj")
-    return float(found) if isinstance(found, int | float) and found > 0 else 0.0
+    return float(found) if isinstance(found, int | float) else 0.0
 
 
 def read_rivals(problem: Problem) -> list[Record]:

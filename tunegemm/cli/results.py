@@ -82,7 +82,7 @@ def failure_line(result: TuneResult) -> str:
 
 def verdict_line(result: TuneResult, where: str) -> str:
     """What won, by how much, and what `matmul` calls from now on; empty without time to try anything."""
-    from tunegemm.choose.in_groups import WAITS
+    from tunegemm.choose.selection import WAITS
     from tunegemm.generate.cublaslt import is_torch
     from tunegemm.tuning.final import measured_kernels
 

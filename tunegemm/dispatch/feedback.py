@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tunegemm.choose.fitted import Predicted
-from tunegemm.choose.predictions import outlook
+from tunegemm.choose.predictions import Predicted, outlook
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot, read_snapshot
 from tunegemm.describe.device import Device

@@ -23,7 +23,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError, SpaceError, TunegemmError, one_line
 
 if TYPE_CHECKING:
-    from tunegemm.choose.fitted import Predicted
+    from tunegemm.choose.predictions import Predicted
     from tunegemm.dispatch.feedback import Measure
     from tunegemm.tuning.progress import TuneResult
 

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from tunegemm.choose.compiled_code import least_ratio
-from tunegemm.choose.operators import absorbed
+from tunegemm.choose.operators import absorbed, least_ratio
 from tunegemm.choose.policies import Policy
 from tunegemm.choose.selection import read_rivals, select
 from tunegemm.choose.snapshot import Snapshot, read_snapshot
@@ -370,7 +369,7 @@ class Planner:
         self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int, *, any_m: bool = False
     ) -> bool:
         """Whether a kernel is recorded for what `Dispatcher.fused` would be asked, by shapes, strides and
-        dtypes alone, is there or being compiled, and gains enough there (`choose.compiled_code`).
+        dtypes alone, is there or being compiled, and gains enough there (`choose.operators`).
 
         For code that is compiled: a and b may be tensors without memory. any_m: whether a record of another m
         is enough. Warns where there is none.
@@ -473,7 +472,7 @@ class Planner:
 
     def recorded_groups(self, problem: Problem, index: int) -> Record | None:
         """The record of a product of rows in groups on the device of an index; None where there is none."""
-        from tunegemm.choose.in_groups import recorded
+        from tunegemm.choose.selection import recorded
 
         with self.lock, within(READ_SECONDS), self._finder.guarded(self.state):
             snapshot = self._records(self.state, "grouped_mm")

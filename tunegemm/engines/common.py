@@ -276,7 +276,7 @@ def served(model: torch.nn.Module, most: int, left_out: Sequence[str] = ("VocabP
 
     left_out: classes that have a method of linear layers, and multiply nothing that is served.
     """
-    from tunegemm.choose.fitted import ends
+    from tunegemm.choose.predictions import ends
 
     shown = [rows for rows in _ROWS if rows <= most]
     families: dict[str, None] = {}

@@ -1,12 +1,11 @@
 """What fitted trees read of a launch: numbers of the problem, of torch's product, of the kernel and of the
-model's terms. `fit.selector` and `fit.order` fit to them, `choose.predictions` and
-`choose.invariance` go by them.
+model's terms. `fit` fits to them, `choose.predictions` and `choose.invariance` go by them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt.choice import LibraryChoice
 from tunegemm.model.shortlist import Choices, listed
 from tunegemm.model.terms import Columns, Floats, Terms
@@ -46,41 +46,49 @@ OF_ORDER = (
 OF_GAIN = (*OF_ORDER, "behind", "one_byte", "gated", "adds", "after", *OF_TORCH)
 
 
-def features(problem: Problem, found: Choices, device: Device, library: LibraryChoice | None) -> Floats:
-    """A row of `NAMES` for each launch. library: None where it is not known what torch will launch."""
-    known = _of_launches(problem, found.columns, found.terms, _families()[found.kernels], device)
-    known |= {"splits": found.split_k, "second": found.second, "place": found.kernels}
-    rows_all = -(-problem.m // known["rows"]) * known["rows"]
-    known |= zip(OF_TORCH, _of_torch(problem, rows_all, device.sm_count, library), strict=True)
-    return _table(NAMES, known, len(found))
-
-
-def order_features(
-    problem: Problem, columns: Columns, found: Terms, families: Sequence[str], device: Device
-) -> Floats:
-    """A row of `OF_ORDER` for each launch; families: of their kernels."""
-    numbers = np.array([float(FAMILIES.index(name)) for name in families])
-    return _table(OF_ORDER, _of_launches(problem, columns, found, numbers, device), len(families))
-
-
-def gain_features(
+def features(
+    names: Sequence[str],
     problem: Problem,
     columns: Columns,
     found: Terms,
-    families: Sequence[str],
+    families: Floats,
     device: Device,
-    library: LibraryChoice | None,
+    library: LibraryChoice | None = None,
     **known: Any,
 ) -> Floats:
-    """A row of `OF_GAIN` for each launch.
+    """A row of the named features for each launch.
 
-    problem: as 16-bit products have as many bytes. known: features of the product itself, by name.
+    families: of their kernels, see `family_numbers`. library: what torch will launch; None: not known.
+    known: further features by name.
     """
-    numbers = np.array([float(FAMILIES.index(name)) for name in families])
-    known |= _of_launches(problem, columns, found, numbers, device)
-    rows_all = -(-problem.m // known["rows"]) * known["rows"]
-    known |= zip(OF_TORCH, _of_torch(problem, rows_all, device.sm_count, library), strict=True)
-    return _table(OF_GAIN, known, len(families))
+    known |= _of_launches(problem, columns, found, families, device)
+    if OF_TORCH[0] in names:
+        rows_all = -(-problem.m // known["rows"]) * known["rows"]
+        known |= zip(OF_TORCH, _of_torch(problem, rows_all, device.sm_count, library), strict=True)
+    table = np.empty((len(names), len(families)))
+    for place, name in enumerate(names):
+        table[place] = known[name]
+    return table.T
+
+
+def features_of_choices(
+    problem: Problem, found: Choices, device: Device, library: LibraryChoice | None
+) -> Floats:
+    """A row of `NAMES` for each launch of listed kernels."""
+    return features(
+        NAMES, problem, found.columns, found.terms, _of_listed()[found.kernels], device, library,
+        splits=found.columns.split_k, second=found.columns.second, place=found.kernels,
+    )  # fmt: skip
+
+
+def family_numbers(kernels: Sequence[Candidate]) -> Floats:
+    """The number in `FAMILIES` of each kernel's family."""
+    return np.array([float(FAMILIES.index(kernel.family)) for kernel in kernels])
+
+
+@cache
+def _of_listed() -> Floats:
+    return family_numbers(listed())
 
 
 def _of_launches(
@@ -126,13 +134,6 @@ def _of_launches(
     }
 
 
-def _table(names: Sequence[str], known: Mapping[str, Any], rows: int) -> Floats:
-    table = np.empty((len(names), rows))
-    for place, name in enumerate(names):
-        table[place] = known[name]
-    return table.T
-
-
 def _of_torch(problem: Problem, rows_all: Any, sms: int, library: LibraryChoice | None) -> tuple[Any, ...]:
     if library is None:
         return (UNKNOWN,) * len(OF_TORCH)
@@ -144,9 +145,3 @@ def _of_torch(problem: Problem, rows_all: Any, sms: int, library: LibraryChoice 
         library.split_k, waves, waves / math.ceil(waves),
         math.log2(problem.k / 64 / library.split_k), torch_rows / problem.m, rows_all / torch_rows,
     )  # fmt: skip
-
-
-@cache
-def _families() -> Floats:
-    """The number of each listed kernel's family."""
-    return np.array([float(FAMILIES.index(kernel.family)) for kernel in listed()])

@@ -84,11 +84,6 @@ class Prediction:
         )
 
 
-def predict_us(problem: Problem, candidate: Candidate, device: Device) -> float:
-    """The predicted time in microseconds. Good for ranking candidates of one problem, for nothing else."""
-    return predict(problem, candidate, device).total_us
-
-
 def predict(problem: Problem, candidate: Candidate, device: Device) -> Prediction:
     """The terms of the prediction for a tile candidate.
 

@@ -34,7 +34,7 @@ _USUAL = "64x4096x4096"
 #: Splits of k, as the search spaces list them.
 _SPLITS = np.array([1, 2, 3, 4, 6, 8, 12, 16])
 #: Orders of tiles where L2 does not hold the operands: whether along n, and in groups of so many.
-_RASTERS = ((False, 1), (True, 1), (False, 8), (True, 8))
+RASTERS = ((False, 1), (True, 1), (False, 8), (True, 8))
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,6 @@ class Choices:
 
     kernels: Ints
     """Places in the list."""
-    split_k: Ints
-    second: Bools
-    """Whether a second kernel adds the splits."""
-    along_n: Bools
-    swizzle: Ints
     columns: Columns
     terms: Terms
 
@@ -56,18 +51,13 @@ class Choices:
 
     def take(self, rows: Any) -> Choices:
         """Some of them, by their numbers or a mask."""
-        return Choices(
-            self.kernels[rows], self.split_k[rows], self.second[rows], self.along_n[rows], self.swizzle[rows],
-            self.columns.take(rows), self.terms.take(rows),
-        )  # fmt: skip
+        return Choices(self.kernels[rows], self.columns.take(rows), self.terms.take(rows))
 
     def candidate(self, problem: Problem, number: int) -> Candidate:
         """One of them as it is launched."""
-        kernel = listed()[int(self.kernels[number])]
-        return launched(
-            problem, kernel, int(self.split_k[number]), bool(self.second[number]), bool(self.along_n[number]),
-            int(self.swizzle[number]),
-        )  # fmt: skip
+        kernel, c = listed()[int(self.kernels[number])], self.columns
+        launch = (each[number].item() for each in (c.split_k, c.second, c.along_n, c.swizzle))
+        return launched(problem, kernel, *launch)
 
 
 @cache
@@ -264,7 +254,7 @@ def choices(problem: Problem, device: Device, places: tuple[int, ...] | None = N
     fits &= ~on.skinny | ((problem.m <= c.tile_m) & (problem.m > c.tile_m - 8))
     whole = np.flatnonzero(fits)
     parts: list[tuple[Any, ...]] = []
-    for along_n, swizzle in _RASTERS[:1] if fits_l2(problem, device) else _RASTERS:
+    for along_n, swizzle in RASTERS[:1] if fits_l2(problem, device) else RASTERS:
         rows = whole[on.rasters[whole]] if parts else whole
         parts.append((rows, *_unsplit(rows, False, along_n, swizzle)))
         if len(rows := rows[c.streams[rows]]):
@@ -288,7 +278,7 @@ def choices(problem: Problem, device: Device, places: tuple[int, ...] | None = N
     order = np.lexsort((found.total_us, groups))
     order = order[np.r_[True, np.diff(groups[order]) != 0]]
     order = order[np.argsort(split_k[order] > 1, kind="stable")]
-    return Choices(on.numbers[rows], split_k, seconds, along, swizzles, columns, found).take(order)
+    return Choices(on.numbers[rows], columns, found).take(order)
 
 
 def _unsplit(rows: Ints, second: bool, along_n: bool, swizzle: int) -> tuple[Any, ...]:

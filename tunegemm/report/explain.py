@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from math import ceil, isnan
 from typing import TYPE_CHECKING, Any, Literal
 
-from tunegemm.choose.fitted import Predicted
 from tunegemm.choose.invariance import InvariantOption
 from tunegemm.choose.neighbours import Near
 from tunegemm.choose.policies import Policy
+from tunegemm.choose.predictions import Predicted
 from tunegemm.choose.selection import Outcome, Selection, read_rivals, select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.command import tune_command

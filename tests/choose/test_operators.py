@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.fusing import bent
-from tunegemm.choose.compiled_code import kernels_after, least_ratio
+from tunegemm.choose.operators import kernels_after, least_ratio
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 

@@ -1,0 +1,109 @@
+"""Times sides of a product beside each other, each in one CUDA graph over several sets of operands."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from tunegemm.describe.device import Device, find_device
+
+Side = Callable[[int], Any]
+"""What is timed; takes the number of a set of operands."""
+_T = TypeVar("_T")
+
+
+@dataclass
+class Graph:
+    """A side over all sets: captured, or where it waits for the host as it is called."""
+
+    replay: Callable[[], Any]
+    calls: int
+    is_captured: bool = True
+
+    @classmethod
+    def capture(cls, side: Side, sets: int, *, short_ms: float, most: int, may_wait: bool = False) -> Graph:
+        """A graph of some `short_ms`, of at most so many calls.
+
+        may_wait: whether a side that no graph holds is timed as it is called. Raises RuntimeError for a side
+        that does not compute this.
+        """
+
+        def all_of(again: int) -> None:
+            for _ in range(again):
+                for number in range(sets):
+                    side(number)
+
+        all_of(1)
+        one_ms = timed_ms(lambda: all_of(1)) / sets
+        again = max(1, min(int(short_ms / one_ms / sets), most // sets))
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                all_of(again)
+        except RuntimeError:  # torch's grouped product of fp16 asks the device for the sizes
+            if not may_wait:
+                raise
+            torch.cuda.synchronize()
+            return cls(lambda: all_of(1), sets, False)
+        graph.replay()
+        return cls(graph.replay, again * sets)
+
+    def us(self, turn_ms: float) -> float:
+        """us a call: of one replay, or of the second half of a turn."""
+        replays = 1
+        if turn_ms:
+            replays = max(1, math.ceil(turn_ms / 2 / timed_ms(self.replay)))
+            for _ in range(replays):
+                self.replay()
+
+        def again() -> None:
+            for _ in range(replays):
+                self.replay()
+
+        return timed_ms(again) * 1e3 / self.calls / replays
+
+
+def timed_ms(run: Callable[[], Any]) -> float:
+    """What the GPU takes for it."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def in_rounds(
+    graphs: Mapping[str, Graph], rounds: int, turn_ms: Callable[[str], float]
+) -> dict[str, list[float]]:
+    """us a call of each graph, a sample a round, in shuffled order. turn_ms: of each by its name."""
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(rounds):
+        for name in random.sample(list(graphs), len(graphs)):
+            samples[name].append(graphs[name].us(turn_ms(name)))
+    return samples
+
+
+def begin(spec: str) -> Device:
+    """Makes a GPU torch's current one, and draws from now on the same each time."""
+    device = find_device(spec)
+    torch.cuda.set_device(device.index)
+    torch.manual_seed(0)
+    random.seed(0)
+    return device
+
+
+def within(seconds: float, cases: Sequence[_T]) -> Iterator[_T]:
+    """The cases that begin before so many seconds are over, or all for 0; says how many are left."""
+    begun = time.monotonic()
+    for number, case in enumerate(cases):
+        if seconds and time.monotonic() - begun > seconds:
+            print(f"stopped after {seconds} s: {number} of {len(cases)}", flush=True)
+            return
+        yield case
