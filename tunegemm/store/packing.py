@@ -59,15 +59,13 @@ def pack(
     was measured. Raises PackError when none is left, or an object is missing and may not be compiled.
     """
     left_out: Counter[str] = Counter()
-    versions = {name: package_version(package) for name, package in _COMPILERS.items()}
+    versions = _versions()
     usable = []
     for record in _distinct(records):
         family = record.candidate.family
         judgement = judge(
             record.fingerprint,
-            dataclasses.replace(
-                record.fingerprint, cutlass_dsl=versions["cutlass_dsl"], triton=versions["triton"]
-            ),
+            dataclasses.replace(record.fingerprint, **versions),
             family=family,
             source_there=record.kernel_source,
             source_here=kernel_source_hash(family),
@@ -101,9 +99,11 @@ def pack(
 
 def toolchain() -> dict[str, str]:
     """The compilers that are here, as kernel keys name them."""
-    return {name: package_version(package) for name, package in _COMPILERS.items()} | {
-        "cutlass_dsl": dsl_version()
-    }
+    return _versions() | {"cutlass_dsl": dsl_version()}
+
+
+def _versions() -> dict[str, str]:
+    return {name: package_version(package) for name, package in _COMPILERS.items()}
 
 
 @dataclass(frozen=True)
