@@ -65,7 +65,9 @@ def pack(
         family = record.candidate.family
         judgement = judge(
             record.fingerprint,
-            dataclasses.replace(record.fingerprint, **versions),
+            dataclasses.replace(
+                record.fingerprint, cutlass_dsl=versions["cutlass_dsl"], triton=versions["triton"]
+            ),
             family=family,
             source_there=record.kernel_source,
             source_here=kernel_source_hash(family),
@@ -110,7 +112,7 @@ def _versions() -> dict[str, str]:
 class Provided:
     """The objects of some records, or of other things that have kernels."""
 
-    artifacts: Mapping[tuple[tuple[str, object], ...], Artifact]
+    artifacts: Mapping[tuple[tuple[str, str | int], ...], Artifact]
     """By the items of their kernel keys."""
     failures: Mapping[Any, str]
     """Why a kernel could not be compiled, by what it is of."""
@@ -211,7 +213,7 @@ def _device(fingerprint: Fingerprint) -> Device:
     return device
 
 
-def _name(key: Key) -> tuple[tuple[str, object], ...]:
+def _name(key: Key) -> tuple[tuple[str, str | int], ...]:
     return tuple(sorted(key.items()))
 
 
