@@ -17,6 +17,7 @@ from tests.support.stores import damage
 from tunegemm.compile import cute_object
 from tunegemm.compile.artifacts import Artifact, ArtifactStore
 from tunegemm.compile.pool import CompilePool
+from tunegemm.describe import driver
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.stored import problem_of
@@ -200,10 +201,10 @@ def test_where_no_temporary_file_can_be_loaded_it_lies_beside_the_object(
 
 
 @pytest.mark.parametrize(
-    ("driver", "chosen"), [(None, "cu13"), (12, "cu12"), (13, "cu13"), (14, "cu13"), (11, None)]
+    ("major", "chosen"), [(0, "cu13"), (12, "cu12"), (13, "cu13"), (14, "cu13"), (11, None)]
 )
 def test_the_runtime_is_of_the_newest_cuda_that_the_driver_knows(
-    driver: int | None, chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    major: int, chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "nvidia_cutlass_dsl"
     for name in ("cu12", "cu13"):
@@ -211,7 +212,7 @@ def test_the_runtime_is_of_the_newest_cuda_that_the_driver_knows(
         (root / name / "lib" / cute_object.RUNTIME).touch()
     origin = str(root / "dsl_packages" / "cutlass" / "__init__.py")
     monkeypatch.setattr(cute_object, "find_spec", lambda _: type("Spec", (), {"origin": origin}))
-    monkeypatch.setattr(cute_object, "driver_major", lambda: driver)
+    monkeypatch.setattr(driver, "cuda_version", lambda: (major, 0))
     found = cute_object.find_runtime()
     assert (found and found.parts[-3]) == chosen
 

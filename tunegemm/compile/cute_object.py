@@ -11,7 +11,6 @@ compiler, a second of imports, to link it in memory.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
 import logging
@@ -28,6 +27,7 @@ from typing import Any
 
 from tunegemm.compile.artifacts import Key
 from tunegemm.compile.ptxas import Resources, output_to, read_report
+from tunegemm.describe import driver
 from tunegemm.describe.device import package_version
 from tunegemm.describe.epilogue import MAX_WORDS, define
 
@@ -205,16 +205,5 @@ def find_runtime() -> Path | None:
     if root is None:
         return None
     found = {int(path.parts[-3][2:]): path for path in root.glob(f"cu[0-9]*/lib/{RUNTIME}")}
-    newest = driver_major() or max(found, default=0)
+    newest = driver.cuda_version()[0] or max(found, default=0)
     return found.get(max((major for major in found if major <= newest), default=0))
-
-
-def driver_major() -> int | None:
-    """The CUDA of the driver; None where there is no driver."""
-    version = ctypes.c_int(0)
-    try:
-        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
-            return version.value // 1000
-    except (OSError, AttributeError):
-        pass
-    return None

@@ -187,5 +187,11 @@ PARTS: dict[str, Part] = {
     "gb10": _part("GB10", (12, 1), 48, 125.0, 273, 24, 128, "DGX Spark datasheet", "SMs, bf16, GB/s"),
 }
 
+
+def part_named(device_name: str) -> Part | None:
+    """The part that CUDA calls so; None for one whose datasheet is not here."""
+    return next((part for part in PARTS.values() if part.device_name == device_name), None)
+
+
 #: Names of parts that have several forms, of which one is meant.
 ALIASES = {"a100": "a100-sxm-80gb", "h100": "h100-sxm", "dgx-spark": "gb10"}

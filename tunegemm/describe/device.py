@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tunegemm.describe import driver
-from tunegemm.describe.architectures import ALIASES, ARCHITECTURES, PARTS, Architecture, Part
+from tunegemm.describe.architectures import ALIASES, ARCHITECTURES, PARTS, Architecture, Part, part_named
 from tunegemm.describe.clusters import active_clusters, gpcs_of_clusters
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import DeviceError
@@ -115,7 +115,7 @@ class Device:
     @property
     def is_known_part(self) -> bool:
         """Whether its peaks are a datasheet's."""
-        return any(part.device_name == self.name for part in PARTS.values())
+        return part_named(self.name) is not None
 
     @property
     def flops_per_cycle(self) -> int:
@@ -223,7 +223,7 @@ def _device_of(spec: str, found: driver.Properties) -> Device:
         raise DeviceError(f"{found.name} is {name}, which tunegemm does not know; it knows {known}")
     if refusal := too_old_driver(found.name):
         raise DeviceError(refusal)
-    part = next((part for part in PARTS.values() if part.device_name == found.name), None)
+    part = part_named(found.name)
     peak_tflops, bandwidth_gbps = (part.peak_tflops, part.bandwidth_gbps) if part else (0.0, 0.0)
     if part is None and not architecture.wgmma:
         # A Hopper that is none of `PARTS` is a slice of one, whose share of the memory its clocks do not say.

@@ -35,11 +35,13 @@ class Properties:
 
 
 def cuda_version() -> tuple[int, int]:
-    """The newest CUDA that the driver supports; (0, 0) where there is no driver."""
+    """The newest CUDA that the driver supports; (0, 0) where there is no driver. It also answers a process
+    that sees no GPU, in which CUDA does not start.
+    """
     version = ctypes.c_int()
     try:
-        _ask("cuDriverGetVersion", ctypes.byref(version))
-    except (OSError, RuntimeError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
         return 0, 0
     return version.value // 1000, version.value % 1000 // 10
 

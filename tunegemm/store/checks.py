@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import nan
 from typing import TYPE_CHECKING
 
-from tunegemm.describe.architectures import ARCHITECTURES, PARTS, Part
+from tunegemm.describe.architectures import ARCHITECTURES, PARTS, Part, part_named
 from tunegemm.describe.device import Device, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -102,7 +102,7 @@ def device_of(fingerprint: Fingerprint) -> Device | None:
     """The device that was measured, as far as a kernel key asks: it need not be here. None for one of an
     architecture that is not known.
     """
-    part = next((part for part in PARTS.values() if part.device_name == fingerprint.device_name), None)
+    part = part_named(fingerprint.device_name)
     if part is None:
         names = {".".join(map(str, capability)): capability for capability in ARCHITECTURES}
         if (capability := names.get(fingerprint.capability)) is None:

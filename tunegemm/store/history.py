@@ -41,9 +41,7 @@ def seeds(database: Database, problem: Problem, fingerprint: Fingerprint) -> lis
     return list(dict.fromkeys(e.candidate for _, group in nearest_first for e in leaders(group)[:TOP]))
 
 
-def related(
-    records: Iterable[Record], problem: Problem, fingerprint: Fingerprint, top: int = TOP
-) -> list[Candidate]:
+def related(records: Iterable[Record], problem: Problem, fingerprint: Fingerprint) -> list[Candidate]:
     """What records of any layer say of the same product, the most alike first: of the problem itself, then
     with another epilogue or output, then of another dtype of the same width. On GPUs of the architecture; on
     one of this name first, the latest first.
@@ -58,7 +56,7 @@ def related(
         alike = one == problem, record.fingerprint.device_name == fingerprint.device_name
         found.append(((*alike, one.in_dtype == problem.in_dtype, record.measured_at), record.candidate))
     ordered = sorted(found, key=lambda pair: pair[0], reverse=True)
-    return list(dict.fromkeys(candidate for _, candidate in ordered))[:top]
+    return list(dict.fromkeys(candidate for _, candidate in ordered))[:TOP]
 
 
 def _product(problem: Problem) -> tuple[int | str, ...]:

@@ -59,7 +59,7 @@ def pack(
     was measured. Raises PackError when none is left, or an object is missing and may not be compiled.
     """
     left_out: Counter[str] = Counter()
-    versions = {name: package_version(package) for name, package in _COMPILERS.items()}
+    versions = _versions()
     usable = []
     for record in _distinct(records):
         family = record.candidate.family
@@ -101,16 +101,18 @@ def pack(
 
 def toolchain() -> dict[str, str]:
     """The compilers that are here, as kernel keys name them."""
-    return {name: package_version(package) for name, package in _COMPILERS.items()} | {
-        "cutlass_dsl": dsl_version()
-    }
+    return _versions() | {"cutlass_dsl": dsl_version()}
+
+
+def _versions() -> dict[str, str]:
+    return {name: package_version(package) for name, package in _COMPILERS.items()}
 
 
 @dataclass(frozen=True)
 class Provided:
     """The objects of some records, or of other things that have kernels."""
 
-    artifacts: Mapping[tuple[tuple[str, object], ...], Artifact]
+    artifacts: Mapping[tuple[tuple[str, str | int], ...], Artifact]
     """By the items of their kernel keys."""
     failures: Mapping[Any, str]
     """Why a kernel could not be compiled, by what it is of."""
@@ -211,7 +213,7 @@ def _device(fingerprint: Fingerprint) -> Device:
     return device
 
 
-def _name(key: Key) -> tuple[tuple[str, object], ...]:
+def _name(key: Key) -> tuple[tuple[str, str | int], ...]:
     return tuple(sorted(key.items()))
 
 
