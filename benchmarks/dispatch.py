@@ -301,7 +301,6 @@ def breakdown(problem: Problem, device: Device) -> dict[str, Call]:
 
     from tunegemm.dispatch import api, guards
     from tunegemm.dispatch.forms import MATMUL, form_of
-    from tunegemm.dispatch.slow_path import SlowPath
     from tunegemm.generate.workspace import Workspace
     from tunegemm.torch import functions
 
@@ -316,7 +315,7 @@ def breakdown(problem: Problem, device: Device) -> dict[str, Call]:
     plan, launch, index = recent.plan, recent.launch, device.index
     addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
     stream = torch._C._cuda_getCurrentRawStream
-    plain, slowly = form_of(MATMUL, ""), SlowPath(served.planner, served.product, served.fused).compute
+    plain, slowly = form_of(MATMUL, ""), served.compute
     sums = Workspace(4 * problem.m * problem.n, 64, index)
     return {
         "nothing (a Python call)": lambda: None,

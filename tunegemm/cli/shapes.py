@@ -62,9 +62,9 @@ def command(
     ),
 ) -> None:
     """List the matrix products that an engine computes for a model, in a file for `tune --from`."""
+    from tunegemm.choose.policies import read_engine_experts
     from tunegemm.describe.workload.engines import shapes
     from tunegemm.describe.workload.models import read_model
-    from tunegemm.dispatch.modes import read_engine_experts
 
     check_target(out, WorkloadError)
     given = _rows(rows)

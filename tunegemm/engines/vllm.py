@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import tunegemm
+from tunegemm.choose.policies import read_engine_experts, read_engine_gates
 from tunegemm.dispatch import api, extension
-from tunegemm.dispatch.modes import read_engine_experts, read_engine_gates
 from tunegemm.engines import common, vllm_gates
 from tunegemm.engines.common import Misfit, of_engine, replace
 from tunegemm.engines.vllm_experts import asker, serve_experts

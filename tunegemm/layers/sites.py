@@ -22,10 +22,10 @@ from torch.nn import functional
 from tunegemm.describe.epilogue import GATE_OF
 from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.extension import LaunchCache
-from tunegemm.dispatch.forms import ACTIVATIONS, BELOW_AUTOGRAD, form_of
+from tunegemm.dispatch.forms import ACTIVATIONS, ALIGNMENT, BELOW_AUTOGRAD, form_of
 from tunegemm.dispatch.guards import capturing, current_device, dispatch_modes
-from tunegemm.dispatch.operands import ALIGNMENT
-from tunegemm.dispatch.plans import Plan
+from tunegemm.dispatch.launchers import Plan
+from tunegemm.groups.grouped import grouped_mm
 from tunegemm.layers import joint
 from tunegemm.layers.joint import Keep
 
@@ -253,6 +253,25 @@ class Several(Joint):
         weights, biases = self.parts(*operands)
         given = (weights, biases) if biases else (weights,)
         return tuple([site(x, *each) for site, *each in zip(self._linears, *given, strict=True)])
+
+
+def product(facts: tuple[Any, ...]) -> Callable[..., torch.Tensor]:
+    """A product of two matrices, or of batches of them."""
+    return _product
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    result = None if dispatch_modes() else api.dispatcher.below_autograd(a, b)
+    return torch.matmul(a, b) if result is None else result
+
+
+def grouped(facts: tuple[Any, ...]) -> Callable[..., torch.Tensor]:
+    """A product of rows in groups."""
+    return _grouped
+
+
+def _grouped(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return grouped_mm(a, b, offs=ends)
 
 
 _lock = threading.Lock()
