@@ -273,10 +273,10 @@ def test_inductor_is_taught_by_every_traced_graph(monkeypatch):
     taught = []
     monkeypatch.setattr(lowering, "lower", taught.append)
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", False)
-    ops.teach_inductor(lambda: api.dispatcher)
+    ops.teach_inductor()
     assert not taught
     with tracing(TracingContext(FakeTensorMode())):
-        ops.teach_inductor(lambda: api.dispatcher)
+        ops.teach_inductor()
     assert taught
 
 

@@ -25,7 +25,9 @@ _SAME: dict[str, frozenset[Any]] = {
     "add": frozenset((operator.add, torch.add)),
     "matmul": frozenset((operator.matmul, torch.matmul)),
     "mm": frozenset((torch.mm,)),
+    "bmm": frozenset((torch.bmm,)),
 }
+_GROUPED = frozenset((functional.grouped_mm, torch._grouped_mm))
 _TRANSPOSED = frozenset(("t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "adjoint"))
 
 
@@ -60,6 +62,17 @@ def linear_of(node: Any) -> tuple[Node, Node, Node | None] | None:
     if not isinstance(x, Node) or not isinstance(weight, Node) or not isinstance(bias, Node | None):
         return None
     return x, weight, bias
+
+
+def product_of(node: Any) -> tuple[Node, ...] | None:
+    """The operands of a product of matrices or batches, or of rows in groups, whose ends are the third; None
+    for anything else."""
+    operands = calls(node, "matmul") or calls(node, "mm") or calls(node, "bmm")
+    if operands is None and isinstance(node, Node) and node.op == "call_function" and node.target in _GROUPED:
+        given = dict(zip(("input", "mat2"), node.args, strict=False)) | node.kwargs
+        if {name for name, each in given.items() if each is not None} == {"input", "mat2", "offs"}:
+            operands = given["input"], given["mat2"], given["offs"]
+    return operands if operands and all(isinstance(each, Node) for each in operands) else None
 
 
 def transposed_of(node: Any) -> Node | None:

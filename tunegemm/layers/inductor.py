@@ -142,7 +142,7 @@ def _pays(match: Match, facts: tuple[Any, ...]) -> bool:
     for extent in value(match.operands[0]).shape[:-1]:
         rows *= ops.hint(extent)
     config = sys.modules.get(_CONFIG)
-    gate, gpu = GATE_OF[match.words[0]], joint.name_of(device)
+    gate, gpu = GATE_OF[match.words[0]], extension.gpu_of(device)
     found = joint.chosen(rows, (n, n), k, dtype, gpu, gate=gate)
     return found is not None and not getattr(config, "cpp_wrapper", False)
 

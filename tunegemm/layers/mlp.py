@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from functools import cache
 from types import FunctionType
@@ -59,13 +60,12 @@ def _places_in(forward: FunctionType) -> Places | None:
     names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
     if len(names) != 2 or arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults:
         return None
-    result = _result_of(function.body)
-    for form in ("{s}.D({s}.A({s}.G({x})) * {s}.U({x}))", "{s}.D({s}.U({x}) * {s}.A({s}.G({x})))"):
-        own, x = names
-        expected = ast.parse(form.format(s=own, x=x), mode="eval").body
-        found: dict[str, str] = {}
-        if result is not None and _is_like(expected, result, own, found):
-            return Places(found["D"], found["A"], found["G"], found["U"])
+    result, (own, x) = _result_of(function.body), map(re.escape, names)
+    gate, up = rf"{own}\.(?P<act>\w+)\({own}\.(?P<gate>\w+)\({x}\)\)", rf"{own}\.(?P<up>\w+)\({x}\)"
+    for product in (rf"{gate} \* {up}", rf"{up} \* {gate}"):
+        found = re.fullmatch(rf"{own}\.(?P<down>\w+)\({product}\)", ast.unparse(result) if result else "")
+        if found is not None:
+            return Places(**found.groupdict())
     return None
 
 
@@ -87,27 +87,6 @@ def _result_of(body: list[ast.stmt]) -> ast.expr | None:
         case [ast.Assign(targets=[ast.Name(id=name)], value=result), ast.Return(value=ast.Name(id=same))]:
             return result if name == same else None
     return None
-
-
-def _is_like(expected: ast.AST, given: ast.AST, own: str, found: dict[str, str]) -> bool:
-    """Whether two expressions are the same but for attributes of `own`; `found` learns their names."""
-    if isinstance(expected, ast.Attribute) and isinstance(given, ast.Attribute):
-        is_own = isinstance(given.value, ast.Name) and given.value.id == own
-        return is_own and found.setdefault(expected.attr, given.attr) == given.attr
-    if type(expected) is not type(given):
-        return False
-    for name, value in ast.iter_fields(expected):
-        other = getattr(given, name)
-        if isinstance(value, ast.AST):
-            if not isinstance(other, ast.AST) or not _is_like(value, other, own, found):
-                return False
-        elif isinstance(value, list):
-            pairs = zip(value, other, strict=False)
-            if len(value) != len(other) or not all(_is_like(a, b, own, found) for a, b in pairs):
-                return False
-        elif value != other:
-            return False
-    return True
 
 
 def activation_of(module: Any) -> str:

@@ -26,6 +26,7 @@ from tunegemm.layers.graph import (
     linear_of,
     only_user,
     passed_on,
+    product_of,
     takes_views,
     value,
 )
@@ -49,10 +50,13 @@ class Match:
     """The nodes that the call's results replace, in their order, where it has several; the call then stands
     where the first one does."""
 
+    ends: tuple[Node, ...] = ()
+    """Where groups of rows end: the call's last argument."""
+
     @property
     def weights(self) -> tuple[Node, ...]:
         """The operands that are matrices of weights."""
-        count = {"gate": 2, "several": len(self.results)}.get(self.kind, 1)
+        count = {"gate": 2, "several": len(self.results), "product": 0}.get(self.kind, 1)
         return self.operands[1 : 1 + count]
 
 
@@ -171,6 +175,18 @@ def linear(node: Node) -> Match | None:
     return Match("linear", (node,), operands, sites.chain, ("", bias is not None, False))
 
 
+def product(node: Node) -> Match | None:
+    """A product that is no layer's: of two matrices or batches of them, or of rows in groups."""
+    operands = product_of(node)
+    if operands is None or any(each is None or each.ndim < 2 for each in map(value, operands[:2])):
+        return None
+    is_grouped = len(operands) == 3
+    return Match(
+        "product", (node,), operands[:2], sites.grouped if is_grouped else sites.product, (),
+        ends=operands[2:],
+    )  # fmt: skip
+
+
 #: In the order in which they are looked for.
 PATTERNS = (
     Pattern("gate", gate),
@@ -178,6 +194,7 @@ PATTERNS = (
     Pattern("chain", chain),
     Pattern("several", several),
     Pattern("linear", linear),
+    Pattern("product", product),
 )
 
 _LAYOUTS = {
