@@ -202,7 +202,7 @@ def _prepare(config: Any) -> None:
     """Before a worker computes. The compile cache's code calls what Inductor is else taught as it traces."""
     from tunegemm.torch.lowering import lower
 
-    lower(lambda: api.dispatcher)
+    lower()
     common.lower()
     given = _facts(config)
     if vllm_gates.FACT in given:

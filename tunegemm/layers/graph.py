@@ -27,7 +27,7 @@ _SAME: dict[str, frozenset[Any]] = {
     "mm": frozenset((torch.mm,)),
     "bmm": frozenset((torch.bmm,)),
 }
-_GROUPED = frozenset((functional.grouped_mm, torch._grouped_mm))
+_GROUPED: frozenset[Any] = frozenset((functional.grouped_mm, torch._grouped_mm))
 _TRANSPOSED = frozenset(("t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "adjoint"))
 
 
@@ -67,7 +67,7 @@ def linear_of(node: Any) -> tuple[Node, Node, Node | None] | None:
 def product_of(node: Any) -> tuple[Node, ...] | None:
     """The operands of a product of matrices or batches, or of rows in groups, whose ends are the third; None
     for anything else."""
-    operands = calls(node, "matmul") or calls(node, "mm") or calls(node, "bmm")
+    operands: tuple[Any, ...] | None = calls(node, "matmul") or calls(node, "mm") or calls(node, "bmm")
     if operands is None and isinstance(node, Node) and node.op == "call_function" and node.target in _GROUPED:
         given = dict(zip(("input", "mat2"), node.args, strict=False)) | node.kwargs
         if {name for name, each in given.items() if each is not None} == {"input", "mat2", "offs"}:
