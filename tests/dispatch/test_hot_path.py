@@ -390,15 +390,6 @@ def test_a_product_with_itself_is_served(serve):
     assert torch.equal(quietly(dispatcher.matmul, a, a), torch.matmul(a, a))
 
 
-def test_without_torchs_guards_every_call_takes_the_slow_path(by_address, monkeypatch):
-    kernel, dispatcher = by_address
-    monkeypatch.setattr("tunegemm.dispatch.guards.TensorGuards", None)
-    a, b = operands()
-    for _ in range(3):
-        assert torch.equal(quietly(dispatcher.matmul, a, b), torch.matmul(a, b))
-    assert len(kernel.calls) == 3 and not dispatcher.planner.state.recent
-
-
 def test_a_known_product_that_fails_to_launch_is_torchs(by_address):
     kernel, dispatcher = by_address
     a, b = operands()

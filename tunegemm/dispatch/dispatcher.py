@@ -441,7 +441,7 @@ class Dispatcher:
         out: Any,
     ) -> None:
         """Let the next call with this `b` find the plan without a key. tensors: all of them, `out` last."""
-        if not self._can_check(tensors[0]):
+        if tensors[0].is_meta:
             return
         recent = state.recent.get(key)
         if recent is None or not recent.check(*tensors):  # made in another mode, such as inference mode
@@ -456,16 +456,10 @@ class Dispatcher:
                 out is not None and not out.is_inference(),
                 (plan.device.index or 0) if plan is not None and plan.guarded else -1,
             )
-        self._keep(state, tensors[1].data_ptr() | form.tag | (0 if out is None else 2), tensors, recent)
-
-    def _can_check(self, a: torch.Tensor) -> bool:
-        """Whether torch has its check of tensors, and calls with this one may be known by it."""
-        return not (guards.TensorGuards is None or self.planner.allocate is None or a.is_meta)
-
-    def _keep(self, state: State, slot: int, tensors: tuple[torch.Tensor, ...], recent: Recent) -> None:
         if len(state.recent) >= 3 * MAX_PLANS:  # by three hints each
             state.forget_checks()
         a, b = tensors[:2]
+        slot = b.data_ptr() | form.tag | (0 if out is None else 2)
         state.recent[slot] = state.recent[slot, a.numel(), b.stride()] = recent
 
     def _is_differentiable(self, form: Form, a: Any, b: Any, tensors: Sequence[Any]) -> bool:

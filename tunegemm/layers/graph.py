@@ -122,12 +122,6 @@ def passed_on(node: Node) -> Node | None:
     return source if bound.get("training", True) is False and isinstance(source, Node) else None
 
 
-def only_user(node: Node) -> Node | None:
-    """The one node that reads this one; None where there are none or several."""
-    users = [*node.users]
-    return users[0] if len(users) == 1 else None
-
-
 _VIEWS = frozenset((
     "view", "reshape", "transpose", "permute", "unflatten", "flatten", "unsqueeze", "squeeze", "contiguous",
     "chunk", "split", "unbind", "expand", "narrow", "select", "movedim", "swapaxes", "view_as", "reshape_as",
@@ -215,14 +209,6 @@ class Order:
             if node.op in given and isinstance(found := value(node), torch.Tensor)
         }
 
-    def first(self, nodes: Iterable[Node]) -> Node:
-        """The one that comes first."""
-        return min(nodes, key=self._place.__getitem__)
-
-    def last(self, nodes: Iterable[Node]) -> Node:
-        """The one that comes last."""
-        return max(nodes, key=self._place.__getitem__)
-
     def all_before(self, operands: Iterable[Node], node: Node) -> bool:
         """Whether operands are there where a node stands. What the pass itself has put in is."""
         place = self._place[node]
@@ -233,14 +219,14 @@ class Order:
         between them writes to no operand and changes no state of torch's.
         """
         own = {*nodes}
-        begin, end = self._place[self.first(own)], self._place[self.last(own)]
+        places = [self._place[node] for node in own]
         read: set[int] = set()
         for operand in operands:
             found = value(operand)
             if found is None:
                 return False
             read.add(storage_of(found))
-        for node in self._nodes[begin:end]:
+        for node in self._nodes[min(places) : max(places)]:
             if node in own:
                 continue
             for written in writes(node):

@@ -181,7 +181,7 @@ def _gate(
         with _disable_current_modes():
             return _gate(x, gate, up, activation, records, site)
     facts = (*gate.shape, gate.stride(0), x.dtype, x.device)
-    result: torch.Tensor = sites.gated(activation, False, facts)(x, gate, up)
+    result: torch.Tensor = sites.gated(activation, sites.TWO_WEIGHTS, False, facts)(x, gate, up)
     return result
 
 

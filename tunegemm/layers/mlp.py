@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 from tunegemm.dispatch import guards
@@ -26,7 +25,6 @@ from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.layers import sites
 from tunegemm.torch.linear import TunedLinear
 
-_function_modes = torch._C._len_torch_function_stack
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -148,18 +146,14 @@ class Forward:
             or first.stride() != second.stride()
             or first.stride(1) != 1
             or x.shape[-1] != first.shape[1]
-            or (guards.grad_enabled() and any(each.requires_grad for each in (x, first, second)))
             or guards.any_autocast()
-            or guards.deterministic()
-            or guards.dispatch_modes()
-            or _function_modes()
-            or guards.functorch_level() is not None
-            or guards.tracing()
-            or forward_ad._current_level >= 0
-            or any(map(guards.is_lazy, (x, first, second)))
+            or guards.function_modes()
+            or not guards.is_ordinary(x, first, (second,))
         ):
             return None
-        site = sites.gated(activation, False, (*first.shape, first.stride(0), x.dtype, x.device))
+        site = sites.gated(
+            activation, sites.TWO_WEIGHTS, False, (*first.shape, first.stride(0), x.dtype, x.device)
+        )
         result: torch.Tensor | None = site.kernel(x, first, second)
         return result
 

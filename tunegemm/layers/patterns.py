@@ -24,7 +24,6 @@ from tunegemm.layers.graph import (
     calls,
     is_matrix,
     linear_of,
-    only_user,
     passed_on,
     product_of,
     takes_views,
@@ -75,12 +74,14 @@ def gate(node: Node) -> Match | None:
         if found is None or up is None or (first := linear_of(found[1])) is None:
             continue
         (x, weight, bias), (same, upper, upper_bias) = first, up
-        if same is not x or (bias is None) != (upper_bias is None) or not _are_alike(weight, upper):
+        if same is not x or (bias is None) != (upper_bias is None) or not _lie_alike(weight, upper):
+            continue
+        if value(weight).shape != value(upper).shape:
             continue
         biases = () if bias is None or upper_bias is None else (bias, upper_bias)
         return Match(
             "gate", (found[1], activated, other, node), (x, weight, upper, *biases), sites.gated,
-            (found[0], bool(biases)),
+            (found[0], sites.TWO_WEIGHTS, bool(biases)),
         )  # fmt: skip
     return None
 
@@ -99,7 +100,7 @@ def half_gate(node: Node) -> Match | None:
         between = dict.fromkeys((*gate.nodes, *upper.nodes))
         return Match(
             "half gate", (gate.whole, *between, activated, node),
-            (x, weight) if bias is None else (x, weight, bias), sites.halves,
+            (x, weight) if bias is None else (x, weight, bias), sites.gated,
             (found[0], layout, bias is not None),
         )  # fmt: skip
     return None
@@ -142,7 +143,7 @@ def several(node: Node) -> Match | None:
     x, first, bias = layer
     found: list[tuple[Node, Node, Node | None]] = []
     for user in x.users:
-        if (other := linear_of(user)) is not None and other[0] is x and _is_joinable(user, first, other):
+        if (other := linear_of(user)) is not None and other[0] is x and _lie_alike(first, other[1]):
             found.append((user, other[1], other[2]))
     if not 2 <= len(found) <= MOST_WEIGHTS or found[0][0] is not node:
         return None
@@ -152,18 +153,6 @@ def several(node: Node) -> Match | None:
     columns = tuple(value(weight).shape[0] for weight in weights)
     operands = (x, *weights, *(biases if bias is not None else ()))
     return Match("several", nodes, operands, sites.several, (bias is not None, columns), nodes)
-
-
-def _is_joinable(node: Node, first: Node, layer: tuple[Node, Node, Node | None]) -> bool:
-    """Whether a layer's weight lies as the first one's does, but for its rows."""
-    left, right = value(first), value(layer[1])
-    return (
-        left is not None
-        and right is not None
-        and is_matrix(left)
-        and is_matrix(right)
-        and (left.shape[1], left.stride(), left.dtype) == (right.shape[1], right.stride(), right.dtype)
-    )
 
 
 def linear(node: Node) -> Match | None:
@@ -270,7 +259,7 @@ def _both_ways(pair: tuple[Any, Any] | None) -> list[tuple[Any, Any]]:
 
 def _ends_in_linear(node: Node) -> bool:
     """Whether a node is a layer, its activation, or a dropout of either that is off, for one user alone."""
-    if only_user(node) is None:
+    if len(node.users) != 1:
         return False
     inner = node
     while (source := passed_on(inner)) is not None:
@@ -280,13 +269,12 @@ def _ends_in_linear(node: Node) -> bool:
     return linear_of(inner) is not None
 
 
-def _are_alike(first: Node, second: Node) -> bool:
-    """Whether two weights have one shape, layout and dtype."""
+def _lie_alike(first: Node, second: Node) -> bool:
+    """Whether two weights have one layout and dtype, but for their numbers of rows."""
     left, right = value(first), value(second)
     if left is None or right is None or not (is_matrix(left) and is_matrix(right)):
         return False
-    facts = [(tuple(each.shape), each.stride(), each.dtype) for each in (left, right)]
-    return facts[0] == facts[1]
+    return (left.shape[1], left.stride(), left.dtype) == (right.shape[1], right.stride(), right.dtype)
 
 
 def _has_shape_of(node: Node, other: Node) -> bool:
