@@ -38,7 +38,7 @@ REDUCTIONS: dict[torch.dtype, Callable[[], Any]] = {
 
 # What torch.compile's own code calls at run time: its guard of tensors, and its allocation. torch has no
 # public ones that do as much in one call.
-_TensorGuards: Any = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
+_TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
 
 
 def allocation(device_type: str) -> Any:
