@@ -10,7 +10,7 @@ import torch
 
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.checked import Checked, Extent, share_memory
-from tunegemm.dispatch.plans import is_apart_from
+from tunegemm.dispatch.launchers import is_apart_from
 from tunegemm.errors import ProblemError
 from tunegemm.measure.operands import make_operands
 

@@ -394,4 +394,4 @@ def test_a_known_fall_back_is_a_check_and_torchs_call(name):
     python, _ = calls_of(call)
     ours = [each for each in python if each.startswith("tunegemm.")]
     assert len(ours) <= most, ours
-    assert not any("slow_path.compute" in each for each in ours)
+    assert not any("dispatcher.compute" in each for each in ours)

@@ -21,7 +21,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.planning import Planner
-from tunegemm.dispatch.plans import State
+from tunegemm.dispatch.states import State
 from tunegemm.errors import ArtifactError, TunegemmWarning
 
 
@@ -153,7 +153,10 @@ def test_what_torch_computes_is_decided_anew_when_records_are_published(device) 
 
     published = ["before"]
     planner = Planner(
-        device_type="cpu", read=lambda: Snapshot([]), find=lambda spec: device, modified=lambda: published[0]
+        device_type="cpu",
+        read=lambda: Snapshot([], modified=published[0]),
+        find=lambda spec: device,
+        modified=lambda: published[0],
     )
     api.serve_by(Dispatcher(planner))
     family, (a, b) = Torchs(), operands()

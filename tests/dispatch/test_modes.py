@@ -12,12 +12,12 @@ import torch
 from tests.choose.test_neighbours import kernel as candidate
 from tests.support.serving import Kernel, Row, operands, quietly
 from tests.support.waiting import until
+from tunegemm.choose.policies import read_compile, read_mode
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
-from tunegemm.dispatch.modes import read_compile, read_mode
 from tunegemm.dispatch.online import OnlineTuning
 from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import ArtifactError

@@ -11,8 +11,8 @@ import torch
 
 from tests.support.serving import BF16, ByAddress, operands, quietly
 from tunegemm.describe.problem import Problem
+from tunegemm.dispatch.forms import Operands, Refusal, describe
 from tunegemm.dispatch.launchers import Prepared
-from tunegemm.dispatch.operands import Operands, Refusal, describe
 from tunegemm.torch import functions
 
 # Which products a kernel may compute

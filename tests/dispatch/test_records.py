@@ -361,7 +361,7 @@ def test_records_published_meanwhile_are_found_by_products_left_to_torch(device,
     dispatcher = Dispatcher(
         Planner(
             device_type="cpu",
-            read=lambda: Snapshot(rows),
+            read=lambda: Snapshot(rows, modified=modified()),
             find=lambda _: device,
             prepare=lambda record, _: Prepared(known.launcher if record.problem == known.problem else later),
             modified=modified,
@@ -391,7 +391,7 @@ def test_nothing_is_looked_for_during_graph_capture(device, monkeypatch):
     dispatcher = Dispatcher(
         Planner(
             device_type="cpu",
-            read=Snapshot,
+            read=lambda: Snapshot(modified=looks.append(now[0])),
             find=lambda _: device,
             modified=lambda: looks.append(now[0]),
         )

@@ -23,12 +23,12 @@ import torch
 import tunegemm
 from tests.support.forks import Forks
 from tests.support.serving import Row, operands, quietly
-from tunegemm.choose.snapshot import Snapshot
+from tunegemm.choose.snapshot import READ_SECONDS, Snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
-from tunegemm.dispatch.planning import READ_SECONDS, Planner
+from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import TunegemmWarning
 from tunegemm.store import Database
 from tunegemm.store.layers import modified, read_records
@@ -341,7 +341,7 @@ def test_whatever_is_raised_is_torchs_product_and_one_warning(device, monkeypatc
     rows = [Row(Problem(m, 48, 64), device.fingerprint) for m in (32, 16, 8)]
     parts: dict[str, Callable] = {"read": lambda: Snapshot(rows), "find": lambda _: device}
     if place == "select":
-        monkeypatch.setattr("tunegemm.dispatch.finding.select", fail)
+        monkeypatch.setattr("tunegemm.dispatch.planning.select", fail)
     else:
         parts[place] = fail
     planner = Planner(device_type="cpu", **parts)

@@ -343,7 +343,7 @@ def test_ranks_compare_what_they_serve_by(serve) -> None:
 def test_times_of_files_are_a_hosts_own() -> None:
     def planner(time: int) -> Planner:
         known = Recorded(Problem(32, 48, 64))
-        known.digest = "the same"
+        known.digest, known.modified = "the same", time
         return Planner(device_type="cpu", read=lambda: known, modified=lambda: time)
 
     first, second = planner(1), planner(2)

@@ -14,7 +14,7 @@ import tunegemm
 from benchmarks.provided import provide_joined
 from tests.support.layers import BF16
 from tests.support.numerics import difference
-from tunegemm.dispatch import objects
+from tunegemm.dispatch import extension
 from tunegemm.generate.joined import JoinedKernel
 from tunegemm.layers import backend
 
@@ -34,10 +34,10 @@ def _compiled() -> Iterator[None]:
     """Kernels of several weights are there from the first call on."""
     provided = provide_joined()
     assert not provided.failures
-    before = objects.packs.find
-    objects.packs.find = lambda key: before(key) or provided.of(key)
+    before = extension.packs.find
+    extension.packs.find = lambda key: before(key) or provided.of(key)
     yield
-    objects.packs.find = before
+    extension.packs.find = before
 
 
 @pytest.fixture

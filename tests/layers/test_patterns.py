@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,13 @@ from torch.nn import functional as F
 
 from tests.support.fusing import close
 from tests.support.gates import Kernels
+from tests.support.grouped import Loops
 from tests.support.layers import INNER, WIDTH, Own, given, made
+from tunegemm.groups import grouped
 from tunegemm.layers import backend, fusion, patterns, sites
 from tunegemm.layers.graph import linear_of
 from tunegemm.layers.joint import Keep
+from tunegemm.model.grouped import choose
 
 silu = F.silu
 
@@ -340,3 +344,54 @@ def test_a_pattern_is_a_function_its_site_and_its_place_in_the_list(
     # What has other users stays as it is: the pass refuses the match, not the pattern.
     twice = made(Own(lambda m, x: (y := m.a(x)) + torch.clamp(y, 0)))
     assert "clamped" not in counts_of(twice, x)[1]
+
+
+OF_NO_LAYER: dict[str, Callable[..., torch.Tensor]] = {
+    "bmm": lambda m, x, y: torch.bmm(x, y),
+    "bmm's method": lambda m, x, y: x.bmm(y),
+    "operator": lambda m, x, y: x @ y,
+    "one matrix for a batch": lambda m, x, y: torch.matmul(x, y[0]),
+    "heads": lambda m, x, y: (x.unflatten(-1, (4, -1)).transpose(1, 2) @ y[:1, None, :16])[:, 0],
+    "matrices": lambda m, x, y: torch.mm(x[0], y[0]),
+}
+
+
+@pytest.mark.parametrize("name", OF_NO_LAYER)
+def test_products_that_are_no_layers(planner: Any, kernels: Kernels, name: str) -> None:
+    model, x, y = Own(OF_NO_LAYER[name]).eval(), given(), given(2, 32).mT.contiguous()
+    result, found = counts_of(model, x, y)
+    close(result, model(x, y))
+    assert found == {"product": 1}
+    assert bool(kernels.calls) == (name != "heads"), "torch broadcasts between batches"
+
+
+def test_products_of_rows_in_groups(planner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loops = Loops()
+    monkeypatch.setattr(grouped, "choose", partial(choose, every=True))
+    monkeypatch.setattr(grouped, "groups", grouped.Groups(loops.load))
+    weights, ends = given(3, WIDTH), torch.tensor([5, 5, 16], dtype=torch.int32)
+    model = Own(lambda m, x, w, e: F.grouped_mm(x[0], w, offs=e)).eval()
+    result, found = counts_of(model, given(1, 16), weights, ends)
+    close(result, F.grouped_mm(given(1, 16)[0], weights, offs=ends))
+    assert found == {"product": 1} and len(loops.calls) == 2
+
+
+@pytest.mark.parametrize("change", ["gradient", "fp32", "mixed", "vector", "into an output"])
+def test_products_that_stay_torchs(planner: Any, kernels: Kernels, change: str) -> None:
+    x, y = given(), given(2, 32).mT.contiguous()
+    function = lambda m, x, y: x @ y  # noqa: E731
+    if change == "gradient":
+        y.requires_grad_()
+    elif change == "fp32":
+        x, y = x.float(), y.float()
+    elif change == "mixed":
+        y, function = y.half(), lambda m, x, y: x @ y.bfloat16() + (x.half() @ y)
+    elif change == "vector":
+        y = y[0, :, 0]
+    else:
+        function = lambda m, x, y: torch.bmm(x, y, out=x.new_empty(2, 8, 32))  # noqa: E731
+    model, found = Own(function).eval(), Counter[str]()
+    compiled = torch.compile(model, backend=lambda graph, _: (found.update(backend.prepare(graph)), graph)[1])
+    with torch.set_grad_enabled(change == "gradient"):
+        close(compiled(x, y), model(x, y))
+    assert found == ({"product": 2} if change == "mixed" else {})

@@ -16,7 +16,7 @@ import torch
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.dispatch import api, dispatcher, slow_path
+from tunegemm.dispatch import api, dispatcher
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, Form
 from tunegemm.generate.families import kernel_source_hash
@@ -56,8 +56,7 @@ def forbid_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         if form.call != BELOW_AUTOGRAD:
             pytest.fail("fell back to torch")
 
-    for module in (dispatcher, slow_path):
-        monkeypatch.setattr(module, "by_torch", refuse)
+    monkeypatch.setattr(dispatcher, "by_torch", refuse)
 
 
 class Kernel:
@@ -149,4 +148,4 @@ def calls_of(call) -> tuple[list[str], list[str]]:
 
 def is_slow(call) -> bool:
     """Whether a call finds no plan without a key."""
-    return any("dispatch.slow_path." in name for name in calls_of(call)[0])
+    return any(name.endswith("dispatcher.compute") for name in calls_of(call)[0])

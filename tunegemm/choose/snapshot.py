@@ -7,7 +7,7 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -17,11 +17,15 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.stored import cells_of
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.measure.evidence import rank
-from tunegemm.store.layers import NARROWNESS
+from tunegemm.store.layers import NARROWNESS, modified, read_lookups
 from tunegemm.store.lookup import Lookup
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import ShippedLookup
 from tunegemm.store.validity import Grade, Judgement, judge_stored
+from tunegemm.store.waiting import within
+
+#: How long records may keep a product waiting that they are read for, such as for a database's lock.
+READ_SECONDS = 2.0
 
 
 class Snapshot:
@@ -33,8 +37,10 @@ class Snapshot:
         *,
         lookups: Sequence[Lookup | ShippedLookup] = (),
         warnings: Sequence[str] = (),
+        modified: Hashable = None,
     ) -> None:
-        """lookups: further records, by problem. warnings: one line for each layer that could not be read."""
+        """lookups: further records, by problem. warnings: one line for each layer that could not be read.
+        modified: what `tunegemm.store.layers.modified` said before they were read."""
         by_problem: dict[Problem, list[Record]] = defaultdict(list)
         for record in records:
             by_problem[record.problem].append(record)
@@ -43,6 +49,7 @@ class Snapshot:
         self._judged: dict[tuple[Problem, Fingerprint], list[tuple[Judgement, Record]]] = {}
         self._usable: dict[tuple[Any, ...], list[Record]] = {}
         self.warnings = tuple(warnings)
+        self.modified = modified
 
     def __len__(self) -> int:
         return sum(map(len, self._records.values())) + sum(map(len, self._lookups))
@@ -142,7 +149,7 @@ class Snapshot:
 
 def read_snapshot() -> Snapshot:
     """The records of all layers; what cannot be read is a warning, and the rest is served."""
-    from tunegemm.store.layers import read_lookups
-
-    records, lookups, warnings = read_lookups()
-    return Snapshot(records, lookups=lookups, warnings=warnings)
+    before = modified()
+    with within(READ_SECONDS):
+        records, lookups, warnings = read_lookups()
+    return Snapshot(records, lookups=lookups, warnings=warnings, modified=before)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +25,32 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tunegemm.dispatch.autograd import PLAIN
-from tunegemm.dispatch.forms import ADDMM, BELOW_AUTOGRAD, BMM, LINEAR, MATMUL, SCALED_MM, Form, form_of
-from tunegemm.dispatch.fx import data_ptr
+from tunegemm.describe.problem import MAX_ALIGNMENT
+from tunegemm.dispatch import guards
+from tunegemm.dispatch.autograd import (
+    DTYPES,
+    PLAIN,
+    add_differentiably,
+    is_simple,
+    multiply_differentiably,
+)
+from tunegemm.dispatch.forms import (
+    ADDMM,
+    ALIGNMENT,
+    BELOW_AUTOGRAD,
+    BMM,
+    LINEAR,
+    MATMUL,
+    SCALED_MM,
+    Form,
+    form_of,
+)
+from tunegemm.dispatch.fx import data_ptr, refuse_proxies
 from tunegemm.dispatch.guards import (
+    TORCHS,
     are_functions_watched,
+    autocast,
+    cast_by_autocast,
     current_device,
     deterministic,
     dispatch_modes,
@@ -37,22 +59,23 @@ from tunegemm.dispatch.guards import (
     only_checks_operators,
     reductions_allowed,
 )
-from tunegemm.dispatch.operands import ALIGNMENT
-from tunegemm.dispatch.planning import Planner
-from tunegemm.dispatch.plans import Recent, are_apart, is_apart_from
-from tunegemm.dispatch.slow_path import SlowPath, by_torch
-from tunegemm.dispatch.states import own
-from tunegemm.dispatch.unfused import one_function_into
+from tunegemm.dispatch.launchers import Plan, are_apart, is_apart_from, is_writable, launch_plan
+from tunegemm.dispatch.planning import MAX_PLANS, Planner
+from tunegemm.dispatch.states import COMPOSED, Recent, State, own
+from tunegemm.dispatch.unfused import added, by_torch, one_function_into, taken_operands, unfused
+from tunegemm.errors import ProblemError
 
 #: The forms of products that are stored as they are, by their call.
 _PLAIN_FORMS = {call: form_of(call, "") for call in (MATMUL, LINEAR, BELOW_AUTOGRAD, BMM, ADDMM, SCALED_MM)}
+_BIASED_BELOW_AUTOGRAD = form_of(BELOW_AUTOGRAD, "bias_n")
 
 
 class Dispatcher:
     """The calls. The module `api` holds the one that `tunegemm.matmul` uses.
 
-    It and its `SlowPath` call each other: a call that is not known goes there, and the products that such a
-    call consists of, as of cast operands or of a backward pass, come back as calls of their own.
+    A call that is not known goes to `compute`, and so do operands that need more than a launch: gradients,
+    autocast, unusual addresses, subclasses. The products that such a call consists of come back as calls of
+    their own, which may be known.
 
     `product`, `fused` and `compiled` each spell out what forbids a launch now (modes, deterministic
     algorithms, another current device) and what a launch is. That is said three times on purpose: as a
@@ -61,8 +84,8 @@ class Dispatcher:
 
     def __init__(self, planner: Planner | None = None) -> None:
         self.planner = planner or Planner()
-        self._slowly = SlowPath(self.planner, self.product, self.fused).compute
         self._empty = self.planner.allocate
+        self._below_autograd = partial(self.product, BELOW_AUTOGRAD)
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
         """See `tunegemm.matmul`."""
@@ -89,9 +112,9 @@ class Dispatcher:
             # Torch's check of tensors ends the process at a nested one (2.13).
             is_odd = b_address & (ALIGNMENT - 1) or a.is_nested is True
         except (AttributeError, RuntimeError, TypeError):  # no tensor, or such as has no memory
-            return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
+            return self.compute(_PLAIN_FORMS[call], a, b, (), (), out)
         if is_odd:
-            return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
+            return self.compute(_PLAIN_FORMS[call], a, b, (), (), out)
         if out is None:
             slot = b_address | call
             recent = self.planner.states[own()].recent.get(slot)
@@ -103,17 +126,17 @@ class Dispatcher:
         if not known:
             recent = self._earlier(slot, a, b) if out is None else self._earlier(slot, a, b, out)
         if recent is None or (recent.requires_grad and grad_enabled()):
-            return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
+            return self.compute(_PLAIN_FORMS[call], a, b, (), (), out)
         plan, launch = recent.plan, recent.launch
         if plan is None or launch is None:  # torch's, in whatever mode
             if time.monotonic() < self.planner.next_look:
                 if out is None and recent.torchs is not None:
                     return recent.torchs(a, b)
                 return by_torch(_PLAIN_FORMS[call], a, b, (), (), out)
-            return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
+            return self.compute(_PLAIN_FORMS[call], a, b, (), (), out)
         a_address = data_ptr(a)
         if a_address & (ALIGNMENT - 1):
-            return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
+            return self.compute(_PLAIN_FORMS[call], a, b, (), (), out)
         if (
             dispatch_modes()
             or (function_modes() and are_functions_watched())
@@ -121,7 +144,7 @@ class Dispatcher:
             or forward_ad._current_level >= 0
             or (recent.device_index >= 0 and recent.device_index != current_device())
         ):
-            return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
+            return self.compute(_PLAIN_FORMS[call], a, b, (), (), out)
         try:
             if out is None:
                 result = self._empty(*plan.output)
@@ -135,7 +158,7 @@ class Dispatcher:
                 return out
         except (RuntimeError, ValueError):  # the slow path meets it again, and knows what to do
             pass
-        return self._slowly(_PLAIN_FORMS[call], a, b, (), (), out)
+        return self.compute(_PLAIN_FORMS[call], a, b, (), (), out)
 
     def fused(
         self,
@@ -154,26 +177,26 @@ class Dispatcher:
             b_address = data_ptr(b)
             is_odd = b_address & (ALIGNMENT - 1) or a.is_nested is True
         except (AttributeError, RuntimeError, TypeError):
-            return self._slowly(form, a, b, tensors, numbers, out)
+            return self.compute(form, a, b, tensors, numbers, out)
         if is_odd:
-            return self._slowly(form, a, b, tensors, numbers, out)
+            return self.compute(form, a, b, tensors, numbers, out)
         slot = b_address | form.tag if out is None else b_address | 2 | form.tag
         everything = (a, b, *tensors) if out is None else (a, b, *tensors, out)
         recent = self.planner.states[own()].recent.get(slot)
         if recent is None or not recent.check(*everything):
             recent = self._earlier(slot, *everything)
         if recent is None or (recent.requires_grad and grad_enabled()):
-            return self._slowly(form, a, b, tensors, numbers, out)
+            return self.compute(form, a, b, tensors, numbers, out)
         plan, launch = recent.plan, recent.launch
         if plan is None or launch is None:  # torch's, in whatever mode
             if time.monotonic() < self.planner.next_look:
                 if out is None and recent.torchs is not None:
                     return recent.torchs(a, b, *tensors)
                 return by_torch(form, a, b, tensors, numbers, out)
-            return self._slowly(form, a, b, tensors, numbers, out)
+            return self.compute(form, a, b, tensors, numbers, out)
         a_address = data_ptr(a)
         if a_address & (ALIGNMENT - 1):
-            return self._slowly(form, a, b, tensors, numbers, out)
+            return self.compute(form, a, b, tensors, numbers, out)
         if (
             dispatch_modes()
             or (function_modes() and are_functions_watched())
@@ -181,7 +204,7 @@ class Dispatcher:
             or forward_ad._current_level >= 0
             or (recent.device_index >= 0 and recent.device_index != current_device())
         ):
-            return self._slowly(form, a, b, tensors, numbers, out)
+            return self.compute(form, a, b, tensors, numbers, out)
         words = () if plan.words is None else plan.words(tensors, numbers)
         try:
             if words is None:
@@ -197,7 +220,7 @@ class Dispatcher:
                 return out
         except (RuntimeError, ValueError):  # the slow path meets it again, and knows what to do
             pass
-        return self._slowly(form, a, b, tensors, numbers, out)
+        return self.compute(form, a, b, tensors, numbers, out)
 
     def compiled(
         self,
@@ -269,3 +292,206 @@ class Dispatcher:
             return None
         state.recent[slot] = recent
         return recent
+
+    def compute(
+        self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any
+    ) -> Any:
+        """What `fused` returns, whatever the operands are. The first call of every key comes here; a key
+        holds all that a plan depends on."""
+        planner, call = self.planner, form.call
+        if planner.is_off and planner.observe is None:
+            return by_torch(form, a, b, tensors, numbers, out)
+        are_plain = type(a) in PLAIN and type(b) in PLAIN
+        for tensor in tensors:
+            are_plain = are_plain and type(tensor) in PLAIN
+        if call == BELOW_AUTOGRAD:
+            if not are_plain or deterministic() or any(map(guards.is_lazy, (a, b, *tensors))):
+                return None
+        elif not are_plain:
+            _check_tensors(form, (a, b, *tensors))
+            return by_torch(form, a, b, tensors, numbers, out)
+        elif guards.function_modes() and guards.are_functions_watched() and planner.observe is None:
+            return by_torch(form, a, b, tensors, numbers, out)  # which is what such a mode is to see
+        elif (
+            out is None  # torch.matmul(out=) is not cast
+            and guards.any_autocast()
+            and (form.is_plain or a.dtype.itemsize > 1)  # products of scaled operands are not cast
+            and (cast := cast_by_autocast(a, b, *_cast_along(form, tensors))) is not None
+        ):
+            return self._cast(form, a, b, tensors, numbers, cast)
+        elif not guards.is_ordinary(a, b, tensors):
+            if out is None and self._is_differentiable(form, a, b, tensors):
+                return self._differentiably(form, a, b, tensors, numbers)
+            return by_torch(form, a, b, tensors, numbers, out)
+        if out is not None and (type(out) not in PLAIN or guards.is_lazy(out)):
+            return by_torch(form, a, b, tensors, numbers, out)
+        if planner.observe is not None:
+            if call == BELOW_AUTOGRAD:
+                return None
+            computed = partial(by_torch, form, a, b, tensors, numbers, out)
+            return planner.observe(form, a, b, tensors, out, computed)
+        others = tensors if out is None else (*tensors, out)
+        try:
+            low = (a.data_ptr() | b.data_ptr()) % ALIGNMENT
+            below = 0
+            for tensor in tensors:
+                below |= tensor.data_ptr() % MAX_ALIGNMENT
+            key: tuple[Any, ...] = (
+                form, low & -low, below & -below, a.dtype is torch.float32 and guards.tf32_allowed(),
+                guards.REDUCTIONS.get(a.dtype, bool)(),
+                a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device,
+            )  # fmt: skip
+            for tensor in others:
+                key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        except RuntimeError:  # sparse and nested tensors have no strides
+            return by_torch(form, a, b, tensors, numbers, out)
+        state = planner.states[own()]
+        plan = state.plans.get(key)
+        if not plan:
+            state, plan = planner.plan(key, form, a, b, tensors, numbers, out)
+        if not isinstance(plan, Plan):
+            if plan is COMPOSED:
+                multiply = partial(self.product, call)
+                adds = state.policy.is_batch_invariant  # torch's own call with a bias would multiply, too
+                biased = (lambda x, y, bias: multiply(x, y) + bias) if adds else None
+                return unfused(form, a, b, tensors, numbers, out, multiply=multiply, biased=biased)
+            if not (low or below) and key in state.plans:
+                self._remember(state, key, None, form, (a, b, *others), out)
+            return by_torch(form, a, b, tensors, numbers, out)
+        result = out
+        if result is None:
+            shape, _, dtype = plan.output
+            result = a.new_empty(shape, dtype=dtype)
+        elif not (is_writable(plan, a, b, result) and is_apart_from(result, tensors)):
+            return by_torch(form, a, b, tensors, numbers, out)
+        elif not result.is_inference():  # inference tensors count no versions
+            increment_version(result)
+        try:
+            launch_plan(plan, a, b.t() if call == LINEAR else b, result, form, tensors, numbers)
+        except Exception as error:
+            planner.drop(state, key, plan, a, b, error)
+            return by_torch(form, a, b, tensors, numbers, out)
+        if form.writes:
+            if not tensors[-1].is_inference():
+                increment_version(tensors[-1])
+        elif plan.launch_at is not None and not low:
+            self._remember(state, key, plan, form, (a, b, *others), out)
+        return result
+
+    def _cast(
+        self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], cast: Any
+    ) -> Any:
+        """What torch's own calls would make of it: autocast casts what goes into the product's call, bias
+        and C, too; what is added afterwards keeps its dtype, which may be wider and then is the result's.
+        """
+        if cast is TORCHS:
+            return by_torch(form, a, b, tensors, numbers, None)
+        if form.out_dtype is not None:  # the caller's word on the result, and so on what is added to it
+            return self.fused(form, autocast(a, cast), autocast(b, cast), tensors, numbers)
+        names = [operand.name for operand in form.epilogue.operands if operand.kind != "number"]
+        # A user's function gives the product's dtype, whatever its operands have.
+        taken = taken_operands(form, a, b) if form.epilogue.function is None else names
+        a, b = autocast(a, cast), autocast(b, cast)
+        seen = [
+            autocast(tensor, cast) if name in taken else tensor
+            for name, tensor in zip(names, tensors, strict=True)
+        ]
+        wide = [
+            name for name, tensor in zip(names, seen, strict=True)
+            if tensor.dtype is not cast and name != "amax"
+        ]  # fmt: skip
+        if not wide:
+            return self.fused(form, a, b, seen, numbers)
+        if wide == ["residual"] and form.epilogue.steps[-1] == "residual":
+            text = form.text.removesuffix("residual").removesuffix("+")
+            before = form_of(form.call, text, form.out_dtype, form.accumulation)
+            return self.fused(before, a, b, seen[:-1], numbers) + seen[-1]
+        return by_torch(form, a, b, seen, numbers, None)
+
+    def _differentiably(
+        self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float]
+    ) -> Any:
+        """By products that are dispatched, and so are those of the backward pass, and torch's operations."""
+        linear, product = form.call == LINEAR, self._below_autograd
+
+        def multiply(*_: Any) -> Any:
+            return multiply_differentiably(product, a, b, linear)
+
+        def biased(_a: Any, _b: Any, bias: Any) -> Any:
+            right = b.t() if linear else b
+            if bias.shape != right.shape[-1:]:  # which torch broadcasts
+                return added(a, right, bias)
+            return add_differentiably(self._add, product, a, b, bias, linear)
+
+        if form.is_plain:
+            return multiply()
+        return unfused(form, a, b, tensors, numbers, multiply=multiply, biased=biased)
+
+    def _add(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor | None = self.fused(_BIASED_BELOW_AUTOGRAD, a, b, (bias,))
+        return added(a, b, bias) if result is None else result
+
+    def _remember(
+        self,
+        state: State,
+        key: tuple[Any, ...],
+        plan: Plan | None,
+        form: Form,
+        tensors: tuple[Any, ...],
+        out: Any,
+    ) -> None:
+        """Let the next call with this `b` find the plan without a key. tensors: all of them, `out` last."""
+        if tensors[0].is_meta:
+            return
+        recent = state.recent.get(key)
+        if recent is None or not recent.check(*tensors):  # made in another mode, such as inference mode
+            allowed = guards.reductions_allowed(tensors[0].dtype)
+            reduces = not all(allowed) if plan is None else plan.reduces
+            recent = state.recent[key] = Recent(
+                guards.check_of(tensors, reductions=reduces),
+                plan,
+                plan.launch_at if plan is not None else None,
+                form.torchs,
+                form.call != BELOW_AUTOGRAD and any(tensor.requires_grad for tensor in tensors),
+                out is not None and not out.is_inference(),
+                (plan.device.index or 0) if plan is not None and plan.guarded else -1,
+            )
+        if len(state.recent) >= 3 * MAX_PLANS:  # by three hints each
+            state.forget_checks()
+        a, b = tensors[:2]
+        slot = b.data_ptr() | form.tag | (0 if out is None else 2)
+        state.recent[slot] = state.recent[slot, a.numel(), b.stride()] = recent
+
+    def _is_differentiable(self, form: Form, a: Any, b: Any, tensors: Sequence[Any]) -> bool:
+        """Whether `is_ordinary` said no because of gradients alone."""
+        names = (operand.name for operand in form.epilogue.operands if operand.kind != "number")
+        taken = () if form.is_plain else taken_operands(form, a, b)
+        return (
+            a.dtype == b.dtype
+            and a.dtype in DTYPES
+            and a.device.type == b.device.type == self.planner.device_type
+            and is_simple(a, b)
+            and not guards.is_transformed()
+            and (form.call != ADDMM or form.text in ("", "bias_n"))  # of others torch has one derivative
+            and (form.call != LINEAR or b.ndim == 2)
+            and all(each.dtype is a.dtype for name, each in zip(names, tensors, strict=True) if name in taken)
+            and not deterministic()
+            and not guards.dispatch_modes()
+            and not guards.tracing()
+            and not (guards.is_lazy(a) or guards.is_lazy(b))
+        )
+
+
+def _check_tensors(form: Form, operands: tuple[Any, ...]) -> None:
+    """Raises TypeError for a proxy of torch.fx, and ProblemError for what is not a tensor, of which torch's
+    own function, where one means the whole form, says as much."""
+    refuse_proxies(operands)
+    if not form.is_plain and (form.call, form.text) != (LINEAR, "bias_n"):
+        for operand in operands:
+            if not isinstance(operand, torch.Tensor):
+                raise ProblemError(f"operand {operand!r:.40} is not a tensor; give torch tensors")
+
+
+def _cast_along(form: Form, tensors: Sequence[Any]) -> Sequence[Any]:
+    """The epilogue's tensors whose dtype is autocast's to say."""
+    return () if form.out_dtype is not None else tensors[: len(tensors) - form.writes]

@@ -5,7 +5,7 @@ What it shares with `tunegemm.matmul` is here, and is all that it needs of dispa
 
 - `LaunchCache` keeps what was decided for operands of one layout, and forgets it when records, policy or mode
   change;
-- `compiled` gives the object of a kernel, which is compiled in the background where none ships;
+- `loaded` and `compiled` give a kernel or its object, which is compiled in the background where none ships;
 - `policy`, `is_off`, `device_type` and `may_load` say whether a kernel may serve now;
 - `operators` are those of ATen that `tunegemm.enable` takes over for it;
 - `warn` and `missed` speak of what falls back to torch, `recorded` and `serves_by` of what is recorded.
@@ -19,23 +19,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from tunegemm.choose.policies import Policy
+from tunegemm.compile.artifacts import Artifact, Key
+from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api
+from tunegemm.dispatch.background import BackgroundCompiler, make_pool
 from tunegemm.dispatch.forms import Form
 from tunegemm.dispatch.guards import capturing, check_of, is_lazy
-from tunegemm.dispatch.objects import compiled
 from tunegemm.dispatch.planning import LOOK_SECONDS, MAX_PLANS
 from tunegemm.dispatch.states import own
+from tunegemm.errors import ArtifactError
+from tunegemm.generate import families
+from tunegemm.store import packs
 from tunegemm.store.record import Record
 
 __all__ = [
-    "Known", "LaunchCache", "allocation", "compiled", "device_type", "fingerprint", "forget", "is_off",
-    "may_load", "missed", "observer", "operators", "policy", "recorded", "serves_by", "warn",
+    "Known", "LaunchCache", "allocation", "compiled", "device_of", "device_type", "fingerprint", "forget",
+    "gpu_of", "is_off", "loaded", "may_load", "missed", "observer", "operators", "policy", "recorded",
+    "serves_by", "warn",
 ]  # fmt: skip
 
 #: Of ATen's operators, beside those of two matrices, what `tunegemm.enable` puts in the place of their
@@ -135,6 +142,60 @@ def _holds(known: Known, tensors: tuple[torch.Tensor, ...]) -> bool:
     return any(capturing(tensor.device) for tensor in tensors[:1]) or planner.look() is state
 
 
+_compilers: dict[str, BackgroundCompiler] = {}
+_kernels: dict[tuple[str, Any, int], Any] = {}
+
+
+def compiled(family: str, key: Key, module: str = families.__name__) -> Artifact | None:
+    """The object of a kernel that no record names: it ships, or is compiled in the background; None
+    meanwhile. Raises ArtifactError where there will be none.
+
+    module: what a compile pool asks for the family, as of `CompilePool`.
+    """
+    artifact = packs.find(key)
+    if artifact is None:
+        compiler = _compilers.get(module)
+        if compiler is None:
+            made = BackgroundCompiler(lambda kernel: None, partial(make_pool, module))
+            compiler = _compilers.setdefault(module, made)
+        compiler.is_on = api.dispatcher.planner.compiler.is_on
+        answer = compiler.ask_for(family, key)
+        if not answer.kernel:
+            why = answer.failure or answer.refusal or "none is compiled, and TUNEGEMM_COMPILE=0"
+            raise ArtifactError(why)
+    return artifact
+
+
+def loaded(family: Any, load: Callable[[Any, Any], Any], config: Any, device: torch.device) -> Any:
+    """A family's kernel of a configuration on a Hopper GPU, loaded once; None until it is compiled.
+
+    family: a module such as `tunegemm.generate.joined`; load: of a configuration and the object's path.
+    Raises TunegemmError, OSError or RuntimeError where there is none.
+    """
+    name, index = family.FAMILY.name, device.index or 0
+    if (reason := family.FAMILY.cannot_launch(device_of(device))) is not None:
+        raise ArtifactError(reason)
+    kernel = _kernels.get((name, config, index))
+    if kernel is None:
+        artifact = compiled(name, family.kernel_key(config))
+        if artifact is None:
+            return None
+        with torch.cuda.device(index):
+            kernel = _kernels[name, config, index] = load(config, artifact.path)
+    return kernel
+
+
+def device_of(device: torch.device) -> Device:
+    """A GPU as launches may see it under the policy of this context."""
+    return policy().device(find_device(f"cuda:{device.index or 0}"))
+
+
+@cache
+def gpu_of(device: torch.device) -> str:
+    """The name of a GPU; empty for other devices."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
 def policy() -> Policy:
     """By which products are served in this context."""
     return api.dispatcher.planner.policy
@@ -188,7 +249,9 @@ def recorded(problem: Problem, device: torch.device) -> Record | None:
 def serves_by(form: Form, a: torch.Tensor, b: torch.Tensor, device: torch.device) -> str:
     """The family of the kernel that serves a call of `Dispatcher.fused`, of tensors that need no memory;
     empty where torch computes it."""
-    return api.dispatcher.planner.family(form, a, b, device.index or 0)
+    found = api.dispatcher.planner.expected(form, a, b, device.index or 0)
+    record = found[2].record if found is not None else None
+    return record.candidate.family if record is not None else ""
 
 
 def fingerprint(*, anywhere: bool = False) -> str:

@@ -37,14 +37,13 @@ REDUCTIONS: dict[torch.dtype, Callable[[], Any]] = {
 }
 
 # What torch.compile's own code calls at run time: its guard of tensors, and its allocation. torch has no
-# public ones that do as much in one call; without them every call takes the general way.
-_compiled: Any = getattr(torch._C._dynamo, "guards", None)
-TensorGuards: Any = getattr(_compiled, "TensorGuards", None)
+# public ones that do as much in one call.
+_TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
 
 
 def allocation(device_type: str) -> Any:
-    """torch's own function of (shape, strides, dtype) that makes a tensor there; None where it has none."""
-    return getattr(_compiled, f"_empty_strided_{device_type}", None)
+    """torch's own function of (shape, strides, dtype) that makes a tensor there."""
+    return getattr(torch._C._dynamo.guards, f"_empty_strided_{device_type}")
 
 
 #: What `cast_by_autocast` says where torch is to compute the product.
@@ -113,11 +112,8 @@ def check_of(tensors: tuple[torch.Tensor, ...], *, reductions: bool = False) -> 
 
     reductions: whether what is done with them depends on `REDUCTIONS`, too.
     """
-    if TensorGuards is None:
-        before = _layout(tensors)
-        return lambda *others: _layout(others) == before
     distinct = list({id(tensor): tensor for tensor in tensors}.values())
-    check: Callable[..., bool] = TensorGuards(
+    check: Callable[..., bool] = _TensorGuards(
         *distinct,
         dynamic_dims_sizes=[list(tensor.shape) for tensor in distinct],
         dynamic_dims_strides=[list(tensor.stride()) for tensor in distinct],
@@ -136,12 +132,6 @@ def check_of(tensors: tuple[torch.Tensor, ...], *, reductions: bool = False) -> 
         cast = torch.get_autocast_dtype(device_type)
         return lambda *others: torch.get_autocast_dtype(device_type) is cast and check(*others)
     return check
-
-
-def _layout(tensors: tuple[torch.Tensor, ...]) -> list[Any]:
-    """What `check_of` compares, where torch has no check."""
-    modes = torch.is_inference_mode_enabled(), functorch_level(), tf32_allowed(), any_autocast()
-    return [*modes, *((x.shape, x.stride(), x.dtype, x.device, x.requires_grad, is_lazy(x)) for x in tensors)]
 
 
 def _check_of_repeated(tensors: tuple[torch.Tensor, ...], check: Callable[..., bool]) -> Callable[..., bool]:

@@ -1,24 +1,37 @@
-"""From a record to a prepared launcher: the kernel is taken from the object store, never compiled here."""
+"""From a record to a launcher, and from that to the *plan* of a key: the prepared launch of its products.
+
+Kernels are taken from the object store, never compiled here.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.dispatch.operands import ALIGNMENT
+from tunegemm.dispatch.forms import ALIGNMENT, Form, Named, Refusal, seen_as
+from tunegemm.dispatch.guards import REDUCTIONS, grad_enabled, reductions_allowed
 from tunegemm.errors import ArtifactError
 from tunegemm.generate import families
-from tunegemm.generate.cublaslt import is_torch
-from tunegemm.generate.launching import Launcher, tma_takes
+from tunegemm.generate.cublaslt import is_torch, reduces_in_16_bits, splits_k
+from tunegemm.generate.launching import (
+    AddressLaunch,
+    AddressLauncher,
+    Launcher,
+    WordsOf,
+    tma_takes,
+    words_binder,
+)
 from tunegemm.store.checks import record_objection
-
-if TYPE_CHECKING:
-    from tunegemm.store.record import Record
+from tunegemm.store.record import Record
 
 
 @dataclass(frozen=True)
@@ -91,3 +104,175 @@ def find_object(record: Record, device: Device) -> Path | None:
     if artifact is None:
         raise ArtifactError("its compiled kernel is not in the object store")
     return artifact.path
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How products of one key are launched."""
+
+    launch: Launcher
+    """Takes tensors in the shapes of `views`."""
+    launch_at: AddressLaunch | None
+    """Takes their addresses instead; None where the launcher wants tensors."""
+    output: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+    """Shape, strides and dtype of the result."""
+    views: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    """Shapes of a, b and the output as the kernel sees them."""
+    spans: tuple[int, int, int]
+    """Bytes spanned by a, b and the output."""
+    address_bytes: int
+    """What the address of a given output must be a multiple of."""
+    device: torch.device
+    guarded: bool
+    """Whether the device may not be the current one, as on a host of several GPUs."""
+    words: WordsOf | None = None
+    """What `launch_at` takes for the operands of an epilogue; None where there are none, or that is."""
+    operand_views: tuple[tuple[int, ...], ...] = ()
+    """Shapes of an epilogue's tensors as the kernel sees them."""
+    reduces: bool = False
+    """Whether it is an algorithm of the library that torch's settings of reductions may forbid."""
+    problem: Problem | None = field(default=None, compare=False)
+    record: Record | None = field(default=None, compare=False)
+    """What its kernel was recorded for, or predicted."""
+
+
+def refusal_of(prepared: Prepared, asked: Named, a: torch.Tensor, b: torch.Tensor) -> Refusal | None:
+    """Why a launcher does not take these operands, if so."""
+    operands = asked.operands
+    if prepared.tma and operands.tma_refusal:
+        return Refusal(operands.tma_refusal)
+    if prepared.packed and not operands.packed:
+        return Refusal("")
+    if (a.data_ptr() | b.data_ptr()) % prepared.address_bytes:
+        return Refusal("")
+    if reduces(prepared) and not _may_reduce(operands.problem, prepared, a.dtype):
+        return Refusal("")
+    return None
+
+
+def reduces(prepared: Prepared) -> bool:
+    """Whether it is an algorithm of the library that splits k."""
+    record = prepared.record
+    return record is not None and record.candidate.family == "cublaslt" and splits_k(record.candidate)
+
+
+def _may_reduce(problem: Problem, prepared: Prepared, dtype: torch.dtype) -> bool:
+    """Whether torch's settings let its library add up what its splits of k give, as this algorithm does."""
+    in_16_bits, splits = reductions_allowed(dtype)
+    assert prepared.record is not None
+    return splits and (in_16_bits or not reduces_in_16_bits(problem, prepared.record.candidate))
+
+
+def make_plan(
+    prepared: Prepared,
+    asked: Named,
+    form: Form,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    numbers: Sequence[float],
+    out: torch.Tensor | None,
+) -> Plan:
+    """The plan of a launcher that takes these operands (`refusal_of`); b is (k, n).
+
+    Raises what the launcher raises of strides.
+    """
+    operands, shapes = asked.operands, asked.shapes
+    problem, launch, views = operands.problem, prepared.launch, operands.views
+    assert launch is not None
+    launch_at, words = None, None
+    example = a.new_empty(operands.out_shape, dtype=form.out_dtype_of(a)) if out is None else out
+    if isinstance(launch, AddressLauncher) and not example.data_ptr() % ALIGNMENT:
+        a_shape, b_shape, out_shape = views
+        launch_at = launch.of(seen_as(a, a_shape), seen_as(b, b_shape), example.view(out_shape))
+        if problem.fused.words:
+            seen = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+            words = words_binder(problem, form.join(seen, numbers))
+    if (a.numel(), b.numel()) != (math.prod(views[0]), math.prod(views[1])):  # one matrix for a batch
+        launch, views = expanding(launch, views), (tuple(a.shape), tuple(b.shape), views[2])
+    return Plan(
+        launch,
+        launch_at,
+        (operands.out_shape, tuple(example.stride()), example.dtype),
+        views,
+        operands.spans,
+        prepared.address_bytes,
+        a.device,
+        a.device.type == "cuda" and torch.cuda.device_count() > 1,
+        words,
+        shapes,
+        reduces(prepared) and a.dtype in REDUCTIONS,
+        problem,
+        prepared.record,
+    )
+
+
+def launch_plan(
+    plan: Plan,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    form: Form,
+    tensors: Sequence[torch.Tensor],
+    numbers: Sequence[float],
+) -> None:
+    """Launches a kernel on the operands; its device is the current one meanwhile."""
+    if plan.guarded and torch.cuda.current_device() != plan.device.index:
+        with torch.cuda.device(plan.device):
+            launch_plan(plan, a, b, out, form, tensors, numbers)
+        return
+    if plan.launch_at is not None:
+        words = () if plan.words is None else plan.words(tensors, numbers)
+        if words is None:  # pragma: no cover - the key tells alignments apart
+            raise ValueError("an operand of the epilogue is not aligned")
+        plan.launch_at(a.data_ptr(), b.data_ptr(), out.data_ptr(), *words)
+        return
+    a_shape, b_shape, out_shape = plan.views
+    operands: Sequence[Any] = ()
+    if plan.operand_views or numbers:
+        seen = [tensor.view(shape) for tensor, shape in zip(tensors, plan.operand_views, strict=True)]
+        operands = form.join(seen, numbers)
+    plan.launch(a.view(a_shape), b.view(b_shape), out.view(out_shape), *operands)
+
+
+def expanding(launch: Launcher, views: tuple[tuple[int, ...], ...]) -> Launcher:
+    """A launcher of operands one of which is a single matrix."""
+    a_shape, b_shape, _ = views
+
+    def launch_on_views(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *operands: Any) -> None:
+        launch(seen_as(a, a_shape), seen_as(b, b_shape), out, *operands)
+
+    return launch_on_views
+
+
+def is_writable(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether a kernel may write into `out`: allowed by autograd, aligned, apart from the operands."""
+    return (
+        not (grad_enabled() and out.requires_grad)
+        and not (out.is_inference() and not torch.is_inference_mode_enabled())  # torch forbids it
+        and are_apart(plan, a.data_ptr(), b.data_ptr(), out.data_ptr())
+    )
+
+
+def are_apart(plan: Plan, a: int, b: int, out: int) -> bool:
+    """Whether an output at an address is aligned, and shares no memory with the operands."""
+    a_span, b_span, span = plan.spans
+    return (
+        not out % plan.address_bytes
+        and (out >= a + a_span or a >= out + span)
+        and (out >= b + b_span or b >= out + span)
+    )
+
+
+def is_apart_from(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether an output's storage shares no memory with those of an epilogue's tensors. Two storages may:
+    memory that came by DLPack or a buffer has a new one each time.
+    """
+    storage = out.untyped_storage()
+    start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    for tensor in tensors:
+        other = tensor.untyped_storage()
+        address = other.data_ptr()
+        if address < end and start < address + other.nbytes():
+            return False
+    return True

@@ -15,43 +15,32 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from tunegemm.choose.operators import absorbed, least_ratio
-from tunegemm.choose.policies import Policy
+from tunegemm.choose.policies import Mode, Policy, read_compile, read_mode, read_policy, read_summary
 from tunegemm.choose.selection import read_rivals, select
 from tunegemm.choose.snapshot import Snapshot, read_snapshot
 from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.describe.problem import MAX_ALIGNMENT, Problem
 from tunegemm.dispatch.background import Answer, BackgroundCompiler, make_pool
-from tunegemm.dispatch.finding import Finder, Wanted
-from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, Form, described, named
+from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, Form, Refusal, describe, described, named
 from tunegemm.dispatch.guards import allocation, capturing, deterministic
-from tunegemm.dispatch.launchers import Prepared, prepare
-from tunegemm.dispatch.modes import Mode, read_compile, read_mode, read_policy, read_summary
+from tunegemm.dispatch.launchers import Plan, Prepared, make_plan, prepare, refusal_of
+from tunegemm.dispatch.missing import Wanted, compile_first, explain_missing
 from tunegemm.dispatch.notices import Notices, advice, named_error, weight_of, who
 from tunegemm.dispatch.online import OnlineTuning
-from tunegemm.dispatch.operands import Refusal, describe
-from tunegemm.dispatch.plans import (
-    COMPOSED,
-    Compiling,
-    Composed,
-    Plan,
-    State,
-    make_plan,
-    refusal_of,
-)
-from tunegemm.dispatch.states import States, own
-from tunegemm.errors import one_line
+from tunegemm.dispatch.states import COMPOSED, Compiling, Composed, State, States, own
+from tunegemm.errors import TunegemmWarning, one_line, raised
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.store.layers import modified
 from tunegemm.store.record import Record
-from tunegemm.store.waiting import within
 
 if TYPE_CHECKING:
     from tunegemm.compile.pool import CompilePool
@@ -67,8 +56,6 @@ MAX_PLANS = 4096
 LOOK_SECONDS = 5.0
 #: Numbers of rows of which one must be predicted to gain, for code that is compiled for any number.
 _FEW = (16, 1, 64, 256)
-#: How long what records are read of may keep a product waiting in all, such as for a database's lock.
-READ_SECONDS = 2.0
 
 _log = logging.getLogger(__name__)
 
@@ -97,9 +84,8 @@ class Planner:
         self._online = online or OnlineTuning()
         self.notices = Notices()
         self.compiler = BackgroundCompiler(self._serve_compiled, pool)
-        self._finder = Finder(
-            device_type, self.notices, self.compiler, find=find, prepare=prepare, rivals=rivals
-        )
+        self._find, self._prepare, self._rivals = find, prepare, rivals
+        self._devices: dict[int, Device | None] = {}
         self.states = States()
         """What is known under each policy. Each state is replaced as a whole, so that it is read without a
         lock."""
@@ -120,7 +106,7 @@ class Planner:
         with self.lock:
             self.states = self.states.renew()
             self.notices.forget()
-            self._finder.forget_devices()
+            self._devices = {}
 
     @property
     def state(self) -> State:
@@ -128,17 +114,20 @@ class Planner:
         return self.states[own()]
 
     @property
+    def mode(self) -> Mode:
+        """How far products are served; it is read on the first call."""
+        return self._mode or self._begin()
+
+    @property
     def policy(self) -> Policy:
         """By which products are served now."""
-        if self._mode is None:
-            self._begin()
+        self.mode  # noqa: B018 - the environment's policy is read with it
         return self.state.policy
 
     def use(self, policy: Policy) -> Policy:
         """Serve by this policy from now on wherever no context has one of its own; the one before is
         returned. A policy has plans of its own."""
-        if self._mode is None:
-            self._begin()
+        self.mode  # noqa: B018
         return self.states.use(policy)
 
     def suspend(
@@ -149,13 +138,12 @@ class Planner:
         observe: computes them meanwhile, all but those below autograd, by the function that it is given last;
         observe_groups likewise those of groups that are gated.
         """
-        if self._mode is None:
-            self._begin()
+        mode = self.mode
         with self.lock:
-            mode, self._mode = self._mode, "off"
+            self._mode = "off"
             before, old = self.states, self.state
             self._suspended, self.states = before, before.renew()
-            self.states.put(State(old.policy, old.snapshot, old.modified))
+            self.states.put(State(old.policy, old.snapshot))
             self.observe, self.observe_groups = observe, observe_groups
 
         def resume() -> None:
@@ -168,7 +156,7 @@ class Planner:
 
     def device(self, index: int) -> Device | None:
         """The device of an index, where a product of it was planned."""
-        return self._finder.known_device(index)
+        return self._devices.get(index)
 
     def tuned(self) -> list[tuple[Problem, Record]]:
         """The problems that have a plan with a tuned kernel, and the record of each."""
@@ -179,9 +167,7 @@ class Planner:
     @property
     def is_off(self) -> bool:
         """Whether torch computes every product."""
-        if self._mode is None:
-            self._begin()
-        return self._mode == "off"
+        return self.mode == "off"
 
     def plan(
         self,
@@ -219,7 +205,7 @@ class Planner:
                 state.plans[key] = None
                 return state, None
             plan: Plan | Composed | None = None
-            with torch.inference_mode(False), torch.no_grad(), self._finder.guarded(state):
+            with torch.inference_mode(False), torch.no_grad(), self._guarded(state):
                 plan = self._make_plan(state, key, form, a, b, tensors, numbers, out)
                 composed = plan is None and not form.is_plain and form.call != BELOW_AUTOGRAD
                 if composed and self._has_tuned_product(state, form, a, b):
@@ -270,7 +256,7 @@ class Planner:
         for old in self._every_state():
             changed = False
             with suppress(Exception):  # `_read_records` has said so
-                changed = old.snapshot is not None and self._modified() != old.modified
+                changed = old.snapshot is not None and self._modified() != old.snapshot.modified
             if changed:
                 new = State(old.policy)
                 new.plans = {key: plan for key, plan in old.plans.items() if plan}
@@ -352,7 +338,7 @@ class Planner:
         ):
             return False  # sums that leave its range may come back by what follows
         index = a.device.index or 0
-        known, right = self._finder.known_device(index), b.t() if form.call == LINEAR else b
+        known, right = self.device(index), b.t() if form.call == LINEAR else b
         whole, operands = described(form, a, right, None), describe(a, right)
         if isinstance(whole, Refusal) or isinstance(operands, Refusal) or known is None:
             return False
@@ -361,7 +347,7 @@ class Planner:
         if isinstance(state.prepared.get((whole.problem, index)), Prepared):  # torch won there
             return False
         found = select(
-            state.snapshot, operands.problem, known, near=self._mode != "exact", policy=state.policy
+            state.snapshot, operands.problem, known, near=self.mode != "exact", policy=state.policy
         )
         return bool(found.options) and not is_torch(found.options[0].candidate)
 
@@ -376,7 +362,7 @@ class Planner:
         """
         if any_m and self._has_records(form, a, b):
             return True
-        found = self._expected(form, a, b, index)
+        found = self.expected(form, a, b, index)
         if found is None:
             return any_m and self._is_any_predicted(form, a, b, index)
         problem, known, expected = found
@@ -384,15 +370,9 @@ class Planner:
             return True
         return expected.ratio >= least_ratio(problem, known)
 
-    def family(self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int) -> str:
-        """The family of what `serves` speaks of, which need not gain in compiled code; empty for none."""
-        found = self._expected(form, a, b, index)
-        record = found[2].record if found is not None else None
-        return record.candidate.family if record is not None else ""
-
     def _has_records(self, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Whether anything is recorded for some number of rows."""
-        if self.is_off or deterministic() or self._mode == "exact":
+        if self.is_off or deterministic() or self.mode == "exact":
             return False
         with self.lock, torch.inference_mode(False), torch.no_grad():
             operands = described(form, a, b, None)
@@ -408,10 +388,11 @@ class Planner:
         few = (torch.empty_strided((m, a.shape[1]), a.stride(), dtype=a.dtype, device="meta") for m in _FEW)
         return any(self.serves(form, one, b, index) for one in few)
 
-    def _expected(
+    def expected(
         self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int
     ) -> tuple[Problem, Device, Prepared | Compiling] | None:
-        """Which problem it is, on which device, and its kernel, which is there or being compiled."""
+        """What `serves` speaks of: the problem, the device, and the kernel, which is there or being compiled
+        and need not gain in compiled code."""
         if self.is_off or deterministic():
             return None
         with self.lock, torch.inference_mode(False), torch.no_grad():
@@ -420,7 +401,7 @@ class Planner:
                 return None
             problem, state = operands.problem, self.state
             prepared = self._prepared(state, problem, torch.device(self.device_type, index), form.name(a))
-            known = self._finder.known_device(index)
+            known = self.device(index)
         # Code that is compiled now is kept, on disk, too: it is to find the kernel once that is there.
         if known is None or prepared is None or not (isinstance(prepared, Compiling) or prepared.launch):
             return None
@@ -428,13 +409,12 @@ class Planner:
 
     def fingerprint(self, *, anywhere: bool = False) -> str:
         """Some letters that change with what `serves` goes by; anywhere: not with a host's file times."""
-        if self._mode is None:
-            self._begin()
+        mode = self.mode
         with self.lock:
             state = self.state
             snapshot = self._records(state, "")
-            of_records = None if anywhere else state.modified, snapshot.digest
-            facts = package_version("tunegemm"), self._mode, state.policy, *of_records
+            of_records = None if anywhere else snapshot.modified, snapshot.digest
+            facts = package_version("tunegemm"), mode, state.policy, *of_records
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def _prepared(
@@ -444,42 +424,93 @@ class Planner:
         says why there is none."""
         index = device.index or 0
         if (problem, index) not in state.prepared:
-            found = None
-            with within(READ_SECONDS), self._finder.guarded(state):
+            with self._guarded(state):
                 found = self._search(state, problem, index, name)
-            if found is not None:
-                state.prepared[problem, index] = found
+                if found is not None:
+                    state.prepared[problem, index] = found
             state.prepared.setdefault((problem, index), None)  # unless its kernel is compiled
         return state.prepared[problem, index]
 
     def _search(self, state: State, problem: Problem, index: int, name: str) -> Prepared | None:
-        known = self._finder.device(index, name)
+        """The launcher of the first kernel that is chosen for a problem and can be launched here; None after
+        what can be done about that."""
+        known = self._find_device(index, name)
         if known is None:
             return None
-        assert self._mode is not None
         misses = state.misses.get(_weight(problem, index), ()) if state.misses else ()
         if any(low <= problem.m <= high for low, high in misses):
             return None
-        wanted, snapshot = Wanted(problem, known, index, name), self._records(state, name)
-        found, selection = self._finder.launcher(state, snapshot, wanted, self._mode)
-        if selection.rows is not None and self._mode != "online" and not self.notices.sums_up:
+        snapshot, mode, found = self._records(state, name), self.mode, None
+        selection = select(
+            snapshot,
+            problem,
+            known,
+            near=mode != "exact",
+            policy=state.policy,
+            # Databases that cannot be read are not waited for again.
+            rivals=self._rivals if not snapshot.warnings else lambda problem: (),
+        )
+        why = selection.why
+        for record in selection.options:
+            try:
+                with torch.cuda.device(index) if self.device_type == "cuda" else nullcontext():
+                    prepared = self._prepare(record, state.policy.device(known))
+            except Exception as error:  # what a foreign record's family raises is not known here
+                why = named_error(error)
+                continue
+            found = replace(prepared, ratio=record.ratio, record=record)
+            break
+        else:
+            wanted = Wanted(problem, known, torch.device(self.device_type, index), name)
+            answer = compile_first(self.compiler, state, wanted, selection.options)
+            explain_missing(self.notices, answer, state, snapshot, wanted, selection, mode, why)
+        if selection.rows is not None and mode != "online" and not self.notices.sums_up:
             state.misses.setdefault(_weight(problem, index), []).append(selection.rows)
-        if self._mode == "online" and selection.outcome != "hit":
+        if mode == "online" and selection.outcome != "hit":
             predictions = selection.predictions if found is not None else ()
             notify = partial(self._apply_feedback, problem, found)
             self._online.later(problem, known, predictions, notify)
         return found
 
+    def _find_device(self, index: int, name: str) -> Device | None:
+        """The device of an index, or None after a warning. name: the function that was called."""
+        if index not in self._devices:
+            try:
+                self._devices[index] = self._find(f"{self.device_type}:{index}")
+            except Exception as error:  # of the driver or NVML, too
+                self._devices[index] = None
+                self.notices.warn(f"{one_line(error)}; {who(name)} falls back to torch there")
+        return self._devices[index]
+
+    @contextmanager
+    def _guarded(self, state: State) -> Iterator[None]:
+        """Whatever is raised inside, by our own mistake, too, costs a product its kernel and draws one
+        warning: then torch computes it, or raises its own error."""
+        try:
+            yield
+        except TunegemmWarning:  # which the user has made an error
+            raise
+        except Exception as error:
+            _log.debug("planning failed", exc_info=error)
+            if isinstance(error, OSError) and state.snapshot is not None and state.snapshot.warnings:
+                return  # what could not be read was said
+            what = raised(error)
+            self.notices.warn(
+                f"planning failed ({what}: {one_line(error)}); tunegemm falls back to torch for such "
+                "products. Logging of `tunegemm` at level DEBUG has the traceback",
+                about=("planning", what),
+            )
+
     def recorded_groups(self, problem: Problem, index: int) -> Record | None:
         """The record of a product of rows in groups on the device of an index; None where there is none."""
         from tunegemm.choose.selection import recorded
 
-        with self.lock, within(READ_SECONDS), self._finder.guarded(self.state):
+        with self.lock, self._guarded(self.state):
             snapshot = self._records(self.state, "grouped_mm")
             if snapshot.extents(problem):
-                known = self._finder.device(index, "grouped_mm")
+                known = self._find_device(index, "grouped_mm")
                 if known is not None:
-                    near = self._mode != "exact"
+                    near = self.mode != "exact"
                     return recorded(snapshot, problem, known.fingerprint, near=near)
         return None
 
@@ -498,13 +529,14 @@ class Planner:
     def _read_records(self, state: State, name: str) -> Snapshot:
         self.next_look = time.monotonic() + LOOK_SECONDS
         try:
-            state.modified = self._modified()
-            with within(READ_SECONDS):
-                snapshot = self._read()
+            snapshot = self._read()
         except Exception as error:
             _log.debug("records cannot be read", exc_info=error)
             self.notices.warn(f"{one_line(error)}; {who(name)} falls back to torch for every product")
-            return Snapshot(warnings=[one_line(error)])
+            seen: Hashable = None
+            with suppress(Exception):
+                seen = self._modified()
+            return Snapshot(warnings=[one_line(error)], modified=seen)
         if snapshot.warnings:
             self.notices.warn(f"{'; '.join(snapshot.warnings)}; {who(name)} goes on without its records")
         return snapshot
@@ -515,12 +547,12 @@ class Planner:
             raise error
         answer, index = Answer(), plan.device.index or 0
         with self.lock:
-            known = self._finder.known_device(index)
+            known = self.device(index)
             if plan.problem is not None and plan.record is not None and known is not None:
                 # A driver that is older than a shipped kernel says so at its launch.
-                with self._finder.guarded(state):
-                    wanted = Wanted(plan.problem, known, index, "")
-                    answer = self._finder.compile(state, wanted, (plan.record,))
+                with self._guarded(state):
+                    wanted = Wanted(plan.problem, known, plan.device)
+                    answer = compile_first(self.compiler, state, wanted, (plan.record,))
             if answer.kernel:
                 state.wait_for(answer.kernel, plan)
             state.plans[key] = None
@@ -532,7 +564,7 @@ class Planner:
             about=("launch", tuple(b.shape), b.dtype),
         )
 
-    def _begin(self) -> None:
+    def _begin(self) -> Mode:
         """Read mode and policy: on the first product, or when a policy is chosen before it."""
         warn = self.notices.warn
         with self.lock:
@@ -542,6 +574,7 @@ class Planner:
                     self.notices.sum_up()
                 self._mode = read_mode(warn)
                 self.use(read_policy(warn))
+        return self._mode
 
 
 def _weight(problem: Problem, index: int) -> tuple[Hashable, ...]:

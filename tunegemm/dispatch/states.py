@@ -9,20 +9,154 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 import threading
 import weakref
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from tunegemm.choose.policies import FASTEST, Policy
-from tunegemm.dispatch.plans import State
+from tunegemm.choose.snapshot import Snapshot
+from tunegemm.describe.problem import Problem
+from tunegemm.dispatch.launchers import Plan, Prepared
+from tunegemm.generate.launching import AddressLaunch
+from tunegemm.store.record import Record
 
 #: Policies whose plans are kept beside those of the process's own.
 MAX_POLICIES = 4
 
 _STASHED = "tunegemm_policy"
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """A plan with a check of whether operands are what it was made for.
+
+    The check compares types, dispatch keys (functorch, tracing, autocast, inference mode), dtypes, devices,
+    shapes, strides and `requires_grad`.
+    """
+
+    check: Callable[..., bool]
+    plan: Plan | None
+    launch: AddressLaunch | None
+    """The plan's `launch_at`; None where products are torch's."""
+    torchs: Callable[..., Any] | None
+    """Torch's one function of the call's tensors, where it has one: what computes products without a plan."""
+    requires_grad: bool
+    """Whether an operand requires grad: not for a launch alone in grad mode."""
+    bumps_version: bool
+    """Whether a given output counts its versions: it is not an inference tensor."""
+    device_index: int
+    """Which device must be the current one; -1 where there is but one."""
+
+
+class Compiling(NamedTuple):
+    """A kernel that a problem waits for."""
+
+    kernel: str
+    """Its name."""
+    record: Record
+
+    waiting: set[tuple[Any, ...]]
+    """Keys of plans that fall back to torch until then."""
+    launch: None = None
+    """As in `Prepared`, which takes its place."""
+
+    @property
+    def ratio(self) -> float:
+        """As in `Prepared`."""
+        return self.record.ratio
+
+
+class Composed:
+    """In the place of a plan: no kernel computes the product as a whole, but a tuned one without the rest."""
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+
+COMPOSED = Composed()
+
+
+class State:
+    """What is read from disk and made of it under one policy; replaced as a whole by `Planner.refresh`."""
+
+    def __init__(self, policy: Policy = FASTEST, snapshot: Snapshot | None = None) -> None:
+        self.policy = policy
+        self.plans: dict[tuple[Any, ...], Plan | Composed | None] = {}
+        self.recent: dict[Hashable, Recent] = {}
+        """Calls without a key, by hints; `Recent.check` decides. First the address of `b` and the form's tag;
+        then that, the elements of `a` and the strides of `b`: a weight's products alternate where batch sizes
+        do, and those of its input's gradient are between them; then the key of the plan, which layers share.
+        By the sites of compiled code, too, which need no check: there `torchs` takes ``out``."""
+        self.launches: dict[Any, dict[Hashable, Any]] = {}
+        """What rooms above keep, by their `extension.LaunchCache`."""
+        self.snapshot = snapshot
+        self.prepared: dict[tuple[Problem, int], Prepared | Compiling | None] = {}
+        self.misses: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+        """Ranges of rows at which nothing serves a weight, by `weight_of` and device; the same lists by what
+        a call is but for its rows."""
+
+    def make_room(self, most: int) -> None:
+        """Forgets the older half of the plans, and of what they are made of, if there are so many."""
+        for kept in (self.plans, self.prepared, self.misses):
+            if len(kept) >= most:
+                for key in list(itertools.islice(kept, len(kept) // 2 + 1)):
+                    del kept[key]
+                self.forget_checks()
+
+    def wait_for(self, kernel: str, failed: Plan) -> None:
+        """A launch failed whose kernel is compiled now: plans of the same kernel are torch's until then."""
+        index = failed.device.index or 0
+        for key, plan in list(self.plans.items()):
+            if isinstance(plan, Plan) and plan.device == failed.device and _share_a_kernel(plan, failed):
+                assert plan.problem is not None and plan.record is not None
+                self.plans[key] = None
+                self.wait(plan.problem, index, kernel, plan.record).add(key)
+        self.forget_checks()
+
+    def wait(self, problem: Problem, index: int, kernel: str, record: Record) -> set[tuple[Any, ...]]:
+        """The keys of plans that wait for a kernel that is being compiled for a problem."""
+        known = self.prepared.get((problem, index))
+        waiting = known.waiting if isinstance(known, Compiling) else set()
+        self.prepared[problem, index] = Compiling(kernel, record, waiting)
+        return waiting
+
+    def forget_missing(self, kernel: str) -> None:
+        """Plans that fell back for want of a kernel are made again."""
+        for place, one in list(self.prepared.items()):
+            if isinstance(one, Compiling) and one.kernel == kernel:
+                del self.prepared[place]
+                for key in one.waiting:
+                    if not self.plans.get(key, key):
+                        del self.plans[key]
+        self.forget_checks()
+
+    def forget(self, problem: Problem) -> None:
+        """Plans of a problem are made again; those that fell back to torch, too: they name no problem."""
+        self.misses.clear()
+        self.prepared = {place: one for place, one in self.prepared.items() if place[0] != problem}
+        self.plans = {key: plan for key, plan in self.plans.items() if plan and plan.problem != problem}
+        self.forget_checks()
+
+    def forget_checks(self) -> None:
+        """Every call makes a key again."""
+        self.recent.clear()
+        for cache, known in self.launches.items():
+            if cache.of_products:
+                known.clear()
+
+
+def _share_a_kernel(plan: Plan, other: Plan) -> bool:
+    """Or differ in dtypes and majors alone."""
+    if plan.record is None or other.record is None:
+        return False
+    return plan.record.candidate.kernel == other.record.candidate.kernel
 
 
 class Chosen:
@@ -109,7 +243,7 @@ class States(dict[Chosen | None, State]):
                     self[None] = state
                 return state
             known = next(iter(self.values()), None)
-            state = State(key.policy) if known is None else State(key.policy, known.snapshot, known.modified)
+            state = State(key.policy, None if known is None else known.snapshot)
             self.put(state)
             return state
 

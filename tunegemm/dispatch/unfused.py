@@ -9,7 +9,7 @@ whose graphs are theirs, are torch's functions one after the other. Errors are t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from tunegemm.choose.operators import absorbed
 from tunegemm.dispatch import guards
-from tunegemm.dispatch.forms import ADDMM, BELOW_AUTOGRAD, BMM, LINEAR, MATMUL, SCALED_MM, Form
+from tunegemm.dispatch.forms import ADDMM, LINEAR, MATMUL, SCALED_MM, Form
 from tunegemm.dispatch.library import takes_fp8
 from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt.eager import step_of
@@ -27,41 +27,24 @@ from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
 Multiply = Callable[[Any, Any], Any]
 MultiplyAndAdd = Callable[[Any, Any, Any], Any]
 
-#: (a, b, tensors, numbers, out), as `Dispatcher.fused` takes them.
-ByTorch = Callable[[Any, Any, Sequence[Any], Sequence[float], Any], Any]
 
-
-@cache
-def torchs(form: Form) -> ByTorch:
-    """The form by torch's functions, made once.
-
-    It returns None for the calls whose caller has the function and all its arguments: those below autograd
-    (BELOW_AUTOGRAD), and ADDMM, whose C is not among them where it is not read.
-    """
-    if form.call in (BELOW_AUTOGRAD, ADDMM):
-        return _nothing
-    if form.is_plain:
-        return {LINEAR: _linear, BMM: _bmm}.get(form.call, _matmul)
-    if form.call == LINEAR and form.text == "bias_n" and form.out_dtype is None:
-        return _linear_with_bias
-    return partial(_scaled if form.call == SCALED_MM else unfused, form)
-
-
-@cache
-def one_function(form: Form) -> Callable[..., Any] | None:
-    """What `torchs` calls in the end, with the call's tensors alone: nothing stands between the two. None
-    where it is not that simple."""
-    if form.call in (BELOW_AUTOGRAD, ADDMM):
-        return _none
-    if form.is_plain:
-        functions: dict[int, Callable[..., Any]] = {LINEAR: linear, BMM: torch.bmm, MATMUL: torch.matmul}
-        return functions.get(form.call)
-    return linear if form.call == LINEAR and form.text == "bias_n" and form.out_dtype is None else None
+def by_torch(form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> Any:
+    """What torch's functions make of it; None for BELOW_AUTOGRAD and ADDMM, whose callers have them."""
+    if form.torchs is not None:
+        return form.torchs(a, b, *tensors) if out is None else form.torchs(a, b, *tensors, out=out)
+    if form.call == SCALED_MM and a.dtype != torch.int8:  # of which torch has the product alone
+        scale_a, scale_b, *bias = tensors
+        return torch._scaled_mm(
+            a, b, scale_a, scale_b, bias=bias[0] if bias else None, out_dtype=form.out_dtype,
+            use_fast_accum=form.accumulation == "fast",
+        )  # fmt: skip
+    return unfused(form, a, b, tensors, numbers, out)
 
 
 @cache
 def one_function_into(form: Form) -> Callable[..., Any] | None:
-    """The same of two matrices, a bias of one dimension if any, and ``out=``: what compiled code asks for."""
+    """Torch's one function of two matrices, a bias of one dimension if any, and ``out=``, which compiled code
+    asks for; None where it is not that simple."""
     if form.call != MATMUL or form.out_dtype is not None:
         return None
     functions: dict[str, Callable[..., Any]] = {"": torch.mm, "bias_n": _added_into}
@@ -70,40 +53,6 @@ def one_function_into(form: Form) -> Callable[..., Any] | None:
 
 def _added_into(a: Any, b: Any, bias: Any, *, out: Any) -> Any:
     return torch.addmm(bias, a, b, out=out)
-
-
-def _none(*_: Any) -> None:
-    return None
-
-
-def _nothing(a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> None:
-    return None
-
-
-def _matmul(a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> Any:
-    return torch.matmul(a, b) if out is None else torch.matmul(a, b, out=out)
-
-
-def _bmm(a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> Any:
-    return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
-
-
-def _linear(a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> Any:
-    return linear(a, b)
-
-
-def _linear_with_bias(a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> Any:
-    return linear(a, b, *tensors)
-
-
-def _scaled(form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> Any:
-    if a.dtype == torch.int8:  # of which torch has the product alone
-        return unfused(form, a, b, tensors, numbers, out)
-    scale_a, scale_b, *bias = tensors
-    fast = form.accumulation == "fast"
-    return torch._scaled_mm(
-        a, b, scale_a, scale_b, bias=bias[0] if bias else None, out_dtype=form.out_dtype, use_fast_accum=fast
-    )
 
 
 def unfused(

@@ -14,13 +14,13 @@ from typing import Any, TypeAlias
 import torch
 
 import tunegemm
+from tunegemm.choose.policies import read_engine
 from tunegemm.describe.problem import normalize_dtype
 from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.autograd import DTYPES, PLAIN
 from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, Form, form_of
 from tunegemm.dispatch.library import scale_steps
-from tunegemm.dispatch.modes import read_engine
 from tunegemm.errors import one_line
 from tunegemm.torch import ops
 from tunegemm.torch.lowering import lower_to_function

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from tunegemm.choose.policies import read_engine_gates
 from tunegemm.dispatch import api, extension
-from tunegemm.dispatch.modes import read_engine_gates
 from tunegemm.engines import common, vllm_gates
 from tunegemm.engines.common import Misfit, of_engine, replace
 from tunegemm.torch import functions
@@ -197,7 +197,7 @@ def _prepare(config: Any) -> None:
     """Before a worker computes. The compile cache's code calls what Inductor is else taught as it traces."""
     from tunegemm.torch.lowering import lower
 
-    lower(lambda: api.dispatcher)
+    lower()
     common.lower()
     given = _facts(config)
     if vllm_gates.FACT in given:

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from tunegemm.choose.policies import read_check_groups
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.extension import Known, LaunchCache
+from tunegemm.dispatch.forms import ALIGNMENT
 from tunegemm.dispatch.fx import node_of, rank
 from tunegemm.dispatch.guards import (
     capturing,
@@ -30,8 +32,6 @@ from tunegemm.dispatch.guards import (
     is_lazy,
     tracing,
 )
-from tunegemm.dispatch.modes import read_check_groups
-from tunegemm.dispatch.operands import ALIGNMENT
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmError, one_line
 from tunegemm.generate import along_k
 from tunegemm.generate import grouped as kernels

@@ -15,8 +15,8 @@ import torch
 from tunegemm.describe.device import find_device
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.extension import LaunchCache, compiled
+from tunegemm.dispatch.forms import ALIGNMENT
 from tunegemm.dispatch.guards import capturing, is_lazy
-from tunegemm.dispatch.operands import ALIGNMENT
 from tunegemm.errors import ArtifactError, TunegemmError, one_line
 from tunegemm.generate import routing as kernels
 from tunegemm.generate.grouped.config import GroupedConfig

@@ -18,9 +18,10 @@ _log = logging.getLogger(__name__)
 def tunegemm(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Serves a graph: ``torch.compile(model, backend="tunegemm")``.
 
-    Gate and up with their activation, a layer with its activation and residual, and the remaining linear
-    layers become tunegemm's calls; all else stays torch's, as it was. Nothing is compiled. What a graph
-    trains stays torch's, and so does a graph under deterministic algorithms or within torch.func.
+    Gate and up with their activation, a layer with its activation and residual, the remaining linear layers,
+    and products of matrices, batches and rows in groups become tunegemm's calls; all else stays torch's.
+    Nothing is compiled. What a graph trains stays torch's, and so does a graph under deterministic algorithms
+    or within torch.func.
     """
     count = prepare(graph)
     _log.info("%s", said(count))

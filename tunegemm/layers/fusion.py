@@ -63,7 +63,7 @@ def _replace(graph: Graph, match: Match, function: Callable[..., Any]) -> None:
         return
     node = match.nodes[-1]
     with graph.inserting_before(node):
-        new = graph.call_function(function, match.operands)
+        new = graph.call_function(function, (*match.operands, *match.ends))
     new.meta = {**node.meta}
     node.replace_all_uses_with(new)
     for each in reversed(match.nodes):
@@ -91,8 +91,13 @@ def _facts(match: Match, order: Order) -> tuple[Any, ...] | None:
         or any(each.dtype is not x.dtype or each.device != x.device for each in (*computed, *operands))
         or any(each.requires_grad for each in computed)
         or any(each.layout is not torch.strided or each.is_conj() or each.is_neg() for each in operands)
-        or not all(is_matrix(weight) for weight in weights)
         or x.ndim < 2
+    ):
+        return None
+    if not weights:
+        return x.dtype, x.device
+    if (
+        not all(is_matrix(weight) for weight in weights)
         or not are_same(x.shape[-1:], weights[0].shape[1:])
         or not all(
             _is_vector(each, {weight.shape[0] for weight in weights}) for each in operands if each.ndim == 1

@@ -28,7 +28,9 @@ _SAME: dict[str, frozenset[Any]] = {
     "add": frozenset((operator.add, torch.add)),
     "matmul": frozenset((operator.matmul, torch.matmul)),
     "mm": frozenset((torch.mm,)),
+    "bmm": frozenset((torch.bmm,)),
 }
+_GROUPED: frozenset[Any] = frozenset((functional.grouped_mm, torch._grouped_mm))
 _TRANSPOSED = frozenset(("t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "adjoint"))
 
 
@@ -63,6 +65,17 @@ def linear_of(node: Any) -> Layer | None:
     if not isinstance(x, Node) or not isinstance(weight, Node) or not isinstance(bias, Node | None):
         return None
     return x, weight, bias
+
+
+def product_of(node: Any) -> tuple[Node, ...] | None:
+    """The operands of a product of matrices or batches, or of rows in groups, whose ends are the third; None
+    for anything else."""
+    operands: tuple[Any, ...] | None = calls(node, "matmul") or calls(node, "mm") or calls(node, "bmm")
+    if operands is None and isinstance(node, Node) and node.op == "call_function" and node.target in _GROUPED:
+        given = dict(zip(("input", "mat2"), node.args, strict=False)) | node.kwargs
+        if {name for name, each in given.items() if each is not None} == {"input", "mat2", "offs"}:
+            operands = given["input"], given["mat2"], given["offs"]
+    return operands if operands and all(isinstance(each, Node) for each in operands) else None
 
 
 def transposed_of(node: Any) -> Node | None:
@@ -110,12 +123,6 @@ def passed_on(node: Node) -> Node | None:
     bound = inspect.signature(functional.dropout).bind(*node.args, **node.kwargs).arguments
     source = bound["input"]
     return source if bound.get("training", True) is False and isinstance(source, Node) else None
-
-
-def only_user(node: Node) -> Node | None:
-    """The one node that reads this one; None where there are none or several."""
-    users = [*node.users]
-    return users[0] if len(users) == 1 else None
 
 
 _VIEWS = frozenset((
@@ -205,14 +212,6 @@ class Order:
             if node.op in given and isinstance(found := value(node), torch.Tensor)
         }
 
-    def first(self, nodes: Iterable[Node]) -> Node:
-        """The one that comes first."""
-        return min(nodes, key=self._place.__getitem__)
-
-    def last(self, nodes: Iterable[Node]) -> Node:
-        """The one that comes last."""
-        return max(nodes, key=self._place.__getitem__)
-
     def all_before(self, operands: Iterable[Node], node: Node) -> bool:
         """Whether operands are there where a node stands. What the pass itself has put in is."""
         place = self._place[node]
@@ -223,14 +222,14 @@ class Order:
         between them writes to no operand and changes no state of torch's.
         """
         own = {*nodes}
-        begin, end = self._place[self.first(own)], self._place[self.last(own)]
+        places = [self._place[node] for node in own]
         read: set[int] = set()
         for operand in operands:
             found = value(operand)
             if found is None:
                 return False
             read.add(storage_of(found))
-        for node in self._nodes[begin:end]:
+        for node in self._nodes[min(places) : max(places)]:
             if node in own:
                 continue
             for written in writes(node):

@@ -142,7 +142,7 @@ def _pays(match: Match, facts: tuple[Any, ...]) -> bool:
     for extent in value(match.operands[0]).shape[:-1]:
         rows *= ops.hint(extent)
     config = sys.modules.get(_CONFIG)
-    gate, gpu = GATE_OF[match.words[0]], joint.name_of(device)
+    gate, gpu = GATE_OF[match.words[0]], extension.gpu_of(device)
     found = joint.chosen(rows, (n, n), k, dtype, gpu, gate=gate)
     return found is not None and not getattr(config, "cpp_wrapper", False)
 
@@ -181,7 +181,7 @@ def _gate(
         with _disable_current_modes():
             return _gate(x, gate, up, activation, records, site)
     facts = (*gate.shape, gate.stride(0), x.dtype, x.device)
-    result: torch.Tensor = sites.gated(activation, False, facts)(x, gate, up)
+    result: torch.Tensor = sites.gated(activation, sites.TWO_WEIGHTS, False, facts)(x, gate, up)
     return result
 
 

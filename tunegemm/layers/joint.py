@@ -8,16 +8,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
 
-from tunegemm.describe.device import Device, find_device
 from tunegemm.dispatch import extension
-from tunegemm.dispatch.extension import compiled
 from tunegemm.dispatch.guards import current_device
-from tunegemm.errors import ArtifactError, TunegemmError, one_line
+from tunegemm.errors import TunegemmError, one_line
 from tunegemm.generate import joined
 from tunegemm.generate.joined import JoinedKernel
 from tunegemm.generate.takes import NotTaken
@@ -61,7 +59,7 @@ def way_of(
         return None, Keep.NOT
     if x.device.type != extension.device_type() or x.device in failed:
         return None, Keep.LONG
-    choice = chosen(rows, ns, x.shape[-1], x.dtype, name_of(x.device), gate=gate, bias=bool(biases))
+    choice = chosen(rows, ns, x.shape[-1], x.dtype, extension.gpu_of(x.device), gate=gate, bias=bool(biases))
     if choice is None:
         return None, Keep.LONG
     try:
@@ -123,44 +121,18 @@ def _way(bind: Bind, x: torch.Tensor, parts: Parts, columns: Sequence[int]) -> C
 
 #: Devices where a launch failed: torch computes these products there.
 failed: set[torch.device] = set()
-_kernels: dict[tuple[Any, int], JoinedKernel] = {}
 
 
 def _load(choice: JoinedChoice, device: torch.device) -> Bind | None:
     """None until it is compiled. Raises TunegemmError, OSError or RuntimeError where there is none."""
-    index = device.index or 0
-    there = _device(index)
-    if (reason := joined.FAMILY.cannot_launch(there)) is not None:
-        raise ArtifactError(reason)
-    kernel = _kernels.get((choice.config, index))
+    kernel = extension.loaded(joined, JoinedKernel.load, choice.config, device)
     if kernel is None:
-        artifact = compiled(joined.FAMILY.name, joined.kernel_key(choice.config))
-        if artifact is None:
-            return None
-        with torch.cuda.device(index):
-            kernel = _kernels[choice.config, index] = JoinedKernel.load(choice.config, artifact.path)
-
-    def bind(
-        a: torch.Tensor, weights: Sequence[torch.Tensor], out: torch.Tensor, biases: Sequence[Any]
-    ) -> Launch:
-        assert kernel is not None
-        return kernel.bound(a, weights, out, biases, device=there, **choice.words)
-
-    return bind
-
-
-def _device(index: int) -> Device:
-    return extension.policy().device(find_device(f"cuda:{index}"))
+        return None
+    return partial(kernel.bound, device=extension.device_of(device), **choice.words)
 
 
 #: Of a choice on a device.
 load: Callable[[JoinedChoice, torch.device], Bind | None] = _load
-
-
-@cache
-def name_of(device: torch.device) -> str:
-    """The name of a GPU; empty for other devices."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def _warn(text: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from functools import cache
 from types import FunctionType
@@ -17,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 from tunegemm.dispatch import guards
@@ -25,7 +25,6 @@ from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.layers import sites
 from tunegemm.torch.linear import TunedLinear
 
-_function_modes = torch._C._len_torch_function_stack
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -59,13 +58,12 @@ def _places_in(forward: FunctionType) -> Places | None:
     names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
     if len(names) != 2 or arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults:
         return None
-    result = _result_of(function.body)
-    for form in ("{s}.D({s}.A({s}.G({x})) * {s}.U({x}))", "{s}.D({s}.U({x}) * {s}.A({s}.G({x})))"):
-        own, x = names
-        expected = ast.parse(form.format(s=own, x=x), mode="eval").body
-        found: dict[str, str] = {}
-        if result is not None and _is_like(expected, result, own, found):
-            return Places(found["D"], found["A"], found["G"], found["U"])
+    result, (own, x) = _result_of(function.body), map(re.escape, names)
+    gate, up = rf"{own}\.(?P<act>\w+)\({own}\.(?P<gate>\w+)\({x}\)\)", rf"{own}\.(?P<up>\w+)\({x}\)"
+    for product in (rf"{gate} \* {up}", rf"{up} \* {gate}"):
+        found = re.fullmatch(rf"{own}\.(?P<down>\w+)\({product}\)", ast.unparse(result) if result else "")
+        if found is not None:
+            return Places(**found.groupdict())
     return None
 
 
@@ -87,27 +85,6 @@ def _result_of(body: list[ast.stmt]) -> ast.expr | None:
         case [ast.Assign(targets=[ast.Name(id=name)], value=result), ast.Return(value=ast.Name(id=same))]:
             return result if name == same else None
     return None
-
-
-def _is_like(expected: ast.AST, given: ast.AST, own: str, found: dict[str, str]) -> bool:
-    """Whether two expressions are the same but for attributes of `own`; `found` learns their names."""
-    if isinstance(expected, ast.Attribute) and isinstance(given, ast.Attribute):
-        is_own = isinstance(given.value, ast.Name) and given.value.id == own
-        return is_own and found.setdefault(expected.attr, given.attr) == given.attr
-    if type(expected) is not type(given):
-        return False
-    for name, value in ast.iter_fields(expected):
-        other = getattr(given, name)
-        if isinstance(value, ast.AST):
-            if not isinstance(other, ast.AST) or not _is_like(value, other, own, found):
-                return False
-        elif isinstance(value, list):
-            pairs = zip(value, other, strict=False)
-            if len(value) != len(other) or not all(_is_like(a, b, own, found) for a, b in pairs):
-                return False
-        elif value != other:
-            return False
-    return True
 
 
 def activation_of(module: Any) -> str:
@@ -169,18 +146,14 @@ class Forward:
             or first.stride() != second.stride()
             or first.stride(1) != 1
             or x.shape[-1] != first.shape[1]
-            or (guards.grad_enabled() and any(each.requires_grad for each in (x, first, second)))
             or guards.any_autocast()
-            or guards.deterministic()
-            or guards.dispatch_modes()
-            or _function_modes()
-            or guards.functorch_level() is not None
-            or guards.tracing()
-            or forward_ad._current_level >= 0
-            or any(map(guards.is_lazy, (x, first, second)))
+            or guards.function_modes()
+            or not guards.is_ordinary(x, first, (second,))
         ):
             return None
-        site = sites.gated(activation, False, (*first.shape, first.stride(0), x.dtype, x.device))
+        site = sites.gated(
+            activation, sites.TWO_WEIGHTS, False, (*first.shape, first.stride(0), x.dtype, x.device)
+        )
         result: torch.Tensor | None = site.kernel(x, first, second)
         return result
 

@@ -25,8 +25,8 @@ from tunegemm.layers.graph import (
     calls,
     is_matrix,
     linear_of,
-    only_user,
     passed_on,
+    product_of,
     takes_views,
     value,
 )
@@ -50,10 +50,13 @@ class Match:
     """The nodes that the call's results replace, in their order, where it has several; the call then stands
     where the first one does."""
 
+    ends: tuple[Node, ...] = ()
+    """Where groups of rows end: the call's last argument."""
+
     @property
     def weights(self) -> tuple[Node, ...]:
         """The operands that are matrices of weights."""
-        count = {"gate": 2, "several": len(self.results)}.get(self.kind, 1)
+        count = {"gate": 2, "several": len(self.results), "product": 0}.get(self.kind, 1)
         return self.operands[1 : 1 + count]
 
 
@@ -72,12 +75,14 @@ def gate(node: Node) -> Match | None:
         if found is None or up is None or (first := linear_of(found[1])) is None:
             continue
         (x, weight, bias), (same, upper, upper_bias) = first, up
-        if same is not x or (bias is None) != (upper_bias is None) or not _are_alike(weight, upper):
+        if same is not x or (bias is None) != (upper_bias is None) or not _lie_alike(weight, upper):
+            continue
+        if value(weight).shape != value(upper).shape:
             continue
         biases = () if bias is None or upper_bias is None else (bias, upper_bias)
         return Match(
             "gate", (found[1], activated, other, node), (x, weight, upper, *biases), sites.gated,
-            (found[0], bool(biases)),
+            (found[0], sites.TWO_WEIGHTS, bool(biases)),
         )  # fmt: skip
     return None
 
@@ -99,7 +104,7 @@ def half_gate(node: Node, layer: Callable[[Node], Layer | None] = linear_of) -> 
         between = dict.fromkeys((*gate.nodes, *upper.nodes))
         return Match(
             "half gate", (gate.whole, *between, activated, node),
-            (x, weight) if bias is None else (x, weight, bias), sites.halves,
+            (x, weight) if bias is None else (x, weight, bias), sites.gated,
             (found[0], layout, bias is not None),
         )  # fmt: skip
     return None
@@ -142,7 +147,7 @@ def several(node: Node) -> Match | None:
     x, first, bias = layer
     found: list[tuple[Node, Node, Node | None]] = []
     for user in x.users:
-        if (other := linear_of(user)) is not None and other[0] is x and _is_joinable(user, first, other):
+        if (other := linear_of(user)) is not None and other[0] is x and _lie_alike(first, other[1]):
             found.append((user, other[1], other[2]))
     if not 2 <= len(found) <= MOST_WEIGHTS or found[0][0] is not node:
         return None
@@ -154,18 +159,6 @@ def several(node: Node) -> Match | None:
     return Match("several", nodes, operands, sites.several, (bias is not None, columns), nodes)
 
 
-def _is_joinable(node: Node, first: Node, layer: tuple[Node, Node, Node | None]) -> bool:
-    """Whether a layer's weight lies as the first one's does, but for its rows."""
-    left, right = value(first), value(layer[1])
-    return (
-        left is not None
-        and right is not None
-        and is_matrix(left)
-        and is_matrix(right)
-        and (left.shape[1], left.stride(), left.dtype) == (right.shape[1], right.stride(), right.dtype)
-    )
-
-
 def linear(node: Node) -> Match | None:
     """A linear layer alone."""
     if (layer := linear_of(node)) is None:
@@ -175,6 +168,18 @@ def linear(node: Node) -> Match | None:
     return Match("linear", (node,), operands, sites.chain, ("", bias is not None, False))
 
 
+def product(node: Node) -> Match | None:
+    """A product that is no layer's: of two matrices or batches of them, or of rows in groups."""
+    operands = product_of(node)
+    if operands is None or any(each is None or each.ndim < 2 for each in map(value, operands[:2])):
+        return None
+    is_grouped = len(operands) == 3
+    return Match(
+        "product", (node,), operands[:2], sites.grouped if is_grouped else sites.product, (),
+        ends=operands[2:],
+    )  # fmt: skip
+
+
 #: In the order in which they are looked for.
 PATTERNS = (
     Pattern("gate", gate),
@@ -182,6 +187,7 @@ PATTERNS = (
     Pattern("chain", chain),
     Pattern("several", several),
     Pattern("linear", linear),
+    Pattern("product", product),
 )
 
 _LAYOUTS = {
@@ -257,7 +263,7 @@ def _both_ways(pair: tuple[Any, Any] | None) -> list[tuple[Any, Any]]:
 
 def _ends_in_linear(node: Node) -> bool:
     """Whether a node is a layer, its activation, or a dropout of either that is off, for one user alone."""
-    if only_user(node) is None:
+    if len(node.users) != 1:
         return False
     inner = node
     while (source := passed_on(inner)) is not None:
@@ -267,13 +273,12 @@ def _ends_in_linear(node: Node) -> bool:
     return linear_of(inner) is not None
 
 
-def _are_alike(first: Node, second: Node) -> bool:
-    """Whether two weights have one shape, layout and dtype."""
+def _lie_alike(first: Node, second: Node) -> bool:
+    """Whether two weights have one layout and dtype, but for their numbers of rows."""
     left, right = value(first), value(second)
     if left is None or right is None or not (is_matrix(left) and is_matrix(right)):
         return False
-    facts = [(tuple(each.shape), each.stride(), each.dtype) for each in (left, right)]
-    return facts[0] == facts[1]
+    return (left.shape[1], left.stride(), left.dtype) == (right.shape[1], right.stride(), right.dtype)
 
 
 def _has_shape_of(node: Node, other: Node) -> bool:

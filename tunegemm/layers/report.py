@@ -88,7 +88,7 @@ def _rows_of_gate(activation: str, weight: torch.Tensor) -> str:
 
     if weight.device.type != extension.device_type():
         return _elsewhere(weight)
-    (n, k), gate, gpu = weight.shape, GATE_OF[activation], joint.name_of(weight.device)
+    (n, k), gate, gpu = weight.shape, GATE_OF[activation], extension.gpu_of(weight.device)
     return _said([m for m in ROWS if joint.chosen(m, (n, n), k, weight.dtype, gpu, gate=gate) is not None])
 
 

@@ -12,7 +12,7 @@ Equal sites are one object: the layers of a model decide together.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, TypeAlias
 
@@ -22,15 +22,18 @@ from torch.nn import functional
 from tunegemm.describe.epilogue import GATE_OF
 from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.extension import LaunchCache
-from tunegemm.dispatch.forms import ACTIVATIONS, BELOW_AUTOGRAD, form_of
+from tunegemm.dispatch.forms import ACTIVATIONS, ALIGNMENT, BELOW_AUTOGRAD, form_of
 from tunegemm.dispatch.guards import capturing, current_device, dispatch_modes
-from tunegemm.dispatch.operands import ALIGNMENT
-from tunegemm.dispatch.plans import Plan
+from tunegemm.dispatch.launchers import Plan
+from tunegemm.groups.grouped import grouped_mm
 from tunegemm.layers import joint
 from tunegemm.layers.joint import Keep
 
 #: Computes a call of known shapes from its operands; None where this call's addresses forbid it.
 Way: TypeAlias = Callable[..., Any]
+
+#: How `Gated` names gate and up that are weights of their own.
+TWO_WEIGHTS = "two weights"
 
 _BITS = ALIGNMENT - 1
 #: Rows up to which an eager residual is not added by a library's algorithm: its launch takes the host longer
@@ -192,47 +195,32 @@ class Joint(Site):
 
 
 class Gated(Joint):
-    """Gate and up of two weights: (x, gate, up[, gate's bias, up's bias])."""
-
-    def __init__(self, activation: str, has_bias: bool, facts: tuple[Any, ...]) -> None:
-        super().__init__(f"gate and up with {activation}", facts)
-        self.gate, self._activate = GATE_OF[activation], ACTIVATIONS[activation]
-        self._linear = linear(has_bias, facts)
-
-    def parts(self, *operands: Any) -> tuple[Any, Any]:
-        return operands[:2], operands[2:]
-
-    def by_torch(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
-        gate, up, *biases = operands
-        first = self._linear(x, gate, *biases[:1])
-        return self._activate(first) * self._linear(x, up, *biases[1:])
-
-
-class Halves(Joint):
-    """Gate and up in one weight: (x, weight[, bias])."""
+    """Gate and up: (x, gate, up[, gate's bias, up's bias]), or in one weight (x, weight[, bias])."""
 
     def __init__(self, activation: str, layout: str, has_bias: bool, facts: tuple[Any, ...]) -> None:
-        """layout: gate first, up first, or alternate."""
-        super().__init__(f"{layout} of one weight with {activation}", facts)
+        """layout: two weights; or of one gate first, up first, or alternate."""
+        place = "" if layout == TWO_WEIGHTS else f", {layout} in one weight"
+        super().__init__(f"gate and up with {activation}{place}", facts)
         self.gate, self._activate = GATE_OF[activation], ACTIVATIONS[activation]
         self._layout, self._linear = layout, linear(has_bias, facts)
 
-    def parts(self, *operands: Any) -> tuple[Any, Any]:
+    def _halves(self, whole: torch.Tensor, dim: int) -> Sequence[torch.Tensor]:
         if self._layout == "alternate":
-            halves = [(each[::2], each[1::2]) for each in operands]
-        else:
-            halves = [each.chunk(2) for each in operands]
-        if self._layout == "up first":
-            halves = [(second, first) for first, second in halves]
+            return (whole[..., ::2], whole[..., 1::2]) if dim else (whole[::2], whole[1::2])
+        return whole.chunk(2, dim) if self._layout == "gate first" else whole.chunk(2, dim)[::-1]
+
+    def parts(self, *operands: Any) -> tuple[Any, Any]:
+        if self._layout == TWO_WEIGHTS:
+            return operands[:2], operands[2:]
+        halves = [self._halves(each, 0) for each in operands]
         return halves[0], halves[1] if len(halves) > 1 else ()
 
     def by_torch(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
-        weight, *bias = operands
-        both = self._linear(x, weight, *bias)
-        if self._layout == "alternate":
-            gate, up = both[..., ::2], both[..., 1::2]
-        else:
-            gate, up = both.chunk(2, -1) if self._layout == "gate first" else reversed(both.chunk(2, -1))
+        if self._layout == TWO_WEIGHTS:
+            first, second, *biases = operands
+            gate = self._linear(x, first, *biases[:1])
+            return self._activate(gate) * self._linear(x, second, *biases[1:])
+        gate, up = self._halves(self._linear(x, *operands), -1)
         return self._activate(gate) * up
 
 
@@ -253,6 +241,25 @@ class Several(Joint):
         weights, biases = self.parts(*operands)
         given = (weights, biases) if biases else (weights,)
         return tuple([site(x, *each) for site, *each in zip(self._linears, *given, strict=True)])
+
+
+def product(facts: tuple[Any, ...]) -> Callable[..., torch.Tensor]:
+    """A product of two matrices, or of batches of them."""
+    return _product
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    result = None if dispatch_modes() else api.dispatcher.below_autograd(a, b)
+    return torch.matmul(a, b) if result is None else result
+
+
+def grouped(facts: tuple[Any, ...]) -> Callable[..., torch.Tensor]:
+    """A product of rows in groups."""
+    return _grouped
+
+
+def _grouped(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return grouped_mm(a, b, offs=ends)
 
 
 _lock = threading.Lock()
@@ -277,4 +284,4 @@ def linear(has_bias: bool, facts: tuple[Any, ...]) -> Linear:
     return _linears("", has_bias, False, facts)
 
 
-chain, gated, halves, several = _once(Linear), _once(Gated), _once(Halves), _once(Several)
+chain, gated, several = _once(Linear), _once(Gated), _once(Several)

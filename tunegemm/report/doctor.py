@@ -294,16 +294,16 @@ VARIABLES = (
 
 
 def _environment() -> Check:
-    from tunegemm.dispatch import modes
+    from tunegemm.choose import policies
     from tunegemm.search.efforts import online_budget
 
     warnings: list[str] = []
-    mode, policy = modes.read_mode(warnings.append), modes.read_policy(warnings.append)
-    for read in (modes.read_compile, modes.read_summary, modes.read_check_groups):
+    mode, policy = policies.read_mode(warnings.append), policies.read_policy(warnings.append)
+    for read in (policies.read_compile, policies.read_summary, policies.read_check_groups):
         read(warnings.append)
     for engine in ("vllm", "sglang"):
-        modes.read_engine(engine, warnings.append)
-    modes.read_engine_gates("vllm", warnings.append)
+        policies.read_engine(engine, warnings.append)
+    policies.read_engine_gates("vllm", warnings.append)
     if problem := online_budget()[1]:
         warnings.append(problem)
     for name in sorted(os.environ):

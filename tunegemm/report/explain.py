@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tunegemm.choose.invariance import InvariantOption
 from tunegemm.choose.neighbours import Near
-from tunegemm.choose.policies import Policy
+from tunegemm.choose.policies import Policy, read_compile, read_mode, read_policy
 from tunegemm.choose.predictions import Predicted
 from tunegemm.choose.selection import Outcome, Selection, read_rivals, select
 from tunegemm.choose.snapshot import Snapshot
@@ -24,8 +24,6 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.describe.stored import document_of
-from tunegemm.dispatch.launchers import find_object
-from tunegemm.dispatch.modes import read_compile, read_mode, read_policy
 from tunegemm.errors import (
     ArtifactError,
     DatabaseError,
@@ -280,7 +278,7 @@ def explain(
     import torch
 
     from tunegemm.dispatch import extension
-    from tunegemm.dispatch.operands import Refusal, describe
+    from tunegemm.dispatch.forms import Refusal, describe
     from tunegemm.tuning.tuner import as_problem, open_device
 
     if b is None:
@@ -496,6 +494,8 @@ def _proof(record: StoredRecord) -> str:
 def _refusal_to_load(record: StoredRecord, device: Device) -> str:
     if is_torch(record.candidate) or not device.is_real:
         return ""
+    from tunegemm.dispatch.launchers import find_object  # brings torch
+
     try:
         find_object(record, device)
     except ArtifactError as error:

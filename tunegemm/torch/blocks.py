@@ -6,23 +6,21 @@ Kernels are those of db/blocks.toml and need no record.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 
-from tunegemm.describe.device import find_device
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import PLAIN
-from tunegemm.dispatch.extension import LaunchCache, compiled
+from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.guards import current_device
 from tunegemm.dispatch.library import block_scales, takes_fp8
-from tunegemm.errors import ArtifactError, ProblemError, TunegemmError, one_line
+from tunegemm.errors import ProblemError, TunegemmError, one_line
 from tunegemm.generate import blocks
 from tunegemm.generate.blocks import BLOCK, BlockKernel
 from tunegemm.generate.takes import NotTaken
 from tunegemm.groups.grouped import are_plain, has_gradient
-from tunegemm.model.blocks import BlockChoice, choose
+from tunegemm.model.blocks import choose
 
 _FP8 = torch.float8_e4m3fn
 _OUT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -198,53 +196,29 @@ def product(
 
 
 _launches = LaunchCache()
-_kernels: dict[tuple[Any, int], BlockKernel] = {}
 
 
 def _bind(a: Any, b: Any, scale_a: Any, scale_b: Any, out: Any) -> tuple[Launch | None, bool]:
     """The launch for operands that are laid out as these, None where torch computes the product; and whether
     a kernel is being compiled."""
-    device, launch = a.device, None
-    weight, scales = b.t(), (scale_a, scale_b.t())
+    device, weight, scales = a.device, b.t(), (scale_a, scale_b.t())
     slower = a.shape[0] > MOST_ROWS and out.dtype is torch.bfloat16 and torch_takes(a, b, scale_a, scale_b)
-    if not slower and not blocks.refusal(a, weight, *scales, out):
-        choice = choose(
-            a.shape[0], weight.shape[0], a.shape[1], out_dtype=_OUT_DTYPES[out.dtype], gpu=_name_of(device),
-            may_split=extension.policy().prefer != "no_workspace",
-        )  # fmt: skip
-        try:
-            kernel = None if choice is None else _load(choice, device)
-        except (TunegemmError, OSError, RuntimeError) as error:
-            kernel = choice = None
-            _warn(f"kernels of block-scaled products cannot run on {device}: {one_line(error)}")
-        if choice is not None:
-            if kernel is None:
-                return None, True
-            launch = kernel.bound(a, weight, *scales, out, device=_device(device), **choice.words)
-    return launch, False
-
-
-def _load(choice: BlockChoice, device: torch.device) -> BlockKernel | None:
-    """None until it is compiled. Raises TunegemmError, OSError or RuntimeError where there is none."""
-    there, index = _device(device), device.index or 0
-    if (reason := blocks.FAMILY.cannot_launch(there)) is not None:
-        raise ArtifactError(reason)
-    kernel = _kernels.get((choice.config, index))
+    if slower or blocks.refusal(a, weight, *scales, out):
+        return None, False
+    may_split, gpu = extension.policy().prefer != "no_workspace", extension.gpu_of(device)
+    choice = choose(
+        a.shape[0], b.shape[1], a.shape[1], out_dtype=_OUT_DTYPES[out.dtype], gpu=gpu, may_split=may_split
+    )
+    if choice is None:
+        return None, False
+    try:
+        kernel = extension.loaded(blocks, BlockKernel.load, choice.config, device)
+    except (TunegemmError, OSError, RuntimeError) as error:
+        _warn(f"kernels of block-scaled products cannot run on {device}: {one_line(error)}")
+        return None, False
     if kernel is None:
-        artifact = compiled(blocks.FAMILY.name, blocks.kernel_key(choice.config))
-        if artifact is None:
-            return None
-        kernel = _kernels[choice.config, index] = BlockKernel.load(choice.config, artifact.path)
-    return kernel
-
-
-def _device(device: torch.device) -> Any:
-    return extension.policy().device(find_device(f"cuda:{device.index or 0}"))
-
-
-@cache
-def _name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device)
+        return None, True
+    return kernel.bound(a, weight, *scales, out, device=extension.device_of(device), **choice.words), False
 
 
 def _warn(text: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch import api
 from tunegemm.dispatch.forms import MATMUL, form_of
 
 _NAME = "tunegemm_product"
@@ -40,75 +40,89 @@ def site_of(operands: Sequence[torch.Tensor], *form: object) -> str:
     return _ANY_ROWS * is_symbolic + "; ".join((*places, *map(str, form)))
 
 
-def lower(serving: Callable[[], Dispatcher]) -> None:
+class _Inductor:
+    """What of Inductor is taught; it is imported late, as it takes seconds."""
+
+    def __init__(self) -> None:
+        self.select, self.ir, self.lowering, virtualized = (
+            importlib.import_module(f"torch._inductor.{name}")
+            for name in ("select_algorithm", "ir", "lowering", "virtualized")
+        )
+        self.graphs = virtualized.V
+
+    def knows(self, name: str) -> bool:
+        return hasattr(self.select.extern_kernels, name)
+
+    def as_traced(self, node: Any, traced: Any) -> Any:
+        """An operand in memory, with the strides that it was traced with."""
+        realized = self.ir.ExternKernel.realize_input(node)
+        return self.ir.ExternKernel.require_exact_strides(realized, traced.meta["val"].stride())
+
+    def result(self, choice: Any, nodes: Sequence[Any], size: Sequence[Any], **words: Any) -> Any:
+        """The node of a call that writes a dense result."""
+        dtype = self.graphs.graph.current_node.meta["val"].dtype
+        layout = self.ir.FixedLayout(nodes[0].get_device(), dtype, size)
+        found = choice.bind(nodes, layout, **words).output_node()
+        return found[0] if isinstance(found, tuple) else found
+
+    def register(self, operator: Any, call: Callable[..., Any]) -> None:
+        """Has an operator lowered by a function."""
+        by_operator = self.lowering.fallback_handler(operator, add_to_fallback_set=False)
+
+        def lowered(*arguments: Any, **keywords: Any) -> Any:
+            # C++ calls no Python functions, but operators.
+            return (by_operator if self.graphs.graph.cpp_wrapper else call)(*arguments, **keywords)
+
+        self.lowering.register_lowering(operator, type_promotion_kind=None)(lowered)
+        self.lowering.add_needs_realized_inputs(operator)  # as for aten.mm
+
+
+def lower() -> None:
     """Teach Inductor `tunegemm::mm`, `bmm` and `fused`, once.
 
     Imports it: for a process that compiles.
     """
     with suppress(ImportError, AttributeError):
-        _lower(serving)
+        inductor = _Inductor()
+        if not inductor.knows(_NAME):
+            _lower(inductor)
 
 
-def _inductor() -> tuple[Any, Any, Any, Any]:
-    """What of Inductor is taught; it is imported late, as it takes seconds."""
-    select, ir, lowering, virtualized = (
-        importlib.import_module(f"torch._inductor.{name}")
-        for name in ("select_algorithm", "ir", "lowering", "virtualized")
-    )
-    return select, ir, lowering, virtualized.V
-
-
-def _as_traced(ir: Any, node: Any, traced: Any) -> Any:
-    """An operand in memory, with the strides that it was traced with."""
-    return ir.ExternKernel.require_exact_strides(
-        ir.ExternKernel.realize_input(node), traced.meta["val"].stride()
-    )
-
-
-def _lower(serving: Callable[[], Dispatcher]) -> None:
-    inductor, ir, lowering, graphs = _inductor()
-    if hasattr(inductor.extern_kernels, _NAME):
-        return
-
+def _lower(inductor: _Inductor) -> None:
     # Names and arguments are in code that Inductor keeps on disk: see `ops.CALLS`.
     # What vLLM keeps goes by records alone, and says nothing of rows where it is of before `any_rows`.
     def product(
         a: torch.Tensor, b: torch.Tensor, *, site: str, any_rows: bool = False, out: torch.Tensor
     ) -> torch.Tensor:
-        return serving().compiled((site, a.size(0)) if any_rows else site, plain, a, b, (), (), out)
+        return api.dispatcher.compiled((site, a.size(0)) if any_rows else site, plain, a, b, (), (), out)
 
     def fused_product(
         a: torch.Tensor, b: torch.Tensor, *operands: torch.Tensor, site: str, any_rows: bool = False,
         numbers: Sequence[float], epilogue: str, out_dtype: torch.dtype | None, accumulation: str,
         out: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        form = form_of(MATMUL, epilogue, out_dtype, accumulation)
-        return serving().compiled((site, a.size(0)) if any_rows else site, form, a, b, operands, numbers, out)
+        form, place = form_of(MATMUL, epilogue, out_dtype, accumulation), (site, a.size(0))
+        return api.dispatcher.compiled(place if any_rows else site, form, a, b, operands, numbers, out)
 
     plain = form_of(MATMUL, "")
-    choice = inductor.ExternKernelChoice(product, name=_NAME)
-    fused_choice = inductor.ExternKernelChoice(fused_product, name=f"{_NAME}_and_more")
+    choice = inductor.select.ExternKernelChoice(product, name=_NAME)
+    fused_choice = inductor.select.ExternKernelChoice(fused_product, name=f"{_NAME}_and_more")
 
     def called(
         choice: Any, operands: Sequence[Any], traced: Sequence[Any], columns: Any, **words: Any
     ) -> Any:
-        values = [argument.meta["val"] for argument in traced]
-        nodes = [_as_traced(ir, node, source) for node, source in zip(operands, traced, strict=True)]
-        size = [*nodes[0].get_size()[:-1], columns]
-        dtype = graphs.graph.current_node.meta["val"].dtype
-        layout = ir.FixedLayout(nodes[0].get_device(), dtype, size)
-        site = site_of(values, *words.values())
-        any_rows = site.startswith(_ANY_ROWS)
-        found = choice.bind(nodes, layout, site=site, any_rows=any_rows, **words).output_node()
-        return found[0] if isinstance(found, tuple) else found
+        nodes = [inductor.as_traced(node, source) for node, source in zip(operands, traced, strict=True)]
+        site = site_of([argument.meta["val"] for argument in traced], *words.values())
+        any_rows, size = site.startswith(_ANY_ROWS), [*nodes[0].get_size()[:-1], columns]
+        return inductor.result(choice, nodes, size, site=site, any_rows=any_rows, **words)
 
     def plainly(a: Any, b: Any, *, records: str = "") -> Any:
-        return called(choice, (a, b), graphs.graph.current_node.args, b.get_size()[-1])
+        return called(choice, (a, b), inductor.graphs.graph.current_node.args, b.get_size()[-1])
 
     def fused(
         a: Any, b: Any, operands: Sequence[Any], numbers: Sequence[float], *asked: Any, records: str = ""
     ) -> Any:
-        left, right, others, *_ = graphs.graph.current_node.args
+        left, right, others, *_ = inductor.graphs.graph.current_node.args
         form = form_of(MATMUL, *asked)
         columns = b.get_size()[-1] // (2 if form.epilogue.gated else 1)
         return called(
@@ -116,19 +130,9 @@ def _lower(serving: Callable[[], Dispatcher]) -> None:
             epilogue=form.text, out_dtype=form.out_dtype, accumulation=form.accumulation,
         )  # fmt: skip
 
-    def register(operator: Any, call: Callable[..., Any]) -> None:
-        by_operator = lowering.fallback_handler(operator, add_to_fallback_set=False)
-
-        def lowered(*arguments: Any, **keywords: Any) -> Any:
-            # C++ calls no Python functions, but operators.
-            return (by_operator if graphs.graph.cpp_wrapper else call)(*arguments, **keywords)
-
-        lowering.register_lowering(operator, type_promotion_kind=None)(lowered)
-        lowering.add_needs_realized_inputs(operator)  # as for aten.mm
-
-    register(torch.ops.tunegemm.fused.default, fused)
+    inductor.register(torch.ops.tunegemm.fused.default, fused)
     for operator in (torch.ops.tunegemm.mm.default, torch.ops.tunegemm.bmm.default):
-        register(operator, plainly)
+        inductor.register(operator, plainly)
 
 
 def lower_to_function(operator: Any, function: Callable[..., torch.Tensor], name: str, size: Any) -> None:
@@ -139,28 +143,22 @@ def lower_to_function(operator: Any, function: Callable[..., torch.Tensor], name
     the result, of Inductor's nodes for the tensors among the arguments, which are dense and come first.
     """
     with suppress(ImportError, AttributeError):
-        inductor, ir, lowering, graphs = _inductor()
-        if hasattr(inductor.extern_kernels, name):
+        inductor = _Inductor()
+        if inductor.knows(name):
             return
-        by_operator = lowering.fallback_handler(operator, add_to_fallback_set=False)
         parameters = [argument.name for argument in operator._schema.arguments]
-        choice = inductor.ExternKernelChoice(function, name=name, has_out_variant=False)
+        choice = inductor.select.ExternKernelChoice(function, name=name, has_out_variant=False)
 
-        def lowered(*arguments: Any) -> Any:
-            if graphs.graph.cpp_wrapper:  # C++ calls no Python functions, but operators
-                return by_operator(*arguments)
-            traced = graphs.graph.current_node
+        def call(*arguments: Any) -> Any:
             nodes, values, others = [], [], {}
-            for key, argument, source in zip(parameters, arguments, traced.args, strict=True):
-                if isinstance(argument, ir.TensorBox):
-                    nodes.append(_as_traced(ir, argument, source))
+            traced = inductor.graphs.graph.current_node.args
+            for key, argument, source in zip(parameters, arguments, traced, strict=True):
+                if isinstance(argument, inductor.ir.TensorBox):
+                    nodes.append(inductor.as_traced(argument, source))
                     values.append(source.meta["val"])
                 else:
                     others[key] = argument
             others["site"] = site_of(values, name, *others.values())
-            layout = ir.FixedLayout(nodes[0].get_device(), traced.meta["val"].dtype, size(*nodes))
-            found = choice.bind(nodes, layout, **others).output_node()
-            return found[0] if isinstance(found, tuple) else found
+            return inductor.result(choice, nodes, size(*nodes), **others)
 
-        lowering.register_lowering(operator, type_promotion_kind=None)(lowered)
-        lowering.add_needs_realized_inputs(operator)
+        inductor.register(operator, call)

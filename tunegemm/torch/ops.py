@@ -13,7 +13,7 @@ change with them. With the decision they become `CALLS`: where it is the same, I
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tunegemm.dispatch import api
 from tunegemm.dispatch.autograd import DTYPES, PLAIN, gradients, is_simple
-from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, MATMUL, Form, form_of
 from tunegemm.dispatch.unfused import unfused
 
@@ -39,43 +38,23 @@ Numbers: TypeAlias = Sequence[float]
 _library = torch.library.Library("tunegemm", "DEF")
 
 
-def define(serving: Callable[[], Dispatcher]) -> None:
-    """Registers the operators, whose products are computed by what `serving` returns at each call."""
-    _records_of.append(serving)
-    # Strides are fixed where a compiler calls us (`lowering`). By a tag they would be earlier, which copies
-    # what is not computed yet: the norm of a model was written again for each product that reads it.
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-    for name in ("mm", "bmm"):
-        _library.define(f"{name}(Tensor a, Tensor b, *, str records='') -> Tensor", tags=tags)
-        _define_product(name, serving)
-    _library.define("matmul_out(Tensor a, Tensor b, Tensor(a!) out) -> ()", tags=tags)
-
-    def write(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        if serving().below_autograd(a, b, out) is None:
-            torch.matmul(a, b, out=out)
-        elif not out.is_inference():  # inference tensors count no versions
-            torch.autograd.graph.increment_version(out)
-
-    _define_fused(serving, tags)
-    _library.impl("matmul_out", write, "CompositeExplicitAutograd")
-    torch.library.register_fake("tunegemm::matmul_out", lambda a, b, out: None, lib=_library)
+# Strides are fixed where a compiler calls us (`lowering`). By a tag they would be earlier, which copies what
+# is not computed yet: the norm of a model was written again for each product that reads it.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 
-def teach_inductor(serving: Callable[[], Dispatcher]) -> None:
+def teach_inductor() -> None:
     """If a graph is being traced: torch 2.11 says `is_compiling` to the traced code and to exports only."""
     if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
         from tunegemm.torch.lowering import lower
 
-        lower(serving)
-
-
-_records_of: list[Callable[[], Dispatcher]] = []
+        lower()
 
 
 def records() -> str:
     """The planner's fingerprint, which changes with what is served; empty in exported programs, which other
     hosts run by other records."""
-    return "" if torch.compiler.is_exporting() else _records_of[-1]().planner.fingerprint()
+    return "" if torch.compiler.is_exporting() else api.dispatcher.planner.fingerprint()
 
 
 # For Dynamo a constant of the time of tracing, as torch.compiler.assume_constant_result makes it, which would
@@ -83,13 +62,26 @@ def records() -> str:
 records._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
+def _define_matmul_out() -> None:
+    def write(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        if api.dispatcher.below_autograd(a, b, out) is None:
+            torch.matmul(a, b, out=out)
+        elif not out.is_inference():  # inference tensors count no versions
+            torch.autograd.graph.increment_version(out)
+
+    _library.define("matmul_out(Tensor a, Tensor b, Tensor(a!) out) -> ()", tags=_TAGS)
+    _library.impl("matmul_out", write, "CompositeExplicitAutograd")
+    torch.library.register_fake("tunegemm::matmul_out", lambda a, b, out: None, lib=_library)
+
+
+def _define_product(name: str) -> None:
+    _library.define(f"{name}(Tensor a, Tensor b, *, str records='') -> Tensor", tags=_TAGS)
     operator = getattr(torch.ops.tunegemm, name).default
     rank = 2 if name == "mm" else 3
     plain, aten = form_of(MATMUL, ""), getattr(torch.ops.aten, name)
 
     def compute(a: torch.Tensor, b: torch.Tensor, *, records: str = "") -> torch.Tensor:
-        result = serving().below_autograd(a, b)
+        result = api.dispatcher.below_autograd(a, b)
         return torch.matmul(a, b) if result is None else result
 
     def check(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -99,7 +91,7 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
             torch._check(x == y, lambda: f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply")
 
     def fake(a: torch.Tensor, b: torch.Tensor, *, records: str = "") -> torch.Tensor:
-        teach_inductor(serving)
+        teach_inductor()
         check(a, b)
         return a.new_empty((*a.shape[:-1], b.shape[-1]))
 
@@ -121,7 +113,7 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return torch.matmul(a, b)  # an autograd.Function cannot be applied inside a transform's kernel
         is_trained = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-        if torch._C._len_torch_dispatch_stack() and not is_served(serving(), plain, a, b, is_trained):
+        if torch._C._len_torch_dispatch_stack() and not is_served(plain, a, b, is_trained):
             check(a, b)
             return aten(a, b)  # traced: a compiler does more with its own operator
         if is_trained:
@@ -142,11 +134,11 @@ def _define_product(name: str, serving: Callable[[], Dispatcher]) -> None:
     torch.library.register_vmap(f"tunegemm::{name}", vmap, lib=_library)
 
 
-def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]) -> None:
+def _define_fused() -> None:
     _library.define(
         "fused(Tensor a, Tensor b, Tensor[] operands, float[] numbers, str epilogue, "
         "ScalarType? out_dtype=None, str accumulation='fast', *, str records='') -> Tensor",
-        tags=tags,
+        tags=_TAGS,
     )
     operator = torch.ops.tunegemm.fused.default
 
@@ -156,7 +148,7 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
     ) -> torch.Tensor:
         result = None
         if a.device.type == DEVICE_TYPE:
-            result = serving().fused(form_of(BELOW_AUTOGRAD, *form), a, b, tuple(operands), numbers)
+            result = api.dispatcher.fused(form_of(BELOW_AUTOGRAD, *form), a, b, tuple(operands), numbers)
         if result is None:
             result = unfused(form_of(MATMUL, *form), a, b, operands, numbers)
         return result
@@ -164,7 +156,7 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
     def fake(
         a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Numbers, *form: Any, records: str = ""
     ) -> torch.Tensor:
-        teach_inductor(serving)
+        teach_inductor()
         return unfused(form_of(MATMUL, *form), a, b, operands, numbers)
 
     def autograd(
@@ -176,7 +168,7 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
             return unfused(asked, a, b, operands, numbers)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (a, b, *operands)):
             return unfused(asked, a, b, operands, numbers, multiply=traced_matmul)
-        if torch._C._len_torch_dispatch_stack() and not is_served(serving(), asked, a, b):
+        if torch._C._len_torch_dispatch_stack() and not is_served(asked, a, b):
             return unfused(asked, a, b, operands, numbers)
         with torch._C._AutoDispatchBelowAutograd():
             below = keyset & torch._C._after_autograd_keyset
@@ -197,9 +189,7 @@ def _define_fused(serving: Callable[[], Dispatcher], tags: tuple[torch.Tag, ...]
     torch.library.register_vmap("tunegemm::fused", vmap, lib=_library)
 
 
-def is_served(
-    dispatcher: Dispatcher, form: Form, a: torch.Tensor, b: torch.Tensor, is_trained: bool = False
-) -> bool:
+def is_served(form: Form, a: torch.Tensor, b: torch.Tensor, is_trained: bool = False) -> bool:
     """Whether a kernel is recorded for operands that are being traced, or where they are trained for one of
     their gradients.
 
@@ -215,7 +205,8 @@ def is_served(
     found = []
 
     def ask(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        found.append(dispatcher.planner.serves(form, left, right, a.device.index or 0, any_m=symbolic))
+        index = a.device.index or 0
+        found.append(api.dispatcher.planner.serves(form, left, right, index, any_m=symbolic))
         return left.new_empty((*left.shape[:-1], right.shape[-1]))
 
     with _disable_current_modes(), torch.no_grad():
@@ -302,4 +293,7 @@ def _is_servable(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-define(lambda: api.dispatcher)
+_define_product("mm")
+_define_product("bmm")
+_define_matmul_out()
+_define_fused()

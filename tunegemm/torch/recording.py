@@ -27,10 +27,9 @@ from tunegemm.describe.problem import MAX_ALIGNMENT, alignment_of
 from tunegemm.describe.workload import Product, Workload, merge
 from tunegemm.describe.workload.products import Kind
 from tunegemm.dispatch import api
-from tunegemm.dispatch.forms import LINEAR, Form, Named, named
+from tunegemm.dispatch.forms import LINEAR, Form, Named, Refusal, named
 from tunegemm.dispatch.guards import tf32_allowed
 from tunegemm.dispatch.library import call_of
-from tunegemm.dispatch.operands import Refusal
 from tunegemm.errors import WorkloadError
 from tunegemm.files import impossible
 from tunegemm.groups import recorded_groups

@@ -1,0 +1,117 @@
+"""What is done about products that have kernels, none of which can be launched here, and about those that
+have none: the kernel is compiled meanwhile, or one warning says what is missing and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from tunegemm.choose.policies import Mode
+from tunegemm.choose.selection import Selection
+from tunegemm.choose.snapshot import Snapshot
+from tunegemm.describe.device import Device
+from tunegemm.describe.problem import Problem
+from tunegemm.dispatch.background import Answer, BackgroundCompiler
+from tunegemm.dispatch.guards import capturing
+from tunegemm.dispatch.notices import Notices, advice, named_error, weight_of, who
+from tunegemm.dispatch.states import State
+from tunegemm.errors import TunegemmError
+from tunegemm.generate import families
+from tunegemm.store.record import Record
+from tunegemm.store.validity import Grade
+
+
+class Wanted(NamedTuple):
+    """A product that a launcher is wanted for."""
+
+    problem: Problem
+    device: Device
+    place: torch.device
+    """Where torch has its operands."""
+    name: str = ""
+    """The function that was called; empty below torch's own functions."""
+
+
+def compile_first(
+    compiler: BackgroundCompiler, state: State, wanted: Wanted, options: Sequence[Record]
+) -> Answer:
+    """What is done about the first of these records whose kernel can be compiled, in the background."""
+    answer = Answer()
+    if capturing(wanted.place):
+        return answer
+    for record in options:
+        try:
+            answer = compiler.ask(record, wanted.device)
+        except Exception as error:  # what a foreign record's family raises is not known here
+            answer = Answer(failure=named_error(error))
+        if answer.kernel:
+            state.wait(wanted.problem, wanted.place.index or 0, answer.kernel, record)
+        if answer.kernel or answer.refusal:
+            break
+    return answer
+
+
+def explain_missing(
+    notices: Notices,
+    answer: Answer,
+    state: State,
+    snapshot: Snapshot,
+    wanted: Wanted,
+    selection: Selection,
+    mode: Mode,
+    why: str,
+) -> None:
+    """Warns of what is missing for a product. answer: of `compile_first`; why: what the last of the
+    selection's options lacks, or why there are none."""
+    problem, device, _, name = wanted
+    weight = device.name, *weight_of(problem)
+    if answer.kernel:
+        if state.policy.replaces_torch:
+            notices.warn(
+                f"{problem} on {device.name}: its kernel is compiled in the background, and torch "
+                f"computes it meanwhile: {state.policy} does not hold until then",
+                about=("compiled", *weight),
+            )
+        return
+    if not selection.options:
+        answer = Answer(refusal=_missing_package(snapshot, problem, device))
+    if answer.refusal:
+        notices.warn(
+            f"recorded kernels cannot run on {device.name} and none is compiled: {answer.refusal}; "
+            "tunegemm falls back to torch for their products",
+        )
+        return
+    if answer.failure:
+        why = f"its kernel does not compile here ({answer.failure})"
+    # In mode online the product is tuned later, or a warning says why it could not be.
+    if selection.outcome == "predicted":
+        notices.warn(
+            f"a kernel that is predicted to be faster than torch cannot run on {device.name}: {why}; "
+            "products like that fall back to torch",
+            about=("predicted", why),
+        )
+    elif selection.options or (
+        selection.advises_tuning and mode != "online" and not snapshot.warnings  # which may have its record
+    ):
+        notices.untuned(problem)
+        notices.warn(
+            lambda: (
+                f"{problem} on {device.name}: {why}; {who(name)} falls back to torch. "
+                + advice(problem, "Tune it with")
+            ),
+            about=("untuned", *weight),
+        )
+
+
+def _missing_package(snapshot: Snapshot, problem: Problem, device: Device) -> str:
+    """What has to be installed for the problem's record; empty where that is not what it lacks."""
+    judged = snapshot.judged(problem, device.fingerprint)
+    if not judged or judged[0][0].grade is not Grade.SEED:
+        return ""
+    try:
+        return families.get(judged[0][1].candidate.family).unavailable(launching=True) or ""
+    except TunegemmError:  # another package's family, which is not installed
+        return ""
