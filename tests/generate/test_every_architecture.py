@@ -45,12 +45,9 @@ def test_a_triton_whose_kernels_use_local_memory_has_none(
     version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rules, "package_version", lambda _: version)
-    rules._has_old_triton.cache_clear()
     for name, device in DEVICES.items():
         reason = families.refusal_here("triton_tma", device)
         assert bool(reason) == (not device.architecture.tma or (refused and name in ("sm_120", "sm_121")))
-    monkeypatch.undo()
-    rules._has_old_triton.cache_clear()
 
 
 @pytest.mark.slow

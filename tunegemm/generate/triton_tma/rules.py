@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from tunegemm.describe.device import Device, package_version
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -44,7 +42,6 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
     return None
 
 
-@functools.cache
 def _has_old_triton() -> bool:
     """Whether the compiler that is installed, if one is, is older than 3.7."""
     version = package_version("triton")
