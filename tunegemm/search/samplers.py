@@ -82,7 +82,7 @@ def _class(sampler: str, module: str, name: str) -> Any:
 
 
 def _made(found: Any, sampler: str, seed: int) -> optuna.samplers.BaseSampler:
-    from tunegemm.search.space import quiet_optuna
+    from tunegemm.search.study import quiet_optuna
 
     try:
         takes_seed = "seed" in inspect.signature(found).parameters
