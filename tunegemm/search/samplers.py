@@ -26,11 +26,6 @@ _OPTUNAS: dict[str, tuple[str, tuple[str, ...]]] = {
 NAMES = (ROOFLINE, *_OPTUNAS)
 
 
-def check_sampler(sampler: Sampler | None) -> None:
-    """Raises SpaceError for what `sampler_of` refuses, before anything is begun."""
-    sampler_of(sampler, seed=0)
-
-
 def sampler_of(sampler: Sampler | None, *, seed: int) -> optuna.samplers.BaseSampler | None:
     """A sampler of Optuna's kind by its name, or itself; None for the project's own, as for no name.
 

@@ -279,17 +279,13 @@ class Run:
     def publish_each(self, found: Iterable[Outcome], stage: str) -> Iterator[Outcome]:
         """Outcomes as they come, each published before it is yielded."""
         self.stage = stage
-        for one in found:
-            outcome = self._with_expected(one)
+        for outcome in found:
+            if isinstance(outcome, Measurement) and outcome.candidate in self._expected:
+                ratio = self._expected[outcome.candidate]
+                outcome = replace(outcome, telemetry={**outcome.telemetry, PREDICTED_RATIO: ratio})
             self._publish(outcome, evidence_word(outcome, stage))
             self.report()
             yield outcome
-
-    def _with_expected(self, outcome: Outcome) -> Outcome:
-        expected = self._expected.get(outcome.candidate)
-        if expected is None or not isinstance(outcome, Measurement):
-            return outcome
-        return replace(outcome, telemetry={**outcome.telemetry, PREDICTED_RATIO: expected})
 
     def _is_ready(self, candidate: Candidate) -> bool:
         future = self._future(candidate)

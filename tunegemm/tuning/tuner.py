@@ -30,7 +30,7 @@ from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.groups import checked_skews
 from tunegemm.measure.outcome import Failure, Outcome
-from tunegemm.measure.replay import ReplayMeasurer, open_replay
+from tunegemm.measure.replay import open_replay
 from tunegemm.measure.settings import SCREEN, SKEWS, Job, RaceSettings
 from tunegemm.measure.worker import Child, MeasureWorker
 from tunegemm.model import rank as model
@@ -260,14 +260,7 @@ class Tuner:
         Kernels of the problem that follows are compiled while one is measured.
         """
         for request in requests:
-            result = self.tune(
-                request.problem,
-                effort=request.effort,
-                trials=request.trials,
-                budget_seconds=request.budget_seconds,
-                following=request.following,
-                on_progress=on_progress,
-            )
+            result = self.tune(**vars(request), on_progress=on_progress)
             yield result
             if result.interrupted:
                 return
@@ -321,7 +314,7 @@ class Tuner:
         if not self.device.spec.startswith("replay:"):
             return None
         if self._measurer is None:
-            self._measurer = ReplayMeasurer(open_replay(self.device.spec))
+            self._measurer = open_replay(self.device.spec)
         swept = self._measurer.swept(problem) or ()
         return self._measurer if any(c.family in self.kernels.families for c in swept) else None
 
