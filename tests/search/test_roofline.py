@@ -11,7 +11,8 @@ from optuna.samplers import BaseSampler
 from optuna.testing import pytest_samplers as suite
 
 from tests.search.test_study import LAUNCHES, TILES, landscape, study_of_landscape
-from tunegemm.search.study import FAMILY, RooflineSampler
+from tunegemm.search.search import FAMILY
+from tunegemm.search.study import RooflineSampler
 
 
 class Ours:

@@ -23,8 +23,7 @@ from optuna.trial import TrialState
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import SpaceError, one_line
 from tunegemm.generate.feasibility import Verdict
-from tunegemm.search.search import Search, StageName, in_order, is_ordered
-from tunegemm.search.study import FAMILY, quiet_optuna
+from tunegemm.search.search import FAMILY, Search, StageName, in_order, is_ordered, quiet_optuna
 
 #: Kernels, and launches of them, that are looked at for one that was not tried yet.
 _NEAR_KERNELS, _NEAR_LAUNCHES = 32, 4000

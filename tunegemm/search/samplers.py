@@ -8,6 +8,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.errors import SpaceError, one_line
+from tunegemm.search.search import quiet_optuna
 from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
@@ -77,8 +78,6 @@ def _class(sampler: str, module: str, name: str) -> Any:
 
 
 def _made(found: Any, sampler: str, seed: int) -> optuna.samplers.BaseSampler:
-    from tunegemm.search.study import quiet_optuna
-
     try:
         takes_seed = "seed" in inspect.signature(found).parameters
         with quiet_optuna():

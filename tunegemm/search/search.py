@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal, Protocol
 
@@ -28,6 +30,8 @@ from tunegemm.search.efforts import Plan, budget_for
 #: What the search is doing. `library` is the vendor's algorithms and the seeds.
 StageName = Literal["library", "screen", "vary", "explore", "probe", "refine", "done"]
 
+#: The parameter of a study that tells families apart.
+FAMILY = "family"
 #: The screen takes each tile once per cluster shape, with few clusters, before it takes a variant of stages.
 _TILE = ("schedule", "tile_m", "tile_n")
 _CLUSTER = ("cluster_m", "cluster_n")
@@ -437,6 +441,21 @@ def is_ordered(listed: Sequence[Value]) -> bool:
 def in_order(values: Iterable[Value]) -> tuple[Value, ...]:
     """Distinct values of a list that stays the same for a whole study."""
     return tuple(sorted(dict.fromkeys(values), key=lambda value: (str(type(value)), value)))
+
+
+@contextmanager
+def quiet_optuna() -> Iterator[None]:
+    """Without Optuna's lines about new studies and experimental options."""
+    import optuna
+
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(verbosity)
 
 
 _END = Candidate("end of the stream")

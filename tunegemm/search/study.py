@@ -12,10 +12,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -27,32 +25,17 @@ from optuna.trial import FrozenTrial, TrialState
 
 from tunegemm.describe.space import Candidate, SearchSpace, Value
 from tunegemm.generate.feasibility import Verdict
-from tunegemm.search.search import Portfolio, Search, StageName, in_order
+from tunegemm.search.search import FAMILY, Portfolio, Search, StageName, in_order, quiet_optuna
 
 if TYPE_CHECKING:
     from tunegemm.search.delegate import Suggested
     from tunegemm.search.surrogate import Features, Surrogate
 
-#: The parameter that tells families apart.
-FAMILY = "family"
 #: Of the vendor's library: the place of an algorithm among those that it named, torch.mm first. Its own
 #: parameters are words of one version of the library; the trial's attribute `candidate` has them.
 ALGORITHM, _MOST_ALGORITHMS = "library_algorithm", 1023
 #: Under so many trials the best tenth is two candidates or fewer, which show nothing.
 FEWEST_TRIALS = 24
-
-
-@contextmanager
-def quiet_optuna() -> Iterator[None]:
-    """Without Optuna's lines about new studies and experimental options."""
-    verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            yield
-    finally:
-        optuna.logging.set_verbosity(verbosity)
 
 
 class StudySpace:

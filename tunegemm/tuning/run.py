@@ -57,8 +57,9 @@ _SLOWED = 1.3
 class Measurer(Protocol):
     """What times candidates: the GPU's worker or a recording."""
 
-    seconds: dict[str, float]
-    """What was waited for so far, by phase; empty where nothing is."""
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """What was waited for so far, by phase; empty where nothing is."""
 
     def measure(self, problem: Problem, jobs: Sequence[Job], settings: RaceSettings) -> Iterator[Outcome]:
         """One outcome per job."""

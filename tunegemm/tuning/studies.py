@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunegemm.errors import StudyError, TunegemmError, one_line
 from tunegemm.files import kind
+from tunegemm.search.search import quiet_optuna
 from tunegemm.store.locations import project_location, user_location
 from tunegemm.untrusted import shown
 
@@ -127,8 +128,6 @@ class Studies:
 def translated(location: str) -> Iterator[None]:
     """Errors of Optuna's storages, of their drivers and of what files hold, as one line that names the
     storage. What Optuna raises of a journal of another version is not known here."""
-    from tunegemm.search.study import quiet_optuna
-
     try:
         with quiet_optuna():
             yield
