@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     rows = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     done = {(row["of"], row["seed"]) for row in rows}
-    for seed, recorded in itertools.product(map(int, options.seeds.split(",")), options.recorded.split(",")):
+    for recorded, seed in itertools.product(options.recorded.split(","), map(int, options.seeds.split(","))):
         replay = open_replay(recorded, root=root_of(recorded))
         for problem in replay.problems():
             place = f"{recorded}, {problem}"

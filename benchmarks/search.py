@@ -39,8 +39,7 @@ from tunegemm.model import rank as model
 from tunegemm.search import Portfolio, Search, first_of_each_kernel
 from tunegemm.search.efforts import EFFORTS
 from tunegemm.search.samplers import NAMES, sampler_of
-from tunegemm.search.space import StudySpace
-from tunegemm.search.study import ProblemStudy
+from tunegemm.search.study import ProblemStudy, StudySpace
 from tunegemm.tuning.begin import opinions
 
 COUNTS = (8, 16, 32, 64)

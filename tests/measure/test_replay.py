@@ -16,7 +16,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
-from tunegemm.measure.replay import ReplayDevice, ReplayMeasurer, open_replay, replay_names
+from tunegemm.measure.replay import ReplayDevice, open_replay, replay_names
 from tunegemm.measure.settings import Job
 
 PROBLEM = Problem.parse("512x6144x4096")
@@ -127,22 +127,21 @@ def test_problems_come_from_file_names(tmp_path: Path) -> None:
 
 
 def test_measures_like_the_worker(replay: ReplayDevice) -> None:
-    measurer = ReplayMeasurer(replay)
     jobs = [Job(tile(256)), Job(tile(128, swizzle=8)), Job(tile(128))]
-    results = list(measurer.measure(PROBLEM, jobs, settings=None))
+    results = list(replay.measure(PROBLEM, jobs, settings=None))
     assert [result.candidate for result in results] == [job.candidate for job in jobs]
     assert isinstance(results[0], Failure)
     assert [result.telemetry["source"] for result in results[1:]] == ["replayed", "replayed"]
-    assert set(measurer.discover(PROBLEM)) == {library(algo=7, split_k=2), library(algo=3)}
-    assert measurer.swept(PROBLEM) == {outcome.candidate for outcome in outcomes()}
-    assert measurer.swept(replace(PROBLEM, m=64)) == frozenset()
+    assert set(replay.discover(PROBLEM)) == {library(algo=7, split_k=2), library(algo=3)}
+    assert replay.swept(PROBLEM) == {outcome.candidate for outcome in outcomes()}
+    assert replay.swept(replace(PROBLEM, m=64)) == frozenset()
 
 
 def test_what_was_not_recorded_is_refused(replay: ReplayDevice) -> None:
     with pytest.raises(DeviceError, match=r"swizzle_size=4 was not recorded on replay:h200.* has 6 others"):
-        list(ReplayMeasurer(replay).measure(PROBLEM, [Job(tile(128, swizzle=4))]))
+        list(replay.measure(PROBLEM, [Job(tile(128, swizzle=4))]))
     with pytest.raises(DeviceError, match=r"64x64x64 bf16 tn was not recorded.*512x6144x4096 bf16 tn"):
-        replay.swept(Problem.parse("64x64x64"))
+        replay.sweep(Problem.parse("64x64x64"))
 
 
 def test_a_later_outcome_of_a_candidate_stays(tmp_path: Path) -> None:

@@ -190,10 +190,12 @@ def test_the_device_works_before_it_is_timed(worker: MeasureWorker) -> None:
     [settled] = worker.measure(problem, [planted("good")], settings)
     assert time.monotonic() - began >= 0.4
     assert isinstance(settled, Measurement) and settled.telemetry["settle_ms"] == 400
-    again = [
-        one for _ in range(4) for one in worker.measure(problem, [planted("good")], settings)
-    ]  # a host may be late
-    assert 100 in [one.telemetry["settle_ms"] for one in again if isinstance(one, Measurement)]
+
+    def is_short() -> bool:
+        [again] = worker.measure(problem, [planted("good")], settings)
+        return isinstance(again, Measurement) and again.telemetry["settle_ms"] == 100
+
+    until(is_short)  # a busy host comes back too late at times
     [final] = worker.measure(problem, [planted("good")], replace(settings, settle_again=1.0))
     assert isinstance(final, Measurement) and final.telemetry["settle_ms"] == 400
 

@@ -10,8 +10,9 @@ import pytest
 from optuna.samplers import BaseSampler
 from optuna.testing import pytest_samplers as suite
 
-from tests.search.test_study import landscape, study_of_landscape
-from tunegemm.search import RooflineSampler
+from tests.search.test_study import LAUNCHES, TILES, landscape, study_of_landscape
+from tunegemm.search.search import FAMILY
+from tunegemm.search.study import RooflineSampler
 
 
 class Ours:
@@ -38,10 +39,9 @@ def test_in_a_plain_loop_it_asks_for_the_same_as_in_a_tuning() -> None:
     driven, asked = study_of_landscape(library=()), study_of_landscape(library=())
 
     def objective(trial: optuna.Trial) -> float:
-        family = trial.suggest_categorical("family", trial.study.sampler.space.families)
-        names = trial.study.sampler.space.names(family)
-        lists = trial.study.sampler.space.lists
-        return landscape({name: trial.suggest_categorical(name, lists[name]) for name in names})
+        trial.suggest_categorical(FAMILY, ("cublaslt", "cute_sm90"))
+        lists = TILES | LAUNCHES
+        return landscape({name: trial.suggest_categorical(name, lists[name]) for name in lists})
 
     driven.study.optimize(objective, n_trials=20)
     while len(asked.study.trials) < 20 and (batch := asked.ask(24)):

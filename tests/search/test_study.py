@@ -19,8 +19,7 @@ from tunegemm.generate.feasibility import FEASIBLE, Verdict
 from tunegemm.search import Portfolio, Search
 from tunegemm.search.efforts import EFFORTS, Effort
 from tunegemm.search.samplers import sampler_of
-from tunegemm.search.space import StudySpace
-from tunegemm.search.study import ProblemStudy, Told, finished_trials, importances, of_family
+from tunegemm.search.study import ProblemStudy, StudySpace, Told, finished_trials, importances, of_family
 
 LAUNCHES = {"raster_order": ("along_m", "along_n"), "swizzle_size": (1, 2, 4, 8)}
 TILES = {"tile_m": (64, 128, 192, 256), "tile_n": tuple(range(32, 257, 32)), "stages": (2, 3, 4, 5, 6)}
@@ -159,15 +158,15 @@ def test_a_sampler_of_infeasible_points_ends_and_says_which_rule_it_was() -> Non
     run(study)
     tried = [t for t in study.study.trials if t.state == TrialState.COMPLETE]
     assert len(tried) <= 4 + len(LIBRARY)
-    assert "suggestions are infeasible" in study.note and "smem_capacity" in study.note
-    assert str(sum(t.state == TrialState.PRUNED for t in study.study.trials)) in study.note
-    assert study.note.endswith("; another --sampler goes on")
+    assert "suggestions are infeasible" in study.order.note and "smem_capacity" in study.order.note
+    assert str(sum(t.state == TrialState.PRUNED for t in study.study.trials)) in study.order.note
+    assert study.order.note.endswith("; another --sampler goes on")
 
 
 def test_infeasible_suggestions_of_a_search_that_had_its_trials_are_told_as_such() -> None:
     study = study_of_landscape(sampler=Largest(), trials=1)
     run(study)
-    assert study.note == (
+    assert study.order.note == (
         "1 of the sampler's 1 suggestions are infeasible, 1 of them by the rule smem_capacity; "
         "the nearest candidates were measured in their place"
     )
@@ -219,13 +218,6 @@ def test_two_families_are_one_study_for_any_sampler() -> None:
     families = [t.params["family"] for t in study.trials if t.params["family"] != "cublaslt"]
     assert set(families) == {"cute_sm90", "triton_tma"}
     assert study.best_trial.params["family"] == "cute_sm90"
-
-
-def test_candidates_are_points_of_the_space_and_back() -> None:
-    space = StudySpace([SearchSpace("cute_sm90", TILES, LAUNCHES)], LIBRARY)
-    for candidate in (*LIBRARY, *kernels("cute_sm90")[::9]):
-        assert space.candidate(space.params(candidate)) == candidate
-    assert space.candidate({"family": "cublaslt", "algorithm": len(LIBRARY)}) is None
 
 
 def test_what_is_told_anew_stays_one_trial() -> None:

@@ -1,10 +1,15 @@
-"""Where a search begins: what is known here, what was best elsewhere; and what of it cannot be used."""
+"""Where a search begins: what is known here, what was best elsewhere; what of it cannot be used.
+
+And what is planned ahead of its tuning, and what is not.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,7 +24,8 @@ from tests.tuning.planted import (
     run_of,
 )
 from tunegemm.compile.artifacts import digest
-from tunegemm.compile.pool import Ready
+from tunegemm.compile.pool import Ready, Urgency
+from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
@@ -28,11 +34,13 @@ from tunegemm.measure import evidence
 from tunegemm.measure.outcome import Failure, Stage
 from tunegemm.store import Database
 from tunegemm.store.shipped import read_shipped
+from tunegemm.tuning import begin
 from tunegemm.tuning.begin import known_failures, known_results, limit_uncompiled, seeds_of, start_search
 from tunegemm.tuning.kernels import Kernels
 from tunegemm.tuning.tuner import Tuner
 
 PLAIN = launches(kernels(64)[0])[0]
+FITS, TOO_LARGE = Problem(512, 6144, 4096), Problem(400_000, 400_000, 64)
 ELSEWHERE = replace(DEVICE, fingerprint=replace(DEVICE.fingerprint, driver="570.1"))
 
 
@@ -55,7 +63,7 @@ def test_a_search_begins_with_what_is_known_of_the_product(database: Database, t
     fused = replace(PROBLEM, epilogue="silu")
     assert seeds_of(database, fused, DEVICE, tuner.kernels) == [PLAIN], "the library's are tried anyway"
     search = start_search(run_of(tuner, capped(), fused), tuner.kernels, [TORCH_MM])
-    assert search.planned_screen()[0].kernel == PLAIN.kernel
+    assert search.order.planned_screen()[0].kernel == PLAIN.kernel
     large = [r for r in read_shipped()[0] if str(r.problem) == "4096x14336x4096 bf16 tn"]
     (shipped,) = (r for r in large if r.fingerprint.device_name == DEVICE.name)
     for problem in (shipped.problem, replace(shipped.problem, epilogue="silu")):
@@ -172,3 +180,23 @@ def test_an_incomplete_seed_is_completed(database: Database, tuner: Tuner) -> No
     )
     (seed,) = seeds_of(database, PROBLEM, DEVICE, tuner.kernels)
     assert seed == PLAIN and seed[name] == tuner.kernels.space(seed.family).launch_values[name][0]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("problem", [FITS, TOO_LARGE], ids=str)
+def test_only_what_is_known_and_fits_is_planned(
+    monkeypatch: pytest.MonkeyPatch, problem: Problem, is_known: bool
+) -> None:
+    asked: list[Problem] = []
+
+    def ranked(kernels: Any, problem: Problem, *_: Any, **__: Any) -> list[Any]:
+        asked.append(problem)
+        return []
+
+    monkeypatch.setattr(begin, "ranked_families", ranked)
+    kernels: Any = SimpleNamespace(device=find_device("model:h200"))
+    pool: Any = SimpleNamespace()
+    planning = begin.Ahead(kernels, pool, is_known=is_known)
+    assert planning.ranked_by(problem, "quick", None, Urgency.NOW) == []
+    assert asked == [FITS] * (is_known and problem is FITS)
+    planning.close()

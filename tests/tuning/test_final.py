@@ -40,9 +40,8 @@ from tunegemm.model import rank as model
 from tunegemm.search.efforts import EFFORTS, Effort
 from tunegemm.store import Database
 from tunegemm.tuning import tuner as tuning
-from tunegemm.tuning.final import finalists, race
 from tunegemm.tuning.progress import Progress
-from tunegemm.tuning.run import Run
+from tunegemm.tuning.run import Run, finalists, race
 from tunegemm.tuning.tuner import Tuner
 
 ALGORITHMS = [Candidate.make("cublaslt", {"algorithm": number}) for number in range(8)]

@@ -18,7 +18,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import STEADY_MS, Failure
-from tunegemm.measure.replay import ReplayMeasurer, open_replay
+from tunegemm.measure.replay import open_replay
 from tunegemm.store import Database
 from tunegemm.store.validity import Grade
 from tunegemm.tuning.tuner import Tuner
@@ -55,7 +55,7 @@ def tuner(database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ]  # fmt: skip
     when = datetime(2026, 11, 21, tzinfo=UTC)
     write_sweep(tmp_path, "patched", NOW, PROBLEM, outcomes, recorded_at=when, command="made up")
-    measurer = ReplayMeasurer(open_replay("patched", root=tmp_path))
+    measurer = open_replay("patched", root=tmp_path)
     with Tuner(NOW, database, workers=1) as tuner:
         monkeypatch.setattr(tuner, "measurer_for", lambda problem: measurer)
         yield tuner

@@ -20,8 +20,7 @@ from tunegemm.measure.outcome import STEADY_MS, Measurement
 from tunegemm.measure.race import race, steady_race
 from tunegemm.measure.settings import FINAL, QUICK_FINAL, RaceSettings
 from tunegemm.measure.statistics import aa_noise
-from tunegemm.tuning.final import confirm
-from tunegemm.tuning.run import Run
+from tunegemm.tuning.run import Run, confirm
 
 RACES = 150
 #: As many as a quick race has at the power cap beside torch.mm.

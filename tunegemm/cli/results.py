@@ -84,7 +84,7 @@ def verdict_line(result: TuneResult, where: str) -> str:
     """What won, by how much, and what `matmul` calls from now on; empty without time to try anything."""
     from tunegemm.choose.selection import WAITS
     from tunegemm.generate.cublaslt import is_torch
-    from tunegemm.tuning.final import measured_kernels
+    from tunegemm.tuning.run import measured_kernels
 
     problem, best, seconds = result.problem, result.best, f"{result.seconds:.1f} s"
     torchs, ours = problem.torch_call, problem.our_call if problem.groups else "matmul(a, b)"

@@ -143,15 +143,15 @@ def require_studies(
 
 def without_gpu(device: Device, problems: Sequence[Problem], families: Sequence[str] | None = None) -> str:
     """What a replayed tuning is worth: which times are known, and that nothing is stored."""
-    from tunegemm.measure.replay import ReplayMeasurer, open_replay
+    from tunegemm.measure.replay import open_replay
 
-    recording = ReplayMeasurer(open_replay(device.spec))
+    recording = open_replay(device.spec)
     unknown = []
     for problem in problems:
         known = recording.swept(problem)
         if not known or (families is not None and not any(c.family in families for c in known)):
             unknown.append(problem)
-    recorded = set(recording.replay.problems())
+    recorded = set(recording.problems())
     of = f" of {', '.join(families)}" if families is not None and recorded.issuperset(unknown) else ""
     times = f"times come from a recorded {device.name} ({device.spec})"
     if unknown:

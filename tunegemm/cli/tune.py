@@ -310,7 +310,7 @@ def program_document(product: TunedDemand) -> dict[str, Any]:
 def race_named(tuner: Tuner, problems: Sequence[Problem], named: Sequence[str]) -> Iterator[TuneResult]:
     """A race of the candidates that a command line names, beside torch.mm and the record there is."""
     from tunegemm.choose.snapshot import read_snapshot
-    from tunegemm.measure.replay import ReplayMeasurer
+    from tunegemm.measure.replay import ReplayDevice
     from tunegemm.report.explain import candidate_of, ranked_by_model
 
     device, database = tuner.device, tuner.database
@@ -322,7 +322,7 @@ def race_named(tuner: Tuner, problems: Sequence[Problem], named: Sequence[str]) 
             record = database.best(problem, device.fingerprint) if database is not None else None
             record = record or snapshot.find(problem, device.fingerprint)
             known = record.candidate if record is not None else None
-        elif isinstance(measurer := tuner.measurer_for(problem), ReplayMeasurer):
+        elif isinstance(measurer := tuner.measurer_for(problem), ReplayDevice):
             ranked = functools.partial(measurer.fastest_first, problem)  # no other kernel's time is known
         candidates = [candidate_of(text, known, ranked) for text in named]
         for one in candidates:

@@ -111,9 +111,9 @@ class Search:
 
             found["skews"] = checked_skews([name.strip() for name in self.skews.split(",")])
         if self.sampler is not None:
-            from tunegemm.search.samplers import check_sampler
+            from tunegemm.search.samplers import sampler_of
 
-            check_sampler(self.sampler)
+            sampler_of(self.sampler, seed=0)
         return found
 
 

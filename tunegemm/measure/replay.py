@@ -160,12 +160,14 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class ReplayDevice:
-    """A recorded device. Sweeps are read when first asked for."""
+    """A recorded device, which answers like the measuring worker. Sweeps are read when first asked for."""
 
     name: str
     """As in ``replay:NAME``."""
     device: Device
     folder: Path
+    seconds: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
+    """What was waited for: nothing."""
     _sweeps: dict[Problem, Sweep] = field(default_factory=dict, repr=False, compare=False)
 
     def problems(self) -> list[Problem]:
@@ -185,46 +187,34 @@ class ReplayDevice:
             self._sweeps[problem] = read_sweep(path, problem)
         return self._sweeps[problem]
 
-    def swept(self, problem: Problem) -> list[Candidate]:
-        """The candidates with a recorded outcome, in a fixed order: all that a search may ask for."""
-        return list(self.sweep(problem).outcomes)
-
-
-class ReplayMeasurer:
-    """Answers like the measuring worker, out of a recorded sweep."""
-
-    def __init__(self, replay: ReplayDevice) -> None:
-        self.replay = replay
-        self.seconds: dict[str, float] = {}
+    def swept(self, problem: Problem) -> frozenset[Candidate]:
+        """All that a search may ask for of a problem; empty for one that was not recorded."""
+        return frozenset(self.sweep(problem).outcomes if problem in self.problems() else ())
 
     def measure(self, problem: Problem, jobs: Iterable[Job], settings: object = None) -> Iterator[Outcome]:
         """The recorded outcome of each job, with ``{"source": "replayed", "recorded_at": ...}`` as telemetry.
 
         `settings` have no effect: the rounds were run when the sweep was recorded. Raises DeviceError for a
-        candidate that was not recorded; a search is to be restricted to `ReplayDevice.swept`.
+        candidate that was not recorded; a search is to be restricted to `swept`.
         """
-        sweep = self.replay.sweep(problem)
+        sweep = self.sweep(problem)
         for job in jobs:
             if job.candidate not in sweep.outcomes:
                 raise DeviceError(
-                    f"{job.candidate} was not recorded on {self.replay.device.spec} for {problem}; "
+                    f"{job.candidate} was not recorded on {self.device.spec} for {problem}; "
                     f"that recording has {len(sweep.outcomes):,} others; measure this one on a GPU"
                 )
             yield sweep.outcomes[job.candidate]
 
     def fastest_first(self, problem: Problem, family: str) -> list[Candidate]:
         """The recorded candidates of a family that could be measured, in the order of their ratios."""
-        found = [o for o in self.replay.sweep(problem).outcomes.values() if isinstance(o, Measurement)]
+        found = [o for o in self.sweep(problem).outcomes.values() if isinstance(o, Measurement)]
         of_family = (one for one in found if one.candidate.family == family)
         return [one.candidate for one in sorted(of_family, key=lambda one: -one.ratio)]
 
     def discover(self, problem: Problem) -> list[Candidate]:
         """The recorded candidates of vendor libraries: those that are not compiled from a tile shape."""
-        return [c for c in self.replay.swept(problem) if "tile_m" not in c.params]
-
-    def swept(self, problem: Problem) -> frozenset[Candidate]:
-        """All that can be asked for of a problem; empty for one that was not recorded."""
-        return frozenset(self.replay.swept(problem) if problem in self.replay.problems() else ())
+        return [c for c in self.sweep(problem).outcomes if "tile_m" not in c.params]
 
 
 def replay_names(root: Path | None = None) -> list[str]:

@@ -21,7 +21,7 @@ from tunegemm.describe.served import UNATTACHED
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, MeasureError, one_line
 from tunegemm.measure import messages
-from tunegemm.measure.outcome import Failure, Outcome, Stage
+from tunegemm.measure.outcome import Failure, Outcome
 from tunegemm.measure.settings import SCREEN, Job, RaceSettings
 
 CUDA_BACKEND = "tunegemm.measure.backend:CudaBackend"
@@ -138,7 +138,7 @@ class MeasureWorker:
         step = messages.Step(None, "load")
         while True:
             limit_s = _SETUP_SECONDS if step.job is None else self._timeout_s
-            message = self._receive(child, limit_s + step.device_seconds)
+            message = self._receive(child, limit_s + step.device_seconds, step.job)
             if isinstance(message, messages.Step):
                 step = message
             elif isinstance(message, messages.Result):
@@ -148,20 +148,19 @@ class MeasureWorker:
                 return
             else:
                 self.close()
-                job = message.job if isinstance(message, messages.Broken) else step.job
-                if job is None:
+                if (job := message.job) is None:
                     raise MeasureError(f"measuring {problem} failed before any candidate: {message.reason}")
                 yield job, Failure(jobs[job].candidate, message.stage, message.reason)
                 return
 
-    def _receive(self, child: Child, limit_s: float) -> Any:
-        """The next message; `_Hung` or `_Died` in its place."""
+    def _receive(self, child: Child, limit_s: float, job: int | None = None) -> Any:
+        """The next message; `Broken`, for this job, in place of one that does not come."""
         try:
             if child.connection.poll(limit_s):
                 return child.connection.recv()
         except (EOFError, OSError):
-            return _Died(child.last_words())
-        return _Hung(limit_s)
+            return messages.Broken(job, child.last_words())
+        return messages.Broken(job, f"no answer within {limit_s:.3g} s", "timeout")
 
     def _started(self) -> Child:
         """The child, started when there is none. Raises MeasureError when it cannot use the device."""
@@ -176,20 +175,6 @@ class MeasureWorker:
                 raise MeasureError(f"the measuring process cannot use {self._device.spec}: {message.reason}")
             messages.add_seconds(self.seconds, {"start": time.monotonic() - began})
         return self._child
-
-
-class _Hung:
-    stage: Stage = "timeout"
-
-    def __init__(self, limit_s: float) -> None:
-        self.reason = f"no answer within {limit_s:.3g} s"
-
-
-class _Died:
-    stage: Stage = "crash"
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
 
 
 class Child:

@@ -14,16 +14,16 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy
+import optuna
+from optuna.trial import TrialState
 
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import SpaceError, one_line
 from tunegemm.generate.feasibility import Verdict
-from tunegemm.search.search import Search, StageName
-from tunegemm.search.space import FAMILY, in_order, is_ordered, quiet_optuna
-
-if TYPE_CHECKING:
-    import optuna
+from tunegemm.search.search import FAMILY, Search, StageName, in_order, is_ordered, quiet_optuna
 
 #: Kernels, and launches of them, that are looked at for one that was not tried yet.
 _NEAR_KERNELS, _NEAR_LAUNCHES = 32, 4000
@@ -72,7 +72,7 @@ class Delegate:
         """
         if not self._distributions:
             return None
-        with self._translated(), one_thread():
+        with self._asked():
             trial = self._learned().ask(self._distributions)
         self.suggestions += 1
         point = self._decode(trial.params)
@@ -84,27 +84,38 @@ class Delegate:
             if point not in search.results and not (verdict := self._verdict(point)):
                 self.rejected[verdict.rule or ""] += 1
                 self._reject(point, verdict)
-            # The same infeasible point again stands for nothing more.
-            chosen = None if is_repeated else self._nearest(point, trial.params)
+            if not is_repeated:  # the same infeasible point again stands for nothing more
+                near = self._kernels.near(point.family, trial.params)
+                chosen = next(filter(search.is_open, near), None)
         if chosen is not None:
             self._suggested[chosen] = trial
         else:
-            with self._translated():
-                self._learned().tell(trial, state=_failed())
+            with self._asked():
+                self._learned().tell(trial, state=TrialState.FAIL)
         return chosen
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Whatever a sampler raises, which may be anybody's, as one line that names it."""
+    def _asked(self) -> Iterator[None]:
+        """Whatever a sampler raises, which may be anybody's, as one line that names it. torch, where it is
+        loaded, has one thread meanwhile: a Gaussian process of some hundred trials gives it matrices so small
+        that further ones do nothing but wait for each other.
+        """
+        torch = sys.modules.get("torch")
+        threads = torch.get_num_threads() if torch is not None else 1
         try:
+            if torch is not None:
+                torch.set_num_threads(1)
             yield
         except Exception as error:
             name = type(self._sampler).__name__
             raise SpaceError(f"the sampler {name} failed: {one_line(error, 200)}; use another") from error
+        finally:
+            if torch is not None:
+                torch.set_num_threads(threads)
 
     def start(self, candidate: Candidate) -> None:
         """The candidate is being tried: suggestions keep away from it until its result (*constant liar*)."""
-        if not self._distributions or (params := self._encode(candidate)) is None:
+        if not self._distributions or (params := self._kernels.encode(candidate)) is None:
             return
         trial = self._suggested.pop(candidate, None)
         study = self._learned()
@@ -128,15 +139,13 @@ class Delegate:
         if self._study is None:
             return
         for number in running:
-            with self._translated():
-                self._study.tell(number, value, state=None if value is not None else _failed())
+            with self._asked():
+                self._study.tell(number, value, state=None if value is not None else TrialState.FAIL)
         if not running:
             self._add(candidate, value)
 
     def _learned(self) -> optuna.Study:
         """The sampler's study, with all that was told."""
-        import optuna
-
         if self._study is None:
             with quiet_optuna():
                 self._study = optuna.create_study(direction="maximize", sampler=self._sampler)
@@ -147,16 +156,9 @@ class Delegate:
         return self._study
 
     def _add(self, candidate: Candidate, value: float | None) -> None:
-        if value is not None and (params := self._encode(candidate)) is not None:
+        if value is not None and (params := self._kernels.encode(candidate)) is not None:
             assert self._study is not None
             self._study.add_trial(_created(params, self._distributions, value))
-
-    def _nearest(self, point: Candidate, params: Mapping[str, Any]) -> Candidate | None:
-        search = self._searches[point.family]
-        return next(filter(search.is_open, self._kernels.near(point.family, params)), None)
-
-    def _encode(self, candidate: Candidate) -> dict[str, Any] | None:
-        return self._kernels.encode(candidate)
 
     def _decode(self, params: Mapping[str, Any]) -> Candidate:
         family = params.get(FAMILY, next(iter(self._searches)))
@@ -260,9 +262,6 @@ class _Kernels:
     """The kernels of all families as points of the static space."""
 
     def __init__(self, searches: Sequence[Search], lists: Mapping[str, tuple[Value, ...]]) -> None:
-        import numpy
-        import optuna
-
         self._lists = {name: listed for name, listed in lists.items() if len(listed) > 1}
         self._places = {name: {v: i for i, v in enumerate(listed)} for name, listed in self._lists.items()}
         self._ordered = {name: is_ordered(listed) for name, listed in self._lists.items()}
@@ -280,7 +279,6 @@ class _Kernels:
         self._launch = {search.family: dict(search.launch_values) for search in searches}
         self._grids: dict[str, list[dict[str, Value]]] = {}
         self._columns: dict[str, tuple[Any, Any]] = {}
-        self._numpy = numpy
 
     def encode(self, candidate: Candidate) -> dict[str, Any] | None:
         """The point of a candidate; None where a value is in no list, as of an older space."""
@@ -300,7 +298,6 @@ class _Kernels:
         """Launches of the family's kernels that are nearest to a point, the nearest first; of equally near
         ones that of the kernel which is first in rank.
         """
-        numpy = self._numpy
         names = [n for n in self.distributions if n != FAMILY and n not in self._launch[family]]
         launched = [n for n in self.distributions if n in self._launch[family]]
         if family not in self._columns:
@@ -327,7 +324,6 @@ class _Kernels:
 
     def _distance(self, names: list[str], columns: Any, params: Mapping[str, Any]) -> Any:
         """From each row to a point: numbers by their places, as a part of the list, words by being alike."""
-        numpy = self._numpy
         if not names:
             return numpy.zeros(len(columns))
         point = numpy.array([self._number(name, params[name]) for name in names])
@@ -350,23 +346,6 @@ class _Kernels:
         return len(self._lists[name]) - 1.0 if self._ordered[name] else 0.0
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """With one thread of torch's, where it is loaded: a Gaussian process of some hundred trials gives it
-    matrices so small that further threads do nothing but wait for each other.
-    """
-    torch = sys.modules.get("torch")
-    if torch is None:
-        yield
-        return
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def _value_lists(searches: Sequence[Search]) -> dict[str, tuple[Value, ...]]:
     lists: dict[str, dict[Value, None]] = {}
     for search in searches:
@@ -380,15 +359,7 @@ def _value_lists(searches: Sequence[Search]) -> dict[str, tuple[Value, ...]]:
 
 def _created(params: Mapping[str, Any], distributions: Mapping[str, Any], value: float | None) -> Any:
     """A finished trial, or without a value one that is running."""
-    import optuna
-
-    state = optuna.trial.TrialState.RUNNING if value is None else optuna.trial.TrialState.COMPLETE
+    state = TrialState.RUNNING if value is None else TrialState.COMPLETE
     return optuna.trial.create_trial(
         params=dict(params), distributions=dict(distributions), value=value, state=state
     )
-
-
-def _failed() -> optuna.trial.TrialState:
-    import optuna
-
-    return optuna.trial.TrialState.FAIL

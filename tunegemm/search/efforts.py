@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Literal
@@ -129,11 +129,7 @@ _FULL = Profile(
     ranked=None, compiling=None,
     final=FINAL, interleaved=Places(12, 4, 6), steady=Places(12, 4, 3), steady_s=25.0,
 )  # fmt: skip
-_EXHAUSTIVE = Profile(
-    Plan(None, leaders=8, refinements=2, trusted=24, margin=0.02),
-    ranked=None, compiling=None,
-    final=FINAL, interleaved=Places(12, 4, 6), steady=Places(12, 4, 3), steady_s=25.0,
-)  # fmt: skip
+_EXHAUSTIVE = replace(_FULL, plan=Plan(None, leaders=8, refinements=2, trusted=24, margin=0.02))
 
 EFFORTS: Mapping[Effort, Profile] = MappingProxyType(
     {"quick": _QUICK, "full": _FULL, "exhaustive": _EXHAUSTIVE}

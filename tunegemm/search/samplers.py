@@ -8,6 +8,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.errors import SpaceError, one_line
+from tunegemm.search.search import quiet_optuna
 from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
@@ -24,11 +25,6 @@ _OPTUNAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "cmaes": ("CmaEsSampler", ("cmaes",)),
 }
 NAMES = (ROOFLINE, *_OPTUNAS)
-
-
-def check_sampler(sampler: Sampler | None) -> None:
-    """Raises SpaceError for what `sampler_of` refuses, before anything is begun."""
-    sampler_of(sampler, seed=0)
 
 
 def sampler_of(sampler: Sampler | None, *, seed: int) -> optuna.samplers.BaseSampler | None:
@@ -82,8 +78,6 @@ def _class(sampler: str, module: str, name: str) -> Any:
 
 
 def _made(found: Any, sampler: str, seed: int) -> optuna.samplers.BaseSampler:
-    from tunegemm.search.space import quiet_optuna
-
     try:
         takes_seed = "seed" in inspect.signature(found).parameters
         with quiet_optuna():

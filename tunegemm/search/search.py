@@ -16,18 +16,22 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal, Protocol
 
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import SpaceError
-from tunegemm.search.efforts import Budget, Plan, budget_for
+from tunegemm.search.efforts import Plan, budget_for
 
 #: What the search is doing. `library` is the vendor's algorithms and the seeds.
 StageName = Literal["library", "screen", "vary", "explore", "probe", "refine", "done"]
 
+#: The parameter of a study that tells families apart.
+FAMILY = "family"
 #: The screen takes each tile once per cluster shape, with few clusters, before it takes a variant of stages.
 _TILE = ("schedule", "tile_m", "tile_n")
 _CLUSTER = ("cluster_m", "cluster_n")
@@ -89,72 +93,48 @@ class Search:
         budget that makes no sense.
         """
         _check_alike(ranked)
-        self._ranked = list(ranked)
+        self.ranked = list(ranked)
+        """The kernels, each at its model-best launch, best first."""
         self._plan = plan
         self.make_explorer: Callable[[], Explorer] | None = None
         """Makes what suggests the candidates of the stage `explore`: on first use, as that needs NumPy."""
         self._explorer: Explorer | None = None
-        self._launch_values = {name: tuple(values) for name, values in launch_values.items()}
+        self.launch_values = {name: tuple(values) for name, values in launch_values.items()}
+        """The values of each launch-time parameter."""
         self._allowed = allowed or (lambda candidate: True)
-        self._by_kernel = {candidate.kernel: candidate for candidate in self._ranked}
+        self._by_kernel = {candidate.kernel: candidate for candidate in self.ranked}
         self._library, self._seeds = list(library), [self._completed(seed) for seed in seeds]
-        launches = math.prod(len(values) for values in self._launch_values.values())
-        self._budget = budget_for(plan, kernels=len(self._ranked), launches=launches, trials=trials)
+        launches = math.prod(len(values) for values in self.launch_values.values())
+        #: Trials per stage.
+        self.budget = budget_for(plan, kernels=len(self.ranked), launches=launches, trials=trials)
         if trials is None:
             # They are of older kernels or other software. At 4096x4096x14336 ten of them took the places of
             # the last ten kernels to be screened, the fastest among them (H200, 2026-11-22).
             begun = sum(seed.kernel in self._by_kernel for seed in self._seeds)
-            self._budget = replace(self._budget, screen=min(self._budget.screen + begun, len(self._ranked)))
-        self._asked: list[Candidate] = []
-        self._results: dict[Candidate, float | None] = {}
+            self.budget = replace(self.budget, screen=min(self.budget.screen + begun, len(self.ranked)))
+        self.asked: list[Candidate] = []
+        """Every candidate asked for, in order."""
+        self.results: dict[Candidate, float | None] = {}
+        """What came of every candidate that was asked for or is known, None where it failed or is awaited."""
         self._stage_of: dict[Candidate, StageName] = {}
         self._around: dict[Candidate, list[Candidate]] = {}
         self._spent = 0
-        self._stage: StageName = "library"
+        self.stage: StageName = "library"
+        """The stage of the candidate asked for last; ``done`` when there are no more."""
         self._stream = self._stages()
         for candidate, value in known:
             self.tell(self._completed(candidate), value)
 
     @property
-    def budget(self) -> Budget:
-        """Trials per stage."""
-        return self._budget
-
-    @property
     def family(self) -> str:
         """The kernel family that is searched; empty when no kernel of one is feasible."""
-        return self._ranked[0].family if self._ranked else ""
-
-    @property
-    def stage(self) -> StageName:
-        """The stage of the candidate asked for last; ``done`` when there are no more."""
-        return self._stage
-
-    @property
-    def asked(self) -> Sequence[Candidate]:
-        """Every candidate asked for, in order."""
-        return tuple(self._asked)
+        return self.ranked[0].family if self.ranked else ""
 
     @property
     def best(self) -> tuple[Candidate, float] | None:
         """The highest value so far and its candidate."""
         leaders = self.finalists(1)
-        return (leaders[0], self._results[leaders[0]] or 0.0) if leaders else None
-
-    @property
-    def ranked(self) -> Sequence[Candidate]:
-        """The kernels, each at its model-best launch, best first."""
-        return self._ranked
-
-    @property
-    def launch_values(self) -> Mapping[str, Sequence[Value]]:
-        """The values of each launch-time parameter."""
-        return self._launch_values
-
-    @property
-    def results(self) -> Mapping[Candidate, float | None]:
-        """What came of every candidate that was asked for or is known, None where it failed or is awaited."""
-        return self._results
+        return (leaders[0], self.results[leaders[0]] or 0.0) if leaders else None
 
     def stage_of(self, candidate: Candidate) -> StageName:
         """In which stage a candidate was asked for."""
@@ -172,12 +152,12 @@ class Search:
         """What the screen will ask for whatever the results: may be compiled ahead, in this order."""
         chosen = itertools.chain(self._seeds, self._screening_order())
         new = (c for c in chosen if c.kernel in self._by_kernel and self._is_new(c) and self._is_allowed(c))
-        return list(itertools.islice(dict.fromkeys(new), self._budget.screen))
+        return list(itertools.islice(dict.fromkeys(new), self.budget.screen))
 
     def planned_launches(self) -> list[Candidate]:
         """What the last stage would ask for by the results so far: a launch may need another kernel."""
         new = (c for c in self._launches_of_leaders() if self._is_new(c) and self._is_allowed(c))
-        return list(itertools.islice(new, self._budget.refine)) if self._stage != "done" else []
+        return list(itertools.islice(new, self.budget.refine)) if self.stage != "done" else []
 
     def ask(self, count: int = 24) -> list[Candidate]:
         """The next candidates, at most `count`; empty when the budget is spent or nothing new is left.
@@ -202,20 +182,20 @@ class Search:
         """
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ValueError(f"value {value} of {candidate}: a positive ratio, or None for a failure")
-        self._results[candidate] = value
+        self.results[candidate] = value
         if self._explorer is not None:
             self._explorer.tell(candidate, value)
 
     def finalists(self, count: int) -> list[Candidate]:
         """The candidates with the highest values, best first; of equals the earlier one."""
-        measured = [(candidate, value) for candidate, value in self._results.items() if value is not None]
+        measured = [(candidate, value) for candidate, value in self.results.items() if value is not None]
         return [candidate for candidate, _ in sorted(measured, key=lambda pair: -pair[1])[:count]]
 
     # The stages are one generator of candidates. It yields None where values of all before are needed.
 
     def _stages(self) -> Iterator[Candidate | None]:
         yield from self._take(self._library, "library", limit=len(self._library), counted=False)
-        budget = self._budget
+        budget = self.budget
         seeds = [seed for seed in self._seeds if seed.kernel in self._by_kernel]
         yield from self._take(seeds, "screen", limit=budget.screen)
         yield from self._take(self._screening_order(), "screen", limit=budget.screen)
@@ -239,7 +219,7 @@ class Search:
             yield from self._explore(budget.trials)
             yield None
             yield from self._take(self._launches_of_leaders(), "refine", limit=budget.trials)
-        self._stage = "done"
+        self.stage = "done"
 
     def _take(
         self, candidates: Iterable[Candidate], stage: StageName, *, limit: int, counted: bool = True
@@ -254,20 +234,20 @@ class Search:
             yield candidate
 
     def _claim(self, candidate: Candidate, stage: StageName, *, counted: bool) -> None:
-        self._stage = self._stage_of[candidate] = stage
+        self.stage = self._stage_of[candidate] = stage
         self._spent += counted
-        self._results.setdefault(candidate, None)
-        self._asked.append(candidate)
+        self.results.setdefault(candidate, None)
+        self.asked.append(candidate)
 
     def _completed(self, candidate: Candidate) -> Candidate:
         """A stored launch with the parameters that came later, at their first values: what it did then."""
         if candidate.kernel not in self._by_kernel:
             return candidate
-        later = {n: v[0] for n, v in self._launch_values.items() if n not in candidate.params}
+        later = {n: v[0] for n, v in self.launch_values.items() if n not in candidate.params}
         return candidate.with_launch(**later) if later else candidate
 
     def _is_new(self, candidate: Candidate) -> bool:
-        return candidate not in self._results
+        return candidate not in self.results
 
     def _is_allowed(self, candidate: Candidate) -> bool:
         best_launch = self._by_kernel.get(candidate.kernel)
@@ -284,7 +264,7 @@ class Search:
                 yield None
             candidate = self._explorer.suggest() if self._explorer is not None else None
             if candidate is None or not self.is_open(candidate):
-                candidate = next(filter(self._is_new, self._ranked), None)
+                candidate = next(filter(self._is_new, self.ranked), None)
             if candidate is None:
                 return
             if self._explorer is not None:
@@ -294,15 +274,15 @@ class Search:
     def _variants(self) -> Iterator[Candidate]:
         """Kernels that share tile and cluster with the fastest, of each in the model's order, in turn."""
         of_tile: dict[tuple[Value | None, ...], list[Candidate]] = {}
-        for candidate in self._ranked:
+        for candidate in self.ranked:
             of_tile.setdefault(_tile_and_cluster(candidate), []).append(candidate)
         tiles = dict.fromkeys(_tile_and_cluster(leader) for leader in self._best_of_kernels())
-        leading = [of_tile[tile] for tile in itertools.islice(tiles, self._budget.leaders)]
+        leading = [of_tile[tile] for tile in itertools.islice(tiles, self.budget.leaders)]
         for kernels in itertools.zip_longest(*leading):
             yield from (kernel for kernel in kernels if kernel is not None)
 
     def _screening_order(self) -> list[Candidate]:
-        return _spread(self._ranked, self._plan.trusted)
+        return _spread(self.ranked, self._plan.trusted)
 
     def _other_rasterizations(self) -> Iterator[Candidate]:
         """For each kernel, the fastest first, both raster orders with a small and with a large swizzle size.
@@ -312,9 +292,9 @@ class Search:
         at eight it is at 1.049. That of 8192x8192x8192 was at 1.023 and 33rd; along the
         other mode it is at 1.065.
         """
-        if _RASTER not in self._launch_values or _SWIZZLE not in self._launch_values:
+        if _RASTER not in self.launch_values or _SWIZZLE not in self.launch_values:
             return
-        orders, widths = self._launch_values[_RASTER], self._launch_values[_SWIZZLE]
+        orders, widths = self.launch_values[_RASTER], self.launch_values[_SWIZZLE]
         narrow, wide = widths[len(widths) // 4], widths[len(widths) * 3 // 4]
         for leader in self._best_of_kernels():
             # Its own width, or the one of two that is nearer, stands for its side.
@@ -327,7 +307,7 @@ class Search:
     def _best_of_kernels(self) -> list[Candidate]:
         """The best launch so far of each kernel with a result, the fastest first."""
         best: dict[Candidate, Candidate] = {}
-        for candidate in self.finalists(len(self._results)):
+        for candidate in self.finalists(len(self.results)):
             if candidate.kernel in self._by_kernel:
                 best.setdefault(candidate.kernel, candidate)
         return list(best.values())
@@ -335,10 +315,10 @@ class Search:
     def _launches_of_leaders(self) -> Iterator[Candidate]:
         """Launches of the fastest kernels in turn, each from its best launch outwards; then of the next."""
         leaders = iter(self._best_of_kernels())
-        while group := list(itertools.islice(leaders, self._budget.leaders)):
+        while group := list(itertools.islice(leaders, self.budget.leaders)):
             for leader in group:
                 if leader not in self._around:
-                    self._around[leader] = launches_around(leader, self._launch_values)
+                    self._around[leader] = launches_around(leader, self.launch_values)
             for launches in itertools.zip_longest(*(self._around[leader] for leader in group)):
                 yield from (launch for launch in launches if launch is not None)
 
@@ -357,37 +337,30 @@ class Portfolio:
     def __init__(self, searches: Sequence[Search], plan: Plan) -> None:
         """plan: whose margins say which family goes on."""
         self._margin, self._behind = plan.margin, plan.behind
-        self._searches = list(searches)
-        self._current: Search | None = self._searches[0] if self._searches else None
-        self._by_family = {search.family: search for search in self._searches}
-        self._values: dict[str, list[float]] = {search.family: [] for search in self._searches}
+        self.searches = list(searches)
+        self._current: Search | None = self.searches[0] if self.searches else None
+        self._by_family = {search.family: search for search in self.searches}
+        self._values: dict[str, list[float]] = {search.family: [] for search in self.searches}
 
     @property
     def trials(self) -> int:
         """Candidates asked for whatever the results: the first search, the others' first rounds."""
-        others = sum(_first_round(search) for search in self._searches[1:])
-        return others + sum(search.budget.trials for search in self._searches[:1])
+        others = sum(_first_round(search) for search in self.searches[1:])
+        return others + sum(search.budget.trials for search in self.searches[:1])
 
     @property
     def stage(self) -> StageName:
         """The stage of the candidate asked for last; ``done`` when there are no more."""
         return self._current.stage if self._current is not None else "done"
 
-    @property
-    def searches(self) -> Sequence[Search]:
-        """The search of each family."""
-        return self._searches
-
     def stage_of(self, candidate: Candidate) -> StageName:
         """In which stage a candidate was asked for."""
-        return self._by_family.get(candidate.family, self._searches[0]).stage_of(candidate)
+        return self._by_family.get(candidate.family, self.searches[0]).stage_of(candidate)
 
     def planned_screen(self) -> list[Candidate]:
         """What will be asked for whatever the results: may be compiled ahead, in this order."""
-        planned = [
-            c for search in self._searches[1:] for c in search.planned_screen()[: _first_round(search)]
-        ]
-        return planned + [c for search in self._searches[:1] for c in search.planned_screen()]
+        planned = [c for search in self.searches[1:] for c in search.planned_screen()[: _first_round(search)]]
+        return planned + [c for search in self.searches[:1] for c in search.planned_screen()]
 
     def planned_launches(self) -> list[Candidate]:
         """As `Search.planned_launches`, of the search that is under way."""
@@ -399,13 +372,13 @@ class Portfolio:
         The first rounds of all families come together, with the first search's beginning.
         """
         batch: list[Candidate] = []
-        for search in self._searches[1:]:
+        for search in self.searches[1:]:
             left = min(_first_round(search) - len(search.asked), count - len(batch))
             if left > 0 and (asked := search.ask(left)):
                 self._current = search
                 batch += asked
-        for search in self._searches:
-            if len(batch) < count and (search is self._searches[0] or (not batch and self._is_near(search))):
+        for search in self.searches:
+            if len(batch) < count and (search is self.searches[0] or (not batch and self._is_near(search))):
                 asked = search.ask(count - len(batch))
                 self._current = search if asked else self._current
                 batch += asked
@@ -415,13 +388,13 @@ class Portfolio:
 
     def tell(self, candidate: Candidate, value: float | None) -> None:
         """What came of a candidate: its speed relative to the baseline, or None when it failed."""
-        self._by_family.get(candidate.family, self._searches[0]).tell(candidate, value)
+        self._by_family.get(candidate.family, self.searches[0]).tell(candidate, value)
         if candidate.family in self._values:
             self._values[candidate.family].append(value or 0.0)
 
     def _is_near(self, search: Search) -> bool:
         # Like is compared with like: the first search has seen many more candidates by now.
-        best = {one: self._best_of_first_round(one) for one in self._searches}
+        best = {one: self._best_of_first_round(one) for one in self.searches}
         others = [value for name, own in self._values.items() if name != search.family for value in own]
         least = max((1 - self._margin) * max(best.values()), (1 - self._behind) * max(others, default=0.0))
         return best[search] > 0 and best[search] >= least
@@ -458,6 +431,31 @@ def launches_around(
         for count, launch in sorted(differing, key=lambda pair: pair[0])
         if most is None or count <= most
     ]
+
+
+def is_ordered(listed: Sequence[Value]) -> bool:
+    """Whether the values are numbers, so that near ones are alike."""
+    return all(isinstance(value, int) and not isinstance(value, bool) for value in listed)
+
+
+def in_order(values: Iterable[Value]) -> tuple[Value, ...]:
+    """Distinct values of a list that stays the same for a whole study."""
+    return tuple(sorted(dict.fromkeys(values), key=lambda value: (str(type(value)), value)))
+
+
+@contextmanager
+def quiet_optuna() -> Iterator[None]:
+    """Without Optuna's lines about new studies and experimental options."""
+    import optuna
+
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(verbosity)
 
 
 _END = Candidate("end of the stream")

@@ -21,8 +21,7 @@ import numpy
 
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate.feasibility import FEASIBLE, Verdict
-from tunegemm.search.search import Search, launches_around
-from tunegemm.search.space import in_order, is_ordered
+from tunegemm.search.search import Search, in_order, is_ordered, launches_around
 
 #: What the model thinks of candidates: a row of numbers each, higher for better.
 Features = Callable[[Sequence[Candidate]], Sequence[Sequence[float]]]

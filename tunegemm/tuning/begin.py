@@ -1,16 +1,20 @@
 """Where a search begins: what is known of the problem, what was best elsewhere, the library's algorithms, and
 every generator's kernels in the model's order. Where nothing can be timed, that order is all there is.
+
+`Ahead` begins to compile what a search will ask for, of this problem and of the next.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tunegemm.compile.pool import Ready
+from tunegemm.compile.artifacts import Key
+from tunegemm.compile.pool import CompilePool, Ready, Urgency
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
@@ -24,8 +28,6 @@ from tunegemm.model import rank as model
 from tunegemm.model.grouped import shipped_kernel
 from tunegemm.search import Portfolio, Search, first_of_each_kernel
 from tunegemm.search.efforts import Effort, budget_for, profile
-from tunegemm.search.space import StudySpace
-from tunegemm.search.study import ProblemStudy, Told
 from tunegemm.store.history import related, seeds
 from tunegemm.store.layers import read_texts
 from tunegemm.tuning.kernels import Kernels, Ranking
@@ -35,12 +37,15 @@ from tunegemm.tuning.run import Run, Trial, label, speed
 if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
 
+    from tunegemm.search.study import ProblemStudy, Told
     from tunegemm.store import Database
 
 #: What kernels differ by in more than their ring and their epilogue; and by how much the model may think a
 #: kernel of the same shape slower for it to be measured in place of one that would have to be compiled.
 _SHAPE = ("schedule", "tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab")
 _AS_GOOD = 1.01
+#: Kernels by the name of their family and their key.
+Named = list[tuple[str, Key]]
 #: Kernels compiled where nothing can be timed, to show that the model's best are real.
 _MODELLED = 16
 
@@ -64,6 +69,8 @@ def start_search(
     swept, compiled: see `Kernels.ranked`. ready: see `limit_uncompiled`. effort, limit: how many candidates;
     see `tunegemm.search.efforts`. sampler: one of Optuna's in place of the project's.
     """
+    from tunegemm.search.study import ProblemStudy, StudySpace, Told
+
     problem, device, numbers = run.problem, run.device, profile(effort)
     if swept is not None and compiled is not None:
         # A kernel that is compiled in one order of clusters may have been recorded in another.
@@ -151,8 +158,93 @@ def start_search(
         study.add(one.candidate, told_from(one.measurement, one.evidence.name.lower()), "known")
     for candidate in failed:
         study.add(candidate, Told(None, failure="failed before"), "known")
-    run.planned = study.trials
+    run.planned = study.order.trials
     return study
+
+
+class Ahead:
+    """Plans searches, of one problem and of the next, as far as they depend on nothing that is measured."""
+
+    def __init__(
+        self, kernels: Kernels, pool: CompilePool, *, compiled_only: bool = False, is_known: bool = True
+    ) -> None:
+        """compiled_only: only what has an object is tried. is_known: whether it is known what a search asks
+        for first; of a sampler of somebody else it is not.
+        """
+        self._kernels, self.pool = kernels, pool
+        self._compiled_only, self._is_known = compiled_only, is_known
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ahead")
+        self._planned: dict[Problem, Future[Named]] = {}
+        self._ready: dict[Problem, Ready] = {}
+
+    def close(self) -> None:
+        """End its thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def is_planned(self, problem: Problem) -> bool:
+        """Whether a problem was planned while the one before was measured."""
+        return problem in self._planned
+
+    def plan(self, problem: Problem, effort: Effort, limit: int | None) -> None:
+        """Begin to compile for the problem that follows, in a thread: what its search asks for first."""
+        self._planned[problem] = self._thread.submit(self.ranked_by, problem, effort, limit, Urgency.NEXT)
+
+    def start(self, problem: Problem, effort: Effort, limit: int | None) -> None:
+        """Begin to compile for the problem whose search begins: as it was planned, or is planned now."""
+        planned = self._planned.pop(problem, None)
+        if planned is None or planned.exception() is not None:
+            self.ranked_by(problem, effort, limit, Urgency.NOW)
+        else:
+            self._submit(planned.result(), Urgency.IDLE)
+
+    def wait(self) -> None:
+        """Until all that was to be planned is."""
+        self._thread.submit(bool).result()
+
+    def ready(self, problem: Problem, effort: Effort) -> Ready | None:
+        """Which kernels a quick search on a GPU prefers: the same before and after it began to compile. None
+        for any.
+        """
+        if profile(effort).compiling is None or not self._kernels.device.is_real:
+            return None
+        return self._ready.setdefault(problem, self.pool.ready())
+
+    def compiled(self) -> Ready | None:
+        """Which kernels alone may be tried; None for all."""
+        return self.pool.ready() if self._compiled_only else None
+
+    def forget(self, problem: Problem) -> None:
+        """The problem is tuned."""
+        self._ready.pop(problem, None)
+
+    def ranked_by(self, problem: Problem, effort: Effort, limit: int | None, urgency: Urgency) -> Named:
+        """Submits what searches ask for first, as far as that does not depend on the database; and, for when
+        cores have nothing else to do, the kernels that it returns: what a quick one may ask for later.
+        """
+        kernels = self._kernels
+        if not self._is_known or kernels.device.lacks_memory(problem) is not None:
+            return []
+        ready = self.ready(problem, effort)
+        searches: list[Search] = []
+        later: Named = []
+        for _, _, ranked in ranked_families(kernels, problem, effort, compiled=self.compiled(), ready=ready):
+            if ready is not None and not searches:
+                later = self._named(
+                    problem, (c for c in ranked if not kernels.is_compiled(problem, c, ready))
+                )
+            searches.append(Search(ranked, {}, profile(effort).plan, trials=limit))
+        first = Portfolio(searches, profile(effort).plan).planned_screen()
+        self._submit(self._named(problem, first), urgency)
+        self._submit(later, Urgency.IDLE)
+        return later
+
+    def _named(self, problem: Problem, candidates: Iterable[Candidate]) -> Named:
+        device = self._kernels.device
+        return [(c.family, families.generator(c.family).kernel_key(problem, c, device)) for c in candidates]
+
+    def _submit(self, named: Named, urgency: Urgency) -> None:
+        for family, key in named:
+            self.pool.submit(family, key, urgency=urgency)
 
 
 def study_name(problem: Problem, device: Device) -> str:
@@ -163,6 +255,8 @@ def study_name(problem: Problem, device: Device) -> str:
 
 def told_from(outcome: Outcome, evidence: str = "") -> Told:
     """An outcome as a trial of a study has it."""
+    from tunegemm.search.study import Told
+
     if isinstance(outcome, Failure):
         return Told(None, failure=f"{outcome.stage}: {outcome.reason}")
     return Told(speed(outcome), outcome.median_us, evidence)

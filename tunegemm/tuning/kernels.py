@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from tunegemm.compile.artifacts import digest
@@ -70,8 +69,8 @@ class Kernels:
         self.matching = matching
         self._pattern = None if matching is None else re.compile(matching)
         self._possible: dict[tuple[str | int, ...], tuple[list[Candidate], Columns]] = {}
-        self._latest: dict[tuple[Problem, str, int | None, Ready | None], Ranking] = {}
-        self._lock = threading.Lock()
+        #: Another thread asks for those of the next problem.
+        self._latest = lru_cache(_REMEMBERED)(self._rank)
         #: Of each kernel of a kind its object's name, and whether one ships, by whom.
         self._objects: dict[
             tuple[str | int, ...], dict[tuple[object, ...], tuple[str, Shipped | None, bool]]
@@ -141,14 +140,7 @@ class Kernels:
         """
         if swept is not None:
             return self._rank(problem, name, swept, compiled, most)
-        place = problem, name, most, compiled
-        if (ranking := self._latest.get(place)) is None:
-            ranking = self._rank(problem, name, None, compiled, most)
-            with self._lock:  # another thread asks for those of the next problem
-                while len(self._latest) >= _REMEMBERED:
-                    del self._latest[next(iter(self._latest))]
-                self._latest[place] = ranking
-        return ranking
+        return self._latest(problem, name, None, compiled, most)
 
     def _rank(
         self,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunegemm.errors import StudyError, TunegemmError, one_line
 from tunegemm.files import kind
-from tunegemm.search.space import quiet_optuna
+from tunegemm.search.search import quiet_optuna
 from tunegemm.store.locations import project_location, user_location
 from tunegemm.untrusted import shown
 
@@ -82,7 +82,7 @@ class Studies:
         import optuna
 
         name = study.study_name
-        with self.translated(), quiet_optuna():
+        with self.translated():
             kept = optuna.create_study(
                 study_name=name, storage=self._storage, direction="maximize", load_if_exists=True
             )
@@ -129,7 +129,8 @@ def translated(location: str) -> Iterator[None]:
     """Errors of Optuna's storages, of their drivers and of what files hold, as one line that names the
     storage. What Optuna raises of a journal of another version is not known here."""
     try:
-        yield
+        with quiet_optuna():
+            yield
     except TunegemmError:
         raise
     except Exception as error:
@@ -153,11 +154,11 @@ def _opened(location: str, database: Path | URL) -> Any:
     from optuna.storages.journal import JournalFileBackend
 
     if "://" in location:
-        with translated(location), quiet_optuna():
+        with translated(location):
             return _of_url(location, database)
     path = Path(location)
     _check_file(path, database)
-    with translated(location), quiet_optuna():
+    with translated(location):
         return optuna.storages.JournalStorage(JournalFileBackend(str(path)))
 
 

@@ -30,18 +30,16 @@ from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.groups import checked_skews
 from tunegemm.measure.outcome import Failure, Outcome
-from tunegemm.measure.replay import ReplayMeasurer, open_replay
+from tunegemm.measure.replay import open_replay
 from tunegemm.measure.settings import SCREEN, SKEWS, Job, RaceSettings
 from tunegemm.measure.worker import Child, MeasureWorker
 from tunegemm.model import rank as model
 from tunegemm.search.efforts import Effort, checked_seconds, checked_seed, checked_trials, profile
 from tunegemm.search.samplers import sampler_of
-from tunegemm.search.study import ProblemStudy
 from tunegemm.store import packs
 from tunegemm.store.layers import read_texts
-from tunegemm.tuning import final
-from tunegemm.tuning.ahead import Ahead
 from tunegemm.tuning.begin import (
+    Ahead,
     rank_by_model,
     screened_before,
     start_search,
@@ -50,7 +48,7 @@ from tunegemm.tuning.begin import (
 )
 from tunegemm.tuning.kernels import Kernels
 from tunegemm.tuning.progress import Progress, Request, TuneResult, bar
-from tunegemm.tuning.run import Measurer, Run, evidence_word
+from tunegemm.tuning.run import Measurer, Run, evidence_word, finalists, race
 from tunegemm.tuning.studies import Studies
 from tunegemm.untrusted import shown
 
@@ -58,6 +56,7 @@ if TYPE_CHECKING:
     import torch
 
     from tunegemm.search.samplers import Sampler
+    from tunegemm.search.study import ProblemStudy
     from tunegemm.store import Database
 
 #: Candidates of one interleave: large enough to share the baseline's cost, small enough to show progress.
@@ -192,7 +191,7 @@ class Tuner:
                     self.pool.start()
                 self.ahead.start(problem, effort, limit)
                 # While the worker is busy: Optuna's import, 0.25 s, and what the search remembers.
-                importlib.import_module("tunegemm.search.roofline")
+                importlib.import_module("tunegemm.search.study")
                 read_texts()
             algorithms, measured = library.result()
             deadline += run.seconds.get("start", 0.0)  # is no part of the search
@@ -204,7 +203,7 @@ class Tuner:
             )  # fmt: skip
             if self._studies is not None:
                 self._studies.begin(search.study)
-            run.compile_ahead(search.planned_screen())
+            run.compile_ahead(search.order.planned_screen())
             _tell(search, run, measured)
             if following is not None and self.device.is_real and not self.compiled_only:
                 # Now, while the GPU measures: before, its thread would take turns with this one.
@@ -222,10 +221,10 @@ class Tuner:
                         "measurements; a larger one goes on"
                     )
                     break
-                later = search.planned_launches() if skip_slow else []
+                later = search.order.planned_launches() if skip_slow else []
                 run.compile_ahead([*batch, *later])
                 was_throttled = run.is_throttled
-                found = list(run.evaluate(batch, SCREEN, stage=search.stage, skip_slow=skip_slow))
+                found = list(run.evaluate(batch, SCREEN, stage=search.order.stage, skip_slow=skip_slow))
                 # What was told before the clocks fell is told again.
                 if run.is_throttled > was_throttled:
                     failed = [outcome for outcome in found if isinstance(outcome, Failure)]
@@ -234,12 +233,12 @@ class Tuner:
                 self._keep(search)
             else:
                 _tell(search, run, run.evaluate(run.skipped(), SCREEN, stage=run.stage))
-                run.note = run.note or search.note
+                run.note = run.note or search.order.note
 
             # The best once more, in many rounds: at the power cap in steady state, as there a GPU slows each
             # kernel by what it draws. The winner becomes the record.
-            runners, before = final.finalists(run.screened, effort, run.at_cap), len(run.outcomes)
-            result = final.race(run, runners, self._final(problem, effort))
+            runners, before = finalists(run.screened, effort, run.at_cap), len(run.outcomes)
+            result = race(run, runners, self._final(problem, effort))
             for outcome in run.outcomes[before:]:
                 told = told_from(outcome, evidence_word(outcome, "final"))
                 search.add(outcome.candidate, told, "final")
@@ -261,14 +260,7 @@ class Tuner:
         Kernels of the problem that follows are compiled while one is measured.
         """
         for request in requests:
-            result = self.tune(
-                request.problem,
-                effort=request.effort,
-                trials=request.trials,
-                budget_seconds=request.budget_seconds,
-                following=request.following,
-                on_progress=on_progress,
-            )
+            result = self.tune(**vars(request), on_progress=on_progress)
             yield result
             if result.interrupted:
                 return
@@ -293,7 +285,7 @@ class Tuner:
             feasible = [c for c in candidates if self.kernels.is_feasible(problem, c)]
             # All in one interleave: torch.mm, timed while they compile, would be the record if that ended.
             run.compile_ahead(feasible, wait=True)
-            return final.race(run, list(dict.fromkeys([*feasible, TORCH_MM])), self._final(problem, "full"))
+            return race(run, list(dict.fromkeys([*feasible, TORCH_MM])), self._final(problem, "full"))
         except KeyboardInterrupt:
             return run.interrupted()
         finally:
@@ -322,7 +314,7 @@ class Tuner:
         if not self.device.spec.startswith("replay:"):
             return None
         if self._measurer is None:
-            self._measurer = ReplayMeasurer(open_replay(self.device.spec))
+            self._measurer = open_replay(self.device.spec)
         swept = self._measurer.swept(problem) or ()
         return self._measurer if any(c.family in self.kernels.families for c in swept) else None
 
