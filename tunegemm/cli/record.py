@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunegemm.cli import printing, program
+from tunegemm.cli.options import option
 from tunegemm.cli.program import Signals
 from tunegemm.describe.command import command_line
 from tunegemm.errors import WorkloadError
@@ -28,9 +29,7 @@ def command(
     words: Annotated[
         list[str], typer.Argument(metavar="COMMAND...", help="The program and its arguments, after `--`.")
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="JSON file to write.")] = Path(
-        "shapes.json"
-    ),
+    out: Annotated[Path, option("FILE", "JSON file to write.")] = Path("shapes.json"),
 ) -> None:
     """Run a program and record the matrix products of its Python processes: `-- python train.py`."""
     try:

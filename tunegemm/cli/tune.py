@@ -51,11 +51,11 @@ def command(
     asked_for: options.SomeProblems,
     from_files: Annotated[
         list[Path] | None,
-        typer.Option(
+        options.option(
+            "FILE",
+            "Tune a program's products: JSON of `tunegemm record`, TunableOp's CSV or CUTLASS's JSON. May be "
+            "repeated, for example for a file of each rank; calls of the same product add up.",
             "--from",
-            metavar="FILE",
-            help="Tune a program's products: JSON of `tunegemm record`, TunableOp's CSV or CUTLASS's JSON. "
-            "May be repeated, for example for a file of each rank; calls of the same product add up.",
         ),
     ] = None,
     with_backward: Annotated[
