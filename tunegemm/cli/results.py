@@ -130,11 +130,10 @@ def steady_line(result: TuneResult) -> str:
     A recorded sweep has times at one shared clock. What a program gains is the steady figure.
     """
     from tunegemm.choose.snapshot import read_snapshot
-    from tunegemm.model.rank import is_memory_bound
+    from tunegemm.report.contents import steady_record
 
-    record = read_snapshot().find(result.problem, result.device.fingerprint)
-    if record is None or not record.confirmed or is_memory_bound(result.problem):
-        return ""  # products that memory limits are raced at one shared clock, too
+    if (record := steady_record(read_snapshot(), result.problem, result.device)) is None:
+        return ""
     return (
         f"{record.ratio:.3f} x {result.problem.torch_call} in steady state, each kernel at its own clocks "
         f"(final race of {record.measured_at:%Y-%m-%d}: {record.label}, {significant(record.median_us)} us). "
