@@ -42,7 +42,7 @@ tune: $(TUNING)
 	@$(RUN) -m tunegemm tune --shape $(SHAPE) --dtype $(DTYPE) --layout $(LAYOUT)
 
 help:
-	@echo "make tune [SHAPE=MxNxK]  set up .venv and tune a product; without a GPU by recorded times"
+	@echo "make tune [SHAPE=MxNxK]  set up .venv, tune a product (no GPU: a replay)"
 	@echo "make test [SLOW=1]       the tests; SLOW=1: all of them"
 	@echo "make test-kernels        every kernel of the tests compiled, a spread of which SLOW=1 compiles"
 	@echo "make test-gpu            the tests that need a GPU"

@@ -116,6 +116,13 @@ def test_no_import_runs_up() -> None:
     assert upward(PACKAGE) == []
 
 
+def test_commands_and_reports_name_no_room_of_run_time() -> None:
+    """What these offer, commands take from values of `describe` and from `dispatch.extension`."""
+    above = {"groups", "torch", "layers", "engines"}
+    shown = [one for one in imports(PACKAGE) if room(one[0]) in ("report", "cli") and room(one[2]) in above]
+    assert shown == []
+
+
 def test_no_circle_of_files() -> None:
     assert circles(PACKAGE) == []
 

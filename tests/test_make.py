@@ -72,6 +72,14 @@ def test_each_step_is_a_line_with_its_seconds(clone: Path) -> None:
     assert make(clone, "tune").stdout.splitlines()[0].startswith("Tuning")  # what is there is not made again
 
 
+def test_help_has_every_target(clone: Path) -> None:
+    text = make(clone, "help").stdout
+    (line,) = re.findall(r"^\.PHONY: (.*)$", (clone / "Makefile").read_text(), re.MULTILINE)
+    targets = set(line.split()) - {"help", "ready"}  # the second is what others depend on
+    assert targets == set(re.findall(r"make ([\w-]+)", text))
+    assert all(len(row) <= 80 for row in text.splitlines())
+
+
 @pytest.mark.parametrize(
     ("fails", "step", "remedy"),
     [

@@ -52,52 +52,41 @@ __all__ = [
     "tune", "unpatch",
 ]  # fmt: skip
 
+#: The public names, by the modules that have them.
 _HOMES = {
-    "Candidate": "describe.space",
-    "Database": "store",
-    "Device": "describe.device",
-    "Epilogue": "describe.epilogue",
-    "Failure": "measure.outcome",
-    "Measurement": "measure.outcome",
-    "Operation": "dispatch.operation",
-    "Problem": "describe.problem",
-    "Progress": "tuning.progress",
-    "Record": "store.record",
-    "Space": "report.space",
-    "TuneResult": "tuning.progress",
-    "TunegemmError": "errors",
-    "TunegemmWarning": "errors",
-    "addmm": "torch.functions",
-    "baddbmm": "torch.functions",
-    "bmm": "torch.functions",
-    "disable": "torch.takeover",
-    "enable": "layers.inductor",
-    "experts": "groups.gated_experts",
-    "explain": "report.explain",
-    "gated_linear": "torch.functions",
-    "grouped_mm": "groups.grouped",
-    "interleave": "torch.functions",
-    "linear": "torch.functions",
-    "matmul": "torch.functions",
-    "mm": "torch.functions",
-    "patch": "layers.modules",
-    "policy": "dispatch.api",
-    "record": "torch.recording",
-    "refresh": "dispatch.api",
-    "scaled_grouped_mm": "groups.scaled_groups",
-    "scaled_mm": "torch.functions",
-    "tune": "tuning.tuner",
-    "unpatch": "layers.modules",
+    "describe.device": "Device",
+    "describe.epilogue": "Epilogue",
+    "describe.problem": "Problem",
+    "describe.space": "Candidate",
+    "dispatch.api": "policy refresh",
+    "dispatch.operation": "Operation",
+    "errors": "TunegemmError TunegemmWarning",
+    "groups.gated_experts": "experts",
+    "groups.grouped": "grouped_mm",
+    "groups.scaled_groups": "scaled_grouped_mm",
+    "layers.inductor": "enable",
+    "layers.modules": "patch unpatch",
+    "measure.outcome": "Failure Measurement",
+    "report.explain": "explain",
+    "report.space": "Space",
+    "store": "Database",
+    "store.record": "Record",
+    "torch.functions": "addmm baddbmm bmm gated_linear interleave linear matmul mm scaled_mm",
+    "torch.recording": "record",
+    "torch.takeover": "disable",
+    "tuning.progress": "Progress TuneResult",
+    "tuning.tuner": "tune",
 }
+_MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 
 if not TYPE_CHECKING:  # type checkers know the names above, and no others
 
     def __getattr__(name):
-        if name not in _HOMES:
+        if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+            value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
         except ModuleNotFoundError as error:
             from tunegemm.extras import lack
 

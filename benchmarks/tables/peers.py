@@ -63,7 +63,7 @@ def summary(data: Data) -> list[str]:
     ]
     chosen = [shape for shape in SUMMARY if shape in found]
     lines = [
-        [shape, *(f"{found[shape][n]:.3f}" if n in found[shape] else "" for n in names)] for shape in chosen
+        [shape, *(f"{found[shape][n]:.2f}" if n in found[shape] else "" for n in names)] for shape in chosen
     ]
     means = ["*geometric mean*"]
     for name in names:
@@ -191,12 +191,14 @@ def losses(rows: list[dict[str, Any]], all_ratios: list[dict[str, float]]) -> st
         if family and found[family] > own * (1 + noise):
             missed.append(f"{shape} ({family}: {100 * (found[family] / own - 1):.1f} %)")
     if not beaten:
-        parts = ["tunegemm loses on none of these shapes by more than the noise."]
+        parts = ["No peer is faster than tunegemm by more than the noise of its race."]
     else:
         parts = [f"Slower than `torch.mm`: {', '.join(slower)}."] if slower else []
         parts.append(f"Where tunegemm loses: {', '.join(beaten)}.")
     if tied:
-        parts.append(f"Behind a peer by less than the noise: {', '.join(tied)}.")
+        parts.append(
+            f"Within the noise a peer is ahead on {len(tied)} of {len(rows)} shapes: {', '.join(tied)}."
+        )
     if missed:
         parts.append(
             "One of its own families beat the record in this interleave by more than the noise: "

@@ -12,7 +12,7 @@ import typer.main
 
 import tunegemm
 from tests.support.commands import here, process
-from tests.support.processes import environment
+from tests.support.processes import ROOT, environment
 from tunegemm.cli import app
 from tunegemm.describe.device import cuda_device_count
 
@@ -195,11 +195,22 @@ def test_a_programs_products_without_a_gpu_are_told_from_what_ships(place: Path)
 
 
 @pytest.mark.skipif(cuda_device_count() > 0, reason="a GPU measures")
-def test_the_headline_of_a_replay_is_the_steady_figure(place: Path) -> None:
-    at_cap = ("--shape", "8448x9216x256", "--device", "replay:h200", "--trials", "4")
-    verdict = here("tune", *at_cap, cwd=place).stdout.partition("8448x9216x256 bf16 tn: ")[2]
+def test_a_shape_has_one_figure(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of steady state; figures of a recording, whose kernels share one clock, come second and say so."""
+    for name in ("TUNEGEMM_DB", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, str(place) if name == "XDG_DATA_HOME" else "")
+    shape, replay = ("--shape", "8448x9216x256"), ("--device", "replay:h200")
+    verdict = here("tune", *shape, *replay, "--trials", "4", "--families", "cublaslt", cwd=place).stdout
+    verdict = verdict.partition("8448x9216x256 bf16 tn: ")[2]
     assert verdict.startswith("1.194 x torch.mm in steady state")
     assert "In this replay, where all kernels share one clock, " in verdict
+    for command in ("explain", "leaderboard", "history"):
+        assert "1.194" in here(command, *shape, cwd=place).stdout
+    assert "where all kernels share one clock" in here("report", *shape, *replay, cwd=place).stdout
+    page = (place / "report.html").read_text()
+    assert "runs at 1.194 \u00d7 the speed of torch.mm on NVIDIA H200 in steady state</h1>" in page
+    assert "In this recording the geometric mean is 1.45" in page
+    assert re.search(r"^\| 8448x9216x256 \|.*\| 1\.19 \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
 
 
 def test_an_open_database_without_a_location_has_what_ships(

@@ -204,7 +204,7 @@ class TestRendering:
         lines = board.render("md").splitlines()
         assert lines[0] == "**4096x4096x4096 bf16 tn on NVIDIA H200**"
         assert lines[2].startswith("| rank | ratio to torch.mm | candidate | median us | torch.mm us |")
-        assert lines[3].startswith("|---:|---:|---|---:|---:|")
+        assert lines[3].startswith("| ---: | ---: | --- | ---: | ---: |")
         assert lines[4] == "| 1 | 1.050 | n128 | 191.0 | 200.5 | 719.8 | 72.7 | 1.2 | cute_sm90 |"
         assert lines[8] == ""
 

@@ -13,6 +13,7 @@ import typer
 from tunegemm.cli import arguments, options, printing
 from tunegemm.cli.arguments import UsageError
 from tunegemm.cli.help import App, Group
+from tunegemm.cli.options import option
 from tunegemm.files import descriptor
 
 if TYPE_CHECKING:
@@ -26,16 +27,12 @@ _NAMED = 20
 
 @app.command("export")
 def export_command(
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="The file; replaced as a whole.")
-    ] = None,
+    out: Annotated[Path | None, option("FILE", "The file; replaced as a whole.")] = None,
     shape: options.SomeShapes = None,
     records: Annotated[
         Path | None,
-        typer.Option(
-            "--records",
-            metavar="FOLDER",
-            help="Write only confirmed records instead, one reviewable file per GPU, as in db/records.",
+        option(
+            "FOLDER", "Write only confirmed records instead, one reviewable file per GPU, as in db/records."
         ),
     ] = None,
     db: options.DatabaseLocation = None,
@@ -117,9 +114,7 @@ def merge_command(
     sources: Annotated[
         list[str], typer.Argument(metavar="DB...", help="Paths or URLs of databases to read.")
     ],
-    into: Annotated[
-        str, typer.Option("--into", metavar="DB", help="The database to write; created if missing.")
-    ],
+    into: Annotated[str, option("DB", "The database to write; created if missing.")],
 ) -> None:
     """Merge databases. Where records disagree, the evidence decides, and the conflict is listed."""
     from tunegemm.store.exchange import merge

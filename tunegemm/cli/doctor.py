@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from tunegemm.cli import options, printing
-from tunegemm.report.text import clean, to_json
+from tunegemm.report.text import to_json
+
+_COLOURS = {"ok": "green", "note": "yellow", "fail": "red"}
 
 
 def command(
@@ -23,16 +25,10 @@ def command(
     if as_json:
         typer.echo(to_json([asdict(check) for check in checks]))
     else:
-        from rich.table import Table
-        from rich.text import Text
-
-        colours = {"ok": "green", "note": "yellow", "fail": "red"}
-        table = Table.grid(padding=(0, 2))
-        for check in checks:
+        wide = max(len(check.name) for check in checks)
+        for check in checks:  # no table: its columns would cut a path in two
             detail = check.detail + (f" -> {check.remedy}" if check.remedy else "")
-            table.add_row(
-                Text(check.status, style=colours[check.status]), check.name, Text(clean(detail, 2000))
-            )
-        printing.stdout_console().print(table)
+            text, colour = f"  {check.name:{wide}}  {detail}", _COLOURS[check.status]
+            printing.say(text, hang=wide + 8, lead=f"{check.status:4}", colour=colour)
     if any(check.status == "fail" for check in checks):
         raise typer.Exit(1)

@@ -19,12 +19,10 @@ def command(
     problems: options.Problems,
     candidate: Annotated[
         str | None,
-        typer.Option(
-            "--candidate",
-            metavar="FAMILY[,NAME=VALUE]",
-            help="Explain this candidate. Missing parameters come from the kernel that dispatch would "
-            "launch, "
-            "or for another family from the model's first choice.",
+        options.option(
+            "FAMILY[,NAME=VALUE]",
+            "Explain this candidate. Missing parameters come from the kernel that dispatch would launch, or "
+            "for another family from the model's first choice.",
         ),
     ] = None,
     device: options.DeviceSpec = None,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +15,12 @@ from tunegemm.describe.command import tune_command
 from tunegemm.describe.problem import Problem
 from tunegemm.report.text import to_json
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-
 
 def history(
     problems: options.Problems,
-    as_json: AsJson = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
     db: options.DatabaseLocation = None,
 ) -> None:
     """Print every record that a shape ever had, oldest first, and whether it is slower than the one before.
@@ -28,65 +29,48 @@ def history(
     """
     from tunegemm.store import Database, Record
     from tunegemm.store.connection import resolve
-    from tunegemm.store.history import changes
+    from tunegemm.store.history import Change, changes
     from tunegemm.store.shipped import read_shipped
 
     place = resolve(db)
-    found: dict[Problem, list[Record]] = {problem: [] for problem in problems}
-    if db is None and isinstance(place, Path) and not place.exists():  # what ships has a history, too
-        location = str(place)
-    else:
+    found: dict[Problem, list[Record]] = {}
+    location = str(place)
+    if db is not None or not isinstance(place, Path) or place.exists():
         with Database.open(db, read_only=True) as database:
             found = {problem: database.history(problem, samples=True) for problem in problems}
             location = database.name
-    missing = [problem for problem, choices in found.items() if not choices]
-    shipped = [one for one in read_shipped()[0] if one.problem in missing] if db is None else []
-    missing = [problem for problem in missing if problem not in {one.problem for one in shipped}]
-    for one in () if as_json else shipped:
-        printing.say(one.problem)
-        printing.say(
-            f"  {one.measured_at:%Y-%m-%d %H:%M}  {one.median_us:9.2f} us  {one.ratio:6.3f} of torch.mm  "
-            f"{'final race' if one.confirmed else 'search':10}  {one.label}  "
-            f"[{one.fingerprint.device_name}, {one.fingerprint.digest}]  shipped"
-        )
-    found = {problem: choices for problem, choices in found.items() if choices or problem in missing}
-    if missing:
-        raise UsageError(
-            f"{location}: no record of {missing[0]}; run `{tune_command(missing[0])}` on a GPU first"
-        )
+    shipped = read_shipped()[0] if db is None else []  # what ships has a history, too
+    rows: list[tuple[Record, Change | None]] = []
+    for problem in problems:
+        if own := found.get(problem):
+            rows += zip(own, changes(own), strict=True)
+        elif known := [one for one in shipped if one.problem == problem]:
+            rows += [(replace(one, chosen_at=one.measured_at), None) for one in known]
+        else:
+            command = tune_command(problem)
+            raise UsageError(f"{location}: no record of {problem}; run `{command}` on a GPU first")
     if as_json:
         names = ("label", "median_us", "ratio", "confirmed", "kernel_source")
         documents = [
             {
-                "problem": str(problem),
-                "chosen_at": choice.chosen_at.isoformat(),
-                "candidate": choice.candidate.digest,
-                "fingerprint": choice.fingerprint.digest,
-                **{name: getattr(choice, name) for name in names},
+                "problem": str(record.problem),
+                "chosen_at": record.chosen_at.isoformat(),
+                "candidate": record.candidate.digest,
+                "fingerprint": record.fingerprint.digest,
+                **{name: getattr(record, name) for name in names},
                 "change": asdict(change) if change is not None else None,
             }
-            for problem, choices in found.items()
-            for choice, change in zip(choices, changes(choices), strict=True)
-        ]
-        documents += [
-            {
-                "problem": str(one.problem),
-                "chosen_at": one.measured_at.isoformat(),
-                "candidate": one.candidate.digest,
-                "fingerprint": one.fingerprint.digest,
-                **{name: getattr(one, name) for name in names},
-                "change": None,
-            }
-            for one in shipped
+            for record, change in rows
         ]
         typer.echo(to_json(documents))
         return
-    for problem, choices in found.items():
+    for problem, each in groupby(rows, key=lambda row: row[0].problem):
         printing.say(problem)
-        for record, change in zip(choices, changes(choices), strict=True):
-            compared = f"  {change}" if change is not None else ""
+        for record, change in each:
+            compared = "  shipped" if record.layer == "system" else f"  {change}" if change else ""
             printing.say(
                 f"  {record.chosen_at:%Y-%m-%d %H:%M}  {record.median_us:9.2f} us"
                 f"  {record.ratio:6.3f} of torch.mm  {'final race' if record.confirmed else 'search':10}"
-                f"  {record.label}  [{record.fingerprint.device_name}, {record.fingerprint.digest}]{compared}"
+                f"  {record.label}"
+                f"  [{record.fingerprint.device_name}, {record.fingerprint.digest}]{compared}"
             )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from tunegemm.cli import arguments, options, printing
+from tunegemm.cli.options import count_option, option
 from tunegemm.describe.command import tune_command
-from tunegemm.describe.problem import Problem
+from tunegemm.describe.problem import DTYPE_BYTES, LAYOUTS, OUTPUT_DTYPES, Problem
 from tunegemm.describe.stored import FIELDS, cells_of
 from tunegemm.report.text import to_json
 
@@ -21,50 +21,37 @@ if TYPE_CHECKING:
     from tunegemm.report.leaderboard import Leaderboard
 
 
-class Format(StrEnum):
-    table = "table"
-    csv = "csv"
-    json = "json"
-    md = "md"
-
-
-class Sort(StrEnum):
-    problem = "problem"
-    ratio = "ratio"
-    time = "time"
+Format = Literal["table", "csv", "json", "md"]
+Sort = Literal["problem", "ratio", "time"]
 
 
 def command(
     shape: options.SomeShapes = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="Of A and B. Default: any.")] = None,
-    out_dtype: Annotated[str | None, typer.Option("--out-dtype", help="Of D. Default: any.")] = None,
-    layout: Annotated[str | None, typer.Option("--layout", help="tn, tt, nn or nt. Default: any.")] = None,
+    dtype: Annotated[str | None, option("DTYPE", "Of A and B. Default: any.", values=OUTPUT_DTYPES)] = None,
+    out_dtype: Annotated[str | None, option("DTYPE", "Of D. Default: any.", values=DTYPE_BYTES)] = None,
+    layout: Annotated[str | None, option("LAYOUT", "tn, tt, nn or nt. Default: any.", values=LAYOUTS)] = None,
     families: options.Families = None,
     device: Annotated[
         str | None,
-        typer.Option(
-            "--device",
-            metavar="NAME",
-            help="Name of a GPU or a part of it, or all. Default: this machine's GPU, or the one with "
-            "most rows.",
+        option(
+            "NAME",
+            "Name of a GPU or a part of it, or all. Default: this machine's GPU, or the one with most rows.",
         ),
     ] = None,
     sort: Annotated[
-        Sort, typer.Option("--sort", help="Order of the shapes: problem, ratio (largest first), or time.")
-    ] = Sort.problem,
-    limit: Annotated[int | None, options.count_option("--limit", "Rows in all. Default: all.")] = None,
-    format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write there, not to the terminal.")
-    ] = None,
+        Sort, typer.Option(help="Order of the shapes: problem, ratio (largest first), or time.")
+    ] = "problem",
+    limit: Annotated[int | None, count_option("Rows in all. Default: all.")] = None,
+    format: Annotated[Format, typer.Option(help="How to print.")] = "table",
+    out: Annotated[Path | None, option("FILE", "Write there, not to the terminal.")] = None,
     db: options.OneDatabase = None,
-    top: Annotated[int | None, options.count_option("--top", "Rows per shape. Default: all.")] = None,
+    top: Annotated[int | None, count_option("Rows per shape. Default: all.")] = None,
 ) -> None:
     """Print a shape's measured candidates, or the best of every shape."""
     wanted = arguments.problem_filter(shape, dtype, layout, out_dtype)
     shapes = arguments.parse_shapes(shape)
     names = arguments.parse_families(families)
-    if sort is not Sort.problem and shapes:
+    if sort != "problem" and shapes:
         raise arguments.UsageError(f"--sort {sort} with --shape: kernels of a shape stand by evidence")
     from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, problems_of
     from tunegemm.report.stored import of_all_layers
@@ -110,7 +97,7 @@ def command(
     boards = [board.sorted_by(sort).limited(limit) for board in boards]
     if others:
         boards[-1] = replace(boards[-1], note=f"{boards[-1].note} {others}")
-    if format is Format.table and out is None:
+    if format == "table" and out is None:
         console = printing.stdout_console()
         if console.is_terminal:
             printing.page(console, [board.table(top, width=console.width) for board in boards])
@@ -165,9 +152,9 @@ def _of(problems: list[Problem], frame: pandas.DataFrame) -> pandas.DataFrame:
 
 def _render(boards: list[Leaderboard], format: Format, top: int | None) -> str:
     """One document for all boards: JSON a list, CSV under one header."""
-    if format is Format.json:
+    if format == "json":
         return to_json([board.as_dict(top) for board in boards]) + "\n"
-    texts = [board.render(format.value, top) for board in boards]
-    if format is Format.csv:
+    texts = [board.render(format, top) for board in boards]
+    if format == "csv":
         return "".join([texts[0], *(text.partition("\n")[2] for text in texts[1:])])
     return "\n".join(texts)

@@ -62,14 +62,31 @@ def _positive(parameter: typer.CallbackParam, value: int | None) -> int | None:
     return value
 
 
-def completed(values: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """What a shell offers for a value that was begun; of several with commas, for the last one."""
+def option(
+    metavar: str,
+    help: str,
+    *flags: str,
+    values: Iterable[str] | Callable[[], Iterable[str]] = (),
+    **more: Any,
+) -> Any:
+    """An option with a value. It is named after its parameter unless flags are given.
 
-    def found(incomplete: str) -> list[str]:
+    values: what a shell offers for a value that was begun; of several with commas, for the last one.
+    """
+
+    def offered(incomplete: str) -> list[str]:
         before, comma, begun = incomplete.rpartition(",")
-        return [before + comma + value for value in values() if value.startswith(begun)]
+        known = values() if callable(values) else values
+        return [before + comma + value for value in known if value.startswith(begun)]
 
-    return found
+    return typer.Option(
+        *flags, metavar=metavar, help=help, autocompletion=offered if values else None, **more
+    )
+
+
+def count_option(help: str) -> Any:
+    """An option whose value is a positive number. Raises UsageError for others."""
+    return option("N", help, callback=_positive)
 
 
 def _families() -> Iterable[str]:
@@ -78,135 +95,91 @@ def _families() -> Iterable[str]:
     return families.NAMES
 
 
-DEVICES = completed(lambda: ("cuda:0", "model:h100", "model:h200", "replay:h200"))
-DTYPES = completed(lambda: OUTPUT_DTYPES)
-
-
-def count_option(flag: str, help: str) -> Any:
-    """An option whose value is a positive number. Raises UsageError for others."""
-    return typer.Option(flag, metavar="N", callback=_positive, help=help)
-
-
 SomeShapes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--shape", metavar="MxNxK[xL]", help="May be repeated, also with lists and ranges. Default: all."
-    ),
+    list[str] | None, option("MxNxK[xL]", "May be repeated, also with lists and ranges. Default: all.")
 ]
 DeviceSpec = Annotated[
     str | None,
-    typer.Option(
-        "--device",
-        metavar="SPEC",
-        autocompletion=DEVICES,
-        help="cuda:N, replay:h200 (recorded) or model:h200. Default: cuda:0, or replay:h200 without a GPU.",
+    option(
+        "SPEC",
+        "cuda:N, replay:h200 (recorded) or model:h200. Default: cuda:0, or replay:h200 without a GPU.",
+        values=("cuda:0", "model:h100", "model:h200", "replay:h200"),
     ),
 ]
 #: For commands that measure and have no use for a recorded or modelled device.
-GpuSpec = Annotated[
-    str | None,
-    typer.Option("--device", metavar="cuda:N", help="The GPU to measure on. Default: cuda:0."),
-]
+GpuSpec = Annotated[str | None, option("cuda:N", "The GPU to measure on. Default: cuda:0.")]
 Families = Annotated[
     str | None,
-    typer.Option(
-        "--families",
-        "--family",
-        metavar="NAME[,NAME]",
-        autocompletion=completed(_families),
-        help="Kernel families. Default: all.",
-    ),
+    option("NAME[,NAME]", "Kernel families. Default: all.", "--families", "--family", values=_families),
 ]
 DatabaseLocation = Annotated[
-    str | None,
-    typer.Option(
-        "--db", metavar="PATH|URL", help="Tuning database. Default: the project's, or else the user's."
-    ),
+    str | None, option("PATH|URL", "Tuning database. Default: the project's, or else the user's.")
 ]
-
 #: For commands that read what dispatch reads.
-OneDatabase = Annotated[
-    str | None, typer.Option("--db", metavar="PATH|URL", help="Only this database. Default: all layers.")
-]
-Workers = Annotated[int | None, count_option("--workers", "Compile workers. Default: by cores and RAM.")]
+OneDatabase = Annotated[str | None, option("PATH|URL", "Only this database. Default: all layers.")]
+Workers = Annotated[int | None, count_option("Compile workers. Default: by cores and RAM.")]
 
 
 def parse_problems(
     shape: Annotated[
         list[str] | None,
-        typer.Option(
-            "--shape",
-            metavar="MxNxK[xL]",
-            help="M, N, K and optionally the batch; may be repeated. Several values, quoted: "
+        option(
+            "MxNxK[xL]",
+            "M, N, K and optionally the batch; may be repeated. Several values, quoted: "
             "'{512,1024}x6144x4096', or '512:4096:512x6144x4096' from 512 to 4096 by 512.",
         ),
     ] = None,
     dtype: Annotated[
-        str,
-        typer.Option(
-            "--dtype",
-            metavar="DTYPE",
-            autocompletion=DTYPES,
-            help=f"Element type of A and B: {', '.join(OUTPUT_DTYPES)}.",
-        ),
+        str, option("DTYPE", f"Element type of A and B: {', '.join(OUTPUT_DTYPES)}.", values=OUTPUT_DTYPES)
     ] = "bf16",
     out_dtype: Annotated[
         str | None,
-        typer.Option(
-            "--out-dtype",
-            metavar="DTYPE",
-            autocompletion=completed(lambda: DTYPE_BYTES),
-            help="Element type of D: bf16, fp16 or fp32; with fp8 operands also fp8_e4m3 or fp8_e5m2; "
-            "with int8 "
-            "operands int32, or bf16, fp16 or fp32 with scales. "
-            "Default: that of A and B; bf16 for fp8, fp32 for tf32, int32 for int8.",
+        option(
+            "DTYPE",
+            "Element type of D: bf16, fp16 or fp32; with fp8 operands also fp8_e4m3 or fp8_e5m2; with int8 "
+            "operands int32, or bf16, fp16 or fp32 with scales. Default: that of A and B; bf16 for fp8, fp32 "
+            "for tf32, int32 for int8.",
+            values=DTYPE_BYTES,
         ),
     ] = None,
     layout: Annotated[
         str,
-        typer.Option(
-            "--layout",
-            metavar="LAYOUT",
-            autocompletion=completed(lambda: LAYOUTS),
-            help="Layout of A and B: tn (both K-major: activations times a transposed weight), tt, nn or nt.",
+        option(
+            "LAYOUT",
+            "Layout of A and B: tn (both K-major: activations times a transposed weight), tt, nn or nt.",
+            values=LAYOUTS,
         ),
     ] = "tn",
     alignment: Annotated[
         int | None,
-        typer.Option(
-            "--alignment",
-            metavar="BYTES",
-            help="Alignment of the operands' addresses and strides, 1 to 16. Default: the alignment "
-            "of packed "
+        option(
+            "BYTES",
+            "Alignment of the operands' addresses and strides, 1 to 16. Default: the alignment of packed "
             "operands.",
         ),
     ] = None,
     epilogue: Annotated[
         str,
-        typer.Option(
-            "--epilogue",
-            metavar="STEPS",
-            help="Steps that the kernel applies to the product, such as bias_n+gelu_tanh, swiglu or "
-            "residual.",
+        option(
+            "STEPS",
+            "Steps that the kernel applies to the product, such as bias_n+gelu_tanh, swiglu or residual.",
         ),
     ] = "",
     accumulation: Annotated[
         str,
-        typer.Option(
-            "--accumulation",
-            metavar="HOW",
-            autocompletion=completed(lambda: ACCUMULATIONS),
-            help="Precision of fp8 sums: fast, or two_level, which adds every 128 of k in fp32.",
+        option(
+            "HOW",
+            "Precision of fp8 sums: fast, or two_level, which adds every 128 of k in fp32.",
+            values=ACCUMULATIONS,
         ),
     ] = "fast",
     groups: Annotated[
         int,
-        typer.Option(
-            "--groups",
-            metavar="E",
+        option(
+            "E",
+            "Divide the M rows into E groups with separate weights, as tunegemm.grouped_mm does. --epilogue "
+            "may be a gate, such as swiglu.",
             min=0,
-            help="Divide the M rows into E groups with separate weights, as tunegemm.grouped_mm does. "
-            "--epilogue may be a gate, such as swiglu.",
         ),
     ] = 0,
 ) -> list[Problem]:

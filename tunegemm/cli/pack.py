@@ -10,6 +10,7 @@ import typer
 
 from tunegemm.cli import arguments, options, printing
 from tunegemm.cli.arguments import UsageError
+from tunegemm.cli.options import option
 from tunegemm.errors import PackError
 from tunegemm.files import descriptor, replacing
 from tunegemm.untrusted import shown
@@ -19,23 +20,14 @@ if TYPE_CHECKING:
 
 
 def pack_command(
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The pack; replaced as a whole.")],
+    out: Annotated[Path, option("FILE", "The pack; replaced as a whole.")],
     gpu: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu",
-            metavar="NAME",
-            help="Only records of this GPU: h200, or a part of its name. Default: all.",
-        ),
+        str | None, option("NAME", "Only records of this GPU: h200, or a part of its name. Default: all.")
     ] = None,
     shape: options.SomeShapes = None,
     from_files: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--from",
-            metavar="FILE",
-            help="Only a program's products, as `tune --from` reads them. May be repeated.",
-        ),
+        option("FILE", "Only a program's products, as `tune --from` reads them. May be repeated.", "--from"),
     ] = None,
     families: options.Families = None,
     no_compile: Annotated[
@@ -88,9 +80,7 @@ def pack_command(
 
 def load_command(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Made by `tunegemm pack`.")],
-    sha256: Annotated[
-        str | None, typer.Option("--sha256", metavar="HEX", help="Refuse a file with any other SHA-256.")
-    ] = None,
+    sha256: Annotated[str | None, option("HEX", "Refuse a file with any other SHA-256.")] = None,
 ) -> None:
     """Verify packs and serve from them, read-only, until `tunegemm unload`. Nothing is compiled."""
     if sha256 is not None and len(files) > 1:

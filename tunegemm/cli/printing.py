@@ -23,19 +23,21 @@ if TYPE_CHECKING:
 _LONGEST_LINE = 4000
 
 
-def say(*lines: object, err: bool = False, hang: int = 0) -> None:
+def say(*lines: object, err: bool = False, hang: int = 0, lead: str = "", colour: str | None = None) -> None:
     """Prints each as one line, whatever the names in it hold (`report.text.clean`); on a terminal as several
-    that end between words, all but the first `hang` columns in; but a command whole. err: on stderr.
+    that end between words, all but the first `hang` columns in; but a command and a path whole.
+
+    err: on stderr. lead: what each begins with, on a terminal in this colour.
     """
     stream = sys.stderr if err else sys.stdout
     width = shutil.get_terminal_size().columns if stream.isatty() else 0
     for line in lines:
-        text = clean(line, _LONGEST_LINE)
+        text = lead + clean(line, _LONGEST_LINE)
         if len(text) > width > hang + 20 and not text.lstrip().startswith("tunegemm "):
             text = textwrap.fill(
                 text, width, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False
             )
-        typer.echo(text, err=err)
+        typer.echo(typer.style(lead, fg=colour) + text.removeprefix(lead) if colour else text, err=err)
 
 
 def say_command(lead: str, command: str, *, err: bool = False) -> None:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunegemm.cli import printing, program
+from tunegemm.cli.options import option
 from tunegemm.cli.program import Signals
 from tunegemm.describe.command import command_line
 from tunegemm.errors import WorkloadError
 from tunegemm.files import cause, check_target, read_text
-from tunegemm.report.text import clean, counted, significant
+from tunegemm.report.text import counted, fitted, significant
 from tunegemm.untrusted import decoded
 
 if TYPE_CHECKING:
@@ -28,9 +29,7 @@ def command(
     words: Annotated[
         list[str], typer.Argument(metavar="COMMAND...", help="The program and its arguments, after `--`.")
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="JSON file to write.")] = Path(
-        "shapes.json"
-    ),
+    out: Annotated[Path, option("FILE", "JSON file to write.")] = Path("shapes.json"),
 ) -> None:
     """Run a program and record the matrix products of its Python processes: `-- python train.py`."""
     try:
@@ -81,9 +80,6 @@ def _write(words: list[str], parts: str, out: Path) -> None:
 
 def _show_costliest(workload: Workload) -> None:
     """The products that cost most, and what is known of them, on stderr."""
-    from rich.table import Table
-    from rich.text import Text
-
     from tunegemm.choose.snapshot import read_snapshot
     from tunegemm.describe.workload import demands
     from tunegemm.generate.cublaslt import is_torch
@@ -98,10 +94,14 @@ def _show_costliest(workload: Workload) -> None:
     whole = sum(map(cost_us, found)) or 1.0
     which = f"The {_COSTLIEST} costliest of them" if len(found) > _COSTLIEST else "They"
     timed = "" if all(demand.call_us for demand in found) else ", by the roofline where no GPU timed them"
-    table = Table(title=f"{which}, and the records for {device.name}{timed}", title_justify="left")
-    table.title_style = ""
-    for heading in ("product", "calls", "% of time", "us a call", "record"):
-        table.add_column(heading, justify="left" if heading in ("product", "record") else "right")
+
+    columns: dict[str, list[str]] = {
+        "product": [],
+        "calls": [],
+        "% of time": [],
+        "us a call": [],
+        "record": [],
+    }
     for demand in found[:_COSTLIEST]:
         record = snapshot.find(demand.problem, device.fingerprint)
         torchs = demand.problem.torch_call
@@ -110,8 +110,10 @@ def _show_costliest(workload: Workload) -> None:
             known = f"{torchs} is fastest"
         share = f"{100 * cost_us(demand) / whole:.1f}"
         cells = (str(demand.problem), f"{demand.calls:,}", share, significant(demand.call_us or 0.0), known)
-        table.add_row(*(Text(clean(cell)) for cell in cells))
-    printing.stderr_console().print(table)
+        for column, cell in zip(columns.values(), cells, strict=True):
+            column.append(cell)
+    title = f"{which}, and the records for {device.name}{timed}"
+    printing.stderr_console().print(fitted(title, columns, {"product": 999, "record": 999}))
 
 
 def _summary(workload: Workload, out: Path) -> str:

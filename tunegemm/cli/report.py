@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from tunegemm.cli import arguments, options, printing
+from tunegemm.cli import arguments, printing
+from tunegemm.cli.options import DatabaseLocation, count_option, option
 from tunegemm.describe.command import command_line
 from tunegemm.describe.device import cuda_device_count
 from tunegemm.errors import TunegemmError
@@ -18,28 +17,20 @@ if TYPE_CHECKING:
 
 
 def command(
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page to write.")] = Path(
-        "report.html"
-    ),
+    out: Annotated[Path, option("FILE", "The page to write.")] = Path("report.html"),
     shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--shape", metavar="MxNxK[xL]", help="Only these, with all their trials; may be repeated."
-        ),
+        list[str] | None, option("MxNxK[xL]", "Only these, with all their trials; may be repeated.")
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(
-            "--device",
-            metavar="NAME",
-            help="Name of a measured device, or a part of it; replay:h200 for the recorded H200. "
-            "Default: the device measured last.",
+        option(
+            "NAME",
+            "Name of a measured device, or a part of it; replay:h200 for the recorded H200. Default: the "
+            "device measured last.",
         ),
     ] = None,
-    details: Annotated[
-        int, options.count_option("--details", "How many searches to show, the latest first.")
-    ] = 12,
-    db: options.DatabaseLocation = None,
+    details: Annotated[int, count_option("How many searches to show, the latest first.")] = 12,
+    db: DatabaseLocation = None,
 ) -> None:
     """Write one self-contained HTML page: speed-ups, roofline, searches, failures, environment."""
     shapes = arguments.parse_shapes(shape)

@@ -10,15 +10,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-from rich.text import Text
-
 from tunegemm.cli import printing
 from tunegemm.describe.stored import document_of
-from tunegemm.report.text import clean, counted, significant
+from tunegemm.report.text import counted, fitted, significant
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from tunegemm.describe.device import Device
     from tunegemm.describe.problem import Problem
@@ -109,7 +107,7 @@ def verdict_line(result: TuneResult, where: str) -> str:
         won = f"{torchs} is the fastest, or ties with the best kernel"
     else:
         times = f"{significant(best.median_us)} us, {torchs} {significant(best.baseline_median_us)} us"
-        won = f"{result.labels.get(best.candidate.digest, best.candidate)} wins, {best.ratio:.3f} x {torchs}"
+        won = f"{result.label(best.candidate)} wins, {best.ratio:.3f} x {torchs}"
         won += f" ({times})" if best.baseline_us else ""
         won += ", which is within the noise" if best.ratio < 1 + best.noise else ""
     if result.source == "measured":
@@ -130,11 +128,10 @@ def steady_line(result: TuneResult) -> str:
     A recorded sweep has times at one shared clock. What a program gains is the steady figure.
     """
     from tunegemm.choose.snapshot import read_snapshot
-    from tunegemm.model.rank import is_memory_bound
+    from tunegemm.report.contents import steady_record
 
-    record = read_snapshot().find(result.problem, result.device.fingerprint)
-    if record is None or not record.confirmed or is_memory_bound(result.problem):
-        return ""  # products that memory limits are raced at one shared clock, too
+    if (record := steady_record(read_snapshot(), result.problem, result.device)) is None:
+        return ""
     return (
         f"{record.ratio:.3f} x {result.problem.torch_call} in steady state, each kernel at its own clocks "
         f"(final race of {record.measured_at:%Y-%m-%d}: {record.label}, {significant(record.median_us)} us). "
@@ -143,22 +140,21 @@ def steady_line(result: TuneResult) -> str:
 
 def winners_table(results: Sequence[TuneResult]) -> Table:
     """The winner of each of several products."""
-    table = Table(title="Products tuned", title_justify="left")
-    for heading in ("product", "ratio", "fastest", "us", "torch.mm us"):
-        table.add_column(heading, justify="left" if heading in ("product", "fastest") else "right")
-    for result in results:
-        row = [clean(result.problem)]
+
+    def row(result: TuneResult) -> tuple[str, ...]:
+        name = str(result.problem)
         if (best := result.best) is not None:
-            label = result.labels.get(best.candidate.digest, str(best.candidate))
-            row += [f"{best.ratio:.3f}", clean(label), significant(best.median_us)]
-            row.append(significant(best.baseline_median_us) if best.baseline_us else "")
-        elif result.predictions:
-            first = result.predictions[0].candidate
-            row += ["", clean(f"{result.labels.get(first.digest, first)} (model)"), "", ""]
-        else:
-            row += ["", "none", "", ""]
-        table.add_row(*map(Text, row))
-    return table
+            torch_us = significant(best.baseline_median_us) if best.baseline_us else ""
+            label = result.label(best.candidate)
+            return name, f"{best.ratio:.3f}", label, significant(best.median_us), torch_us
+        first = [f"{result.label(one.candidate)} (model)" for one in result.predictions[:1]]
+        return name, "", *(first or ["none"]), "", ""
+
+    columns = zip(*map(row, results), strict=True)
+    headings = ("product", "ratio", "fastest", "us", "torch.mm us")
+    return fitted(
+        "Products tuned", dict(zip(headings, columns, strict=True)), {"product": 999, "fastest": 999}
+    )
 
 
 def interruption(results: Sequence[TuneResult]) -> str:
@@ -179,8 +175,8 @@ def document(result: TuneResult) -> dict[str, Any]:
     from tunegemm.measure.outcome import Measurement
 
     def named(candidate: Candidate) -> dict[str, Any]:
-        label = result.labels.get(candidate.digest, str(candidate))
-        return {"label": label, "candidate": json.loads(candidate.to_json()), "digest": candidate.digest}
+        facts = {"candidate": json.loads(candidate.to_json()), "digest": candidate.digest}
+        return {"label": result.label(candidate)} | facts
 
     def outcome_document(outcome: Outcome) -> dict[str, Any]:
         if isinstance(outcome, Measurement):
@@ -250,7 +246,7 @@ def savings_table(demands: Sequence[TunedDemand], width: int = 160) -> Table:
         after = tuned.after_us
         origin = "" if after is not None or tuned.demand.call_us is not None else "~"
         row = (
-            clean(tuned.demand.problem),
+            str(tuned.demand.problem),
             str(tuned.demand.calls),
             f"{100 * tuned.total_s / whole:.1f}" if whole else "",
             f"{origin}{significant(tuned.before_us)}" if tuned.before_us else "",
@@ -261,25 +257,8 @@ def savings_table(demands: Sequence[TunedDemand], width: int = 160) -> Table:
         )
         for cells, cell in zip(columns.values(), row, strict=True):
             cells.append(cell)
-    # Words may fold on a narrow terminal; a figure or a shape that is cut short is another.
-    least = {
-        heading: max(
-            map(len, (*heading.split(), *(" ".join(cells).split() if heading == "product" else cells)))
-        )
-        for heading, cells in columns.items()
-    }
-    for heading in _DISPENSABLE:
-        if sum(least.values()) + 3 * len(least) + 1 > width:
-            del least[heading]
-    table = Table(title="Products of the program", title_justify="left")
-    for heading, fewest in least.items():
-        if heading in ("product", "effort"):
-            table.add_column(heading, min_width=fewest)
-        else:
-            table.add_column(heading, justify="right", width=fewest)
-    for row in zip(*(columns[heading] for heading in least), strict=True):
-        table.add_row(Text(row[0]), *row[1:])
-    return table
+    words = {"product": max(map(len, " ".join(columns["product"]).split()), default=0), "effort": 999}
+    return fitted("Products of the program", columns, words, dispensable=_DISPENSABLE, width=width)
 
 
 def closing_lines(demands: Sequence[TunedDemand], refused: Sequence[str]) -> list[str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tunegemm.cli import arguments, options, printing
+from tunegemm.cli import arguments, printing
+from tunegemm.cli.options import count_option, option
 from tunegemm.describe.command import command_line
 from tunegemm.errors import WorkloadError
 from tunegemm.files import check_target
@@ -20,15 +20,8 @@ if TYPE_CHECKING:
     from tunegemm.describe.workload import Workload
 
 
-class EngineName(StrEnum):
-    vllm = "vllm"
-    sglang = "sglang"
-    transformers = "transformers"
-
-
-class Dtype(StrEnum):
-    bf16 = "bf16"
-    fp16 = "fp16"
+Engine = Literal["vllm", "sglang", "transformers"]
+Dtype = Literal["bf16", "fp16"]
 
 
 def command(
@@ -40,26 +33,20 @@ def command(
             "meta-llama/Llama-3.1-8B. Nothing is downloaded.",
         ),
     ],
-    tp: Annotated[int, options.count_option("--tp", "Ranks of tensor parallelism.")] = 1,
+    tp: Annotated[int, count_option("Ranks of tensor parallelism.")] = 1,
     engine: Annotated[
-        EngineName,
+        Engine,
         typer.Option(
-            "--engine",
-            help="The engine that runs the model; it decides which layers are merged, and the numbers "
-            "of rows.",
+            help="The engine that runs the model; it decides which layers are merged, and the numbers of "
+            "rows."
         ),
-    ] = EngineName.vllm,
-    rows: Annotated[
-        str | None,
-        typer.Option("--rows", metavar="N,N", help="Numbers of rows. Default: the engine's own."),
-    ] = None,
+    ] = "vllm",
+    rows: Annotated[str | None, option("N,N", "Numbers of rows. Default: the engine's own.")] = None,
     dtype: Annotated[
         Dtype | None,
-        typer.Option("--dtype", help="Element type of layers that are not quantised. Default: the model's."),
+        typer.Option(help="Element type of layers that are not quantised. Default: the model's."),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="JSON file to write.")] = Path(
-        "shapes.json"
-    ),
+    out: Annotated[Path, option("FILE", "JSON file to write.")] = Path("shapes.json"),
 ) -> None:
     """List the matrix products that an engine computes for a model, in a file for `tune --from`."""
     from tunegemm.describe.workload.engines import shapes
@@ -67,8 +54,8 @@ def command(
 
     check_target(out, WorkloadError)
     given = _rows(rows)
-    found = shapes(read_model(model), engine.value, ranks=tp, rows=given, dtype=dtype and dtype.value)
-    how = {"--tp": str(tp), "--engine": engine.value, "--rows": rows, "--dtype": dtype and dtype.value}
+    found = shapes(read_model(model), engine, ranks=tp, rows=given, dtype=dtype)
+    how = {"--tp": str(tp), "--engine": engine, "--rows": rows, "--dtype": dtype}
     words = [word for flag, value in how.items() if value is not None for word in (flag, value)]
     replace(found.workload, program=("tunegemm", "shapes", model, *words)).write(out)
     for name, reason in found.refused.items():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,16 +15,11 @@ if TYPE_CHECKING:
     from tunegemm.report.space import Census
 
 
-class Format(StrEnum):
-    table = "table"
-    json = "json"
-
-
 def command(
     problems: options.Problems,
     families: options.Families = None,
     device: options.DeviceSpec = None,
-    format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
+    format: Annotated[Literal["table", "json"], typer.Option(help="How to print.")] = "table",
 ) -> None:
     """Count candidates before and after feasibility, by rule."""
     from tunegemm.generate import families as known
@@ -42,7 +36,7 @@ def command(
             for space in spaces:
                 now(f"counting {space.size:,} candidates of {space.family} for {problem}")
                 counts.append(take_census(space, problem, opened))
-    if format is Format.json:
+    if format == "json":
         typer.echo(to_json([count.asdict() for count in counts]))
         return
     console = printing.stdout_console()

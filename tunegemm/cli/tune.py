@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from tunegemm.describe.device import Device
     from tunegemm.describe.space import Candidate
     from tunegemm.describe.workload import Demand
-    from tunegemm.store.record import Record
     from tunegemm.tuning.program import TunedDemand
     from tunegemm.tuning.progress import Progress, TuneResult
     from tunegemm.tuning.tuner import Tuner
@@ -51,11 +50,11 @@ def command(
     asked_for: options.SomeProblems,
     from_files: Annotated[
         list[Path] | None,
-        typer.Option(
+        options.option(
+            "FILE",
+            "Tune a program's products: JSON of `tunegemm record`, TunableOp's CSV or CUTLASS's JSON. May be "
+            "repeated, for example for a file of each rank; calls of the same product add up.",
             "--from",
-            metavar="FILE",
-            help="Tune a program's products: JSON of `tunegemm record`, TunableOp's CSV or CUTLASS's JSON. "
-            "May be repeated, for example for a file of each rank; calls of the same product add up.",
         ),
     ] = None,
     with_backward: Annotated[
@@ -125,8 +124,8 @@ def tune_shapes(session: Session, problems: Mapping[Problem, Problem]) -> int:
     if cut := [result for result in found if result.interrupted]:
         done = {result.problem for result in found if not result.interrupted}
         left = dict.fromkeys(shape for problem, shape in problems.items() if problem not in done)
-        again = resume_command(session.context, list(left))
-        printing.say_command(f"{results.interruption(cut)} Go on with:", again, err=True)
+        command = again(session.context, list(left))
+        printing.say_command(f"{results.interruption(cut)} Go on with:", command, err=True)
         return INTERRUPTED
     useful = sum(result.best is not None or bool(result.predictions) for result in found)
     if len(found) > 1 and not output.is_bare:
@@ -214,13 +213,9 @@ def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[
 
     device, output = session.tuning.device, session.output
     if not (session.is_real or session.is_named):  # compiling kernels would show no times
-        shipped = shipped_records(demands, device)
-        if output.as_json:
-            for demand, record in shipped.items():
-                typer.echo(to_json(shipped_document(demand, record, device), indent=None))
-            return DONE
-        printing.say(*shipped_lines(shipped, device))
-        say_gpu_command(session.context, [])
+        show_shipped(demands, device, output.as_json)
+        if not output.as_json:
+            say_gpu_command(session.context, [])
         return DONE
     lacking = {demand.problem: device.lacks_memory(demand.problem) for demand in demands}
     plan = by_headroom([demand for demand in demands if lacking[demand.problem] is None], device)
@@ -238,31 +233,27 @@ def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[
     return DONE
 
 
-def shipped_records(demands: Sequence[Demand], device: Device) -> dict[Demand, Record | None]:
-    """The record that serves each product of a program on a device; None where there is none."""
+def show_shipped(demands: Sequence[Demand], device: Device, as_json: bool) -> None:
+    """Prints which of a program's products have a record on a device, and how much faster each is."""
     from tunegemm.choose.snapshot import read_snapshot
 
     snapshot = read_snapshot()
-    return {demand: snapshot.find(demand.problem, device.fingerprint) for demand in demands}
-
-
-def shipped_lines(shipped: Mapping[Demand, Record | None], device: Device) -> list[str]:
-    """How many of a program's products have a record on a device, and how much faster each is."""
-    ratios = [record.ratio for record in shipped.values() if record is not None]
-    line = f"No CUDA GPU here. {len(ratios)} of {len(shipped)} products ship with records for {device.name}"
-    lines = [f"{line}, {min(ratios):.2f} to {max(ratios):.2f} x torch.mm:" if ratios else f"{line}."]
-    for demand, record in shipped.items():
+    found = {demand: snapshot.find(demand.problem, device.fingerprint) for demand in demands}
+    if as_json:
+        names = ("label", "median_us", "ratio", "confirmed")
+        for demand, record in found.items():
+            best = {name: getattr(record, name) for name in names} if record is not None else None
+            problem = demand.problem
+            facts = {"source": "shipped", "problem": document_of(problem), "shape": problem.shape}
+            facts |= {"calls": demand.calls, "device_name": device.name, "best": best}
+            typer.echo(to_json(facts, indent=None))
+        return
+    ratios = [record.ratio for record in found.values() if record is not None]
+    line = f"No CUDA GPU here. {len(ratios)} of {len(found)} products ship with records for {device.name}"
+    printing.say(f"{line}, {min(ratios):.2f} to {max(ratios):.2f} x torch.mm:" if ratios else f"{line}.")
+    for demand, record in found.items():
         known = f"{record.ratio:.3f} x torch.mm, {record.label}" if record is not None else "no record"
-        lines.append(f"  {demand.problem} x {demand.calls}: {known}")
-    return lines
-
-
-def shipped_document(demand: Demand, record: Record | None, device: Device) -> dict[str, Any]:
-    """One product of a program and its record as JSON, for a machine without a GPU."""
-    names = ("label", "median_us", "ratio", "confirmed")
-    best = {name: getattr(record, name) for name in names} if record is not None else None
-    facts = {"source": "shipped", "problem": document_of(demand.problem), "shape": demand.problem.shape}
-    return facts | {"calls": demand.calls, "device_name": device.name, "best": best}
+        printing.say(f"  {demand.problem} x {demand.calls}: {known}")
 
 
 def spend_budget(session: Session, plan: Sequence[TunedDemand]) -> tuple[list[TunedDemand], bool]:
@@ -271,7 +262,7 @@ def spend_budget(session: Session, plan: Sequence[TunedDemand]) -> tuple[list[Tu
     Returns where each product stands then, and whether Ctrl-C ended it.
     """
     from tunegemm.cli.progress import ProgressView
-    from tunegemm.cli.results import progress_line
+    from tunegemm.cli.results import document, progress_line
     from tunegemm.tuning.program import spend
 
     search, output, log = session.search, session.output, session.log
@@ -291,20 +282,12 @@ def spend_budget(session: Session, plan: Sequence[TunedDemand]) -> tuple[list[Tu
                 view.end(product.demand.problem)
             interrupted = interrupted or product.result.interrupted
             if output.as_json:
-                typer.echo(to_json(program_document(product), indent=None))
+                facts = {"calls": product.demand.calls, "saving_s": product.saving_s}
+                typer.echo(to_json(document(product.result) | facts, indent=None))
             elif not output.quiet:
                 told = sum(each.result is not None for each in current.values())
                 log.print(clean(progress_line(product, told, len(plan))), soft_wrap=True)
     return list(current.values()), interrupted
-
-
-def program_document(product: TunedDemand) -> dict[str, Any]:
-    """One product of a program as JSON: its tuning, how often it is called, and what that saves."""
-    from tunegemm.cli.results import document
-
-    assert product.result is not None
-    facts = {"calls": product.demand.calls, "saving_s": product.saving_s}
-    return document(product.result) | facts
 
 
 def race_named(tuner: Tuner, problems: Sequence[Problem], named: Sequence[str]) -> Iterator[TuneResult]:
@@ -334,17 +317,18 @@ def race_named(tuner: Tuner, problems: Sequence[Problem], named: Sequence[str]) 
 
 def say_gpu_command(context: typer.Context, asked_for: Sequence[Problem]) -> None:
     """The same command, as it measures on a GPU."""
-    given = {flag.removeprefix("--"): context.params[name] for name, flag in given_options(context).items()}
-    given |= {"shape": [problem.shape for problem in asked_for], "device": None, "db": None}
     served = " and ".join(dict.fromkeys(f"tunegemm.{one.our_call}" for one in asked_for)) or "its calls"
-    printing.say_command(f"On your GPU this command measures, and stores the result for {served}:",
-                        command_line("tune", {"shape": None} | given))  # fmt: skip
+    printing.say_command(
+        f"On your GPU this command measures, and stores the result for {served}:",
+        again(context, asked_for, device=None, db=None),
+    )
 
 
-def resume_command(context: typer.Context, remaining: list[Problem]) -> str:
-    """The command line that goes on with the remaining problems: the same options, fewer shapes."""
+def again(context: typer.Context, problems: Sequence[Problem], **changes: object) -> str:
+    """The same command line for these problems' shapes."""
     given = {flag.removeprefix("--"): context.params[name] for name, flag in given_options(context).items()}
-    return command_line("tune", {"shape": None} | given | {"shape": [problem.shape for problem in remaining]})
+    shapes = {"shape": [problem.shape for problem in problems]}
+    return command_line("tune", {"shape": None} | given | shapes | changes)
 
 
 def given_options(context: typer.Context) -> dict[str, str]:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
-from tunegemm.cli import arguments, options
+from tunegemm.cli import arguments
+from tunegemm.cli.options import DatabaseLocation, DeviceSpec, Families, Workers, count_option, option
+from tunegemm.measure.settings import SKEWS
 from tunegemm.search.efforts import Effort
+
+
+def _samplers() -> Iterable[str]:
+    from tunegemm.search.samplers import NAMES
+
+    return NAMES
 
 
 @dataclass(frozen=True)
@@ -18,53 +27,43 @@ class Search:
     effort: Annotated[
         Effort | None,
         typer.Option(
-            "--effort",
             help="How much of the space to try. Default: quick; with --from and --budget full for those that "
-            "may gain most, in the time that is left.",
+            "may gain most, in the time that is left."
         ),
     ] = None
-    trials: Annotated[
-        int | None, options.count_option("--trials", "Most candidates to measure per shape.")
-    ] = None
+    trials: Annotated[int | None, count_option("Most candidates to measure per shape.")] = None
     budget: Annotated[
         str | None,
-        typer.Option(
-            "--budget",
-            metavar="TIME",
-            help="Time limit per shape, or with --from for all: 90, 90s, 10m, 1h30m. "
-            "Starting the GPU does not count.",
+        option(
+            "TIME",
+            "Time limit per shape, or with --from for all: 90, 90s, 10m, 1h30m. Starting the GPU does not "
+            "count.",
         ),
     ] = None
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed of the search.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the search.")] = 0
     skews: Annotated[
         str | None,
-        typer.Option(
-            "--skews",
-            metavar="NAME,...",
-            help="How the rows of grouped products are divided for timing: uniform, typical, one_hot. "
-            "Default: all.",
+        option(
+            "NAME,...",
+            f"How the rows of grouped products are divided for timing: {', '.join(SKEWS)}. Default: all.",
+            values=SKEWS,
         ),
     ] = None
-    families: options.Families = None
+    families: Families = None
     kernels: Annotated[
-        str | None,
-        typer.Option(
-            "--kernels", metavar="REGEX", help="Only generated kernels whose label matches, such as ^pp128x."
-        ),
+        str | None, option("REGEX", "Only generated kernels whose label matches, such as ^pp128x.")
     ] = None
     candidate: Annotated[
         list[str] | None,
-        typer.Option(
-            "--candidate",
-            metavar="FAMILY[,NAME=VALUE]",
-            help="Do not search: race this candidate against torch.mm and the record. May be repeated. "
-            "Missing parameters come from the record, or else from the model's first choice.",
+        option(
+            "FAMILY[,NAME=VALUE]",
+            "Do not search: race this candidate against torch.mm and the record. May be repeated. Missing "
+            "parameters come from the record, or else from the model's first choice.",
         ),
     ] = None
-    workers: options.Workers = None
+    workers: Workers = None
     compiled_only: Annotated[
-        bool,
-        typer.Option("--compiled-only", help="Compile nothing: try only cached and shipped kernels."),
+        bool, typer.Option("--compiled-only", help="Compile nothing: try only cached and shipped kernels.")
     ] = False
     energy: Annotated[
         bool,
@@ -74,19 +73,18 @@ class Search:
     ] = False
     sampler: Annotated[
         str | None,
-        typer.Option(
-            "--sampler",
-            metavar="NAME",
-            help="Optuna sampler of the search: roofline (the default), tpe, gp, random, cmaes or "
+        option(
+            "NAME",
+            "Optuna sampler of the search: roofline (the default), tpe, gp, random, cmaes or "
             "package.module:Class.",
+            values=_samplers,
         ),
     ] = None
     study: Annotated[
         str | None,
-        typer.Option(
-            "--study",
-            metavar="FILE|URL",
-            help="Keep the Optuna study of each shape for optuna-dashboard, in a journal file or in "
+        option(
+            "FILE|URL",
+            "Keep the Optuna study of each shape for optuna-dashboard, in a journal file or in "
             "sqlite:///FILE.",
         ),
     ] = None
@@ -109,7 +107,7 @@ class Search:
         if self.skews is not None:
             from tunegemm.measure.groups import checked_skews
 
-            found["skews"] = checked_skews([name.strip() for name in self.skews.split(",")])
+            found["skews"] = checked_skews(self.skews)
         if self.sampler is not None:
             from tunegemm.search.samplers import sampler_of
 
@@ -121,26 +119,23 @@ class Search:
 class Place:
     """Which GPUs measure, and where the results go."""
 
-    device: options.DeviceSpec = None
+    device: DeviceSpec = None
     devices: Annotated[
         str | None,
-        typer.Option(
-            "--devices",
-            metavar="all|0,1",
-            help="Several GPUs of this host: all, or their numbers. More than one needs the extra `ray`.",
+        option(
+            "all|0,1",
+            "Several GPUs of this host: all, or their numbers. More than one needs the extra `ray`.",
         ),
     ] = None
     ray: Annotated[
         str | None,
-        typer.Option(
-            "--ray",
-            metavar="[HOST:PORT]",
-            help="Use all GPUs of the Ray cluster with this head. Without an address: the cluster of "
-            "RAY_ADDRESS, "
+        option(
+            "[HOST:PORT]",
+            "Use all GPUs of the Ray cluster with this head. Without an address: the cluster of RAY_ADDRESS, "
             "or a new one with all GPUs of this host.",
         ),
     ] = None
-    db: options.DatabaseLocation = None
+    db: DatabaseLocation = None
 
     @property
     def is_named(self) -> bool:
@@ -156,7 +151,7 @@ class Place:
 class Output:
     """How much to print, and in which form."""
 
-    top: Annotated[int, options.count_option("--top", "Rows to print per shape.")] = 10
+    top: Annotated[int, count_option("Rows to print per shape.")] = 10
     quiet: Annotated[
         bool, typer.Option("-q", "--quiet", help="Print a line for each shape and nothing else.")
     ] = False

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunegemm.cli import arguments, options, printing
+from tunegemm.cli.options import option
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import read_all
 
@@ -19,23 +20,20 @@ def command(
     shape: options.SomeShapes = None,
     predicted: Annotated[
         bool,
-        typer.Option(
-            "--predicted",
-            help="Race the predicted kernels of the products in --shape or --from.",
-        ),
+        typer.Option("--predicted", help="Race the predicted kernels of the products in --shape or --from."),
     ] = False,
     from_files: Annotated[
         list[Path] | None,
-        typer.Option(
+        option(
+            "FILE",
+            "With --predicted: a program's products, as `tune --from` reads them. May be repeated.",
             "--from",
-            metavar="FILE",
-            help="With --predicted: a program's products, as `tune --from` reads them. May be repeated.",
         ),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Race all records, not only those marked for verification.")
     ] = False,
-    top: Annotated[int, options.count_option("--top", "Stored candidates per record.")] = 5,
+    top: Annotated[int, options.count_option("Stored candidates per record.")] = 5,
     device: options.GpuSpec = None,
     db: options.DatabaseLocation = None,
     workers: options.Workers = None,

@@ -10,7 +10,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal
 
@@ -22,10 +22,12 @@ from tunegemm.generate import families
 from tunegemm.measure.evidence import SCREEN
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.measure.statistics import NOISE_FLOOR, ratio_interval, winner
+from tunegemm.model.rank import is_memory_bound
 from tunegemm.report.leaderboard import VENDOR_FAMILY, known_device
 from tunegemm.store.record import Record
 
 if TYPE_CHECKING:
+    from tunegemm.choose.snapshot import Snapshot
     from tunegemm.measure.replay import ReplayDevice
     from tunegemm.store import Database
 
@@ -116,12 +118,17 @@ class Contents:
     """Most frequent first."""
     other_devices: tuple[str, ...] = ()
     """Devices in the same database that are not in here."""
+    steady: Mapping[Problem, float] = field(default_factory=dict)
+    """Of a recording, whose kernels share one clock: the ratios in steady state, where records have them."""
 
     @property
     def origin(self) -> str:
         """One sentence: where the times come from."""
         if self.source == "recorded":
-            return f"Recorded on an {self.device.name} ({self.location}); nothing was measured here."
+            return (
+                f"Recorded on an {self.device.name} ({self.location}), where all kernels share one clock; "
+                "nothing was measured here."
+            )
         origins = [winner.record.origin for winner in self.winners if winner.record.origin]
         if not origins:
             return f"Measured on {self.device.name}."
@@ -203,7 +210,9 @@ def from_recording(replay: ReplayDevice, *, shapes: Sequence[str] = (), detailed
     There is no final race in a sweep: what stands for the record is the candidate that would win one, by the
     rule of `tunegemm.measure.statistics.winner`.
     """
-    problems = replay.problems()
+    from tunegemm.choose.snapshot import read_snapshot
+
+    problems, snapshot = replay.problems(), read_snapshot()
     _check_shapes(shapes, problems, replay.device.spec)
     details: list[Details] = []
     winners: list[Winner] = []
@@ -235,7 +244,21 @@ def from_recording(replay: ReplayDevice, *, shapes: Sequence[str] = (), detailed
         tuple(sorted(details, key=lambda one: _slowness(one.winner))),
         count,
         _grouped([(*key, number) for key, number in failures.most_common()]),
+        steady={
+            one.record.problem: record.ratio
+            for one in winners
+            if (record := steady_record(snapshot, one.record.problem, replay.device)) is not None
+        },
     )
+
+
+def steady_record(snapshot: Snapshot, problem: Problem, device: Device) -> Record | None:
+    """The problem's record, where its final race ran in steady state: what a program gains is that figure.
+
+    Products that memory limits are raced at one shared clock, as a recording is.
+    """
+    record = snapshot.find(problem, device.fingerprint)
+    return record if record is not None and record.confirmed and not is_memory_bound(problem) else None
 
 
 def named_device(text: str, names: Sequence[str]) -> str:

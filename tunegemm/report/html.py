@@ -57,6 +57,7 @@ def report(contents: Contents, *, command: str = "tunegemm report") -> str:
         version=tunegemm.__version__,
         command=command,
         headline=_headline(contents),
+        mean=contents.mean_ratio,
         days=contents.days,
         confirmed=any(winner.record.confirmed for winner in winners),
         symbols=charts.SYMBOLS,
@@ -99,10 +100,12 @@ def _shown(value: Any) -> Any:
 
 
 def _headline(contents: Contents) -> str:
-    count, mean = len(contents.winners), contents.mean_ratio
+    """The mean gain; of a recording that of the records in steady state, where there are any."""
+    ratios = list(contents.steady.values()) or [winner.record.ratio for winner in contents.winners]
+    count, mean = len(ratios), statistics.geometric_mean(ratios)
     what = f"{count:,} tuned product{'s run' if count != 1 else ' runs'}"
     how = "as fast as torch.mm" if 0.995 < mean < 1.005 else f"at {mean:.3f} \u00d7 the speed of torch.mm"
-    return f"{what} {how} on {contents.device.name}"
+    return f"{what} {how} on {contents.device.name}{' in steady state' if contents.steady else ''}"
 
 
 def _choices(values: Iterable[str]) -> list[tuple[str, str]]:

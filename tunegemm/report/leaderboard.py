@@ -25,7 +25,7 @@ from tunegemm.errors import TunegemmError
 from tunegemm.measure.evidence import QUALIFYING, SCREEN, Evidence
 from tunegemm.measure.outcome import Measurement, Outcome
 from tunegemm.measure.statistics import NOISE_FLOOR, tie
-from tunegemm.report.text import clean, markdown, significant, to_json
+from tunegemm.report.text import clean, fitted, markdown, significant, to_json
 from tunegemm.store.frames import by_evidence
 from tunegemm.tuning.progress import Source
 
@@ -248,44 +248,32 @@ class Leaderboard:
 
         width: of the terminal in characters; columns that do not fit are left out, the least useful first.
         """
-        from rich.table import Table
         from rich.text import Text
 
         board = self.top(top)
-        title, caption = Text(clean(board.title)), Text(clean(board.note, 2000))
-        table = Table(title=title, caption=caption, caption_justify="left", title_justify="left")
-        table.caption_style = table.title_style = ""
-        rows = board.frame.to_dict("records")
-        widths = {name: _least_width(name, rows) for name in board._shown()}
-        for name in _DISPENSABLE:
-            if width is not None and sum(widths.values()) + 3 * len(widths) + 1 > width:
-                widths.pop(name, None)
-        whole = sum(max(len(COLUMNS[name][0]), _longest(name, rows)) + 3 for name in widths) + 1
-        for name, least in widths.items():
-            heading = COLUMNS[name][0]
-            # Numbers never fold: cut short, they would be others. Their headings do, before candidates.
-            if COLUMNS[name][1] is not None:
-                fixed = least if width is not None and whole > width else None
-                table.add_column(heading, justify="right", width=fixed, min_width=least)
-            else:
-                table.add_column(heading, min_width=5, overflow="fold")
-        for row in rows:
-            style = "bold" if row.get("chosen") else ""
-            cells = (Text(_cell(name, row), style=_colour(name, row)) for name in widths)
-            table.add_row(*cells, style=style)
-        return table
+        shown, rows = board._cells(), board.frame.to_dict("records")
+        columns: dict[str, list[str | Text]] = {COLUMNS[name][0]: [*cells] for name, cells in shown.items()}
+        ratio, usual = "ratio_to_torch_mm", NOISE_FLOOR
+        if ratio in shown:  # beyond the usual noise green for faster, red for slower
+            colours = [
+                "green" if r[ratio] > 1 + usual else "red" if r[ratio] < 1 - usual else "" for r in rows
+            ]
+            columns[COLUMNS[ratio][0]] = list(map(Text, shown[ratio], colours))
+        words = {COLUMNS[name][0]: _READABLE.get(name, 999) for name in shown if COLUMNS[name][1] is None}
+        return fitted(
+            board.title, columns, words, dispensable=[COLUMNS[name][0] for name in _DISPENSABLE], width=width,
+            caption=board.note, styles=["bold" if row.get("chosen") else "" for row in rows],
+        )  # fmt: skip
 
     def markdown(self, top: int | None = None) -> str:
         """A table in GitHub's Markdown, under the title and the note."""
         board = self.top(top)
-        shown = board._shown()
-        lines = ["| " + " | ".join(COLUMNS[name][0] for name in shown) + " |"]
-        rules = ("---" if COLUMNS[name][1] is None else "---:" for name in shown)
-        lines.append("|" + "|".join(rules) + "|")
-        for row in board.frame.to_dict("records"):
-            cells = [markdown(_cell(name, row)) for name in shown]
-            lines.append("| " + " | ".join(cells) + " |")
-        return f"**{markdown(board.title)}**\n\n" + "\n".join(lines) + f"\n\n{markdown(board.note)}\n"
+        cells = board._cells()
+        lines = [[COLUMNS[name][0] for name in cells]]
+        lines.append(["---" if COLUMNS[name][1] is None else "---:" for name in cells])
+        lines += [list(map(markdown, row)) for row in zip(*cells.values(), strict=True)]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return f"**{markdown(board.title)}**\n\n{table}\n\n{markdown(board.note)}\n"
 
     def csv(self, top: int | None = None) -> str:
         """Comma-separated, one header line, plain numbers; the column ``source`` tells what they are."""
@@ -315,16 +303,14 @@ class Leaderboard:
             raise TunegemmError(f"format {format!r} is not known; use one of {', '.join(get_args(Format))}")
         return self.csv(top) if format == "csv" else self.markdown(top)
 
-    def _shown(self) -> list[str]:
-        """Columns for people: without those that are empty, or the same in each row as the title says."""
+    def _cells(self) -> dict[str, list[str]]:
+        """The columns as people read them, without those that are empty or that the title tells."""
         hidden = {"problem"} if "rank" in self.frame else set()
         hidden |= {"device"} if self.frame["device"].nunique() == 1 else set()
         rows = self.frame.to_dict("records")
-        return [
-            name
-            for name in COLUMNS
-            if name in self.frame.columns and name not in hidden and (_longest(name, rows) or not rows)
-        ]
+        names = [name for name in COLUMNS if name in self.frame.columns and name not in hidden]
+        found = {name: [_cell(name, row) for row in rows] for name in names}
+        return {name: cells for name, cells in found.items() if any(cells) or not rows}
 
     def sorted_by(self, key: str) -> Leaderboard:
         """The rows by another of `SORTS`."""
@@ -510,23 +496,6 @@ def _cell(name: str, row: Mapping[Any, Any]) -> str:
     if name == "rank":
         return f"{value}=" if row.get("tie") else str(value)
     return significant(value) if decimals < 0 else f"{value:.{decimals}f}"
-
-
-def _colour(name: str, row: Mapping[Any, Any]) -> str:
-    """The colour of a ratio beyond the usual noise: green for faster, red for slower."""
-    if name != "ratio_to_torch_mm" or math.isnan(row[name]):
-        return ""
-    return "green" if row[name] > 1 + NOISE_FLOOR else "red" if row[name] < 1 - NOISE_FLOOR else ""
-
-
-def _longest(name: str, rows: list[dict[Any, Any]]) -> int:
-    return max((len(_cell(name, row)) for row in rows), default=0)
-
-
-def _least_width(name: str, rows: list[dict[Any, Any]]) -> int:
-    """Characters that a column needs: its longest cell, and the longest word of its heading."""
-    longest = _longest(name, rows)
-    return max(min(longest, _READABLE.get(name, longest)), *map(len, COLUMNS[name][0].split()))
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
 
 #: Letters of a value that are shown; a candidate with all its parameters has some 300.
 LONGEST = 500
@@ -30,6 +35,50 @@ def clean(value: object, longest: int = LONGEST) -> str:
 def markdown(text: str) -> str:
     """The text as a cell of GitHub's Markdown, in which nothing is markup."""
     return re.sub(r"([\\`*\[\]<>|$&])", r"\\\1", clean(text, 2000))
+
+
+def fitted(
+    title: str,
+    columns: Mapping[str, Sequence[str | Text]],
+    words: Mapping[str, int],
+    *,
+    dispensable: Sequence[str] = (),
+    width: int | None = None,
+    caption: str = "",
+    styles: Sequence[str] = (),
+) -> Table:
+    """A table of columns by their headings, for a terminal of so many characters.
+
+    Where it is too narrow, columns go in the order of `dispensable`. Then headings fold, and columns of
+    words, though not below the number of letters that `words` has for each. Figures never fold: cut short,
+    they would be others. styles: of the rows.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    longest = {heading: max(map(len, cells), default=0) for heading, cells in columns.items()}
+    least = {
+        heading: max(min(longest[heading], words.get(heading, longest[heading])), *map(len, heading.split()))
+        for heading in columns
+    }
+    for heading in dispensable:
+        if width is not None and sum(least.values()) + 3 * len(least) + 1 > width:
+            least.pop(heading, None)
+    fits = width is None or sum(least.values()) + 3 * len(least) + 1 <= width
+    whole = sum(max(len(heading), longest[heading]) + 3 for heading in least) + 1
+    table = Table(title=Text(clean(title)), title_justify="left", title_style="")
+    if caption:
+        table.caption, table.caption_justify, table.caption_style = Text(clean(caption, 2000)), "left", ""
+    for heading, fewest in least.items():
+        if heading in words:
+            table.add_column(heading, min_width=fewest if fits else 5, overflow="fold")
+        else:
+            fixed = fewest if width is not None and whole > width else None
+            table.add_column(heading, justify="right", width=fixed, min_width=fewest)
+    for number, row in enumerate(zip(*(columns[heading] for heading in least), strict=True)):
+        cells = (Text(clean(cell)) if isinstance(cell, str) else cell for cell in row)
+        table.add_row(*cells, style=styles[number] if styles else "")
+    return table
 
 
 def counted(count: int, noun: str) -> str:

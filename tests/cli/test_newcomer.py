@@ -1,0 +1,71 @@
+"""What a new user meets beside results: values that a shell completes, pipes that close, narrow terminals."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import TUNEGEMM, process
+from tests.support.processes import environment
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("tune --dtype f", {"fp16", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3_e5m2", "fp8_e5m2_e4m3"}),
+        ("tune --out-dtype int", {"int8", "int32"}),
+        ("tune --layout t", {"tn", "tt"}),
+        ("tune --accumulation t", {"two_level"}),
+        ("tune --effort q", {"quick"}),
+        ("tune --device r", {"replay:h200"}),
+        ("tune --sampler g", {"gp"}),
+        ("tune --skews uniform,t", {"uniform,typical"}),
+        ("tune --families skinny,cub", {"skinny,cublaslt"}),
+        ("leaderboard --layout n", {"nn", "nt"}),
+        ("leaderboard --format m", {"md"}),
+        ("shapes config.json --engine v", {"vllm"}),
+        ("un", {"unload"}),
+    ],
+)
+def test_a_shell_completes_values(words: str, offered: set[str]) -> None:
+    line = f"tunegemm {words}"
+    asked = {"_TUNEGEMM_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words.split()))}
+    assert set(process(env=environment(**asked)).stdout.split()) == offered
+
+
+def test_a_closed_pipe_ends_quietly() -> None:
+    command = subprocess.Popen(
+        [*TUNEGEMM, "leaderboard", "--format", "csv"],
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert command.stdout is not None and command.stderr is not None
+    command.stdout.readline()
+    command.stdout.close()
+    assert command.stderr.read() == b"" and command.wait(60) in (0, 141)
+
+
+def test_a_narrow_terminal_cuts_no_path(tmp_path: Path) -> None:
+    place = tmp_path / "a folder of a name" / ("long" * 20)
+    place.mkdir(parents=True)
+    ours, theirs = pty.openpty()
+    names = environment(TUNEGEMM_CACHE_DIR=str(place), TUNEGEMM_DB=str(place / "t.sqlite"), COLUMNS="80")
+    doctor = subprocess.Popen([*TUNEGEMM, "doctor"], env=names, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 65536):
+            shown += part
+    except OSError:  # how a terminal whose program has ended reads on Linux
+        pass
+    os.close(ours)
+    doctor.wait(60)
+    text = shown.decode()
+    assert (
+        f"/{'long' * 20}" in text
+        and f"{'long' * 20}/t.sqlite" in text
+        and "\N{HORIZONTAL ELLIPSIS}" not in text
+    )
