@@ -244,7 +244,11 @@ def show_shipped(demands: Sequence[Demand], device: Device, as_json: bool) -> No
         for demand, record in found.items():
             best = {name: getattr(record, name) for name in names} if record is not None else None
             problem = demand.problem
-            facts = {"source": "shipped", "problem": document_of(problem), "shape": problem.shape}
+            facts: dict[str, Any] = {
+                "source": "shipped",
+                "problem": document_of(problem),
+                "shape": problem.shape,
+            }
             facts |= {"calls": demand.calls, "device_name": device.name, "best": best}
             typer.echo(to_json(facts, indent=None))
         return
