@@ -164,12 +164,12 @@ def test_a_program_gets_each_signal_once_and_its_recording_is_kept(
         for send in (os.killpg, os.kill):
             send(run.pid, number)
             sent.append(int(number))
-            until(lambda: len(heard()) >= len(sent), seconds=20)
+            until(lambda: len(heard()) >= len(sent))
             time.sleep(0.2)  # a second delivery, which must not come, would come now
     time.sleep(1.5)  # longer than it waits to hand a signal on
     assert heard() == sent
     (tmp_path / "end").touch()
-    run.communicate(timeout=60)
+    run.communicate(timeout=120)
     assert run.returncode == 0 and calls(tmp_path / "shapes.json") == {"8x8x8": 2}
 
 
@@ -197,7 +197,7 @@ def test_programs_that_are_ended(tmp_path: Path, recorded_group: Recorded, thoro
                 time.sleep(0.05)  # signals that come too close are one
         else:
             run.send_signal(number)
-        run.communicate(timeout=60)
+        run.communicate(timeout=120)
         # The program's code (Python's own after SIGINT is 130), unless all was written when the last came.
         assert run.returncode in ((128 + number, -number) if is_to_all else (128 + number,))
         assert calls(folder / "shapes.json") == {"8x24x16": 2}
