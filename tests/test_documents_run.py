@@ -1,7 +1,7 @@
 """Code blocks of the README and the guide run as printed, from the built wheel, in an empty folder.
 
-Python blocks of one document run in one process, in their order. Commands run one by one, a tuning with one
-trial; on a host without a GPU those that measure end with one line that says what they need, which is what
+Python blocks of one document run in one process, in their order. Commands run one by one, a tuning with few
+trials; on a host without a GPU those that measure end with one line that says what they need, which is what
 their reader would see there.
 """
 
@@ -40,9 +40,9 @@ _NOT_HERE = (
 #: Of every tuning: with all of them the documents compile hundreds of kernels, for five minutes, to show no
 #: more of their commands. A notebook runs one tuning to its end. A second worker would import the compiler
 #: again, for as much of the processor's time as it saves.
-_ONE_TRIAL = " --trials 1 --workers 1"
-#: Of a tuning beside one that differs in its shapes alone: the library's recorded times, and no compiler.
-_UNCOMPILED = " --families cublaslt"
+_FEW_TRIALS = " --trials 2 --workers 1"
+#: Of a tuning beside one that differs in its shapes alone: a family whose kernels compile in a second.
+_QUICK = " --families triton_tma"
 #: What the commands call the program below.
 _CALLED = re.compile(r"\bpython (serve|train)\.py( --steps \d+)?")
 #: What a host without a GPU says of a command that measures, or that shows what was measured.
@@ -145,7 +145,7 @@ def test_commands_run(installed: dict[str, str], place: Path) -> None:
     for document, command in commands():
         if command.startswith("tunegemm tune "):
             kind = frozenset(word for word in command.split() if word.startswith("--")) - {"--budget"}
-            command += _ONE_TRIAL + (_UNCOMPILED if kind in tuned else "")
+            command += _FEW_TRIALS + (_QUICK if kind in tuned else "")
             tuned.add(kind)
         shell = ["/bin/sh", "-c", command]
         run = subprocess.run(shell, cwd=place, env=installed, capture_output=True, text=True, timeout=300)
