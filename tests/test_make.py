@@ -20,6 +20,7 @@ def clone(tmp_path: Path) -> Path:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
     for name in (
+        "fit/shipping.py",
         "db/selector.toml",
         "db/invariant.toml",
         "db/grouped.toml",
@@ -48,8 +49,8 @@ def test_tuning_installs_no_test_tools_and_compiles_no_other_kernels(clone: Path
     plan = make(clone, "-n", "tune").stdout
     assert "-e '.[tune" in plan and "[test" not in plan
     assert "tunegemm tune --shape 8448x9216x256 --dtype bf16 --layout tn" in plan
-    assert "packing" not in plan
-    assert "packing" in make(clone, "-n", "kernels").stdout
+    assert "fit.shipping" not in plan
+    assert "fit.shipping" in make(clone, "-n", "kernels").stdout
     assert "-e '.[test,dev" in make(clone, "-n", "test").stdout
 
 
