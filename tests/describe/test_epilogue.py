@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.sampled import every_second
+from tests.support.sampled import spread
 from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import Device
 from tunegemm.describe.epilogue import (
@@ -320,7 +320,7 @@ def test_what_the_rules_of_registers_reject_spills_and_what_they_admit_does_not(
     for text, changes, kernel, rule in (*cases, *judged):
         problem = replace(Problem(128, 512, 512, epilogue=text), **changes)  # type: ignore[arg-type]
         assert FAMILY.check(problem, candidate(kernel), h200).rule == rule, text
-    submitted, cases = [], every_second(cases)
+    submitted, cases = [], spread(cases)
     for text, changes, kernel, _ in cases:
         problem = replace(Problem(128, 512, 512, epilogue=text), **changes)  # type: ignore[arg-type]
         chosen = candidate(kernel)

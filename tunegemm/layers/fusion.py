@@ -25,14 +25,14 @@ def of_site(match: Match, facts: tuple[Any, ...]) -> Callable[..., Any]:
     return made
 
 
-def fuse(graph: Graph, make: Make = of_site, patterns: Sequence[Pattern] = PATTERNS) -> Counter[str]:
+def fuse(graph: Graph, make: Make = of_site, patterns: Sequence[Pattern] | None = None) -> Counter[str]:
     """Replaces what is recognised in a graph, in place; how often each pattern was.
 
     make: of a match and facts of its operands the function to be called with the operands. patterns: what to
-    look for, in this order.
+    look for, in this order; `PATTERNS` by default.
     """
     count: Counter[str] = Counter()
-    for pattern in patterns:
+    for pattern in PATTERNS if patterns is None else patterns:
         order, gone = Order(graph), set[Node]()
         for node in [*graph.nodes]:
             match = None if node in gone else pattern.match(node)
