@@ -1,9 +1,9 @@
 """How much a measurement proves, and the only comparison of results.
 
-A ratio to torch.mm compares only with ratios of the same evidence: in a screen all candidates share clocks
-that still move, in an interleaved race they share stable ones, in steady-state timing each has clocks of its
-own. So a candidate is judged by its best evidence alone, and among candidates the better evidence
-goes first, then the ratio.
+A ratio to torch.mm compares only with ratios of the same evidence. In a screen all candidates share clocks
+that still change, in an interleaved race they share stable clocks, and in steady-state timing each has its
+own clocks. So only a candidate's best evidence counts, and candidates compare by evidence first, then by
+ratio.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Protocol, TypeVar
 
 
 class Evidence(IntEnum):
-    """How much a measurement proves; more is better."""
+    """How much a measurement proves; higher is better."""
 
     SCREEN = 0
     """A few interleaved rounds while searching."""
     RACE = 1
     """The many interleaved rounds of a final race."""
     STEADY = 2
-    """A qualifying round in steady-state timing. No search has such now; databases hold some."""
+    """A qualifying round in steady-state timing. Searches no longer run these; databases hold some."""
     FINAL = 3
-    """A final race in steady-state timing, or one that was won."""
+    """A final race in steady-state timing, or any final race that the candidate won."""
 
 
-#: Words for the method by which a measurement was taken, as they are stored, and what each proves.
+#: The stored word of each measuring method, and the evidence that it gives.
 SCREEN, RACE, QUALIFYING, FINAL, STEADY_FINAL = "screen", "race", "qualifying", "final", "steady_final"
 _EVIDENCE = {
     SCREEN: Evidence.SCREEN,
@@ -42,19 +42,19 @@ STEADY_METHODS = (QUALIFYING, STEADY_FINAL)
 
 
 def evidence_of(method: str, *, confirmed: bool = False) -> Evidence:
-    """What a measurement proves by the word for its method; a word that is not known proves least.
+    """Return the evidence of a measurement by the word for its method; an unknown word gives the least.
 
-    confirmed: it won a final race, and is the record for that.
+    confirmed: whether it won a final race and so became the record.
     """
     return Evidence.FINAL if confirmed else _EVIDENCE.get(method, Evidence.SCREEN)
 
 
 class Result(Protocol):
-    """What is compared: one measurement as it is stored. `tunegemm.store.Record` is one."""
+    """One stored measurement to compare, such as a `tunegemm.store.Record`."""
 
     @property
     def candidate(self) -> Hashable:
-        """What was measured."""
+        """The measured candidate."""
 
     @property
     def ratio(self) -> float:
@@ -66,11 +66,11 @@ class Result(Protocol):
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it was imported or merged: that never outranks what was measured here."""
+        """Whether it was imported or merged; then it never outranks local measurements."""
 
     @property
     def is_outdated(self) -> bool:
-        """Whether it is of other kernel sources than this program's, and not confirmed."""
+        """Whether its kernel sources differ from this program's, and it is not confirmed."""
 
     @property
     def is_torch(self) -> bool:
@@ -79,22 +79,22 @@ class Result(Protocol):
 
 R = TypeVar("R", bound=Result)
 
-#: The order of evidence: measured here, of this program's kernels, and how.
+#: The order of evidence: measured here, by this program's kernels, by which method.
 Standing = tuple[bool, bool, Evidence]
 
 
 def standing(result: Result) -> Standing:
-    """What a result proves, for comparison with others; ratios count between equals only."""
+    """Return the rank of a result's evidence; ratios compare only at equal rank."""
     return not result.is_foreign, not result.is_outdated, result.evidence
 
 
 def rank(result: Result) -> tuple[Standing, float]:
-    """For sorting results of several candidates: the better evidence first, then the ratio."""
+    """Return the sort key of results of several candidates: evidence first, then the ratio."""
     return standing(result), result.ratio
 
 
 def best_of_each(results: Iterable[R]) -> list[R]:
-    """The best evidence of each candidate: of the highest standing the latest. results: oldest first."""
+    """Return each candidate's latest result of its highest standing. results: oldest first."""
     best: dict[Hashable, R] = {}
     for result in results:
         known = best.get(result.candidate)
@@ -104,15 +104,15 @@ def best_of_each(results: Iterable[R]) -> list[R]:
 
 
 def leaders(results: Iterable[R]) -> list[R]:
-    """The best evidence of each candidate, the best candidate first. results: oldest first."""
+    """Return the best result of each candidate, the best candidate first. results: oldest first."""
     return sorted(best_of_each(results), key=rank, reverse=True)
 
 
 def may_be_record(best: Result) -> bool:
-    """Whether a candidate of this best evidence may be launched in place of torch.mm: not if it is slower."""
+    """Whether a candidate with this best result may replace torch.mm: not if it is slower."""
     return best.ratio >= 1 or best.is_torch
 
 
 def choose(results: Iterable[R]) -> R | None:
-    """The record among all results of a problem under one fingerprint, oldest first; None for torch.mm."""
+    """Return the record among a problem's results under one fingerprint, oldest first; None for torch.mm."""
     return next((best for best in leaders(results) if may_be_record(best)), None)

@@ -1,11 +1,11 @@
-"""Operands whose product every right kernel has to the bit: the check that sees each k, row and column.
+"""Operands whose product every correct kernel computes exactly: a check that covers each k, row and column.
 
-Of random operands one k of 65536 is a part of 0.4 % of a result, less than rounding to bf16 is allowed: a
-kernel which leaves out the last ones would pass. Here a and b are 0 and plus or minus one power of two, few
-of them not 0. Sums are then small whole numbers of that unit, whatever their order: exact in fp32, in the 14
-bits in which Hopper's tensor cores add fp8 products, in fp16, and, of each k split alone, in bf16. So a
-result is compared with the rounded one to the bit, and where an epilogue follows, to a fourth of what else is
-allowed.
+With random operands, one k of 65536 contributes 0.4 % of a result, less than the tolerance for rounding to
+bf16: a kernel that omits the last ones would pass. Here the elements of a and b are 0 or plus or minus one
+power of two, and few are not 0. In any order, sums are then small integer multiples of that unit. They are
+exact in fp32, in the 14 bits in which Hopper's tensor cores add fp8 products, in fp16, and, for each k split
+alone, in bf16. So a result has to equal the rounded one to the bit; with an epilogue, it has to be within a
+fourth of the usual tolerance.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from tunegemm.measure.operands import Operands
 if TYPE_CHECKING:
     import torch
 
-#: Products other than 0 that an element is the sum of, where as few leave none of k out.
+#: Nonzero products in the sum of an element, if this few still cover every k.
 _SUMMED = 16
-#: Rows of a, and columns of b, in which each k is not 0, at least.
+#: The fewest rows of a, and columns of b, in which each k is not 0.
 _SEEN = 2
-#: With more than these, sums could pass what bf16 holds exactly: then only those k are not 0 that are near an
-#: end or at a multiple of 32, where tiles and splits of k begin and end.
+#: With more products, sums could exceed what bf16 holds exactly. Then only the k near an end or a multiple of
+#: 32 are not 0, because tiles and splits of k begin and end there.
 _MOST_SUMMED = 1024
-#: Likewise where an epilogue rounds: one of more would be too small a part of the sum to be seen behind it.
+#: Likewise if an epilogue rounds: with more products, one would be too small a fraction of the sum to show.
 _MOST_FUSED = 32
 _NEAR, _BOUNDARY = 128, 32
 _CHUNK = 1 << 26
 
 
 def make_exact(problem: Problem, device: torch.device, seed: int) -> Operands:
-    """A set as `make_operands` makes it, with other a and b. The same for the same seed and device."""
+    """Return a set as `make_operands` makes it, with other a and b. Deterministic for a seed and device."""
     import torch
 
     operands = data.make_operands(problem, device, seed)
@@ -52,7 +52,7 @@ def make_exact(problem: Problem, device: torch.device, seed: int) -> Operands:
     for matrix, part, of_a in ((operands.a, parts[0], True), (operands.b.mT, parts[1], False)):
         for entry in matrix if matrix.ndim == 3 else (matrix,):
             _fill(entry, part, used, unit if of_a else 1.0, generator)
-    if problem.in_dtype == "int8" and problem.fused:  # whose first scale is for other values
+    if problem.in_dtype == "int8" and problem.fused:  # its first scale is for other values
         names = [operand.name for operand in problem.fused.operands]
         if "scale_a" in names:
             operands.fused[names.index("scale_a")].mul_(data.INT8_VARIANCE * math.sqrt(k / summed))
@@ -62,7 +62,7 @@ def make_exact(problem: Problem, device: torch.device, seed: int) -> Operands:
 def _fill(
     matrix: torch.Tensor, part: float, used: torch.Tensor, unit: float, generator: torch.Generator
 ) -> None:
-    """Fills a matrix whose columns are k: that part of its elements, and `_SEEN` of each column at least."""
+    """Fill a fraction of a matrix whose columns are k, with at least `_SEEN` elements of each column."""
     import torch
 
     rows, k = matrix.shape
@@ -82,7 +82,7 @@ def _fill(
 
 
 def objection(problem: Problem, operands: Operands, wanted: torch.Tensor) -> str | None:
-    """None when the result of an exact set is right; else one line with the numbers."""
+    """Return None if the result of an exact set is correct; else one line with the numbers."""
     checked = data.check(operands, wanted)
     limit = data.tolerance(problem)
     if problem.fused:
@@ -93,7 +93,7 @@ def objection(problem: Problem, operands: Operands, wanted: torch.Tensor) -> str
         return None
     if not checked.guards_intact:
         return "wrote outside its output"
-    wrong = (operands.out != wanted.to(operands.out.dtype)).sum()  # NaN differs, too
+    wrong = (operands.out != wanted.to(operands.out.dtype)).sum()  # NaN also differs
     if count := int(wrong):
         return f"{count} of {wanted.numel()} elements differ where each sum is exact: some of k is left out"
     return None

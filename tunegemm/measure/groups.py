@@ -1,7 +1,7 @@
-"""Rows in groups: how they are divided while a grouped product is measured, checked and timed.
+"""Divisions of rows into groups for checking and timing a grouped product.
 
-Which rows are whose only the device knows when such a product is computed, and its record has to be fast for
-all. So each kernel is timed over several divisions, `SKEWS`, and its time is their geometric mean.
+Only the device knows the division when such a product is computed, and its record has to be fast for every
+division. So each kernel is timed over several divisions, `SKEWS`, and its time is their geometric mean.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tunegemm.measure.race import Replay
 from tunegemm.measure.settings import SKEWS
 from tunegemm.untrusted import named, shown
 
-#: Shape of the gamma distribution: with 0.5 the largest of 32 groups has some 5 times the mean.
+#: Shape of the gamma distribution: with 0.5, the largest of 32 groups has some 5 times the mean size.
 _GAMMA = 0.5
-#: Rows that are drawn one by one; more are dealt by their shares.
+#: Up to this many rows are drawn one by one; more are divided in proportion to the shares.
 _MOST_DRAWN = 1 << 14
 #: In place of a skew, for a check: ends inside tiles, groups without rows, and rows behind the last group.
 RAGGED = "ragged"
 
 
 def divide(groups: int, rows: int, skew: str, seed: int = 0) -> list[int]:
-    """Rows of each group. The same for the same seed."""
+    """Return the number of rows of each group. Deterministic for a seed."""
     generator = random.Random(seed)
     if skew == "uniform":
         return [rows // groups + (group < rows % groups) for group in range(groups)]
@@ -52,10 +52,9 @@ def divide(groups: int, rows: int, skew: str, seed: int = 0) -> list[int]:
 
 
 def divided(problem: Problem, operands: Operands, skew: str, seed: int) -> Operands:
-    """A set of a grouped problem whose rows are divided so.
+    """Return a set of a grouped problem with this division of rows.
 
-    Rows behind the last group nobody may write: the output ends before them, and they belong to what guards
-    it.
+    No kernel may write rows behind the last group: the output ends before them, and they belong to its guard.
     """
     import torch
 
@@ -70,8 +69,8 @@ def divided(problem: Problem, operands: Operands, skew: str, seed: int) -> Opera
 
 
 def checked_skews(names: Sequence[str] | str) -> tuple[str, ...]:
-    """The skews of these names or of one, in their order. Raises ProblemError for what is none, and for no
-    name."""
+    """Return the skews of these names, or of a single name, in the order of SKEWS. Raises ProblemError if a
+    name is unknown or there is none."""
     names, known = named(names), ", ".join(SKEWS)
     if not names:
         raise ProblemError(f"skews are none; use some of {known}")
@@ -81,7 +80,7 @@ def checked_skews(names: Sequence[str] | str) -> tuple[str, ...]:
 
 
 def measured_skews(telemetry: Mapping[str, Any]) -> tuple[str, ...]:
-    """Over which skews a measurement was made; all of SKEWS where it does not say."""
+    """Return the skews of a measurement; all of SKEWS if it does not name them."""
     found = telemetry.get("skews")
     return tuple(skew for skew in SKEWS if skew in found) if isinstance(found, Mapping) else SKEWS
 
@@ -89,8 +88,8 @@ def measured_skews(telemetry: Mapping[str, Any]) -> tuple[str, ...]:
 def over_skews(
     problem: Problem, sets: Sequence[Operands], l2_bytes: int, seed: int, skews: Sequence[str] = SKEWS
 ) -> list[list[Operands]]:
-    """For each skew the sets to go through; those of one hot group go from group to group, as few of their
-    weights would stay in the L2.
+    """Return the sets of each skew. With one hot group, the sets move it from group to group, because
+    otherwise its few weights would stay in the L2.
     """
     weights = len(sets) * problem.groups
     of_one = problem.n * problem.k * DTYPE_BYTES[problem.in_dtype]
@@ -106,27 +105,27 @@ def over_skews(
 
 
 class OverSkews:
-    """A replay of each skew, one after the other, as one: its time is their geometric mean."""
+    """Runs a replay of each skew in turn as a single replay: its time is their geometric mean."""
 
     def __init__(self, replays: Sequence[Replay]) -> None:
         self._replays = replays
         self.samples: list[list[float]] = [[] for _ in replays]
-        """The time of a product of each skew, microseconds, of every run."""
+        """Time per product of each skew in every run, microseconds."""
 
     def start(self, untimed: int = 0, timed: int = 1) -> None:
-        """As `Replay.start`: what is not timed comes before each skew."""
+        """As `Replay.start`; the untimed replays precede each skew."""
         for replay in self._replays:
             replay.start(untimed, timed)
 
     def finish(self) -> float:
-        """The geometric mean of their times of a product, microseconds."""
+        """Return the geometric mean of the skews' times per product, microseconds."""
         for replay, samples in zip(self._replays, self.samples, strict=True):
             samples.append(replay.finish())
         return math.exp(sum(math.log(samples[-1]) for samples in self.samples) / len(self.samples))
 
 
 def ratios(replay: Any, baseline: Any, skews: Sequence[str] = SKEWS) -> dict[str, float]:
-    """How many times as fast a replay over skews was as the baseline's, by skew: medians over their runs."""
+    """Return the speed of a replay relative to the baseline's by skew: medians over the runs."""
     from statistics import median
 
     pairs = zip(skews, replay.samples, baseline.samples, strict=True)

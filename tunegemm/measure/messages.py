@@ -1,4 +1,4 @@
-"""What the measuring process and its parent say to each other over their pipe."""
+"""The messages between the measuring process and its parent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Measure:
     jobs: tuple[Job, ...]
     settings: RaceSettings
     function: str = ""
-    """Source of the user's function that is the problem's epilogue: this process has not defined it."""
+    """Source of the user's function that is the problem's epilogue, which the measuring process lacks."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Discover:
 
 
 def add_seconds(total: dict[str, float], more: Mapping[str, float]) -> None:
-    """Adds what phases took to what they took before."""
+    """Add the seconds of phases to earlier ones."""
     for name, seconds in more.items():
         total[name] = total.get(name, 0.0) + seconds
 
@@ -50,11 +50,11 @@ class Step:
     """About to do something that may not return."""
 
     job: int | None
-    """Index in the jobs of the request; None when no candidate is to blame."""
+    """Index in the jobs of the request; None if the step belongs to no candidate."""
     stage: Stage
-    """What a failure now would be recorded as, unless it is a hang or a crash."""
+    """The stage of a failure in this step, unless it is a hang or a crash."""
     device_seconds: float = 0.0
-    """Device time that this step is expected to need, on top of the usual."""
+    """Expected device time of this step, beyond the usual."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Done:
 
     value: Any = None
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """What its phases took."""
+    """Seconds of its phases."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,6 @@ class Broken:
     """The session ends: this process cannot use the device any more."""
 
     job: int | None
-    """The job that did it; None when the device cannot be used at all."""
+    """The job that broke it; None if the device cannot be used at all."""
     reason: str
     stage: Stage = "crash"

@@ -13,7 +13,7 @@ from tunegemm.describe.problem import DTYPE_BYTES, Problem, operand_dtypes
 if TYPE_CHECKING:
     import torch
 
-#: A replay's operand sets together pass this many times the L2, so that each product finds it cold.
+#: A replay's operand sets together exceed this many times the L2, so that each product starts with a cold L2.
 L2_MULTIPLE = 3
 
 #: Most operand sets: a tiny problem stays partly in the L2, and its evidence says so.
@@ -31,7 +31,7 @@ _TOLERANCES = {
     "fp8_e5m2": 2 * 2.0**-4, "int32": 0.0,
 }  # fmt: skip
 
-#: Most that Hopper's tensor cores lose of a sum of fp8 products with each 32 of k, which is one instruction:
+#: The most that Hopper's tensor cores lose of a sum of fp8 products per instruction, which covers 32 of k:
 #: half a unit of 14 bits on average, always towards zero.
 _FP8_LOSS_PER_INSTRUCTION = 2.0**-14
 _PROMOTED_K = 128
@@ -45,7 +45,7 @@ ELEMENT_FACTOR = 16.0
 #: random ones, its rounding error is larger in proportion: the unit is then the largest over this.
 _PEAK = 6.0
 
-#: Of integers from -128 to 127.
+#: The variance of integers from -128 to 127.
 INT8_VARIANCE = (256**2 - 1) / 12
 
 _GUARD_BYTE = 0xA5
@@ -60,32 +60,32 @@ class Operands:
     b: torch.Tensor
     out: torch.Tensor
     guards: tuple[torch.Tensor, ...]
-    """Bytes right before and right behind the output; no kernel may write them."""
+    """Bytes directly before and after the output; no kernel may write them."""
     fused: tuple[Any, ...] = ()
-    """What the problem's epilogue takes, in its order: tensors and numbers. Before them where groups end."""
+    """The epilogue's tensors and numbers, in its order; before them the ends of groups."""
     amax: torch.Tensor | None = None
-    """The one of them that it writes; 0 before a launch."""
+    """The operand that the epilogue writes; 0 before a launch."""
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """All that a launcher takes."""
+        """All arguments of a launcher."""
         return (self.a, self.b, self.out, *self.fused)
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a result is worth."""
+    """The comparison of a result with its reference."""
 
     relative_error: float
-    """||D - ref|| / ||ref||; NaN when an element was never written."""
+    """||D - ref|| / ||ref||; NaN if an element was never written."""
     element_error: float
-    """max |D - ref| / rms(ref); of a reference with higher peaks than a product's, in units of those."""
+    """max |D - ref| / rms(ref); if the reference has higher peaks than a product, in units of those peaks."""
     guards_intact: bool
     amax_error: float = 0.0
     """|amax - max |ref|| / max |ref|; NaN when it was not written."""
 
     def objection(self, tolerance: float) -> str | None:
-        """None when the result is right; else one line with the numbers."""
+        """Return None if the result is correct; else one line with the numbers."""
         if not self.relative_error <= tolerance:  # NaN never passes
             if math.isnan(self.relative_error):
                 return "output has NaN: elements not written, or computed from nothing"
@@ -100,7 +100,8 @@ class Check:
 
 
 def tolerance(problem: Problem) -> float:
-    """Largest relative error of a right result. bf16 in and fp16 out: torch rounds to both, so bf16's."""
+    """Return the largest relative error of a correct result. With bf16 in and fp16 out torch rounds to both,
+    so bf16's applies."""
     limit = _TOLERANCES[problem.out_dtype]
     if problem.in_dtype == "tf32":
         return limit + _TOLERANCES["tf32"]
@@ -113,7 +114,7 @@ def tolerance(problem: Problem) -> float:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of one element type, such as `bf16`."""
+    """Return the torch dtype of an element type, such as `bf16`."""
     import torch
 
     return {
@@ -124,16 +125,17 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def count_sets(problem: Problem, l2_bytes: int, free_bytes: int) -> int:
-    """Operand sets to make: past `L2_MULTIPLE` x L2, within 25 % of the free memory, at least 1."""
+    """Return how many operand sets to make: over `L2_MULTIPLE` x L2, within 25 % of free memory, at least
+    1."""
     wanted = math.ceil(L2_MULTIPLE * l2_bytes / problem.memory_bytes)
     affordable = (free_bytes // 4) // problem.memory_bytes
     return max(1, min(wanted, affordable, MAX_SETS))
 
 
 def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands:
-    """One set with a, b uniform in [-1, 1), int8 over all its values, and out poisoned.
+    """Return a set with a, b uniform in [-1, 1), int8 over all its values, and out poisoned.
 
-    The same for the same seed and device.
+    It is deterministic for a seed and device.
 
     a and b have the problem's alignment, neither more nor less: packed where that gives it, else by gaps
     between lines, or by their addresses where there are none to step over. With an epilogue, a is scaled so
@@ -194,14 +196,15 @@ def _uniform(
         return room.random_(-128, 128, generator=generator)
     if dtype.itemsize > 1:
         return room.uniform_(-spread, spread, generator=generator)
-    for part in room.split(_MIB << 8):  # torch has no random fp8; the values rounded to it stay small
+    for part in room.split(_MIB << 8):  # torch has no random fp8; values rounded to fp8 stay small
         values = torch.empty(part.shape, dtype=torch.float32, device=device)
         part.copy_(values.uniform_(-spread, spread, generator=generator))
     return room
 
 
 def _pitch(problem: Problem, extent: int) -> int:
-    """Elements from line to line: the extent, or the next that has the problem's alignment and no more."""
+    """Return the line pitch in elements: the extent, or the next number with exactly the problem's
+    alignment."""
     if problem.alignment == problem.packed_alignment:
         return extent
     unit = problem.alignment // DTYPE_BYTES[problem.in_dtype]
@@ -212,9 +215,9 @@ def _pitch(problem: Problem, extent: int) -> int:
 def _guarded_output(
     problem: Problem, device: torch.device
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """An output in the middle of a larger allocation whose other bytes hold a pattern.
+    """Return an output in the middle of a larger allocation whose other bytes hold a pattern.
 
-    A guard is as large as 256 rows of the output, the tallest tile, but 4 MiB at most.
+    A guard is as large as 256 rows of the output, the tallest tile, but at most 4 MiB.
     """
     import torch
 
@@ -234,15 +237,15 @@ def _guarded_output(
 
 
 def _poison(out: torch.Tensor) -> None:
-    """NaN, or the integer that no sum over less than 131072 of k reaches."""
+    """Fill with NaN, or with an integer that no sum over fewer than 131072 of k reaches."""
     out.fill_(math.nan if out.dtype.is_floating_point else -(2**31))
 
 
 def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The product in fp32, from upcast operands, in blocks whose upcast copies stay under 1 GiB each; of int8
-    the int32 product, exact by way of fp64.
+    """Return the fp32 product of upcast operands, in blocks whose upcast copies stay under 1 GiB each; for
+    int8 the int32 product, computed exactly in fp64.
 
-    The caller sees to it that fp32 products are not computed in tf32.
+    The caller ensures that fp32 products are not computed in tf32.
     """
     import torch
 
@@ -265,7 +268,7 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def expected(problem: Problem, operands: Operands) -> torch.Tensor:
-    """What a right kernel stores, in fp32: the product, and what the problem's epilogue makes of it."""
+    """Return what a correct kernel stores, in fp32: the product after the problem's epilogue."""
     if problem.groups:
         return _of_groups(problem, operands)
     product = reference(operands.a, operands.b)
@@ -278,8 +281,8 @@ def expected(problem: Problem, operands: Operands) -> torch.Tensor:
 
 
 def _of_groups(problem: Problem, operands: Operands) -> torch.Tensor:
-    """Each group's rows by its own b, one after the other; with a gate, whose columns are b's halves, or the
-    scales of its rows and columns.
+    """Return each group's rows times its own b, group after group; with a gate, whose columns are b's halves,
+    or with the scales of its rows and columns.
     """
     import torch
 
@@ -288,7 +291,7 @@ def _of_groups(problem: Problem, operands: Operands) -> torch.Tensor:
     for group, (first, end) in enumerate(pairwise([0, *ends.tolist()])):
         if end > first:
             product = reference(operands.a[first:end], operands.b[group])
-            if problem.fused.gated:  # alternately, as the epilogue has them
+            if problem.fused.gated:  # alternately, as the epilogue takes them
                 product = product.unflatten(1, (2, -1)).mT.flatten(1)
             named = {
                 operand.name: value[first:end] if operand.kind == "m" else value[group]
@@ -325,7 +328,7 @@ def check(operands: Operands, wanted: torch.Tensor) -> Check:
 
 
 def restore(operands: Operands) -> None:
-    """Poison the output and, where a kernel broke them, mend the guards."""
+    """Poison the output, and restore the guards if a kernel damaged them."""
     _poison(operands.out)
     if operands.amax is not None:
         operands.amax.zero_()

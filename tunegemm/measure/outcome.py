@@ -1,4 +1,4 @@
-"""What becomes of a candidate: a measurement, or a failure with its stage and reason."""
+"""The outcome of a candidate: a measurement, or a failure with its stage and reason."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from tunegemm.errors import is_transient
 #: `crash` ended its process (an illegal address, an abort).
 Stage = Literal["compile", "load", "launch", "wrong", "timeout", "crash"]
 
-#: The fact in a measurement's telemetry that says how many milliseconds a round of steady-state timing was.
-#: 0: it was interleaved.
+#: The telemetry key for the milliseconds of a round of steady-state timing; 0 if timing was interleaved.
 STEADY_MS = "turn_ms"
-#: Likewise how many times as fast as torch.mm the candidate was expected to be, where it was predicted.
+#: The telemetry key for the candidate's predicted speed relative to torch.mm, if there was a prediction.
 PREDICTED_RATIO = "predicted_ratio"
 
 
@@ -52,7 +51,7 @@ class Measurement:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the timing was steady-state; such ratios compare only with each other."""
+        """Whether the timing was steady-state; these ratios compare only with each other."""
         return bool(self.telemetry.get(STEADY_MS))
 
     @property
@@ -75,7 +74,7 @@ class Failure:
 
     @property
     def is_transient(self) -> bool:
-        """Whether the machine caused it rather than the candidate, so that another try may succeed."""
+        """Whether the machine, not the candidate, caused the failure, so that another try may succeed."""
         return self.stage == "timeout" or is_transient(self.reason)
 
 

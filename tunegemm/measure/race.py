@@ -1,4 +1,5 @@
-"""Rounds, interleaved or in steady state: all have a sample of each, and the slow drop out."""
+"""Rounds, interleaved or in steady state: each takes a sample of every candidate, and slow candidates drop
+out."""
 
 from __future__ import annotations
 
@@ -13,17 +14,17 @@ from typing import Protocol
 from tunegemm.measure.settings import RaceSettings
 from tunegemm.measure.statistics import clearly_slower, slower_by
 
-#: Rounds of steady-state timing that a winner has at least.
+#: The fewest steady-state rounds of a winner.
 _FEWEST_STEADY = 2
-#: What of a turn in steady state is not timed; half of one that is shorter than twice that.
+#: The untimed beginning of a steady-state turn; half of a turn that is shorter than twice this.
 _UNTIMED_MS = 80.0
-#: Turns of each in a round of steady-state timing, where it shares one with others, and how many of those
-#: share a swing of the clocks: turns of 80 ms.
+#: Turns of each candidate in a shared round of steady-state timing, and how many candidates share one swing
+#: of the clocks: turns of 80 ms.
 _TURNS, _SHARE = 3, 4
 
 
 class Runner(Protocol):
-    """What takes part in a race."""
+    """A participant of a race."""
 
     def start(self) -> None:
         """Enqueue it, with its clock."""
@@ -36,15 +37,15 @@ class Replay(Runner, Protocol):
     """A fixed stretch of work that can be run again."""
 
     def start(self, untimed: int = 0, timed: int = 1) -> None:
-        """Enqueue it so many times in a row, with its clock around the timed ones."""
+        """Enqueue it several times in a row, with its clock around the timed ones."""
 
 
 @dataclass(frozen=True)
 class SteadyState:
-    """A replay again and again, until the GPU runs at the clocks that this work alone leaves it; then timed.
+    """Repeats a replay until the GPU runs at the clocks of this work alone, and then times it.
 
-    A GPU at its power cap lowers its clocks in steps of some 20 ms, and has a new work's after three of them
-    (H200, benchmarks/results/h200/turns-2026-11-22.json): the beginning is not timed.
+    A GPU at its power cap changes its clocks in steps of some 20 ms and settles on new work after three steps
+    (H200, benchmarks/results/h200/turns-2026-11-22.json), so the beginning is not timed.
     """
 
     replay: Replay
@@ -54,7 +55,7 @@ class SteadyState:
 
     @classmethod
     def of(cls, replay: Replay, replay_seconds: float, steady_ms: float) -> SteadyState:
-        """As many replays as fill the time, two at least."""
+        """Return as many replays as fill the time, at least two."""
         times = max(2, ceil(steady_ms * 1e-3 / replay_seconds))
         untimed = min(times - times // 2, ceil(times * _UNTIMED_MS / steady_ms))
         return cls(replay, untimed, times - untimed)
@@ -69,14 +70,14 @@ class SteadyState:
 def race(
     replays: Sequence[Runner], kept: int, settings: RaceSettings, waiting_for: Callable[[int], None]
 ) -> list[list[float]]:
-    """Samples of every runner, in rounds order; shorter for those that dropped out.
+    """Return the samples of every runner in the order of rounds; fewer for those that dropped out.
 
     The first `kept` replays (the baseline's) never drop out. `waiting_for(i)` is called before replay i
-    is waited for: when the device hangs or faults, that one is to blame.
+    is waited for: if the device hangs or faults, replay i caused it.
 
-    The next replay is enqueued before the last is waited for. So its clock starts on a busy device and
-    holds no launch latency, which on an idle one is some 10 us, 1 % of a replay; and of two replays in
-    flight the one waited for is the one that runs. A first replay, not counted, makes the device busy.
+    The next replay is enqueued before the wait for the last one. So its clock starts on a busy device and
+    excludes launch latency, which on an idle device is some 10 us, 1 % of a replay. Of two replays in
+    flight, the one that is waited for is running. An uncounted first replay makes the device busy.
     """
     generator = random.Random(settings.seed)
     samples: list[list[float]] = [[] for _ in replays]
@@ -111,13 +112,14 @@ def steady_race(
     settings: RaceSettings,
     waiting_for: Callable[[int], None],
 ) -> list[list[float]]:
-    """Samples as `race` gives them, of replays and the seconds that each takes, in steady state: each has
-    turns that are long enough for clocks of its own.
+    """Return samples as `race` does, in steady state, from replays and the seconds that each takes: the turns
+    are long enough for each replay to have its own clocks.
 
-    A GPU keeps its power cap by a control that swings, at first by several per cent, with a period of some
-    950 ms (docs/decisions/0023-turns-outlast-the-power-controller.md). So a round takes `settings.steady_ms`
-    for each group of up to four replays, and twice that for up to eight. They take their turns three times
-    in that time: a sample is the mean of three turns at thirds of the swing, or of one that lasts all of it.
+    The controller that holds a GPU at its power cap swings, at first by several per cent, with a period of
+    some 950 ms (docs/decisions/0023-turns-outlast-the-power-controller.md). So a round takes
+    `settings.steady_ms` for each group of up to four replays, and twice that for up to eight. Each replay has
+    three turns in that time: a sample is the mean of three turns at thirds of the swing, or of a single turn
+    over the whole swing.
     """
     generator = random.Random(settings.seed)
     samples: list[list[float]] = [[] for _ in timed]
@@ -140,19 +142,19 @@ def steady_race(
         if settings.steady_doubt and not _ahead(active, kept, samples, settings.steady_doubt[0]):
             break  # the baseline is as fast as any
         if is_alone and not _in_doubt(active, kept, samples, settings):
-            break  # the last round did not choose, and says how fast the one is that is left
+            break  # the last round did not choose, so it reports the speed of the remaining one
     return samples
 
 
 def _ahead(active: Sequence[int], kept: int, samples: list[list[float]], least: float) -> list[float]:
-    """By how much those that are left are ahead of the baseline, where it is more than that."""
+    """Return the leads of the remaining replays over the baseline that exceed a limit."""
     baseline = fmean(map(fmean, samples[:kept]))
     ahead = (baseline / fmean(samples[index]) - 1 for index in active[kept:])
     return [one for one in ahead if one > least]
 
 
 def _in_doubt(active: Sequence[int], kept: int, samples: list[list[float]], settings: RaceSettings) -> bool:
-    """Whether one of those that are left may be faster than the baseline, and may not."""
+    """Whether it is still open if one of the remaining replays is faster than the baseline."""
     if not settings.steady_doubt:
         return False
     least, most = settings.steady_doubt
@@ -160,7 +162,7 @@ def _in_doubt(active: Sequence[int], kept: int, samples: list[list[float]], sett
 
 
 def _groups(order: Sequence[int], most: int) -> list[Sequence[int]]:
-    """In as few groups as there can be, all about as large."""
+    """Split into as few groups as possible, of about equal size."""
     count = ceil(len(order) / most)
     cuts = [len(order) * number // count for number in range(count + 1)]
     return [order[first:last] for first, last in pairwise(cuts)]
@@ -169,7 +171,8 @@ def _groups(order: Sequence[int], most: int) -> list[Sequence[int]]:
 def _take_turns(
     timed: Sequence[tuple[Replay, float]], group: Sequence[int], ms: float, waiting_for: Callable[[int], None]
 ) -> list[float]:
-    """The mean of the turns of each of the group. The next turn is enqueued before the last is waited for."""
+    """Return the mean of the turns of each in the group. The next turn is enqueued before waiting for the
+    last."""
     turns = list(group) * (_TURNS if len(group) > 1 else 1)
     runners = {index: SteadyState.of(*timed[index], ms / len(turns)) for index in group}
     taken: dict[int, list[float]] = {index: [] for index in group}
@@ -184,7 +187,7 @@ def _take_turns(
 
 
 def _may_be_fastest(active: Sequence[int], samples: list[list[float]], settings: RaceSettings) -> list[int]:
-    """Those that had all rounds and may be the fastest."""
+    """Return those that had all rounds and may be the fastest."""
     if not active:
         return []
     leader = min(active, key=lambda index: median(samples[index]))
@@ -195,8 +198,8 @@ def _may_be_fastest(active: Sequence[int], samples: list[list[float]], settings:
 
 
 def _survivors(active: list[int], kept: int, samples: list[list[float]], settings: RaceSettings) -> list[int]:
-    """All of `active` but those clearly slower than the fastest. The one in flight lacks its last sample, so
-    that two compare by the rounds that both have.
+    """Return `active` without those clearly slower than the fastest. The one in flight lacks its last sample,
+    so two compare by the rounds that both have.
     """
     timed = [index for index in active if samples[index]]
     if not timed:

@@ -1,7 +1,7 @@
-"""The child's side: measures jobs, and says each step to the parent before it is taken.
+"""The child's side: measures jobs, and announces each step to the parent before taking it.
 
-What kills or hangs this process is so known to the parent by name. Nothing here survives a broken
-device: the session reports the guilty job and ends.
+So the parent knows which job killed or hung this process. Nothing here survives a broken device: the session
+reports the job that broke it and ends.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from tunegemm.measure.statistics import aa_noise
 #: Most products in one replay: more graph nodes cost more to instantiate than they gain in precision.
 _MAX_PRODUCTS = 512
 
-#: Slowest candidate, relative to the baseline, that is waited for. Wrong guesses cost 2 to 25 times
+#: Slowest candidate, relative to the baseline, to wait for. Wrong guesses cost 2 to 25 times
 #: (130 candidates on 16 shapes, H200, 2026-11-20).
 _SLOWEST = 50
 
-#: Before steady-state timing, on top of `RaceSettings.settle_ms`. A GPU that meets its power cap swings about
-#: it (docs/decisions/0023-turns-outlast-the-power-controller.md). The first samples of a kernel, of a group
-#: of four, differ from its later ones by 2.6 % (standard deviation) 0.5 s after the cap was met, by 1.2 %
-#: after 1.1 s, by 1.0 % after 1.7 s; the later ones among themselves by 0.45 % (six products, H200,
-#: 2026-11-25). More than this costs every tuning.
+#: Settling time before steady-state timing, in addition to `RaceSettings.settle_ms`. A GPU that reaches its
+#: power cap swings around it (docs/decisions/0023-turns-outlast-the-power-controller.md). In a group of four,
+#: a kernel's first samples differ from its later ones by 2.6 % (standard deviation) 0.5 s after the GPU
+#: reached the cap, by 1.2 % after 1.1 s, by 1.0 % after 1.7 s; the later ones differ among themselves by
+#: 0.45 % (six products, H200, 2026-11-25). A longer time would slow every tuning.
 _SETTLE_STEADY_MS = 900.0
 
-#: So soon after another interleave of the same problem one settles for `settle_again` of the time.
+#: This soon after another interleave of the same problem, settling takes only `settle_again` of the time.
 _WARM_S = 0.3
 
-#: Slower than that many times the baseline's time, a candidate gets shorter replays.
+#: A candidate that takes more than this many times the baseline's time gets shorter replays.
 _SLOW = 2
 
 
@@ -68,16 +68,16 @@ class _Bench:
 
     problem: Problem
     key: tuple[Any, ...]
-    """What was asked for: the problem, the seed, and the skews."""
+    """The request: problem, seed and skews."""
     sets: list[list[data.Operands]]
     """Those that a replay goes through; of rows in groups for each skew, which share what they have."""
     references: list[tuple[Any, Any]]
-    """For each list of sets the fp32 references of the first and the last."""
+    """The fp32 references of the first and last set of each list."""
     exact: data.Operands
-    """A set whose sums are exact, which is checked and not timed."""
+    """A set with exact sums, which is checked but not timed."""
     exact_reference: Any
     raced_at: float = -math.inf
-    """When its last race ended, by the monotonic clock."""
+    """The end of its last race, by the monotonic clock."""
     throttled: bool = False
     """Whether the GPU had lowered its clocks by then."""
 
@@ -98,7 +98,7 @@ class Session:
         self._bench: _Bench | None = None
         self._job: int | None = None
         self._seconds: dict[str, float] = {}
-        """What the phases of a request took."""
+        """Seconds that the phases of a request took."""
         self._phase_began = time.monotonic()
 
     def measure(self, request: Measure) -> None:
@@ -108,11 +108,11 @@ class Session:
         """
         if request.function:
             define(request.function)
-        # In a frame of its own: what it leaves must be gone before the next request.
+        # In its own frame: its objects must be gone before the next request.
         self._measure(request.problem, request.jobs, request.settings)
 
     def discover(self, problem: Problem) -> list[Candidate]:
-        """What the libraries among the families name for a problem."""
+        """Return the candidates that the families' libraries name for a problem."""
         from tunegemm.generate import families
 
         self._step(None, "load")
@@ -161,7 +161,7 @@ class Session:
         raced = [entry for entry in entries if entry.candidate != TORCH_MM]
         timed: list[tuple[Replay, float]] = [(replay, replay_seconds) for replay in replays]
         timed += [(entry.replay, entry.replay_seconds) for entry in raced]
-        # Two are in flight, and clocks fall: each may take twice what is planned.
+        # Two replays are in flight, and clocks fall: each may take twice the planned time.
         in_flight_seconds = 2 * max(seconds for _, seconds in timed)
         in_flight_seconds += 4 * settings.steady_ms * 1e-3 if is_steady else 0.0
 
@@ -215,8 +215,8 @@ class Session:
     def _settled(
         self, replays: list[Replay], settings: RaceSettings, replay_seconds: float, throttled: bool
     ) -> tuple[dict[str, Any], bool]:
-        """Keeps the device busy until its clocks are those of lasting work. Its telemetry, and whether to
-        time in steady state: where the settings want that and the device lowered its clocks.
+        """Keep the device busy until its clocks settle. Return its telemetry, and whether to time in steady
+        state: if the settings request it and the device lowered its clocks.
 
         throttled: by the last race. After a pause, in which kernels were loaded, it holds full clocks for a
         while: 4096x4096x4096 was once raced interleaved and lost 4 % (H200, 2026-11-25).
@@ -326,7 +326,7 @@ class Session:
         if self._bench is not None and self._bench.key == key:
             return self._bench
         self._bench = None
-        gc.collect()  # what a cycle still holds of the last problem; 0.1 s with torch loaded
+        gc.collect()  # frees the last problem's objects in cycles; 0.1 s with torch loaded
         self._backend.release()
         free_bytes = self._backend.free_bytes()
         count = data.count_sets(problem, self._device.l2_bytes, free_bytes)
@@ -362,7 +362,7 @@ class Session:
         return sum(us * count * len(sets) for us, count, sets in each) * 1e-6
 
     def _telemetry_under(self, replays: list[Replay]) -> dict[str, Any]:
-        """Read while the device works: an idle GPU shows other clocks."""
+        """Read the telemetry while the device works: an idle GPU shows other clocks."""
         for replay in replays:
             replay.start()
         reading = self._backend.telemetry()
@@ -371,7 +371,8 @@ class Session:
         return reading
 
     def _energy_mj(self, entry: _Entry, settings: RaceSettings) -> float | None:
-        """Energy of one product; None where the device has no meter, or it was not asked for."""
+        """Return the energy of one product; None if the device has no meter or the settings do not request
+        it."""
         if not settings.energy_ms or self._backend.energy_mj() is None:
             return None
         self._step(entry.job, "launch", LONGEST_METERING * settings.energy_ms * 1e-3)

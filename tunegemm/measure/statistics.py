@@ -1,7 +1,7 @@
-"""What samples say: intervals without assumptions on their distribution, ties, and the winner.
+"""Statistics of samples: distribution-free intervals, ties, and the winner of a race.
 
-Samples of one round are neighbours in time and share the GPU's clocks; so candidates are compared by
-the ratio within each round, and ratios are summed up by their median.
+Samples of one round are close in time and share the GPU's clocks. So candidates are compared by the ratio
+within each round, and the median summarizes the ratios.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from tunegemm.generate.cublaslt import is_torch
 from tunegemm.measure.outcome import Measurement
 
 #: Two captures of the same kernel differ by this much even in the quietest interleave (0.05-1.0 % in
-#: 20 rounds, H200, 2026-11-20): a smaller measured noise is luck.
+#: 20 rounds, H200, 2026-11-20); a smaller measured noise is luck.
 NOISE_FLOOR = 0.003
-#: No more than that is given away to a cheaper candidate, however noisy the race: of several that cannot be
-#: distinguished the one in front is still the likeliest. Steady-state timing has a noise of 1 to 3 %.
+#: The most speed to give up for a cheaper candidate, however noisy the race: among candidates that the race
+#: cannot distinguish, the leader is still the most likely winner. Steady-state timing has a noise of 1
+#: to 3 %.
 _TIE_CEILING = 0.005
-#: By how much more than two captures of torch.mm differ a winner has to be ahead of it in interleaved rounds:
-#: two that differ little may do so by luck. And by how much at most, however noisy the race.
+#: In interleaved rounds a winner's lead over torch.mm must exceed the noise, the difference between two
+#: captures of torch.mm, by this much, since two captures may agree by luck. The second number is the largest
+#: lead that is required, however noisy the race.
 _LUCK, _MARGIN_CEILING = 0.005, 0.01
 #: The same in steady state, where rounds are too few to tell their noise: a sample is within 0.4 to 0.7 %
 #: (docs/decisions/0023-turns-outlast-the-power-controller.md), the mean of three and of two captures of
@@ -34,10 +36,11 @@ _STEADY_MARGIN = 0.009
 
 
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Interval of the median from order statistics (the sign test's), at least as sure as asked if possible.
+    """Return an interval of the median from order statistics (the sign test), with the confidence if
+    possible.
 
-    Few samples cannot be that sure: under six, 95 % is out of reach and the whole range is given.
-    Raises MeasureError without samples.
+    Few samples cannot reach it: with fewer than six, 95 % is out of reach and the interval is the whole
+    range. Raises MeasureError if there are no samples.
     """
     if not samples:
         raise MeasureError("no samples: an interval needs at least one")
@@ -52,28 +55,29 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple
 
 
 def ratio_interval(measurement: Measurement) -> tuple[float, float]:
-    """The 95 % interval of the speed relative to torch.mm, whose point estimate is `Measurement.ratio`."""
+    """Return the 95 % interval of the speed relative to torch.mm around the estimate `Measurement.ratio`."""
     pairs = zip(measurement.baseline_us, measurement.samples_us, strict=True)
     return median_interval([baseline / sample for baseline, sample in pairs])
 
 
 def aa_noise(first: Sequence[float], second: Sequence[float]) -> float:
-    """Noise of an interleave: how far the ratio of two captures of the same kernel may be from 1.
+    """Return the noise of an interleave: how far the ratio of two captures of the same kernel may be from 1.
 
-    The far end of the 80 % interval of the median ratio, so that one lucky pair of medians is not called
-    silence; 0.004 means that differences under 0.4 % mean nothing.
+    It is the far end of the 80 % interval of the median ratio, so that two medians which agree by luck do not
+    count as no noise. 0.004 says that differences below 0.4 % mean nothing.
     """
     low, high = median_interval([a / b for a, b in zip(first, second, strict=True)], confidence=0.8)
     return max(abs(low - 1), abs(high - 1))
 
 
 def slowdown(measurement: Measurement, earlier: Iterable[Measurement]) -> float:
-    """How many times as long torch.mm took as in the quickest earlier interleave of the same problem; 0 where
-    clocks are not known.
+    """Return how many times as long torch.mm took as in the quickest earlier interleave of the same problem;
+    0 if the clocks are unknown.
 
-    In time or in cycles of the SM clock, whichever is less. Under a race the clock falls, as it draws more
-    power than a screen: what computes then takes up to 1.28 times as long, in as many cycles (75 races, H200,
-    2026-11-21). What waits for memory takes more cycles where the clock rises, in the same time.
+    The factor is in time or in cycles of the SM clock, whichever is smaller. The clock falls during a race,
+    which draws more power than a screen: a compute-bound product then takes up to 1.28 times as long, in the
+    same number of cycles (75 races, H200, 2026-11-21). A memory-bound product takes more cycles when the
+    clock rises, in the same time.
     """
 
     def times(other: Measurement) -> float:
@@ -96,10 +100,10 @@ class Rated(Protocol):
 
 
 def tie(a: Rated, b: Rated, noise: float | None = None) -> bool:
-    """Whether two candidates of one problem are equally fast, as far as was measured.
+    """Whether two candidates of one problem are equally fast within the noise.
 
-    Compared by their ratios to the baseline, so that they may come from two interleaves. `noise`
-    defaults to the larger of the two; under NOISE_FLOOR it counts as NOISE_FLOOR.
+    It compares their ratios to the baseline, so they may come from two interleaves. `noise` defaults to the
+    larger of the two noises; below NOISE_FLOOR it counts as NOISE_FLOOR.
     """
     limit = max(a.noise, b.noise) if noise is None else noise
     slower, faster = sorted((a.ratio, b.ratio))
@@ -107,51 +111,52 @@ def tie(a: Rated, b: Rated, noise: float | None = None) -> bool:
 
 
 def choosing_rounds(measurement: Measurement) -> int:
-    """How many of a final race's rounds choose the winner, the first ones: the others say how fast it is.
+    """Return how many of a final race's first rounds choose the winner; the later rounds report its speed.
 
-    In steady state two, and all but the last of fewer; of interleaved rounds two thirds.
+    In steady state two rounds choose, or all but the last if there are fewer; of interleaved rounds 2/3.
     """
     count = len(measurement.samples_us)
     return min(2, count - 1) if measurement.is_steady else math.ceil(2 * count / 3) if count > 1 else 0
 
 
 def rounds_of(measurement: Measurement, first: int, last: int | None = None) -> Measurement:
-    """A measurement with some of its rounds only, counted from 0."""
+    """Return a measurement reduced to the rounds of these numbers, counted from 0."""
     own, baseline = measurement.samples_us[first:last], measurement.baseline_us[first:last]
     telemetry = measurement.telemetry | {"rounds": len(own), "of_rounds": len(own)}
     return replace(measurement, samples_us=own, baseline_us=baseline, telemetry=telemetry)
 
 
 def beats(measurement: Measurement, library: Measurement | None) -> bool:
-    """Whether a race's winner is faster than torch.mm by more than the noise, by all its rounds, and not
-    slower by those that did not choose it.
+    """Whether a race's winner is faster than torch.mm by more than the noise over all rounds, and no slower
+    in the rounds that did not choose it.
 
-    library: torch.mm's own measurement of the race, which is a second capture: the mean of both is the
-    steadier baseline. Interleaved, the noise is how far the two are apart, and may be by luck.
+    library: torch.mm's own measurement in the race, a second capture; the mean of both captures is the
+    steadier baseline. In interleaved rounds the noise is the difference between the two captures, which may
+    be small by luck.
     """
     baseline = measurement.baseline_us
     if library is not None and library.baseline_us == baseline:
         baseline = tuple((a + b) / 2 for a, b in zip(baseline, library.samples_us, strict=True))
     ratios = [b / s for b, s in zip(baseline, measurement.samples_us, strict=True)]
-    middle = fmean if measurement.is_steady else median  # of three rounds a median knows one
+    middle = fmean if measurement.is_steady else median  # a median of three rounds uses only one of them
     margin = _STEADY_MARGIN if measurement.is_steady else min(measurement.noise + _LUCK, _MARGIN_CEILING)
     return middle(ratios) > 1 + margin and middle(ratios[choosing_rounds(measurement) :]) >= 1
 
 
 def final_choice(problem: Problem, raced: Sequence[Measurement]) -> Measurement:
-    """The record among those that stayed in a final race to its end, with the rounds that did not choose it.
+    """Return the record among the finishers of a final race, with the rounds that did not choose it.
 
-    The rounds that choose the fastest of several flatter it: of six that are as fast as torch.mm it seems
-    0.5 to 1 % faster. So the first rounds choose and the others report, and torch.mm keeps what is not faster
-    by more than the noise (docs/decisions/0025-what-chose-does-not-report.md). Raises MeasureError without
-    measurements.
+    The rounds that choose the fastest of several candidates flatter it: the fastest of six that equal
+    torch.mm seems 0.5 to 1 % faster. So the first rounds choose and the others report, and torch.mm stays the
+    record unless the winner is faster by more than the noise
+    (docs/decisions/0025-what-chose-does-not-report.md). Raises MeasureError if there are no measurements.
     """
     library = next((one for one in raced if is_torch(one.candidate)), None)
     others = [one for one in raced if one is not library]
     best = library
     if others:
         first = [rounds_of(one, 0, choosing_rounds(one) or None) for one in others]
-        # Of few rounds the one in front is given nothing away to a cheaper one.
+        # Steady state has few rounds: a cheaper candidate never replaces the leader.
         steady = all(one.is_steady for one in first)
         chosen = max(first, key=lambda m: (m.ratio, m.candidate.digest)) if steady else winner(problem, first)
         best = next(one for one in others if one.candidate == chosen.candidate)
@@ -163,11 +168,11 @@ def final_choice(problem: Problem, raced: Sequence[Measurement]) -> Measurement:
 
 
 def winner(problem: Problem, measurements: Sequence[Measurement]) -> Measurement:
-    """The fastest; among those that tie with it, the one that costs least, by a fixed rule.
+    """Return the fastest candidate; among those that tie with it, the cheapest by a fixed rule.
 
-    In this order: least workspace, least shared memory, smallest digest. A library's kernel, whose
-    shared memory is not known, comes after those that do: launched through torch it costs 8.0 us of host
-    time, a compiled object 3.4 us (H200 host, 2026-11-20). Raises MeasureError without measurements.
+    The rule compares workspace, then shared memory, then the digest; the smallest wins. A library's kernel,
+    whose shared memory is unknown, comes last: a launch through torch costs 8.0 us of host time, a compiled
+    object 3.4 us (H200 host, 2026-11-20). Raises MeasureError if there are no measurements.
     """
     if not measurements:
         raise MeasureError(f"no candidate of {problem} was measured: there is no winner")
@@ -182,7 +187,7 @@ def winner(problem: Problem, measurements: Sequence[Measurement]) -> Measurement
 def _cost(problem: Problem, measurement: Measurement) -> tuple[int, float, str]:
     candidate = measurement.candidate
     family = families.get(candidate.family)
-    smem_bytes = family.smem_bytes(problem, candidate) if family.compiled else 0  # a library does not say
+    smem_bytes = family.smem_bytes(problem, candidate) if family.compiled else 0  # unknown for libraries
     return int(candidate.params.get("workspace_bytes", 0)), smem_bytes or math.inf, candidate.digest
 
 
@@ -195,5 +200,6 @@ def clearly_slower(
 
 
 def slower_by(samples: Sequence[float], leader: Sequence[float]) -> float:
-    """By what fraction samples are slower than the leader's of the same rounds; negative for faster."""
+    """Return the fraction by which samples are slower than the leader's of the same rounds; negative if
+    faster."""
     return median(a / b for a, b in zip(samples, leader, strict=True)) - 1

@@ -40,7 +40,7 @@ _RASTERIZATION = ("raster_order", "swizzle_size")
 #: At the power cap clusters of a GPC take neighbouring tiles, of so many: the reads that it then saves are
 #: clock, some per cent of a large product (2026-11-22).
 _GPC_AWARE: Mapping[str, Value] = {"cluster_order": "gpc", "swizzle_size": 8}
-#: What decides on the best launch: the grid of tiles, and for a split of k also the length of the main loop.
+#: The best launch depends on the grid of tiles, and for a split of k also on the length of the main loop.
 _GRID_PARAMETERS = (*_TILE_GRID, "tile_k", "schedule", "tile_scheduler")
 
 
@@ -54,7 +54,7 @@ class Prediction:
     ctas: int
     """CTAs of the grid that the launch asks for."""
     waves: int
-    """Tiles of the busiest CTA."""
+    """Tiles of the CTA that has the most."""
     wave_efficiency: float
     """Tiles over waves times the CTAs that the device holds; 1 without a tail."""
     compute_us: float
@@ -64,15 +64,15 @@ class Prediction:
     dram_us: float
     """Reads and writes of device memory."""
     epilogue_us: float
-    """The part of the epilogues that no main loop hides."""
+    """Epilogue time that no main loop hides."""
     total_us: float
     """Launch, fill, the overlapped terms and the exposed epilogue."""
     steady_us: float
-    """The total at the clock that lasting work of this kernel leaves; kernels are ranked by it at the cap."""
+    """The total at this kernel's clock under sustained work; at the power cap it ranks the kernels."""
 
     @property
     def bound(self) -> str:
-        """The term that weighs most: ``compute``, ``l2`` or ``dram``."""
+        """The dominant term: ``compute``, ``l2`` or ``dram``."""
         terms = {"compute": self.compute_us, "l2": self.l2_us, "dram": self.dram_us}
         return max(terms, key=lambda name: terms[name])
 
@@ -93,7 +93,7 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
 
 
 def predictions(problem: Problem, candidates: Sequence[Candidate], device: Device) -> list[Prediction]:
-    """The predictions of many candidates, in their order."""
+    """Return the predictions of many candidates, in their order."""
     if not candidates:
         return []
     problem, columns = problem.as_modelled, Columns.of(candidates)
@@ -121,7 +121,7 @@ def modelled_launch_parameters(
 
 
 def rank(problem: Problem, candidates: Iterable[Candidate], device: Device) -> list[Prediction]:
-    """Predictions, fastest first; equal ones in the order given."""
+    """Return predictions, fastest first; equal ones keep the order of the candidates."""
     candidates = list(candidates)
     if not candidates:
         return []
@@ -133,13 +133,14 @@ def rank(problem: Problem, candidates: Iterable[Candidate], device: Device) -> l
 
 
 def _by(found: Terms, lasting: Steady) -> Floats:
-    """What kernels of a problem are ranked by: at the power cap the time at the clocks that each leaves."""
+    """Return the ranking key of a problem's kernels: at the power cap, the time at each kernel's own
+    clock."""
     return lasting.us if lasting.at_cap else found.total_us
 
 
 def alternate_rankings(ranked: Sequence[Prediction]) -> list[Prediction]:
-    """A ranking for the power cap and one by cycles, alternately: which of the two holds for a product is for
-    measuring to say. The same below the cap.
+    """Return a ranking for the power cap and one by cycles, merged alternately, because only measuring shows
+    which of the two is right for a product. Below the cap the two agree.
     """
     by_cycles = sorted(ranked, key=lambda p: p.total_us)
     both = itertools.chain.from_iterable(zip(ranked, by_cycles, strict=True))
@@ -147,8 +148,8 @@ def alternate_rankings(ranked: Sequence[Prediction]) -> list[Prediction]:
 
 
 def is_memory_bound(problem: Problem) -> bool:
-    """Whether lower clocks hardly slow any of its kernels, so that what is the fastest in an interleave is so
-    in lasting work, too.
+    """Whether lower clocks hardly slow any of the problem's kernels, so that the fastest of an interleave is
+    also the fastest in sustained work.
 
     Of nine products of 64 rows at an H200's power cap the kernel that led in the screen was 0.5 % behind the
     winner in steady state in the mean; of twelve of 256 rows 1.9 % (2026-11-26).
@@ -160,10 +161,10 @@ def is_memory_bound(problem: Problem) -> bool:
 def steady_ratios(
     problem: Problem, ratios: Mapping[Candidate, float], device: Device
 ) -> dict[Candidate, float]:
-    """What kernels' ratios to the baseline in interleaved timing say of those in steady-state timing, at the
-    power cap: what draws more power runs at lower clocks. Good for ranking, for nothing else.
+    """Predict kernels' steady-state ratios to the baseline at the power cap from their interleaved ratios: a
+    kernel that draws more power runs at lower clocks. Use this only for ranking.
 
-    Raises SpaceError for a candidate without a tile shape.
+    Raises SpaceError if a candidate has no tile shape.
     """
     problem = problem.as_modelled
     found = predictions(problem, list(ratios), device)
@@ -176,7 +177,7 @@ def steady_ratios(
 
 
 def l2_hint(problem: Problem, kernel: Candidate) -> str:
-    """Which operand to let go from L2 first: the one that no second cluster reads, if any.
+    """Return the operand to evict from L2 first: the one that only one cluster reads, if any.
 
     With one row of clusters all of B is read by one cluster only, and lines kept for no other push out
     those of A. On an H200 (one interleave per shape, 2026-11-21) the hint took 128x6144x4096
@@ -282,7 +283,7 @@ def _best_launches(
     device: Device,
     feasible: Callable[[Candidate], bool],
 ) -> list[dict[str, Value]]:
-    """The model's best launch of each kernel, by all launches of one kernel of each grid at once."""
+    """Return the model's best launch of each kernel, from all launches of one kernel per grid at once."""
     seen = modelled_launch_parameters(problem, launch_values, device)
     names = _GRID_PARAMETERS if {"split_k", "reduction"} & set(seen) else _TILE_GRID
     grids: dict[tuple[Value | None, ...], list[int]] = {}
@@ -290,7 +291,7 @@ def _best_launches(
         params = kernel.params
         grids.setdefault(tuple([params.get(name) for name in names]), []).append(number)
     first = {name: values[0] for name, values in launch_values.items()}
-    # Most grids have the same launches, which are listed once.
+    # Most grids have the same launches, so these are listed once.
     listed: dict[tuple[tuple[Value, ...], ...], tuple[list[dict[str, Value]], dict[str, Any]]] = {}
     tried = []
     for members in grids.values():

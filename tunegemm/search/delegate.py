@@ -1,10 +1,11 @@
 """Any Optuna sampler over a problem's candidates.
 
-Most points of the value lists are infeasible: a ring too deep for its tile, say. So the sampler works on a
-study of its own, which is in memory and has one static space whatever the family: numbers are their places
-in the lists, words are categories, what a family lacks has the first value. The nearest feasible candidate
-stands for what is suggested, and the sampler learns what came of that one. Untouched, Optuna's TPE was 11 %
-behind after 32 trials where it was 1.2 % behind so (median of six sweeps of an H200, replayed 2026-11-22).
+Most points of the value lists are infeasible: a ring can be too deep for its tile, for example. So the
+sampler works on its own study in memory, which has one static space for all families: numbers are places in
+their lists, words are categories, and parameters that a family lacks have the first value. The nearest
+feasible candidate replaces each suggestion, and the sampler learns that candidate's result. After 32 trials
+Optuna's TPE was 1.2 % behind the best this way, and 11 % behind unmodified (median of six sweeps of an H200,
+replayed 2026-11-22).
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from tunegemm.errors import SpaceError, one_line
 from tunegemm.generate.feasibility import Verdict
 from tunegemm.search.search import FAMILY, Search, StageName, in_order, is_ordered, quiet_optuna
 
-#: Kernels, and launches of them, that are looked at for one that was not tried yet.
+#: How many kernels, and launches of these, are searched for an untried candidate.
 _NEAR_KERNELS, _NEAR_LAUNCHES = 32, 4000
-#: Suggestions in a row that come to nothing new before a search by a sampler alone is ended.
+#: After this many suggestions in a row without a new candidate, a search by a sampler alone ends.
 _MAX_SKIPS = 100
-#: Suggestions before their values are needed, as many as a full search explores with.
+#: Suggestions per batch, before their values are needed; as many as in the exploring stage of a full search.
 _BATCH = 12
 
 
@@ -45,8 +46,8 @@ class Delegate:
         reject: Callable[[Candidate, Verdict], None],
     ) -> None:
         """
-        searches: of each family, whose candidates may be suggested, and whose results are known.
-        verdict: why a point of the lists is no candidate; reject: called with each such point.
+        searches: one of each family; their candidates may be suggested, and their results are known.
+        verdict: why a point of the lists is no candidate. reject: called with each such point.
         """
         self._sampler, self._searches = sampler, {search.family: search for search in searches}
         self._verdict, self._reject = verdict, reject
@@ -67,8 +68,8 @@ class Delegate:
                     self.tell(candidate, value)
 
     def suggest(self) -> Candidate | None:
-        """A new candidate: what the sampler suggests, or the nearest to it that was not tried. None where a
-        suggestion came to nothing new.
+        """Return the sampler's suggestion or the nearest untried candidate; None if the suggestion leads to
+        no new candidate.
         """
         if not self._distributions:
             return None
@@ -84,7 +85,7 @@ class Delegate:
             if point not in search.results and not (verdict := self._verdict(point)):
                 self.rejected[verdict.rule or ""] += 1
                 self._reject(point, verdict)
-            if not is_repeated:  # the same infeasible point again stands for nothing more
+            if not is_repeated:  # a repeated infeasible point leads to no new candidate
                 near = self._kernels.near(point.family, trial.params)
                 chosen = next(filter(search.is_open, near), None)
         if chosen is not None:
@@ -96,9 +97,9 @@ class Delegate:
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
-        """Whatever a sampler raises, which may be anybody's, as one line that names it. torch, where it is
-        loaded, has one thread meanwhile: a Gaussian process of some hundred trials gives it matrices so small
-        that further ones do nothing but wait for each other.
+        """Convert any error of the sampler, which may be third-party code, into one line that names it. If
+        torch is loaded, it has one thread meanwhile: the matrices of a Gaussian process with some hundred
+        trials are so small that further threads only wait for each other.
         """
         torch = sys.modules.get("torch")
         threads = torch.get_num_threads() if torch is not None else 1
@@ -114,14 +115,14 @@ class Delegate:
                 torch.set_num_threads(threads)
 
     def start(self, candidate: Candidate) -> None:
-        """The candidate is being tried: suggestions keep away from it until its result (*constant liar*)."""
+        """Note that the candidate is being tried: suggestions avoid it until its result (*constant liar*)."""
         if not self._distributions or (params := self._kernels.encode(candidate)) is None:
             return
         trial = self._suggested.pop(candidate, None)
         study = self._learned()
         if trial is not None:
-            # The sampler is told the value at the very point that it suggested, too: those that keep a state
-            # with their trials, as CMA-ES does, learn by nothing else.
+            # The sampler also learns the value at the exact point that it suggested: samplers that keep state
+            # in their trials, as CMA-ES does, learn from nothing else.
             self._running.setdefault(candidate, []).append(trial.number)
             if trial.params == params:
                 return
@@ -129,11 +130,11 @@ class Delegate:
         self._running.setdefault(candidate, []).append(len(study.get_trials(deepcopy=False)) - 1)
 
     def tell(self, candidate: Candidate, value: float | None) -> None:
-        """What came of a candidate, started or not, told again or not; None when it failed."""
+        """Learn the value of a candidate, whether or not it was started or told before; None if it failed."""
         if candidate.family not in self._searches:
             return
         if candidate in self._told and self._told[candidate] != value:
-            self._study = None  # a finished trial cannot change: all are told to a new study
+            self._study = None  # a finished trial cannot change, so a new study gets all of them
         self._told[candidate] = value
         running = self._running.pop(candidate, [])
         if self._study is None:
@@ -145,7 +146,7 @@ class Delegate:
             self._add(candidate, value)
 
     def _learned(self) -> optuna.Study:
-        """The sampler's study, with all that was told."""
+        """Return the sampler's study with all results so far."""
         if self._study is None:
             with quiet_optuna():
                 self._study = optuna.create_study(direction="maximize", sampler=self._sampler)
@@ -179,8 +180,8 @@ class Delegate:
 
 
 class Suggested:
-    """A search by a sampler alone: the library's algorithms, then what is suggested. Asks and tells as
-    `tunegemm.search.Portfolio` does.
+    """A search by a sampler alone: the library's algorithms, then the sampler's suggestions. It has the `ask`
+    and `tell` of `tunegemm.search.Portfolio`.
     """
 
     def __init__(
@@ -192,14 +193,14 @@ class Suggested:
         self.searches = list(searches)
         self.stage: StageName = "library"
         self.note = ""
-        """Why it ended before its trials were spent, or that no suggestion was feasible."""
+        """Why the search ended before its trials were spent, or a remark that no suggestion was feasible."""
 
     @property
     def trials(self) -> int:
         return self._trials
 
     def planned_screen(self) -> list[Candidate]:
-        """Nothing is known beforehand."""
+        """Return no candidates: a sampler's suggestions are not known in advance."""
         return []
 
     def planned_launches(self) -> list[Candidate]:
@@ -209,7 +210,8 @@ class Suggested:
         return "explore" if candidate.family in self._by_family else "library"
 
     def ask(self, count: int = 24) -> list[Candidate]:
-        """The next candidates, at most `count`; empty when trials or new suggestions are spent."""
+        """Return the next candidates, at most `count`; empty when the trials or the new suggestions are
+        exhausted."""
         library, self._library = self._library[:count], self._library[count:]
         batch: list[Candidate] = []
         skipped = 0
@@ -218,7 +220,7 @@ class Suggested:
             if candidate is None:
                 skipped += 1
                 if not self._delegate.suggestions:
-                    break  # there is nothing to choose
+                    break  # there are no candidates
                 continue
             skipped = 0
             self._by_family[candidate.family].claim(candidate)
@@ -259,7 +261,7 @@ class Suggested:
 
 
 class _Kernels:
-    """The kernels of all families as points of the static space."""
+    """All families' kernels as points of the static space."""
 
     def __init__(self, searches: Sequence[Search], lists: Mapping[str, tuple[Value, ...]]) -> None:
         self._lists = {name: listed for name, listed in lists.items() if len(listed) > 1}
@@ -281,7 +283,7 @@ class _Kernels:
         self._columns: dict[str, tuple[Any, Any]] = {}
 
     def encode(self, candidate: Candidate) -> dict[str, Any] | None:
-        """The point of a candidate; None where a value is in no list, as of an older space."""
+        """Return the point of a candidate; None if a value is in no list, as with an older space."""
         params: dict[str, Any] = {}
         for name, distribution in self.distributions.items():
             if name == FAMILY:
@@ -295,8 +297,8 @@ class _Kernels:
         return params
 
     def near(self, family: str, params: Mapping[str, Any]) -> Iterator[Candidate]:
-        """Launches of the family's kernels that are nearest to a point, the nearest first; of equally near
-        ones that of the kernel which is first in rank.
+        """Return the launches of the family's kernels nearest to a point, nearest first; among equally near
+        ones the higher-ranked kernel comes first.
         """
         names = [n for n in self.distributions if n != FAMILY and n not in self._launch[family]]
         launched = [n for n in self.distributions if n in self._launch[family]]
@@ -323,7 +325,8 @@ class _Kernels:
             yield self._ranked[family][int(kernel)]
 
     def _distance(self, names: list[str], columns: Any, params: Mapping[str, Any]) -> Any:
-        """From each row to a point: numbers by their places, as a part of the list, words by being alike."""
+        """Return each row's distance to a point: numbers differ by their places, relative to the list; words
+        by 0 or 1."""
         if not names:
             return numpy.zeros(len(columns))
         point = numpy.array([self._number(name, params[name]) for name in names])
@@ -342,7 +345,7 @@ class _Kernels:
         return float(value if self._ordered[name] else self._places[name][value])
 
     def _scale(self, name: str) -> float:
-        """The width of an ordered parameter; 0 for words, which are the same or not."""
+        """Return the width of an ordered parameter; 0 for words, which are either equal or not."""
         return len(self._lists[name]) - 1.0 if self._ordered[name] else 0.0
 
 
@@ -358,7 +361,7 @@ def _value_lists(searches: Sequence[Search]) -> dict[str, tuple[Value, ...]]:
 
 
 def _created(params: Mapping[str, Any], distributions: Mapping[str, Any], value: float | None) -> Any:
-    """A finished trial, or without a value one that is running."""
+    """Return a finished trial, or a running one if there is no value."""
     state = TrialState.RUNNING if value is None else TrialState.COMPLETE
     return optuna.trial.create_trial(
         params=dict(params), distributions=dict(distributions), value=value, state=state

@@ -1,6 +1,6 @@
-"""How much each effort tries: the one table. What a tuning does by its effort, it reads here.
+"""The table of efforts: how much a search tries at each effort. A tuning reads all such numbers here.
 
-Also what a plan makes of a space, and the checks of numbers that users give a search.
+This module also turns a plan into a budget for a space, and checks the numbers that users pass to a search.
 """
 
 from __future__ import annotations
@@ -18,61 +18,61 @@ from tunegemm.measure.settings import FINAL, QUICK_FINAL, RaceSettings
 
 #: The name of an effort.
 Effort = Literal["quick", "full", "exhaustive"]
-#: Kernels that are screened at least, if there are so many trials: the first of either ranking, and two more.
+#: The fewest kernels to screen, if there are enough trials: the first of either ranking, and two more.
 _FEWEST = 4
-#: Larger than any number of trials or seconds that is meant.
+#: Larger than any sensible number of trials or seconds.
 _LARGEST = 2**53
-#: Of tuning in one process where TUNEGEMM_ONLINE_BUDGET is not set. With its kernels compiled a product takes
-#: 2 to 6 s (H200, benchmarks/results/h200/campaign.json).
+#: Seconds that one process may tune if TUNEGEMM_ONLINE_BUDGET is not set. A product whose kernels are already
+#: compiled takes 2 to 6 s (H200, benchmarks/results/h200/campaign.json).
 _ONLINE_S = 60.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a search spends its trials, in whichever space: a part of a `Profile`."""
+    """How a search spends its trials in any space: a part of a `Profile`."""
 
     trials: int | None
-    """Those of the first family; None for every kernel, and every launch of the leaders."""
+    """Trials of the first family; None for every kernel and every launch of the leaders."""
     screen: float = 1.0
-    """Part of the trials for kernels at their model-best launch."""
+    """Fraction of the trials for kernels at their model-best launch."""
     probe: float = 0.0
-    """Part for other rasterizations."""
+    """Fraction for other rasterizations."""
     refine: float = 0.0
-    """Part for further launches of the leaders."""
+    """Fraction for further launches of the leaders."""
     vary: float = 0.0
-    """Part for further kernels of the leaders' tiles, at most; what is over then is explored."""
+    """Largest fraction for further kernels with the leaders' tiles; exploring gets the trials that remain."""
     leaders: int = 1
     """How many kernels share the launches of the last stage."""
     refinements: int = 1
-    """Rounds of the last stage: each turns around the best launch that the one before has found."""
+    """Rounds of the last stage: each searches around the best launch of the round before."""
     trusted: int = 0
-    """Kernels taken in the model's order before tiles are spread: many of them differ by the depth of the
-    ring only, which few trials leave to the leaders."""
+    """Kernels taken in the model's order before tiles are spread: many of them differ only in the depth of
+    the ring, which a search with few trials varies for the leaders alone."""
     margin: float = 0.0
-    """Another family goes on when the best of its first round is at most this part slower than the best
-    first round."""
+    """Another family continues if the best of its first round is slower than the best first round by at most
+    this fraction."""
     behind: float = 1.0
-    """And at most this part slower than the best of the others so far."""
+    """It must also trail the best of the other families so far by at most this fraction."""
     beyond: int = 0
-    """How many of more trials than the plan's own explore, after all others; the shares grow by the rest. An
-    ask costs more with every trial that is known."""
+    """If a caller asks for more trials than the plan has: how many of the extra ones explore, after all
+    others. The rest enlarges the other stages, since an ask costs more with every known trial."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """How many candidates a final race has, beside torch.mm."""
+    """How many candidates enter a final race, beside torch.mm."""
 
     own: int
-    """Own ones, by what is expected of them."""
+    """Our own candidates, chosen by expected speed."""
     quickest: int
-    """Own ones by time, not by ratio."""
+    """Our own candidates, chosen by time instead of ratio."""
     library: int
     """Algorithms of the library."""
 
 
 @dataclass(frozen=True)
 class Compiling:
-    """Most kernels of a family that a search compiles: more only where fewer than it wants are compiled."""
+    """Most kernels of a family that a search compiles; it compiles more only while it has too few."""
 
     new: int
     wanted: int
@@ -83,39 +83,41 @@ class Profile:
     """All numbers of one effort."""
 
     plan: Plan
-    """Trials, and their shares of the search's stages."""
+    """The trials, and each stage's share of them."""
     ranked: int | None
-    """How many kernels of a family the search knows, of several thousand; None for all."""
+    """How many of a family's several thousand kernels the search considers; None for all."""
     compiling: tuple[Compiling, Compiling] | None
-    """For the first family and for each other one, on a GPU, whose time is dear; None for no limit."""
+    """Limits on a GPU, whose time is expensive: of the first family, and of each other one. None: no
+    limit."""
     final: RaceSettings
-    """The final race: rounds, turns in steady state, what drops out."""
+    """Settings of the final race: rounds, turns in steady state, and when a candidate drops out."""
     interleaved: Places
     """Finalists in interleaved timing, where a candidate costs milliseconds."""
     steady: Places
     """Finalists in steady-state timing, where it costs a turn in each round."""
     steady_s: float
-    """Seconds that a final race in steady-state timing takes. A search that has a budget leaves it so much,
-    but no more than half."""
+    """Seconds that a final race in steady-state timing takes. A search with a budget reserves this time for
+    the race, but no more than half of the budget."""
 
     @property
     def skips_slow_compiles(self) -> bool:
-        """Whether a GPU does not wait for the last few kernels of a batch."""
+        """Whether the GPU goes on without the last few kernels of a batch if they compile slowly."""
         return self.compiling is not None
 
 
-# A candidate costs some 15 ms once compiled. On an H200 the model's order, which knows cycles and joules, has
-# the winner's tile among its first few; the rest is to find its ring and its launch. A full search may look
-# at many launches, since one that the model misjudged can be the best of a kernel that is far from the top.
+# A candidate costs some 15 ms once compiled. On an H200 the model's order, which counts cycles and joules,
+# has the winner's tile among its first few; the search then has to find the ring and the launch. A full
+# search may look at many launches: the best launch can be one that the model misjudged, of a kernel far from
+# the top.
 #
-# In a quick search another family goes on only if its first round is no more than 1 % behind the best of the
-# others, either: what follows gains some 1 % over it. Of 27 second families that were searched to their end
-# three won, and none of the 16 that were further behind (87 products of an H200, 2026-11-24).
+# In a quick search another family continues only if its first round is also within 1 % of the best of the
+# others, since later rounds gain some 1 % over the first. Of 27 second families that were searched to their
+# end three won, and none of the 16 that were further behind (87 products of an H200, 2026-11-24).
 #
-# In steady state the four finalists of which most is expected, two launches of a kernel at most, lack 0.6 %
-# of the fastest of 15 to 63 that were timed so, in the mean, and three of as many kernels 0.9 % (twelve
-# products of an H200, nine of an H100, 2026-11-25; of either some 0.4 % is the luck of the fastest in three
-# turns).
+# In steady state, the best of the four most promising finalists (at most two launches per kernel) is on
+# average 0.6 % slower than the fastest of the 15 to 63 candidates timed that way. The best of three finalists
+# from three kernels is 0.9 % slower (twelve products of an H200, nine of an H100, 2026-11-25). In both
+# figures some 0.4 % is the luck of the candidate that is fastest in three turns.
 _QUICK = Profile(
     Plan(32, screen=7 / 16, probe=3 / 16, refine=3 / 16, vary=1.0, leaders=3, behind=0.01, beyond=96),
     ranked=512, compiling=(Compiling(8, 20), Compiling(1, 2)),
@@ -137,7 +139,7 @@ EFFORTS: Mapping[Effort, Profile] = MappingProxyType(
 
 
 def profile(effort: Effort) -> Profile:
-    """The numbers of an effort. Raises SpaceError for one that is not known."""
+    """Return the numbers of an effort. Raises SpaceError if the effort is unknown."""
     if not isinstance(effort, str) or effort not in EFFORTS:
         raise SpaceError(f"effort {effort!r} is not known; use one of {', '.join(EFFORTS)}")
     return EFFORTS[effort]
@@ -145,18 +147,18 @@ def profile(effort: Effort) -> Profile:
 
 @dataclass(frozen=True)
 class Budget:
-    """Trials per stage. What a stage leaves over, the next one may spend."""
+    """Trials per stage. The next stage may spend the trials that a stage does not use."""
 
     screen: int
     """Kernels at their model-best launch, in the model's order."""
     vary: int
-    """Further kernels of the leaders' tiles: other rings, other epilogues."""
+    """Further kernels with the leaders' tiles: other rings, other epilogues."""
     explore: int
     """Suggestions of the surrogate, over compile-time and launch parameters."""
     probe: int
-    """Other rasterizations of the many kernels near the top: they cost no compile."""
+    """Other rasterizations of the many kernels near the top, which need no compiling."""
     refine: int
-    """Further launches of the leaders: they cost no compile."""
+    """Further launches of the leaders, which need no compiling."""
     leaders: int
     """How many kernels share the launches of the last stage."""
     beyond: int = 0
@@ -168,9 +170,10 @@ class Budget:
 
 
 def budget_for(plan: Plan, *, kernels: int, launches: int, trials: int | None = None) -> Budget:
-    """The budget of a plan in a space of `kernels`, each with `launches`; `trials` overrides its total.
+    """Return the budget of a plan in a space of `kernels`, each with `launches`; `trials` overrides the
+    total.
 
-    Raises SpaceError for a number of trials that is not a whole one from 1.
+    Raises SpaceError if `trials` is not a whole number of at least 1.
     """
     if trials is not None:
         trials = checked_trials(trials)
@@ -193,16 +196,16 @@ def budget_for(plan: Plan, *, kernels: int, launches: int, trials: int | None = 
 
 
 def checked_trials(trials: int) -> int:
-    """A number of trials that is asked for. Raises SpaceError for one that is not a whole one from 1."""
+    """Return the number of trials. Raises SpaceError if it is not a whole number of at least 1."""
     return _whole("trials", trials, least=1)
 
 
 def checked_seconds(budget_seconds: float | None) -> float:
-    """A budget of time, infinite without one. Raises SpaceError for one that is not a number from 0."""
+    """Return a time budget in seconds, infinite for None. Raises SpaceError if it is not a number from 0."""
     if budget_seconds is None:
         return math.inf
     is_number = isinstance(budget_seconds, Real) and not isinstance(budget_seconds, bool)
-    if not is_number or not budget_seconds >= 0:  # which NaN is not, either
+    if not is_number or not budget_seconds >= 0:  # also rejects NaN
         raise SpaceError(
             f"budget_seconds = {_shown(budget_seconds)}: give a number of seconds from 0, or None"
         )
@@ -210,14 +213,14 @@ def checked_seconds(budget_seconds: float | None) -> float:
 
 
 def online_budget() -> tuple[float, str]:
-    """Seconds that ``TUNEGEMM_MODE=online`` may tune in a process, by TUNEGEMM_ONLINE_BUDGET.
+    """Return the seconds that ``TUNEGEMM_MODE=online`` may tune in a process, from TUNEGEMM_ONLINE_BUDGET.
 
-    And in one line what is wrong with that variable; empty where nothing is.
+    The second value says in one line what is wrong with that variable; it is empty if the variable is valid.
     """
     text = os.environ.get("TUNEGEMM_ONLINE_BUDGET", "")
     try:
         seconds = checked_seconds(float(text or _ONLINE_S))
-    except ValueError:  # a SpaceError is one
+    except ValueError:  # SpaceError is a ValueError
         seconds = math.inf
     if math.isinf(seconds):
         return _ONLINE_S, (
@@ -228,7 +231,7 @@ def online_budget() -> tuple[float, str]:
 
 
 def checked_seed(seed: int) -> int:
-    """A seed that every generator of random numbers takes. Raises SpaceError for another one."""
+    """Return a seed that every random number generator accepts. Raises SpaceError for any other value."""
     return _whole("seed", seed, least=0, most=2**32 - 1)
 
 
@@ -240,7 +243,7 @@ def _whole(name: str, value: int, *, least: int, most: int = _LARGEST) -> int:
 
 
 def _shown(value: object) -> str:
-    """A value for a message, cut: a number of 5,000 digits cannot even be printed."""
+    """Return a value as text for a message, shortened; Python refuses to print a number of 5,000 digits."""
     try:
         text = repr(value)
     except ValueError:

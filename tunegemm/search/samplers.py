@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Sampler = str | optuna.samplers.BaseSampler
 
 ROOFLINE = "roofline"
-#: Of each name Optuna's class, and the packages that it needs beside Optuna's own.
+#: Optuna's class for each name, and the packages that it needs in addition to Optuna's own.
 _OPTUNAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tpe": ("TPESampler", ()),
     "gp": ("GPSampler", ("scipy", "torch")),
@@ -28,10 +28,11 @@ NAMES = (ROOFLINE, *_OPTUNAS)
 
 
 def sampler_of(sampler: Sampler | None, *, seed: int) -> optuna.samplers.BaseSampler | None:
-    """A sampler of Optuna's kind by its name, or itself; None for the project's own, as for no name.
+    """Return an Optuna sampler by name, or the sampler passed; None for the project's own, which is the
+    default.
 
-    A name is one of `NAMES` or a class, ``package.module:Class``. It gets `seed`, if it takes one. Raises
-    SpaceError for another name, for what is no sampler and for one that lacks a package.
+    A name is one of `NAMES` or a class, ``package.module:Class``. The sampler gets `seed`, if it takes one.
+    Raises SpaceError if the name is unknown, the object is no sampler, or a required package is missing.
     """
     if sampler is None or sampler == ROOFLINE:
         return None

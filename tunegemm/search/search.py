@@ -4,12 +4,12 @@
 
     search = Search(ranked, space.launch_values, EFFORTS["quick"].plan, allowed=feasible)
     while batch := search.ask():
-        for candidate, ratio in evaluate(batch):     # compile, measure; None where it failed
+        for candidate, ratio in evaluate(batch):     # compile, measure; None if it failed
             search.tell(candidate, ratio)
     race(search.finalists(6))
 
-In the stage `explore` what `search.make_explorer` makes suggests the candidates. That is the search of one
-kernel family; a `Portfolio` runs those of several as one.
+In the stage `explore`, the explorer that `search.make_explorer` creates suggests the candidates. A `Search`
+covers one kernel family; a `Portfolio` runs the searches of several families as one.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import SpaceError
 from tunegemm.search.efforts import Plan, budget_for
 
-#: What the search is doing. `library` is the vendor's algorithms and the seeds.
+#: The stage of a search. `library` covers the vendor's algorithms and the seeds.
 StageName = Literal["library", "screen", "vary", "explore", "probe", "refine", "done"]
 
-#: The parameter of a study that tells families apart.
+#: The study parameter that distinguishes the families.
 FAMILY = "family"
 #: The screen takes each tile once per cluster shape, with few clusters, before it takes a variant of stages.
 _TILE = ("schedule", "tile_m", "tile_n")
 _CLUSTER = ("cluster_m", "cluster_n")
 _CLUSTERS_PER_TILE = 3
-#: Rasterization, where a family has both: which mode first, and how many tiles of the other at a time.
+#: Rasterization, if a family has both parameters: which mode comes first, and how many tiles of the other
+#: mode are visited at a time.
 _RASTER, _SWIZZLE = "raster_order", "swizzle_size"
-#: Suggestions per batch of the exploring stage: the sampler learns between batches only, and finds less by
-#: suggestions that it has to make blindly.
+#: Suggestions per batch of the exploring stage: the sampler learns only between batches, and suggestions made
+#: without new results find less.
 _EXPLORE_BATCH = 4
-#: Candidates of each family but the first before its chances are judged, as a part of its budget: 2 of 32.
+#: Candidates of each family but the first before the portfolio judges it, as a fraction of its budget: 2 of
+#: 32.
 _FIRST_ROUND = 0.08
 
 
@@ -49,17 +51,17 @@ class Explorer(Protocol):
     """Suggests candidates of a family: `tunegemm.search.surrogate`."""
 
     def suggest(self) -> Candidate | None:
-        """A new, allowed candidate; None where it has nothing new to say."""
+        """Return a new, allowed candidate; None if there is no new suggestion."""
 
     def start(self, candidate: Candidate) -> None:
-        """The candidate is being tried."""
+        """Note that the candidate is being tried."""
 
     def tell(self, candidate: Candidate, value: float | None) -> None:
-        """What came of it."""
+        """Learn the value of a candidate; None if it failed."""
 
 
 class Search:
-    """Asks for candidates in batches, each at most once and only feasible ones, and learns from their values.
+    """Asks for feasible candidates in batches, each at most once, and learns from their values.
 
     Deterministic: the same arguments and the same values in the same batches give the same asks.
     """
@@ -85,19 +87,20 @@ class Search:
             whether it was recorded.
         library: candidates outside the space, such as the vendor's algorithms: asked first, all of them,
             and not counted as trials.
-        seeds: candidates of the space to begin with, such as winners of older kernels. They are trials, too:
-            beyond an effort's, but within a number of trials that is given.
-        known: stored results (value None: it failed). They are learned from and never asked again.
+        seeds: candidates of the space to begin with, such as winners of older kernels. They count as trials:
+            on top of an effort's own number, but within the number that `trials` sets.
+        known: stored results (value None: it failed). The search learns from them and never asks for them
+        again.
 
-        Raises SpaceError for kernels of several families, for kernels with unlike parameters, and for a
-        budget that makes no sense.
+        Raises SpaceError if the kernels are of several families or have different parameters, and if the
+        budget is invalid.
         """
         _check_alike(ranked)
         self.ranked = list(ranked)
         """The kernels, each at its model-best launch, best first."""
         self._plan = plan
         self.make_explorer: Callable[[], Explorer] | None = None
-        """Makes what suggests the candidates of the stage `explore`: on first use, as that needs NumPy."""
+        """Creates the explorer of the stage `explore` on first use, because it needs NumPy."""
         self._explorer: Explorer | None = None
         self.launch_values = {name: tuple(values) for name, values in launch_values.items()}
         """The values of each launch-time parameter."""
@@ -108,14 +111,14 @@ class Search:
         #: Trials per stage.
         self.budget = budget_for(plan, kernels=len(self.ranked), launches=launches, trials=trials)
         if trials is None:
-            # They are of older kernels or other software. At 4096x4096x14336 ten of them took the places of
-            # the last ten kernels to be screened, the fastest among them (H200, 2026-11-22).
+            # Seeds come from older kernels or other software. At 4096x4096x14336 ten of them took the places
+            # of the last ten kernels to be screened, the fastest among them (H200, 2026-11-22).
             begun = sum(seed.kernel in self._by_kernel for seed in self._seeds)
             self.budget = replace(self.budget, screen=min(self.budget.screen + begun, len(self.ranked)))
         self.asked: list[Candidate] = []
         """Every candidate asked for, in order."""
         self.results: dict[Candidate, float | None] = {}
-        """What came of every candidate that was asked for or is known, None where it failed or is awaited."""
+        """The value of every candidate that was asked for or is known; None if it failed or is pending."""
         self._stage_of: dict[Candidate, StageName] = {}
         self._around: dict[Candidate, list[Candidate]] = {}
         self._spent = 0
@@ -127,7 +130,7 @@ class Search:
 
     @property
     def family(self) -> str:
-        """The kernel family that is searched; empty when no kernel of one is feasible."""
+        """The kernel family of the search; empty if no kernel is feasible."""
         return self.ranked[0].family if self.ranked else ""
 
     @property
@@ -141,11 +144,11 @@ class Search:
         return self._stage_of.get(candidate, "library")
 
     def claim(self, candidate: Candidate) -> None:
-        """The candidate is tried whatever the stages say: it is not asked for again."""
+        """Count the candidate as tried, outside the stages, so that the search does not ask for it again."""
         self._claim(candidate, "explore", counted=True)
 
     def is_open(self, candidate: Candidate) -> bool:
-        """Whether the candidate may be asked for and was not yet."""
+        """Whether the search may ask for the candidate and has not done so yet."""
         return self._is_new(candidate) and self._is_allowed(candidate)
 
     def planned_screen(self) -> list[Candidate]:
@@ -155,14 +158,15 @@ class Search:
         return list(itertools.islice(dict.fromkeys(new), self.budget.screen))
 
     def planned_launches(self) -> list[Candidate]:
-        """What the last stage would ask for by the results so far: a launch may need another kernel."""
+        """Return what the last stage would ask for after the results so far: a launch may need another
+        kernel."""
         new = (c for c in self._launches_of_leaders() if self._is_new(c) and self._is_allowed(c))
         return list(itertools.islice(new, self.budget.refine)) if self.stage != "done" else []
 
     def ask(self, count: int = 24) -> list[Candidate]:
         """The next candidates, at most `count`; empty when the budget is spent or nothing new is left.
 
-        A batch ends early where the next stage needs the values of this one.
+        A batch ends early if the next stage needs its values.
         """
         batch: list[Candidate] = []
         while len(batch) < count:
@@ -178,7 +182,7 @@ class Search:
     def tell(self, candidate: Candidate, value: float | None) -> None:
         """What came of a candidate: its speed relative to the baseline, or None when it failed.
 
-        Raises ValueError for a value that is not a positive number.
+        Raises ValueError if the value is not a positive number.
         """
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ValueError(f"value {value} of {candidate}: a positive ratio, or None for a failure")
@@ -187,11 +191,12 @@ class Search:
             self._explorer.tell(candidate, value)
 
     def finalists(self, count: int) -> list[Candidate]:
-        """The candidates with the highest values, best first; of equals the earlier one."""
+        """Return the candidates with the highest values, best first; the earlier of equal ones comes
+        first."""
         measured = [(candidate, value) for candidate, value in self.results.items() if value is not None]
         return [candidate for candidate, _ in sorted(measured, key=lambda pair: -pair[1])[:count]]
 
-    # The stages are one generator of candidates. It yields None where values of all before are needed.
+    # The stages are one generator of candidates. It yields None when it needs the values of all earlier ones.
 
     def _stages(self) -> Iterator[Candidate | None]:
         yield from self._take(self._library, "library", limit=len(self._library), counted=False)
@@ -200,7 +205,7 @@ class Search:
         yield from self._take(seeds, "screen", limit=budget.screen)
         yield from self._take(self._screening_order(), "screen", limit=budget.screen)
         yield None
-        # Neither waits for the other's values: one batch of both.
+        # Neither needs the other's values, so both go into one batch.
         spent = self._spent
         yield from self._take(self._variants(), "vary", limit=spent + budget.vary)
         if budget.explore:
@@ -224,7 +229,7 @@ class Search:
     def _take(
         self, candidates: Iterable[Candidate], stage: StageName, *, limit: int, counted: bool = True
     ) -> Iterator[Candidate]:
-        """The new and allowed ones of `candidates`, while less than `limit` trials are spent in all."""
+        """Yield the new and allowed `candidates` while fewer than `limit` trials are spent in total."""
         for candidate in candidates:
             if counted and self._spent >= limit:
                 return
@@ -240,7 +245,8 @@ class Search:
         self.asked.append(candidate)
 
     def _completed(self, candidate: Candidate) -> Candidate:
-        """A stored launch with the parameters that came later, at their first values: what it did then."""
+        """Return a stored launch with later parameters added at their first values, which do what it did
+        then."""
         if candidate.kernel not in self._by_kernel:
             return candidate
         later = {n: v[0] for n, v in self.launch_values.items() if n not in candidate.params}
@@ -254,7 +260,8 @@ class Search:
         return best_launch is not None and (candidate == best_launch or self._allowed(candidate))
 
     def _explore(self, limit: int) -> Iterator[Candidate | None]:
-        """Without an explorer, or where it has nothing new, the model's next best."""
+        """Yield the explorer's suggestions; without an explorer or a new suggestion, the model's next best
+        kernel."""
         if self._explorer is None and self.make_explorer is not None:
             self._explorer = self.make_explorer()
         for number in itertools.count():
@@ -272,7 +279,8 @@ class Search:
             yield from self._take([candidate], "explore", limit=limit)
 
     def _variants(self) -> Iterator[Candidate]:
-        """Kernels that share tile and cluster with the fastest, of each in the model's order, in turn."""
+        """Yield kernels that share tile and cluster with the leaders: in turn for each leader, in the model's
+        order."""
         of_tile: dict[tuple[Value | None, ...], list[Candidate]] = {}
         for candidate in self.ranked:
             of_tile.setdefault(_tile_and_cluster(candidate), []).append(candidate)
@@ -285,19 +293,20 @@ class Search:
         return _spread(self.ranked, self._plan.trusted)
 
     def _other_rasterizations(self) -> Iterator[Candidate]:
-        """For each kernel, the fastest first, both raster orders with a small and with a large swizzle size.
+        """Yield for each kernel, fastest first, both raster orders with a small and with a large swizzle
+        size.
 
         The model ranks kernels better than their rasterizations: on an H200 (2026-11-21) the fastest kernel
-        of 4096x4096x4096 was at 0.944 of torch.mm as screened, at a swizzle size of one cluster, and 36th;
-        at eight it is at 1.049. That of 8192x8192x8192 was at 1.023 and 33rd; along the
-        other mode it is at 1.065.
+        for 4096x4096x4096 screened at 0.944 of torch.mm and in 36th place with a swizzle size of one cluster;
+        with eight it reaches 1.049. The fastest for 8192x8192x8192 screened at 1.023 and in 33rd place; along
+        the other mode it reaches 1.065.
         """
         if _RASTER not in self.launch_values or _SWIZZLE not in self.launch_values:
             return
         orders, widths = self.launch_values[_RASTER], self.launch_values[_SWIZZLE]
         narrow, wide = widths[len(widths) // 4], widths[len(widths) * 3 // 4]
         for leader in self._best_of_kernels():
-            # Its own width, or the one of two that is nearer, stands for its side.
+            # The kernel's own width stands for the nearer of the two widths.
             is_narrow = widths.index(leader[_SWIZZLE]) <= len(widths) // 2
             near, far = (narrow, wide) if is_narrow else (wide, narrow)
             others = [order for order in orders if order != leader[_RASTER]]
@@ -313,7 +322,8 @@ class Search:
         return list(best.values())
 
     def _launches_of_leaders(self) -> Iterator[Candidate]:
-        """Launches of the fastest kernels in turn, each from its best launch outwards; then of the next."""
+        """Yield launches of the leading kernels in turn, each from its best launch outwards; then of the next
+        ones."""
         leaders = iter(self._best_of_kernels())
         while group := list(itertools.islice(leaders, self.budget.leaders)):
             for leader in group:
@@ -324,18 +334,18 @@ class Search:
 
 
 class Portfolio:
-    """The searches of a problem's families, run as one: asks and tells as `Search` does.
+    """Runs the searches of a problem's families as one search, with the `ask` and `tell` of `Search`.
 
-    The first search is the one expected to win. Every family shows its model's first kernels; the first one's
-    search runs to its end; then those that came near the best go on with theirs. So what a family can do on a
-    problem is measured, for a few candidates.
+    The first search is of the family that is expected to win. Every family first tries its model's best
+    kernels. Then the first search runs to its end, and the families that came near the best continue with
+    theirs. So a few candidates measure how fast each family is on the problem.
     """
 
     note = ""
-    """What is to be said of it at its end: nothing."""
+    """The note for the user when the search ends: none."""
 
     def __init__(self, searches: Sequence[Search], plan: Plan) -> None:
-        """plan: whose margins say which family goes on."""
+        """plan: its margins decide which families continue."""
         self._margin, self._behind = plan.margin, plan.behind
         self.searches = list(searches)
         self._current: Search | None = self.searches[0] if self.searches else None
@@ -344,7 +354,8 @@ class Portfolio:
 
     @property
     def trials(self) -> int:
-        """Candidates asked for whatever the results: the first search, the others' first rounds."""
+        """The number of candidates that any results lead to: the first search and the others' first
+        rounds."""
         others = sum(_first_round(search) for search in self.searches[1:])
         return others + sum(search.budget.trials for search in self.searches[:1])
 
@@ -363,13 +374,13 @@ class Portfolio:
         return planned + [c for search in self.searches[:1] for c in search.planned_screen()]
 
     def planned_launches(self) -> list[Candidate]:
-        """As `Search.planned_launches`, of the search that is under way."""
+        """Return `Search.planned_launches` of the search in progress."""
         return self._current.planned_launches() if self._current is not None else []
 
     def ask(self, count: int = 24) -> list[Candidate]:
         """The next candidates, at most `count`; empty when the budgets are spent.
 
-        The first rounds of all families come together, with the first search's beginning.
+        One batch has the first rounds of all families and the beginning of the first search.
         """
         batch: list[Candidate] = []
         for search in self.searches[1:]:
@@ -393,7 +404,7 @@ class Portfolio:
             self._values[candidate.family].append(value or 0.0)
 
     def _is_near(self, search: Search) -> bool:
-        # Like is compared with like: the first search has seen many more candidates by now.
+        # First rounds compare with first rounds: the first search has seen many more candidates by now.
         best = {one: self._best_of_first_round(one) for one in self.searches}
         others = [value for name, own in self._values.items() if name != search.family for value in own]
         least = max((1 - self._margin) * max(best.values()), (1 - self._behind) * max(others, default=0.0))
@@ -408,7 +419,7 @@ def _first_round(search: Search) -> int:
 
 
 def first_of_each_kernel(ranked: Iterable[Candidate]) -> list[Candidate]:
-    """The best-ranked launch of each kernel: what `Search` wants as `ranked`, from any list of candidates."""
+    """Return the best-ranked launch of each kernel of a list, as `Search` takes them in `ranked`."""
     best: dict[Candidate, Candidate] = {}
     for candidate in ranked:
         best.setdefault(candidate.kernel, candidate)
@@ -418,8 +429,8 @@ def first_of_each_kernel(ranked: Iterable[Candidate]) -> list[Candidate]:
 def launches_around(
     leader: Candidate, launch_values: Mapping[str, Sequence[Value]], most: int | None = None
 ) -> list[Candidate]:
-    """Every launch of the leader's kernel that differs in at most so many parameters, those with fewest
-    differences first.
+    """Return every launch of the leader's kernel that differs from the leader in at most `most` parameters,
+    those with the fewest differences first.
     """
     names, lists = launch_values.keys(), launch_values.values()
     grid = (
@@ -439,13 +450,13 @@ def is_ordered(listed: Sequence[Value]) -> bool:
 
 
 def in_order(values: Iterable[Value]) -> tuple[Value, ...]:
-    """Distinct values of a list that stays the same for a whole study."""
+    """Return the distinct values in an order that stays the same for a whole study."""
     return tuple(sorted(dict.fromkeys(values), key=lambda value: (str(type(value)), value)))
 
 
 @contextmanager
 def quiet_optuna() -> Iterator[None]:
-    """Without Optuna's lines about new studies and experimental options."""
+    """Suppress Optuna's messages about new studies and experimental options."""
     import optuna
 
     verbosity = optuna.logging.get_verbosity()
@@ -462,8 +473,8 @@ _END = Candidate("end of the stream")
 
 
 def _spread(ranked: Sequence[Candidate], trusted: int) -> list[Candidate]:
-    """The model's first in its order; then, in case it is wrong, the best of each tile and cluster shape
-    first, few clusters per tile, and the rest."""
+    """Return the model's first kernels in its order; then, in case the model is wrong, the best kernel of
+    each tile and cluster shape, with few clusters per tile; then the rest."""
     clusters_of_tile: Counter[tuple[Value | None, ...]] = Counter()
     seen: set[tuple[Value | None, ...]] = set()
     begin, first, rest = list(ranked[:trusted]), [], []

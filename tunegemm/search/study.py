@@ -1,10 +1,11 @@
-"""The search of one problem is an Optuna study: what is tried, known or impossible is a trial of it.
+"""The search of one problem as an Optuna study: tried, known and infeasible candidates are its trials.
 
-`StudySpace` has the parameters of trials, `RooflineSampler` suggests candidates in the order of a search, and
-`ProblemStudy` asks for them in batches and is told what came of each. A trial's value is the measured speed
-relative to torch.mm. Its user attributes say the rest: `stage`, `family`, `label`, `candidate`, `evidence`,
-`microseconds`, and `failure` or `rule` and `reason`. What fails to compile or to run is FAIL; what a rule
-forbids is PRUNED, and was neither compiled nor counted. Importing this module imports Optuna.
+`StudySpace` defines the parameters of trials, `RooflineSampler` suggests candidates in the order of a search,
+and `ProblemStudy` asks for them in batches and takes the result of each. A trial's value is the measured
+speed relative to torch.mm. Its user attributes have the rest: `stage`, `family`, `label`, `candidate`,
+`evidence`, `microseconds`, and `failure` or `rule` and `reason`. A candidate that fails to compile or to run
+is FAIL. One that a rule forbids is PRUNED: it was neither compiled nor counted. Importing this module imports
+Optuna.
 """
 
 from __future__ import annotations
@@ -31,17 +32,19 @@ if TYPE_CHECKING:
     from tunegemm.search.delegate import Suggested
     from tunegemm.search.surrogate import Features, Surrogate
 
-#: Of the vendor's library: the place of an algorithm among those that it named, torch.mm first. Its own
-#: parameters are words of one version of the library; the trial's attribute `candidate` has them.
+#: The parameter of a vendor library's algorithm: its index among those that the library named, torch.mm
+#: first. The algorithm's own parameters belong to one version of the library; the trial's attribute
+#: `candidate` has them.
 ALGORITHM, _MOST_ALGORITHMS = "library_algorithm", 1023
-#: Under so many trials the best tenth is two candidates or fewer, which show nothing.
+#: With fewer trials, the best tenth is at most two candidates, which show nothing.
 FEWEST_TRIALS = 24
 
 
 class StudySpace:
-    """Distributions of all parameters of all families of a study: value lists that never change within it.
+    """The distributions of all parameters of a study's families: value lists that never change within the
+    study.
 
-    Families that name a parameter alike share its list, as one distribution belongs to a name in a study.
+    Families that use the same parameter name share its list, because a study has one distribution per name.
     """
 
     def __init__(
@@ -50,8 +53,9 @@ class StudySpace:
         library: Sequence[Candidate] = (),
         candidates: Iterable[Candidate] = (),
     ) -> None:
-        """spaces: of the families. library: algorithms, which have no space. candidates: further ones, whose
-        values are added to the lists: a recording may have some that the space lacks today.
+        """spaces: one of each family. library: algorithms, which have no space. candidates: further
+        candidates, whose values are added to the lists: a recording may have values that the space lacks
+        today.
         """
         lists: dict[str, dict[Value, None]] = {}
         self._families: set[str] = set()
@@ -71,7 +75,7 @@ class StudySpace:
 
     @property
     def digest(self) -> str:
-        """A hash of the lists: a study of another space has another."""
+        """A hash of the lists, which differs between spaces."""
         text = json.dumps([sorted(self._families), self.lists])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -80,7 +84,7 @@ class StudySpace:
         return {name: self._distribution(name) for name in self.params(candidate)}
 
     def params(self, candidate: Candidate) -> dict[str, Any]:
-        """A candidate as a trial's parameters. A value that no list has is left out."""
+        """Return a candidate as a trial's parameters, without values that no list has."""
         found: dict[str, Any] = {FAMILY: candidate.family}
         if candidate.family not in self._families:
             place = self._library.setdefault(candidate, len(self._library))
@@ -89,7 +93,8 @@ class StudySpace:
 
     def _distribution(self, name: str) -> BaseDistribution:
         if name not in self._known:
-            # Values as they are, which charts and dashboards show; a sampler sees numbers in their order.
+            # The values themselves, because charts and dashboards show them; a sampler sees numbers in their
+            # order.
             if name == ALGORITHM:
                 self._known[name] = IntDistribution(0, _MOST_ALGORITHMS)
             elif name == FAMILY:
@@ -101,11 +106,12 @@ class StudySpace:
 
 
 class RooflineSampler(BaseSampler):
-    """The model's order by cycles and joules and what won for neighbours, then variants and launches of the
-    best; after these what a Gaussian process expects most of (`tunegemm.search.surrogate`).
+    """Suggests the model's first by cycles and joules and the winners of neighbours, then variants and
+    launches of the best, then the most promising candidates of a Gaussian process
+    (`tunegemm.search.surrogate`).
 
-    `tunegemm.tune` gives it the order of its problem, from which it takes one candidate a trial. Alone, as in
-    a study of something else, and after the last trial of a tuning, it is Optuna's TPE.
+    `tunegemm.tune` passes it the order of its problem, from which it takes one candidate per trial. Without
+    an order, as in a study of something else, and after the last trial of a tuning, it is Optuna's TPE.
     """
 
     def __init__(
@@ -116,24 +122,25 @@ class RooflineSampler(BaseSampler):
         beyond: BaseSampler | None = None,
         seed: int | None = None,
     ) -> None:
-        """order, space: the candidates, and how they are a trial's parameters. beyond: in place of TPE,
-        whose seed is `seed`.
+        """order, space: the candidates, and their form as a trial's parameters. beyond: a sampler in place of
+        TPE. seed: of TPE.
         """
         self._order, self.space = order, space
         self._beyond = beyond or _tpe(seed)
         self._waiting: deque[Candidate] = deque()
         self._given: dict[int, Candidate] = {}
-        #: What a search goes by in place of the value that the study is told.
+        #: The values that the search uses in place of those that the study stores.
         self._search_values: dict[Candidate, float | None] = {}
 
     def prepare(self, count: int) -> list[Candidate]:
-        """The candidates of the next trials, at most `count`, as far as no value is needed before."""
+        """Return the candidates of the next trials, at most `count`, up to the first that needs earlier
+        values."""
         if self._order is not None and not self._waiting:
             self._waiting.extend(self._order.ask(count))
         return list(self._waiting)[:count]
 
     def expect(self, candidate: Candidate, search_value: float | None) -> None:
-        """What the search is to go by when the candidate's trial is told."""
+        """Set the value that the search uses when the candidate's trial ends."""
         self._search_values[candidate] = search_value
 
     def reseed_rng(self) -> None:
@@ -175,31 +182,31 @@ class RooflineSampler(BaseSampler):
         self._order.tell(candidate, self._search_values.pop(candidate, told))
 
     def __getstate__(self) -> Mapping[str, Any]:
-        """Without the order, which knows kernels of this process: a study that is kept needs it no more."""
+        """Leave out the order, which holds kernels of this process: a stored study no longer needs it."""
         lost: dict[str, Any] = {"_order": None, "_waiting": deque(), "_given": {}, "_search_values": {}}
         return self.__dict__ | lost | {"_beyond": _tpe(None)}
 
 
 def _tpe(seed: int | None) -> BaseSampler:
-    """It begins where another order ends: no trial of it is by chance."""
+    """Create a TPE that samples no trial at random, because it follows another order."""
     with quiet_optuna():
         return TPESampler(seed=seed, n_startup_trials=1, multivariate=True, constant_liar=True)
 
 
 @dataclass(frozen=True)
 class Told:
-    """What came of a candidate."""
+    """The result of a candidate."""
 
     ratio: float | None
-    """Its speed relative to torch.mm; None where it failed."""
+    """Speed relative to torch.mm; None if the candidate failed."""
     microseconds: float | None = None
     evidence: str = ""
     failure: str = ""
-    """Where it failed, and why."""
+    """The stage and reason of a failure."""
 
 
 class ProblemStudy:
-    """Asks and tells in batches as `Portfolio` does, and keeps all of it as trials of `study`."""
+    """Asks and tells in batches as `Portfolio` does, and keeps every candidate as a trial of `study`."""
 
     def __init__(
         self,
@@ -216,11 +223,11 @@ class ProblemStudy:
         attributes: Mapping[str, Any] | None = None,
     ) -> None:
         """
-        portfolio: the order of the default sampler; any sampler may suggest what its searches have.
-            `order` is this one, or what takes its place for another sampler.
+        portfolio: the order of the default sampler; every sampler suggests candidates of its searches.
+            `order` is the portfolio, or its replacement for another sampler.
         library: candidates outside the space, which come first for any sampler.
         verdict: why a point of the space is no candidate. features: see `Surrogate`.
-        sampler: one of Optuna's in place of `RooflineSampler`. seed: of what that hands over to.
+        sampler: an Optuna sampler in place of `RooflineSampler`. seed: of the sampler that follows it.
         name, attributes: of the study.
         """
         self.space, self._label = space, label
@@ -245,7 +252,7 @@ class ProblemStudy:
         self._running: dict[Candidate, tuple[optuna.trial.Trial, StageName]] = {}
 
     def ask(self, count: int = 24) -> list[Candidate]:
-        """The candidates of new trials, at most `count`; empty when the budget is spent."""
+        """Start new trials and return their candidates, at most `count`; empty when the budget is spent."""
         batch = self._sampler.prepare(count)
         for candidate in batch:
             trial = self.study.ask(self.space.distributions(candidate))
@@ -253,10 +260,10 @@ class ProblemStudy:
         return batch
 
     def tell(self, candidate: Candidate, search_value: float | None, told: Told | None = None) -> None:
-        """What came of a candidate, also of one that nobody asked for.
+        """Record the result of a candidate, even if the study did not ask for it.
 
-        search_value: what the search goes by. told: what was measured; by default the same. A candidate may
-        be told again: then the search learns it, and its trial stays as it was measured.
+        search_value: the value that the search learns. told: the measured result; by default the same.
+        Telling a candidate again updates the search and leaves the trial as it was measured.
         """
         told = told or Told(search_value)
         if candidate in self._running:
@@ -272,19 +279,19 @@ class ProblemStudy:
         self.order.tell(candidate, search_value)
 
     def add(self, candidate: Candidate, told: Told, stage: str) -> None:
-        """A finished trial that nobody asked for: a known result, or one of the final race."""
+        """Add a finished trial that the study did not ask for: a known result, or one of the final race."""
         self._done.add(candidate)
         state = TrialState.COMPLETE if told.ratio is not None else TrialState.FAIL
         self._add(candidate, state, self._attributes(candidate, stage, told), told.ratio)
 
     def prune(self, candidate: Candidate, verdict: Verdict) -> None:
-        """A point of the space that is no candidate, with the rule that says so."""
+        """Add a point of the space that is no candidate, with the rule that rejects it."""
         shown = {"rule": verdict.rule or "", "reason": verdict.reason}
         attributes = self._attributes(candidate, "explore", Told(None)) | shown
         self._add(candidate, TrialState.PRUNED, attributes)
 
     def finish(self) -> None:
-        """Trials that were not told are failed ones: the search ended before."""
+        """Mark unfinished trials as failed, because the search ended before their results."""
         for candidate in list(self._running):
             self.tell(candidate, None, Told(None, failure="not measured: the search ended before"))
 
@@ -304,15 +311,15 @@ class ProblemStudy:
 
 
 def _surrogate(search: Search, **options: Any) -> Surrogate:
-    """Imports NumPy, which most searches do without."""
+    """Create a `Surrogate`. This imports NumPy, which most searches do not need."""
     from tunegemm.search.surrogate import Surrogate
 
     return Surrogate(search, **options)
 
 
 def of_family(study: optuna.Study, family: str) -> optuna.Study:
-    """The trials of one family that have a value, as a study in memory: all have the same parameters, as
-    Optuna's importances and some of its charts want it. Parameters with one value are left out.
+    """Return the trials of one family that have a value, as a study in memory: all have the same parameters,
+    as Optuna's importances and some of its charts require. Parameters with a single value are left out.
     """
     return _alike([one for one in _complete(study) if one.params.get(FAMILY) == family])
 
@@ -322,7 +329,7 @@ def _complete(study: optuna.Study) -> list[FrozenTrial]:
 
 
 def _alike(done: Sequence[FrozenTrial]) -> optuna.Study:
-    """A study of finished trials, with the parameters that they share and that vary."""
+    """Return a study of finished trials, with the parameters that all of them have and that vary."""
     values: dict[str, set[Any]] = {}
     for trial in done:
         for name, value in trial.params.items():
@@ -351,8 +358,9 @@ def _finished(
     attributes: dict[str, Any] | None = None,
     state: TrialState = TrialState.COMPLETE,
 ) -> FrozenTrial:
-    """A finished trial of no study yet. `optuna.trial.create_trial` compares each parameter with each choice,
-    as adding it to a study does once more: of hundreds of trials that is most of the time.
+    """Return a finished trial that belongs to no study yet. `optuna.trial.create_trial` compares each
+    parameter with each choice, and adding the trial to a study repeats that: for hundreds of trials this
+    takes most of the time.
     """
     now = datetime.now()
     return FrozenTrial(
@@ -363,15 +371,16 @@ def _finished(
 
 
 def finished_trials(results: Iterable[tuple[Candidate, float]]) -> list[FrozenTrial]:
-    """Measured candidates and their speeds relative to torch.mm, as trials of no study yet."""
+    """Return measured candidates and their speeds relative to torch.mm as trials that belong to no study
+    yet."""
     listed = list(results)
     space = StudySpace([], candidates=[candidate for candidate, _ in listed])
     return [_finished(space.params(one), space.distributions(one), ratio) for one, ratio in listed]
 
 
 def importances(trials: optuna.Study | Sequence[FrozenTrial]) -> dict[str, dict[str, float]]:
-    """Which of each family's parameters decide about speed, the most first: by Optuna's PED-ANOVA, which asks
-    how the best tenth of the trials differs from all. Families with too few trials to tell are left out.
+    """Return the parameters of each family that matter most for speed, in descending order, by Optuna's
+    PED-ANOVA: it compares the best tenth of the trials with all. Families with too few trials are left out.
 
     trials: a study, or finished trials.
     """

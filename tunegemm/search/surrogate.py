@@ -1,13 +1,13 @@
-"""What explores where our order ends: a Gaussian process over kernels and their launches.
+"""The explorer that follows our order: a Gaussian process over kernels and their launches.
 
-The logarithm of a candidate's speed is taken to be the sum of a constant, a multiple of each opinion of the
-model, a part that kernels like it have and a part that launches like it have. So what a launch gained on one
-kernel is expected on its like. Every kernel is looked at, and launches of the fastest ones; of all these that
-with the largest expected improvement is suggested (Jones et al., 1998).
+It models the logarithm of a candidate's speed as the sum of a constant, a multiple of each feature from the
+model, a term shared by similar kernels and a term shared by similar launches. So if a launch is faster on one
+kernel, it expects the same gain on similar kernels. It considers every kernel, and further launches of the
+fastest ones, and suggests the candidate with the largest expected improvement (Jones et al., 1998).
 
-Lengths and variances are fixed. Over 16 sweeps of an H100, each also without a fifth of its candidates, the
-regret after 64 trials was no smaller with lengths fitted to the results, and much the same for lengths of 0.2
-to 0.5 (decision 26; docs/results has the regret beside that of Optuna's samplers).
+Length scales and variances are fixed. Over 16 sweeps of an H100, each also without a fifth of its candidates,
+the regret after 64 trials was no smaller with fitted length scales, and much the same for length scales of
+0.2 to 0.5 (decision 26; docs/results has the regret beside that of Optuna's samplers).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate.feasibility import FEASIBLE, Verdict
 from tunegemm.search.search import Search, in_order, is_ordered, launches_around
 
-#: What the model thinks of candidates: a row of numbers each, higher for better.
+#: The model's features of candidates: a row of numbers each; higher is better.
 Features = Callable[[Sequence[Candidate]], Sequence[Sequence[float]]]
 
-#: How far a result tells of others: this part of a parameter's range, or of a change of a word.
+#: The length scale: a fraction of a parameter's range, or of the distance between two words.
 _LENGTH = 0.37
-#: The variance of what is measured twice, as a part of that of the results.
+#: Measurement noise, as a fraction of the variance of the results.
 _NOISE = 0.007
-#: Kernels, the fastest ones, of which further launches are looked at: those that differ from the best one in
-#: so many parameters. Of other kernels it is the one that the model prefers.
+#: How many of the fastest kernels have further launches considered, and in how many parameters these may
+#: differ from the kernel's best launch. Other kernels have only the launch that the model prefers.
 _LEADERS, _DIFFERENCES = 12, 2
 
 
@@ -47,9 +47,9 @@ class Surrogate:
         features: Features | None = None,
     ) -> None:
         """
-        search: whose candidates are suggested, and whose results are known.
-        verdict: why a launch is no candidate; reject: called with each such one that would be suggested.
-        features: what the model thinks of a candidate.
+        search: its candidates may be suggested, and its results are known.
+        verdict: why a launch is no candidate; reject: called with each such launch that came up.
+        features: the model's features of candidates.
         """
         self._search, self._verdict, self._reject = search, verdict, reject
         self._features = features or (lambda candidates: [()] * len(candidates))
@@ -70,7 +70,7 @@ class Surrogate:
             self.tell(candidate, value)
 
     def suggest(self) -> Candidate | None:
-        """A candidate that may be asked for and was not yet; None before any result, and after the last."""
+        """Return an open candidate; None before the first result, and when no candidate is left."""
         if not self._results:
             return None
         self._open_leaders()
@@ -87,7 +87,8 @@ class Surrogate:
         return None
 
     def start(self, candidate: Candidate) -> None:
-        """Until its result it counts as what is expected of it: its like wait (*kriging believer*)."""
+        """Take the expected value as the candidate's result until the real one (*kriging believer*), so that
+        similar candidates wait."""
         if not self._results or not self._look_at([candidate]):
             return
         if (place := self._places[candidate]) not in self._results:
@@ -95,7 +96,7 @@ class Surrogate:
             self._believed.add(place)
 
     def tell(self, candidate: Candidate, value: float | None) -> None:
-        """What came of a candidate; None when it failed, which tells nothing of others."""
+        """Learn the value of a candidate; None if it failed, which says nothing about others."""
         if not self._look_at([candidate]):
             return
         place = self._places[candidate]
@@ -106,8 +107,8 @@ class Surrogate:
         self._believed.discard(place)
 
     def _open_leaders(self) -> None:
-        """Looks at further launches of the kernels that were measured to be the fastest, once one kernel was
-        measured in two launches: before that nothing is known of launches but that they differ.
+        """Add further launches of the fastest measured kernels, once two launches of one kernel were
+        measured. Before that, no result shows how launches differ.
         """
         leaders: dict[Candidate, Candidate] = {}
         for place in sorted(self._results, key=lambda one: -self._results[one]):
@@ -120,10 +121,12 @@ class Surrogate:
                 self._look_at(launches_around(leader, self._search.launch_values, most=_DIFFERENCES))
 
     def _look_at(self, candidates: Sequence[Candidate]) -> bool:
-        """Makes them rows; whether the last one is a row, which it is not with a value of no list."""
+        """Add candidates as rows. Return whether the last one is a row; a value outside the lists prevents
+        that."""
         new = [one for one in candidates if one not in self._places and self._is_known(one)]
         if new:
-            # Opinions compare with the best of those that are asked for: the first kernel's is the measure.
+            # Features are relative to the best of one call: the first kernel, in every call, makes them
+            # comparable.
             anchor = self._search.ranked[0]
             opinions = numpy.array(self._features([anchor, *new]))
             opinions = opinions[1:] - opinions[:1]
@@ -140,7 +143,7 @@ class Surrogate:
         return all(params.get(axis.name) in axis.places for axis in (*self._of_kernel, *self._of_launch))
 
     def _predict(self) -> tuple[Any, Any]:
-        """Of each row the expected logarithm of its speed, and its standard deviation."""
+        """Return the expected logarithm of each row's speed, and its standard deviation."""
         rows = numpy.array(self._rows)
         done = numpy.array(list(self._results))
         values = numpy.array(list(self._results.values()))
@@ -166,7 +169,7 @@ class Surrogate:
 
 
 class _Axis:
-    """A parameter as coordinates: a number is its place in the list, a word one of as many directions."""
+    """A parameter as coordinates: a number is its place in the list, a word is one-hot."""
 
     def __init__(self, name: str, values: Iterable[Value]) -> None:
         listed = in_order(values)
@@ -182,7 +185,7 @@ class _Axis:
 
 
 def _matern(some: Any, others: Any) -> Any:
-    """Matérn's covariance of smoothness 5/2, for each of some and each of the others."""
+    """Return the Matérn 5/2 covariance between each row of `some` and each row of `others`."""
     squares = (some**2).sum(1)[:, None] + (others**2).sum(1)[None, :] - 2 * some @ others.T
     distance = numpy.sqrt(5 * numpy.maximum(squares, 0))
     return (1 + distance + distance**2 / 3) * numpy.exp(-distance)

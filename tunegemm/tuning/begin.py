@@ -1,7 +1,7 @@
-"""Where a search begins: what is known of the problem, what was best elsewhere, the library's algorithms, and
-every generator's kernels in the model's order. Where nothing can be timed, that order is all there is.
+"""The start of a search: known results, the best candidates from elsewhere, the library's algorithms, and
+every generator's kernels in the model's order. If nothing can be timed, that order is the result.
 
-`Ahead` begins to compile what a search will ask for, of this problem and of the next.
+`Ahead` compiles early what the searches of this problem and the next will ask for.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ if TYPE_CHECKING:
     from tunegemm.search.study import ProblemStudy, Told
     from tunegemm.store import Database
 
-#: What kernels differ by in more than their ring and their epilogue; and by how much the model may think a
-#: kernel of the same shape slower for it to be measured in place of one that would have to be compiled.
+#: The parameters of a kernel's shape, which leave out its ring and its epilogue. A compiled kernel of the
+#: same shape replaces one that would need compiling, if the model predicts at most this many times its
+#: duration.
 _SHAPE = ("schedule", "tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab")
 _AS_GOOD = 1.01
 #: Kernels by the name of their family and their key.
 Named = list[tuple[str, Key]]
-#: Kernels compiled where nothing can be timed, to show that the model's best are real.
+#: How many kernels to compile if nothing can be timed, to show that the model's best are real.
 _MODELLED = 16
 
 
@@ -63,17 +64,17 @@ def start_search(
     seed: int = 0,
     sampler: BaseSampler | None = None,
 ) -> ProblemStudy:
-    """The study of a problem: one search per generator that has kernels for it; the first one has the
-    library's algorithms. What is known of the problem already are trials of the study.
+    """Return the study of a problem: one search per generator that has kernels for it. The first search
+    includes the library's algorithms. Known results of the problem become trials of the study.
 
     swept, compiled: see `Kernels.ranked`. ready: see `limit_uncompiled`. effort, limit: how many candidates;
-    see `tunegemm.search.efforts`. sampler: one of Optuna's in place of the project's.
+    see `tunegemm.search.efforts`. sampler: an Optuna sampler in place of the project's.
     """
     from tunegemm.search.study import ProblemStudy, StudySpace, Told
 
     problem, device, numbers = run.problem, run.device, profile(effort)
     if swept is not None and compiled is not None:
-        # A kernel that is compiled in one order of clusters may have been recorded in another.
+        # A kernel may be compiled in one order of clusters and recorded in another.
         generated = set(kernels.generators)
         swept = {c for c in swept if c.family not in generated or kernels.is_compiled(problem, c, compiled)}
     measured = run.screened  # the library's, which the database may have by now
@@ -98,7 +99,7 @@ def start_search(
         run.feasible += ranking.feasible
         is_first = not searches
         begin = [seed for seed in first_tries if seed.family == name]
-        # What is known to be good is tried whatever the model says of it.
+        # Known good candidates are tried whatever the model predicts.
         kernels_ranked = {candidate.kernel for candidate in ranked}
         ranked += [c for c in begin if c.kernel not in kernels_ranked and allowed(c)]
         searches.append(
@@ -122,7 +123,7 @@ def start_search(
         searches.append(Search([], {}, numbers.plan, library=library, known=values, trials=limit))
 
     def verdict(point: Candidate) -> Verdict:
-        """Why a point of the value lists is no candidate, or not one that may be tried here."""
+        """Return why a point of the value lists is no candidate, or may not be tried here."""
         if point.family not in kernels.generators:
             return FEASIBLE
         for name, value in point.params.items():
@@ -163,13 +164,13 @@ def start_search(
 
 
 class Ahead:
-    """Plans searches, of one problem and of the next, as far as they depend on nothing that is measured."""
+    """Plans the searches of this problem and the next, as far as they do not depend on measurements."""
 
     def __init__(
         self, kernels: Kernels, pool: CompilePool, *, compiled_only: bool = False, is_known: bool = True
     ) -> None:
-        """compiled_only: only what has an object is tried. is_known: whether it is known what a search asks
-        for first; of a sampler of somebody else it is not.
+        """compiled_only: whether to try only kernels that have an object. is_known: whether the first
+        candidates of a search are known in advance; with a foreign sampler they are not.
         """
         self._kernels, self.pool = kernels, pool
         self._compiled_only, self._is_known = compiled_only, is_known
@@ -178,7 +179,7 @@ class Ahead:
         self._ready: dict[Problem, Ready] = {}
 
     def close(self) -> None:
-        """End its thread."""
+        """End the thread."""
         self._thread.shutdown(cancel_futures=True)
 
     def is_planned(self, problem: Problem) -> bool:
@@ -186,11 +187,11 @@ class Ahead:
         return problem in self._planned
 
     def plan(self, problem: Problem, effort: Effort, limit: int | None) -> None:
-        """Begin to compile for the problem that follows, in a thread: what its search asks for first."""
+        """Begin to compile, in a thread, the first candidates of the following problem's search."""
         self._planned[problem] = self._thread.submit(self.ranked_by, problem, effort, limit, Urgency.NEXT)
 
     def start(self, problem: Problem, effort: Effort, limit: int | None) -> None:
-        """Begin to compile for the problem whose search begins: as it was planned, or is planned now."""
+        """Begin to compile for the problem whose search starts, by its earlier plan or one made now."""
         planned = self._planned.pop(problem, None)
         if planned is None or planned.exception() is not None:
             self.ranked_by(problem, effort, limit, Urgency.NOW)
@@ -198,28 +199,28 @@ class Ahead:
             self._submit(planned.result(), Urgency.IDLE)
 
     def wait(self) -> None:
-        """Until all that was to be planned is."""
+        """Wait until all planning is done."""
         self._thread.submit(bool).result()
 
     def ready(self, problem: Problem, effort: Effort) -> Ready | None:
-        """Which kernels a quick search on a GPU prefers: the same before and after it began to compile. None
-        for any.
+        """Return the compiled kernels that a quick search on a GPU prefers: the same set before and after it
+        began to compile. None for no preference.
         """
         if profile(effort).compiling is None or not self._kernels.device.is_real:
             return None
         return self._ready.setdefault(problem, self.pool.ready())
 
     def compiled(self) -> Ready | None:
-        """Which kernels alone may be tried; None for all."""
+        """Return the only kernels that may be tried; None for all."""
         return self.pool.ready() if self._compiled_only else None
 
     def forget(self, problem: Problem) -> None:
-        """The problem is tuned."""
+        """Drop the data of a problem whose tuning is done."""
         self._ready.pop(problem, None)
 
     def ranked_by(self, problem: Problem, effort: Effort, limit: int | None, urgency: Urgency) -> Named:
-        """Submits what searches ask for first, as far as that does not depend on the database; and, for when
-        cores have nothing else to do, the kernels that it returns: what a quick one may ask for later.
+        """Submit what the searches ask for first, as far as that does not depend on the database. Also
+        submit, for idle cores, and return the kernels that a quick search may ask for later.
         """
         kernels = self._kernels
         if not self._is_known or kernels.device.lacks_memory(problem) is not None:
@@ -248,13 +249,14 @@ class Ahead:
 
 
 def study_name(problem: Problem, device: Device) -> str:
-    """The name of a problem's study, as dashboards list it. What a recording gave is no measurement."""
+    """Return the name of a problem's study for dashboards. It marks replayed studies, which measure
+    nothing."""
     replayed = "" if device.is_real else f", {device.spec}"
     return f"{problem} on {device.name}{replayed}"
 
 
 def told_from(outcome: Outcome, evidence: str = "") -> Told:
-    """An outcome as a trial of a study has it."""
+    """Return an outcome in the form that a study's trial stores."""
     from tunegemm.search.study import Told
 
     if isinstance(outcome, Failure):
@@ -263,8 +265,8 @@ def told_from(outcome: Outcome, evidence: str = "") -> Told:
 
 
 def opinions(problem: Problem, candidates: Sequence[Candidate], device: Device) -> list[tuple[float, ...]]:
-    """What the model thinks of each candidate, as coordinates for a sampler: the logarithm of the best one's
-    time over its own, by cycles and at the power cap, at least -1.
+    """Return the model's view of each candidate as coordinates for a sampler: the logarithm of the best time
+    over its own, by cycles and at the power cap, at least -1.
     """
     predicted = {one.candidate: one for one in model.rank(problem, candidates, device)}
     ordered = [predicted[candidate] for candidate in candidates]
@@ -284,8 +286,8 @@ def ranked_families(
     compiled: Ready | None = None,
     ready: Ready | None = None,
 ) -> Iterator[tuple[str, Ranking, list[Candidate]]]:
-    """Each generator that has kernels for a problem, the one expected to win first: its name, its ranking,
-    and the kernels that the effort has time for, in the model's order. Arguments as of `start_search`.
+    """Yield each generator that has kernels for a problem, the expected winner first: its name, its ranking,
+    and the kernels that the effort has time for, in the model's order. Arguments as in `start_search`.
     """
     is_first = True
     for name in kernels.generators:
@@ -304,10 +306,10 @@ def limit_uncompiled(
     *,
     is_first: bool,
 ) -> list[Candidate]:
-    """A family's kernels in the model's order, but few that have no object yet.
+    """Return a family's kernels in the model's order, with few that have no object yet.
 
-    ready: the kernels that have one; all are taken where it is None. is_first: whether the family is the one
-    expected to win.
+    ready: the kernels that have an object; None: no limit. is_first: whether the family is the expected
+    winner.
     """
     ranked = model.alternate_rankings(ranking.predictions)
     compiling = profile(effort).compiling
@@ -319,7 +321,7 @@ def limit_uncompiled(
         siblings.setdefault(_shape(prediction.candidate), []).append(prediction)
 
     def is_new(prediction: model.Prediction) -> bool:
-        """Whether none of the same shape, as good by the model, needs no compiling."""
+        """Whether no compiled kernel of the same shape is as good by the model."""
         return not any(
             one.total_us <= _AS_GOOD * prediction.total_us
             and one.steady_us <= _AS_GOOD * prediction.steady_us
@@ -349,7 +351,7 @@ def known_results(
     library: Collection[Candidate],
     skews: tuple[str, ...] = SKEWS,
 ) -> list[Trial]:
-    """What was screened here before, of this program's kernels: per candidate the latest."""
+    """Return the latest earlier screen here of each candidate, if it is a kernel of this program."""
     latest = screened_before(database, problem, device, skews)
     found = ((_usable(candidate, kernels, library), m) for candidate, m in latest.items())
     return [Trial(replace(m, candidate=c), Evidence.SCREEN) for c, m in found if c is not None]
@@ -358,8 +360,8 @@ def known_results(
 def screened_before(
     database: Database | None, problem: Problem, device: Device, skews: tuple[str, ...] = SKEWS
 ) -> dict[Candidate, Measurement]:
-    """What a database has of a problem's screens here, over these skews and by the present software: per
-    candidate the latest.
+    """Return each candidate's latest screen of a problem in a database, from this device and software and
+    over these skews.
     """
     if database is None:
         return {}
@@ -375,7 +377,9 @@ def screened_before(
 
 
 def known_failures(run: Run, kernels: Kernels, library: Collection[Candidate]) -> list[Candidate]:
-    """What failed here before and would again, but for what may have been the machine."""
+    """Return the candidates that failed here before and would again, without failures that the machine may
+    have caused.
+    """
     if run.database is None:
         return []
     failures = run.database.failures(run.problem, run.device.fingerprint, current=True)
@@ -387,9 +391,9 @@ def known_failures(run: Run, kernels: Kernels, library: Collection[Candidate]) -
 def seeds_of(
     database: Database | None, problem: Problem, device: Device, kernels: Kernels
 ) -> list[Candidate]:
-    """What was best of this problem elsewhere: under other software, of older sources, on another GPU of its
-    kind; of groups also what serves them without a record. On a real device also what records know of
-    related problems, the shipped ones among them.
+    """Return the best candidates of this problem from elsewhere: under other software, with older sources, on
+    another GPU of its kind. For groups, add the kernel that serves them without a record. On a real device,
+    add candidates from records of related problems, including the shipped records.
     """
     here = device.fingerprint
     found = [] if database is None else seeds(database, problem, here)
@@ -410,10 +414,10 @@ def rank_by_model(
     *,
     compiled: Ready | None = None,
 ) -> TuneResult:
-    """Where nothing can be timed: compile the model's best for real, and give its ranking as such."""
+    """Compile the model's best kernels and return its ranking as such; for devices that cannot be timed."""
     problem = run.problem
     run.report(stage="compile")
-    # Predictions of two families do not compare: the first that has kernels for the problem it is.
+    # Predictions of two families do not compare, so the first family with kernels for the problem is ranked.
     rankings = (kernels.ranked(problem, name, compiled=compiled) for name in kernels.generators)
     ranked = next(filter(None, (ranking.predictions for ranking in rankings)), [])
     run.feasible = len(ranked)
@@ -434,7 +438,7 @@ def rank_by_model(
 
 
 def without_kernels(problem: Problem, kernels: Kernels, *, only_compiled: bool) -> str:
-    """The note of a problem for which no generator has a kernel to try."""
+    """Return the note for a problem without a kernel to try in any generator."""
     if reason := families.refusal_by_all(problem, kernels.generators):
         return f"{problem} can have no kernel: {reason}"
     if only_compiled:
@@ -445,12 +449,13 @@ def without_kernels(problem: Problem, kernels: Kernels, *, only_compiled: bool) 
 
 
 def _without_times(problem: Problem, kernels: Kernels, device: Device) -> str:
-    """The note where what is to be tried has no times on a device, with the families if some were chosen."""
+    """Return the note that no candidate has times on a device; it names the families if some were chosen."""
     by_default = set(kernels.families) == set(families.of_device(device))
     chosen = "" if by_default else f" of {', '.join(kernels.generators)}"
     return f"{problem} has no times{chosen} on {device.spec}"
 
 
 def _usable(stored: Candidate, kernels: Kernels, library: Collection[Candidate]) -> Candidate | None:
-    """A stored candidate that can be tried again: a generator's, or what the library names today."""
+    """Return a stored candidate if it can be tried again: a generator's, or one that the library names
+    today."""
     return stored if stored in library else kernels.usable(stored)

@@ -1,8 +1,8 @@
-"""Several GPUs: on each an actor of Ray's with a `Tuner` of its own.
+"""Tuning on several GPUs: each has a Ray actor with its own `Tuner`.
 
-Ray starts the actors where it has GPUs, and tells of those that died. Their problems go to others and are
-continued there, for each outcome is published as it is measured, and a tuning begins with what the database
-knows. No list of work is stored: what was not handed out is asked for again by the same command.
+Ray starts the actors on its GPUs and reports those that died. Other actors then continue the dead actors'
+problems: each outcome is published as it is measured, and a tuning starts from the results in the database.
+No work list is stored; the same command requests the remaining problems again.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from tunegemm.untrusted import digits
 if TYPE_CHECKING:
     from sqlalchemy import URL
 
-#: What opens a worker's tuner, in the worker's process.
+#: Opens a worker's tuner, in the worker's process.
 OpenTuner = Callable[[], AbstractContextManager[Tuner]]
 
-#: How long the head of a cluster may take to answer, and how long a GPU to become free when all wait for one.
+#: Seconds for the head of a cluster to answer, and for a GPU to become free while all workers wait for one.
 _REACH_S, _JOIN_S = 5.0, 120.0
-#: How long Ray may take to join a cluster. It waits for ever for a service that accepts a connection and says
-#: nothing (2.60).
+#: Seconds for Ray to join a cluster. Ray 2.60 waits forever for a service that accepts a connection but stays
+#: silent.
 _CONNECT_S = 30.0
-#: How often a worker that has no news says so.
+#: Seconds after which a worker without news reports that.
 _NEWS_S = 0.5
-#: How long workers may take to end after Ctrl-C. A compile takes 3 s, an interleave less.
+#: Seconds for workers to end after Ctrl-C. A compile takes 3 s, an interleave less.
 STOP_S = 10.0
-#: A problem that so many workers died of is given up: it would end the others, too. Counted here: Ray's
-#: `max_task_retries` are spent within milliseconds on a host that has gone, before Ray knows that it has
-#: (2.60), so that they do not tell a problem that ends its workers from a host that was lost.
+#: After this many workers died of a problem, it is given up, since it would kill the others, too. The pool
+#: counts itself: Ray 2.60 spends its `max_task_retries` within milliseconds on a lost host, before it notices
+#: the loss, so they cannot distinguish a problem that kills its workers from a lost host.
 _ATTEMPTS = 3
-#: Bytes of Ray's shared memory, which by default takes a third of the host's; results have some 100 KB.
+#: Bytes of Ray's shared memory, by default a third of the host's memory; results have some 100 KB.
 _OBJECT_STORE_BYTES = 100 * 2**20
 
 _log = logging.getLogger(__name__)
@@ -65,24 +65,25 @@ class Worker:
 
     @functools.cached_property
     def _tuner(self) -> Tuner:
-        # Not by `__init__`: what a call raises comes back as it is.
+        # Not in `__init__`: Ray returns errors of a method call unchanged.
         return self._resources.enter_context(self._open_tuner())
 
     def device(self) -> Device:
         return self._tuner.device
 
     def tune(self, request: Request) -> TuneResult:
-        # A study stays where it is: `--study` keeps it, and it is large beside what else is sent.
+        # A study stays in its process: `--study` stores it, and it is large compared with the rest of the
+        # result.
         return replace(next(self._tuner.tune_all([request], self._tell)), study=None)
 
     def progress(self) -> Progress | None:
-        """The latest, once there are news or some time has passed."""
+        """Return the latest progress, once there is news or some time has passed."""
         self._news.wait(_NEWS_S)
         self._news.clear()
         return self._latest
 
     def stop(self) -> None:
-        """As Ctrl-C does, at the next sign of progress."""
+        """Interrupt the tuning as Ctrl-C does, at the next progress report."""
         self._stopped = True
 
     def close(self) -> None:
@@ -97,18 +98,18 @@ class Worker:
 
 @dataclass(eq=False)
 class Seat:
-    """A worker, and what it is to take next."""
+    """A worker and its next request."""
 
     worker: Any
     reserved: Request | None = None
     since: float = 0.0
-    """When it was reserved, by time.monotonic()."""
+    """The time of the reservation, by time.monotonic()."""
 
     def reserve(self, request: Request | None) -> None:
         self.reserved, self.since = request, time.monotonic()
 
     def take(self) -> Request | None:
-        """The reserved request, with what is left of its budget; None where none is, or nothing is left."""
+        """Return the reserved request with its remaining budget; None without a request or budget."""
         request, self.reserved = self.reserved, None
         if request is None or request.budget_seconds is None:
             return request
@@ -119,23 +120,23 @@ class Seat:
 class Pool:
     """A worker on each GPU of the Ray cluster that this process is connected to. A context manager.
 
-    It tunes as a `Tuner` does, but several problems at a time. A worker knows what it takes next, and
-    compiles for it while it measures; one that would have nothing to do takes what another one was to.
+    It tunes as a `Tuner` does, but several problems at a time. A worker knows its next problem and compiles
+    for it while it measures. A worker without work takes the next problem of another one.
     """
 
     def __init__(self, open_tuner: OpenTuner) -> None:
-        """open_tuner: what opens the tuner of the GPU that Ray gave to a process, as `worker_tuner` does."""
+        """open_tuner: opens the tuner of the GPU that Ray assigned to a process, as `worker_tuner` does."""
         self._ray = import_ray()
         self._open_tuner = open_tuner
         self._device: Device | None = None
-        self._joining: dict[Any, Any] = {}  # of each pending call `device` the worker
+        self._joining: dict[Any, Any] = {}  # the worker of each pending call of `device`
         self._idle: list[Seat] = []
         self._tunings: dict[Any, tuple[Seat, Request]] = {}
-        self._news: dict[Any, Any] = {}  # of each pending call `progress` the pending call `tune`
+        self._news: dict[Any, Any] = {}  # each pending call of `progress`: that of `tune`
         self._returned: list[Request] = []
         self._deaths: Counter[Problem] = Counter()
         self._lost: TunegemmError = ClusterError("the Ray cluster has no GPU; see `ray status`")
-        """Why the last worker that was left out was."""
+        """Why the last excluded worker was excluded."""
 
     def __enter__(self) -> Self:
         for _ in range(int(self._ray.cluster_resources().get("GPU", 0))):
@@ -147,7 +148,7 @@ class Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        list(self._stop())  # nobody asks for what they have
+        list(self._stop())  # their results are not needed
         if closing := [seat.worker.close.remote() for seat in self._idle]:
             self._ray.wait(closing, num_returns=len(closing), timeout=STOP_S)
         seats = (*self._idle, *(busy for busy, _ in self._tunings.values()))
@@ -156,18 +157,18 @@ class Pool:
 
     @property
     def device(self) -> Device:
-        """The GPU of each worker, by the first one: they are of one kind, with the same software."""
+        """The GPU of the first worker; all workers have the same kind of GPU and the same software."""
         assert self._device is not None, "within `with` only"
         return self._device
 
     def tune_all(
         self, requests: Iterable[Request], on_progress: Callable[[Progress], None] | None = None
     ) -> Iterator[TuneResult]:
-        """Tune all problems, and yield results as they come; after Ctrl-C those that it cut short.
+        """Tune all problems and yield results as they come; after Ctrl-C, yield the interrupted ones.
 
-        A request is taken when there is a GPU for it, and one more, which follows there. The problem of a
-        worker that died goes to another one, and one that several died of gets a result without a winner. A
-        worker whose tuner raises is left out; the error of the last one is raised.
+        A free GPU takes a request and a second one that follows it there. The problem of a dead worker goes
+        to another worker; a problem that killed several workers gets a result without a winner. A worker
+        whose tuner raises is excluded; if the last one raises, its error is raised here.
         """
         waiting = iter(requests)
         try:
@@ -183,7 +184,7 @@ class Pool:
             yield from self._stop()
 
     def _hand_out(self, waiting: Iterator[Request]) -> bool:
-        """Gives idle workers a problem each, then one to follow; False when there is nothing left to do."""
+        """Assign each idle worker a problem and a following one. Return False when no work remains."""
         begun: list[tuple[Seat, Request]] = []
         while self._idle and (request := self._request_for(self._idle[0], waiting)) is not None:
             begun.append((self._idle.pop(0), request))
@@ -201,7 +202,8 @@ class Pool:
         return True
 
     def _request_for(self, seat: Seat, waiting: Iterator[Request]) -> Request | None:
-        """What a worker takes: first what others gave back, at the end what another one was to take."""
+        """Return a worker's next request: first those given back, at the end one reserved for another
+        worker."""
         if self._returned:
             return self._returned.pop()
         if (own := seat.take()) is not None:
@@ -211,13 +213,14 @@ class Pool:
         return next((taken for busy, _ in self._tunings.values() if (taken := busy.take())), None)
 
     def _start(self) -> None:
-        """Asks Ray for a worker; it joins once there is a GPU for it."""
+        """Ask Ray for a worker, which joins once a GPU is free for it."""
         actor = self._ray.remote(Worker).options(num_gpus=1, num_cpus=0, max_concurrency=2)
         worker = actor.remote(self._open_tuner)
         self._joining[worker.device.remote()] = worker
 
     def _next(self) -> Any:
-        """The next call that ended. Raises ClusterError when none is running and no GPU becomes free."""
+        """Return the next finished call. Raises ClusterError if no call is running and no GPU becomes
+        free."""
         limit_s = None if self._tunings else _JOIN_S
         ready, _ = self._ray.wait([*self._tunings, *self._news, *self._joining], timeout=limit_s)
         if not ready:
@@ -228,7 +231,7 @@ class Pool:
         return ready[0]
 
     def _join(self, ref: Any) -> None:
-        """A worker has a GPU: it takes part where that is of the kind of the others'."""
+        """Let a worker that has a GPU take part, if its GPU is of the same kind as the others'."""
         worker = self._joining.pop(ref)
         try:
             device = self._ray.get(ref)
@@ -265,13 +268,13 @@ class Pool:
         try:
             progress = self._ray.get(ref)
         except self._ray.exceptions.RayActorError:
-            return  # what became of it the tuning itself will say
+            return  # the tuning itself reports its end
         if progress is not None and progress.problem == request.problem and on_progress is not None:
             on_progress(progress)
         self._news[seat.worker.progress.remote()] = tuning
 
     def _result(self, ref: Any) -> TuneResult | None:
-        """The result of a call that ended; None where the problem is for another worker."""
+        """Return the result of a finished call; None if another worker has to take the problem."""
         seat, request = self._tunings.pop(ref)
         try:
             result: TuneResult = self._ray.get(ref)
@@ -279,8 +282,8 @@ class Pool:
             self._give_back(seat, request)
             self._leave_out(seat.worker, _cause(error))
             return None
-        except self._ray.exceptions.RayError:  # it died, or the host did that has its result
-            self._ray.kill(seat.worker)  # it may only be out of reach
+        except self._ray.exceptions.RayError:  # the worker died, or the host with its result did
+            self._ray.kill(seat.worker)  # it may just be unreachable
             self._start()
             self._deaths[request.problem] += 1
             if self._deaths[request.problem] < _ATTEMPTS:
@@ -293,11 +296,11 @@ class Pool:
         return result
 
     def _give_back(self, seat: Seat, *begun: Request) -> None:
-        """What a worker that is gone was to take, and what it had begun: that goes on first."""
+        """Return the requests of a lost worker to the queue; the one that it had begun comes first."""
         self._returned += [one for one in (seat.take(), *begun) if one is not None]
 
     def _stop(self) -> Iterator[TuneResult]:
-        """Ends the tunings as Ctrl-C does, and yields what they have; a worker that takes long is killed."""
+        """Interrupt the tunings as Ctrl-C does and yield their results; kill workers that take too long."""
         if not self._tunings:
             return
         for seat, _ in self._tunings.values():
@@ -310,7 +313,7 @@ class Pool:
 
 
 def _cause(error: Any) -> TunegemmError:
-    """What a worker's tuner raised. Any other error is a defect, and passed on with its traceback."""
+    """Return the error of a worker's tuner. Any other error is a bug and is raised with its traceback."""
     if isinstance(error.cause, TunegemmError):
         return error.cause
     raise error
@@ -318,14 +321,14 @@ def _cause(error: Any) -> TunegemmError:
 
 @contextmanager
 def worker_tuner(location: str, workers: int | None = None, **options: Any) -> Iterator[Tuner]:
-    """The tuner of the one GPU that Ray lets this process see.
+    """Open the tuner of the one GPU that Ray lets this process see.
 
-    workers: compile workers; by default this GPU's share of those that the host can have.
+    workers: compile workers; by default this GPU's share of the host's maximum.
     """
     from tunegemm.measure.worker import Child
     from tunegemm.store import Database
 
-    with Child() as child:  # first of all: it imports torch, and compilers the DSL, while other workers join
+    with Child() as child:  # first: it imports torch, and compilers the DSL, while others join
         ray = import_ray()
         own = ray.get_runtime_context().get_node_id()
         gpus = sum(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == own)
@@ -342,7 +345,7 @@ def worker_tuner(location: str, workers: int | None = None, **options: Any) -> I
 
 @contextmanager
 def started_here(gpus: Sequence[int]) -> Iterator[None]:
-    """A Ray cluster of this host's GPUs of those numbers, for as long as the context lasts."""
+    """Start a Ray cluster of this host's GPUs with these numbers, for the duration of the context."""
     ray = import_ray()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(number) for number in range(max(gpus) + 1)]
@@ -366,11 +369,12 @@ def started_here(gpus: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """A connection to a Ray cluster that runs, by the address of its head; the cluster is left as it is.
+    """Connect to a running Ray cluster by the address of its head; the cluster keeps running afterwards.
 
-    ``auto``: RAY_ADDRESS, or else one that is started here for as long as the context lasts. What Ray
-    remembers of earlier clusters is not asked: it tries for minutes to reach one that has ended. Raises
-    ClusterError for one that does not answer, DeviceError where one is to be started and there is no GPU.
+    ``auto``: RAY_ADDRESS, or else a cluster started here for the duration of the context. It ignores Ray's
+    memory of earlier clusters, because Ray tries for minutes to reach a cluster that has ended. Raises
+    ClusterError if the cluster does not answer, DeviceError if a cluster has to be started and there is no
+    GPU.
     """
     ray = import_ray()
     named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
@@ -392,7 +396,7 @@ def connected(address: str) -> Iterator[None]:
             f"Ray address {named!r} does not answer ({reason}); start it by `ray start --head`, or see "
             "there which address it says"
         ) from None
-    # In a thread, which is left where Ray never returns.
+    # In a thread, which is abandoned if Ray never returns.
     joined: Future[Any] = Future()
 
     def join() -> None:
@@ -420,12 +424,12 @@ def connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-#: Workers' output stays in Ray's logs: this process says what there is to say.
+#: Workers' output stays in Ray's logs: this process prints all messages.
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
 def refuse_file(location: Path | URL) -> None:
-    """Raises DatabaseError for a file that workers of the connected cluster's other hosts cannot write."""
+    """Raises DatabaseError if workers on the connected cluster's other hosts cannot write the file."""
     if not isinstance(location, Path):
         return
     ray = import_ray()
@@ -439,8 +443,8 @@ def refuse_file(location: Path | URL) -> None:
 
 
 def import_ray() -> Any:
-    """Ray. Raises ClusterError where it is not installed."""
-    # Its statistics go to its maker unless that is refused before it starts.
+    """Import and return Ray. Raises ClusterError if it is not installed."""
+    # Ray reports usage statistics unless that is disabled before it starts.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray

@@ -25,11 +25,11 @@ from tunegemm.untrusted import named
 
 _log = logging.getLogger(__name__)
 
-#: The one argument of a launch of which each value is compiled in.
+#: The only launch argument whose values are each compiled into a kernel.
 _ORDER = "cluster_order"
 
 
-#: Rankings that are kept, of all families together: those of this problem and of the next one.
+#: How many rankings to keep over all families: those of this problem and the next.
 _REMEMBERED = 16
 
 
@@ -42,11 +42,11 @@ class Ranking:
     predictions: list[model.Prediction]
     """One per kernel at its model-best launch, fastest first."""
     feasible: int
-    """How many kernels there are, if not all were asked for."""
+    """How many kernels are feasible, even if fewer were requested."""
 
 
 class Kernels:
-    """What the families have for a device. Remembers which kernels all problems of a kind share."""
+    """The families' kernels for a device. It caches the kernels that all problems of a kind share."""
 
     def __init__(
         self,
@@ -55,12 +55,11 @@ class Kernels:
         folder: Path | None = None,
         matching: str | None = None,
     ) -> None:
-        """names: of the families to try, or one of them; by default all whose packages are installed.
-        folder: where lists of
-        kernels are kept between processes; None for nowhere. matching: a regular expression that the labels
-        of generated kernels have to have a match of.
+        """names: of the families to try, or a single name; by default all whose packages are installed.
+        folder: keeps lists of kernels between processes; None for no folder. matching: a regular expression
+        that must match the labels of generated kernels.
 
-        Raises SpaceError for a family that is not known, DeviceError for one that cannot be used here.
+        Raises SpaceError if a family is unknown, DeviceError if a family cannot be used here.
         """
         self.device = device
         self.families = _usable(names, device)
@@ -69,9 +68,9 @@ class Kernels:
         self.matching = matching
         self._pattern = None if matching is None else re.compile(matching)
         self._possible: dict[tuple[str | int, ...], tuple[list[Candidate], Columns]] = {}
-        #: Another thread asks for those of the next problem.
+        #: Another thread requests the rankings of the next problem.
         self._latest = lru_cache(_REMEMBERED)(self._rank)
-        #: Of each kernel of a kind its object's name, and whether one ships, by whom.
+        #: For each kind and kernel: the name of its object, the shipped object, and whether one ships.
         self._objects: dict[
             tuple[str | int, ...], dict[tuple[object, ...], tuple[str, Shipped | None, bool]]
         ] = {}
@@ -80,11 +79,11 @@ class Kernels:
 
     @property
     def generators(self) -> tuple[str, ...]:
-        """The families whose kernels are compiled from a search space, the one expected to win first."""
+        """The families whose kernels are compiled from a search space, the expected winner first."""
         return tuple(name for name in self.families if families.get(name).compiled)
 
     def _is_wanted(self, candidate: Candidate) -> bool:
-        """Whether the label of a candidate's kernel is one of those asked for."""
+        """Whether `matching` accepts the label of a candidate's kernel."""
         if self._pattern is None:
             return True
         return self._pattern.search(families.get(candidate.family).label(candidate.kernel)) is not None
@@ -94,7 +93,7 @@ class Kernels:
         return self.check(problem, candidate).feasible
 
     def check(self, problem: Problem, candidate: Candidate) -> Verdict:
-        """Whether it can, or why not."""
+        """Return whether the candidate can compile and launch here, or why not."""
         return families.get(candidate.family).check(problem, candidate, self.device)
 
     def is_worth_a_trial(self, problem: Problem, launch: Candidate) -> bool:
@@ -104,8 +103,8 @@ class Kernels:
         )
 
     def usable(self, stored: Candidate) -> Candidate | None:
-        """A stored candidate of a generator with the parameters that its family got later; None for one that
-        its family cannot read: a damaged row, or another version's.
+        """Return a generator's stored candidate, completed with parameters that its family got later; None if
+        the family cannot read it, because the row is damaged or from another version.
         """
         if stored.family not in self.generators:
             return None
@@ -132,11 +131,10 @@ class Kernels:
         compiled: Ready | None = None,
         most: int | None = None,
     ) -> Ranking:
-        """A generator's feasible kernels for the problem, in the model's order.
+        """Return a generator's feasible kernels for the problem, in the model's order.
 
-        swept: on a recorded device the candidates that have a time; others cannot be tried. compiled:
-        the kernels to take, None for all. most: see `model.rank_kernels`. The latest are
-        remembered.
+        swept: on a recorded device the candidates that have a time; others cannot be tried. compiled: the
+        only kernels to take, None for all. most: see `model.rank_kernels`. The latest rankings are cached.
         """
         if swept is not None:
             return self._rank(problem, name, swept, compiled, most)
@@ -157,12 +155,12 @@ class Kernels:
         if swept is not None:
             predictions = self._ranked_swept(problem, set(kernels), swept)
             return Ranking(values, predictions, len(predictions))
-        # Depth of the ring and of the epilogue have no say in what a launch may be.
+        # The depths of the ring and of the epilogue do not restrict the launch.
         shapes = {model.grid_shape(kernel): kernel for kernel in kernels}.values()
         limited = parameters_read(families.generator(name).rules)
         fits_kind = self._fits_kind(problem, name)
 
-        def fits(launch: Candidate) -> bool:  # extents reject most
+        def fits(launch: Candidate) -> bool:  # the extents reject most candidates
             return fits_extents(launch) and fits_kind(launch)
 
         taken = {
@@ -186,7 +184,7 @@ class Kernels:
 
     def is_compiled(self, problem: Problem, launch: Candidate, compiled: Ready) -> bool:
         """Whether a launch's kernel has an object."""
-        # Of thousands that are looked at for a product most were for the one before.
+        # Most of the thousands of lookups for a product repeat those for the product before.
         known = self._objects.setdefault(_kind(problem), {})
         kernel = launch.family, launch.compile_params, launch.params.get(_ORDER)
         found = known.get(kernel)
@@ -200,7 +198,7 @@ class Kernels:
         return next(one for one in self._in_each_order(launch) if self.is_compiled(problem, one, compiled))
 
     def _in_each_order(self, launch: Candidate) -> list[Candidate]:
-        """The launch first, then launches of the same parameters that are other kernels."""
+        """Yield the launch, then launches with the same parameters that are other kernels."""
         orders = self.space(launch.family).launch_values.get(_ORDER, ())
         mine = launch.params.get(_ORDER)
         return [launch, *(launch.with_launch(**{_ORDER: order}) for order in orders if order != mine)]
@@ -208,7 +206,7 @@ class Kernels:
     def _ranked_swept(
         self, problem: Problem, kernels: Collection[Candidate], swept: Iterable[Candidate]
     ) -> list[model.Prediction]:
-        """A recording has few launches of each kernel: the model's best among them stands for the kernel."""
+        """Rank recorded launches: a recording has few of each kernel, and the model's best stands for it."""
         best: dict[Candidate, model.Prediction] = {}
         launches = sorted((c for c in swept if c.kernel in kernels), key=Candidate.to_json)
         for prediction in model.rank(problem, launches, self.device):
@@ -223,7 +221,8 @@ class Kernels:
         compiled: Ready | None,
         wanted: Collection[Candidate] | None = None,
     ) -> tuple[list[Candidate], Columns]:
-        """Those of a generator's space, and what the model reads of them. wanted: all others are left out."""
+        """Return a generator's feasible kernels and the model's columns. wanted: leaves out all other
+        kernels."""
         if families.refusal_by_all(problem, [name]):
             return [], Columns.of([])
         kernels, columns = self._possible_of(problem, name)
@@ -236,7 +235,7 @@ class Kernels:
         return [kernel for kernel, fit in zip(kernels, fits, strict=True) if fit], columns.take(fits)
 
     def _fits_kind(self, problem: Problem, name: str) -> Remembered:
-        """What does not depend on extents, remembered over problems."""
+        """Return the checks that do not depend on extents, cached across problems."""
         place = name, *_kind(problem)
         if place not in self._fitting:
             self._fitting[place] = kernel_check(families.generator(name), problem, self.device)
@@ -251,12 +250,12 @@ class Kernels:
         return self._possible[kind]
 
     def _compiled_of(self, problem: Problem, name: str, compiled: Ready) -> tuple[list[Candidate], Columns]:
-        """Those in some order of clusters: a kernel's key does not depend on extents."""
+        """Return the kernels compiled in any order of clusters; a kernel's key does not depend on extents."""
         kind = (name, *kernel_facts(problem))
         known = self._compiled.get(kind)
         if known is None or known[0] != compiled:
             kernels, columns = self._possible_of(problem, name)
-            # To make the keys of 20,000 kernels takes seconds. An object's key has the parameters by name.
+            # Computing the keys of 20,000 kernels takes seconds. An object's key has the parameters by name.
             keys = [key for key in compiled.each_key() if key.get("family") == name]
             named = [n for n in self.space(name).compile_values if all(n in key for key in keys)]
             had = {tuple(key[n] for n in named) for key in keys}
@@ -272,14 +271,15 @@ class Kernels:
 
 
 def _kind(problem: Problem) -> tuple[str | int, ...]:
-    """What of a problem its kernels depend on: with the source of its epilogue, which may be the user's."""
+    """Return the facts of a problem that its kernels depend on, with the source of its epilogue, perhaps a
+    user's."""
     function = problem.fused.function
     return *kernel_facts(problem), function.source if function else ""
 
 
 def _usable(names: Sequence[str] | str | None, device: Device) -> tuple[str, ...]:
-    """The families asked for, or all that can work here, with a warning of others. Raises DeviceError when an
-    asked one cannot.
+    """Return the requested families, or all that can work here, with a warning about others. Raises
+    DeviceError if a requested family cannot.
     """
     names = named(names) if names is not None else None
     usable, missing = [], dict[str, list[str]]()
@@ -287,7 +287,7 @@ def _usable(names: Sequence[str] | str | None, device: Device) -> tuple[str, ...
         if names and (lack := families.refusal_here(name, device)):
             others = ", ".join(families.of_device(device))
             raise DeviceError(f"family {name!r} has no kernels for {device.name}: {lack}; use {others}")
-        # The library's family always has torch.mm; to ask for more would import torch, which takes a second.
+        # The library's family always has torch.mm; asking for more would import torch, which takes a second.
         reason = None if name == TORCH_MM.family else families.get(name).unavailable()
         if reason is None:
             usable.append(name)

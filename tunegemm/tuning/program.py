@@ -1,9 +1,9 @@
-"""One budget of time over all products of a program, spent where the program loses most of its own.
+"""One time budget for all products of a program, spent on the products that cost the program most.
 
-First a quick pass over each problem, then, where times are measured, a full one: each time the one with the
-most headroom, which is the calls times what a call takes above the roofline. A quick pass finds nearly all
-there is, so that the second pass of a large problem comes after the first
-one of a small one.
+First a quick pass tunes each problem; then, if times are measured, a full pass. Each pass takes the problem
+with
+the most headroom next: the number of calls times the time of a call above the roofline. A quick pass finds
+nearly all the gain, so the second pass of a large problem comes after the first pass of a small one.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tunegemm.tuning.progress import Progress, Request, TuneResult
 
 @dataclass(frozen=True)
 class TunedDemand:
-    """A demand, and what tuning has made of it so far."""
+    """A demand and the state of its tuning."""
 
     demand: Demand
     floor_us: float
-    """Roofline of a call; 0 where the device's peaks are not known."""
+    """Roofline of a call; 0 if the device's peaks are unknown."""
     effort: Effort | None = None
-    """That of the last pass; None before any."""
+    """Of the last pass; None before the first."""
     result: TuneResult | None = None
-    """That of the last pass."""
+    """Of the last pass."""
 
     @property
     def before_us(self) -> float:
@@ -43,11 +43,11 @@ class TunedDemand:
 
     @property
     def after_us(self) -> float | None:
-        """Time per call of the tuned kernel, beside `before_us`; None where nothing was timed."""
+        """Time per call of the tuned kernel, comparable with `before_us`; None if nothing was timed."""
         if not self._raced:
             return None
         assert self.result is not None and self.result.best is not None
-        # By the ratio of the pairs, which the record is chosen by.
+        # By the ratio of the pairs, which also chooses the record.
         return self.before_us / max(self.result.best.ratio, 1.0)
 
     @property
@@ -57,17 +57,17 @@ class TunedDemand:
 
     @property
     def total_s(self) -> float:
-        """What torch needs for all calls."""
+        """Time that torch needs for all calls."""
         return self.demand.calls * self.before_us * 1e-6
 
     @property
     def saving_s(self) -> float:
-        """What the tuned kernel saves of that."""
+        """Time that the tuned kernel saves over all calls."""
         return self.total_s - self.demand.calls * (self.after_us or self.before_us) * 1e-6
 
     @property
     def headroom_s(self) -> float:
-        """What the fastest kernel that physics allows would still save."""
+        """Time that a kernel at the roofline would still save."""
         return self.total_s - self.saving_s - self.demand.calls * self.floor_us * 1e-6
 
 
@@ -82,13 +82,13 @@ def _order(tuned: TunedDemand) -> tuple[float, str]:
 
 
 class Tuning(Protocol):
-    """What tunes problems: the `Tuner` of one GPU, or the pool of several (`tunegemm.tuning.cluster`)."""
+    """Tunes problems: the `Tuner` of one GPU, or the pool of several (`tunegemm.tuning.cluster`)."""
 
     def tune_all(
         self, requests: Iterable[Request], on_progress: Callable[[Progress], None] | None = None
     ) -> Iterator[TuneResult]:
-        """Results as they come. A request is taken from `requests` when there is a GPU for it. Several GPUs
-        take one more each, and begin it with what is then left of its budget.
+        """Yield results as they come. A GPU takes a request from `requests` when it is free. Each of several
+        GPUs takes one more in advance, and starts it with the budget that remains then.
         """
 
 
@@ -101,11 +101,11 @@ def spend(
     trials: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Iterator[TunedDemand]:
-    """Tunes problem after problem until the budget is spent, and yields each with what came of it.
+    """Tune problem after problem until the budget is spent, and yield each with its result.
 
-    effort: of one pass over all; by default quick ones, and with a budget full ones in what is left of it, of
-    products that are measured.
-    Ends after an interrupted tuning. Raises SpaceError for a budget that is not a number from 0.
+    effort: for a single pass over all problems. By default a quick pass, and with a budget a full pass over
+    measured products in the remaining time.
+    Ends after an interrupted tuning. Raises SpaceError if the budget is not a number from 0.
     """
     deadline = time.monotonic() + checked_seconds(budget_seconds)
     passes: list[Effort] = ["quick"] if effort is None else [effort]
@@ -127,12 +127,12 @@ def spend(
         for result in tuning.tune_all(requests(), on_progress):
             problem, interrupted = result.problem, interrupted or result.interrupted
             tuned = current[problem]
-            # A pass that was cut short may know less than the one before it.
+            # An interrupted pass may know less than the one before it.
             kept = result if result.best is not None or tuned.result is None else tuned.result
             current[problem] = replace(tuned, effort=each, result=kept)
             yield current[problem]
             if result.source != "measured" and each != passes[-1]:
-                # Nothing is stored of a replay or a model: a second pass would compile for nobody.
+                # A replay or a model stores nothing, so a second pass would compile in vain.
                 del current[problem]
         if interrupted:
             return

@@ -1,4 +1,4 @@
-"""What is asked of a tuning, what it says while it runs, and what it found."""
+"""The request, the progress and the result of a tuning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tunegemm.search.efforts import Effort
 if TYPE_CHECKING:
     import optuna
 
-#: Where times come from: this GPU, a recording of another, or nothing but the model.
+#: The source of times: this GPU, a recording of another GPU, or only the model.
 Source = Literal["measured", "replayed", "modelled"]
 
 
@@ -36,12 +36,12 @@ class Request:
     budget_seconds: float | None = None
     """Most time; None for no limit."""
     following: Problem | None = None
-    """What is likely to be asked for next: its kernels are compiled meanwhile."""
+    """The problem that probably follows; its kernels are compiled meanwhile."""
 
 
 @contextmanager
 def bar(callback: Callable[[Progress], None] | None = None) -> Iterator[Callable[[Progress], None]]:
-    """A tqdm bar over the candidates, a widget where a notebook has ipywidgets; `callback` is called, too."""
+    """Show a tqdm bar over the candidates, a widget if a notebook has ipywidgets; also call `callback`."""
     if "ipykernel" in sys.modules and find_spec("ipywidgets") is not None:
         from tqdm.notebook import tqdm
     else:
@@ -58,7 +58,7 @@ def bar(callback: Callable[[Progress], None] | None = None) -> Iterator[Callable
             shown.set_description(f"{progress.problem} {progress.stage}", refresh=False)
             shown.set_postfix_str(best, refresh=False)
             done = min(progress.measured + sum(progress.failures.values()), shown.total)
-            shown.update(done - shown.n)  # which draws a few times a second
+            shown.update(done - shown.n)  # tqdm redraws a few times a second
             if progress.stage != stage:
                 stage = progress.stage
                 shown.refresh()
@@ -93,13 +93,13 @@ class Progress:
     best_label: str
     best_us: float | None
     best_ratio: float | None
-    """Speed of the best so far relative to torch.mm."""
+    """Speed of the best candidate so far, relative to torch.mm."""
     elapsed_s: float
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds spent waiting, by phase: `tunegemm.tuning.run.Run.seconds`."""
 
 
-#: Rows of a result that is printed.
+#: Rows of a printed result.
 _SHOWN = 8
 
 
@@ -127,7 +127,7 @@ class TuneResult:
     note: str = ""
     """One sentence for the user: what was not done, and how to go on."""
     stages: tuple[str, ...] = ()
-    """Of each outcome the stage that it is of: ``library``, ``screen``, ... and ``final``."""
+    """The stage of each outcome: ``library``, ``screen``, ... and ``final``."""
 
     def rows(self) -> list[tuple[str, Measurement]]:
         """Each measured candidate by its label: the winner first, then the fastest beside torch.mm.
@@ -141,7 +141,7 @@ class TuneResult:
 
     @property
     def reported(self) -> tuple[Outcome, ...]:
-        """The outcomes, with the winner last, timed in rounds that did not choose it."""
+        """The outcomes, with the winner last, by the rounds that did not choose it."""
         best = self.best
         if best is None or not (best.samples_us and best.baseline_us):
             return self.outcomes
@@ -184,7 +184,7 @@ class TuneResult:
         return f"{self.problem} on {self.device.name}, {self.source}, {self.seconds:.1f} s"
 
     def _cells(self) -> list[tuple[str, ...]]:
-        """A heading and the rows that are printed."""
+        """Return a heading and the printed rows."""
         if self.predictions:
             ranked = [(f"{one.total_us:.2f}", self.label(one.candidate)) for one in self.predictions[:_SHOWN]]
             return [("model us", "kernel"), *ranked]

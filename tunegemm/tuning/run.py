@@ -1,6 +1,6 @@
-"""One tuning of a problem: candidates are compiled, measured and published, and the outcomes kept.
+"""One tuning of a problem: it compiles, measures and publishes candidates, and keeps their outcomes.
 
-Then the final race: who is in it, and what the record is chosen by, unless the GPU did other work meanwhile.
+Then the final race: its finalists, and the choice of the record, unless the GPU did other work meanwhile.
 """
 
 from __future__ import annotations
@@ -36,44 +36,45 @@ if TYPE_CHECKING:
     from tunegemm.store import Database
 
 
-#: Part of a batch that is not waited for where slow compiles are skipped. Of 365 s that an H200 took for 84
-#: products it waited 49 s for one to four of 6 to 32 kernels (2026-11-23).
+#: Fraction of a batch that the GPU does not wait for if slow compiles are skipped. An H200 took 365 s for 84
+#: products and spent 49 s of these waiting for one to four of 6 to 32 kernels (2026-11-23).
 SKIPPED_SHARE = 0.25
 #: Most launches of one kernel among the finalists.
 _LAUNCHES_PER_FINALIST = 2
 #: Noise of a final race above which another process used the GPU. Of 60 races on H200s without one
-#: (2026-11-21) the noisiest had 0.4 %; beside one 70 and 144 % were seen, with a winner at 1.5 of torch.mm.
+#: (2026-11-21) the noisiest had 0.4 %; beside another process two races had 70 and 144 %, with a winner at
+#: 1.5 of torch.mm.
 _DISTURBED = 0.05
 #: Steady-state rounds are few, and clocks move between them: with the GPU to itself the noisiest of 36 races
 #: had 3.4 % (H200, 2026-11-22).
 _DISTURBED_IN_STEADY_STATE = 0.1
-#: Likewise of torch.mm's time relative to that while searching. 52 undisturbed races had 1.22 and less (H200,
-#: 2026-11-22), most of all large products, whose first
-#: interleaves ended before the power cap was felt: clocks did not settle first then. Beside another process
-#: 1.38, 3.1 and 3.4 were seen, that of 3.1 with a noise of 0.3 % and a winner at 3.2.
+#: Likewise the limit of torch.mm's time in the race relative to its time during the search. 52 undisturbed
+#: races had at most 1.22 (H200, 2026-11-22). Large products had the highest ratios: their first interleaves
+#: ended before the GPU reached its power cap, since clocks did not settle first then. Beside another process
+#: races had 1.38, 3.1 and 3.4; the one of 3.1 had a noise of 0.3 % and a winner at 3.2.
 _SLOWED = 1.3
 
 
 class Measurer(Protocol):
-    """What times candidates: the GPU's worker or a recording."""
+    """Times candidates: the worker of a GPU, or a recording."""
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """What was waited for so far, by phase; empty where nothing is."""
+        """Seconds waited so far, by phase; empty if there are no waits."""
 
     def measure(self, problem: Problem, jobs: Sequence[Job], settings: RaceSettings) -> Iterator[Outcome]:
-        """One outcome per job."""
+        """Yield one outcome per job."""
 
     def discover(self, problem: Problem) -> list[Candidate]:
-        """torch.mm and the algorithms that the vendor's library names."""
+        """Return torch.mm and the algorithms that the vendor's library names."""
 
     def swept(self, problem: Problem) -> Collection[Candidate] | None:
-        """The candidates that have a time in a recording; None where every candidate can be measured."""
+        """Return the candidates that have a time in a recording; None if every candidate can be measured."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One measurement and how much it proves, as `tunegemm.measure.evidence` compares it."""
+    """One measurement and its evidence, as `tunegemm.measure.evidence` compares them."""
 
     measurement: Measurement
     evidence: Evidence
@@ -94,7 +95,7 @@ class Trial:
 
 
 class Run:
-    """What one tuning of a problem has done so far."""
+    """The state of one tuning of a problem."""
 
     def __init__(
         self,
@@ -109,10 +110,10 @@ class Run:
         on_progress: Callable[[Progress], None] | None = None,
         expected: Mapping[Candidate, float] | None = None,
     ) -> None:
-        """measurer: None where nothing can be timed. database: where outcomes are published as they come;
-        None where nothing is stored. seed: of the operands and of the order of rounds. skews: over which rows
-        in groups are timed. expected: what was
-        predicted of candidates, times as fast as torch.mm; stored beside what is measured of them.
+        """measurer: None if nothing can be timed. database: publishes outcomes as they come; None if nothing
+        is stored. seed: of the operands and of the order of rounds. skews: the divisions over which rows in
+        groups are timed. expected: predicted speeds of candidates relative to torch.mm, which are stored with
+        their measurements.
         """
         self.problem, self.device, self.measurer, self.database = problem, device, measurer, database
         self.stage = "library"
@@ -122,7 +123,7 @@ class Run:
         self.stages: list[str] = []
         self.resources: dict[Candidate, Resources] = {}
         self.results: list[Trial] = []
-        """Oldest first; what the database knew comes before."""
+        """Oldest first; results from the database precede those of this tuning."""
         self.chosen: Measurement | None = None
         """The winner of the final race."""
         self._started = time.monotonic()
@@ -139,8 +140,9 @@ class Run:
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """What this tuning has waited for, by phase: the start of the measuring process, operands, torch's
-        product, checks and races there; kernels that were being compiled. The rest is the search's own.
+        """Seconds that this tuning has waited, by phase: the start of the measuring process, its operands,
+        torch's product, checks and races, and kernels that were compiling. The search itself took the other
+        time.
         """
         measured = {} if self.measurer is None else dict(self.measurer.seconds)
         spent = {name: total - self._seconds_before.get(name, 0.0) for name, total in measured.items()}
@@ -148,23 +150,24 @@ class Run:
 
     @property
     def measured(self) -> int:
-        """Candidates that were measured by this tuning before its final race."""
+        """How many candidates this tuning measured before its final race."""
         return len(self._measured)
 
     @property
     def screened(self) -> dict[Candidate, Measurement]:
-        """Per candidate its latest interleaved measurement, of this search and of those before."""
+        """The latest interleaved measurement of each candidate, from this search and earlier ones."""
         return {one.candidate: one.measurement for one in self.results if one.evidence is Evidence.SCREEN}
 
     @property
     def is_throttled(self) -> bool:
-        """Whether the GPU lowered its clocks for this problem, for a third of what was screened.
+        """Whether the GPU lowered its clocks for this problem: in at least a third of the screens.
 
-        Not by the latest: the GPU cools while kernels compile, and a short screen is over before it is warm.
-        At 512x4096x14336 82 of 250 candidates saw no cap, the last ones among them (H200, 2026-11-22). Nor by
-        any: the first screen finds the clocks of what ran before. So 16x28672x4096, right after
-        2304x5120x5120, once had the finalists of a GPU at its cap and lost 7 %. Of 13 products at the cap 61
-        to 100 % of the candidates saw it, of 7 below it 0 to 25 % (H200, 2026-11-25).
+        The latest screen alone does not show it: the GPU cools while kernels compile, and a short screen ends
+        before the GPU is warm. At 512x4096x14336 82 of 250 candidates saw no cap, the last ones among them
+        (H200, 2026-11-22). Nor does any single screen: the first one starts at the clocks that earlier work
+        left. So 16x28672x4096, right after 2304x5120x5120, once had the finalists of a GPU at its cap and
+        lost 7 %. For 13 products at the cap, 61 to 100 % of the candidates saw it; for 7 products below it, 0
+        to 25 % (H200, 2026-11-25).
         """
         screens = [one.measurement for one in self.results if one.evidence is Evidence.SCREEN]
         throttled = sum(bool(one.telemetry.get("throttle_reasons")) for one in screens)
@@ -172,17 +175,19 @@ class Run:
 
     @property
     def at_cap(self) -> dict[Candidate, float] | None:
-        """What is expected of our own screened candidates at the power cap; None where it changes little."""
+        """The expected ratios of our own screened candidates at the power cap; None if the cap changes
+        little."""
         if not self.is_throttled or model.is_memory_bound(self.problem):
             return None
         own = {c: m.ratio for c, m in self.screened.items() if families.get(c.family).compiled}
         return model.steady_ratios(self.problem, own, self.device)
 
     def search_values(self, outcomes: Iterable[Outcome]) -> Iterator[tuple[Candidate, float | None]]:
-        """What a search goes by: speed relative to torch.mm, at the power cap as it is expected to last.
+        """Yield the values that a search uses: speed relative to torch.mm, at the power cap the expected
+        steady one.
 
-        At the cap a search by the screen's ratios spends its trials around kernels that lead there by what
-        they draw: at 4096x4096x4096 on 21 launches of four kernels that are 2 to 4 % behind (H200,
+        At the cap, a search by the screen's ratios spends its trials on kernels that lead the screen thanks
+        to their power draw: at 4096x4096x4096, on 21 launches of four kernels that are 2 to 4 % behind (H200,
         2026-11-25).
         """
         at_cap = self.at_cap or {}
@@ -192,15 +197,15 @@ class Run:
 
     @property
     def leader(self) -> Measurement | None:
-        """The winner, or the best so far by the rule that the record is chosen by."""
+        """The winner, or the best so far by the rule that chooses the record."""
         if self.chosen is None and (best := choose(self.results)) is not None:
             return best.measurement
         return self.chosen
 
     def compile_ahead(self, candidates: Sequence[Candidate], *, wait: bool = False) -> None:
-        """Keep every core compiling while the GPU measures: in the order in which they will be asked for.
+        """Keep every core compiling while the GPU measures, in the order in which the search will ask.
 
-        wait: until all are compiled, or cannot be.
+        wait: whether to wait until all are compiled or have failed.
         """
         futures = [self._future(candidate) for candidate in candidates]
         for future in futures if wait else ():
@@ -208,7 +213,7 @@ class Run:
                 future.result()
 
     def compile(self, batch: Sequence[Candidate]) -> Iterator[tuple[Candidate, Job | None]]:
-        """Compile a batch: each candidate with what it takes to measure it; None for one that failed."""
+        """Compile a batch: yield each candidate with its measuring job; None if it failed to compile."""
         submitted = [(candidate, self._future(candidate)) for candidate in batch]
         self._waiting = [future for _, future in submitted if future is not None]
         self.report()
@@ -231,16 +236,16 @@ class Run:
     def evaluate(
         self, batch: Sequence[Candidate], settings: RaceSettings, *, stage: str, skip_slow: bool = False
     ) -> Iterator[Outcome]:
-        """Compile a batch and measure it; every outcome is published before it is yielded.
+        """Compile and measure a batch; publish every outcome before yielding it.
 
-        skip_slow: the GPU does not wait for the last few kernels of a batch. They are measured with the next
-        one, or by `skipped`.
+        skip_slow: do not make the GPU wait for the last few kernels of a batch. The next batch measures them;
+        after the last batch, `skipped` returns them.
         """
         self.stage = stage
         if skip_slow:
             batch, self._skipped = [*self._skipped, *batch], []
         ready = [candidate for candidate in batch if self._is_ready(candidate)]
-        # While the GPU measures those that are ready, all cores compile the others.
+        # While the GPU measures the ready candidates, all cores compile the others.
         self.compile_ahead(batch)
         yield from self._evaluate(ready, settings)
         missing = [candidate for candidate in batch if candidate not in set(ready)]
@@ -250,12 +255,12 @@ class Run:
         yield from self._evaluate(missing, settings)
 
     def skipped(self) -> list[Candidate]:
-        """What no batch has waited for and is compiled by now. The others are given up."""
+        """Return the skipped candidates that are compiled by now, and give up the others."""
         late, self._skipped = self._skipped, []
         return [candidate for candidate in late if self._is_ready(candidate)]
 
     def _slowest(self, candidates: Sequence[Candidate], most: int) -> list[Candidate]:
-        """Waits until at most so many of them are not compiled: these."""
+        """Wait until at most `most` of the candidates are not compiled yet, and return these."""
         futures = {candidate: self._future(candidate) for candidate in candidates}
         began = time.monotonic()
         while len(late := [one for one, future in futures.items() if future and not future.done()]) > most:
@@ -267,18 +272,18 @@ class Run:
         assert self.measurer is not None
         published = len(self.outcomes)
         jobs = [job for _, job in self.compile(batch) if job is not None]
-        yield from self.outcomes[published:]  # what did not compile
+        yield from self.outcomes[published:]  # the failures to compile
         if jobs:
             yield from self.publish_each(
                 self.measurer.measure(self.problem, jobs, self.of_these_operands(settings)), self.stage
             )
 
     def of_these_operands(self, settings: RaceSettings) -> RaceSettings:
-        """Settings of a race of this tuning."""
+        """Return race settings with the seed and skews of this tuning."""
         return replace(settings, seed=self._seed, skews=self.skews)
 
     def publish_each(self, found: Iterable[Outcome], stage: str) -> Iterator[Outcome]:
-        """Outcomes as they come, each published before it is yielded."""
+        """Yield outcomes as they come, and publish each before yielding it."""
         self.stage = stage
         for outcome in found:
             if isinstance(outcome, Measurement) and outcome.candidate in self._expected:
@@ -293,7 +298,7 @@ class Run:
         return future is None or future.done()
 
     def report(self, stage: str | None = None) -> None:
-        """Say how far this is."""
+        """Report the progress."""
         self.stage = stage or self.stage
         if self._on_progress is None:
             return
@@ -326,7 +331,7 @@ class Run:
         interrupted: bool = False,
         predictions: tuple[model.Prediction, ...] = (),
     ) -> TuneResult:
-        """What this tuning found."""
+        """Return the result of this tuning."""
         source: Source = "modelled" if self.measurer is None else "replayed"
         candidates = [o.candidate for o in self.outcomes] + [p.candidate for p in predictions]
         return TuneResult(
@@ -345,14 +350,14 @@ class Run:
         )
 
     def interrupted(self) -> TuneResult:
-        """What a tuning that Ctrl-C cut short leaves behind: the record as it is now."""
+        """Return the result of a tuning that Ctrl-C interrupted: the current record."""
         if self.measurer is None:
             return self.result(None, note="interrupted; nothing was timed", interrupted=True)
         note = f"interrupted after {self.measured} measurements; run the same command again to go on"
         return self.result(self._record(), note=note, interrupted=True)
 
     def _record(self) -> Measurement | None:
-        """The measurement that dispatch goes by from now on. The database decides, where there is one."""
+        """Return the measurement that dispatch uses from now on. The database decides, if there is one."""
         if self.database is None:
             return self.leader
         record = self.database.best(self.problem, self.device.fingerprint, samples=True)
@@ -383,13 +388,13 @@ class Run:
 
 
 def label(candidate: Candidate) -> str:
-    """The family's short name for a candidate."""
+    """Return the family's short name of a candidate."""
     return families.get(candidate.family).label(candidate)
 
 
 def speed(outcome: Outcome) -> float | None:
-    """What a search maximizes: speed relative to torch.mm in the same interleave. None of a failure, and of
-    samples that are not times.
+    """Return the value that a search maximizes: speed relative to torch.mm in the same interleave. None for a
+    failure, and for samples that are not times.
     """
     if not isinstance(outcome, Measurement) or not len(outcome.samples_us) == len(outcome.baseline_us) > 0:
         return None
@@ -399,7 +404,7 @@ def speed(outcome: Outcome) -> float | None:
 
 
 def evidence_word(outcome: Outcome, stage: str) -> str:
-    """The stored word for what an outcome of a stage proves."""
+    """Return the stored word for the evidence of a stage's outcome."""
     if stage != "final":
         return evidence.SCREEN
     is_steady = isinstance(outcome, Measurement) and outcome.is_steady
@@ -409,16 +414,16 @@ def evidence_word(outcome: Outcome, stage: str) -> str:
 def finalists(
     screened: Mapping[Candidate, Measurement], effort: Effort, at_cap: Mapping[Candidate, float] | None = None
 ) -> list[Candidate]:
-    """Those of which most is expected, those that took the least time, the library's best, and torch.mm.
+    """Return the most promising candidates, those with the least time, the library's best, and torch.mm.
 
-    at_cap: for a GPU at its power cap, what is expected there of each of our own candidates
-    (`tunegemm.model.rank.steady_ratios`). The fastest by an interleaved screen need not be the fastest in
-    use: all share the clocks that their mixture leaves, so that a candidate which draws less power gives what
-    it gains to the others (docs/decisions/0012-steady-state-at-the-power-cap.md).
+    at_cap: for a GPU at its power cap, the expected ratio of each of our own candidates there
+    (`tunegemm.model.rank.steady_ratios`). The fastest candidate of an interleaved screen need not be the
+    fastest in use: all candidates share the clocks that their mixture allows, so a candidate that draws less
+    power passes its gain on to the others (docs/decisions/0012-steady-state-at-the-power-cap.md).
 
-    By time, too, since for some shapes torch.mm has two speeds, some 10 % apart, and keeps one for most
-    interleaves throughout: a candidate that met the slow one leads by ratio
-    (H200, 2026-11-22).
+    Time counts too, because for some shapes torch.mm has two speeds, some 10 % apart, and mostly keeps one
+    throughout an interleave: a candidate that was timed beside the slow one leads by ratio (H200,
+    2026-11-22).
     """
     numbers = profile(effort)
     places = numbers.interleaved if at_cap is None else numbers.steady
@@ -429,15 +434,15 @@ def finalists(
         expected, quickest = sorted(own, key=lambda m: -at_cap[m.candidate]), own
     chosen = [*_of_several_kernels(expected, places.own), *_of_several_kernels(quickest, places.quickest)]
     algorithms = [candidate for candidate in library if not is_torch(candidate)][: places.library]
-    # torch.mm, too, where only families without it were asked for: it is the record when all of them lose.
+    # torch.mm takes part even if the requested families exclude it: it is the record when all of them lose.
     return [*dict.fromkeys([*chosen, *algorithms]), TORCH_MM] if screened else []
 
 
 def _of_several_kernels(measurements: Iterable[Measurement], count: int) -> list[Candidate]:
-    """The first candidates, but few launches of one kernel.
+    """Return the first candidates, with few launches of any one kernel.
 
-    They are often all in front together and would leave no room for others, which the screen's few rounds
-    in other moments of clock and power may have put too low.
+    Launches of one kernel often lead together and would leave no room for others. The screen's few rounds, at
+    other clocks and power, may have ranked those too low.
     """
     chosen: list[Candidate] = []
     launches: Counter[Candidate] = Counter()
@@ -449,14 +454,14 @@ def _of_several_kernels(measurements: Iterable[Measurement], count: int) -> list
 
 
 def _by_ratio(measured: Mapping[Candidate, Measurement]) -> tuple[list[Measurement], list[Candidate]]:
-    """Our own measurements and the library's candidates, the fastest first."""
+    """Return our own measurements and the library's candidates, each fastest first."""
     fastest_first = sorted(measured.values(), key=lambda m: -m.ratio)
     own = [m for m in fastest_first if m.candidate.family != TORCH_MM.family]
     return own, [m.candidate for m in fastest_first if m.candidate.family == TORCH_MM.family]
 
 
 def race(run: Run, runners: Sequence[Candidate], settings: RaceSettings) -> TuneResult:
-    """The finalists once more, in one interleave with more rounds; the winner becomes the record."""
+    """Race the finalists again, in one interleave with more rounds; the winner becomes the record."""
     raced = run.evaluate(runners, settings, stage="final")
     run.chosen = confirm(run, [outcome for outcome in raced if isinstance(outcome, Measurement)])
     run.report(stage="done")
@@ -464,21 +469,21 @@ def race(run: Run, runners: Sequence[Candidate], settings: RaceSettings) -> Tune
 
 
 def confirm(run: Run, raced: Sequence[Measurement]) -> Measurement | None:
-    """The winner of a final race, which becomes the confirmed record, by the rounds that did not choose it.
+    """Make the winner of a final race the confirmed record, with the rounds that did not choose it.
 
-    Where the GPU did other work, what was measured is kept, and the note says why nothing is confirmed.
+    If the GPU did other work, the measurements are kept, and the note says why nothing is confirmed.
     """
-    # What dropped out was clearly slower, if not by the ratio of the few rounds that it was in. A replayed
+    # Dropouts were clearly slower, even if not by the ratio of the few rounds that they ran. A replayed
     # measurement has the rounds of its own recording.
     stayed = [one for one in raced if len(one.samples_us) >= one.telemetry.get("of_rounds", 0)]
-    # Nothing that the race shows to be slower than torch.mm, by however little, takes its place.
+    # A candidate that the race shows to be even slightly slower than torch.mm does not replace it.
     stayed = [one for one in stayed if (speed(one) or 0.0) >= 1 or is_torch(one.candidate)]
     if not stayed:
         run.note = run.note or "nothing could be measured; see the failures"
         return None
     best = final_choice(run.problem, stayed)
     if run.problem.groups and not measured_kernels(run.outcomes):
-        # A record of torch's would take the place of the table that ships, beside which nothing was measured.
+        # A record of torch.mm would override the shipped table, although no kernel of ours was measured.
         run.note = f"{run.note}; " * bool(run.note) + "no kernel was measured, so no record is confirmed"
     elif sign := disturbance(best, run.outcomes):
         run.note = (
@@ -497,12 +502,12 @@ def confirm(run: Run, raced: Sequence[Measurement]) -> Measurement | None:
 
 
 def measured_kernels(outcomes: Iterable[Outcome]) -> bool:
-    """Whether a kernel of ours was measured."""
+    """Whether the race measured a kernel of ours."""
     return any(isinstance(one, Measurement) and one.candidate.family != TORCH_MM.family for one in outcomes)
 
 
 def disturbance(best: Measurement, outcomes: Iterable[Outcome]) -> str:
-    """What of the race's baseline shows that others used the GPU; empty for nothing."""
+    """Return the sign in the race's baseline that other processes used the GPU; empty if there is none."""
     if best.noise > (_DISTURBED_IN_STEADY_STATE if best.is_steady else _DISTURBED):
         return f"torch.mm timed twice differs by {best.noise:.0%}"
     sound = (o for o in outcomes if isinstance(o, Measurement) and speed(o) is not None)

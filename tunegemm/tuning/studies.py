@@ -1,6 +1,6 @@
 """Where studies are kept for optuna-dashboard and `optuna.visualization`: a journal file or a database.
 
-A search works on a study in memory, and its finished trials are copied, so that neither a slow disk nor a
+A search works on a study in memory and copies its finished trials, so that neither a slow disk nor a
 dashboard holds up a GPU. The tuning database is refused: Optuna and this project's migrations both claim its
 table `alembic_version`.
 """
@@ -25,22 +25,23 @@ if TYPE_CHECKING:
     import optuna
     from sqlalchemy import URL
 
-#: How long another process may hold a file before it is called locked.
+#: Seconds for which another process may hold a file before it counts as locked.
 LOCKED_S = 3.0
-#: Tables that no other program's database has together.
+#: Tables that together identify an Optuna database.
 _OURS = {"fingerprints", "problems", "candidates", "measurements"}
-#: What a study must have been made for, and how a message names it.
+#: The study attributes that must match, and their names in messages.
 _SAME = {"problem": "", "device": "", "space": "search space "}
 
 _log = logging.getLogger(__name__)
 
 
 class Studies:
-    """A storage of Optuna's with a study per problem. Raises StudyError for one that cannot be used."""
+    """An Optuna storage with a study per problem. Raises StudyError if the storage cannot be used."""
 
     def __init__(self, location: str | Path, *, database: Path | URL | None = None) -> None:
-        """location: a file, which is made, or a URL.
-        database: the tuning's, which is refused; by default the one that a tuning here would store in.
+        """location: a file, created if missing, or a URL.
+        database: the tuning database, which is refused as a location; default the one that a tuning uses
+        here.
         """
         from tunegemm.store.connection import resolve
 
@@ -57,13 +58,13 @@ class Studies:
         self.close()
 
     def close(self) -> None:
-        """What was copied is stored already."""
+        """Close the storage; the copied trials are stored already."""
         if (engine := getattr(self._storage, "engine", None)) is not None:
             engine.dispose()
 
     def require(self, names: Iterable[str]) -> None:
-        """A file has the studies of one command: raises StudyError where it has those of other problems, and
-        none of these. A database may have any.
+        """Check that a file has the studies of this command. Raises StudyError if it has only studies of
+        other problems. A database may have any studies.
         """
         import optuna
 
@@ -78,7 +79,7 @@ class Studies:
             )
 
     def begin(self, study: optuna.Study) -> None:
-        """The kept study of a search's. Raises StudyError for one of another problem or space."""
+        """Open the stored study of a search. Raises StudyError if it is of another problem or space."""
         import optuna
 
         name = study.study_name
@@ -99,7 +100,7 @@ class Studies:
         self._known[name] = {trial.user_attrs.get("candidate", "") for trial in trials}
 
     def keep(self, study: optuna.Study) -> None:
-        """Copies what has finished since. A storage that fails now is given up: the search goes on."""
+        """Copy newly finished trials. If the storage fails now, the search goes on without it."""
         name = study.study_name
         if (kept := self._studies.get(name)) is None:
             return
@@ -110,7 +111,7 @@ class Studies:
                     if trial.number in copied or not trial.state.is_finished():
                         continue
                     attributes = trial.user_attrs
-                    # What a study knew before it was opened again is not added again.
+                    # Trials that the reopened study already has are not added again.
                     if attributes.get("stage") != "known" or attributes["candidate"] not in self._known[name]:
                         kept.add_trial(trial)
                     copied.add(trial.number)
@@ -126,8 +127,8 @@ class Studies:
 
 @contextlib.contextmanager
 def translated(location: str) -> Iterator[None]:
-    """Errors of Optuna's storages, of their drivers and of what files hold, as one line that names the
-    storage. What Optuna raises of a journal of another version is not known here."""
+    """Convert errors of Optuna's storages, their drivers and file contents into one line that names the
+    storage. It does not cover the errors that Optuna raises for a journal of another version."""
     try:
         with quiet_optuna():
             yield
@@ -189,7 +190,7 @@ def _of_url(location: str, database: Path | URL) -> Any:
 
 
 def _check_file(path: Path, database: Path | URL) -> None:
-    """Raises StudyError for a file that is no journal, or that another process holds."""
+    """Check a file. Raises StudyError if it is no journal, or if another process holds it."""
     _refuse_same(path, database, str(path))
     try:
         _refuse_other(path, str(path))
@@ -213,7 +214,7 @@ def _check_file(path: Path, database: Path | URL) -> None:
 
 
 def _refuse_other(path: Path, location: str) -> None:
-    """Raises StudyError for a pipe or a device, which opening may wait for, and for a folder."""
+    """Raises StudyError for a folder, and for a pipe or a device, which could block when opened."""
     if (found := kind(path.stat().st_mode) if path.exists() else None) is not None:
         remedy = "a file in it" if found == "a folder" else "a file"
         raise StudyError(f"study {_hidden(location)}: {found}; give {remedy}")
@@ -261,7 +262,7 @@ def _refusal(location: str | Path) -> str:
 
 
 def _hidden(location: str) -> str:
-    """A location without a password."""
+    """Return a location without its password."""
     from tunegemm.store.connection import display
 
     return display(location) if "://" in location else location

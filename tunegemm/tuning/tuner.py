@@ -2,8 +2,7 @@
 
 What it calls, in the order of its steps: `begin` (known results, seeds, kernels in the model's order),
 `ahead` (what is compiled before it is asked for), `search` (what to try next), `run` (compile, measure,
-publish) and `final` (the race that chooses the record). What is passed between them is plain
-data.
+publish) and `final` (the race that chooses the record). They exchange plain data.
 """
 
 from __future__ import annotations
@@ -61,12 +60,12 @@ if TYPE_CHECKING:
 
 #: Candidates of one interleave: large enough to share the baseline's cost, small enough to show progress.
 _BATCH = 32
-#: Seconds for which the energy of a finalist is metered: ten steps and more of NVML's meter.
+#: Seconds for metering a finalist's energy: at least ten steps of NVML's meter.
 _ENERGY_MS = 1000.0
 
 
 class Tuner:
-    """Tunes one problem after the other, with one pool of compile workers and one measuring worker.
+    """Tunes one problem after another, with one pool of compile workers and one measuring worker.
 
     Use it as a context manager.
     """
@@ -94,19 +93,19 @@ class Tuner:
         families: names of the kernel families to try; default all whose packages are installed.
         workers: compile workers; default by cores and memory.
         seed: of operands, of the order of rounds and of the sampler.
-        skews: over which divisions rows in groups are timed: uniform, typical and one_hot, by default all.
+        skews: the divisions over which rows in groups are timed: uniform, typical and one_hot, default all.
         cache: folder of compiled objects; default the user's cache directory.
-        compiled_only: try no kernel that is neither in that folder yet nor shipped.
-        energy: meter the finalists' energy, too, a second each.
+        compiled_only: try only kernels that are in that folder or shipped.
+        energy: also meter the finalists' energy, a second each.
         matching: a regular expression over the labels of generated kernels; others are not tried.
-        sampler: of the study that a search is: a name of `tunegemm.search.samplers.NAMES`, a class as
+        sampler: of a search's study: a name of `tunegemm.search.samplers.NAMES`, a class as
             ``package.module:Class``, or an object of a class of Optuna's; default the project's own.
-        study: a file or a URL where studies are kept (`tunegemm.tuning.studies`); default in memory only.
+        study: a file or a URL that stores studies (`tunegemm.tuning.studies`); default in memory only.
         child: a measuring process that was started before the device was known.
 
-        Raises SpaceError for a family, a seed or a sampler that is not one, ProblemError for such skews,
-        DeviceError for a family of no use here, StudyError for a study that cannot be kept there, ExtraError
-        where only what serves is installed.
+        Raises SpaceError if a family, the seed or the sampler is invalid, ProblemError if the skews are,
+        DeviceError if a family cannot be used here, StudyError if a study cannot be stored there, ExtraError
+        if only the packages for serving are installed.
         """
         extras.require("tune")
         self.device, self.database = device, database
@@ -115,7 +114,7 @@ class Tuner:
         self.pool = CompilePool(store, workers=workers, shipped=packs.shipped())
         self.compiled_only, self._seed = compiled_only, checked_seed(seed)
         self._skews = checked_skews(skews)
-        # One that is none is refused now; each problem has its own.
+        # An invalid sampler is refused now; each problem gets its own.
         is_own = sampler_of(sampler, seed=self._seed) is None
         self._sampler = None if is_own else sampler
         self.ahead = Ahead(self.kernels, self.pool, compiled_only=compiled_only, is_known=is_own)
@@ -135,7 +134,7 @@ class Tuner:
         self.close()
 
     def close(self) -> None:
-        """End the workers; what was measured is stored already."""
+        """End the workers; all measurements are stored already."""
         self.ahead.close()
         self._resources.close()  # the measuring worker, too, which another thread may be waiting for
         self._library.shutdown()
@@ -144,7 +143,7 @@ class Tuner:
             self._studies.close()
 
     def require_studies(self, problems: Iterable[Problem]) -> None:
-        """Raises StudyError where the file that keeps studies has some, and none of these problems."""
+        """Raises StudyError if the file of studies has only studies of other problems."""
         if self._studies is not None:
             self._studies.require([study_name(problem, self.device) for problem in problems])
 
@@ -160,19 +159,19 @@ class Tuner:
     ) -> TuneResult:
         """Search for the problem's fastest kernel.
 
-        effort, trials: how many candidates; see `tunegemm.search`. budget_seconds: no new batch after that;
-        the final race follows. following: what is likely to be asked for next; its kernels are compiled
-        meanwhile. Ctrl-C ends it early: the result says so, and everything measured is kept.
+        effort, trials: how many candidates; see `tunegemm.search`. budget_seconds: no new batch starts after
+        that, and the final race follows. following: the problem that probably follows; its kernels are
+        compiled meanwhile. Ctrl-C ends the tuning early: the result says so and keeps every measurement.
 
-        Raises ProblemError for a problem that the device's memory cannot hold, SpaceError for an effort, a
-        number of trials or a budget that is not one.
+        Raises ProblemError if the device's memory cannot hold the problem, SpaceError if the effort, the
+        number of trials or the budget is invalid.
         """
-        numbers = profile(effort)  # what makes no sense is refused first
+        numbers = profile(effort)  # refuse invalid arguments first
         limit = checked_trials(trials) if trials is not None else None
         budget_s = checked_seconds(budget_seconds)
         deadline = time.monotonic() + budget_s
         run = self._begin(problem, on_progress)
-        # A GPU's time is dear; a recording has none, and finds the same each time.
+        # GPU time is expensive; a recording needs none, and has to give the same result each time.
         measurer, skip_slow = run.measurer, numbers.skips_slow_compiles and self.device.is_real
         library: Future[tuple[list[Candidate], list[Outcome]]] | None = None
         search: ProblemStudy | None = None
@@ -180,9 +179,9 @@ class Tuner:
             if measurer is None:
                 return rank_by_model(run, self.kernels, effort, limit, compiled=self.ahead.compiled())
 
-            # Where to begin: what is known of the problem and of related ones, the library's algorithms, and
+            # The start: known results of the problem and of related ones, the library's algorithms, and
             # every generator's feasible kernels in the model's order. All cores begin to compile.
-            # While the worker starts CUDA, and measures the library's, they are ranked here.
+            # Kernels are ranked here while the worker starts CUDA and measures the library's algorithms.
             run.report()
             at_once = self.device.is_real and not self.ahead.is_planned(problem)
             library = self._library.submit(self._begin_with_library, run, measurer, at_once)
@@ -190,7 +189,7 @@ class Tuner:
                 if not self.compiled_only:
                     self.pool.start()
                 self.ahead.start(problem, effort, limit)
-                # While the worker is busy: Optuna's import, 0.25 s, and what the search remembers.
+                # While the worker is busy: import Optuna (0.25 s) and load known results.
                 importlib.import_module("tunegemm.search.study")
                 read_texts()
             algorithms, measured = library.result()
@@ -206,13 +205,13 @@ class Tuner:
             run.compile_ahead(search.order.planned_screen())
             _tell(search, run, measured)
             if following is not None and self.device.is_real and not self.compiled_only:
-                # Now, while the GPU measures: before, its thread would take turns with this one.
+                # Now, while the GPU measures: earlier, its thread would compete with this one.
                 self.ahead.plan(following, effort, limit)
 
             # The search asks for a batch. It is compiled, measured beside torch.mm and published, and the
             # search learns how fast each candidate was.
             while batch := search.ask(_BATCH):
-                # torch's product alone needs no time in steady state: it is raced beside kernels.
+                # torch's product alone needs no steady-state timing: it is raced beside kernels.
                 reserved_s = min(numbers.steady_s, budget_s / 2) if run.at_cap else 0.0
                 if time.monotonic() >= deadline - reserved_s:
                     self.pool.drop_waiting()
@@ -225,7 +224,7 @@ class Tuner:
                 run.compile_ahead([*batch, *later])
                 was_throttled = run.is_throttled
                 found = list(run.evaluate(batch, SCREEN, stage=search.order.stage, skip_slow=skip_slow))
-                # What was told before the clocks fell is told again.
+                # Results from before the clocks fell are told again.
                 if run.is_throttled > was_throttled:
                     failed = [outcome for outcome in found if isinstance(outcome, Failure)]
                     found = [*run.screened.values(), *failed]
@@ -248,16 +247,16 @@ class Tuner:
             return self._with_study(run.interrupted(), search)
         finally:
             if library is not None:
-                wait([library])  # the worker is in the middle of it
+                wait([library])  # the worker is still busy with it
             self.pool.drop_waiting(least=Urgency.IDLE)
             self.ahead.forget(problem)
 
     def tune_all(
         self, requests: Iterable[Request], on_progress: Callable[[Progress], None] | None = None
     ) -> Iterator[TuneResult]:
-        """Tune one problem after the other; a result that Ctrl-C cut short is the last one.
+        """Tune one problem after another; a result that Ctrl-C interrupted is the last one.
 
-        Kernels of the problem that follows are compiled while one is measured.
+        While one problem is measured, the kernels of the next are compiled.
         """
         for request in requests:
             result = self.tune(**vars(request), on_progress=on_progress)
@@ -272,18 +271,19 @@ class Tuner:
         *,
         expected: Mapping[Candidate, float] | None = None,
     ) -> TuneResult:
-        """The final race alone, among the given candidates and torch.mm; its winner becomes the record.
+        """Run only the final race, among these candidates and torch.mm; its winner becomes the record.
 
-        Kernels that the object store lacks are compiled. Candidates that are not feasible here are left
-        out. expected: what was predicted of them, times as fast as torch.mm, to be stored beside what is
-        measured. Raises DeviceError where nothing can be timed, ProblemError as `tune`.
+        Kernels that the object store lacks are compiled. Infeasible candidates are left out. expected: their
+        predicted speeds relative to torch.mm, which are stored with the measurements. Raises DeviceError if
+        nothing can be timed, ProblemError as `tune` does.
         """
         run = self._begin(problem, expected=expected)
         if run.measurer is None:
             raise DeviceError(f"{problem} cannot be timed on {self.device.spec}; use cuda:N")
         try:
             feasible = [c for c in candidates if self.kernels.is_feasible(problem, c)]
-            # All in one interleave: torch.mm, timed while they compile, would be the record if that ended.
+            # All in one interleave: if torch.mm were timed while they compile and the tuning ended, it would
+            # be the record.
             run.compile_ahead(feasible, wait=True)
             return race(run, list(dict.fromkeys([*feasible, TORCH_MM])), self._final(problem, "full"))
         except KeyboardInterrupt:
@@ -292,7 +292,7 @@ class Tuner:
             self.pool.drop_waiting()
 
     def _with_study(self, result: TuneResult, search: ProblemStudy | None) -> TuneResult:
-        """The result, with the study that its search was."""
+        """Return the result with the study of its search."""
         if search is None:
             return result
         search.finish()
@@ -304,7 +304,7 @@ class Tuner:
             self._studies.keep(search.study)
 
     def measurer_for(self, problem: Problem) -> Measurer | None:
-        """The worker of a real device; a recording when it has times of the families for the problem; else
+        """Return the worker of a real device; a recording if it has the families' times for the problem; else
         None.
         """
         if self.device.is_real:
@@ -321,8 +321,9 @@ class Tuner:
     def _begin_with_library(
         self, run: Run, measurer: Measurer, at_once: bool
     ) -> tuple[list[Candidate], list[Outcome]]:
-        """What the vendor's library has for a problem, and what came of it if it is measured at once: not
-        where the kernels are ranked already, as one interleave with them costs less.
+        """Return the vendor library's candidates for a problem, and their outcomes if they are measured at
+        once. If the kernels are ranked already, they are not, because one interleave with the kernels costs
+        less.
         """
         library = [c for c in measurer.discover(run.problem) if c.family in self.kernels.families]
         if not at_once:
@@ -428,8 +429,8 @@ def tune(
 
 
 def as_problem(problem: Problem | str | Sequence[int], **how: Any) -> Problem:
-    """A problem, or that of extents: ``"4096x4096x4096"`` or ``(4096, 4096, 4096)``. Raises ProblemError for
-    anything else. how: as `Problem.parse` takes it; what a `Problem` has already.
+    """Return a problem itself, or the problem of extents: ``"4096x4096x4096"`` or ``(4096, 4096, 4096)``.
+    Raises ProblemError for anything else. how: as for `Problem.parse`; a `Problem` already has it.
     """
     if isinstance(problem, Problem):
         return problem
@@ -443,7 +444,7 @@ def as_problem(problem: Problem | str | Sequence[int], **how: Any) -> Problem:
 
 
 def open_device(spec: str | None = None) -> Device:
-    """The device of a name; without one the first GPU, or the recorded H200 on a machine that has none."""
+    """Open a device by name; by default the first GPU, or the recorded H200 on a machine without a GPU."""
     if spec is None:
         spec = "cuda:0" if cuda_device_count() else "replay:h200"
     if not isinstance(spec, str):
@@ -453,7 +454,8 @@ def open_device(spec: str | None = None) -> Device:
 
 
 def open_gpu(spec: str | None = None) -> Device:
-    """The GPU of a name, by default the first, for what is nothing without measuring. Raises DeviceError."""
+    """Open a GPU by name, by default the first, for work that needs measuring. Raises DeviceError if it
+    fails."""
     spec = "cuda:0" if spec is None else spec
     if spec.partition(":")[0] in ("replay", "model"):
         raise DeviceError(f"device {spec!r} measures nothing, and this needs measurements; use cuda:N")

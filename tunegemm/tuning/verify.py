@@ -1,4 +1,4 @@
-"""Re-verification: the stored top five of a record, raced again under the software that is here now."""
+"""Re-verification: races the stored top five of a record again under the current software."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class Move:
     candidate: Candidate
     label: str
     before: float | None
-    """None when the database has no time of it."""
+    """None if the database has no time of it."""
     after: float | None
-    """None when it failed, or cannot run here; `reason` says why."""
+    """None if it failed or cannot run here; `reason` says why."""
     moved: bool
-    """Whether the two differ by more than the noise; False where they do not compare."""
+    """Whether the two ratios differ by more than the noise; False if they do not compare."""
     reason: str = ""
     """Why there is no time now, or why the two do not compare."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What became of one record."""
+    """The result of verifying one record."""
 
     record: Record
-    """As it was."""
+    """The record before the race."""
     judgement: Judgement
     """What it was worth before."""
     result: TuneResult
@@ -55,9 +55,9 @@ class Verification:
 def due(
     records: Iterable[Record], fingerprint: Fingerprint, *, everything: bool = False
 ) -> list[tuple[Judgement, Record]]:
-    """Per problem its best record, where that is used on the device but not of this very software.
+    """Return each problem's best record, if the device uses it but it comes from other software.
 
-    everything: those of this very software, too. Narrower layers come last in `records`, and win.
+    everything: include records of the current software. Narrower layers come last in `records`, and win.
     """
     best: dict[Problem, tuple[Judgement, Record]] = {}
     for record in records:
@@ -71,7 +71,7 @@ def due(
 def verify(tuner: Tuner, record: Record, judgement: Judgement, top: int = TOP) -> Verification:
     """Race a record against its stored rivals; the winner is the record under this device's fingerprint.
 
-    Kernels that are not in the object store are compiled. Raises DeviceError where nothing can be timed.
+    Kernels that are not in the object store are compiled. Raises DeviceError if nothing can be timed.
     """
     stored: Sequence[Record] = tuner.database.measurements(record.problem) if tuner.database else ()
     same = [e for e in stored if e.fingerprint == record.fingerprint]
@@ -95,12 +95,12 @@ def verify(tuner: Tuner, record: Record, judgement: Judgement, top: int = TOP) -
 
 
 def _today(tuner: Tuner, stored: Candidate) -> Candidate | None:
-    """A stored candidate as its family knows it now; None for one that it cannot read."""
+    """Return a stored candidate in its family's current form; None if the family cannot read it."""
     return stored if stored.family == TORCH_MM.family else tuner.kernels.usable(stored)
 
 
 def _is_alike(before: Record, outcome: Measurement) -> bool:
-    """Whether a stored result is of a final race, too, and of the same timing: only then ratios compare."""
+    """Whether a stored result is also of a final race with the same timing: only then do ratios compare."""
     if not before.samples_us:  # a shipped record, which has no more to say
         return before.confirmed
     was_steady = before.method in STEADY_METHODS
