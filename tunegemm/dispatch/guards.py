@@ -1,6 +1,6 @@
-"""What torch asks of a call besides its operands: gradients, modes, transforms, autocast; and a check in C.
+"""Checks of torch's state around a call: gradients, modes, transforms, autocast; and a tensor check in C.
 
-Everything here is on the hot path, or bound once for it.
+Everything here runs on the hot path, or is bound once for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tunegemm.describe.precision import fp32_precision
 
-# Bound once: each is a call of 15-80 ns, where `torch.x.y` would cost as much again in look-ups.
+# Bound once: each call takes 15-80 ns, and the look-ups of `torch.x.y` would double that.
 grad_enabled = torch.is_grad_enabled
 deterministic = torch._C._get_deterministic_algorithms
 dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -24,36 +24,36 @@ functorch_level = torch._C._functorch.peek_interpreter_stack
 tracing = torch._C._is_tracing
 any_autocast = torch._C._is_any_autocast_enabled
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  # absent from CPU builds
-# What `fp32_precision` asks, without a look-up.
+# The getter behind `fp32_precision`, without its look-up.
 _precision_of_fp32: Callable[[str, str], str] = getattr(
     torch._C, "_get_fp32_precision_getter", lambda *_: fp32_precision()
 )
 
-#: What `torch.backends.cuda.matmul.allow_*_reduced_precision_reduction` says of 16-bit operands: whether the
-#: library may add up in 16 bits, and whether it may split k.
+#: Getters of `torch.backends.cuda.matmul.allow_*_reduced_precision_reduction` for 16-bit operands: whether
+#: the library may add up in 16 bits, and whether it may split k.
 REDUCTIONS: dict[torch.dtype, Callable[[], Any]] = {
     torch.bfloat16: torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
     torch.float16: torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
 }
 
-# What torch.compile's own code calls at run time: its guard of tensors, and its allocation. torch has no
-# public ones that do as much in one call.
+# The tensor guard and the allocation function that torch.compile's own code calls at run time. torch has no
+# public functions that do as much in one call.
 _TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
 
 
 def allocation(device_type: str) -> Any:
-    """torch's own function of (shape, strides, dtype) that makes a tensor there."""
+    """torch's own function that makes a tensor on this type of device, from (shape, strides, dtype)."""
     return getattr(torch._C._dynamo.guards, f"_empty_strided_{device_type}")
 
 
-#: What `cast_by_autocast` says where torch is to compute the product.
+#: `cast_by_autocast` returns this if torch must compute the product.
 TORCHS: Any = object()
 
 
 def is_ordinary(a: torch.Tensor, b: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a launch means here what torch.matmul means; tensors: of an epilogue.
+    """Whether a launch has the same meaning here as torch.matmul; tensors: the epilogue's.
 
-    It does not under autograd (which is `autograd.Product`'s), forward-mode AD, functorch transforms,
+    It does not under autograd (which `autograd.Product` handles), forward-mode AD, functorch transforms,
     dispatch modes (fake tensors, FLOP counters), tracing, or when deterministic algorithms are asked for.
     """
     for tensor in tensors:
@@ -71,17 +71,17 @@ def is_ordinary(a: torch.Tensor, b: torch.Tensor, tensors: Sequence[torch.Tensor
 
 
 def are_functions_watched() -> bool:
-    """Whether a `TorchFunctionMode` is on that may look at products.
+    """Whether an active `TorchFunctionMode` may intercept products.
 
-    All may but that of ``torch.set_default_device`` and ``with torch.device(...)``, which is for functions
-    that make tensors.
+    Any mode may, except the mode of ``torch.set_default_device`` and ``with torch.device(...)``, which only
+    concerns functions that make tensors.
     """
     modes = map(torch._C._get_function_stack_at, range(function_modes()))
     return any(type(mode) is not DeviceContext for mode in modes)
 
 
 def is_transformed() -> bool:
-    """Whether torch.func or forward-mode AD looks on: their products are torch's."""
+    """Whether torch.func or forward-mode AD is active: torch then computes the product."""
     return functorch_level() is not None or forward_ad._current_level >= 0
 
 
@@ -91,10 +91,11 @@ def is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def only_checks_operators() -> bool:
-    """Whether the one dispatch mode that is on is torch's check that custom operators return no operand.
+    """Whether the only active dispatch mode is torch's check that custom operators do not return an operand.
 
-    Compiled code runs under it the first time (torch 2.11 to 2.13; `check_custom_op_aliasing` of functorch's
-    configuration). It has nothing to look at where that code calls us, which is by a function.
+    Compiled code first runs under this check (torch 2.11 to 2.13; `check_custom_op_aliasing` of functorch's
+    configuration). The check does not concern our calls: compiled code calls us by a function, not an
+    operator.
     """
     if dispatch_modes() != 1:
         return False
@@ -108,9 +109,9 @@ def reductions_allowed(dtype: torch.dtype) -> tuple[bool, bool]:
 
 
 def check_of(tensors: tuple[torch.Tensor, ...], *, reductions: bool = False) -> Callable[..., bool]:
-    """Whether tensors are, but for their values and addresses, what these are.
+    """A check that tensors match these in everything but values and addresses.
 
-    reductions: whether what is done with them depends on `REDUCTIONS`, too.
+    reductions: whether the check also compares the settings of `REDUCTIONS`.
     """
     distinct = list({id(tensor): tensor for tensor in tensors}.values())
     check: Callable[..., bool] = _TensorGuards(
@@ -118,17 +119,17 @@ def check_of(tensors: tuple[torch.Tensor, ...], *, reductions: bool = False) -> 
         dynamic_dims_sizes=[list(tensor.shape) for tensor in distinct],
         dynamic_dims_strides=[list(tensor.stride()) for tensor in distinct],
     ).check
-    if len(distinct) < len(tensors):  # torch's check wants no tensor twice
+    if len(distinct) < len(tensors):  # torch's check does not accept a tensor twice
         check = _check_of_repeated(tensors, check)
     if reductions:
         said, plainly = REDUCTIONS[tensors[0].dtype], check
         before = said()
         check = lambda *others: said() == before and plainly(*others)  # noqa: E731
-    if tensors[0].dtype is torch.float32:  # kernels compute it in tf32, where the program allows that now
+    if tensors[0].dtype is torch.float32:  # kernels compute in tf32 if the program allows it at that moment
         allowed = tf32_allowed()
         return lambda *others: tf32_allowed() == allowed and check(*others)
     device_type = tensors[0].device.type
-    if torch.is_autocast_enabled(device_type):  # torch's check knows that, and not to what it casts
+    if torch.is_autocast_enabled(device_type):  # torch's check ignores the dtype of autocast
         cast = torch.get_autocast_dtype(device_type)
         return lambda *others: torch.get_autocast_dtype(device_type) is cast and check(*others)
     return check
@@ -146,7 +147,7 @@ def _check_of_repeated(tensors: tuple[torch.Tensor, ...], check: Callable[..., b
 
 
 def cast_by_autocast(a: torch.Tensor, b: torch.Tensor, *others: torch.Tensor) -> Any:
-    """The dtype that autocast gives the operands, None where all have it, TORCHS where it is not to say."""
+    """The dtype to which autocast casts the operands; None without a cast, TORCHS if torch must decide."""
     device_type = a.device.type
     if not torch.is_autocast_enabled(device_type):
         return None
@@ -161,9 +162,9 @@ def cast_by_autocast(a: torch.Tensor, b: torch.Tensor, *others: torch.Tensor) ->
 
 
 def autocast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor as autocast casts it. Weights that it casts once per `with` come from its cache."""
+    """The tensor as autocast casts it. Weights come from autocast's cache, cast once per `with`."""
     if tensor.requires_grad and tensor.is_leaf and torch.is_autocast_cache_enabled():
-        # The plainest operator that returns its operand as it was cast; on a CPU it is not.
+        # The simplest operator that returns its operand as autocast casts it; on a CPU it is not cast.
         tensor = torch.einsum("...->...", tensor)
     return tensor.to(dtype)
 

@@ -1,6 +1,6 @@
-"""What dispatch says of products that fall back to torch: once for each weight, and in sum at the end.
+"""Warnings about products that fall back to torch: one for each weight, and a summary at exit.
 
-A weight is a product but for its number of rows: a program meets as many of these as it has requests.
+A weight is a product regardless of its number of rows, which can differ with every request.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError, TunegemmWarning, one_line
 from tunegemm.generate import families
 
-#: Warnings of a process, of which each is of another weight or another kind: attention's products have a
-#: weight for each length.
+#: Most warnings in a process. Each concerns another weight or is of another kind; attention's products have
+#: a weight for each sequence length.
 MOST_WARNINGS = 64
-#: Weights that a summary names.
+#: Most weights that a summary names.
 _MOST_WEIGHTS = 1024
 
 
 class Notices:
-    """The warnings that were given, and the weights that had no kernel."""
+    """The warnings already issued, and the weights that had no kernel."""
 
     def __init__(self) -> None:
         self._given: set[Hashable] = set()
         self._untuned: dict[Hashable, _Rows] | None = None
 
     def warn(self, message: str | Callable[[], str], about: Hashable = None) -> None:
-        """Gives a warning, unless one about the same was given.
+        """Issue a warning, unless one with the same subject was issued before.
 
-        message: made only where it is given, if it is a function. about: of what there is one warning; None:
-        of this message.
+        message: the text, or a function that is called only if the warning is issued. about: the subject;
+        None uses the message itself.
         """
         about = message if about is None else about
         if about in self._given or len(self._given) > MOST_WARNINGS:
@@ -47,22 +47,22 @@ class Notices:
         warnings.warn(text, TunegemmWarning, stacklevel=_callers_level())
 
     def forget(self) -> None:
-        """What was said may be said again."""
+        """Allow warnings that were already issued."""
         self._given.clear()
 
     def sum_up(self) -> None:
-        """From now on what `untuned` hears of is kept, and printed when the process ends."""
+        """Collect the problems passed to `untuned` from now on, and print them when the process ends."""
         if self._untuned is None:
             self._untuned = {}
             atexit.register(self._print, os.getpid())
 
     @property
     def sums_up(self) -> bool:
-        """Whether `untuned` is to hear of each problem."""
+        """Whether every problem without a kernel must be passed to `untuned`."""
         return self._untuned is not None
 
     def untuned(self, problem: Problem) -> None:
-        """A problem has no kernel."""
+        """Add a problem without a kernel to the summary, if there is to be one."""
         if self._untuned is None:
             return
         key = weight_of(problem)
@@ -72,13 +72,16 @@ class Notices:
             self._untuned[key] = _Rows(problem, problem.m)
 
     def _print(self, owner: int) -> None:
-        if os.getpid() != owner:  # a forked child, which has not fallen back itself
+        if os.getpid() != owner:  # in a forked child, which did not fall back itself
             return
         for line in self.summary():
             print(f"tunegemm: {line}", file=sys.stderr)
 
     def summary(self) -> list[str]:
-        """A line for each weight that fell back for want of a record, and how to tune it; the rest in one."""
+        """A line for each weight that fell back because it has no record, with the command that tunes it.
+
+        A last line stands for weights beyond the limit.
+        """
         untuned = self._untuned or {}
         lines = [str(rows) for rows in list(untuned.values())]
         if len(untuned) == _MOST_WEIGHTS:
@@ -88,7 +91,7 @@ class Notices:
 
 @dataclass
 class _Rows:
-    """The numbers of rows that a weight was multiplied with."""
+    """The numbers of rows by which a weight was multiplied."""
 
     most: Problem
     """The product with the most rows."""
@@ -112,21 +115,21 @@ def who(name: str) -> str:
 
 
 def advice(problem: Problem, words: str) -> str:
-    """How to have a kernel for the problem, or why there can be none, whatever is tuned."""
+    """How to get a kernel for the problem, or why tuning cannot produce one."""
     if reason := families.refusal_by_all(problem):
         return f"It can have no tuned kernel: {reason}"
     return f"{words}: {tune_command(problem)}"
 
 
 def named_error(error: Exception) -> str:
-    """One line of an error; of one that is not ours its name, too, as the text of a KeyError says little."""
+    """An error in one line. Includes the type's name for unfamiliar types: a KeyError's text says little."""
     line = one_line(error)
     is_known = isinstance(error, TunegemmError | ValueError | RuntimeError) or line == type(error).__name__
     return line if is_known else f"{type(error).__name__}: {line}"
 
 
 def weight_of(problem: Problem) -> tuple[Hashable, ...]:
-    """What of a problem does not depend on how many rows or entries of a batch there are."""
+    """The parts of a problem that do not depend on its number of rows or batch size."""
     return (
         problem.n, problem.k, problem.alignment, problem.in_dtype, problem.out_dtype, problem.accumulation,
         problem.a_major, problem.b_major, problem.out_major, problem.epilogue,

@@ -1,9 +1,9 @@
-"""The making of plans: what runs on the first call of a key, off the hot path and mostly under a lock.
+"""Makes plans on the first call of a key, off the hot path and mostly under a lock.
 
-A *plan* is the prepared launch for one key; None says that torch computes products of that key. Nothing is
-tuned or compiled here: missing kernels are compiled in the background (`dispatch.background`), and in mode
-`online` what has no record is tuned when the GPU is idle (`dispatch.online`). Nothing is read or loaded while
-the current stream records a CUDA graph: a product without a plan then falls back to torch.
+A *plan* is the prepared launch for one key; None means that torch computes products of that key. Nothing is
+tuned or compiled here: missing kernels are compiled in the background (`dispatch.background`), and mode
+`online` tunes problems without a record when the GPU is idle (`dispatch.online`). Nothing is read or loaded
+while the current stream records a CUDA graph: a product without a plan then falls back to torch.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ if TYPE_CHECKING:
     from tunegemm.compile.pool import CompilePool
     from tunegemm.tuning.progress import TuneResult
 
-#: Computes a product, given a form, a, b, the epilogue's tensors, an output and torch's way to compute it.
+#: Computes a product from a form, a, b, the epilogue's tensors, an output and a function that calls torch.
 Observe: TypeAlias = Callable[[Form, Any, Any, Sequence[Any], Any, Callable[[], Any]], Any]
 
-#: Keys whose plans are kept; then the older half is dropped: some 4 kB each, of programs whose shapes never
-#: repeat.
+#: Most keys whose plans are kept; beyond that the older half is dropped. A plan takes about 4 kB, and the
+#: shapes of some programs never repeat.
 MAX_PLANS = 4096
-#: Seconds between looks at whether another process has published records.
+#: Seconds between checks for records that other processes published.
 LOOK_SECONDS = 5.0
-#: Numbers of rows of which one must be predicted to gain, for code that is compiled for any number.
+#: Code compiled for any number of rows needs a predicted gain for at least one of these numbers.
 _FEW = (16, 1, 64, 256)
 
 _log = logging.getLogger(__name__)
 
 
 class Planner:
-    """Keeps the plans of each policy, and makes those that are missing from records, which are read once."""
+    """Keeps the plans of each policy, and makes missing ones from records, which it reads once."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class Planner:
         online: OnlineTuning | None = None,
         pool: Callable[[], CompilePool] = make_pool,
     ) -> None:
-        """The arguments say where records, devices and launchers come from, what changes with records, and
-        who tunes online and compiles missing kernels.
+        """The arguments are the sources of records, devices and launchers, a value that changes with records,
+        and the objects that tune online and compile missing kernels.
         """
         self.device_type = device_type
         self._read, self._modified = read, modified
@@ -87,18 +87,17 @@ class Planner:
         self._find, self._prepare, self._rivals = find, prepare, rivals
         self._devices: dict[int, Device | None] = {}
         self.states = States()
-        """What is known under each policy. Each state is replaced as a whole, so that it is read without a
-        lock."""
+        """The state of each policy. A state is replaced as a whole, so it can be read without a lock."""
         self._suspended: States | None = None
-        """What was known before `suspend`."""
+        """The states from before `suspend`."""
         self._mode: Mode | None = None
         self.next_look = 0.0
-        """When it is time to look whether records were published."""
+        """When to check next for published records."""
         self.allocate: Any = allocation(device_type)
         """Makes outputs, from (shape, strides, dtype)."""
         self.observe: Observe | None = None
         self.observe_groups: Callable[..., Any] | None = None
-        """Who computes products while torch does, and writes down what they would have asked for."""
+        """Observers that compute products by torch while planning is suspended, and record what was asked."""
         _planners.add(self)
 
     def refresh(self) -> None:
@@ -110,33 +109,33 @@ class Planner:
 
     @property
     def state(self) -> State:
-        """What is known under the policy of this context."""
+        """The state of this context's policy."""
         return self.states[own()]
 
     @property
     def mode(self) -> Mode:
-        """How far products are served; it is read on the first call."""
+        """The dispatch mode, which is read on the first call."""
         return self._mode or self._begin()
 
     @property
     def policy(self) -> Policy:
-        """By which products are served now."""
+        """The policy that serves products now."""
         self.mode  # noqa: B018 - the environment's policy is read with it
         return self.state.policy
 
     def use(self, policy: Policy) -> Policy:
-        """Serve by this policy from now on wherever no context has one of its own; the one before is
-        returned. A policy has plans of its own."""
+        """Set the policy of contexts without their own; returns the previous one. Each policy has its own
+        plans."""
         self.mode  # noqa: B018
         return self.states.use(policy)
 
     def suspend(
         self, observe: Observe | None = None, observe_groups: Callable[..., Any] | None = None
     ) -> Callable[[], None]:
-        """From now on torch computes every product, until the function that is returned is called.
+        """Let torch compute every product until the returned function is called.
 
-        observe: computes them meanwhile, all but those below autograd, by the function that it is given last;
-        observe_groups likewise those of groups that are gated.
+        observe: computes products meanwhile, except those below autograd, by calling its last argument;
+        observe_groups does the same for gated groups.
         """
         mode = self.mode
         with self.lock:
@@ -155,7 +154,7 @@ class Planner:
         return resume
 
     def device(self, index: int) -> Device | None:
-        """The device of an index, where a product of it was planned."""
+        """The device of an index, if a product was planned on it."""
         return self._devices.get(index)
 
     def tuned(self) -> list[tuple[Problem, Record]]:
@@ -179,9 +178,9 @@ class Planner:
         numbers: Sequence[float],
         out: torch.Tensor | None,
     ) -> tuple[State, Plan | Composed | None]:
-        """Makes and keeps the plan of a key; keeps nothing while a CUDA graph is being recorded.
+        """Make and keep the plan of a key; keeps nothing while a CUDA graph is being recorded.
 
-        For a key that falls back to torch, this is but a look at the clock, and now and then at files.
+        For a key that falls back to torch, this only reads the clock, and occasionally checks files.
         """
         state = self.state
         known = key in state.plans
@@ -215,8 +214,9 @@ class Planner:
         return state, plan
 
     def _is_missing(self, state: State, form: Form, a: torch.Tensor, b: torch.Tensor, out: Any) -> bool:
-        """Whether it is known by the number of rows that nothing serves a product, as of another such number
-        it was found (`Selection.rows`): steps of a serving engine have ever other ones."""
+        """Whether a product's number of rows is in a range that is known to have no kernel. An earlier search
+        with another number of rows yields such a range (`Selection.rows`); a serving engine keeps bringing
+        new numbers."""
         if not state.misses or b.ndim != 2 or not (form.is_plain or form.call == BELOW_AUTOGRAD):
             return False
         if (ranges := state.misses.get(_but_for_rows(form, a, b, out))) is None:
@@ -227,7 +227,7 @@ class Planner:
     def _apply_feedback(
         self, problem: Problem, served: Prepared | None, result: TuneResult | None, warning: str
     ) -> None:
-        """Takes a result of idle time; plans of its problem are made again if the kernel changes."""
+        """Apply a result of online tuning: plans of the problem are made again if the kernel changes."""
         if warning:
             self.notices.warn(warning)
         best = result.best if result is not None else None
@@ -240,22 +240,22 @@ class Planner:
                 state.forget(problem)
 
     def look(self) -> State:
-        """The state, after a look at whether records were published, if it is time for one."""
+        """The state, after a check for published records if one is due."""
         with self.lock:
             return self._look()
 
     def _look(self) -> State:
         """The state, without its misses if records were published since they were read.
 
-        Plans of tuned kernels and near hits stay, also for a thread that captures a graph meanwhile; a better
-        record of theirs waits for `refresh`.
+        Plans of tuned kernels and near hits stay, also for a thread that captures a graph meanwhile; better
+        records for them wait for `refresh`.
         """
         if time.monotonic() < self.next_look:
             return self.state
         self.next_look = time.monotonic() + LOOK_SECONDS
         for old in self._every_state():
             changed = False
-            with suppress(Exception):  # `_read_records` has said so
+            with suppress(Exception):  # `_read_records` has warned of it
                 changed = old.snapshot is not None and self._modified() != old.snapshot.modified
             if changed:
                 new = State(old.policy)
@@ -318,17 +318,19 @@ class Planner:
             return None
         try:
             return make_plan(prepared, asked, form, a, b, tensors, numbers, out)
-        except Exception as error:  # what another package's launcher raises is not known here
+        except Exception as error:  # launchers of other packages may raise anything
             text = f"{problem}: {named_error(error)}; {who(name)} falls back to torch"
             self.notices.warn(text, ("strides", *weight_of(problem)))
             return None
 
     def _has_tuned_product(self, state: State, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
-        """Whether a kernel of ours computes the product alone, where nothing is recorded of all together, and
-        the library takes no step along."""
+        """Whether a tuned kernel computes the product without its epilogue.
+
+        For calls that have no fused kernel. False if the library absorbs a step of the epilogue.
+        """
         taken = absorbed(form.epilogue.steps)
         if state.policy.is_batch_invariant and taken == ("bias_n",):
-            taken = ()  # `SlowPath` adds it itself then: torch's call with a bias is a product of its own
+            taken = ()  # `SlowPath` then adds the bias itself: torch's call with a bias is another product
         if taken or (form.call == LINEAR and b.ndim != 2):
             return False
         if (
@@ -336,7 +338,7 @@ class Planner:
             and form.epilogue.steps != ("relu",)
             and not state.policy.is_batch_invariant
         ):
-            return False  # sums that leave its range may come back by what follows
+            return False  # the epilogue may bring sums that overflow fp16 back into its range
         index = a.device.index or 0
         known, right = self.device(index), b.t() if form.call == LINEAR else b
         whole, operands = described(form, a, right, None), describe(a, right)
@@ -354,11 +356,11 @@ class Planner:
     def serves(
         self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int, *, any_m: bool = False
     ) -> bool:
-        """Whether a kernel is recorded for what `Dispatcher.fused` would be asked, by shapes, strides and
-        dtypes alone, is there or being compiled, and gains enough there (`choose.operators`).
+        """Whether `Dispatcher.fused` has a kernel for these shapes, strides and dtypes that gains enough.
 
-        For code that is compiled: a and b may be tensors without memory. any_m: whether a record of another m
-        is enough. Warns where there is none.
+        The kernel must be ready or being compiled; `choose.operators` defines the gain. For compiled code:
+        a and b may be tensors without memory. any_m: whether a record of another m suffices. Warns if
+        there is no record.
         """
         if any_m and self._has_records(form, a, b):
             return True
@@ -366,12 +368,12 @@ class Planner:
         if found is None:
             return any_m and self._is_any_predicted(form, a, b, index)
         problem, known, expected = found
-        if self.state.policy.is_batch_invariant:  # the compiler's product is torch's
+        if self.state.policy.is_batch_invariant:  # the compiler would call torch's product
             return True
         return expected.ratio >= least_ratio(problem, known)
 
     def _has_records(self, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
-        """Whether anything is recorded for some number of rows."""
+        """Whether there is a record for any number of rows."""
         if self.is_off or deterministic() or self.mode == "exact":
             return False
         with self.lock, torch.inference_mode(False), torch.no_grad():
@@ -381,8 +383,12 @@ class Planner:
             return bool(self._records(self.state, form.name(a)).extents(operands.problem))
 
     def _is_any_predicted(self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int) -> bool:
-        """Engines trace with the rows of a long prompt, for which little is predicted, and generate by the
-        same code. Of more steps a compiler would make less at rows without a kernel than of its own."""
+        """Whether a gain is predicted for one of a few small numbers of rows.
+
+        Engines trace with the rows of a long prompt, for which few gains are predicted, and generate with the
+        same code. Longer epilogues are excluded: at rows without a kernel, the compiler does worse with them
+        than with its own product.
+        """
         if a.ndim != 2 or form.text not in ("", "bias_n"):
             return False
         few = (torch.empty_strided((m, a.shape[1]), a.stride(), dtype=a.dtype, device="meta") for m in _FEW)
@@ -391,8 +397,8 @@ class Planner:
     def expected(
         self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int
     ) -> tuple[Problem, Device, Prepared | Compiling] | None:
-        """What `serves` speaks of: the problem, the device, and the kernel, which is there or being compiled
-        and need not gain in compiled code."""
+        """The problem, the device and the kernel that `serves` judges; None without a kernel. The kernel
+        is ready or being compiled, and may not gain in compiled code."""
         if self.is_off or deterministic():
             return None
         with self.lock, torch.inference_mode(False), torch.no_grad():
@@ -402,13 +408,13 @@ class Planner:
             problem, state = operands.problem, self.state
             prepared = self._prepared(state, problem, torch.device(self.device_type, index), form.name(a))
             known = self.device(index)
-        # Code that is compiled now is kept, on disk, too: it is to find the kernel once that is there.
+        # Compiled code is kept, even on disk, so it must be able to use the kernel once that is ready.
         if known is None or prepared is None or not (isinstance(prepared, Compiling) or prepared.launch):
             return None
         return problem, known, prepared
 
     def fingerprint(self, *, anywhere: bool = False) -> str:
-        """Some letters that change with what `serves` goes by; anywhere: not with a host's file times."""
+        """A hash of everything that `serves` depends on; anywhere: without the host's file times."""
         mode = self.mode
         with self.lock:
             state = self.state
@@ -420,8 +426,8 @@ class Planner:
     def _prepared(
         self, state: State, problem: Problem, device: torch.device, name: str
     ) -> Prepared | Compiling | None:
-        """The launcher of the problem's record, which may be being compiled, or None after a warning that
-        says why there is none."""
+        """The launcher of the problem's record, or a kernel being compiled, or None after a warning that
+        explains why."""
         index = device.index or 0
         if (problem, index) not in state.prepared:
             with self._guarded(state):
@@ -432,8 +438,8 @@ class Planner:
         return state.prepared[problem, index]
 
     def _search(self, state: State, problem: Problem, index: int, name: str) -> Prepared | None:
-        """The launcher of the first kernel that is chosen for a problem and can be launched here; None after
-        what can be done about that."""
+        """The launcher of the first selected kernel that can be launched here. If there is none, starts to
+        compile one or explains why, and returns None."""
         known = self._find_device(index, name)
         if known is None:
             return None
@@ -447,7 +453,7 @@ class Planner:
             known,
             near=mode != "exact",
             policy=state.policy,
-            # Databases that cannot be read are not waited for again.
+            # Do not wait again for databases that cannot be read.
             rivals=self._rivals if not snapshot.warnings else lambda problem: (),
         )
         why = selection.why
@@ -455,7 +461,7 @@ class Planner:
             try:
                 with torch.cuda.device(index) if self.device_type == "cuda" else nullcontext():
                     prepared = self._prepare(record, state.policy.device(known))
-            except Exception as error:  # what a foreign record's family raises is not known here
+            except Exception as error:  # the family of a foreign record may raise anything
                 why = named_error(error)
                 continue
             found = replace(prepared, ratio=record.ratio, record=record)
@@ -477,23 +483,23 @@ class Planner:
         if index not in self._devices:
             try:
                 self._devices[index] = self._find(f"{self.device_type}:{index}")
-            except Exception as error:  # of the driver or NVML, too
+            except Exception as error:  # includes errors of the driver or NVML
                 self._devices[index] = None
                 self.notices.warn(f"{one_line(error)}; {who(name)} falls back to torch there")
         return self._devices[index]
 
     @contextmanager
     def _guarded(self, state: State) -> Iterator[None]:
-        """Whatever is raised inside, by our own mistake, too, costs a product its kernel and draws one
-        warning: then torch computes it, or raises its own error."""
+        """Turn any error inside, including our own bugs, into one warning. Torch then computes the product,
+        or raises its own error."""
         try:
             yield
-        except TunegemmWarning:  # which the user has made an error
+        except TunegemmWarning:  # the user turned these warnings into errors
             raise
         except Exception as error:
             _log.debug("planning failed", exc_info=error)
             if isinstance(error, OSError) and state.snapshot is not None and state.snapshot.warnings:
-                return  # what could not be read was said
+                return  # a warning already named what could not be read
             what = raised(error)
             self.notices.warn(
                 f"planning failed ({what}: {one_line(error)}); tunegemm falls back to torch for such "
@@ -502,7 +508,7 @@ class Planner:
             )
 
     def recorded_groups(self, problem: Problem, index: int) -> Record | None:
-        """The record of a product of rows in groups on the device of an index; None where there is none."""
+        """The record of a grouped product on the device of an index, or None."""
         from tunegemm.choose.selection import recorded
 
         with self.lock, self._guarded(self.state):
@@ -515,13 +521,13 @@ class Planner:
         return None
 
     def _serve_compiled(self, kernel: str) -> None:
-        """A kernel is there now, or will never be: calls that wait for it are planned again."""
+        """Plan the calls again that wait for a kernel, which is now compiled or failed to compile."""
         with self.lock:
             for state in self._every_state():
                 state.forget_missing(kernel)
 
     def _records(self, state: State, name: str) -> Snapshot:
-        """The records, which are read where they were not. name: the function that was called."""
+        """The records, read on first use. name: the function that was called."""
         if state.snapshot is None:
             state.snapshot = self._read_records(state, name)
         return state.snapshot
@@ -542,14 +548,14 @@ class Planner:
         return snapshot
 
     def drop(self, state: State, key: tuple[Any, ...], plan: Plan, a: Any, b: Any, error: Exception) -> None:
-        """A launch failed: torch computes products of this key, for good or until a kernel is compiled."""
+        """Drop a plan that failed to launch: torch computes it, for good or until a kernel is compiled."""
         if capturing(plan.device):
             raise error
         answer, index = Answer(), plan.device.index or 0
         with self.lock:
             known = self.device(index)
             if plan.problem is not None and plan.record is not None and known is not None:
-                # A driver that is older than a shipped kernel says so at its launch.
+                # A driver too old for a shipped kernel rejects it only at launch.
                 with self._guarded(state):
                     wanted = Wanted(plan.problem, known, plan.device)
                     answer = compile_first(self.compiler, state, wanted, (plan.record,))
@@ -565,7 +571,7 @@ class Planner:
         )
 
     def _begin(self) -> Mode:
-        """Read mode and policy: on the first product, or when a policy is chosen before it."""
+        """Read the mode and the policy, on the first product or when a policy is chosen before it."""
         warn = self.notices.warn
         with self.lock:
             if self._mode is None:
@@ -584,7 +590,7 @@ def _weight(problem: Problem, index: int) -> tuple[Hashable, ...]:
 def _but_for_rows(
     form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None
 ) -> tuple[Hashable, ...]:
-    """What decides of a call's problem but for its rows; where these are not dense all strides are in it."""
+    """Everything except rows that determines a call's problem; includes all strides of non-dense tensors."""
     dense = tuple(
         each.is_contiguous() or (each.shape, each.stride()) for each in ((a,) if out is None else (a, out))
     )
@@ -596,8 +602,9 @@ _planners: weakref.WeakSet[Planner] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """A child starts again: locks may have been held by threads it does not have, plans hold the parent's
-    CUDA context. If the parent used CUDA, the child cannot, and gets torch's own error for CUDA tensors."""
+    """Reset locks and plans in a child: threads that the child lacks may hold the locks, and plans hold the
+    parent's CUDA context. If the parent used CUDA, the child cannot, and gets torch's own error for CUDA
+    tensors."""
     for planner in _planners:
         planner.lock = threading.RLock()
         planner.states = planner.states.renew()

@@ -1,8 +1,8 @@
-"""Whose policy holds, and what is known under each.
+"""Each policy's plans, and which policy is active.
 
-A policy is its context's: that of a thread, or of an asyncio task, which chose it by ``with
-tunegemm.policy(...)``. A context that chose none has the process's. Autograd's own threads have that of the
-thread that called ``backward``: torch copies what is stashed in its thread-local state to them.
+A policy belongs to a context: a thread or an asyncio task, which chooses it by ``with tunegemm.policy(...)``.
+A context without its own policy uses the process's. Autograd's threads use the policy of the thread that
+called ``backward``: torch copies objects stashed in thread-local state to them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tunegemm.dispatch.launchers import Plan, Prepared
 from tunegemm.generate.launching import AddressLaunch
 from tunegemm.store.record import Record
 
-#: Policies whose plans are kept beside those of the process's own.
+#: How many policies keep their plans, besides the process's own policy.
 MAX_POLICIES = 4
 
 _STASHED = "tunegemm_policy"
@@ -35,7 +35,7 @@ _STASHED = "tunegemm_policy"
 
 @dataclass(frozen=True, slots=True)
 class Recent:
-    """A plan with a check of whether operands are what it was made for.
+    """A plan, and a check that operands match the ones it was made for.
 
     The check compares types, dispatch keys (functorch, tracing, autocast, inference mode), dtypes, devices,
     shapes, strides and `requires_grad`.
@@ -44,28 +44,28 @@ class Recent:
     check: Callable[..., bool]
     plan: Plan | None
     launch: AddressLaunch | None
-    """The plan's `launch_at`; None where products are torch's."""
+    """The plan's `launch_at`; None if torch computes the product."""
     torchs: Callable[..., Any] | None
-    """Torch's one function of the call's tensors, where it has one: what computes products without a plan."""
+    """The single torch function that computes the call without a plan, if there is one."""
     requires_grad: bool
-    """Whether an operand requires grad: not for a launch alone in grad mode."""
+    """Whether an operand requires grad: in grad mode, a launch alone does not suffice."""
     bumps_version: bool
-    """Whether a given output counts its versions: it is not an inference tensor."""
+    """Whether the caller's output has a version counter, that is, is not an inference tensor."""
     device_index: int
-    """Which device must be the current one; -1 where there is but one."""
+    """The device that must be current; -1 if there is only one."""
 
 
 class Compiling(NamedTuple):
-    """A kernel that a problem waits for."""
+    """A kernel that is being compiled for a problem."""
 
     kernel: str
-    """Its name."""
+    """The kernel's name."""
     record: Record
 
     waiting: set[tuple[Any, ...]]
-    """Keys of plans that fall back to torch until then."""
+    """Keys of plans that fall back to torch until the kernel is compiled."""
     launch: None = None
-    """As in `Prepared`, which takes its place."""
+    """As in `Prepared`, which replaces this object."""
 
     @property
     def ratio(self) -> float:
@@ -74,7 +74,7 @@ class Compiling(NamedTuple):
 
 
 class Composed:
-    """In the place of a plan: no kernel computes the product as a whole, but a tuned one without the rest."""
+    """Stands in for a plan: a tuned kernel computes the product, but not together with its epilogue."""
 
     def __bool__(self) -> Literal[False]:
         return False
@@ -84,7 +84,7 @@ COMPOSED = Composed()
 
 
 class State:
-    """What is read from disk and made of it under one policy; replaced as a whole by `Planner.refresh`."""
+    """The records and plans of one policy. `Planner.refresh` replaces the whole object."""
 
     def __init__(self, policy: Policy = FASTEST, snapshot: Snapshot | None = None) -> None:
         self.policy = policy
@@ -95,15 +95,15 @@ class State:
         do, and those of its input's gradient are between them; then the key of the plan, which layers share.
         By the sites of compiled code, too, which need no check: there `torchs` takes ``out``."""
         self.launches: dict[Any, dict[Hashable, Any]] = {}
-        """What rooms above keep, by their `extension.LaunchCache`."""
+        """Launches that higher-level packages keep, by their `extension.LaunchCache`."""
         self.snapshot = snapshot
         self.prepared: dict[tuple[Problem, int], Prepared | Compiling | None] = {}
         self.misses: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
-        """Ranges of rows at which nothing serves a weight, by `weight_of` and device; the same lists by what
-        a call is but for its rows."""
+        """Ranges of rows at which no kernel serves a weight, by `weight_of` and device. The same lists are
+        also stored by everything in a call except its rows."""
 
     def make_room(self, most: int) -> None:
-        """Forgets the older half of the plans, and of what they are made of, if there are so many."""
+        """Drop the older half of the plans, launchers or misses when there are `most` of them."""
         for kept in (self.plans, self.prepared, self.misses):
             if len(kept) >= most:
                 for key in list(itertools.islice(kept, len(kept) // 2 + 1)):
@@ -111,7 +111,7 @@ class State:
                 self.forget_checks()
 
     def wait_for(self, kernel: str, failed: Plan) -> None:
-        """A launch failed whose kernel is compiled now: plans of the same kernel are torch's until then."""
+        """Send plans that share a failed plan's kernel to torch until that kernel is compiled."""
         index = failed.device.index or 0
         for key, plan in list(self.plans.items()):
             if isinstance(plan, Plan) and plan.device == failed.device and _share_a_kernel(plan, failed):
@@ -121,14 +121,14 @@ class State:
         self.forget_checks()
 
     def wait(self, problem: Problem, index: int, kernel: str, record: Record) -> set[tuple[Any, ...]]:
-        """The keys of plans that wait for a kernel that is being compiled for a problem."""
+        """Mark a problem's kernel as being compiled; returns the keys of the plans that wait for it."""
         known = self.prepared.get((problem, index))
         waiting = known.waiting if isinstance(known, Compiling) else set()
         self.prepared[problem, index] = Compiling(kernel, record, waiting)
         return waiting
 
     def forget_missing(self, kernel: str) -> None:
-        """Plans that fell back for want of a kernel are made again."""
+        """Forget plans that fell back because this kernel was missing, so that they are made again."""
         for place, one in list(self.prepared.items()):
             if isinstance(one, Compiling) and one.kernel == kernel:
                 del self.prepared[place]
@@ -138,14 +138,14 @@ class State:
         self.forget_checks()
 
     def forget(self, problem: Problem) -> None:
-        """Plans of a problem are made again; those that fell back to torch, too: they name no problem."""
+        """Forget the plans of a problem, and all plans that fell back to torch: those name no problem."""
         self.misses.clear()
         self.prepared = {place: one for place, one in self.prepared.items() if place[0] != problem}
         self.plans = {key: plan for key, plan in self.plans.items() if plan and plan.problem != problem}
         self.forget_checks()
 
     def forget_checks(self) -> None:
-        """Every call makes a key again."""
+        """Forget all checks and launches of products, so that every call makes its key again."""
         self.recent.clear()
         for cache, known in self.launches.items():
             if cache.of_products:
@@ -153,14 +153,14 @@ class State:
 
 
 def _share_a_kernel(plan: Plan, other: Plan) -> bool:
-    """Or differ in dtypes and majors alone."""
+    """Whether two plans launch the same kernel; their dtypes and majors may differ."""
     if plan.record is None or other.record is None:
         return False
     return plan.record.candidate.kernel == other.record.candidate.kernel
 
 
 class Chosen:
-    """A policy that contexts choose. Equal policies are one object, whose hash costs next to nothing."""
+    """A policy that a context chose. Equal policies share one object, which is cheap to hash."""
 
     __slots__ = ("policy",)
 
@@ -170,32 +170,32 @@ class Chosen:
 
 chosen_of = functools.cache(Chosen)
 _own: ContextVar[Chosen | None] = ContextVar("tunegemm_policy", default=None)
-#: The policy of this context; None where it has none of its own.
+#: Returns this context's own policy, or None if it has not chosen one.
 own = _own.get
 _lock = threading.RLock()
 _choices = 0
 
 
 def choose(policy: Policy) -> Chosen | None:
-    """Gives this context a policy of its own; what it had before, for `restore`."""
+    """Set this context's policy; returns the previous one, for `restore`."""
     global _choices
     before = own()
     with _lock:
         _choices += 1
         for states in list(_every.values()):
-            states.pop(None, None)  # from now on contexts without one ask in `States.__missing__`
+            states.pop(None, None)  # contexts without a policy now reach `States.__missing__`
     _set(chosen_of(policy))
     return before
 
 
 def restore(before: Chosen | None) -> None:
-    """Gives this context the policy back that it had before `choose`."""
+    """Restore the policy that this context had before `choose`."""
     _set(before)
     forget_choice()
 
 
 def forget_choice() -> None:
-    """One of `choose` counts no longer."""
+    """Stop counting one call of `choose`."""
     global _choices
     with _lock:
         _choices -= 1
@@ -208,13 +208,13 @@ def _set(chosen: Chosen | None) -> None:
 
 
 def _keep(chosen: Chosen | None) -> None:
-    """A reference for torch 2.11, whose thread-local state takes one that it was not given. Elsewhere it is
-    one too many, of objects that live as long as the process in any case."""
+    """Add a reference, because the thread-local state of torch 2.11 steals one. In other versions this leaks
+    a reference, which is harmless: these objects live as long as the process."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(chosen))
 
 
 def _of_backward() -> Chosen | None:
-    """The policy of the thread that called ``backward``, of which this is a part; None where it is none."""
+    """The policy of the thread that called ``backward``; None outside a backward pass."""
     if torch._C._current_graph_task_id() == -1 or not torch._C._is_key_in_tls(_STASHED):
         return None
     stashed: Chosen | None = torch._C._get_obj_in_tls(_STASHED)
@@ -223,16 +223,16 @@ def _of_backward() -> Chosen | None:
 
 
 class States(dict[Chosen | None, State]):
-    """The state of each policy: ``states[own()]`` is that of this context.
+    """The state of each policy: ``states[own()]`` is this context's state.
 
-    That of None is the process's. It is not kept while some context has a policy of its own, so that such a
-    look-up comes to `__missing__`, which knows a backward pass.
+    The key None stands for the process's policy. It is not stored while any context has its own policy: the
+    look-up then reaches `__missing__`, which recognizes a backward pass.
     """
 
     def __init__(self, policy: Policy = FASTEST) -> None:
         super().__init__()
         self.policy = policy
-        """The process's."""
+        """The process's policy."""
         _every[id(self)] = self
 
     def __missing__(self, key: Chosen | None) -> State:
@@ -248,7 +248,7 @@ class States(dict[Chosen | None, State]):
             return state
 
     def put(self, state: State) -> None:
-        """Takes the place of what was known under the state's policy."""
+        """Replace the state of this state's policy."""
         with _lock:
             self.pop(None, None)
             self[chosen_of(state.policy)] = state
@@ -257,19 +257,19 @@ class States(dict[Chosen | None, State]):
                 del self[next(key for key in self if key not in kept)]
 
     def use(self, policy: Policy) -> Policy:
-        """The process has this policy from now on; the one before is returned."""
+        """Set the process's policy; returns the previous one."""
         with _lock:
             before, self.policy = self.policy, policy
             self.pop(None, None)
             return before
 
     def all(self) -> list[State]:
-        """Each, once."""
+        """Every state, once."""
         with _lock:
             return [state for key, state in self.items() if key is not None]
 
     def renew(self) -> States:
-        """Others of the same policy, of which nothing is known."""
+        """Empty states with the same process policy."""
         return States(self.policy)
 
 
@@ -278,7 +278,7 @@ _every: weakref.WeakValueDictionary[int, States] = weakref.WeakValueDictionary()
 
 def _after_fork() -> None:
     global _lock
-    _lock = threading.RLock()  # another thread of the parent's may have held it
+    _lock = threading.RLock()  # another thread of the parent may have held it
 
 
 os.register_at_fork(after_in_child=_after_fork)
