@@ -1,7 +1,8 @@
-"""Boosted trees as arrays, evaluated by numpy for some dozens of rows at once in a fraction of a millisecond.
+"""Boosted trees as arrays: numpy evaluates them for dozens of rows at once in a fraction of a millisecond.
 
 A tree has at most 16 leaves, numbered from left to right. A row that goes right at a node cannot reach the
-leaves on its left: each node has a mask without them. What is left of all masks begins with the row's leaf.
+leaves on the node's left, so the node's mask leaves them out. The lowest bit set in all masks is the row's
+leaf.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from tunegemm.files import cause
 
 #: The version of the files that hold trees.
 FORMAT = 2
-#: What a line of such a file ends with, behind all that it is a checksum of.
+#: Starts the checksum, which ends a line of such a file and covers everything before it.
 _CHECKSUM = ',"checksum":"'
 MAX_LEAVES = 16
 _ALL = (1 << MAX_LEAVES) - 1
-#: The place of the lowest bit of each mask.
+#: The position of the lowest bit set in each mask.
 _LOWEST = np.zeros(_ALL + 1, dtype=np.int64)
 for _bit in reversed(range(MAX_LEAVES)):
     _LOWEST[1 << _bit :: 1 << (_bit + 1)] = _bit
@@ -37,19 +38,19 @@ class Forest:
 
     base: float
     feature: NDArray[np.int64]
-    """Which column a node compares: nodes x trees."""
+    """The column that a node compares: nodes x trees."""
     threshold: NDArray[np.float64]
-    """A row goes right where its value is above."""
+    """A row goes right if its value is above this."""
     mask: NDArray[np.uint16]
-    """Leaves that a row which goes right still may reach."""
+    """The leaves that a row can still reach after it goes right."""
     leaves: NDArray[np.float64]
     """Values: trees x leaves."""
 
     @classmethod
     def of(cls, data: Mapping[str, Any], width: int) -> Forest:
-        """From JSON: `base`, and `trees` of nodes (feature, threshold, mask) and leaves. width: columns.
+        """Build the forest from JSON: `base`, and `trees` with nodes (feature, threshold, mask) and leaves.
 
-        Raises TunegemmError where it is not that.
+        width: the number of columns. Raises TunegemmError if the data do not have this form.
         """
         try:
             trees: Sequence[Mapping[str, Any]] = data["trees"]
@@ -71,7 +72,7 @@ class Forest:
         return found
 
     def __call__(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """A value for each row."""
+        """Evaluate the forest: one value for each row."""
         seen = rows[:, self.feature.ravel()] > self.threshold.ravel()
         masks = np.where(seen, self.mask.ravel(), np.uint16(_ALL))
         left = np.bitwise_and.reduce(masks.reshape(len(rows), *self.feature.shape), axis=1)
@@ -81,10 +82,11 @@ class Forest:
 
 
 def read(path: Path, features: Sequence[str], name: str = "") -> tuple[Forest, dict[str, Any]]:
-    """The trees of a file of `written` lines, and all that their line holds.
+    """Read the trees from a file of `written` lines, with all other data of their line.
 
-    name: of the line; by default the file has one without a name. Raises TunegemmError for a line that is not
-    there, is damaged, or is of another version or features, and FileError for a file that cannot be read.
+    name: the line's name; by default the file has a single line without a name. Raises TunegemmError if the
+    line is missing, damaged, or of another version or other features, and FileError if the file cannot be
+    read.
     """
     try:
         line = next(line for line in path.read_text(encoding="utf-8").splitlines() if _is_named(line, name))
@@ -105,7 +107,7 @@ def _is_named(line: str, name: str) -> bool:
 
 
 def written(data: Mapping[str, Any], features: Sequence[str], name: str = "") -> str:
-    """A line: data of `Forest.of`, what else its readers want, a checksum of it all; and the line's name."""
+    """Format a line: its name, data for `Forest.of`, other data for readers, and a checksum of everything."""
     named = {"model": name} if name else {}
     whole = {**named, "format": FORMAT, "features": list(features), **data}
     text = json.dumps(whole, separators=(",", ":")).removesuffix("}")
@@ -113,7 +115,7 @@ def written(data: Mapping[str, Any], features: Sequence[str], name: str = "") ->
 
 
 def put(path: Path, data: Mapping[str, Any], features: Sequence[str], name: str) -> None:
-    """Writes a named line into a file, in place of the one of that name."""
+    """Write a named line into a file, in place of the line with that name."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     others = [line for line in lines if not _is_named(line, name)]
     path.write_text("".join(sorted([*others, written(data, features, name)])), encoding="utf-8")

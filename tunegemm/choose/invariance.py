@@ -1,21 +1,21 @@
 """Policy `batch_invariant`: a row has the same bits however many rows there are.
 
-All kernels of one reduction class give the same bits (`generate.families.reduction_class`), so that each M
-may take whichever of them is fastest there. A kernel is compiled for no extents: what one M may take every M
-may. Those of db/selector.toml ship compiled for plain 16-bit products, those of db/invariant.toml for some
-other kinds; kernels that were recorded stand beside them, also those of another GPU of the architecture.
-Boosted trees put them in order: they expect how far each is behind the best of the class, by products of
-16-bit operands that were measured (db/order.json, made by `fit.order`). Other operands are taken
-for 16-bit ones of as many bytes, and epilogues for none.
+All kernels of one reduction class give the same bits (`generate.families.reduction_class`), so each M may run
+the fastest of them. Kernels are not compiled for particular extents: a kernel that may serve one M may serve
+every M. The kernels of db/selector.toml ship compiled for plain 16-bit products, those of db/invariant.toml
+for some other kinds. Recorded kernels join them, including those of another GPU of the architecture. Boosted
+trees rank the kernels: they predict how far each trails the best of the class, and were fitted to measured
+products of 16-bit operands (db/order.json, made by `fit.order`). For the trees, other operands count as
+16-bit operands with as many bytes, and epilogues are left out.
 
-The product alone and the product with its epilogue have different bits: they round in different places. Where
-one M has a fused kernel every M has, and where none has all do without.
+The product alone and the product with its epilogue have different bits, because they round in different
+places. So either every M has a fused kernel, or no M has one.
 
 The same kernels in the same order serve fp8 and fused products by prediction (`best_ranked`). Products of
-many rows run at the power cap (docs/decisions/0012), where the kernel that draws least is the fastest: beside
-those kernels stand the ones that ship for many rows (`shortlist.large_kernels`), whose clusters of a GPC take
-neighbouring tiles. All are put in order by what the trees expect at one clock for all, and by the clock that
-the table of joules leaves each (`model.energy`).
+many rows run at the power cap (docs/decisions/0012), where the kernel that draws the least power is the
+fastest. For them, kernels that ship for many rows (`shortlist.large_kernels`) join the list; in these, the
+clusters of a GPC take neighbouring tiles. The ranking combines the trees' prediction at one clock for all
+kernels with the clock that the table of joules leaves each kernel (`model.energy`).
 """
 
 from __future__ import annotations
@@ -49,49 +49,49 @@ from tunegemm.model.terms import Columns, Floats, elementwise_us, fits_l2, terms
 from tunegemm.resources import data_path
 from tunegemm.store.record import Record
 
-#: Kernels that are offered of a product, for where the best cannot be loaded.
+#: Kernels offered for a product, in case the best one cannot be loaded.
 MOST_OPTIONS = 12
-#: Recorded kernels that are compared for a kind of which none ships, as each takes some time to look up.
+#: Recorded kernels compared for a kind without shipped ones: the lookup of each takes some time.
 MOST_RECORDED = 48
-#: What a kernel that won at the same N and K and at most twice or half as many rows is preferred by, in log.
+#: Bonus, in log, of a kernel that won at the same N and K and within a factor of 2 in rows.
 _OF_NEIGHBOURS = 0.02
-#: Rows up to which lasting work mostly leaves the chip its clocks.
+#: Up to this many rows, sustained work mostly does not lower the chip's clocks.
 FEW_ROWS = 256
-#: Launches that trees are asked about, of those that are expected to be nearest to the best.
+#: Launches that the trees evaluate: those expected to be nearest to the best.
 ASKED = 4
-#: Of launches by GPC: whether tiles go along n, and whether L2 lets go first of what a group does not share.
+#: Launch options by GPC: whether tiles go along n, and whether L2 first evicts what a group does not share.
 _BY_GPC = tuple({"along_n": n, "streamed": s} for n, s in itertools.product((False, True), repeat=2))
 _SIXTEEN_BITS = 2
 
 Expects = Callable[[Floats], Floats]
-"""Says of rows of `OF_ORDER` how far each launch is behind the best, in log."""
+"""Predicts from rows of `OF_ORDER` how each launch compares with the best, in log."""
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A kernel at its launch for a problem."""
+    """A kernel with its launch parameters for a problem."""
 
     kernel: Candidate
     candidate: Candidate
     expected: float
-    """How far behind the best of the class it is expected to be, in log."""
+    """Its expected speed relative to the best of the class, in log."""
     slowed: float = 0.0
-    """What the power cap takes from its speed, in log; 0 where that is not known."""
+    """How much the power cap slows it, in log; 0 if that is unknown."""
 
     @property
     def score(self) -> float:
-        """What is left of its lead in lasting work, in log."""
+        """Its expected lead in sustained work, in log."""
         return model.STEADY_LEAD * self.expected - model.STEADY_CLOCK * self.slowed
 
 
 @dataclass(frozen=True)
 class InvariantOption:
-    """A kernel of the class for a problem that it was not measured for."""
+    """A kernel of the class for a problem on which it was not measured."""
 
     record: Record
     """The kernel as it would be launched here, without times."""
     origin: Record | None
-    """A record that has it; None where it ships for its class."""
+    """A record of this kernel; None if the kernel ships for its class."""
 
     def __str__(self) -> str:
         if self.origin is None:
@@ -102,8 +102,10 @@ class InvariantOption:
 def invariant_options(
     snapshot: Snapshot, problem: Problem, device: Device, policy: Policy
 ) -> tuple[InvariantOption, ...]:
-    """The kernels that the policy admits for this problem, listed or recorded for other problems, the one
-    first that is expected to be fastest. Those that are not compiled here are for the caller to pass over."""
+    """The kernels that the policy admits for this problem, the one expected to be fastest first.
+
+    They are listed, or recorded for other problems. The caller must skip those that are not compiled here.
+    """
     origins: dict[Candidate, Record] = {}
     close: set[Candidate] = set()
     ours = shortlist.ordered_kernels(problem)
@@ -128,7 +130,7 @@ def invariant_options(
                 or not family.check(problem, one.candidate, device).runs
             ):
                 continue
-        except (SpaceError, KeyError, TypeError):  # a stored candidate that is damaged or of another age
+        except (SpaceError, KeyError, TypeError):  # a stored candidate that is damaged or of another version
             continue
         origin = origins.get(one.kernel)
         label = family.label(one.candidate)
@@ -139,8 +141,11 @@ def invariant_options(
 def _records(
     snapshot: Snapshot, problem: Problem, device: Device, *, everywhere: bool
 ) -> Iterator[tuple[Record, bool]]:
-    """Records of the same N and K, the nearest first, and whether they are close; then of all problems that
-    differ in extents alone, and of aligned products without a batch, which run by the same objects."""
+    """Records with the same N and K, the nearest first, and whether each is close.
+
+    Then, if `everywhere`, records of all problems that differ in extents alone, and of aligned products
+    without a batch, which the same compiled kernels serve.
+    """
     extents = sorted(snapshot.extents(problem), key=lambda m: abs(math.log2(m / problem.m)))
     plain = replace(problem, batch=1, alignment=MAX_ALIGNMENT)
     same: Iterator[tuple[Problem, bool]] = (
@@ -163,12 +168,12 @@ def _records(
 def ranked(
     problem: Problem, kernels: Sequence[Candidate], device: Device, expects: Expects | None = None
 ) -> list[Ranked]:
-    """Each kernel at the launch that suits it by the model, unless it has no tiles, in the order given.
+    """Each kernel with the launch that the model prefers, in the given order; kernels without tiles drop out.
 
-    expects: in place of the trees that ship.
+    expects: replaces the trees that ship.
     """
     kernels = [kernel for kernel in kernels if kernel.family in FAMILIES and "tile_m" in kernel.params]
-    whole = fits_l2(in_16_bit(problem), device)  # the order of tiles is free then
+    whole = fits_l2(in_16_bit(problem), device)  # then the order of tiles does not matter
     orders = [
         {"along_n": along_n, "swizzle": swizzle}
         for along_n, swizzle in (shortlist.RASTERS[:1] if whole else shortlist.RASTERS)
@@ -185,10 +190,10 @@ def _at_best(
     lasts: bool,
     expects: Expects,
 ) -> list[Ranked]:
-    """Each kernel in that order of tiles in which the model has it fastest.
+    """Each kernel with the order of tiles in which the model expects it to be fastest.
 
-    orders: columns of the model, and words of `launched`. lasts: whether by the clock that the power cap
-    leaves, else by one for all.
+    orders: columns of the model, and keyword arguments of `launched`. lasts: whether to compare at the clock
+    that the power cap leaves each; else at one clock for all.
     """
     if not kernels:
         return []
@@ -215,7 +220,7 @@ def _at_best(
 
 
 def best_ranked(problem: Problem, device: Device) -> list[Ranked]:
-    """The shipped kernels that are expected to be nearest to the best, and run."""
+    """The shipped kernels that can run and are expected to be nearest to the best."""
     order = ranked(problem, shortlist.ordered_kernels(problem), device)
     if problem.m > FEW_ROWS and shortlist.large_kernels(problem):
         order = large_ranked(problem, order, device)
@@ -228,9 +233,10 @@ def best_ranked(problem: Problem, device: Device) -> list[Ranked]:
 
 
 def large_ranked(problem: Problem, listed: Sequence[Ranked], device: Device) -> list[Ranked]:
-    """The listed kernels beside those that ship for many rows, by what the power cap leaves of their lead.
+    """The listed kernels and those that ship for many rows, each with the slowdown by the power cap.
 
-    Where one row of clusters covers the product, neighbours share next to nothing, and these are left out.
+    If one row of clusters covers the product, neighbours share next to nothing, and the kernels for many rows
+    are left out.
     """
     kernels = [
         kernel for kernel in shortlist.large_kernels(problem) if model.l2_hint(problem, kernel) == "none"
@@ -242,8 +248,10 @@ def large_ranked(problem: Problem, listed: Sequence[Ranked], device: Device) -> 
 
 
 def slowed_by_cap(problem: Problem, candidates: Sequence[Candidate], device: Device) -> Floats:
-    """How much longer each takes at the clock that the power cap leaves it, in log; 0 where there is no table
-    of joules."""
+    """How much longer each takes at the clock that the power cap leaves it, in log.
+
+    0 if there is no table of joules.
+    """
     seen, modelled = in_16_bit(problem), _as_fitted(device)
     columns = columns_in_16_bit(problem, candidates)
     found = terms(seen, columns, modelled)
@@ -253,7 +261,7 @@ def slowed_by_cap(problem: Problem, candidates: Sequence[Candidate], device: Dev
 def features_of(
     problem: Problem, found: Sequence[Ranked], device: Device, library: LibraryChoice | None
 ) -> Floats:
-    """A row of `OF_GAIN` for each launch. library: what torch's library chooses for the product alone."""
+    """A row of `OF_GAIN` for each launch. library: the choice of torch's library for the product alone."""
     seen, modelled = in_16_bit(problem), _as_fitted(device)
     launches = [one.candidate for one in found]
     columns = columns_in_16_bit(problem, launches)
@@ -271,17 +279,17 @@ def features_of(
 
 
 def _as_fitted(device: Device) -> Device:
-    """As trees were fitted: each chip counts its own clusters."""
+    """The device as the trees were fitted: each chip counts its own clusters."""
     return replace(device, spec="model")
 
 
 def in_16_bit(problem: Problem) -> Problem:
-    """The plain product of 16-bit operands that have as many bytes."""
+    """The plain product of 16-bit operands with as many bytes."""
     return Problem(problem.m, problem.n, max(1, problem.k * DTYPE_BYTES[problem.in_dtype] // _SIXTEEN_BITS))
 
 
 def columns_in_16_bit(problem: Problem, kernels: Sequence[Candidate]) -> Columns:
-    """Kernels of the problem, as its product in 16 bit would have them."""
+    """The kernels' columns, as for the problem's product in 16 bit."""
     columns = Columns.of(kernels)
     tile_k = columns.tile_k * DTYPE_BYTES[problem.in_dtype] // _SIXTEEN_BITS
     return replace(columns, tile_k=np.maximum(tile_k, 1))
@@ -289,7 +297,7 @@ def columns_in_16_bit(problem: Problem, kernels: Sequence[Candidate]) -> Columns
 
 @cache
 def order_here() -> Expects:
-    """The trees that ship, or the model alone after one warning."""
+    """The trees that ship; if they cannot be read, the model alone after one warning."""
     try:
         return order_of(data_path("db", "order.json"))
     except (TunegemmError, OSError) as error:
@@ -300,5 +308,5 @@ def order_here() -> Expects:
 
 
 def order_of(path: Path) -> Expects:
-    """The trees of a file. Raises TunegemmError for one that is damaged or of another version."""
+    """The trees of a file. Raises TunegemmError if it is damaged or of another version."""
     return read(path, OF_ORDER)[0]

@@ -1,31 +1,29 @@
-"""Near hits: what a shape that was never tuned may take from recorded ones, and when it may not.
+"""Near hits: when a shape that was never tuned may run a kernel recorded for nearby shapes.
 
-The question is never which kernel is good, but whether it surely does not lose to torch. Two things are known
-near a problem: the recorded ratios to torch.mm, and the model, whose microseconds rank and extrapolate. A
-recorded kernel is taken for another problem where both agree:
+The question is never which kernel is good, but whether it surely does not lose to torch. Near a problem there
+are two sources: the recorded ratios to torch.mm, and the model, whose microseconds rank and extrapolate. A
+recorded kernel serves another problem if both agree:
 
-1. *Neighbours.* The records that may be used here and differ in m alone, the nearest below and above, when
-   the two are within a factor of 8; else the one of them that is within a factor of 2.
+1. *Neighbours.* The records that may be used here and differ in m alone: the nearest below and the nearest
+   above, if the two are within a factor of 8 of each other; else the one that is within a factor of 2.
 2. *The margin* is 2 %, and 1 % more for each doubling of m between the two neighbours, or for each half of a
-   doubling to a single one.
-3. *The recorded ratios.* A kernel of ours won at every neighbour, by no less than the margin. Where torch.mm
-   or an algorithm of its library won, torch it is.
-4. *The model* carries the time of a neighbour's kernel and that of torch from there to here. Torch is
-   taken at its best: as the fastest of the tiles that its library has, which it need not have chosen at the
-   neighbour. What is expected, at most the least of the recorded ratios, must pass the margin, too.
+   doubling between the problem and a single neighbour.
+3. *The recorded ratios.* One of our kernels won at every neighbour, by at least the margin. If torch.mm or an
+   algorithm of its library won, torch computes the product.
+4. *The model* extrapolates the times of a neighbour's kernel and of torch to this problem. It takes torch at
+   its best: as the fastest tile of its library, even if the library did not choose it at the neighbour. The
+   expected ratio, at most the least of the recorded ratios, must pass the margin, too.
+5. *The tiles.* The kernel has at most a tenth more tiles along m than at its neighbour. Its rows beyond the
+   edge are at most the largest of 16, m / 32 and their number at its neighbour. A second tile reads the
+   weights again: at 28672x4096 a kernel with tiles of 16 was 1.10 of torch up to m = 16 and 0.67 at 17. And
+   TMA fills rows beyond the edge slowly: at 4096x4096 a kernel with tiles of 64 took 12.4 us for m = 120 to
+   128 and 20.9 us for m = 65 (H200, 2026-11-21). Families whose last tile begins inside have no such rows if
+   a tile fits at all (`edges_inside`); the exception is epilogues that read a matrix, which may be D.
 
-5. *The tiles.* The kernel has at most a tenth more tiles along m than at its neighbour, and no more rows
-   beyond the edge than 16, than m / 32 or than its neighbour has. A second tile reads the weights again: at
-   28672x4096 a kernel with tiles of 16 was 1.10 of torch up to m = 16 and 0.67 at 17. And TMA fills rows
-   beyond the edge slowly: at 4096x4096 a kernel with tiles of 64 took 12.4 us for m = 120 to 128 and 20.9 us
-   for m = 65 (H200, 2026-11-21). Families whose
-   last tile begins inside have no such rows where a tile fits at all (`edges_inside`); but for epilogues that
-   read a matrix, which may be D.
-
-A row of one (m = 1) takes what was recorded for it, and is not a neighbour: libraries multiply matrix and
-vector by other kernels. Launch parameters that depend on m are derived again (`l2_hint`) or counted at load
-(`ctas`); the family's rules must accept the rest. Of several kernels the one is taken that is expected to
-gain most; of equals the one whose waves change least. docs/decisions/0006 has the evidence.
+A single row (m = 1) runs only kernels recorded for it, and is not a neighbour: libraries multiply matrix and
+vector with other kernels. Launch parameters that depend on m are derived again (`l2_hint`) or counted at load
+(`ctas`); the family's rules must accept the rest. Among several kernels, the one with the greatest expected
+gain is chosen; among equals, the one whose waves change least. docs/decisions/0006 has the evidence.
 """
 
 from __future__ import annotations
@@ -51,16 +49,16 @@ if TYPE_CHECKING:
     from tunegemm.choose.snapshot import Snapshot
     from tunegemm.store.record import Record
 
-#: Least gain over torch by neighbours of the same n and k, and what each doubling between them adds. Two
-#: sessions of one H200 disagree in the ratio of one kernel by 0.2 to 0.3 % (medians of 9 and 39 kernels), at
-#: one of 9 and seven of 39 by over 2 % (2026-11-21, db/records of that evening and of that noon, and
-#: benchmarks/results/h200/peers.json; tests/choose/test_neighbours.py).
+#: Least gain over torch for neighbours with the same n and k, and the addition for each doubling between
+#: them. Two sessions on one H200 disagree in the ratio of one kernel by 0.2 to 0.3 % (medians of 9 and 39
+#: kernels); 1 of the 9 and 7 of the 39 differ by over 2 % (2026-11-21, db/records of that evening and of that
+#: noon, and benchmarks/results/h200/peers.json; tests/choose/test_neighbours.py).
 MARGIN, MARGIN_PER_DOUBLING = 0.02, 0.01
-#: Doublings of m between two neighbours, and from a single one, that are still a neighbourhood.
+#: The most doublings of m between two neighbours, and between the problem and a single neighbour.
 MAX_GAP, MAX_REACH = 3.0, 1.0
-#: Tiles along m relative to those at the neighbour.
+#: The most tiles along m, relative to those at the neighbour.
 MOST_TILES = 1.1
-#: Rows of a kernel's last tile that may lie beyond the edge where there were fewer at the neighbour.
+#: Rows of a kernel's last tile that may lie beyond the edge even if the neighbour has fewer.
 MOST_ROWS_BEYOND = 16
 
 
@@ -78,7 +76,7 @@ def _library_tiles(m: tuple[int, ...], n: tuple[int, ...], swap_ab: bool) -> lis
     ]  # fmt: skip
 
 
-#: Tiles that cuBLAS has for 16-bit operands, as its algorithms name them; of few rows also transposed.
+#: cuBLAS's tiles for 16-bit operands, as its algorithms name them; for few rows also transposed.
 _TILES = _library_tiles((64, 128, 256), (64, 96, 128, 160, 192, 256), False)
 _TILES_OF_FEW_ROWS = [*_TILES, *_library_tiles((64, 128), (8, 16, 32, 64, 96, 128), True)]
 _FEW_ROWS = 128
@@ -89,13 +87,13 @@ class Near:
     """A recorded kernel for a problem that has no record."""
 
     record: Record
-    """The kernel as it would be launched here; `ratio` is what is expected, not what was measured."""
+    """The kernel as it would be launched here; its `ratio` is expected, not measured."""
     origin: Record
-    """The record that it is taken from."""
+    """The neighbour's record of the kernel."""
     waves: tuple[int, int]
-    """How many its busiest block takes: where it was recorded, and here."""
+    """The waves of its busiest block: at the neighbour, and here."""
     margin: float
-    """What it had to be better than torch by."""
+    """The required gain over torch."""
 
     def __str__(self) -> str:
         there, here = self.waves
@@ -108,16 +106,16 @@ class Near:
 
 @dataclass(frozen=True)
 class Neighbourhood:
-    """What the surroundings of a problem say."""
+    """The outcome of asking a problem's neighbours."""
 
     options: tuple[Near, ...] = ()
     """Kernels that may be launched, the best first."""
     refusal: str = ""
     """Why there are none, in one clause."""
     neighbours: tuple[Record, ...] = ()
-    """The records that were asked."""
+    """The records that were considered."""
     rows: tuple[int, int] | None = None
-    """The numbers of rows at which the same is refused for the same reason; None: not known of others."""
+    """The numbers of rows that are refused for the same reason; None if this is known for no other number."""
 
 
 def neighbourhood(
@@ -126,9 +124,9 @@ def neighbourhood(
     device: Device,
     allows: Callable[[Problem, Candidate], str] = lambda problem, candidate: "",
 ) -> Neighbourhood:
-    """The kernels that recorded neighbours offer for a problem, by the rule of this module.
+    """The kernels that recorded neighbours offer for a problem, by the rules of this module.
 
-    allows: why a candidate must not be used here; empty when it may be.
+    allows: returns why a candidate must not be used here; empty if it may be.
     """
     if problem.m == 1:
         return Neighbourhood(refusal="a single row runs only kernels recorded for one row")
@@ -167,7 +165,7 @@ def neighbourhood(
 def _brackets(
     snapshot: Snapshot, problem: Problem, device: Device
 ) -> tuple[tuple[Record, ...], tuple[int, int]]:
-    """The nearest records below and above in m that are in reach, and the rows at which they are the same."""
+    """The nearest records in reach below and above in m, and the range of rows that has the same ones."""
     m = problem.m
     records = [one for one in snapshot.usable(problem, device.fingerprint) if one.problem.m not in (1, m)]
     place = bisect.bisect(records, m, key=lambda one: one.problem.m)
@@ -198,7 +196,7 @@ def _doublings(one: int, other: int) -> float:
 
 
 def tiles_differ(problem: Problem, neighbour: Problem, candidate: Candidate) -> str:
-    """Why tiles along m are not like those at the neighbour; empty when they are."""
+    """Why the tiles along m differ from those at the neighbour; empty if they are alike."""
     swapped = candidate.params.get("swap_ab", False)
     tile = int(candidate["tile_n" if swapped else "tile_m"])
     here, there = -(-problem.m // tile), -(-neighbour.m // tile)
@@ -213,7 +211,7 @@ def tiles_differ(problem: Problem, neighbour: Problem, candidate: Candidate) -> 
 
 
 def _offer(neighbour: Record, problem: Problem, device: Device, least: float, margin: float) -> Near | str:
-    """The neighbour's kernel for the problem; a clause where it is not legal there."""
+    """The neighbour's kernel for the problem, or a clause if it is not legal there."""
     candidate = neighbour.candidate
     try:
         if "l2_hint" in candidate.params:
@@ -224,7 +222,7 @@ def _offer(neighbour: Record, problem: Problem, device: Device, least: float, ma
             return f"kernel of {neighbour.problem.shape}: {differ}"
         there = model.predict(neighbour.problem, neighbour.candidate, device)
         here = model.predict(problem, candidate, device)
-    except (SpaceError, KeyError, TypeError) as error:  # a stored candidate that is damaged or of another age
+    except (SpaceError, KeyError, TypeError) as error:  # a stored candidate: damaged or of another version
         return f"kernel of {neighbour.problem.shape}: {error}"
     torch = library_us(problem, device) / library_us(neighbour.problem, device)
     expected = min(neighbour.ratio * torch * there.total_us / here.total_us, least)
@@ -234,7 +232,7 @@ def _offer(neighbour: Record, problem: Problem, device: Device, least: float, ma
 
 @functools.lru_cache(maxsize=4096)
 def library_us(problem: Problem, device: Device) -> float:
-    """The model's time of the best tile that the vendor's library could choose: torch at its best."""
+    """The model's time in microseconds for the best tile that the library has: torch at its best."""
     return float(terms(problem, _tile_columns(problem.m <= _FEW_ROWS), device).total_us.min())
 
 

@@ -1,9 +1,10 @@
 """ATen's operators that multiply matrices, and what torch's library computes along with each product.
 
-One table for what serves, counts or replaces them, and for what a kernel has to beat: in eager code torch's
-kernels, which it launches one by one and which recorded ratios compare with. A compiler does better: what
-follows a product becomes one kernel, which mostly does the work of its neighbours, too. So in compiled code a
-kernel must be faster than torch's product alone, without what follows, as the model estimates it.
+One table for the code that serves, counts or replaces these operators, and for what a kernel has to beat. In
+eager code it has to beat torch's kernels, launched one by one; recorded ratios compare with these. A compiler
+does better: it fuses the steps after a product into one kernel, which mostly does the work of its neighbours,
+too. So in compiled code a kernel must be faster than torch's product alone, without the steps that follow, as
+the model estimates it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.workload.products import OWN_ACTIVATION
 
-#: Least gain over what the compiler would do: sessions of one H200 disagree by 0.2 to 0.3 % in the ratio of
-#: one kernel (see `neighbours`).
+#: Least gain over the compiler's code: sessions on one H200 disagree by 0.2 to 0.3 % in the ratio of one
+#: kernel (see `neighbours`).
 LEAST_GAIN = 0.01
 
 _ADDS = (("alpha",), ("bias_n",), ("alpha", "bias_n"), ("beta_c",), ("alpha", "beta_c"))
@@ -32,15 +33,15 @@ _IN_PLACE = "in place, as tunegemm.enable serves none"
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator of ATen that multiplies two matrices, or two batches of them."""
+    """An ATen operator that multiplies two matrices, or two batches of matrices."""
 
     first: int = 0
-    """Where the product's first operand stands among the arguments; the second follows it."""
+    """The position of the product's first operand among the arguments; the second follows it."""
     absorbs: tuple[tuple[str, ...], ...] = ()
-    """The steps that it may compute along with the product."""
+    """The steps that it can compute along with the product."""
     refusal: str = ""
-    """Why `tunegemm.enable` does not serve it, so that torch computes it; empty where it is served.
-    `tunegemm.record` records it either way."""
+    """Why `tunegemm.enable` leaves it to torch; empty if it is served. `tunegemm.record` records it either
+    way."""
 
     @property
     def served(self) -> bool:
@@ -54,7 +55,7 @@ OPERATORS = {
     "addmm": Operator(1, _ADDS),  # `linear` with a bias arrives here, too
     "baddbmm": Operator(1, _ADDS),
     "_scaled_mm": Operator(0, SCALES),
-    "_scaled_mm_v2": Operator(0, SCALES),  # torch.nn.functional.scaled_mm; torch has it from 2.10 on
+    "_scaled_mm_v2": Operator(0, SCALES),  # torch.nn.functional.scaled_mm; since torch 2.10
     "_int_mm": Operator(),
     "addmm_": Operator(1, _ADDS, _IN_PLACE),
     "baddbmm_": Operator(1, _ADDS, _IN_PLACE),
@@ -65,7 +66,7 @@ _ABSORBED = frozenset(steps for operator in OPERATORS.values() for steps in oper
 
 
 def absorbed(steps: Sequence[str]) -> tuple[str, ...]:
-    """The leading steps of an epilogue that one call of the library takes; those of `amax` aside."""
+    """The leading steps of an epilogue that one call of the library computes, apart from those of `amax`."""
     for count in (2, 1):
         if (leading := tuple(steps[:count])) in _ABSORBED:
             return leading
@@ -73,11 +74,11 @@ def absorbed(steps: Sequence[str]) -> tuple[str, ...]:
 
 
 def least_ratio(problem: Problem, device: Device) -> float:
-    """How many times as fast as eager torch a kernel must be recorded to be, to serve in compiled code."""
+    """The least recorded ratio to eager torch with which a kernel may serve in compiled code."""
     kernels = kernels_after(problem)
     if not kernels:
         return 1 + LEAST_GAIN
-    # The model, and numpy with it: a first call of eager code does without.
+    # Import the model, and numpy, only here: a first call of eager code does not need them.
     from tunegemm.choose.neighbours import library_us
     from tunegemm.model.terms import elementwise_us
 
@@ -94,7 +95,7 @@ def kernels_after(problem: Problem) -> int:
     if fused.function is not None:
         nodes = ast.walk(ast.parse(fused.function.source))
         return sum(isinstance(node, ast.BinOp | ast.UnaryOp | ast.Call) for node in nodes)
-    # The library's product of int8 operands takes nothing along.
+    # The library's product of int8 operands computes no steps along with it.
     taken = () if problem.in_dtype == "int8" else absorbed(fused.steps)
     rest = fused.steps[len(taken) :]
     return len(rest) + sum(step in GATED for step in rest)  # a gate is an activation and a product

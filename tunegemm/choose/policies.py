@@ -1,5 +1,7 @@
-"""What a user asks of dispatch: what it prefers among candidates, such as speed or the same bits in each run
-(`Policy`), and by the environment how far it goes to serve a product (`Mode`).
+"""What users ask of dispatch: a `Policy` and a `Mode`.
+
+A policy says what dispatch prefers among candidates, such as speed or the same bits in each run. The mode,
+set by the environment, says how far dispatch goes to serve a product.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ Preference = Literal["fastest", "deterministic", "batch_invariant", "no_workspac
 
 @dataclass(frozen=True)
 class Policy:
-    """Which candidates may be launched, and which of them is best."""
+    """Decides which candidates may be launched, and which of them is best."""
 
     prefer: Preference = "fastest"
     """See docs/guide/policies.md."""
     max_sms: int | None = None
-    """Multiprocessors that a launch may fill; None for all."""
+    """How many multiprocessors a launch may fill; None for all."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.prefer, str) or self.prefer not in get_args(Preference):
@@ -40,15 +42,17 @@ class Policy:
                 raise PolicyError(
                     f"max_sms {shown(self.max_sms)}: give a number of multiprocessors from 1, or None"
                 )
-            object.__setattr__(self, "max_sms", int(self.max_sms))  # NumPy's, too
+            object.__setattr__(self, "max_sms", int(self.max_sms))  # also NumPy's integers
 
     def __str__(self) -> str:
         return self.prefer + (f" on {self.max_sms} multiprocessors" if self.max_sms else "")
 
     @property
     def replaces_torch(self) -> bool:
-        """Whether torch cannot do what is asked, so that a slower kernel may: it leaves no multiprocessors
-        free, and its library chooses again for each number of rows."""
+        """Whether torch cannot fulfil the policy, so that a slower kernel may serve.
+
+        Torch leaves no multiprocessors free, and its library chooses again for each number of rows.
+        """
         return self.max_sms is not None or self.is_batch_invariant
 
     @property
@@ -57,14 +61,14 @@ class Policy:
         return self.prefer == "batch_invariant"
 
     def refusal(self, problem: Problem, candidate: Candidate) -> str:
-        """Why the candidate must not be launched under this policy; empty when it may be."""
+        """Why the candidate must not be launched under this policy; empty if it may be."""
         if self.max_sms is not None and (reason := _grid_refusal(candidate)):
             return reason
         judge = _JUDGES.get(self.prefer)
         return judge(problem, candidate) if judge is not None else ""
 
     def device(self, device: Device) -> Device:
-        """The device as launches may see it: with so few multiprocessors as they may fill."""
+        """The device as launches see it: with only as many multiprocessors as they may fill."""
         if self.max_sms is None or self.max_sms >= device.sm_count:
             return device
         return device.with_sm_budget(self.max_sms)
@@ -74,7 +78,10 @@ FASTEST = Policy()
 
 
 def parse_policy(text: str) -> Policy:
-    """From ``deterministic``, or ``fastest,max_sms=120``, as in the environment."""
+    """Parse text such as ``deterministic`` or ``fastest,max_sms=120``, as in the environment.
+
+    Raises PolicyError if the text names no policy.
+    """
     name, *options = (word.strip() for word in text.split(","))
     policy = Policy(name or "fastest")  # type: ignore[arg-type]  # checked there
     for option in options:
@@ -91,8 +98,8 @@ def _deterministic(problem: Problem, candidate: Candidate) -> str:
 
     All our kernels are deterministic: split-K adds its splits in order, whichever block finishes last. A
     library algorithm qualifies if it neither splits k nor reduces: NVIDIA promises equal bits except for some
-    kernels on several streams, without naming them. For torch.mm,
-    `torch.use_deterministic_algorithms` decides.
+    kernels on several streams, without naming them. For torch.mm, `torch.use_deterministic_algorithms`
+    decides.
     """
     if candidate.params.get("algorithm") != "cublaslt":
         return ""
@@ -102,7 +109,10 @@ def _deterministic(problem: Problem, candidate: Candidate) -> str:
 
 
 def _batch_invariant(problem: Problem, candidate: Candidate) -> str:
-    """Kernels of one reduction class: that which was measured not to depend on m, and has most kernels."""
+    """Why a candidate is not of the reduction class that the policy admits; empty if it is.
+
+    Measurements showed that the class does not depend on m, and it has the most kernels.
+    """
     from tunegemm.generate import families
     from tunegemm.generate.tiles import ORDERED
 
@@ -133,8 +143,9 @@ def _splits(candidate: Candidate) -> bool:
 
 
 def _grid_refusal(candidate: Candidate) -> str:
-    """Only a persistent grid of one block per multiprocessor leaves the others free.
+    """Why a candidate's grid does not leave multiprocessors free; empty if it does.
 
+    Only a persistent grid of one block per multiprocessor leaves the others free.
     The hardware gives every multiprocessor a first block before any gets a second.
     """
     if "tile_m" not in candidate.params:
@@ -154,15 +165,16 @@ _JUDGES: dict[str, Callable[[Problem, Candidate], str]] = {
 }
 
 
-#: ``TUNEGEMM_MODE``: ``off``, torch computes every product; ``exact``, kernels serve recorded problems only;
-#: ``predict``, also those for which measurements of others promise a gain; ``online``, as ``predict``, and
-#: problems without a record are measured or tuned when the GPU is idle (`dispatch.online`).
+#: ``TUNEGEMM_MODE``. ``off``: torch computes every product. ``exact``: kernels serve recorded problems only.
+#: ``predict``: kernels also serve problems for which measurements of other problems promise a gain.
+#: ``online``: as ``predict``, and problems without a record are measured or tuned when the GPU is idle
+#: (`dispatch.online`).
 Mode = Literal["off", "exact", "predict", "online"]
 DEFAULT: Mode = "predict"
 
 
 def read_mode(warn: Callable[[str], None]) -> Mode:
-    """The mode that the environment asks for; an unknown one is a warning and the default."""
+    """The mode that the environment asks for; for an unknown mode, warn and return the default."""
     mode = os.environ.get("TUNEGEMM_MODE", "") or DEFAULT
     if mode not in get_args(Mode):
         remedy = f"use one of {', '.join(get_args(Mode))} or unset it"
@@ -172,7 +184,7 @@ def read_mode(warn: Callable[[str], None]) -> Mode:
 
 
 def read_compile(warn: Callable[[str], None]) -> bool:
-    """``TUNEGEMM_COMPILE``: whether missing kernels are compiled meanwhile."""
+    """``TUNEGEMM_COMPILE``: whether missing kernels are compiled in the background."""
     return _switch("TUNEGEMM_COMPILE", True, warn)
 
 
@@ -182,22 +194,22 @@ def read_summary(warn: Callable[[str], None]) -> bool:
 
 
 def read_engine(engine: str, warn: Callable[[str], None]) -> bool:
-    """``TUNEGEMM_VLLM`` and its kin: whether an engine is served."""
+    """``TUNEGEMM_VLLM`` and the like: whether an engine is served."""
     return _switch(f"TUNEGEMM_{engine.upper()}", True, warn)
 
 
 def read_engine_gates(engine: str, warn: Callable[[str], None]) -> bool:
-    """``TUNEGEMM_VLLM_GATES``: whether an engine's gates are made with the product of gate and up."""
+    """``TUNEGEMM_VLLM_GATES``: whether an engine's gates are fused with the product of gate and up."""
     return _switch(f"TUNEGEMM_{engine.upper()}_GATES", True, warn)
 
 
 def read_check_groups(warn: Callable[[str], None]) -> bool:
-    """``TUNEGEMM_CHECK_GROUPS``: whether the ends of groups and experts' numbers are looked at."""
+    """``TUNEGEMM_CHECK_GROUPS``: whether the ends of groups and experts' numbers are checked."""
     return _switch("TUNEGEMM_CHECK_GROUPS", False, warn)
 
 
 def _switch(name: str, default: bool, warn: Callable[[str], None]) -> bool:
-    """A variable that is 0 or 1; what is neither is a warning, and the default."""
+    """Read a variable that is 0 or 1; for any other value, warn and return the default."""
     text = os.environ.get(name, "")
     if text not in ("", "0", "1"):
         warn(f"{name}={text!r} is not known and has no effect; use 0 or 1 or unset it")
@@ -205,7 +217,7 @@ def _switch(name: str, default: bool, warn: Callable[[str], None]) -> bool:
 
 
 def read_policy(warn: Callable[[str], None]) -> Policy:
-    """``TUNEGEMM_POLICY``, such as ``deterministic`` or ``fastest,max_sms=120``; a mistake is a warning."""
+    """``TUNEGEMM_POLICY``, such as ``deterministic`` or ``fastest,max_sms=120``; warn about a mistake."""
     try:
         return parse_policy(os.environ.get("TUNEGEMM_POLICY", ""))
     except PolicyError as error:

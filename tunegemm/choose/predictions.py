@@ -1,11 +1,11 @@
-"""Predictions of what a product that nobody tuned may take, by what was measured of others.
+"""Predicts kernels for products that were never tuned, from measurements of other products.
 
-Boosted trees expect of each launch how many times as fast as torch it is. The best expected is taken where it
-passes a margin, else torch. A file of db/ for each kind of GPU has three such models, a line each: of `plain`
-products of 16-bit operands and few rows, of those as `wide` as vocabularies, and of `fused` and fp8 ones.
-`fit.selector` and `fit.kinds` write it; a GPU without one serves nothing by prediction. What torch launches
-is part of what is expected: the library's heuristic is asked as torch asks it (`cublaslt.choice`).
-docs/decisions/0020 and 0021 have the evidence.
+Boosted trees predict each launch's ratio to torch. The best launch serves if its ratio passes a margin; else
+torch computes the product. db/ has a file for each kind of GPU with three models, one per line: `plain` for
+products of 16-bit operands and few rows, `wide` for those as wide as vocabularies, and `fused` for fused and
+fp8 products. `fit.selector` and `fit.kinds` write the file; without one, a GPU serves nothing by prediction.
+The kernel that torch launches is part of the prediction: the library's heuristic is called as torch calls it
+(`cublaslt.choice`). docs/decisions/0020 and 0021 have the evidence.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from tunegemm.store.record import Record
 
 #: The models of a file, and the columns that their trees compare.
 FEATURES = {"plain": NAMES, "wide": NAMES, "fused": OF_GAIN}
-#: Plain products of more columns have the model `wide`.
+#: Plain products with more columns use the model `wide`.
 WIDE = 28_672
 #: Launches offered for a product, in case the best one cannot be loaded.
 MOST_OPTIONS = 3
 #: Above FROM_ROWS rows each doubling is cut into RANGES. If the best candidate misses its margin by SURELY
 #: (in log) at both ends of a range, nothing inside it is served: 708 of 1,440 fp8 and SwiGLU products with
-#: 257 to 16,384 rows lay in such ranges, and none of them passed its margin (H200's files, 2026-11-27).
-#: Asking the trees takes milliseconds, and each step of a serving engine has another number of rows.
+#: 257 to 16,384 rows lay in such ranges, and all of these missed their margins (H200's files, 2026-11-27).
+#: Evaluating the trees takes milliseconds, and each step of a serving engine has another number of rows.
 FROM_ROWS, RANGES, SURELY = 256, 8, 0.02
-#: How many ends of ranges are remembered.
+#: The most leads kept for ends of ranges.
 MOST_LEADS = 4096
 
 Allows = Callable[[Problem, Candidate], str]
-"""Why a candidate must not be used for a problem; empty when it may be."""
+"""Returns why a candidate must not be used for a problem; empty if it may be."""
 Asks = Callable[[Problem, int], LibraryChoice | None]
-"""What torch's library chooses for a problem on the device of an index; None: unknown."""
+"""Returns the choice of torch's library for a problem on the device with an index; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Predicted:
     """The kernel as it would be launched; `ratio` is the lower bound."""
     label: str
     expected: float
-    """Times as fast as torch."""
+    """The expected ratio to torch."""
     bound: float
     """The expected ratio minus the margin of such products."""
     basis: str
@@ -78,18 +78,18 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is to be expected of the shipped kernels for a problem."""
+    """The predictions for the shipped kernels on a problem."""
 
     options: tuple[Predicted, ...] = ()
-    """What may be launched, the best first."""
+    """The kernels that may be launched, the best first."""
     refusal: str = ""
     """Why there are none, in one clause."""
     rows: tuple[int, int] | None = None
-    """The numbers of rows at which the same is refused; None: not known of others."""
+    """The numbers of rows that are refused for the same reason; None if this is known for no other number."""
 
 
 def ends(most: int) -> list[int]:
-    """Where ranges of rows that are decided as one meet, up to so many rows."""
+    """The ends, up to `most` rows, of the ranges of rows that are decided as one."""
     count = math.floor(RANGES * math.log2(max(1, most) / FROM_ROWS)) + 2
     return [end for end in map(_end, range(count)) if end <= most]
 
@@ -105,34 +105,36 @@ def anything(problem: Problem, candidate: Candidate) -> str:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A model that was fitted to one kind of GPU, and its margins by case: whether torch's kernel is known of
-    a plain product, dtype and epilogue of another (`case_of`)."""
+    """A model fitted to one kind of GPU, and its margins by case (`case_of`).
+
+    The case of a plain product is whether torch's kernel is known; that of others is dtype and epilogue.
+    """
 
     forest: Forest
     rows: tuple[int, ...]
-    """Ends of the ranges of rows; beyond the last nothing is served."""
+    """Ends of the ranges of rows; nothing is served beyond the last one."""
     extents: tuple[tuple[int, int], tuple[int, int]]
-    """Least and greatest N, and K, that were measured."""
+    """The least and the greatest measured N, and the same for K."""
     margins: Mapping[str, Sequence[float | None]]
-    """How much of what is expected may be missing, in log, by `case` and range; None: nothing is served."""
+    """The margin for errors of the prediction, in log, by `case` and range; None: nothing is served."""
     served: Mapping[str, Mapping[str, float]]
-    """What the validation found, by case."""
+    """The results of the validation, by case."""
     fitted_to: Mapping[str, Any]
     sustained_loss: tuple[float, ...]
-    """What sustained work takes from a lead, in log, by range of rows."""
+    """How much of a lead sustained work costs, in log, by range of rows."""
     kernels: tuple[int, ...]
-    """Of plain products: places in the list of kernels, of those that may serve."""
+    """For plain products: the positions, in the list of kernels, of those that may serve."""
     _leads: dict[tuple[Problem, Device], float] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
-    """What passes the margin, in log, where it was asked for a whole range of rows."""
+    """The lead over the margin, in log, at ends of ranges of rows (`_lead`)."""
 
     @classmethod
     def of(cls, name: str, gpu: str, folder: Path | None = None) -> Fitted | None:
-        """A model of `FEATURES` for a kind of GPU, such as ``NVIDIA H200``; None where there is none.
+        """Read a model of `FEATURES` for a kind of GPU, such as ``NVIDIA H200``; None if there is no file.
 
-        folder: where the file is; by default that of the package. Raises TunegemmError for a file that is
-        damaged, of another version, or fitted to other kernels.
+        folder: the file's folder; by default the package's. Raises TunegemmError if the file is damaged, of
+        another version, or fitted to other kernels.
         """
         path = file_of(gpu, folder)
         if not path.exists():
@@ -151,9 +153,9 @@ class Fitted:
     def outlook(
         self, problem: Problem, device: Device, allows: Allows = anything, ask: Asks = first_choice
     ) -> Outlook:
-        """The launches that may be expected to be faster than torch.
+        """The launches that are expected to be faster than torch.
 
-        ask: for what torch's library chooses on a device; not asked where the device is not real.
+        ask: returns the choice of torch's library on a device; not called if the device is not real.
         """
         last = self.rows[-1]
         if problem.m > last:
@@ -204,15 +206,15 @@ class Fitted:
     def expected(
         self, problem: Problem, device: Device, library: LibraryChoice | None
     ) -> tuple[Callable[[int], Candidate], Floats]:
-        """The launches that are asked about, by their number, and the log of what is expected of each.
+        """The launches that the trees evaluate, by their number, and the log of each expected ratio.
 
-        library: what torch's library chooses for the product alone; None: unknown.
+        library: the choice of torch's library for the product alone; None if unknown.
         """
         if problem.epilogue:
             ranked = best_ranked(problem, device)
             logs = self.forest(features_of(problem, ranked, device, library))
             return lambda number: ranked[number].candidate, logs
-        modelled = replace(device, spec="model")  # as at the fit: each chip counts its own clusters
+        modelled = replace(device, spec="model")  # as in the fit: each chip counts its own clusters
         found = shortlist.choices(problem, modelled, self.kernels)
         logs = self.forest(features_of_choices(problem, found, modelled, library))
         return lambda number: found.candidate(problem, number), logs
@@ -226,17 +228,17 @@ class Fitted:
         )
 
     def _number(self, problem: Problem) -> int:
-        """Of the range of rows that holds the problem's."""
+        """The number of the range that contains the problem's rows."""
         return next(number for number, high in enumerate(self.rows) if problem.m <= high)
 
     def _between(self, m: int) -> tuple[int, int] | None:
-        """The ends of the range of rows that is decided as one, if m is in one."""
+        """The ends of the range that contains m and is decided as one; None if there is no such range."""
         step = math.floor(RANGES * math.log2(m / FROM_ROWS))
         low, high = _end(step), _end(step + 1)
         return (low, high) if FROM_ROWS <= low <= m <= high <= self.rows[-1] else None
 
     def _lead(self, problem: Problem, device: Device, ask: Asks) -> float:
-        """By how much the best that is expected passes the margin, in log."""
+        """By how much the best expected ratio passes the margin, in log."""
         key = problem, device
         if (known := self._leads.get(key)) is None:
             if len(self._leads) >= MOST_LEADS:
@@ -248,7 +250,7 @@ class Fitted:
     def _asked(
         self, problem: Problem, device: Device, ask: Asks
     ) -> tuple[str, float, float, Callable[[int], Candidate], Floats]:
-        """The case, the loss, what is to be passed, and what is `expected`."""
+        """The case, the loss in sustained work, the threshold to pass, and the result of `expected`."""
         library = ask(replace(problem, epilogue=""), device.index) if device.is_real else None
         case, number = case_of(problem, library), self._number(problem)
         loss = self.sustained_loss[number]
@@ -264,25 +266,28 @@ class Fitted:
 
 
 def file_of(gpu: str, folder: Path | None = None) -> Path:
-    """The file of a kind of GPU. folder: by default the package's."""
+    """The path of the file for a kind of GPU. folder: by default the package's."""
     name = "-".join(gpu.removeprefix("NVIDIA").lower().split())
     return (folder or data_path("db")) / f"predictions-{name}.jsonl"
 
 
 def case_of(problem: Problem, library: LibraryChoice | None) -> str:
-    """Which margins hold. library: what torch's library chooses for the product alone; None: unknown."""
+    """The case, which chooses the margins.
+
+    library: the choice of torch's library for the product alone; None if unknown.
+    """
     if problem.epilogue:
         return name_of(problem)
     return "unknown" if library is None else "known"
 
 
 def name_of(problem: Problem) -> str:
-    """Such as ``bf16 swiglu``: what the files call such products. fp16 goes by bf16, which is as fast."""
+    """The files' name for such products, such as ``bf16 swiglu``. fp16 counts as bf16, which is as fast."""
     return f"{'bf16' if problem.in_dtype == 'fp16' else problem.in_dtype} {problem.epilogue}"
 
 
 def covers(problem: Problem) -> bool:
-    """Whether predictions are for such products at all."""
+    """Whether predictions cover such products at all."""
     if not problem.epilogue:
         return shortlist.covers(problem)
     is_one = problem.batch == 1 and not problem.groups and problem.alignment == MAX_ALIGNMENT
@@ -290,8 +295,8 @@ def covers(problem: Problem) -> bool:
 
 
 def digest_of_list() -> str:
-    """A digest of the listed kernels in their order: places in the file mean them."""
-    # Spelt out here, and not as a candidate prints itself, which may change: fitted files hold the digest.
+    """A digest of the listed kernels in their order: the file refers to them by position."""
+    # Spelled out here rather than by a candidate's repr, which may change: fitted files hold the digest.
     listed = "\n".join(
         f"Candidate(family={one.family!r}, compile_params={one.compile_params!r}, "
         f"launch_params={one.launch_params!r})"
@@ -301,7 +306,7 @@ def digest_of_list() -> str:
 
 
 def outlook(problem: Problem, device: Device, allows: Allows = anything) -> Outlook:
-    """What the device's model says of a problem. A file that is of no use is one warning."""
+    """The predictions of the device's model for a problem. An unusable file causes one warning."""
     if not covers(problem):
         return Outlook(rows=(1, sys.maxsize))
     name = "fused" if problem.epilogue else "wide" if problem.n > WIDE else "plain"
@@ -316,12 +321,12 @@ def outlook(problem: Problem, device: Device, allows: Allows = anything) -> Outl
 
 @cache
 def load(name: str, gpu: str) -> Fitted | str:
-    """A model of a kind of GPU, or why there is none."""
+    """The model with a name for a kind of GPU, or why there is none."""
     try:
         fitted = Fitted.of(name, gpu)
-    except (FileError, OSError) as error:  # the miss says so, and so does the layer of shipped records
+    except (FileError, OSError) as error:  # the miss reports it, and so does the layer of shipped records
         return f"nothing is predicted: {one_line(error)}"
-    except Exception as error:  # a truncated list, for one
+    except Exception as error:  # such as a truncated list
         warnings.warn(f"{one_line(error)}; nothing is predicted until then", TunegemmWarning, stacklevel=2)
         return one_line(error)
     return fitted or f"nothing is predicted for {gpu}, which was not measured"
@@ -330,13 +335,14 @@ def load(name: str, gpu: str) -> Fitted | str:
 def by_the_library(
     problem: Problem, device: Device, product: Sequence[Record], allows: Allows = anything
 ) -> Outlook:
-    """The library's algorithm for a product with a residual, as its C.
+    """The library's algorithm for a product with a residual, passed as its C.
 
-    torch computes ``x @ w.t() + residual`` by two kernels, and writes and reads the product between them.
-    cublasLtMatmul reads its C elsewhere than it writes D, which torch has no call for: the algorithm that
-    torch launches for the product alone adds the residual to its sums, and one kernel is saved.
+    torch computes ``x @ w.t() + residual`` with two kernels, and writes and reads the product between them.
+    cublasLtMatmul can read C from another place than it writes D, but torch has no call for that. The
+    algorithm that torch launches for the product alone then adds the residual to its sums, which saves one
+    kernel.
 
-    product: what serves the product alone, behind which torch would add the residual.
+    product: the records that serve the product alone, after which torch would add the residual.
     """
     candidate = as_torch_chooses(problem, device.index) if device.is_real else None
     if candidate is None:

@@ -1,4 +1,4 @@
-"""Which recorded kernels may serve a problem, the best first, and why: for dispatch and `explain` alike."""
+"""Selects the kernels that may serve a problem, the best first, and says why: for dispatch and `explain`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tunegemm.choose.neighbours import Near, Neighbourhood
     from tunegemm.choose.predictions import Predicted
 
-#: Dtypes of groups for which torch's call waits for the device, which no time of its products shows and no
-#: graph allows.
+#: Dtypes for which torch's grouped product waits for the device. The times of its products do not show the
+#: wait, and graphs do not allow it.
 WAITS = ("fp16",)
 
 Outcome = Literal["hit", "predicted", "near", "miss"]
@@ -31,26 +31,26 @@ Outcome = Literal["hit", "predicted", "near", "miss"]
 
 @dataclass(frozen=True)
 class Selection:
-    """What dispatch is to do with a problem."""
+    """What dispatch should do with a problem."""
 
     outcome: Outcome
     options: tuple[Record, ...]
-    """What may be launched, the best first; empty where torch computes the product."""
+    """The records that may be launched, the best first; empty if torch computes the product."""
     why: str
-    """One clause: what speaks for the first option, or why there is none."""
+    """One clause: the reason for the first option, or why there is no option."""
     nears: tuple[Near | InvariantOption, ...] = ()
-    """The options that were measured for other problems, with what is expected of them here."""
+    """The options that were measured for other problems, with their expected ratios here."""
     neighbours: tuple[Record, ...] = ()
-    """The records of its neighbourhood that were asked, where the problem has none."""
+    """The neighbouring records that were considered, if the problem has no record."""
     predictions: tuple[Predicted, ...] = ()
     """The options that were predicted from measurements of other products."""
     rows: tuple[int, int] | None = None
-    """Of a miss, the numbers of rows at which what differs in them alone misses for the same reasons; None:
-    not known of others."""
+    """For a miss: the numbers of rows at which the otherwise same problem misses for the same reasons; None
+    if this is known for no other number."""
 
     @property
     def advises_tuning(self) -> bool:
-        """Whether torch is a stopgap. It is the answer where recorded neighbours speak for it."""
+        """Whether torch is only a stopgap. It is not if recorded neighbours speak for torch."""
         return self.outcome == "miss" and not self.neighbours
 
 
@@ -63,12 +63,12 @@ def select(
     policy: Policy = FASTEST,
     rivals: Callable[[Problem], Sequence[Record]] = lambda problem: (),
 ) -> Selection:
-    """Hit, predicted, near hit or miss of a problem on a device.
+    """Select what a problem launches on a device: a hit, a prediction, a near hit, or a miss.
 
-    near: whether predictions and neighbours may serve it. Plain products of few rows are predicted, where the
-    device's kind was measured; for all others, and where that promises nothing, neighbours speak. rivals:
-    further measurements of a problem, which are asked for only where the policy wants another candidate than
-    the fastest.
+    near: whether predictions and neighbours may serve it. Predictions come first, if the device's kind was
+    measured; neighbours decide about all other products, and if a prediction promises no gain. rivals:
+    returns further measurements of a problem; called only if the policy wants another candidate than the
+    fastest.
     """
     if problem.groups:
         return _in_groups(snapshot, problem, device, near, policy.is_batch_invariant)
@@ -84,7 +84,7 @@ def select(
     why = snapshot.why_not(problem, device.fingerprint)
     if not near:
         return Selection("miss", (), why)
-    # And the model: a hit does without.
+    # Imports the model, too: a hit does not need it.
     from tunegemm.choose.predictions import outlook
 
     ahead = outlook(problem, device, policy.refusal)
@@ -107,17 +107,17 @@ def select(
 
 
 def bucket(rows: int) -> int:
-    """Numbers of rows that share records: those up to the same power of two."""
+    """The bucket of a number of rows. Numbers up to the same power of two share records."""
     return (rows - 1).bit_length()
 
 
 def recorded(
     snapshot: Snapshot, problem: Problem, fingerprint: Fingerprint, *, near: bool = True
 ) -> Record | None:
-    """The record of a grouped product, of torch's kernel, too; None where there is none to go by.
+    """The record of a grouped product, which may be torch's kernel; None if there is no usable one.
 
-    near: whether it may be of other rows of the same `bucket`, of which the nearest number counts.
-    Torch's counts where it won a race, not for want of others.
+    near: whether records with other rows in the same `bucket` count; the nearest number of rows wins. A
+    record of torch's kernel counts only if torch won a race, not merely for lack of other candidates.
     """
     usable = [
         record
@@ -132,9 +132,10 @@ def recorded(
 def without_record(
     problem: Problem, gpu: str, why_not: str = "no record", *, ordered: bool = False
 ) -> tuple[str, bool]:
-    """What computes a grouped product that has no record on a GPU of a name, in one clause, and whether it is
-    a kernel of ours: by the table that ships. why_not: no record, or what is wrong with it. ordered: as
-    `tunegemm.model.grouped.choose` has it.
+    """Look up a grouped product without a record in the table that ships, for a GPU with a name.
+
+    Returns a clause that says what computes it, and whether that is one of our kernels. why_not: no record,
+    or what is wrong with it. ordered: as for `tunegemm.model.grouped.choose`.
     """
     from tunegemm.model.grouped import chosen
 
@@ -145,7 +146,10 @@ def without_record(
 
 
 def _in_groups(snapshot: Snapshot, problem: Problem, device: Device, near: bool, ordered: bool) -> Selection:
-    """As `tunegemm.grouped_mm` does it: without a record by the table that ships. ordered: not by torch's."""
+    """Select as `tunegemm.grouped_mm` does: by a record, else by the table that ships.
+
+    ordered: whether to ignore records of torch's kernel.
+    """
     record = recorded(snapshot, problem, device.fingerprint, near=near)
     if record is None or (ordered and record.is_torch):
         why_not = snapshot.why_not(problem, device.fingerprint) if record is None else "torch's is recorded"
@@ -161,7 +165,7 @@ def _in_groups(snapshot: Snapshot, problem: Problem, device: Device, near: bool,
 def _added(
     snapshot: Snapshot, problem: Problem, device: Device, policy: Policy, why: str, around: Neighbourhood
 ) -> Selection:
-    """Of a product with a residual, where none of our kernels is expected to gain: torch's library may."""
+    """Select for a product with a residual on which none of our kernels promises a gain: the library may."""
     from tunegemm.choose.predictions import by_the_library
 
     product = select(snapshot, replace(problem, epilogue=""), device, policy=policy).options
@@ -181,14 +185,14 @@ def _grade(record: Record, device: Device) -> str:
 def _by_policy(
     record: Record, problem: Problem, device: Device, policy: Policy, rivals: Sequence[Record]
 ) -> Selection:
-    """The record or the best of its rivals that the policy allows; torch where that is slower than torch."""
+    """The record, or its best rival that the policy allows; torch if that is slower than torch."""
     usable = [rival for rival in rivals if judge_stored(rival, device.fingerprint).usable]
     refusal = policy.refusal(problem, record.candidate)
     if policy.prefer == "min_energy" and not refusal:
         return _least_energy(record, problem, usable)
     if not refusal:
         return Selection("hit", (record,), _grade(record, device))
-    # torch cannot leave multiprocessors free, so that a slower kernel may be what was asked for.
+    # torch cannot leave multiprocessors free, so a slower kernel may be the one that the policy wants.
     for rival in leaders(usable):
         fast = policy.replaces_torch or may_be_record(rival)
         if fast and not policy.refusal(problem, rival.candidate):
@@ -210,8 +214,10 @@ def _batch_invariant(
     rivals: Callable[[Problem], Sequence[Record]],
     near: bool,
 ) -> Selection:
-    """The best measured kernel of the class, and behind it those that were measured for other problems: each
-    is legal here, so that one that is not compiled costs speed only. Never torch: its bits depend on m."""
+    """The best measured kernel of the class, followed by those that were measured for other problems.
+
+    Each is legal here, so a kernel that is not compiled costs only speed. Never torch: its bits depend on m.
+    """
     from tunegemm.choose.invariance import invariant_options
 
     if not device.architecture.wgmma:
@@ -256,13 +262,13 @@ def _least_energy(record: Record, problem: Problem, usable: Sequence[Record]) ->
 
 
 def _energy_mj(rival: Record) -> float:
-    """What one product takes; 0 where it was not measured."""
+    """The energy of one product in mJ; 0 if it was not measured."""
     found = rival.telemetry.get("energy_mj")
     return float(found) if isinstance(found, int | float) else 0.0
 
 
 def read_rivals(problem: Problem) -> list[Record]:
-    """Every measurement of a problem in the user's and the project's database. Loads SQLAlchemy."""
+    """Read every measurement of a problem in the user's and the project's database. Loads SQLAlchemy."""
     from tunegemm.store.layers import of_databases
 
     with within(READ_SECONDS):

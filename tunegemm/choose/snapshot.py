@@ -1,4 +1,4 @@
-"""An immutable copy of the records of all layers, as dispatch reads them: once, on the first call."""
+"""An immutable copy of the records of all layers. Dispatch reads it once, on the first call."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tunegemm.store.shipped import ShippedLookup
 from tunegemm.store.validity import Grade, Judgement, judge_stored
 from tunegemm.store.waiting import within
 
-#: How long records may keep a product waiting that they are read for, such as for a database's lock.
+#: How many seconds reading the records may delay a product, for example while a database is locked.
 READ_SECONDS = 2.0
 
 
 class Snapshot:
-    """Records by problem. Never changes once built, so that any thread may read it without a lock."""
+    """Records by problem. Never changes once built, so any thread may read it without a lock."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Snapshot:
         modified: Hashable = None,
     ) -> None:
         """lookups: further records, by problem. warnings: one line for each layer that could not be read.
-        modified: what `tunegemm.store.layers.modified` said before they were read."""
+        modified: the result of `tunegemm.store.layers.modified` before the layers were read."""
         by_problem: dict[Problem, list[Record]] = defaultdict(list)
         for record in records:
             by_problem[record.problem].append(record)
@@ -56,9 +56,10 @@ class Snapshot:
 
     @cached_property
     def _extents(self) -> dict[tuple[Any, ...], dict[tuple[int, int], set[int]]]:
-        """The recorded m, by all that a problem is beside its extents, and then by n and k.
+        """The recorded m, by all attributes of a problem except its extents, and then by n and k.
 
-        Made for the first product without a record: a program whose products are all recorded does without.
+        Built for the first product without a record: a program whose products are all recorded never needs
+        it.
         """
         found: dict[tuple[Any, ...], dict[tuple[int, int], set[int]]] = {}
         lookups = (lookup.problems() for lookup in self._lookups)
@@ -68,7 +69,7 @@ class Snapshot:
 
     @cached_property
     def digest(self) -> str:
-        """Changes with the records that are given here, and with the number of those to look up."""
+        """A digest that changes with the records passed in, and with the number of records in `lookups`."""
         records = [
             (problem, record.candidate, record.ratio, record.kernel_source, record.fingerprint)
             for problem, found in self._records.items()
@@ -77,13 +78,16 @@ class Snapshot:
         return hashlib.sha256(repr((records, len(self))).encode()).hexdigest()
 
     def extents(self, problem: Problem) -> frozenset[int]:
-        """The recorded m of problems that differ from this one in m at most."""
+        """The recorded m of this problem and of problems that differ from it in m alone."""
         _, n, k, *others = cells_of(problem)
         return frozenset(self._extents.get(tuple(others), {}).get((n, k), ()))
 
     def usable(self, problem: Problem, fingerprint: Fingerprint) -> list[Record]:
-        """The records to launch of problems that differ from this one in m at most, by m. Of what differs in
-        m alone the answer is looked up once: the rows of a serving engine's steps are of any number."""
+        """The records to launch for this problem and for problems that differ from it in m alone, by m.
+
+        The lookup runs once for all problems that differ in m alone: a serving engine's steps have any number
+        of rows.
+        """
         key = (*cells_of(problem)[1:], fingerprint)
         if (known := self._usable.get(key)) is None:
             found = (self.find(replace(problem, m=m), fingerprint) for m in sorted(self.extents(problem)))
@@ -91,7 +95,7 @@ class Snapshot:
         return known
 
     def around(self, problem: Problem, doublings: float) -> Iterator[Problem]:
-        """Recorded problems that differ in extents alone, by at most so many doublings, the nearest first."""
+        """Recorded problems that differ in extents alone, by at most `doublings`, the nearest first."""
         m, n, k, *others = cells_of(problem)
         groups = self._extents.get(tuple(others), {})
         apart = ((abs(math.log2(one[0] / n)) + abs(math.log2(one[1] / k)), *one, 0) for one in groups)
@@ -107,12 +111,12 @@ class Snapshot:
                     heapq.heappush(heap, (whole, other_n, other_k, one))
 
     def judged(self, problem: Problem, fingerprint: Fingerprint) -> list[tuple[Judgement, Record]]:
-        """The problem's records and what each is worth on a device of that fingerprint, best first.
+        """The problem's records, best first, with the judgement of each on a device with this fingerprint.
 
-        The better grade comes first, then the narrower layer, then the better evidence, then the faster.
+        A better grade comes first, then a narrower layer, then better evidence, then a faster record.
         """
         key = problem, fingerprint
-        if (known := self._judged.get(key)) is not None:  # of products with any number of rows
+        if (known := self._judged.get(key)) is not None:  # products come with any number of rows
             return known
         records = [*self._records.get(problem, ())]
         for lookup in self._lookups:
@@ -126,14 +130,14 @@ class Snapshot:
         return judged
 
     def find(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
-        """The record to launch: the best one that may be used under this fingerprint."""
+        """The record to launch: the best record that may be used under this fingerprint."""
         judged = self.judged(problem, fingerprint)
         return judged[0][1] if judged and judged[0][0].usable else None
 
     def find_kernel(self, problem: Problem, fingerprint: Fingerprint) -> Record | None:
-        """The record to launch; where there is none, one of another GPU whose kernel runs here as it is.
+        """The record to launch, or else a record of another GPU whose kernel runs here unchanged.
 
-        Its times are of no use, as those of an H200 are not on an H100.
+        The times of such a record do not apply here, as an H200's do not on an H100.
         """
         for judgement, record in self.judged(problem, fingerprint):
             is_todays = record.kernel_source == kernel_source_hash(record.candidate.family)
@@ -142,13 +146,13 @@ class Snapshot:
         return None
 
     def why_not(self, problem: Problem, fingerprint: Fingerprint) -> str:
-        """One clause on a miss: no record at all, or what makes the nearest one foreign."""
+        """Explain a miss in one clause: no record at all, or why the best one is foreign."""
         judged = self.judged(problem, fingerprint)
         return f"its record is foreign: {judged[0][0].reason}" if judged else "no record"
 
 
 def read_snapshot() -> Snapshot:
-    """The records of all layers; what cannot be read is a warning, and the rest is served."""
+    """Read the records of all layers. An unreadable layer becomes a warning; the rest is served."""
     before = modified()
     with within(READ_SECONDS):
         records, lookups, warnings = read_lookups()

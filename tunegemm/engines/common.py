@@ -1,6 +1,7 @@
-"""What engines share: operators that fall back to an engine's own function, and what is said at the start.
+"""Code shared by the engines: operators that fall back to an engine's own function, and the startup line.
 
-The operators are opaque to torch.compile: which kernel multiplies is known when the number of rows is.
+The operators are opaque to torch.compile: the number of rows, which chooses the kernel, is known only at run
+time.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from tunegemm.errors import one_line
 from tunegemm.torch import ops
 from tunegemm.torch.lowering import lower_to_function
 
-#: Numbers of rows at which the line of the start counts what is served: of decode, and of prompts.
+#: Numbers of rows for which the startup line counts served weights: rows of decode, and of prompts.
 _ROWS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
-#: Weights that a line names.
+#: The most weights that the startup line names.
 _MOST_NAMED = 8
-#: What the engines call gate and up of a layer of experts: (experts, 2 inner, hidden).
+#: The engines' name for gate and up of a layer of experts: (experts, 2 inner, hidden).
 _EXPERTS = "w13_weight"
 
-#: What the dispatcher was asked for: a form, and a, b and what its epilogue takes.
+#: A request to the dispatcher: a form, with a, b and the epilogue's operands.
 _Asked: TypeAlias = tuple[Form, tuple[torch.Tensor, ...]]
 
-#: The engines' own functions, by the names that graphs call them by.
+#: The engines' own functions, by the names under which graphs call them.
 own: dict[str, Callable[..., torch.Tensor]] = {}
 
 _library = torch.library.Library("tunegemm", "FRAGMENT")
@@ -49,7 +50,10 @@ _library.define(
 def _linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, name: str, site: str = ""
 ) -> torch.Tensor:
-    """``x @ weight.T + bias``; own: of (x, weight, bias). site: see `_torchs`."""
+    """Compute ``x @ weight.T + bias``.
+
+    The engine's own function takes (x, weight, bias). site: see `_torchs`.
+    """
     if site and _torchs.find((site, x.size(0))) is not None:
         return own[name](x, weight, bias)
     rows, right = x.reshape(-1, x.shape[-1]), plain(weight).t()
@@ -80,8 +84,11 @@ def _scaled_mm(
     name: str,
     site: str = "",
 ) -> torch.Tensor:
-    """``(a * scale_a) @ (b * scale_b) + bias`` of scales for a whole operand, or for each row of a, (m, 1),
-    and each column of b, in any shape; own: of these six. site: see `_torchs`."""
+    """Compute ``(a * scale_a) @ (b * scale_b) + bias``.
+
+    Scales are for a whole operand, or for each row of a, (m, 1), and each column of b, in any shape. The
+    engine's own function takes the first six arguments. site: see `_torchs`.
+    """
     if site and _torchs.find((site, a.size(0))) is not None:
         return own[name](a, b, scale_a, scale_b, bias, out_dtype)
     form, scales = scaled_form(a, b, scale_a, scale_b, bias, out_dtype)
@@ -97,13 +104,13 @@ def _scaled_mm(
     return own[name](a, b, scale_a, scale_b, bias, out_dtype)
 
 
-#: Where nothing served a site of compiled code with so many rows. A site is what the code promises of its
-#: operands but for their rows, as for `Dispatcher.compiled`.
+#: Sites of compiled code, each with a number of rows, at which nothing served the product. A site is
+#: everything that the code promises about its operands except their rows, as for `Dispatcher.compiled`.
 _torchs = LaunchCache(of_products=True)
 
 
 def _remember(site: str, a: torch.Tensor, asked: Sequence[_Asked]) -> None:
-    """For `_torchs`, unless an address or a mode of this call was why nothing served what was asked for."""
+    """Note in `_torchs` that nothing served the site, unless an address or a mode of this call was why."""
     for form, operands in asked:
         recent = api.dispatcher.known(form, *operands)
         if recent is None or recent.plan is not None:
@@ -135,10 +142,10 @@ def scaled_form(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> tuple[Form | None, tuple[torch.Tensor, ...]]:
-    """What is asked for, and its scales as kernels read them; None for scales of another kind.
+    """The form of a scaled product, and its scales as kernels read them; None for other kinds of scales.
 
-    One scale for all rows beside one per column is another kind whatever the number of rows: of a single row
-    it would be served, and a row's bits may not depend on how many there are.
+    One scale for all rows together with one per column is another kind whatever the number of rows. A single
+    row could be served, but a row's bits must not depend on the number of rows.
     """
     scale_a, scale_b = plain(scale_a), plain(scale_b)
     if scale_b.numel() > 1:
@@ -147,13 +154,13 @@ def scaled_form(
         scale_b = scale_b.reshape(1, -1)
     elif scale_a.numel() > 1:
         return None, ()
-    # The engines' own kernels keep their sums where the tensor cores do.
+    # The engines' own kernels accumulate in the tensor cores, too.
     text = scale_steps(a, b, scale_a, scale_b, bias is not None)
     return (form_of(BELOW_AUTOGRAD, text, out_dtype, "fast") if text else None), (scale_a, scale_b)
 
 
 def lower() -> None:
-    """Has Inductor's code call the operators' functions; before it is made, and before it is loaded."""
+    """Make Inductor's code call the operators' functions. Call this before code is generated or loaded."""
     scaled, linear = torch.ops.tunegemm.engine_scaled_mm.default, torch.ops.tunegemm.engine_linear.default
     lower_to_function(
         scaled, _scaled_mm, "tunegemm_engine_scaled_mm",
@@ -166,7 +173,7 @@ def lower() -> None:
 
 
 def is_served_kind(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a linear layer's operands are such as plain products have kernels for."""
+    """Whether plain products have kernels for the operands of this linear layer."""
     return (
         x.device.type == ops.DEVICE_TYPE
         and weight.ndim == 2
@@ -176,17 +183,19 @@ def is_served_kind(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without the class that an engine gave it, which dispatch would leave to torch."""
+    """The tensor without the subclass of an engine, which dispatch would leave to torch."""
     return tensor if type(tensor) in PLAIN or torch.compiler.is_compiling() else tensor.detach()
 
 
 class Misfit(Exception):
-    """An engine that is not as it is known: of another version."""
+    """The engine is of a version without the parts that we know."""
 
 
 def of_engine(path: str, parameters: Sequence[str] = ()) -> tuple[Any, Any]:
-    """What an engine has by a dotted path, after what it is in. Raises Misfit where it is not there, or does
-    not take these parameters first."""
+    """Look up an engine's object by its dotted path; returns the object that holds it, and the object.
+
+    Raises Misfit if it is missing, or if its first parameters are not these.
+    """
     holder, _, name = path.rpartition(".")
     try:
         try:
@@ -203,7 +212,7 @@ def of_engine(path: str, parameters: Sequence[str] = ()) -> tuple[Any, Any]:
 
 
 def replace(path: str, parameters: Sequence[str], make: Callable[[Any], Any]) -> None:
-    """Puts what `make` makes of an engine's function in its place, once. Raises Misfit as `of_engine`."""
+    """Replace an engine's function by `make`'s wrapper of it, once. Raises Misfit as `of_engine` does."""
     place, found = of_engine(path, parameters)
     if not hasattr(found, "tunegemm_own"):
         made = make(found)
@@ -212,9 +221,10 @@ def replace(path: str, parameters: Sequence[str], make: Callable[[Any], Any]) ->
 
 
 def install(engine: str, log: logging.Logger, parts: dict[str, Callable[[], None]]) -> None:
-    """Puts each part into an engine, by what it serves, unless the engine's variable or mode ``off`` says no.
+    """Install each part in an engine, unless the engine's variable or mode ``off`` forbids it.
 
-    Whatever is raised costs a part, and one line says which; the engine goes on by its own.
+    parts: functions that install, by the name of what they serve. An exception costs only its part: one line
+    names the part, and the engine continues with its own code.
     """
     try:
         if not read_engine(engine, log.warning) or extension.is_off():
@@ -234,7 +244,7 @@ def install(engine: str, log: logging.Logger, parts: dict[str, Callable[[], None
 
 
 def attempt(log: logging.Logger, step: Callable[[], object]) -> None:
-    """Takes a step of which no failure may end the engine."""
+    """Run a step; a failure becomes a warning, because it must not end the engine."""
     try:
         step()
     except Exception as error:
@@ -242,21 +252,21 @@ def attempt(log: logging.Logger, step: Callable[[], object]) -> None:
 
 
 def records() -> str:
-    """Letters that are the same on every host with the same records, policy and mode."""
+    """A fingerprint that is equal on all hosts with the same records, policy and mode."""
     return extension.fingerprint(anywhere=True)
 
 
 def said(engine: str, what: str) -> str:
-    """The line at the start. engine: its name and version. what: what is served there."""
+    """The startup line. engine: name and version. what: the text about served weights."""
     now = f"policy {extension.policy()}, records {records()}"
     return f"tunegemm {tunegemm.__version__} in {engine}: {what}; {now}"
 
 
 def compared(theirs: object) -> str:
-    """Why this process may serve otherwise than the one that started the engine; empty where it does not.
+    """Why this process may serve differently from the one that started the engine; empty if it does not.
 
-    theirs: the `records` of that process. Nothing is sent for it: a rank without tunegemm would be
-    waited for.
+    theirs: the `records` of that process. Ranks do not exchange messages for this: they would wait for a rank
+    without tunegemm.
     """
     mine = records()
     if theirs == mine:
@@ -269,12 +279,13 @@ def compared(theirs: object) -> str:
 
 
 def served(model: torch.nn.Module, most: int, left_out: Sequence[str] = ("VocabParallelEmbedding",)) -> str:
-    """How many of a model's kinds of weights have kernels at which rows, up to so many, of which families,
-    and which weights have none, on one line.
+    """Summarize on one line which of a model's weights have kernels.
 
-    It plans nothing, but learns where nothing serves a weight, which else the first steps would wait for.
+    The line counts the kinds of weights with kernels at numbers of rows up to `most`, lists the kernels'
+    families, and names the weights without kernels. The function makes no plans, but learns which products
+    nothing serves; else the first steps would wait for that.
 
-    left_out: classes that have a method of linear layers, and multiply nothing that is served.
+    left_out: classes that have a method of linear layers, but compute no served product.
     """
     from tunegemm.choose.predictions import ends
 
@@ -294,11 +305,11 @@ def served(model: torch.nn.Module, most: int, left_out: Sequence[str] = ("VocabP
         if weight.dtype not in DTYPES and not is_fp8:
             at.setdefault(f"{method} {tuple(weight.shape)}", set())
             continue
-        if is_grouped:  # the engines multiply these by their own kernels
+        if is_grouped:  # the engines compute these with their own kernels
             count, columns, k = weight.shape
             at.setdefault(f"{normalize_dtype(weight.dtype)} {columns}x{k} of {count} experts", set())
             continue
-        # Of fp8 the engines keep (k, n), of others (n, k).
+        # The engines store fp8 weights as (k, n), others as (n, k).
         right = (weight if is_fp8 else weight.mT).detach()
         name = f"{normalize_dtype(weight.dtype)} {right.shape[-1]}x{right.shape[-2]}"
         if name in at:
@@ -319,7 +330,10 @@ def served(model: torch.nn.Module, most: int, left_out: Sequence[str] = ("VocabP
 
 
 def _asker(layer: torch.nn.Module, right: torch.Tensor, is_fp8: bool) -> Callable[[int], str]:
-    """Says which family of kernels multiplies a number of rows by a layer's weight (k, n); empty: none."""
+    """Return a function that names the kernel family for a number of rows times a layer's weight (k, n).
+
+    The name is empty if no kernel serves.
+    """
     biased = getattr(layer, "bias", None) is not None
     like = torch.empty_strided(right.shape, right.stride(), dtype=right.dtype, device="meta")
     text = "bias_n" if biased else ""

@@ -1,7 +1,7 @@
-"""SGLang: what the entry point `sglang.srt.plugins` names. Written for 0.5.23.
+"""SGLang: the plug-in that the entry point `sglang.srt.plugins` names. Written for 0.5.23.
 
-Hooks stand around the linear layers of 16 bits and the fp8 product that has a scale for each row and column.
-Logits are a `torch.matmul` of SGLang's own, which `tunegemm.enable` serves. No GPU has timed this plug-in; it
+Hooks wrap the 16-bit linear layers and the fp8 product with a scale for each row and column. SGLang computes
+logits with `torch.matmul`, which `tunegemm.enable` serves. This plug-in has not been timed on any GPU; it
 stays as a test of what a second engine needs from `common`.
 """
 
@@ -20,29 +20,29 @@ from tunegemm.engines import common
 from tunegemm.engines.common import of_engine
 from tunegemm.torch import functions, ops
 
-#: SGLang shows what reaches the root of loggers.
+#: SGLang shows messages that reach the root logger.
 _log = logging.getLogger("tunegemm")
 
 _QUANTIZATION = "sglang.srt.layers.quantization"
 _RUNNER = "sglang.srt.model_executor.model_runner"
 _SCHEDULER = "sglang.srt.managers.scheduler"
-#: What the process that started the engine serves by, for those that it starts.
+#: The variable that passes `records` from the process that started the engine to those that it starts.
 _RECORDS = "_TUNEGEMM_SGLANG_RECORDS"
 
-#: Tokens of a step of prompts, where nothing else is set.
+#: Tokens in a step of prompts, by default.
 _STEP = 8192
 
 _hooked: set[str] = set()
 
 
 def register() -> None:
-    """Serves the engine of this process. May be called again, and where there is no GPU; raises nothing."""
+    """Serve the engine of this process. May be called again, and without a GPU; raises nothing."""
     parts = {"bf16 and fp16 layers": _sixteen_bits, "fp8 layers": _fp8, "the line at the start": _start}
     common.install("sglang", _log, parts)
 
 
 def _around(target: str, parameters: tuple[str, ...], make: Callable[[Any], Any]) -> None:
-    """Registers the hook that `make` makes for what stands at a target now, once."""
+    """Register `make`'s hook for the function at a target, once."""
     if target in _hooked:
         return
     _, own = of_engine(target, parameters)
@@ -60,7 +60,7 @@ def _sixteen_bits() -> None:
     def linear(
         own: Any, method: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        # A backend that the user chose is left alone, and SGLang's batch invariance unless it is ours, too.
+        # Keep a backend that the user chose, and SGLang's batch invariance unless our policy has it, too.
         backend = unquant.get_bf16_gemm_backend()
         weight: Any = layer.weight
         others = unquant.is_batch_invariant_mode_enabled() and not extension.policy().is_batch_invariant
@@ -98,16 +98,16 @@ def _scaled_mm(
 
 
 def _start() -> None:
-    # Processes that it starts have the variable, too.
+    # Processes that this one starts inherit the variable.
     given = os.environ.setdefault(_RECORDS, common.records())
     if why := common.compared(given):
         _log.warning("tunegemm: %s", why)
-    if _SCHEDULER in sys.modules:  # as where it computes; elsewhere imports would take seconds
+    if _SCHEDULER in sys.modules:  # loaded in processes that compute; elsewhere imports would take seconds
         _around(f"{_RUNNER}.ModelRunner.load_model", ("self",), lambda own: _load)
 
 
 def _load(own: Any, runner: Any) -> None:
-    """Before a worker's first step: the first rank's says what is served; all learn what is not."""
+    """Load the model. The first rank then logs what is served, and all ranks learn what is not."""
     own(runner)
     common.attempt(_log, lambda: _report(runner))
 

@@ -1,7 +1,7 @@
-"""transformers: layers of experts by `tunegemm.experts`, as ``experts_implementation="tunegemm"``. Written
-for 5.17 to 5.23.
+"""transformers: computes layers of experts with `tunegemm.experts`, as ``experts_implementation="tunegemm"``.
 
-transformers has no entry points: a program calls `register` once, before or after it makes a model.
+Written for 5.17 to 5.23. transformers has no entry points: a program calls `register` once, before or after
+it creates a model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAME = "tunegemm"
 
 
 def register() -> None:
-    """Makes ``config._experts_implementation = "tunegemm"`` known. Raises ImportError without them."""
+    """Register ``config._experts_implementation = "tunegemm"``. Raises ImportError without transformers."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
@@ -27,10 +27,10 @@ def register() -> None:
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """A layer of experts as transformers holds one (`use_experts_implementation`): (tokens, hidden) again.
+    """Compute a layer of experts as transformers represents it (`use_experts_implementation`).
 
-    Layers without a gate, or with a norm behind each expert, are transformers' own by torch's grouped
-    product, and compiled ones of other dtypes than bf16.
+    Returns (tokens, hidden). transformers itself computes some layers, with torch's grouped product: layers
+    without a gate, layers with a norm after each expert, and compiled layers of dtypes other than bf16.
     """
     from transformers.integrations import moe
 
@@ -60,7 +60,7 @@ def experts_forward(
     return result if result.dtype is dtype else result.to(dtype)
 
 
-#: Classes of `transformers.activations` and of torch by what they compute.
+#: The activations that classes of `transformers.activations` and of torch compute.
 _ACTIVATIONS = {
     "SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh",
     "ReLU": "relu",
@@ -68,8 +68,11 @@ _ACTIVATIONS = {
 
 
 def activation_of(layer: Any, default_gate: Any) -> Any:
-    """The name of a layer's activation; its own function of gate and up where it gates in another way, or
-    the `Gate` that computes what this does."""
+    """The name of a layer's activation.
+
+    For a layer that gates in another way, the `Gate` that computes the same, or else the layer's own function
+    of gate and up.
+    """
     if type(layer)._apply_gate is default_gate:
         found = type(layer.act_fn).__name__
         if found in _ACTIVATIONS and getattr(layer.act_fn, "approximate", "none") == "none":
@@ -85,7 +88,7 @@ _equal: dict[tuple[type, Gate], bool] = {}
 
 
 def _are_equal(layer: Any, gate: Gate) -> bool:
-    """Whether a gate computes what a layer's own does, asked of some numbers once for each class."""
+    """Whether a gate computes the same as a layer's own, tested on some numbers once for each class."""
     key = type(layer), gate
     if key not in _equal and grouped.are_plain():
         numbers = torch.linspace(-3 * gate.limit, 3 * gate.limit, 64, device="cpu").view(2, 32)

@@ -1,8 +1,8 @@
-"""vLLM: what the entry point `vllm.general_plugins` names. Written for 0.26 to 0.33.
+"""vLLM: the plug-in that the entry point `vllm.general_plugins` names. Written for 0.26 to 0.33.
 
-Linear layers and logits of 16 bits go by `default_unquantized_gemm`, a name in vLLM's module that its layers
-look up; `VLLM_BATCH_INVARIANT` has a function beside it. fp8 layers take the first kernel class of a list
-that can do what a layer asks for. Only what CUDA tensors ask for is served.
+16-bit linear layers and logits call `default_unquantized_gemm`, a name in vLLM's module that its layers look
+up; `VLLM_BATCH_INVARIANT` has a separate function. fp8 layers take the first kernel class in a list that can
+do what a layer needs. Only calls with CUDA tensors are served.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tunegemm.engines import common, vllm_gates
 from tunegemm.engines.common import Misfit, of_engine, replace
 from tunegemm.torch import functions
 
-#: Its parent is vLLM's, which shows lines of this level.
+#: Its parent is vLLM's logger, which shows lines of this level.
 _log = logging.getLogger("vllm.tunegemm")
 _attempt = partial(common.attempt, _log)
 
-#: In `VllmConfig.additional_config`, which is part of what vLLM's compile cache goes by.
+#: Our key in `VllmConfig.additional_config`, which is part of the key of vLLM's compile cache.
 CONFIG_KEY = "tunegemm"
-#: The class of fp8 layers, as `VLLM_DISABLED_KERNELS` names it.
+#: The name of our kernel class for fp8 layers, also in `VLLM_DISABLED_KERNELS`.
 FP8_KERNEL = "TunegemmFP8ScaledMMLinearKernel"
 
 _LINEAR = "vllm.model_executor.kernels.linear"
@@ -34,7 +34,7 @@ _HOPPER = 90
 
 
 def register() -> None:
-    """Serves the engine of this process. May be called again, and where there is no GPU; raises nothing."""
+    """Serve the engine of this process. May be called again, and without a GPU; raises nothing."""
     gates = read_engine_gates("vllm", _log.warning)
     common.install(
         "vllm",
@@ -81,7 +81,7 @@ def _batch_invariance() -> None:
 
         return linear_batch_invariant
 
-    for module in ("linear", "vocab_parallel_embedding"):  # each has the name for itself
+    for module in ("linear", "vocab_parallel_embedding"):  # each module imports the name
         replace(f"{_LAYERS}.{module}.linear_batch_invariant", ("input", "weight", "bias"), make)
 
 
@@ -99,7 +99,10 @@ def _fp8() -> None:
 
 
 def _fp8_kernel(cutlass: Any) -> type:
-    """The class of fp8 layers: CUTLASS's, which prepares weights and computes what has no kernel of ours."""
+    """The kernel class for fp8 layers.
+
+    It inherits from CUTLASS's class, which prepares weights and computes products without a kernel of ours.
+    """
     _, custom_ops = of_engine("vllm._custom_ops")
     _, envs = of_engine("vllm.envs")
     _, platform = of_engine("vllm.platforms.current_platform")
@@ -135,7 +138,7 @@ def _fp8_kernel(cutlass: Any) -> type:
             weight, scale = getattr(layer, names[0]), getattr(layer, names[1])
             by_row = not self.config.activation_quant_key.scale.group_shape.is_per_tensor()
             if by_row and scale.numel() == 1:
-                # Kernels have scales for both or for neither; here it is made once, and means the same.
+                # Kernels take scales of rows and columns, or neither. The expanded scale means the same.
                 columns = scale.data.reshape(1, 1).expand(weight.shape[1], 1).contiguous()
                 replace_parameter(layer, names[1], columns)
 
@@ -194,7 +197,10 @@ def _start() -> None:
 
 
 def _prepare(config: Any) -> None:
-    """Before a worker computes. The compile cache's code calls what Inductor is else taught as it traces."""
+    """Prepare a worker before it computes.
+
+    Code from the compile cache calls functions that Inductor otherwise learns of only as it traces.
+    """
     from tunegemm.torch.lowering import lower
 
     lower()
@@ -207,9 +213,9 @@ def _prepare(config: Any) -> None:
 
 
 def _gates() -> None:
-    """Has Inductor's code call the operator's function, and each graph changed before vLLM compiles it.
+    """Make Inductor's code call the operator's function, and rewrite each graph before vLLM compiles it.
 
-    Imports that compiler: for a process that computes.
+    Imports vLLM's compiler, so only processes that compute call this.
     """
     from tunegemm.engines import vllm_patterns
 
@@ -227,14 +233,14 @@ def _gates() -> None:
 
 
 def _facts(config: Any) -> dict[str, Any]:
-    """What a process that starts an engine says of itself to those that compute."""
+    """The facts that the process that started the engine passes to those that compute."""
     facts = config.additional_config
     given = facts.get(CONFIG_KEY) if isinstance(facts, dict) else None
     return given if isinstance(given, dict) else {}
 
 
 def _report(wrapper: Any) -> None:
-    """Before a worker's first step: the first rank's says what is served; all learn what is not."""
+    """Before a worker's first step: the first rank logs what is served, and all ranks learn what is not."""
     _, version = of_engine("vllm.__version__")
     most = wrapper.vllm_config.scheduler_config.max_num_batched_tokens
     what = common.served(wrapper.worker.get_model(), most)

@@ -1,10 +1,11 @@
-"""vLLM: gate and up, and silu's gate of them, by one kernel. Written for 0.26 to 0.33.
+"""vLLM: computes gate, up and silu's gate of both with one kernel. Written for 0.26 to 0.33.
 
-vLLM has gate's rows and up's in one weight, multiplies by both at once, and takes the gate of the halves in a
-kernel of its own. In the graph that its compiler gets, the pass of `tunegemm.layers` puts one operator in
-their place. For each number of rows it is one kernel, or the plain product and then vLLM's kernel.
+vLLM stores the rows of gate and up in one weight, multiplies by both at once, and applies the gate to the
+halves in a separate kernel. The pass of `tunegemm.layers` replaces both by one operator in the graph for
+vLLM's compiler. Depending on the number of rows, the operator launches one kernel, or the plain product and
+then a kernel for the gate.
 
-What has adapters, is quantised or has a bias is another graph, and stays as it is; so are products under
+Layers with adapters, quantization or a bias have another graph, which stays unchanged; so do products under
 ``VLLM_BATCH_INVARIANT``, and models that are not compiled.
 """
 
@@ -24,23 +25,24 @@ from tunegemm.groups.routing import SILU, routing
 from tunegemm.model.grouped import choose
 from tunegemm.torch.lowering import lower_to_function
 
-#: In what vLLM's compile cache goes by, beside the records: its graphs have the operator.
+#: Part of the key of vLLM's compile cache, beside the records: says that its graphs contain the operator.
 FACT = "gates"
 
 _PLAIN = form_of(MATMUL, "")
 _GATE = "swiglu"
 
-#: Where the kernel of both is taken, which is that of groups with all rows in one group: numbers of rows
-#: from and to, and of rows of weights, gate's and up's together. Two measurements of 2026-11-27 agree there.
+#: The ranges in which one kernel computes gate, up and silu's gate; it is the grouped kernel with all rows in
+#: one group. Each entry has the least and greatest number of rows, and of rows of the weights, gate's and
+#: up's together. Two measurements of 2026-11-27 agree on these ranges.
 #:
-#: As products alone, on an H100 and an H200, it was faster than torch's product, or two, and steps: also at
-#: 1 to 32 rows, and at 129 to 511 with 14336 to 28672 rows of weights. At 128 rows it took 1.01 to 1.17
-#: times as long with 7168 rows of weights, and with 51200 as long as two products.
+#: As products alone, on an H100 and an H200, the kernel was faster than torch's product, or two, and steps:
+#: also at 1 to 32 rows, and at 129 to 511 with 14336 to 28672 rows of weights. At 128 rows it took 1.01 to
+#: 1.17 times as long with 7168 rows of weights, and as long as two products with 51200.
 #:
-#: In vLLM, Llama-3-8B on an H200 (`other_rows` of benchmarks/results/h200/vllm.json): with it decode had
-#: 1.084 times vLLM's speed at 64 rows and prefill, of 512 and 8192, 1.017 to 1.032; without it 1.067 and
-#: 0.996 to 1.002. But at 1, 16 and 256 rows it had 1.045, 1.058 and 1.002, beside 1.079, 1.065 and 1.022.
-#: Where between these the ends are is a guess.
+#: In vLLM, with Llama-3-8B on an H200 (`other_rows` of benchmarks/results/h200/vllm.json): with the kernel,
+#: decode reached 1.084 times vLLM's speed at 64 rows, and prefill of 512 and 8192 rows 1.017 to 1.032;
+#: without it 1.067 and 0.996 to 1.002. But at 1, 16 and 256 rows it reached 1.045, 1.058 and 1.002, against
+#: 1.079, 1.065 and 1.022 without it. The ends of the ranges between these numbers are guesses.
 SERVED = (
     (33, 64, 7168, 51200),
     (65, 128, 14336, 28672),
@@ -49,9 +51,9 @@ SERVED = (
 )
 _MOST_ROWS = SERVED[-1][1]
 
-#: Rows and columns of the weights that were multiplied by.
+#: The shapes of the weights that products have used so far.
 met: dict[torch.Size, None] = {}
-#: By device and number of rows where one group ends.
+#: The end of a single group, by device and number of rows.
 _ends: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 _library = torch.library.Library("tunegemm", "FRAGMENT")
@@ -59,7 +61,10 @@ _library.define("engine_gated(Tensor x, Tensor weight) -> Tensor")
 
 
 def _gated(x: torch.Tensor, weight: torch.Tensor, site: str = "") -> torch.Tensor:
-    """``silu(gate) * up`` of the halves of ``x @ weight.T``. site: as for `Dispatcher.compiled`, but rows."""
+    """Compute ``silu(gate) * up`` from the halves of ``x @ weight.T``.
+
+    site: as for `Dispatcher.compiled`, but without the rows.
+    """
     weight, rows, result = plain(weight), x.size(0), None
     met[weight.shape] = None
     if _is_served(rows, weight.size(0)) and not deterministic() and not extension.policy().is_batch_invariant:
@@ -78,7 +83,7 @@ def _is_served(rows: int, columns: int) -> bool:
 
 
 def _by_one_kernel(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-    """None where there is no kernel, or none yet."""
+    """Compute the gated product with one kernel; None if there is no kernel, or not yet."""
     place = x.device, x.size(0)
     ends = _ends.get(place)
     if ends is None:
@@ -90,9 +95,11 @@ def _by_one_kernel(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None
 
 
 def _gate_of(both: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` of a product, by a kernel of many blocks a row; by vLLM's until that is loaded, and
-    on a CPU by torch. (vLLM's has one block a row: with it decode of one sequence was 1.044 of vLLM's speed,
-    with Inductor's code of the gate 1.079.)
+    """Compute ``silu(gate) * up`` from a product, with a kernel that uses many blocks per row.
+
+    Until the kernel is loaded, vLLM's serves; on a CPU, torch does. vLLM's kernel uses one block per row:
+    with it, decode of one sequence ran at 1.044 times vLLM's speed; with Inductor's code for the gate, at
+    1.079.
     """
     columns = both.size(1) // 2
     if not both.is_cuda:
@@ -113,7 +120,7 @@ torch.library.register_fake(
 
 
 def said() -> str:
-    """At which numbers of rows gates are made with their product, of the weights that were multiplied by."""
+    """Text for the startup line: the weights and numbers of rows with gates fused into the product."""
     found = []
     for shape in met:
         where = ", ".join(f"{least} to {most}" for least, most in ranges(*shape))
@@ -130,7 +137,7 @@ def lower() -> None:
 
 
 def ranges(columns: int, k: int) -> list[tuple[int, int]]:
-    """From and to how many rows the kernel of both may serve the product with a weight (columns, k)."""
+    """The ranges of rows in which the fused kernel may serve the product with a weight (columns, k)."""
     found: list[tuple[int, int]] = []
     for first, last, few, many in SERVED:
         if columns % 16 or not few <= columns <= many or choose(1, columns, k, last, gate=_GATE) is None:

@@ -1,4 +1,4 @@
-"""What the pass of `tunegemm.layers` is to find in vLLM's graphs, and in vLLM's spelling."""
+"""The pattern that the pass of `tunegemm.layers` matches in vLLM's graphs, in vLLM's spelling."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HOPPER = 9, 0
 
 
 def fuse(module: torch.fx.GraphModule) -> int:
-    """Puts gates' operator into a graph that Dynamo traced; returns how often."""
+    """Put the operator for gates into a graph that Dynamo traced; returns the number of replacements."""
     count = fusion.fuse(module.graph, _operator_for, _PATTERNS).total()
     if count:
         module.recompile()
@@ -28,8 +28,10 @@ def fuse(module: torch.fx.GraphModule) -> int:
 
 
 def _linear_of(node: Any) -> Layer | None:
-    """The input and weight of a linear layer as vLLM's graph has it: a product by what vLLM calls in place of
-    its `default_unquantized_gemm`."""
+    """The input and weight of a linear layer in vLLM's graph; None if the node is no such layer.
+
+    The layer is a product by the function that replaces vLLM's `default_unquantized_gemm`.
+    """
     if not isinstance(node, Node) or node.target not in (_MM, _MM.default):
         return None
     x, turned = node.args
@@ -37,12 +39,12 @@ def _linear_of(node: Any) -> Layer | None:
     return (x, weight, None) if isinstance(x, Node) and weight is not None else None
 
 
-#: vLLM's SiluAndMul takes the halves as torch's own code does.
+#: vLLM's SiluAndMul slices the halves as torch's own code does.
 _PATTERNS = (Pattern("half gate", partial(half_gate, layer=_linear_of)),)
 
 
 def _operator_for(match: Match, facts: tuple[Any, ...]) -> Callable[..., torch.Tensor] | None:
-    """The operator, where a gated kernel serves some numbers of rows of a product."""
+    """The operator, if a gated kernel serves some numbers of rows of the product; else None."""
     columns, k, row_stride, dtype, device = facts
     if (
         match.words == ("silu", "gate first", False)
@@ -59,5 +61,5 @@ def _operator_for(match: Match, facts: tuple[Any, ...]) -> Callable[..., torch.T
 
 
 def _is_hopper(device: torch.device) -> bool:
-    """Whether both ways can be gone there, vLLM's own kernel being one."""
+    """Whether the device can run both our kernel and vLLM's own."""
     return torch.cuda.get_device_capability(device) == _HOPPER and hasattr(torch.ops._C, "silu_and_mul")

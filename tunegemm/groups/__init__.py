@@ -1,6 +1,6 @@
-"""Products of rows in groups, and layers of experts made of them.
+"""Products of rows in groups, and layers of experts built from them.
 
-`grouped` has `grouped_mm`, `scaled_groups` the same of fp8, `routing` the kernels around them, and
-`gated_experts` a whole layer. `operators` are ATen's products of groups under `tunegemm.enable`, and
-`recorded_groups` says what a recording writes of a call.
+`grouped` has `grouped_mm`, `scaled_groups` its fp8 form, `routing` the kernels around the products, and
+`gated_experts` a whole layer. `operators` serves ATen's grouped products under `tunegemm.enable`, and
+`recorded_groups` describes a call in a recording.
 """

@@ -1,4 +1,4 @@
-"""`experts`: a whole layer of gated experts, by two products of groups and what lies around them."""
+"""`experts`: computes a whole layer of gated experts, by two grouped products and the steps around them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tunegemm.groups.numbers import multiples
 from tunegemm.groups.recorded_groups import GroupedCall
 from tunegemm.groups.routing import SILU, Gate
 
-#: silu's gate, of halves and of rows that take turns.
+#: silu's gate, for gate and up as halves and interleaved.
 _SILUS = SILU, SILU._replace(interleaved=True)
 
 
@@ -37,29 +37,28 @@ def experts(
     interleaved: bool = False,
     elsewhere: bool = False,
 ) -> torch.Tensor:
-    """Compute a layer of gated experts: each token by its chosen experts, weighted and added up.
+    """Compute a layer of gated experts: the weighted sum of each token's chosen experts.
 
     Row t of the result is the sum over j of ``weights[t, j] * expert(index[t, j], x[t])``, where expert e is
     ``(activation(gate) * up) @ down[e].T`` and gate and up are the halves of ``x[t] @ gate_up[e].T``.
-    `grouped_mm` computes and serves both products; without gradients the first one's kernel also applies
-    silu's gate.
+    `grouped_mm` serves both products; without gradients the first product's kernel also applies silu's gate.
 
     x: (tokens, hidden). gate_up: (experts, 2 inner, hidden). down: (experts, hidden, inner). index, weights:
-    (tokens, chosen), the experts of each token, int64 or int32, and their weights; where torch adds up
+    (tokens, chosen), the experts of each token, int64 or int32, and their weights; if torch computes the sum
     without gradients, it first rounds the weights to the experts' dtype. gate_up_bias, down_bias: (experts, 2
-    inner) and (experts, hidden). Pass weights with the other layout, as gpt-oss has them, as views, ``.mT``.
+    inner) and (experts, hidden). Pass weights with the other layout, such as gpt-oss's, as views, ``.mT``.
     activation: silu, gelu, gelu_tanh, relu, or a function that turns gate_up's product (rows, 2 inner) into
-    (rows, inner), such as a `Gate`, which has a kernel. interleaved: rows of gate and up alternate, as
-    `interleave` makes them. elsewhere: `index` may have numbers below 0 or from the number of experts on,
-    which name experts of other processes and add nothing here.
+    (rows, inner), such as a `Gate`, which has a kernel. interleaved: whether rows of gate and up alternate,
+    as `interleave` arranges them. elsewhere: whether `index` may hold numbers below 0, or not below the
+    number of experts; they name experts of other processes and add nothing here.
 
-    Has gradients. Nothing waits for the device, so a CUDA graph holds for other choices of the router. Raises
-    ProblemError for shapes and dtypes that do not fit, and names them; on a CPU, or with
-    ``TUNEGEMM_CHECK_GROUPS=1``, also for invalid expert numbers.
+    Supports gradients. Nothing waits for the device, so a CUDA graph stays valid for other choices of the
+    router. Raises ProblemError, which names them, if shapes or dtypes do not fit; on a CPU, or with
+    ``TUNEGEMM_CHECK_GROUPS=1``, also if an expert number is invalid.
     """
     try:
         rank(x)
-    except TypeError as error:  # of a proxy
+    except TypeError as error:  # x is a proxy
         words = {
             "gate_up_bias": gate_up_bias, "down_bias": down_bias, "activation": activation,
             "interleaved": interleaved, "elsewhere": elsewhere,
@@ -79,8 +78,9 @@ def is_ordered() -> bool:
 
 
 def _of_nothing(x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
-    """The result of no choices: zeros, whose gradients are zeros of all that has one, as a rank of a training
-    has to give them that got no token.
+    """The result if no expert is chosen: zeros, with zero gradients for every operand that has one.
+
+    In training, a rank that received no tokens must still produce these gradients.
     """
     result = torch.zeros_like(x, memory_format=torch.contiguous_format)
     for each in (x, *others):
@@ -101,13 +101,13 @@ def _layer(
     interleaved: bool,
     elsewhere: bool,
 ) -> torch.Tensor:
-    """What `experts` computes."""
+    """Compute `experts` for valid operands."""
     operands = x, gate_up, down, index, weights, gate_up_bias, down_bias
     traced = torch.compiler.is_compiling()
-    # Without gradients and all that surrounds a call: asked once, not at each product.
+    # Without gradients, modes and transforms: checked once, not at each product.
     plain = not traced and grouped.are_plain(*operands) and not grouped.has_gradient(*operands)
     count, (tokens, chosen) = gate_up.shape[0], index.shape
-    # On a CPU nobody waits for values.
+    # On a CPU, reading values costs no wait.
     if not traced and not elsewhere and (index.device.type == "cpu" or grouped.groups.are_checked()):
         check_index(index, count)
     around = routing.routing if plain else None
@@ -116,17 +116,17 @@ def _layer(
     if routed is not None:
         rows, order, ends = routed
     else:
-        if elsewhere:  # numbers below 0 sort with the others that are nobody's
+        if elsewhere:  # so that numbers below 0 sort with the other ones outside this process
             index = index.masked_fill(index < 0, count)
         ids, order = index.reshape(-1).sort()
-        # Where each group ends: how many rows have an expert up to it.
+        # Each group's end: the number of rows whose expert is at most the group's.
         ends = torch.searchsorted(ids, _numbers(count, ids, plain), right=True, out_int32=True)
         rows = x.expand(chosen, -1).contiguous() if tokens == 1 else x[order // chosen]
-        # Rows behind the last group: results are memory as it was.
+        # Marks rows after the last group, whose results are uninitialized memory.
         nobodys = (ids >= count)[:, None] if elsewhere else None
-        if nobodys is not None and rows.requires_grad:  # whose gradients are there memory as it was
+        if nobodys is not None and rows.requires_grad:  # gradients are uninitialized there
             rows = rows.masked_fill(nobodys, 0)
-    # What was asked is not asked again where no kernel computes a product.
+    # Do not repeat the checks if no kernel computes a product.
     multiply, otherwise = (
         (grouped.groups.below_autograd, grouped.by_torch) if plain else (grouped.groups, grouped_mm)
     )
@@ -151,30 +151,31 @@ def _layer(
     of_rows = multiply(inner, down.mT, ends, down_bias) if plain else None
     if of_rows is None:
         of_rows = otherwise(inner, down.mT, offs=ends, bias=down_bias)
-    # Of few choices torch's way back takes fewer operators, if `route` is not served, than to make places.
+    # If `route` is not served and choices are few, torch's way back takes fewer operators than computing
+    # positions.
     if around is not None and (routed is not None or order.shape[0] > MOST_CHOICES or is_ordered()):
         place = _inverse(order, plain) if routed is None else routed.place
         combined = around.combine(of_rows, place, ends, weights)
         if combined is not None:
             return combined if combined.dtype is x.dtype else combined.to(x.dtype)
-        if routed is not None:  # and the other kernel is not there
+        if routed is not None:  # the `combine` kernel is not available
             order = _inverse(place.long(), plain)
             nobodys = (torch.arange(order.shape[0], device=x.device) >= ends[-1])[:, None]
     if nobodys is not None:
         of_rows = of_rows.masked_fill(nobodys, 0)
-    if elsewhere:  # whatever the weight is, as `combine` has it
+    if elsewhere:  # whatever the weight is, as in `combine`
         weights = weights.masked_fill((index < 0) | (index >= count), 0)
     return _combined(of_rows, order, weights, plain).to(x.dtype)
 
 
-#: Numbers that are kept at least, and at most, where a call asks for some.
+#: The least and the greatest count of numbers that a call keeps.
 _LEAST_KEPT, _MOST_KEPT = 4096, 1 << 20
 
 
 def _numbers(count: int, like: torch.Tensor, plain: bool, step: int = 1) -> torch.Tensor:
-    """0, step, 2 step, ...: so many, of the dtype and on the device of a tensor.
+    """0, step, 2 step, ...: `count` numbers with the dtype and device of `like`.
 
-    plain: whether they may be kept, for all layers and calls.
+    plain: whether to keep them for all layers and calls.
     """
     if plain and count <= _MOST_KEPT and like.dtype is torch.int64:
         size = max(_LEAST_KEPT, 1 << (count - 1).bit_length())
@@ -185,7 +186,7 @@ def _numbers(count: int, like: torch.Tensor, plain: bool, step: int = 1) -> torc
 
 
 def _gate(both: torch.Tensor, activation: Any, interleaved: bool) -> torch.Tensor:
-    """The gated product of rows of gate and up."""
+    """Apply the gate to rows of gate and up."""
     if callable(activation):
         return activation(both)
     gate, up = (both[:, 0::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=-1)
@@ -193,7 +194,7 @@ def _gate(both: torch.Tensor, activation: Any, interleaved: bool) -> torch.Tenso
 
 
 def _recorded(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor | None:
-    """The gated product by torch, as one of a recording; None where none is made."""
+    """Compute the gated product with torch, and record it; None if nothing is being recorded."""
     if (observe := extension.observer()) is None:
         return None
     call = GroupedCall("experts", a, b, offs, bias, gate=gate)
@@ -204,7 +205,7 @@ def _recorded(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool
 
 
 def _traced(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor | None:
-    """The gated product while a graph is traced: an operator without gradients; None where they are asked."""
+    """Trace the gated product as an operator without gradients; None if a gradient is needed."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias)):
         return None
     if not grouped.is_traced_well(a, b, offs):
@@ -239,16 +240,16 @@ torch.library.register_fake(
 
 
 def _inverse(order: torch.Tensor, plain: bool) -> torch.Tensor:
-    """Where each number lies in an order of all."""
+    """The inverse of a permutation."""
     return torch.empty_like(order).scatter_(0, order, _numbers(order.shape[0], order, plain))
 
 
 def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, plain: bool) -> torch.Tensor:
-    """Rows in the experts' order, weighted and added up for each token, in fp32."""
+    """Weight rows in the experts' order and add them up for each token, in fp32."""
     if torch.compiler.is_compiling() or (
         torch.is_grad_enabled() and (result.requires_grad or weights.requires_grad)
     ):
-        # To copy rows back by their numbers has a gradient that is a look-up, where a look-up's would add.
+        # The gradient of `index_copy` is a lookup; the gradient of a lookup would have to add rows up.
         of_tokens = torch.empty_like(result).index_copy(0, order, result).view(*weights.shape, -1)
         return (of_tokens * weights.unsqueeze(-1)).sum(dim=1)
     tokens, chosen = weights.shape
@@ -256,12 +257,12 @@ def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, 
     if tokens == 1 and not is_ordered():
         return torch.mv(result.mT, weights[order])[None]
     first = _numbers(tokens, order, plain, chosen)
-    # Mode 0 is a sum. torch.nn.functional's makes `first` again at each call.
+    # Mode 0 is a sum. torch.nn.functional's version creates `first` again at each call.
     return torch.embedding_bag(result, _inverse(order, plain), first, False, 0, False, weights)[0]
 
 
 def _check(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, activation: Any) -> None:
-    """Raises ProblemError for operands that are none of a layer."""
+    """Check that the operands form a layer. Raises ProblemError if they do not."""
     if not callable(activation) and activation not in ACTIVATIONS:
         raise ProblemError(
             f"activation {activation!r} has no gated form; use {', '.join(ACTIVATIONS)}, or a function"
@@ -291,7 +292,7 @@ def _check(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, activation
 
 
 def check_index(index: torch.Tensor, count: int) -> None:
-    """Raises ProblemError for numbers of no expert. Waits for the device."""
+    """Check expert numbers. Waits for the device. Raises ProblemError if a number names no expert."""
     if not index.numel() or not grouped.has_values(index):
         return
     least, most = (int(each) for each in index.aminmax())

@@ -1,8 +1,8 @@
-"""`grouped_mm`: rows in groups, each multiplied by weights of its own, as layers of experts do.
+"""`grouped_mm`: multiplies each group of rows by its own weights, as layers of experts do.
 
-The kernel reads on the device where groups end, so that a launch, and a CUDA graph of it, holds for every
-division of the rows. Which kernel that is a record says (`tunegemm tune --groups`), or else the table that
-ships; what no kernel is known to be faster for is torch's own call.
+The kernel reads the groups' ends on the device, so a launch, and a CUDA graph of it, is valid for every
+division of the rows. A record chooses the kernel (`tunegemm tune --groups`), or else the table that ships.
+Torch computes products for which no kernel is known to be faster.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from tunegemm.model.grouped import FP8, AlongKChoice, GroupedChoice, choose, cho
 from tunegemm.store.checks import record_objection
 from tunegemm.store.record import Record
 
-#: What kernels multiply, as the table names it.
+#: The dtypes that kernels multiply, with their names in the table.
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: FP8}
-#: Launches into an output: of a, the weights as (groups, N, K), the output, the groups' ends, the bias or
-#: None, and scales of a's rows or None; of fp8 products those of b's columns are in the bias' place. Of
-#: groups along k: of a's transpose, b, the output, the groups' ends.
+#: Launches into an output. The arguments are a, the weights as (groups, N, K), the output, the groups' ends,
+#: the bias or None, and the scales of a's rows or None; fp8 products pass the scales of b's columns in place
+#: of the bias. For groups along k they are a's transpose, b, the output and the groups' ends.
 Launch = Callable[..., None]
-#: Gives the launch for operands that are laid out as these, and for whether gate and up are interleaved. Both
-#: raise NotTaken for what the kernel does not take.
+#: Returns the launch for operands with this layout, and for gate and up interleaved or not. Both the kernel
+#: and its launch raise NotTaken for operands that the kernel does not take.
 Kernel = Callable[..., Launch]
 
 
@@ -65,37 +65,37 @@ def grouped_mm(
     """Multiply groups of rows, as ``torch.nn.functional.grouped_mm`` does.
 
     For a (rows, k) and b (groups, k, n), row r of the result is ``a[r] @ b[g]``, where g is the group of row
-    r. ``offs``, int32 (groups) on the same device, holds for each group the row behind its last. Groups may
-    have any size, including 0. Rows behind the last group are not written. `bias`, which torch refuses, is
+    r. ``offs``, int32 (groups) on the same device, holds each group's end: the row after its last. Groups may
+    have any size, including 0. Rows after the last group are not written. `bias`, which torch refuses, is
     (n), or (groups, n): a line for each group.
 
-    For a (m, rows) and b (rows, n) groups lie along k, as in the gradient of weights: the result is
-    (groups, m, n), ``a[:, r] @ b[r]`` of the rows r of each group, zeros where it has none.
+    For a (m, rows) and b (rows, n), groups lie along k, as in the gradient of weights: the result is
+    (groups, m, n), ``a[:, r] @ b[r]`` for the rows r of each group, and zeros for an empty group.
 
     On Hopper our kernels serve bf16 where they are known to be faster, and fp16 in the same places except
     along k. b's k or n must be contiguous (along k: a's m and b's n), n a multiple of 8, and addresses and
     strides multiples of 16 bytes. Nothing needs tuning. `refresh`, ``TUNEGEMM_MODE=off`` and policy `max_sms`
     work as for `matmul`. Torch computes everything else with your arguments: two operands of three
     dimensions, another `out_dtype`, other devices, subclasses, modes, transforms, deterministic mode. Our
-    kernels also compute the gradients of a and b, but not those of products along k. A CUDA graph holds for
-    other divisions of as many rows, and has our kernel if the call was made once before. torch.compile holds
-    it as the operator `tunegemm::grouped_mm`.
+    kernels also compute the gradients of a and b, but not those of products along k. A CUDA graph stays valid
+    for other divisions of the same number of rows, and contains our kernel if the call ran once before.
+    torch.compile traces the call as the operator `tunegemm::grouped_mm`.
 
-    Raises what torch raises, or ProblemError that names what is wrong with groups or bias. `offs` is on the
-    device and is not checked unless ``TUNEGEMM_CHECK_GROUPS=1``; whatever it holds, no kernel reads or writes
-    beyond the rows.
+    Raises what torch raises, or a ProblemError that says what is wrong with the groups or the bias. `offs` is
+    on the device and is not checked unless ``TUNEGEMM_CHECK_GROUPS=1``; whatever it holds, no kernel reads or
+    writes beyond the rows.
     """
     try:
         if torch.compiler.is_compiling():
             return _traced(a, b, offs, bias, out_dtype)
         if offs is not None:
-            rank(a)  # of a proxy it is a TypeError
+            rank(a)  # raises TypeError for a proxy
             rank(b)
             if out_dtype in (None, a.dtype):
                 result = groups(a, b, offs, bias)
                 if result is not None:
                     return result
-    except RuntimeError:  # tensors without memory: torch says what is to be said
+    except RuntimeError:  # tensors without memory: torch raises the error for them
         pass
     except TypeError as error:
         words = {"offs": offs, "bias": bias, "out_dtype": out_dtype}
@@ -104,11 +104,11 @@ def grouped_mm(
 
 
 class Groups:
-    """Computes products of groups by kernels: those of the process are `groups`."""
+    """Computes grouped products with kernels. The process's instance is `groups`."""
 
     def __init__(self, load: Callable[[Any, int], Kernel | None] | None = None) -> None:
         self.load = load or self._load_compiled
-        """The kernel of a choice on a device by its number; None until it is compiled."""
+        """Returns a choice's kernel on the device with an index; None until it is compiled."""
         self.launches = LaunchCache()
         self.loaded = LaunchCache()
         """Kernels, by choice and device."""
@@ -116,9 +116,10 @@ class Groups:
     def __call__(
         self, a: Any, b: Any, offs: Any, bias: Any, gate: str = "", interleaved: bool = False
     ) -> torch.Tensor | None:
-        """The product, by a kernel; None where torch is to compute it.
+        """Compute the product with a kernel; None if torch should compute it.
 
-        gate: a gated step such as ``swiglu``; b's columns are then gate's and up's, halves or `interleaved`.
+        gate: a gated step such as ``swiglu``; b then holds the columns of gate and up, as halves or
+        `interleaved`.
         """
         if not are_plain(a, b, offs, bias):
             return None
@@ -129,7 +130,7 @@ class Groups:
         return self.below_autograd(a, b, offs, bias, gate, interleaved)
 
     def are_checked(self) -> bool:
-        """Whether values on the device are looked at, for which the host waits: ``TUNEGEMM_CHECK_GROUPS``."""
+        """Whether to check values on the device, which makes the host wait: ``TUNEGEMM_CHECK_GROUPS``."""
         checked: bool = self.launches.once("are checked", lambda: read_check_groups(extension.warn))
         return checked
 
@@ -143,13 +144,13 @@ class Groups:
         interleaved: bool = False,
         scales: Any = None,
     ) -> torch.Tensor | None:
-        """The same without a look at gradients: for calls below autograd.
+        """Compute the product as `__call__` does, but below autograd: nothing checks for gradients.
 
-        scales: of rows of fp8; those of b's columns are then in the place of bias.
+        scales: the scales of a's rows, for fp8; `bias` then holds the scales of b's columns.
         """
         if self.are_checked():
             check_ends(offs, a.shape[b.ndim == 2])
-        if a.is_nested or b.is_nested:  # at which torch's check of tensors ends the process
+        if a.is_nested or b.is_nested:  # torch's check of tensors would abort the process
             return None
         tensors: tuple[Any, ...] = (a, b, offs)
         beside = 0
@@ -201,7 +202,7 @@ class Groups:
     def _bind(
         self, kernel: Kernel, key: Hashable, tensors: tuple[Any, ...], operands: Any, words: Any
     ) -> Known:
-        """The kernel's launch for operands that are laid out so, kept; none where it does not take them."""
+        """Bind the kernel to operands with this layout and keep the launch: None if it does not take them."""
         try:
             launch = kernel(*operands, **words)
         except NotTaken:
@@ -211,7 +212,7 @@ class Groups:
     def _decide(
         self, key: Hashable, tensors: tuple[Any, ...], bias: Any, gate: str, scales: Any
     ) -> Kernel | None:
-        """The kernel for operands; None where torch computes them, which is kept unless it is so only now."""
+        """The kernel for operands; None if torch computes them. The answer None is kept unless temporary."""
         a, b, offs, *_ = tensors
         if any(map(is_lazy, (a, b) if bias is None else (a, b, bias))):
             return None
@@ -229,7 +230,7 @@ class Groups:
         return kernel
 
     def _warn_of_order(self, a: Any, b: Any, why: str) -> None:
-        """That a policy's promise of one order of sums does not hold for a product of rows in groups."""
+        """Warn that a grouped product breaks the policy's promise of one order of sums."""
         policy = extension.policy()
         if policy.is_batch_invariant and b.ndim == 3 and a.device.type == extension.device_type():
             extension.warn(
@@ -239,8 +240,9 @@ class Groups:
             )
 
     def _found(self, a: Any, b: Any, offs: Any, gate: str) -> tuple[Kernel | None, bool]:
-        """The kernel for operands that fit, None where torch is to compute them; and whether one is being
-        compiled."""
+        """The kernel for operands that fit, or None if torch should compute them; and whether a kernel is
+        being compiled.
+        """
         try:
             choice: GroupedChoice | AlongKChoice | None
             if b.ndim == 2:
@@ -274,7 +276,7 @@ class Groups:
         device = extension.policy().device(whole)
         if (reason := kernels.FAMILY.cannot_launch(device)) is not None:
             raise ArtifactError(reason)
-        is_whole = device.sm_count == whole.sm_count  # which the kernel of few rows fills
+        is_whole = device.sm_count == whole.sm_count  # the kernel for few rows fills the GPU
         if isinstance(choice, GroupedChoice) and choice.is_few and is_whole:
             return routing.few(choice.config, index)
         words: dict[str, Any] = {"blocks": device.sm_count, "swizzle_size": choice.swizzle_size}
@@ -312,7 +314,7 @@ def gpu_of(device: torch.device) -> str:
 
 
 def are_plain(*operands: torch.Tensor | None) -> bool:
-    """Whether kernels may compute what is asked of operands: no subclasses, and no modes or transforms."""
+    """Whether kernels may compute a call with these operands: no subclasses, no modes, no transforms."""
     return all(each is None or type(each) in PLAIN for each in operands) and not (
         deterministic()
         or dispatch_modes()
@@ -323,21 +325,21 @@ def are_plain(*operands: torch.Tensor | None) -> bool:
 
 
 def has_gradient(*operands: torch.Tensor | None) -> bool:
-    """Whether a gradient of a product of operands is asked for."""
+    """Whether the product of these operands needs a gradient."""
     return grad_enabled() and any(each is not None and each.requires_grad for each in operands)
 
 
 def _record(groups: int, n: int, k: int, rows: int, device: torch.device, **kind: str) -> Record | None:
-    """What was tuned of such a product."""
+    """The tuned record of a grouped product, if there is one."""
     try:
         problem = Problem.of_groups(rows, n, k, groups, **kind)
-    except ProblemError:  # which nobody tunes: one group, or lines that TMA does not take packed
+    except ProblemError:  # never tuned: one group, or packed lines that TMA does not take
         return None
     return extension.recorded(problem, device)
 
 
 def _choice_of(record: Record) -> GroupedChoice | None:
-    """The kernel of a record; None where it says that torch's is the fastest. Raises ArtifactError."""
+    """A record's kernel; None if torch's is the fastest. Raises ArtifactError if it cannot run here."""
     if is_torch(record.candidate):
         return None
     if wrong := record_objection(record):
@@ -356,7 +358,7 @@ def fits(
     gated: bool = False,
     scales: Any = None,
 ) -> bool:
-    """Whether kernels read these operands as and where they lie; groups are along k if b has 2 dimensions."""
+    """Whether kernels can read these operands in place. Groups lie along k if b has 2 dimensions."""
     if a.device.type != device_type or (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
         return False
     if b.ndim == 2:
@@ -365,25 +367,25 @@ def fits(
         return False
     if bias is not None and bias.ndim == 1 and scales is None:
         bias = bias.expand(b.shape[0], -1)
-    if scales is not None and b.shape[2] % 16:  # which torch refuses
+    if scales is not None and b.shape[2] % 16:  # torch refuses these
         return False
     kind: dict[str, Any] = {"dtype": _DTYPES[a.dtype], "gated": gated, "n_major": b.stride(1) != 1}
     return not objection(a, b.mT, offs, bias, scales, **kind)
 
 
-#: What serves the process.
+#: Serves the process.
 groups = Groups()
 
 
 def by_torch(
     a: Any, b: Any, *, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """torch's own, and the bias that it does not have added to it."""
+    """Compute the product with torch, and add the bias, which torch does not support."""
     if bias is not None and offs is not None and isinstance(offs, torch.Tensor):
         if wrong := _wrong_bias(a, b, bias):
             raise ProblemError(wrong)
         return _added(by_torch(a, b, offs=offs, out_dtype=out_dtype), offs, bias)
-    if isinstance(offs, torch.Tensor) and b.ndim == 3 and not b.shape[0]:  # whose rows torch leaves undefined
+    if isinstance(offs, torch.Tensor) and b.ndim == 3 and not b.shape[0]:  # torch leaves the rows undefined
         raise ProblemError(f"b has shape {tuple(b.shape)}, without a group; give weights for at least one")
     try:
         return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
@@ -394,9 +396,9 @@ def by_torch(
 
 
 def check_ends(offs: torch.Tensor, rows: int) -> None:
-    """Raises ProblemError for ends of groups that do not ascend from 0 to so many rows. Waits for the device.
+    """Check that the groups' ends ascend from 0 to at most `rows`. Waits for the device.
 
-    While values are not known (`has_values`) it raises nothing.
+    Checks nothing while values are unknown (`has_values`). Raises ProblemError if the ends do not ascend.
     """
     if not has_values(offs):
         return
@@ -411,7 +413,7 @@ def check_ends(offs: torch.Tensor, rows: int) -> None:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether values are known now: not of traced code, nor while a graph is captured."""
+    """Whether the tensor's values are known now: not in traced code, nor during a graph capture."""
     return not (
         tensor.device.type == "meta"
         or dispatch_modes()
@@ -422,7 +424,7 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 def _wrong_groups(a: Any, b: Any, offs: Any) -> str:
-    """What is wrong with the groups of a product that torch refused; empty where it is something else."""
+    """What is wrong with the groups of a product that torch refused; empty if they are not the cause."""
     if not isinstance(offs, torch.Tensor) or b.ndim != 3:
         return ""
     if a.ndim != 2:
@@ -452,7 +454,7 @@ def _wrong_groups(a: Any, b: Any, offs: Any) -> str:
 
 
 def _address(tensor: Any) -> int:
-    """Where a tensor lies; 0 for such as have no memory."""
+    """A tensor's address; 0 if it has no memory."""
     try:
         return int(tensor.data_ptr())
     except RuntimeError:
@@ -460,7 +462,7 @@ def _address(tensor: Any) -> int:
 
 
 def _wrong_bias(a: Any, b: Any, bias: Any) -> str:
-    """Why a bias cannot be added to the product of groups of rows; empty where it can."""
+    """Why a bias cannot be added to a product of rows in groups; empty if it can."""
     if not isinstance(bias, torch.Tensor) or a.ndim != 2 or b.ndim != 3:
         return "bias is for a (rows, k) and b (groups, k, n); add it to other products"
     if bias.shape not in ((b.shape[2],), (b.shape[0], b.shape[2])):
@@ -471,7 +473,7 @@ def _wrong_bias(a: Any, b: Any, bias: Any) -> str:
 
 
 def _added(product: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """A product of groups, and to each row its group's bias. What is behind the last group has no meaning."""
+    """Add each group's bias to its rows of a product. Rows after the last group have no meaning."""
     if bias is None:
         return product
     if bias.ndim == 2:
@@ -484,7 +486,7 @@ def _added(product: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None)
 
 
 def is_traced_well(a: Any, b: Any, offs: Any) -> bool:
-    """Whether the operator has a meaning for operands: what it does not take is torch's to refuse."""
+    """Whether the operator takes these operands. Torch refuses the others itself."""
     return (
         a.device.type == b.device.type == offs.device.type == extension.device_type()
         and a.ndim == 2
@@ -501,7 +503,7 @@ def _traced(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    """`grouped_mm` while a graph is traced."""
+    """Compute `grouped_mm` while a graph is traced."""
     if offs is None or out_dtype not in (None, torch.bfloat16) or not is_traced_well(a, b, offs):
         return by_torch(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
     if bias is not None and torch.is_grad_enabled() and bias.requires_grad:
@@ -526,14 +528,14 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Gradients are products of groups again, those of b along k."""
+    """Compute the gradients, which are grouped products too: b's is along k."""
     a, b, offs = ctx.saved_tensors
-    if 0 in grad.stride():  # of a sum, say, whose lines torch's product does not take
+    if 0 in grad.stride():  # a sum's gradient, say: torch's product does not take its strides
         grad = grad.contiguous()
     of_a = torch.ops.tunegemm.grouped_mm(grad, b.mT, offs) if ctx.needs_input_grad[0] else None
     of_b = None
     if ctx.needs_input_grad[1]:
-        # Laid out as the weight is, k contiguous. Of the gradient's own gradients torch knows.
+        # It has the weight's layout, k contiguous. Torch's operator can differentiate the gradient again.
         along = torch._grouped_mm if grad_enabled() else torch.ops.tunegemm.grouped_along_k
         of_b = along(grad.t(), a, offs).mT
     return of_a, of_b, None, None

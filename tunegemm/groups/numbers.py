@@ -1,4 +1,4 @@
-"""Multiples of a step that lie on a device for good, as ends of groups and places of rows."""
+"""Multiples of a step, kept on a device for good: they serve as ends of groups and positions of rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from tunegemm.dispatch.guards import capturing
 
-#: By device, dtype, step and count. They stay: captured graphs read them.
+#: Tensors by device, dtype, step and count. Never freed, because captured graphs read them.
 kept: dict[tuple[torch.device, torch.dtype, int, int], torch.Tensor] = {}
 
 
@@ -15,7 +15,7 @@ def multiples(device: torch.device, dtype: torch.dtype, step: int, count: int) -
     key = device, dtype, step, count
     found = kept.get(key)
     if found is None and not capturing(device):
-        # From the host, for which it waits: any stream may read them from then on.
+        # The copy from the host is synchronous, so any stream may read the tensor afterwards.
         found = torch.arange(0, count * step, step, dtype=dtype, device="cpu").to(device)
         kept[key] = found
     return found

@@ -1,4 +1,4 @@
-"""ATen's products of rows in groups, which `tunegemm.enable` serves while it is on."""
+"""Serves ATen's grouped products while `tunegemm.enable` is on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tunegemm.groups import grouped, scaled_groups
 
 
 def _grouping(kernel: Any) -> Callable[..., Any]:
-    """For ``_grouped_mm``, which torch.nn.functional.grouped_mm calls."""
+    """The implementation for ``_grouped_mm``, which torch.nn.functional.grouped_mm calls."""
 
     def serve(
         keyset: Any,
@@ -33,7 +33,7 @@ def _grouping(kernel: Any) -> Callable[..., Any]:
 
 
 def _scaled_grouping(kernel: Any) -> Callable[..., Any]:
-    """For ``_scaled_grouped_mm``."""
+    """The implementation for ``_scaled_grouped_mm``."""
 
     def serve(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
         result = scaled_groups.below_autograd(*arguments, **keywords)

@@ -1,4 +1,4 @@
-"""What a call of torch's grouped products, or of ours with a gate, asks for: one row of a recording."""
+"""Describes a call of torch's grouped products, or of our gated one: one row of a recording."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tunegemm.describe.workload.products import Kind
 from tunegemm.errors import ProblemError
 from tunegemm.groups.grouped import fits
 
-#: ATen's operators, and their arguments.
+#: The arguments of each ATen operator.
 OPERATORS = {
     "_grouped_mm": ("a", "b", "offs", "bias", "out_dtype"),
     "_scaled_grouped_mm": (
@@ -29,10 +29,10 @@ OPERATORS = {
 
 @dataclass(frozen=True)
 class GroupedCall:
-    """A product whose rows are in groups, or what torch calls by the same name."""
+    """A product of rows in groups, or another product that torch computes with the same operator."""
 
     op: str
-    """ATen's operator, without its underscore, or ``experts``."""
+    """The name of the ATen operator without its underscore, or ``experts``."""
     a: torch.Tensor
     b: torch.Tensor
     offs: torch.Tensor | None = None
@@ -46,26 +46,27 @@ class GroupedCall:
 
     @classmethod
     def of(cls, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> GroupedCall:
-        """That of an operator of ATen."""
+        """The call of an ATen operator with these arguments."""
         given = zip(OPERATORS[name], arguments, strict=False)
         words = {"a" if key == "self" else "b" if key == "mat2" else key: keywords[key] for key in keywords}
         return cls(name.strip("_"), **dict(given), **words)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All but a and b."""
+        """All tensors of the call except a and b."""
         every = self.offs, self.bias, self.scale_a, self.scale_b, self.scale_result
         return [tensor for tensor in every if tensor is not None]
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What it is apart from its tensors."""
+        """Everything that defines the call except its tensors."""
         given = tuple(tensor is not None for tensor in (self.offs, self.bias, self.scale_result))
         return self.op, self.gate, self.out_dtype, self.use_fast_accum, given
 
     def kind(self, result: torch.Tensor) -> Kind:
-        """The problem that `tunegemm.grouped_mm` and its kin look up; of what is torch's, as far as there are
-        words, and why.
+        """The problem that `tunegemm.grouped_mm` and the other grouped products look up.
+
+        For a call that no kernel serves, a description as far as its terms allow, and the reason.
         """
         a, b, groups = self.a, self.b, len(self.offs if self.offs is not None else self.b)
         majors = mode_of(a, "m", "k", "k"), mode_of(b, "k", "n", "k"), mode_of(result, "m", "n", "n")
@@ -86,7 +87,7 @@ class GroupedCall:
         return found
 
     def _refusal(self) -> str:
-        """Why no kernel computes it, whatever is tuned; empty where one may."""
+        """Why no kernel can compute the call, however tuned; empty if one may."""
         a, b = self.a, self.b
         if a.ndim == b.ndim == 2:
             return "its groups lie along k, as in a weight's gradient, and are never tuned"
@@ -107,7 +108,7 @@ class GroupedCall:
 
 
 def mode_of(tensor: torch.Tensor, rows: str, columns: str, prefer: str) -> str:
-    """The contiguous mode of two; empty where neither is."""
+    """The contiguous mode, rows or columns; empty if neither is contiguous."""
     try:
         return contiguous_mode(tensor, row_mode=rows, column_mode=columns, prefer=prefer)
     except ProblemError:
@@ -115,7 +116,7 @@ def mode_of(tensor: torch.Tensor, rows: str, columns: str, prefer: str) -> str:
 
 
 def dtype_of(tensor: torch.Tensor) -> str:
-    """Its short name, or torch's of what has none."""
+    """The short name of a tensor's dtype, or torch's name if it has no short one."""
     try:
         return normalize_dtype(str(tensor.dtype))
     except ProblemError:

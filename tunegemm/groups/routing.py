@@ -1,7 +1,7 @@
-"""What a layer of experts does around its products, by kernels: tokens to rows in groups, a gate, and back.
+"""Kernels around the products of a layer of experts: tokens to rows in groups, a gate, and rows to tokens.
 
-Each step says None where torch is to do it: on other devices and dtypes, for more choices than `route`
-compares, until its kernel is compiled, and where `SERVED` does not name it.
+Each step returns None if torch should do it: on other devices and dtypes, for more choices than `route`
+compares, until its kernel is compiled, and if `SERVED` does not name it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.grouped.operands import objection, output_objection
 from tunegemm.generate.takes import UNIT_BYTES, NotTaken
 
-#: Gives the launch, which takes tensors, of a kernel's blocks and numbers: `tunegemm.generate.routing.load`.
+#: Binds a kernel to its number of blocks and its numeric arguments, and returns the launch, which takes
+#: tensors: `tunegemm.generate.routing.load`.
 Bind = Callable[..., "Launch"]
 Launch = Callable[..., None]
 
@@ -35,20 +36,21 @@ class Routed(NamedTuple):
 
     rows: torch.Tensor
     place: torch.Tensor
-    """int32, for each choice of each token: its row."""
+    """int32: the row of each choice of each token."""
     ends: torch.Tensor
 
 
 class Gate(NamedTuple):
-    """``(up + offset) * gate * sigmoid(slope * gate)``, gate limited above and up on both sides, as gpt-oss
-    has it. A function of rows of gate and up, for `experts`.
+    """``(up + offset) * gate * sigmoid(slope * gate)``, with gate limited above and up limited on both sides.
+
+    This is gpt-oss's gate. `experts` takes it as a function of rows of gate and up.
     """
 
     slope: float = 1.702
     limit: float = 7.0
     offset: float = 1.0
     interleaved: bool = True
-    """Whether gate and up take turns in a row; else they are halves."""
+    """Whether gate and up alternate in a row; else they are its halves."""
 
     def __call__(self, both: torch.Tensor) -> torch.Tensor:
         gate, up = (both[:, ::2], both[:, 1::2]) if self.interleaved else both.chunk(2, dim=-1)
@@ -56,29 +58,29 @@ class Gate(NamedTuple):
         return (up + self.offset) * (gate * torch.sigmoid(gate * self.slope))
 
 
-#: silu's gate of halves.
+#: silu's gate, for gate and up as halves.
 SILU = Gate(slope=1.0, limit=float("inf"), offset=0.0, interleaved=False)
 
 
 class Routing:
-    """The steps by kernels: those of the process are `routing`."""
+    """Runs the steps with kernels. The process's instance is `routing`."""
 
     def __init__(
         self,
         load: Callable[[str, int], Bind | None] | None = None,
         served: Collection[str] = kernels.SERVED,
     ) -> None:
-        """load: a kernel by its name on a device by its number; None until it is compiled."""
+        """load: returns the kernel with a name on the device with an index; None until it is compiled."""
         self._load = load or _load
         self.served = served
-        """The kernels that may serve, by the first word of their names; none after a failed launch."""
+        """The first words of the names of kernels that may serve; empty after a failed launch."""
         self.launches = LaunchCache()
         self._loaded = LaunchCache()
 
     def route(self, x: Any, index: Any, count: int) -> Routed | None:
-        """x's rows sorted by the experts that `index` (tokens, chosen) names, of so many.
+        """Sort x's rows by the experts that `index` (tokens, chosen) names; there are `count` experts.
 
-        Numbers below 0, or from `count` on, are nobody's here: their rows lie behind the last group.
+        Numbers below 0, or not below `count`, name no expert here: their rows lie after the last group.
         """
         launch = self._launch(
             ("route", count, index.numel(), x.data_ptr() % ALIGNMENT == 0), _route, (x, index), count
@@ -92,7 +94,7 @@ class Routing:
         return Routed(rows, place, ends) if self._done(launch, found) else None
 
     def combine(self, rows: Any, place: Any, ends: Any, weights: Any) -> torch.Tensor | None:
-        """For each token its rows, which `place` names, weighted and added up; those of no group add nothing.
+        """Weight and add up each token's rows, which `place` names; rows of no group add nothing.
 
         place: (tokens * chosen), int32 or int64. weights: (tokens, chosen).
         """
@@ -106,7 +108,7 @@ class Routing:
         return out if self._done(launch, (rows, place, ends, weights, out)) else None
 
     def gate(self, both: Any, gate: Gate) -> torch.Tensor | None:
-        """A gate of rows of gate and up."""
+        """Apply a gate to rows of gate and up."""
         launch = self._launch(
             ("gate", gate, both.numel(), both.data_ptr() % ALIGNMENT == 0), _gate, (both,), gate
         )
@@ -118,7 +120,7 @@ class Routing:
     def _launch(
         self, key: tuple[Any, ...], plan: Callable[..., Planned | None], tensors: Any, *numbers: Any
     ) -> Launch | None:
-        """The launch of a key and a layout; `plan` says of the operands which kernel it takes."""
+        """The launch for a key and a layout; `plan` chooses the kernel for the operands."""
         known = self.launches.find(key, *tensors)
         if known is None:
             device = tensors[0].device
@@ -133,7 +135,7 @@ class Routing:
         return found
 
     def _found(self, planned: Planned | None, index: int) -> tuple[Launch | None, bool]:
-        """The launch, None where torch is to compute it; and whether a kernel is being compiled."""
+        """The launch, or None if torch should compute the step; and whether a kernel is being compiled."""
         if planned is None:
             return None, False
         names = ("tally", "spread") if planned.name == "spread" else (planned.name,)
@@ -141,7 +143,7 @@ class Routing:
             return None, False
         try:
             found = [self._loaded.once((name, index), partial(self._load, name, index)) for name in names]
-        except TunegemmError:  # the products' kernels, which are not to be had either, say so
+        except TunegemmError:  # the products' kernels are missing too, and warn of it
             return None, False
         except (OSError, RuntimeError) as error:
             _warn(error)
@@ -173,7 +175,7 @@ class Routing:
 
 
 def _in_two(tally: Launch, spread: Launch, ctas: int) -> Launch:
-    """What `route` launches, of many choices: the counts of the first launch are memory of its own."""
+    """`route`'s launch for many choices: the first kernel writes counts into memory of its own."""
 
     def launch(index: Any, x: Any, place: Any, ends: Any, rows: Any) -> None:
         counts = place.new_empty(ctas * kernels.BINS)
@@ -184,7 +186,7 @@ def _in_two(tally: Launch, spread: Launch, ctas: int) -> Launch:
 
 
 class Planned(NamedTuple):
-    """A kernel and what its launches are given."""
+    """A kernel and the arguments of its launches."""
 
     name: str
     ctas: int
@@ -262,7 +264,7 @@ def _gate(both: Any, gate: Gate) -> Planned | None:
 
 
 def _load(name: str, index: int) -> Bind | None:
-    """Raises ArtifactError where there will be no kernel."""
+    """The kernel; None until it is compiled. Raises ArtifactError if it will never exist."""
     device = find_device(f"cuda:{index}")
     if (reason := kernels.FAMILY.cannot_launch(device)) is not None:
         raise ArtifactError(reason)
@@ -273,8 +275,9 @@ def _load(name: str, index: int) -> Bind | None:
 def few(
     config: GroupedConfig, index: int, load: Callable[[str, int], Bind | None] = _load
 ) -> Callable[..., Launch] | None:
-    """`GroupedKernel.of` by the kernel of few rows; None until it is compiled. Raises ArtifactError where
-    there will be no kernel.
+    """`GroupedKernel.of` for the kernel for few rows; None until it is compiled.
+
+    Raises ArtifactError if the kernel will never exist.
     """
     gated = config.fused.gated
     bind = load(f"few {config.in_dtype} {gated}", index)
@@ -311,5 +314,5 @@ def _warn(error: Exception) -> None:
     )
 
 
-#: What serves the process.
+#: Serves the process.
 routing = Routing()

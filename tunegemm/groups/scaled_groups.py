@@ -1,4 +1,4 @@
-"""`scaled_grouped_mm`: `grouped_mm` of fp8, with a scale for each row of a and each column of each group."""
+"""`scaled_grouped_mm`: `grouped_mm` for fp8, with a scale for each row of a and each column of each group."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def scaled_grouped_mm(
     b[g].float()) * scale_a[r] * scale_b[g]``, where g is the group of row r, as for `grouped_mm`. scale_a:
     fp32 (rows). scale_b: fp32 (groups, n).
 
-    Our kernels serve float8_e4m3fn on Hopper with ``use_fast_accum=True`` and bf16 as `out_dtype`: the tensor
-    cores keep the sums. Torch computes everything else with your arguments. torch.compile traces torch's
-    operator, which `enable` serves at run time. Raises what torch raises.
+    Our kernels serve float8_e4m3fn on Hopper with ``use_fast_accum=True`` and bf16 as `out_dtype`: they
+    accumulate in the tensor cores. Torch computes everything else with your arguments. torch.compile traces
+    torch's operator, which `enable` serves at run time. Raises what torch raises.
     """
     words = offs, bias, scale_result, out_dtype, use_fast_accum
     if not torch.compiler.is_compiling() and grouped.are_plain(a, b, scale_a, scale_b, offs):
@@ -54,7 +54,7 @@ def below_autograd(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor | None:
-    """The product, by a kernel; None where torch is to compute it."""
+    """Compute the product with a kernel; None if torch should compute it."""
     if (
         offs is None
         or bias is not None
