@@ -54,7 +54,7 @@ class Table:
         return np.arange(low, high + 1, _STEP_MHZ)
 
     def voltage(self, clocks_mhz: Floats) -> Floats:
-        """The factor of the chip's own terms (all but device memory) at a clock, relative to the reference."""
+        """The factor by which a clock scales the chip's own terms (all but device memory)."""
         x = clocks_mhz / REFERENCE_MHZ - 1
         return 1 + self.slope * x + self.bend * x * x
 
