@@ -18,29 +18,29 @@ from tunegemm.generate.takes import UNIT_BYTES, not_aligned
 from tunegemm.generate.workspace import Workspace
 
 SHARED_LIBRARY = b"\3\0"
-"""Type of an ELF file that is a shared library, at its bytes 16 and 17."""
+"""The ELF file type of a shared library, in bytes 16 and 17 of the file."""
 
 AnyConfig = TypeVar("AnyConfig")
 
 
 @dataclass(frozen=True)
 class LoadedKernel(Generic[AnyConfig]):
-    """A compiled kernel, ready to be launched on the device that was the current one when it was loaded."""
+    """A compiled kernel, ready to launch on the device that was current when it was loaded."""
 
     config: AnyConfig
     function: Callable[..., None]
 
     @classmethod
     def load(cls, config: AnyConfig, artifact: Path) -> Self:
-        """Raises RuntimeError for what cannot be loaded here."""
+        """The kernel of an object file. Raises RuntimeError if it cannot be loaded here."""
         return cls(config, load_function(artifact))
 
 
 def load_function(artifact: Path):  # type: ignore[no-untyped-def]
     """The launch function in a compiled object, for the current device.
 
-    Launchers of one kernel share it: they differ in numbers only, and a program that decodes has hundreds.
-    Raises RuntimeError for what cannot be loaded here.
+    Launchers of one kernel share the function: they differ only in numbers, and a decoding program has
+    hundreds of them. Raises RuntimeError if the object cannot be loaded here.
     """
     key = _key(artifact)
     return kept[key] if key in kept else _load(*key)
@@ -53,12 +53,12 @@ def _key(artifact: Path) -> tuple[str, int, int]:
     return str(artifact), artifact.stat().st_mtime_ns, device
 
 
-#: Functions that live for as long as the process.
+#: Functions that stay loaded until the process ends.
 kept: dict[tuple[str, int, int], Any] = {}
 
 
 def prepare_loading(artifact: Path) -> None:
-    """Import what loads an object, so that the call which loads it need not. CUDA is not called."""
+    """Import the modules that load an object, so that the later load need not. Does not call CUDA."""
     with artifact.open("rb") as file:
         is_library = file.read(18)[16:] == SHARED_LIBRARY
     if is_library:
@@ -80,11 +80,10 @@ def load_launch(
     *,
     unit_bytes: tuple[int, int] = (UNIT_BYTES, UNIT_BYTES),
 ) -> Callable[..., AddressLaunch]:
-    """A function of the six strides, as in `launching.Places`, that gives the launch for them.
+    """A function of the six strides, as in `launching.Places`, that returns the launch for them.
 
-    extents, schedule: arguments before and behind the strides. addresses: those behind the workspace's.
-    unit_bytes: what the addresses of A and B, and that of D, are multiples of; a launch raises NotTaken for
-    others.
+    extents, schedule: the arguments before and after the strides. addresses: the arguments after the
+    workspace's. unit_bytes: the alignment of A and B, and of D; a launch raises NotTaken for other addresses.
     """
     from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
 
@@ -123,7 +122,7 @@ def load_launch(
 
 
 def forget() -> None:
-    """What was loaded is loaded anew, as in the next process."""
+    """Forget loaded objects, so that they are loaded again, as in a new process."""
     _open_runtime.cache_clear()
     _load.cache_clear()
 
@@ -139,10 +138,10 @@ def _load(path: str, modified_ns: int, device: int):  # type: ignore[no-untyped-
 
 
 def load_library(content: bytes, beside: Path) -> Any:
-    """Loads an object from a temporary file, which is then deleted; from one in `beside` if need be.
+    """Loads an object from a temporary file and deletes the file; if that fails, tries one in `beside`.
 
-    An object keeps what it set up for the device of its first launch, and a file is loaded into a process
-    once, however often it is opened: each device has its own.
+    An object keeps its state for the device of its first launch, and a process loads a file only once, even
+    if it opens the file again. So each device needs its own file.
     """
     import tvm_ffi
 
@@ -164,7 +163,7 @@ def load_library(content: bytes, beside: Path) -> Any:
 
 @functools.cache
 def _open_runtime() -> ctypes.CDLL:
-    """The DSL's runtime library, by which objects call CUDA; opened without importing the DSL if possible."""
+    """The DSL's runtime library, through which objects call CUDA; opens it without the DSL if possible."""
     if (path := cute_object.find_runtime()) is not None:
         return ctypes.CDLL(str(path))
     from cutlass.cute.runtime import find_runtime_libraries

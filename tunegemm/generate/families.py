@@ -1,8 +1,9 @@
-"""Which kernel families there are, found by name, and their search spaces.
+"""Finds kernel families by name, and loads their search spaces.
 
-A family is an entry point of the group `tunegemm.families`: its name, and the module whose `FAMILY` it is, or
-the object itself. The shipped ones are declared as any package's are, and known without a look at what is
-installed: that costs some 10 ms (250 packages), and a checkout may be newer than its metadata.
+A family is an entry point of the group `tunegemm.families`: its name, and either a module with the attribute
+`FAMILY` or the family object itself. The shipped families are declared in the same way, but also listed here,
+so that finding them needs no search of installed packages: that takes some 10 ms (250 packages), and a checkout
+may be newer than its metadata.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ if TYPE_CHECKING:
     from tunegemm.generate.generator import Kernels
 
 GROUP = "tunegemm.families"
-"""The group of entry points."""
+"""The group of the families' entry points."""
 SHIPPED = {
     name: f"tunegemm.generate.{name}"
     for name in (
         "cute_sm90", "gluon_wgmma", "triton_tma", "triton", "cute_sm80", "skinny", "grouped", "cublaslt"
     )
 }  # fmt: skip
-"""The module of each family that ships, as in pyproject.toml, in the order in which they are tried."""
+"""The module of each shipped family, as in pyproject.toml, in the order in which they are tried."""
 LISTED = ("along_k", "blocks", "drawn", "joined", "parted", "routing")
-"""The modules here with kernels that no search includes: tables in db say what ships."""
+"""The modules here whose kernels no search includes; tables in db list those that ship."""
 ONLY_IF_ASKED = ("triton",)
-"""Families that are tried on a Hopper only where they are asked for: others have been faster there."""
+"""Families that are tried on Hopper only on request, because others have been faster there."""
 
 NAMES: tuple[str, ...]
-"""All families that work, those of other packages last. The first look at it reads what is installed."""
+"""All usable families, those of other packages last. The first access reads the installed entry points."""
 
 _log = logging.getLogger(__name__)
 _LARGEST = 2**31 - 1  # launches and descriptors take 32-bit numbers
@@ -63,7 +64,7 @@ def _each_name() -> Iterator[str]:
 
 
 def require(name: str) -> None:
-    """Raises SpaceError, which lists the known families, for a name that is not one of them."""
+    """Raises SpaceError, which lists the known families, if the name is not one of them."""
     if name not in SHIPPED and name not in _plug_ins().families:
         raise SpaceError(
             dict(_plug_ins().unusable).get(name)
@@ -73,13 +74,13 @@ def require(name: str) -> None:
 
 @cache
 def get(name: str) -> Generator | Library:
-    """The family of that name. Raises SpaceError, which lists the known ones."""
+    """The family of that name. Raises SpaceError, which lists the known families, if there is none."""
     require(name)
     return _load(EntryPoint(name, SHIPPED[name], GROUP)) if name in SHIPPED else _plug_ins().families[name]
 
 
 def generator(name: str) -> Generator:
-    """The family of that name, whose kernels are compiled. Raises SpaceError for a library, and as `get`."""
+    """The family of that name, with compiled kernels. Raises SpaceError like `get`, and for a library."""
     family = get(name)
     if not family.compiled:
         raise SpaceError(f"kernel family {name!r} is a library: its kernels are not compiled")
@@ -87,7 +88,7 @@ def generator(name: str) -> Generator:
 
 
 def compiler(name: str) -> Kernels | Generator:
-    """What compiles the kernels of a key's family, also of those that no search includes. Raises as `get`."""
+    """The compiler of a family's kernels, also for the modules in `LISTED`. Raises SpaceError like `get`."""
     if name not in LISTED:
         return generator(name)
     found: Kernels = importlib.import_module(f"tunegemm.generate.{name}").FAMILY
@@ -95,7 +96,7 @@ def compiler(name: str) -> Kernels | Generator:
 
 
 def unusable() -> Sequence[str]:
-    """A line for each family of another package that cannot be used: why, and the remedy."""
+    """A line with the reason and the remedy for each family of another package that cannot be used."""
     return [line for _, line in _plug_ins().unusable]
 
 
@@ -103,12 +104,12 @@ def unusable() -> Sequence[str]:
 class _PlugIns:
     families: Mapping[str, Generator | Library]
     unusable: Sequence[tuple[str, str]]
-    """Names of families, and for each a line with the reason."""
+    """Names of families, each with a line that gives the reason."""
 
 
 @cache
 def _plug_ins() -> _PlugIns:
-    """The families that other packages bring. What is wrong with one is logged, once."""
+    """The families of other packages. Logs once why a family cannot be used."""
     found: dict[str, Generator | Library] = {}
     unusable: list[tuple[str, str]] = []
     owners = dict.fromkeys(SHIPPED, "tunegemm")
@@ -121,7 +122,7 @@ def _plug_ins() -> _PlugIns:
                 raise SpaceError(f"{owners[name]} has a family of that name")
             found[name] = _checked(name, _load(entry))
             owners[name] = package
-        except Exception as error:  # what another package's code raises is not known here
+        except Exception as error:  # another package's code may raise anything
             reason = str(error) if isinstance(error, SpaceError) else f"{type(error).__name__}: {error}"
             cause = " ".join(reason.split())
             line = (
@@ -142,7 +143,7 @@ def _load(entry: EntryPoint) -> Generator | Library:
 
 
 def _checked(name: str, family: Generator | Library) -> Generator | Library:
-    """The family, if it is one. Raises SpaceError; and whatever its code raises."""
+    """The family, after checks. Raises SpaceError if it is not valid, and whatever its code raises."""
     protocol = Generator if getattr(family, "compiled", False) else Library
     members = [name for base in (Family, protocol) for name in vars(base) if name[0] != "_"]
     if missing := [member for member in members if not hasattr(family, member)]:
@@ -162,32 +163,32 @@ def _checked(name: str, family: Generator | Library) -> Generator | Library:
 
 @cache
 def kernel_source_hash(name: str) -> str:
-    """SHA-256 (16 hex digits) over the code that ends up in a family's kernels: what records and objects hold
-    for. Empty for a library's kernels, and for a family that is not known here.
+    """SHA-256 (16 hex digits) of the code that ends up in a family's kernels; records and objects are valid
+    only for this hash. Empty for a library's kernels and for an unknown family.
     """
-    if name in SHIPPED:  # not imported for that: a first dispatch asks for those of all records
+    if name in SHIPPED:  # without importing it: the first dispatch asks for the families of all records
         return hash_of_code(kernel_sources(Path(__file__).with_name(name)))
     family = _plug_ins().families.get(name)
     return hash_of_code(family.sources) if family is not None and family.compiled else ""
 
 
 def refusal_here(name: str, device: Device) -> str:
-    """Why a family has no kernel for any problem on a device; empty where it may have some."""
+    """Why a family has no kernel for any problem on a device; empty if it may have some."""
     family = get(name)
     return refusal_on(family.rules, name, device) if family.compiled else ""
 
 
 def of_device(device: Device) -> tuple[str, ...]:
-    """The families that may have kernels on a device, in the order in which they are tried, but for those
-    that are to be asked for.
+    """The families that may have kernels on a device, in the order in which they are tried, without those
+    that are tried only on request.
     """
     left_out = ONLY_IF_ASKED if device.architecture.wgmma else ()
     return tuple(n for n in _each_name() if n not in left_out and not refusal_here(n, device))
 
 
 def refusal_by_all(problem: Problem, names: Iterable[str] | None = None) -> str:
-    """Why no generator of these, by default of all, can ever have a kernel for the problem, by the first one;
-    empty where one may.
+    """Why none of these families (by default all) can ever generate a kernel for the problem: the reason of
+    the first generator. Empty if a family may have one.
     """
     first = ""
     for family in map(get, _each_name() if names is None else names):
@@ -199,12 +200,12 @@ def refusal_by_all(problem: Problem, names: Iterable[str] | None = None) -> str:
 
 
 def reduction_class(problem: Problem, candidate: Candidate) -> str:
-    """What the candidate's family says (`Family.reduction_class`)."""
+    """The candidate's reduction class, according to its family (`Family.reduction_class`)."""
     return get(candidate.family).reduction_class(problem, candidate)
 
 
 def load_space(name: str) -> SearchSpace:
-    """The search space of a family, checked against the parameters it knows."""
+    """The search space of a family, checked against the family's parameters."""
     return _space_of(get(name))
 
 
@@ -216,10 +217,11 @@ def _space_of(family: Family) -> SearchSpace:
 
 
 def expected(family: str, parameter: str, value: Value) -> str | None:
-    """What to use in place of a value that no kernel of the family has; None for one that some could have.
+    """What to use instead of a value that no kernel of the family has; None if a kernel could have the value.
 
-    Of numbers the shipped space lists what a search looks at, and rules know which others are feasible. They
-    compute with them, and take words for known, so that both are asked for here first.
+    A kernel can have numbers that the shipped space, a search's selection, does not list; rules decide
+    whether these are feasible. The rules compute with numbers and assume that words are known, so this
+    function checks both first.
     """
     space, known = _shipped_space(family), get(family)
     values = {**space.compile_values, **space.launch_values}[parameter]
@@ -235,11 +237,11 @@ def expected(family: str, parameter: str, value: Value) -> str | None:
 
 
 def wrong_parameter(candidate: Candidate, *, listed: bool = False) -> str:
-    """A parameter that a candidate lacks, one that its family does not know, or a value that none has, in one
-    clause; empty where nothing is wrong. A library names its kernels itself.
+    """One clause about a parameter that is missing, unknown to the family, or has an impossible value; empty
+    if all parameters are right, and always for a library, which names its kernels itself.
 
-    listed: whether launch parameters must have values of the shipped space. No rule bounds those that only
-    order tiles, and a kernel computes with them.
+    listed: whether launch parameters must have values of the shipped space. No rule bounds the parameters
+    that only order tiles, yet a kernel computes with them.
     """
     family = get(candidate.family)
     if not family.compiled:
@@ -268,8 +270,8 @@ def wrong_parameter(candidate: Candidate, *, listed: bool = False) -> str:
 
 
 def completed(candidate: Candidate) -> Candidate:
-    """A stored candidate with the parameters that its family got later, at what kernels did before: the first
-    of their values in the shipped space.
+    """A stored candidate, completed with parameters that its family got later. Each gets its first value in
+    the shipped space, which stands for what kernels did before the parameter existed.
     """
     if not get(candidate.family).compiled:
         return candidate
@@ -287,9 +289,9 @@ _shipped_space = cache(load_space)
 
 
 def import_compiler() -> None:
-    """Import the DSL, while the first jobs are chosen; and without torch, which tvm_ffi imports where it can.
+    """Import the DSL while the first jobs are chosen, without torch, which tvm_ffi imports if it can.
 
-    A worker has no tensors. On an H200's host torch takes 3 s, and all workers import it at once.
+    A worker has no tensors. On an H200's host importing torch takes 3 s, and all workers import at once.
     """
     absent = "torch" not in sys.modules
     if absent:

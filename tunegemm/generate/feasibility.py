@@ -1,9 +1,9 @@
-"""Whether a candidate can be compiled and launched; of its speed this says nothing.
+"""Decides whether a candidate can be compiled and launched; says nothing about its speed.
 
 A `Rule` states one physical cause, once. It is a function of (problem, candidate, device) that returns None,
-or a sentence with the numbers that forbid the candidate. It declares what it looks at: candidates that agree
-in that have one verdict, so that it is asked once about thousands of them. Families list their rules, the
-cheapest first; this module applies them.
+or a sentence with the numbers that forbid the candidate. It declares what it reads: candidates that agree in
+that share one verdict, so one call decides for thousands of them. Families list their rules, the cheapest
+first; this module applies them.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ _OF_PROBLEM = frozenset(Problem.__dataclass_fields__)
 
 @dataclass(frozen=True)
 class Rule:
-    """One limit on candidates. `rule` makes one of a function, whose docstring is the cause."""
+    """One limit on candidates. `rule` makes a Rule from a function, whose docstring states the cause."""
 
     name: str
     reads: frozenset[str]
-    """What it looks at: parameters of the candidate, fields of the problem, and ``device``."""
+    """What the rule reads: parameters of the candidate, fields of the problem, and ``device``."""
     objection: Objection
-    """One sentence with the numbers that forbid a candidate; None where it is allowed."""
+    """Returns one sentence with the numbers that forbid a candidate; None if the rule allows it."""
     runs: bool = False
-    """Whether what it rejects compiles and launches all the same, and only repeats another candidate,
-    computes nothing, or is worth less than another."""
+    """Whether rejected candidates compile and launch all the same, but only repeat another candidate, compute
+    nothing, or are worth less than another."""
 
     def __call__(self, problem: Problem, candidate: Candidate, device: Device) -> str | None:
-        """The objection to a candidate."""
+        """The objection to a candidate; None if the rule allows it."""
         return self.objection(problem, candidate, device)
 
     @property
     def cause(self) -> str:
-        """Why it forbids what it forbids."""
+        """Why the rule exists: the docstring of its function."""
         return inspect.getdoc(self.objection) or ""
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
-        """The parameters of a candidate among what it reads, by name; a family may lack some."""
+        """The names of the candidate's parameters that the rule reads, sorted; a family may lack some."""
         return tuple(sorted(self.reads - _OF_PROBLEM - {"device"}))
 
     @property
     def reads_extents(self) -> bool:
-        """Whether it looks at m, n, k or batch: what another rule rejects is rejected for all of them."""
+        """Whether the rule reads m, n, k or batch. If not, its verdict holds for all extents."""
         return not self.reads.isdisjoint(EXTENTS)
 
 
 def rule(*reads: str, runs: bool = False) -> Callable[[Objection], Rule]:
-    """Make a `Rule` of a function, with its name. reads, runs: see there."""
+    """A decorator that makes a `Rule` of a function and its name. reads, runs: see `Rule`."""
 
     def make(objection: Objection) -> Rule:
         return Rule(objection.__name__, frozenset(reads), objection, runs)
@@ -72,14 +72,15 @@ def rule(*reads: str, runs: bool = False) -> Callable[[Objection], Rule]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Feasible, or the first rule that forbids the candidate and why."""
+    """Feasible, or the first rule that forbids the candidate and its reason."""
 
     rule: str | None = None
-    """Name of the rule that rejected it; None when feasible."""
+    """Name of the rule that rejected the candidate; None if it is feasible."""
     reason: str = ""
     """One sentence with the numbers, such as ``smem 245760 B > 232448 B on sm_90``."""
     runs: bool = False
-    """Whether it compiles and launches: also where only a rule forbids it that has `Rule.runs`."""
+    """Whether the candidate compiles and launches: it is feasible, or the rule that forbids it has
+    `Rule.runs`."""
 
     @property
     def feasible(self) -> bool:
@@ -96,7 +97,7 @@ FEASIBLE = Verdict(runs=True)
 
 
 def apply_rules(rules: Iterable[Rule], problem: Problem, candidate: Candidate, device: Device) -> Verdict:
-    """The verdict of the first rule that objects."""
+    """The verdict of the first rule that objects; `FEASIBLE` if no rule does."""
     for one in rules:
         if (reason := one.objection(problem, candidate, device)) is not None:
             return Verdict(one.name, reason, one.runs)
@@ -104,14 +105,14 @@ def apply_rules(rules: Iterable[Rule], problem: Problem, candidate: Candidate, d
 
 
 class Remembered:
-    """Rules for one problem on one device, each asked once about equal parameters: for many candidates.
+    """Rules for one problem on one device, with cached verdicts, to check many candidates.
 
-    Several threads may ask: at worst one rule answers twice.
+    Each rule runs once for equal parameters. Threads may share it: at worst a rule runs twice.
     """
 
     def __init__(self, rules: Iterable[Rule], problem: Problem, device: Device) -> None:
         self._problem, self._device = problem, device
-        #: What each rule reads, and whether it allows the values that it was asked about.
+        #: Each rule, the parameters that it reads, and whether it allows the values seen so far.
         self._rules: list[tuple[Rule, tuple[str, ...], dict[tuple[Value | None, ...], bool]]] = [
             (one, one.parameters, {}) for one in rules
         ]
@@ -131,7 +132,7 @@ class Remembered:
 
 
 def refusal_on(rules: Iterable[Rule], family: str, device: Device) -> str:
-    """Why a family has no kernel at all for a device; empty where it may have some."""
+    """Why a family has no kernel at all for a device; empty if it may have some."""
     nothing = Candidate(family, ())
     for one in rules:
         if one.reads == {"device"}:
@@ -142,7 +143,7 @@ def refusal_on(rules: Iterable[Rule], family: str, device: Device) -> str:
 
 
 def refusal(rules: Iterable[Rule], family: str, problem: Problem) -> str:
-    """Why no kernel of a family can have the problem, on any device; empty where that depends on either."""
+    """Why no kernel of a family can compute the problem on any device; empty if some kernel may."""
     nothing = Candidate(family, ())
     for one in rules:
         if one.reads <= _OF_PROBLEM:
@@ -153,7 +154,7 @@ def refusal(rules: Iterable[Rule], family: str, problem: Problem) -> str:
 
 
 def parameters_read(rules: Iterable[Rule]) -> frozenset[str]:
-    """The parameters that decide on feasibility: of the others each value is as feasible as the next."""
+    """The parameters that decide feasibility; the values of all others are equally feasible."""
     return frozenset(name for one in rules for name in one.parameters)
 
 
@@ -167,7 +168,7 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 @rule("in_dtype")
 def half_operands(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Some families' kernels multiply 16-bit operands only."""
+    """Some families only have kernels for 16-bit operands."""
     if problem.in_dtype not in ("bf16", "fp16"):
         return f"{candidate.family} has kernels for bf16 and fp16, not for {problem.in_dtype} operands"
     return None
@@ -175,7 +176,7 @@ def half_operands(problem: Problem, candidate: Candidate, device: Device) -> str
 
 @rule("epilogue")
 def epilogue(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Some families' kernels take no epilogue."""
+    """Some families have no kernels with an epilogue."""
     if problem.epilogue:
         return f"{candidate.family} stores products as they are, without {problem.epilogue}"
     return None
@@ -183,7 +184,7 @@ def epilogue(problem: Problem, candidate: Candidate, device: Device) -> str | No
 
 @rule("groups")
 def rows_together(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Rows in groups, each with a B of its own, need a kernel that reads where groups end."""
+    """Rows in groups, each with its own B, need a kernel that reads the ends of the groups."""
     if problem.groups:
         return f"{candidate.family} multiplies all rows by one B, not {problem.groups} groups by their own"
     return None
@@ -191,14 +192,14 @@ def rows_together(problem: Problem, candidate: Candidate, device: Device) -> str
 
 @rule("stages")
 def ring_depth(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """One stage is being multiplied: with 1 nothing could be loaded meanwhile."""
+    """The tensor cores use one stage, so a ring of one stage could load nothing meanwhile."""
     if candidate["stages"] < 2:
         return f"{candidate['stages']} stage < 2: the ring never runs ahead of the tensor cores"
     return None
 
 
 def no_power_of_two(candidate: Candidate, name: str, least: int, most: int | None = None) -> str | None:
-    """Why a parameter is not a power of two within these; None where it is."""
+    """Why a parameter is not a power of two within these bounds; None if it is."""
     value = candidate[name]
     if value & (value - 1) or value < least or (most is not None and value > most):
         return f"{name} {value} is not a power of two from {least} {'on' if most is None else f'to {most}'}"
@@ -207,7 +208,7 @@ def no_power_of_two(candidate: Candidate, name: str, least: int, most: int | Non
 
 @rule("vector_bytes", "alignment")
 def alignment(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """An access of so many bytes faults at an address that is not a multiple of them."""
+    """A vector access faults at an address that is not a multiple of the vector's size."""
     if candidate["vector_bytes"] > problem.alignment:
         return f"vectors of {candidate['vector_bytes']} B > alignment {problem.alignment} B"
     return None
@@ -222,7 +223,7 @@ def vector_width(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 
 def exceeded_threads(threads: int, limits: Architecture, blocks: int) -> str | None:
-    """Why a block cannot have so many threads, or a multiprocessor so many blocks; None where they can."""
+    """Why a block cannot have these threads, or a multiprocessor these blocks; None if they can."""
     if threads > limits.threads_per_block:
         return f"{threads} threads > {limits.threads_per_block} of a block"
     if threads * blocks > limits.threads_per_sm:
@@ -231,12 +232,12 @@ def exceeded_threads(threads: int, limits: Architecture, blocks: int) -> str | N
 
 
 def register_budget(threads: int, limits: Architecture, blocks: int) -> int:
-    """Registers of a thread where so many blocks share a multiprocessor."""
+    """Registers of a thread if `blocks` blocks share a multiprocessor."""
     return min(limits.registers_per_thread, limits.registers_per_sm // (threads * blocks) // 8 * 8)
 
 
 def exceeded_smem(smem_bytes: int, limits: Architecture, blocks: int = 1) -> str | None:
-    """Why a block cannot have so much shared memory, or a multiprocessor so many; None where they can."""
+    """Why a block cannot have this shared memory, or a multiprocessor these blocks; None if they can."""
     if smem_bytes > limits.smem_bytes_per_block:
         return f"smem {smem_bytes} B > {limits.smem_bytes_per_block} B on {limits.compile_target}"
     together = blocks * (smem_bytes + RESERVED_SMEM_BYTES)

@@ -1,4 +1,4 @@
-"""What the families that generate kernels share: all that follows from a `KernelConfig` and its rules."""
+"""Code that the families with generated kernels share: everything that follows from a config and rules."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 Key = Mapping[str, str | int | bool]
 
 HOPPER = "sm_90a"
-"""The target of kernels that no search includes."""
+"""The compile target of kernels that no search includes."""
 
-#: Fields of a config that come from the problem.
+#: The fields of a config that come from the problem.
 _OF_PROBLEM = ("in_dtype", "out_dtype", "accumulation", "a_major", "b_major", "out_major")
 
-#: What a label says of a launch parameter; nothing where it stands for what kernels do without it.
+#: The words for launch parameters in a label; empty for values that stand for the default behaviour.
 _LAUNCH_WORDS: Mapping[str, Callable[[Any], str]] = {
     "raster_order": lambda order: "rm" if order == "along_m" else "rn",
     "swizzle_size": lambda size: f"w{size}",
@@ -62,8 +62,9 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 def config_maker(config: type[AnyConfig]) -> Callable[[Problem, Candidate], AnyConfig]:
-    """A function that gives the compile-time choices that a candidate and the problem's dtypes and majors
-    make together; for a config that has the fields, with the problem's epilogue and the clusters' order too.
+    """A function that makes the config of a problem and a candidate, from the candidate's compile parameters
+    and the problem's dtypes and majors; also from the epilogue and the cluster order, if the config has
+    fields for them.
     """
     fuses = "epilogue" in config.__dataclass_fields__
     has_orders = "gpc_aware" in config.__dataclass_fields__
@@ -83,7 +84,7 @@ def config_maker(config: type[AnyConfig]) -> Callable[[Problem, Candidate], AnyC
             values["gpc_aware"] = True
         return config.from_mapping(values)
 
-    # One rule after the other asks for that of the same candidate.
+    # Consecutive rules ask for the same candidate's config.
     last: tuple[Problem, tuple[tuple[str, Value], ...], tuple[bool, bool], AnyConfig] | None = None
 
     def config_of(problem: Problem, candidate: Candidate) -> AnyConfig:
@@ -114,17 +115,17 @@ class Package:
     """A package that a family needs."""
 
     module: str
-    """One of its modules."""
+    """A module of the package."""
     name: str
-    """Its name for pip."""
+    """The package's name for pip."""
     oldest: tuple[int, ...] = ()
-    """The oldest version that will do; empty for any."""
+    """The oldest version that works; empty for any."""
 
     def missing(self) -> str | None:
-        """Why it cannot be used, and the remedy; None where it can."""
+        """Why the package cannot be used, and the remedy; None if it can."""
         try:
             found = find_spec(self.module)
-        except ModuleNotFoundError:  # of the parent, such as `cuda`
+        except ModuleNotFoundError:  # the parent module, such as `cuda`, is missing
             found = None
         if found is None:
             return f"{self.name} is not installed; pip install {self.name}"
@@ -142,27 +143,28 @@ TVM_FFI = Package("tvm_ffi", "apache-tvm-ffi")
 
 
 def unknown_class(problem: Problem, candidate: Candidate) -> str:
-    """The reduction class of kernels whose order of sums was not compared with others': none."""
+    """An empty reduction class, for kernels whose order of sums was never compared with other kernels'."""
     return ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """What compiles the kernels of one folder: of a `TileGenerator`, or of those that no search includes, for
-    which a table in db says what ships. The latter are for Hopper.
+    """The compiler of one folder's kernels: those of a `TileGenerator`, or kernels that no search includes.
+
+    The latter are for Hopper, and a table in db lists those that ship.
     """
 
     name: str
     folder: Path
-    """Where their `kernel_sources` are."""
+    """The folder of the `kernel_sources`."""
     compile: Callable[[Key, Path], Resources]
     """Compiles the kernel of a key into an object file. Raises whatever the compiler raises."""
     toolchain: Callable[[], Mapping[str, str | int]]
-    """What of the compiler an object depends on."""
+    """Returns the compiler versions and settings that an object depends on."""
     packages: Sequence[Package]
-    """What loading and launching an object needs."""
+    """Packages that loading and launching an object needs."""
     compiler_packages: Sequence[Package] = ()
-    """What only compiling needs."""
+    """Packages that only compiling needs."""
 
     @property
     def sources(self) -> tuple[Path, ...]:
@@ -173,13 +175,13 @@ class Kernels:
         return next(filter(None, (package.missing() for package in packages)), None)
 
     def cannot_launch(self, device: Device) -> str | None:
-        """Why a kernel that no search includes cannot be launched on a device; None where it can."""
+        """Why a kernel that no search includes cannot be launched on a device; None if it can."""
         if device.architecture.compile_target != HOPPER:
             return f"{device.name} is no Hopper GPU"
         return self.unavailable(launching=True)
 
     def key(self, choices: Mapping[str, str | int | bool], target: str = HOPPER) -> Key:
-        """Everything that an object depends on. choices: what the kernel is made of."""
+        """Everything that an object depends on. choices: the kernel's compile-time choices."""
         return {
             **choices,
             "family": self.name,
@@ -189,27 +191,28 @@ class Kernels:
         }
 
     def key_of(self, config: Any, target: str = HOPPER) -> Key:
-        """The key of a frozen dataclass of compile-time choices: never extents or numbers of groups."""
+        """The key of a config, a frozen dataclass of compile-time choices without extents or group counts."""
         # Flat: dataclasses.asdict takes 20 us to copy nothing.
         return self.key({name: getattr(config, name) for name in config.__dataclass_fields__}, target)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileGenerator(Kernels):
-    """A `tunegemm.generate.family.Generator`, which has the docstrings: made of a config of tiles, rules on
-    it, and functions.
+    """A `tunegemm.generate.family.Generator` made from a config of tiles, rules and functions.
+
+    The protocol documents the members.
     """
 
     parameters: Mapping[str, tuple[str, ...]]
     config: type[Config]
     config_of: Callable[[Problem, Candidate], Config]
-    """The compile-time choices of a candidate for a problem: a `config_maker` of `config`."""
+    """Returns the compile-time choices of a candidate for a problem; made by `config_maker` from `config`."""
     rules: Sequence[Rule]
     launcher: Callable[[Problem, Candidate, Device, Path, Workspace | None], Launcher]
-    """Makes a launcher, as `load` does, from an object, and a workspace if one is needed."""
+    """Makes a launcher from an object and, if the candidate needs it, a workspace; `load` calls it."""
     workspace: Callable[[Problem, Candidate, Device], Workspace | None] = lambda *_: None
     space: Path | None = None
-    """Its search space; None for the shipped one of its name."""
+    """The file of the search space; None for the shipped space of the family's name."""
     unlisted: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
     reduction_class: Callable[[Problem, Candidate], str] = unknown_class
     tma: bool = False
@@ -217,7 +220,7 @@ class TileGenerator(Kernels):
     fuses: bool = False
     """Whether kernels take an epilogue."""
     grouped: bool = False
-    """Whether kernels are for rows in groups, and for no others."""
+    """Whether the kernels are only for rows in groups."""
     compiled: ClassVar[Literal[True]] = True
 
     def __post_init__(self) -> None:
@@ -231,7 +234,7 @@ class TileGenerator(Kernels):
 
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
         verdict = apply_rules(self.rules, problem, candidate, device)
-        if not verdict.runs or not candidate.launch_params:  # a kernel alone asks for nothing yet
+        if not verdict.runs or not candidate.launch_params:  # a kernel without a launch needs no workspace
             return verdict
         reason = exceeded_workspace(self.workspace(problem, candidate, device))
         return verdict if reason is None else Verdict("workspace", reason)

@@ -1,4 +1,4 @@
-"""What launchers share: where their operands are, and copies of those that a kernel cannot read there."""
+"""Code that launchers share: reads addresses and strides of operands, and copies those that TMA refuses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tunegemm.generate.takes import NotTaken
 if TYPE_CHECKING:
     import torch
 
-#: Launches one product on the current stream: (a, b, out), operands as in torch.matmul, and what the
-#: problem's epilogue takes: tensors and numbers, in the order of `Epilogue.operands`.
+#: Launches one product on the current stream. It takes (a, b, out), with operands as in torch.matmul, then
+#: the tensors and numbers of the problem's epilogue, in the order of `Epilogue.operands`.
 Launcher = Callable[..., None]
 
 _FP32, _FP32_BITS = struct.Struct("f"), struct.Struct("I")
@@ -24,28 +24,28 @@ _FP32, _FP32_BITS = struct.Struct("f"), struct.Struct("I")
 #: Addresses of A, B, D; their leading dimensions; the strides between their batch entries, in elements.
 Places = tuple[int, int, int, int, int, int, int, int, int]
 
-#: Where the operands (a, b, out) are; raises NotTaken where a kernel cannot read or write them there.
+#: Returns the `Places` of the operands (a, b, out); raises NotTaken if a kernel cannot read or write them.
 Reader = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], Places]
 
-#: Launches one product on the current stream: addresses of A, B and D, then the words of what its epilogue
-#: takes, as a `words_reader` gives them. All else was fixed when it was made.
+#: Launches one product on the current stream. It takes the addresses of A, B and D, then the words of the
+#: epilogue's operands, as a `words_reader` returns them. All else was fixed when the launch was made.
 AddressLaunch = Callable[..., None]
 
-#: The words of a launch for tensors and numbers; None where kernels cannot read a tensor at its address.
+#: Returns the words of a launch for tensors and numbers; None if kernels cannot read a tensor at its address.
 WordsOf = Callable[[Sequence["torch.Tensor"], Sequence[float]], Sequence[int] | None]
 
 _MAX_MADE = 1024
 
 
 def never_unloaded() -> None:
-    """The `keep` of a launcher whose kernel lives for as long as the process in any case."""
+    """The `keep` of a launcher whose kernel stays loaded until the process ends anyway."""
 
 
 class AddressLauncher:
     """A `Launcher` whose launches take addresses, once the strides of its operands are known.
 
-    Reading strides off three tensors and putting the kernel's arguments together is much of what a call costs
-    the host. Dispatch knows the strides from its key: it takes the launch for them from `of` once.
+    Reading the strides of three tensors and assembling the kernel's arguments takes much of a call's host
+    time. Dispatch knows the strides from its key, so it gets the launch for them from `of` once.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class AddressLauncher:
         read_words: Callable[[Sequence[Any]], Sequence[int]] | None = None,
     ) -> None:
         """
-        read: the addresses of (a, b, out), then their strides, as an `operand_reader` gives them; raises
-        ValueError for what the kernel cannot read or write. make: the launch for such strides. read_words: of
-        the epilogue's operands, where there is an epilogue.
+        read: returns the addresses of (a, b, out), then their strides, like an `operand_reader`; raises
+        ValueError if the kernel cannot read or write them. make: returns the launch for such strides.
+        read_words: returns the words of the epilogue's operands, if the kernel has an epilogue.
         """
         self._read = read
         self._make = make
@@ -68,9 +68,9 @@ class AddressLauncher:
             """Lets the kernel live for as long as the process, also without its launchers."""
 
     def of(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> AddressLaunch:
-        """The launch for operands with the strides of these; addresses must be as aligned as theirs.
+        """The launch for operands with these strides, whose addresses must be aligned as well as these are.
 
-        Raises ValueError for operands that the kernel cannot read or write.
+        Raises ValueError if the kernel cannot read or write the operands.
         """
         _, _, _, *strides = self._read(a, b, out)
         key = tuple(strides)
@@ -86,19 +86,19 @@ class AddressLauncher:
 
 
 def tma_reader(problem: Problem) -> Reader:
-    """An `operand_reader` for TMA: addresses and strides are multiples of 16 bytes."""
+    """An `operand_reader` for TMA: addresses and strides must be multiples of 16 bytes."""
     return operand_reader(problem, 16, 16)
 
 
 def operand_reader(problem: Problem, in_bytes: int, out_bytes: int) -> Reader:
-    """A function of (a, b, out) that says where they are.
+    """A function that returns the `Places` of (a, b, out).
 
-    It raises NotTaken where addresses and strides of A and B are not multiples of `in_bytes`, or those of D
-    of `out_bytes`: the kernel would fault there.
+    It raises NotTaken if addresses or strides of A and B are not multiples of `in_bytes`, or those of D not
+    of `out_bytes`: the kernel would fault.
     """
     m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
-    # Per operand: the strided mode, its extent, and the packed leading dimension. Where the mode has
-    # extent 1 its stride says nothing; the packed one, rounded up, is as good and surely aligned.
+    # Per operand: the strided mode, its extent, and the packed leading dimension. If the mode has extent 1,
+    # its stride has no meaning; the packed stride, rounded up, serves as well and is surely aligned.
     a_leading = (-2, m, k) if problem.a_major == "k" else (-1, k, m)
     b_leading = (-1, n, k) if problem.b_major == "k" else (-2, k, n)
     out_n = problem.out_n
@@ -151,16 +151,16 @@ def tma_takes(problem: Problem) -> bool:
 
 
 def through_aligned_copies(problem: Problem, launch: Launcher) -> Launcher:
-    """A launcher for operands that TMA refuses: they are copied to where it takes them, the result back.
+    """A launcher for operands that TMA refuses: it copies them to aligned memory, and the result back.
 
-    So is an output whose lines do not end at a multiple of 16 bytes, wherever they begin: TMA stores whole
-    units of 16 bytes (H100, 2026-11-26), and a store of pairs of columns ends at an even one. In a view those
-    would be the caller's next columns, at a buffer's end nobody's. An operand's lines may end anywhere: what
-    TMA loads beyond an extent is zeros.
+    It also copies an output whose lines do not end at a multiple of 16 bytes, even if they start at one. TMA
+    stores whole units of 16 bytes (H100, 2026-11-26), and a store of pairs of columns ends at an even column.
+    In a view this would overwrite the caller's next columns; at a buffer's end, memory beyond the buffer. The
+    lines of an operand may end anywhere: TMA loads zeros beyond an extent.
 
-    A copy costs its bytes once more through device memory, a product without TMA far more: a peer that pads
-    is up to 4.8 times as fast as torch.mm at odd k (H200, benchmarks/results/h200/peers.json). The copies are
-    temporaries of the stream, or of the graph that is captured.
+    A copy moves its bytes through device memory once more, but a product without TMA costs far more: a peer
+    that pads is up to 4.8 times as fast as torch.mm at odd k (H200, benchmarks/results/h200/peers.json). The
+    copies are temporaries of the stream, or of the graph that is being captured.
     """
     a_rows, b_rows, out_rows = problem.a_major == "k", problem.b_major == "n", problem.out_major == "n"
 
@@ -197,12 +197,12 @@ def _is_aligned(tensor: torch.Tensor, row_major: bool) -> bool:
 
 
 def _has_whole_units(tensor: torch.Tensor, row_major: bool) -> bool:
-    """Whether its lines, rows or columns, are multiples of 16 bytes."""
+    """Whether the tensor's lines (rows or columns) are multiples of 16 bytes long."""
     return tensor.shape[-1 if row_major else -2] * tensor.element_size() % 16 == 0
 
 
 def _aligned_like(tensor: torch.Tensor, row_major: bool) -> torch.Tensor:
-    """A tensor of the same shape whose lines, rows or columns, start at multiples of 16 bytes."""
+    """A tensor of the same shape whose lines (rows or columns) start at multiples of 16 bytes."""
     *batch, lines, extent = tensor.shape if row_major else tensor.mT.shape
     unit = 16 // tensor.element_size()
     room = tensor.new_empty((*batch, lines, -(-extent // unit) * unit))[..., :extent]
@@ -210,10 +210,10 @@ def _aligned_like(tensor: torch.Tensor, row_major: bool) -> torch.Tensor:
 
 
 def words_reader(problem: Problem) -> Callable[[Sequence[Any]], list[int]]:
-    """A function of an epilogue's operands that gives the `MAX_WORDS` words of a launch.
+    """A function of an epilogue's operands that returns the `MAX_WORDS` words of a launch.
 
-    It raises ProblemError for a wrong number of operands, and ValueError for one of another dtype, shape or
-    major, or at an address that a pair of elements does not divide.
+    It raises ProblemError if the number of operands is wrong, and ValueError if an operand has another dtype,
+    shape or major, or an address that is not a multiple of its access.
     """
     fused = problem.fused
     readers = [_word_reader(problem, operand) for operand in fused.operands]
@@ -231,10 +231,10 @@ def words_reader(problem: Problem) -> Callable[[Sequence[Any]], list[int]]:
 
 
 def words_binder(problem: Problem, operands: Sequence[Any]) -> WordsOf:
-    """The words of a launch whose operands have the strides of these, as a function of tensors and numbers.
+    """A function of tensors and numbers that returns the words of a launch, for operands with these strides.
 
-    It does what a `words_reader` does without looking at anything but addresses, and gives None where one is
-    less aligned than the kernel wants. Raises what a `words_reader` raises for these operands.
+    It does the work of a `words_reader` but checks addresses only, and returns None if one is less aligned
+    than the kernel needs. Raises what a `words_reader` raises for these operands.
     """
     fixed = words_reader(problem)(operands)
     addresses: list[tuple[int, int]] = []
@@ -246,7 +246,7 @@ def words_binder(problem: Problem, operands: Sequence[Any]) -> WordsOf:
         else:
             addresses.append((place, _address_bytes(operand, operand_dtype(operand, problem.out_dtype)) - 1))
         place += operand.words
-    if len(addresses) == 1 and not number_places:  # a bias alone, mostly
+    if len(addresses) == 1 and not number_places:  # usually a bias alone
         ((_, mask),) = addresses
         rest = tuple(fixed[1:])
 
@@ -279,7 +279,7 @@ def _bits(number: float) -> int:
 
 
 def _address_bytes(operand: Operand, dtype: str) -> int:
-    """What its address must be a multiple of: kernels read vectors in pairs, matrices by 16 bytes."""
+    """The required alignment of an operand: kernels read vectors in pairs, matrices in units of 16 bytes."""
     if operand.kind == "matrix":
         return 16
     return (2 if operand.kind in ("n", "m") else 1) * DTYPE_BYTES[dtype]

@@ -1,8 +1,8 @@
-"""What kernels take of operands: every launch asks here, whatever path led to it.
+"""Checks whether kernels take operands; every launch passes these checks, on any path.
 
-A kernel does not say that it cannot read an operand. TMA leaves out the low bits of an address and reads what
-lies before it, a load of 16 bytes faults at another address, and a number beyond 32 bits becomes another one.
-Layouts are looked at once, addresses at each launch.
+A kernel does not report that it cannot read an operand. TMA ignores the low bits of an address and reads the
+bytes before it, a load of 16 bytes faults at an unaligned address, and a number beyond 32 bits is truncated.
+Layouts are checked once, addresses at each launch.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ if TYPE_CHECKING:
 
 #: Bytes of one access by TMA, and of the widest vector.
 UNIT_BYTES = 16
-#: Extents, and strides where a kernel has them as int32, stay below.
+#: Extents must stay below this, and so must strides that a kernel has as int32.
 MOST = 2**31
-#: Bytes from a line to the next stay below: globalStrides of cuTensorMapEncodeTiled.
+#: The bytes from one line to the next must stay below this: globalStrides of cuTensorMapEncodeTiled.
 MOST_STRIDE_BYTES = 2**40
 
 
 class NotTaken(ValueError):
-    """A kernel does not take these operands; torch is to compute the product."""
+    """A kernel does not take these operands, so torch must compute the product."""
 
 
 def not_aligned(**addresses: int) -> NotTaken:
-    """What is raised for operands of which one is at an address that its kernel does not take."""
+    """The error to raise if the kernel does not take the address of one of these operands."""
     named = ", ".join(f"{name} {address:#x}" for name, address in addresses.items() if address)
     return NotTaken(f"the kernel does not take operands at these addresses: {named}; clone() those of views")
 
 
 class Place(NamedTuple):
-    """What a kernel is given for one operand."""
+    """An operand, and what its kernel requires of it."""
 
     name: str
     tensor: torch.Tensor
     dtype: str
-    """Torch's name."""
+    """The required dtype, by torch's name."""
     shape: tuple[int, ...]
     order: tuple[int, ...]
     """The dimensions, the outermost first and the contiguous one last."""
     unit_bytes: int = UNIT_BYTES
-    """What the other strides are multiples of."""
+    """The strides of the outer dimensions must be multiples of this."""
     apart: bool = True
     """Whether lines must not overlap."""
 
     def objection(self, device: torch.device) -> str:
-        """Why a kernel on a device does not take it; empty if it does."""
+        """Why a kernel on a device does not take the operand; empty if it does."""
         name, tensor = self.name, self.tensor
         strides, size = tensor.stride(), tensor.element_size()
         if (
@@ -73,12 +73,12 @@ class Place(NamedTuple):
 
 
 def first_objection(places: Iterable[Place], device: torch.device) -> str:
-    """The first objection to one of them, if there is one."""
+    """The first objection to one of the operands; empty if there is none."""
     return next(filter(None, (place.objection(device) for place in places)), "")
 
 
 def wrong_extents(**extents: int) -> str:
-    """Why a kernel does not count so far; empty if it does."""
+    """Why a kernel cannot have these extents; empty if it can."""
     for name, extent in extents.items():
         if not 0 < extent < MOST:
             return f"{name} is {extent}, not from 1 to {MOST - 1}"

@@ -1,4 +1,4 @@
-"""What families that cut D into tiles share: which product a kernel sees, how many tiles, how many blocks."""
+"""Code that families with tiles share: the product that a kernel sees, tiles, grids and k splits."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tunegemm.generate.workspace import Workspace
 _SWAP_MAX_M = 128
 _MIN_K_TILES_PER_SPLIT = 4
 _MAX_WORK_PER_SM = 2
-#: Stream-K gives no cluster fewer k tiles than that.
+#: Stream-K gives each cluster at least this many k tiles.
 _MIN_K_TILES_OF_SHARE = 4
 
 
 def seen_by_kernel(problem: Problem, candidate: Candidate) -> Problem:
-    """The product that the kernel computes: with swap_ab it is D^T = B^T A^T, n x m, from the same memory.
+    """The product that the kernel computes: with swap_ab, D^T = B^T A^T (n x m) from the same memory.
 
-    What becomes of it before it is stored is left out, as it is written for D; so is D's dtype, which may
-    depend on that. Of rows in groups it is the batch of equal ones.
+    With swap_ab the result leaves out the epilogue, which is written for D, and D's dtype, which may depend
+    on the epilogue. For rows in groups the result is a batch of equal groups.
     """
     if problem.groups:
         return problem.as_modelled
@@ -49,7 +49,7 @@ def _transposed(problem: Problem) -> Problem:
 
 
 def majors(problem: Problem, swapped: bool) -> tuple[str, str, str]:
-    """Majors of A, B and D as the kernel sees them."""
+    """The majors of A, B and D as the kernel sees them."""
     if not swapped:
         return problem.a_major, problem.b_major, problem.out_major
     return (
@@ -60,7 +60,7 @@ def majors(problem: Problem, swapped: bool) -> tuple[str, str, str]:
 
 
 def tile_count(problem: Problem, candidate: Candidate) -> int:
-    """Output tiles, both modes rounded up to whole clusters, over the batch."""
+    """The number of output tiles of the whole batch, with both modes rounded up to whole clusters."""
     seen = seen_by_kernel(problem, candidate)
     cluster_m, cluster_n = candidate.params.get("cluster_m", 1), candidate.params.get("cluster_n", 1)
     rows = -(-seen.m // (candidate["tile_m"] * cluster_m)) * cluster_m
@@ -69,7 +69,7 @@ def tile_count(problem: Problem, candidate: Candidate) -> int:
 
 
 def balanced(work: int, resident: int) -> int:
-    """The fewest of at most `resident` workers that need no further wave: same makespan, less power."""
+    """The fewest workers that need no more waves than `resident` workers do: same makespan, less power."""
     resident = min(resident, work)
     return math.ceil(work / math.ceil(work / resident))
 
@@ -82,16 +82,16 @@ def stream_clusters(
     least: Callable[..., Any] = min,
     most: Callable[..., Any] = max,
 ) -> Any:
-    """The grid of stream-K, in clusters: all that run at once, as long as each has some k tiles.
+    """The grid of stream-K, in clusters: all that run at once, or fewer, so that each has some k tiles.
 
-    least, most: those of arrays, where the numbers are arrays.
+    least, most: elementwise minimum and maximum, if the arguments are arrays.
     """
     return most(1, least(resident, tiles * k_tiles // _MIN_K_TILES_OF_SHARE))
 
 
 def stream_tiles(tiles: Any, k_tiles: Any, clusters: Any) -> Any:
-    """How many cluster tiles stream-K cuts: those of the last wave; of the wave before too, where that
-    leaves a cluster but a few k tiles. Numbers or arrays.
+    """The number of cluster tiles that stream-K cuts: those of the last wave, and also of the wave before if
+    a cluster would otherwise get only a few k tiles. Takes numbers or arrays.
     """
     last = tiles % clusters
     few = last * k_tiles < _MIN_K_TILES_OF_SHARE * clusters
@@ -99,11 +99,11 @@ def stream_tiles(tiles: Any, k_tiles: Any, clusters: Any) -> Any:
 
 
 def persistent_grid(problem: Problem, candidate: Candidate, device: Device) -> int:
-    """Blocks of a launch, for the candidate's `ctas`.
+    """The number of blocks of a launch, for the candidate's `ctas`.
 
-    ``tiles`` is one for each work unit: the hardware hands them out. ``all`` fills the device, with as many
-    blocks on a multiprocessor as the kernel is made for, ``two_per_sm`` with two; ``balanced`` takes the
-    fewest of all that need no further wave.
+    ``tiles`` launches one block for each work unit, and the hardware schedules them. ``all`` fills the device
+    with as many blocks per multiprocessor as the kernel is made for, ``two_per_sm`` with two. ``balanced``
+    launches the fewest blocks that need no more waves than ``all``.
     """
     params, work = candidate.params, tile_count(problem, candidate)
     work *= int(params.get("split_k", 1))
@@ -119,19 +119,19 @@ def streams(candidate: Candidate) -> bool:
     return candidate.params.get("tile_scheduler", "static") == "stream_k"
 
 
-#: The reduction class in which each element is one sum, in the order of k, by the tensor cores: measured to
-#: be the same for all tiles, schedules and numbers of rows (docs/decisions/0018).
+#: The reduction class whose kernels add up each element as one sum, in the order of k, on the tensor cores.
+#: Measurements showed the same bits for all tiles, schedules and numbers of rows (docs/decisions/0018).
 ORDERED = "ordered"
 
 
 def ordered_sum(problem: Problem, candidate: Candidate) -> str:
-    """`ORDERED` of a kernel that cuts k nowhere; else "": each way to add k splits is another class."""
+    """`ORDERED` if the kernel does not split k, else "": each way to add k splits is a class of its own."""
     is_cut = int(candidate.params.get("split_k", 1)) > 1 or streams(candidate)
     return "" if is_cut else ORDERED
 
 
 def ordered_bf16_sum(problem: Problem, candidate: Candidate) -> str:
-    """`ordered_sum` for a family whose kernels were compared with those of cute_sm90 in bf16 only."""
+    """`ordered_sum` for families whose kernels were compared with those of cute_sm90 in bf16 only."""
     is_known = problem.in_dtype == "bf16" and candidate.params.get("acc_dtype", "fp32") == "fp32"
     return ordered_sum(problem, candidate) if is_known else ""
 
@@ -149,7 +149,7 @@ def swapped_rows(problem: Problem, candidate: Candidate, device: Device) -> str 
     "batch", runs=True,
 )  # fmt: skip
 def split_work(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Splits of k need k tiles of their own and multiprocessors that are idle without them."""
+    """Each split of k needs k tiles of its own, and splits pay off only on otherwise idle multiprocessors."""
     splits = int(candidate.params.get("split_k", 1))
     if splits == 1:
         return None
@@ -163,7 +163,10 @@ def split_work(problem: Problem, candidate: Candidate, device: Device) -> str | 
 
 
 def split_workspace(problem: Problem, candidate: Candidate, device: Device) -> Workspace | None:
-    """Where the last block of a tile adds its k splits: their fp32 partial sums, and a counter per tile."""
+    """Workspace in which a tile's last block adds the k splits: fp32 partial sums, and a counter per tile.
+
+    None without k splits.
+    """
     split_k = int(candidate["split_k"])
     if split_k == 1:
         return None

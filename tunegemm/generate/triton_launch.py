@@ -1,7 +1,7 @@
 """Launches kernels of `tunegemm.compile.triton_object` through the CUDA driver, without Triton.
 
-What a launch passes is packed once for each set of operands and never changed, so that threads may share it;
-a launch is then one call of the driver.
+The arguments of a launch are packed once for each set of operands and never change, so that threads may share
+them. A launch is then one call of the driver.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from tunegemm.generate.takes import UNIT_BYTES, not_aligned
 from tunegemm.generate.tiles import seen_by_kernel
 from tunegemm.generate.workspace import Workspace
 
-#: (address, extents, strides) of a tensor map: both in elements, outermost first; the last stride is 1.
+#: (address, extents, strides) of a tensor map. Extents and strides are in elements, outermost first; the last
+#: stride is 1.
 View = tuple[int, Sequence[int], Sequence[int]]
 
-#: What a kernel gets of its operands, by its arguments' names: of the product that it sees, addresses of A, B
-#: and D, their leading dimensions, and the strides between their batch entries.
+#: Returns a kernel's operand arguments by name. It takes the product that the kernel sees, the addresses of
+#: A, B and D, their leading dimensions, and the strides between their batch entries.
 Views = Callable[..., Mapping[str, int | View]]
 
 _ALIGNMENT = 64  # of a CUtensorMap
@@ -49,9 +50,9 @@ _loading = threading.Lock()
 
 
 def load(artifact: Path, index: int) -> Kernel:
-    """The kernel of an object file, ready on the GPU of that index.
+    """The kernel of an object file, loaded on the GPU of that index.
 
-    Equal objects share one module, which stays loaded: captured graphs may refer to it at any time later.
+    Equal objects share one module, which stays loaded, because captured graphs may use it at any later time.
     """
     content = artifact.read_bytes()
     key = hashlib.sha256(content).digest(), index
@@ -75,7 +76,7 @@ class Kernel:
         self._success = driver.CUresult.CUDA_SUCCESS
 
     def launch(self, ctas: int, stream: int, arguments: Arguments) -> None:
-        """Launch on a stream. Raises RuntimeError when the driver refuses."""
+        """Launch on a stream. Raises RuntimeError if the driver refuses."""
         header = self.header
         (result,) = self._launch(
             self._function, ctas, 1, 1, header.threads, 1, 1, header.smem_bytes, stream, arguments.address, 0
@@ -87,10 +88,10 @@ class Kernel:
 
 
 class Arguments:
-    """The parameters of one launch, packed as cuLaunchKernel takes them. Never changed once made."""
+    """The parameters of one launch, packed for cuLaunchKernel. They never change."""
 
     def __init__(self, header: Header, values: Mapping[str, int | View]) -> None:
-        """values: by name an integer, or the view of a tensor map."""
+        """values: an integer or the view of a tensor map, by argument name."""
         flat: list[int | bytes] = []
         for argument in header.arguments:
             value = values[argument.name]
@@ -109,17 +110,17 @@ class Arguments:
         base = ctypes.addressof(self._memory) + start
         self._pointers = (ctypes.c_void_p * len(offsets))(*[base + offset for offset in offsets])
         self.address = ctypes.addressof(self._pointers)
-        """Where the array of pointers to the parameters lies."""
+        """The address of the array of pointers to the parameters."""
 
 
 class Kept(dict[Any, Arguments]):
-    """Arguments by what they were made from: a model's products come back with the same addresses.
+    """A cache of arguments by addresses: a model's products come back with the same addresses.
 
-    Dropped as a whole when there are many, as with addresses that never repeat.
+    It is cleared as a whole when it is full, as happens if addresses never repeat.
     """
 
     def keep(self, key: Any, arguments: Arguments) -> Arguments:
-        """Remember and return them."""
+        """Keep the arguments and return them."""
         if len(self) >= _MAX_KEPT:
             self.clear()
         self[key] = arguments
@@ -139,12 +140,11 @@ def load_launcher(
     read: Reader | None = None,
     unit_bytes: tuple[int, int] = (UNIT_BYTES, UNIT_BYTES),
 ) -> Launcher:
-    """A launcher of an object, for a grid of so many blocks.
+    """A launcher of an object, for a grid of `ctas` blocks.
 
-    scalars: the kernel's arguments by name, but for those of the operands, and ``partials`` and ``counters``,
-    which are a workspace's memory. views, read: the arguments of operands, by default tensor maps, and where
-    operands are, by default such as TMA takes. unit_bytes: what addresses of A and B, and of D, are multiples
-    of.
+    scalars: the kernel's arguments by name, except those of the operands and the workspace's ``partials`` and
+    ``counters``. views: returns the operands' arguments, by default tensor maps. read: returns the operands'
+    places, by default such as TMA takes. unit_bytes: the alignment of A and B, and of D.
     """
     from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
 
@@ -170,7 +170,7 @@ def load_launcher(
             if found is None:
                 if (a | b) & in_mask or d & out_mask:
                     raise not_aligned(a=a, b=b, out=d)
-                ensure_context(index)  # tensor maps want one
+                ensure_context(index)  # tensor maps need a context
                 found = kept.keep(key, arguments(*key))
             kernel.launch(ctas, stream, found)
             del memory  # the launch is queued
@@ -182,7 +182,7 @@ def load_launcher(
 
 
 def matrix_views(seen: Problem, a: int, b: int, d: int, *strides: int) -> dict[str, int | View]:
-    """The tensor maps of A, B and D for the product that a kernel sees, by the names of its arguments."""
+    """The tensor maps of A, B and D for the product that a kernel sees, by argument name."""
     m, n, k, (lda, ldb, ldd, a_step, b_step, d_step) = seen.m, seen.n, seen.k, strides
     return {
         name: (address, (seen.batch, lines, extent), (step, leading, 1))
@@ -195,7 +195,7 @@ def matrix_views(seen: Problem, a: int, b: int, d: int, *strides: int) -> dict[s
 
 
 def encode(tensor_map: TensorMap, view: View) -> bytes:
-    """The 128 bytes of a CUtensorMap. Raises RuntimeError for what TMA cannot address."""
+    """The 128 bytes of a CUtensorMap. Raises RuntimeError if TMA cannot address the view."""
     from cuda.bindings import driver
 
     address, extents, strides = view
@@ -207,7 +207,7 @@ def encode(tensor_map: TensorMap, view: View) -> bytes:
         _encoded[key] = known = _encode(tensor_map, address, extents, strides)
     encoded = driver.CUtensorMap()
     place = int(encoded.getPtr())
-    # Encoding anew costs the host many times as much as replacing the address.
+    # Encoding again costs the host many times as much as replacing the address.
     ctypes.memmove(place, known, _MAP_BYTES)
     _call("cuTensorMapReplaceAddress", encoded, address)
     return ctypes.string_at(place, _MAP_BYTES)
@@ -254,7 +254,7 @@ def _load(content: bytes, index: int) -> Kernel:
 
 @functools.cache
 def _layout(parameters: tuple[str, ...]) -> tuple[struct.Struct, tuple[int, ...]]:
-    """How parameters are packed, and the offset of each."""
+    """The struct that packs parameters, and the offset of each."""
     parts, offsets, end = ["<"], [], 0
     for parameter in parameters:
         code, alignment = _FORMATS[parameter]
@@ -271,7 +271,7 @@ def _driver_version() -> int:
 
 
 def _call(name: str, *arguments: Any) -> Any:
-    """A function of the driver: its result, or RuntimeError with the name of its error."""
+    """Call a function of the driver and return its result. Raises RuntimeError with the error's name."""
     from cuda.bindings import driver
 
     error, *results = getattr(driver, name)(*arguments)

@@ -1,14 +1,15 @@
-"""Device memory that a launch needs beside its operands: sums of k splits, and counters of who has arrived.
+"""Device memory that a launch needs beside its operands: partial sums of k splits, and arrival counters.
 
 The sums belong to one launch. They come from torch's caching allocator, on the stream of the launch, and are
-given back as soon as the launch is queued, as temporaries of torch's own operators are: what gets that memory
-next is behind the launch on the stream. So threads that share a stream share no sums, memory goes to
-the pool of a graph that is captured or warmed up, and nothing accumulates.
+freed as soon as the launch is queued, like temporaries of torch's own operators: the memory's next user comes
+after the launch on the stream. So threads that share a stream share no sums, the pool of a captured or
+warmed-up graph supplies the graph's memory, and nothing accumulates.
 
-Counters are zeros when a launch begins, and it zeroes them again. One small block for each stream serves its
-launches, which follow each other. It comes from the stream's own memory and is zeroed on the stream, so that
-what was queued before for that memory is done before. CUDA graphs have no block, nor have streams that may
-end and come back under the same handle: each of their launches has counters of its own, which it zeroes.
+Counters are zero when a launch begins, and the launch zeroes them again. Each stream has one small block of
+counters for its launches, which run one after another. The block comes from the stream's own memory and is
+zeroed on the stream, after any work queued earlier for that memory. CUDA graphs have no block, and neither
+have streams that may end and come back under the same handle: each of their launches has its own counters,
+which are zeroed first.
 """
 
 from __future__ import annotations
@@ -21,24 +22,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-#: Bytes of which a lent workspace starts at a multiple, as what cudaMalloc gives does: kernels read partial
-#: sums in vectors of 16, Triton's descriptors lie at 128, and cuBLAS wants 256.
+#: Alignment of a lent workspace in bytes, the same as cudaMalloc's: kernels read partial sums in vectors of
+#: 16 bytes, Triton's descriptors need 128, and cuBLAS wants 256.
 WORKSPACE_ALIGNMENT = 256
-#: More is asked by no candidate: what ships needs 53 MB at most, a space's candidates 85 MB, and cuBLASLt's
-#: algorithms are allowed as much by its space.
+#: The most that a candidate may take. Shipped kernels need 53 MB at most, candidates of the search spaces
+#: 85 MB, and the cublaslt space allows its algorithms this much.
 MAX_WORKSPACE_BYTES = 256 << 20
-#: Bytes of the counters of a stream. Kernels need under 5 kB; beyond that, each launch zeroes its own.
+#: Bytes of a stream's block of counters. Kernels need less than 5 kB; a launch that needs more than a block
+#: zeroes its own counters.
 _BLOCK_BYTES = 16384
-#: cudaStreamPerThread, which is another stream in each thread.
+#: cudaStreamPerThread, a handle for a different stream in each thread.
 _PER_THREAD = 2
 
 
 class Workspace:
     """The device memory of a launcher: `partial_bytes` that a launch writes before it reads them, then
-    `counter_bytes` that are zeros when a launch begins and when it ends.
+    `counter_bytes` that are zero when a launch begins and when it ends.
 
-    A caller may lend memory of its own. All launches then share it, whatever their stream: they must follow
-    each other.
+    A caller may lend its own memory. All launches then share it, on any stream, so they must run one after
+    another.
     """
 
     def __init__(self, partial_bytes: int, counter_bytes: int, index: int) -> None:
@@ -51,25 +53,25 @@ class Workspace:
 
     @property
     def num_bytes(self) -> int:
-        """Size of what may be lent."""
+        """The size of the memory that a caller may lend."""
         return self.partial_bytes + self.counter_bytes
 
     @functools.cached_property
     def _torchs(self) -> tuple[Callable[[int], Any], Callable[[], bool]]:
-        """Torch is imported by who launches, not by who asks for sizes."""
+        """torch's allocation and its check for stream capture; imports torch only for launches."""
         import torch
 
         return _allocation(self._index), torch.cuda.is_current_stream_capturing
 
     def lend(self, address: int | None) -> None:
-        """Use `num_bytes` at an address from now on, whose counters are zeros; None: use its own memory."""
+        """From now on use `num_bytes` at an address, with zeroed counters; None: use its own memory."""
         self._lent = None if address is None else (address, address + self.partial_bytes, None)
 
     def take(self, stream: int) -> tuple[int, int, torch.Tensor | None]:
-        """Where sums and zeroed counters are, for one launch that comes next on the current stream.
+        """The addresses of sums and of zeroed counters, for the next launch on the current stream.
 
-        stream: CUDA's handle of that stream. A caller holds what comes third until the launch is queued: with
-        it the memory goes back.
+        stream: CUDA's handle of that stream. The third result owns the memory: the caller must hold it until
+        the launch is queued.
         """
         if self._lent is not None:
             return self._lent
@@ -79,7 +81,7 @@ class Workspace:
             allocate = functools.partial(_for_this_thread, self._index)
         counters = 0
         if self.counter_bytes:
-            # A replay of a graph may be beside anything, and so may a stream that took an ended one's handle.
+            # A graph's replay may run beside any launch, and so may a stream with the handle of an ended one.
             if is_captured or not self._has_block or not (counters := _block(self._index, stream)):
                 memory = allocate(self.num_bytes)
                 memory[self.partial_bytes :].zero_()
@@ -92,7 +94,7 @@ class Workspace:
 
 
 def exceeded_workspace(workspace: Workspace | None) -> str | None:
-    """Why a candidate cannot have its workspace; None where it can."""
+    """Why a candidate cannot have its workspace; None if it can."""
     if workspace is None or workspace.num_bytes <= MAX_WORKSPACE_BYTES:
         return None
     return f"workspace {workspace.num_bytes} B > {MAX_WORKSPACE_BYTES} B, the most that a launch may take"
@@ -100,11 +102,12 @@ def exceeded_workspace(workspace: Workspace | None) -> str | None:
 
 @functools.cache
 def _allocation(index: int) -> Callable[[int], Any]:
-    """Memory of so many bytes on a device, by torch's caching allocator on the current stream."""
+    """A function that allocates bytes on a device from torch's caching allocator, on the current stream."""
     import torch
 
     place, byte = torch.device("cuda", index), torch.uint8
-    # What torch.compile's code calls: half the host time of torch.empty, but on the current device only.
+    # torch.compile's code calls this function: it takes half the host time of torch.empty, but only allocates
+    # on the current device.
     quick = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
     current: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
     if quick is None or current is None:
@@ -119,9 +122,11 @@ def _allocation(index: int) -> Callable[[int], Any]:
 
 
 def _for_this_thread(index: int, num_bytes: int) -> Any:
-    """Memory for this thread's own stream. Torch takes those of all threads for one, and would give it to
-    another thread while it is in use: so it is the default stream's, which these streams wait for, and which
-    has it back once a mark that this thread's stream leaves behind the launch is reached.
+    """Memory for this thread's own stream.
+
+    Torch treats the per-thread streams of all threads as one, and would give the memory to another thread
+    while it is in use. So the memory comes from the default stream, which these streams wait for. The default
+    stream gets it back once this thread's stream reaches an event recorded after the launch.
     """
     import torch
 
@@ -138,7 +143,7 @@ _making = threading.Lock()
 
 
 def _block(index: int, stream: int) -> int:
-    """The address of the counters of the current stream of a device, whose handle this is; 0 for none."""
+    """The address of the counters of a device's current stream, whose handle is `stream`; 0 for none."""
     address = _addresses.get((index, stream))
     return _make_block(index, stream) if address is None else address
 
@@ -155,24 +160,26 @@ def _make_block(index: int, stream: int) -> int:
         if (block := _made_on(current)) is None:
             return 0
         _blocks[index, stream] = block
-        # Seen by others from now on; what they queue on the stream comes behind the zeros.
+        # Other threads see the block from here on; whatever they queue on the stream runs after the zeroing.
         _addresses[index, stream] = address = block.data_ptr()
         return address
 
 
 def _is_lasting(stream_id: int) -> bool:
-    """Whether a stream is the default one or of torch's pool, whose number is odd: they last, while another
-    one may end, with its work still queued, and the next one have its handle, or be another stream in each
-    thread. Torch's number of such a stream is its handle, which is even.
+    """Whether a stream lasts: it is the default stream, or one of torch's pool, whose ids are odd.
+
+    Any other stream may end while its work is still queued, and the next stream may reuse its handle; or the
+    handle may mean a different stream in each thread. Torch uses such a stream's handle, which is even, as
+    its id.
     """
     return stream_id == 0 or stream_id % 2 == 1
 
 
 def _made_on(stream: Any) -> Any:
-    """A block of a stream's memory, zeroed on it; None where no thread can be started, as at exit.
+    """A block of a stream's memory, zeroed on the stream; None if no thread can be started, as at exit.
 
-    By another thread: this one's allocations may go to a pool of torch.compile's, in which nothing may stay,
-    or of the user's, and modes may look on.
+    Another thread allocates it: this thread's allocations may go to a pool of torch.compile, in which nothing
+    may stay, or to a pool of the user, and dispatch modes may intercept them.
     """
     made: list[Any] = []
 

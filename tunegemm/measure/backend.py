@@ -1,6 +1,6 @@
-"""What the measuring process needs of a device, and CUDA's way of giving it.
+"""The device interface of the measuring process, and its implementation for CUDA.
 
-The protocol of jobs, checks and rounds (`session`) knows no CUDA; it is tested on CPU tensors through
+The protocol of jobs, checks and rounds (`session`) does not know CUDA; tests run it on CPU tensors through
 another implementation of `Backend`.
 """
 
@@ -26,58 +26,63 @@ if TYPE_CHECKING:
     import torch
 
 
-#: Metering takes so many times the time asked for, at most.
+#: Metering takes at most this many times the requested time.
 LONGEST_METERING = 4
 
 
 class Backend(Protocol):
-    """One device, in the process that may die of it."""
+    """One device, in the process that the device's errors may kill."""
 
     @classmethod
     def prepare(cls, device: Callable[[], Device]) -> None:
-        """What can be done before the device is known, such as imports; `device` waits for it."""
+        """Do what needs no device yet, such as imports. Calling `device` waits until the device is known."""
 
     def __init__(self, device: Device) -> None: ...
 
     @property
     def torch_device(self) -> torch.device:
-        """Where operands live."""
+        """The torch device of the operands."""
 
     def open(self, *, warm_up_s: float = 0.5) -> None:
-        """Take the device, and keep it busy for so long. Raises RuntimeError or TunegemmError when it cannot
-        be used.
+        """Take the device, and keep it busy for `warm_up_s` seconds.
+
+        Raises RuntimeError or TunegemmError if the device cannot be used.
         """
 
     def family(self, name: str) -> Family:
         """The kernel family of a job."""
 
     def free_bytes(self) -> int:
-        """Device memory that is free now."""
+        """The free device memory in bytes."""
 
     def launch(self, launcher: Launcher, operands: Operands) -> None:
-        """Run one product and wait for it. Raises RuntimeError when the device failed."""
+        """Run one product and wait for it. Raises RuntimeError if the device fails."""
 
     def capture(self, launcher: Launcher, sets: list[Operands], passes: int) -> Replay:
-        """A replay of `passes` passes over all sets. Raises RuntimeError when it cannot be captured; the
-        process is of no more use then (torch's allocator stays in its capturing state)."""
+        """A replay of `passes` passes over all sets.
+
+        Raises RuntimeError if the capture fails. The process is unusable afterwards, because torch's
+        allocator stays in its capturing state.
+        """
 
     def alive(self) -> bool:
         """Whether the device still works after an error."""
 
     def telemetry(self) -> dict[str, Any]:
-        """Clocks, power, temperature, now."""
+        """The current clocks, power and temperature."""
 
     def energy_mj(self) -> float | None:
-        """The device's energy meter, millijoules since some beginning; None where it has none."""
+        """The device's energy meter, in millijoules since an arbitrary start; None if it has none."""
 
     def release(self) -> None:
-        """Give cached device memory back."""
+        """Free cached device memory."""
 
 
 def warm_us(backend: Backend, launcher: Launcher, sets: list[Operands]) -> float:
-    """Microseconds of a product in a graph that ran before, roughly: decides how long a replay is made.
+    """Rough microseconds of a product in a graph that ran before; decides the length of a replay.
 
-    Not those of a launch: on an idle device that takes as long as the host does, 50 to 100 beside compilers.
+    A plain launch would not do: on an idle device it takes as long as the host does, 50 to 100 us beside
+    compilers.
     """
     backend.launch(launcher, sets[0])
     replay = backend.capture(launcher, sets, 1)
@@ -88,10 +93,10 @@ def warm_us(backend: Backend, launcher: Launcher, sets: list[Operands]) -> float
 
 
 def metered_mj(backend: Backend, replay: Replay, products: int, energy_ms: float) -> float | None:
-    """Energy of one product of a replay, by the device's meter over so much time, millijoules; None where the
-    meter stands still.
+    """Millijoules of one product of a replay, by the device's energy meter over `energy_ms`.
 
-    It moves in steps of 20 to 100 ms: products are counted from one step to another.
+    None if there is no meter or its reading does not change. The meter updates every 20 to 100 ms, so
+    products are counted from one update to another.
     """
     longest_s = LONGEST_METERING * energy_ms * 1e-3
     started = time.monotonic()
@@ -113,17 +118,17 @@ def metered_mj(backend: Backend, replay: Replay, products: int, energy_ms: float
 
 
 class CudaBackend:
-    """A CUDA device: graphs on a stream of their own, events for clocks."""
+    """A CUDA device; it replays graphs on its own stream and times them with events."""
 
     @classmethod
     def prepare(cls, device: Callable[[], Device]) -> None:
         def start() -> None:
             if driver.device_count():
                 with suppress(OSError, RuntimeError), driver.primary_context(device().index):
-                    pass  # what is wrong with it `open` says
+                    pass  # `open` reports errors
 
-        # The driver starts while torch is read, and so does the device's context: they take 0.45 and 0.15 s,
-        # torch 1.4 (H200, 2026-11-25).
+        # Start the driver and the device's context while torch is imported: they take 0.45 and 0.15 s, torch
+        # takes 1.4 s (H200, 2026-11-25).
         threading.Thread(target=start, daemon=True).start()
         importlib.import_module("torch")
 
@@ -142,7 +147,7 @@ class CudaBackend:
         import torch
 
         torch.cuda.set_device(self._device.index)
-        set_fp32_precision("ieee")  # for the reference; others' products ignore it
+        set_fp32_precision("ieee")  # for the reference; no other product depends on it
         self._stream = torch.cuda.Stream()
         torch.cuda.set_stream(self._stream)
         self._reader = TelemetryReader(self._device.index)
@@ -172,8 +177,8 @@ class CudaBackend:
         import torch
 
         launcher(*operands.arguments)
-        # The whole device: a kernel that is launched on another stream than the current one must not
-        # be read back before it ran.
+        # Wait for the whole device: a kernel on another stream than the current one must finish before its
+        # result is read.
         torch.cuda.synchronize()
 
     def capture(self, launcher: Launcher, sets: list[Operands], passes: int) -> Replay:
@@ -221,8 +226,8 @@ class _GraphReplay:
         self._end = torch.cuda.Event(enable_timing=True)
         self._products = passes * len(sets)
         self._timed = 1
-        self._launcher = launcher  # the graph uses what it owns: workspaces, loaded modules
-        # Not `torch.cuda.graph`: it collects garbage and empties the cache, tens of milliseconds each time.
+        self._launcher = launcher  # owns workspaces and loaded modules that the graph uses
+        # `torch.cuda.graph` would also collect garbage and empty the cache, tens of milliseconds each time.
         torch.cuda.synchronize()
         self._graph.capture_begin(capture_error_mode="thread_local")
         try:
@@ -230,7 +235,7 @@ class _GraphReplay:
                 for operands in sets:
                     launcher(*operands.arguments)
         except BaseException:
-            with suppress(RuntimeError):  # a capture that was invalidated cannot be ended cleanly
+            with suppress(RuntimeError):  # an invalidated capture cannot be ended cleanly
                 self._graph.capture_end()
             raise
         self._graph.capture_end()

@@ -20,17 +20,17 @@ from tunegemm.measure.session import Session
 
 
 def main(descriptor: int, backend_name: str) -> None:
-    """Entry of the child: serve the pipe at a file descriptor until it closes.
+    """Entry point of the child: serve the pipe at a file descriptor until it closes.
 
     backend_name: ``module:attribute`` of a Backend class.
     """
-    gc.disable()  # until all is imported: it would look through modules for 0.1 to 0.2 s
+    gc.disable()  # until all is imported: collections would scan modules for 0.1 to 0.2 s
     connection = Connection(descriptor)
     opening: Future[Open] = Future()
     requests: queue.Queue[Any] = queue.Queue()
 
     def receive() -> None:
-        # A thread of its own, so that the process ends with its parent even while it hangs in a kernel.
+        # In its own thread, so that the process ends with its parent even if it hangs in a kernel.
         try:
             opening.set_result(connection.recv())
             while True:
@@ -45,12 +45,12 @@ def main(descriptor: int, backend_name: str) -> None:
     device = opening.result().device
     backend = kind(device)
     try:
-        backend.open(warm_up_s=0.0)  # each interleave lets the clocks settle
+        backend.open(warm_up_s=0.0)  # each interleave waits for the clocks to settle
     except (TunegemmError, RuntimeError) as error:
         connection.send(Broken(None, one_line(error)))
         _leave()
     connection.send(Done())
-    gc.freeze()  # modules and the like, which each later collection would look through in 0.2 s
+    gc.freeze()  # each later collection would scan modules and the like for 0.2 s
     gc.enable()
     try:
         Session(device, backend, connection.send).serve(requests.get)
@@ -60,7 +60,7 @@ def main(descriptor: int, backend_name: str) -> None:
 
 
 def _leave() -> None:
-    """End without tearing down a device that may be lost: that can hang or abort."""
+    """End the process without tearing down the device: if the device is lost, that can hang or abort."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

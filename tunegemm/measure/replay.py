@@ -1,8 +1,9 @@
-"""The replay device: recorded sweeps of a real GPU stand in for measuring on a machine that has none.
+"""The replay device: recorded sweeps of a real GPU replace measurements on a machine without one.
 
-A folder ``db/sweeps/NAME/`` is the device ``replay:NAME``: `device.json` says what it is, and each other file
-has every outcome of one problem, ``MxNxK-DTYPE-LAYOUT.json.xz`` (db/sweeps/README.md; `fit.sweep`
-records them). What is replayed says so in its telemetry, and is never stored or shown as measured here.
+The folder ``db/sweeps/NAME/`` is the device ``replay:NAME``. Its `device.json` describes the device, and each
+other file, ``MxNxK-DTYPE-LAYOUT.json.xz``, has every outcome of one problem (db/sweeps/README.md; `fit.sweep`
+records them). The telemetry of replayed outcomes marks them as such; they are never stored or shown as
+measured here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _STEM = re.compile(
     rf"(?P<shape>[\dx]+)-(?P<dtype>{_DTYPES})(?:_(?P<out_dtype>{_DTYPES}))?-(?P<layout>[nt]{{2}})(?P<out_m>-outm)?"
     r"(?:-align(?P<alignment>\d+))?(?:-(?P<accumulation>two_level))?"
 )
-#: What reading a damaged or foreign file raises: no xz, cut off, no JSON, a missing or misshapen column.
+#: Errors from reading a damaged or foreign file: no xz, truncated, no JSON, a missing or misshapen column.
 _UNREADABLE = (OSError, lzma.LZMAError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError)
 
 
@@ -42,15 +43,15 @@ class Sweep:
     problem: Problem
     outcomes: Mapping[Candidate, Outcome]
     recorded_at: str
-    """ISO 8601 date and time with zone, of the recording."""
+    """ISO 8601 date and time of the recording, with zone."""
     command: str
-    """How to record it again."""
+    """The command that records the sweep again."""
     fingerprint: Fingerprint
-    """Driver and packages that it was recorded under."""
+    """Driver and package versions of the recording."""
 
 
 def read_device(path: Path, spec: str) -> Device:
-    """The recorded device. Raises DeviceError for a file that cannot be read as one."""
+    """The recorded device. Raises DeviceError if the file cannot be read as a device."""
     try:
         data = json.loads(path.read_text())
         architecture = ARCHITECTURES[tuple(data.pop("capability"))]
@@ -60,8 +61,8 @@ def read_device(path: Path, spec: str) -> Device:
         raise DeviceError(f"{path}: not a readable device ({_one_line(error)}); restore it") from None
 
 
-# Columns: `candidates` per family and parameter (which compresses a hundredfold), `interleaves` with what a
-# measurement shares with its rivals, then one row per outcome that points into both.
+# Columns: `candidates` per family and parameter (which compresses a hundredfold), `interleaves` with the data
+# that rival measurements share, then one row per outcome that points into both.
 
 
 def _from_columns(data: Mapping[str, Any], recorded_at: str) -> dict[Candidate, Outcome]:
@@ -105,7 +106,7 @@ def _zip_columns(columns: Mapping[str, list[Any]], *names: str) -> Iterator[tupl
 
 
 def read_sweep(path: Path, problem: Problem) -> Sweep:
-    """The sweep of one problem. Raises DeviceError for a file that cannot be read as one."""
+    """The sweep of one problem. Raises DeviceError if the file cannot be read as a sweep."""
     try:
         data = json.loads(lzma.decompress(path.read_bytes()))
         if data["format"] != FORMAT:
@@ -128,7 +129,7 @@ def sweep_path(folder: Path, problem: Problem) -> Path:
 
 
 def stem(problem: Problem) -> str:
-    """The name of a problem's file, without its ending; `problem_of` reads it."""
+    """The name of a problem's file without its suffix; `problem_of` parses it."""
     out = "" if problem.out_dtype == default_out_dtype(problem.in_dtype) else f"_{problem.out_dtype}"
     major = "-outm" if problem.out_major == "m" else ""
     packed = problem.alignment == problem.packed_alignment
@@ -138,7 +139,7 @@ def stem(problem: Problem) -> str:
 
 
 def problem_of(path: Path) -> Problem:
-    """The problem of a sweep's file, by its name. Raises DeviceError for a name that is not a sweep's."""
+    """The problem that a sweep's file name denotes. Raises DeviceError if it is not a sweep's name."""
     match = _STEM.fullmatch(path.name.removesuffix(SUFFIX))
     try:
         if match is None:
@@ -160,24 +161,24 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class ReplayDevice:
-    """A recorded device, which answers like the measuring worker. Sweeps are read when first asked for."""
+    """A recorded device, with the methods of the measuring worker. It reads each sweep on first use."""
 
     name: str
     """As in ``replay:NAME``."""
     device: Device
     folder: Path
     seconds: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
-    """What was waited for: nothing."""
+    """Always empty: a replay waits for nothing."""
     _sweeps: dict[Problem, Sweep] = field(default_factory=dict, repr=False, compare=False)
 
     def problems(self) -> list[Problem]:
-        """The recorded problems, sorted; from the files' names, nothing is read."""
+        """The recorded problems, sorted; taken from file names, without reading the files."""
         return sorted(problem_of(path) for path in self.folder.glob(f"*{SUFFIX}"))
 
     def sweep(self, problem: Problem) -> Sweep:
         """The sweep of one problem.
 
-        Raises DeviceError when that problem was not recorded, or when its file cannot be read.
+        Raises DeviceError if the problem was not recorded or its file cannot be read.
         """
         if problem not in self._sweeps:
             path = sweep_path(self.folder, problem)
@@ -188,14 +189,14 @@ class ReplayDevice:
         return self._sweeps[problem]
 
     def swept(self, problem: Problem) -> frozenset[Candidate]:
-        """All that a search may ask for of a problem; empty for one that was not recorded."""
+        """All candidates that a search may measure for a problem; empty if it was not recorded."""
         return frozenset(self.sweep(problem).outcomes if problem in self.problems() else ())
 
     def measure(self, problem: Problem, jobs: Iterable[Job], settings: object = None) -> Iterator[Outcome]:
         """The recorded outcome of each job, with ``{"source": "replayed", "recorded_at": ...}`` as telemetry.
 
-        `settings` have no effect: the rounds were run when the sweep was recorded. Raises DeviceError for a
-        candidate that was not recorded; a search is to be restricted to `swept`.
+        `settings` have no effect: the rounds were run when the sweep was recorded. Raises DeviceError if a
+        candidate was not recorded; restrict a search to `swept`.
         """
         sweep = self.sweep(problem)
         for job in jobs:
@@ -207,13 +208,13 @@ class ReplayDevice:
             yield sweep.outcomes[job.candidate]
 
     def fastest_first(self, problem: Problem, family: str) -> list[Candidate]:
-        """The recorded candidates of a family that could be measured, in the order of their ratios."""
+        """The measured candidates of a family, the highest ratio first."""
         found = [o for o in self.sweep(problem).outcomes.values() if isinstance(o, Measurement)]
         of_family = (one for one in found if one.candidate.family == family)
         return [one.candidate for one in sorted(of_family, key=lambda one: -one.ratio)]
 
     def discover(self, problem: Problem) -> list[Candidate]:
-        """The recorded candidates of vendor libraries: those that are not compiled from a tile shape."""
+        """The recorded candidates of vendor libraries: those without a tile shape."""
         return [c for c in self.sweep(problem).outcomes if "tile_m" not in c.params]
 
 
@@ -224,9 +225,9 @@ def replay_names(root: Path | None = None) -> list[str]:
 
 
 def open_replay(name: str, *, root: Path | None = None) -> ReplayDevice:
-    """The recorded device of that name; ``replay:`` in front is allowed.
+    """The recorded device of that name, with or without the prefix ``replay:``.
 
-    Raises DeviceError for an unknown name, listing the known ones, and for an unreadable device.json.
+    Raises DeviceError if the name is unknown, with a list of the known names, or device.json is unreadable.
     """
     name = name.removeprefix("replay:")
     known = replay_names(root)

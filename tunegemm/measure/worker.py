@@ -1,4 +1,4 @@
-"""The parent's side: keeps a measuring process alive, and knows which candidate ended it."""
+"""The parent's side: keeps a measuring process alive, and identifies the candidate that ended it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tunegemm.measure.settings import SCREEN, Job, RaceSettings
 
 CUDA_BACKEND = "tunegemm.measure.backend:CudaBackend"
 
-#: To import torch, start CUDA and make operands: these steps belong to no candidate.
+#: Time limit for importing torch, starting CUDA and making operands, which belong to no candidate.
 _SETUP_SECONDS = 300.0
 
 _CHILD = "import sys; from tunegemm.measure.child import main; main(int(sys.argv[1]), sys.argv[2])"
@@ -35,8 +35,8 @@ _CHILD = "import sys; from tunegemm.measure.child import main; main(int(sys.argv
 class MeasureWorker:
     """Measures candidates on one GPU, in a child process that is replaced when a candidate breaks it.
 
-    The child starts on first use; it alone touches CUDA. Close the worker, or use it in a ``with``
-    statement: no child outlives it, nor this process, however that ends.
+    The child starts on first use, and only the child touches CUDA. Close the worker, or use it in a ``with``
+    statement. No child outlives the worker or this process, however this process ends.
 
         with MeasureWorker(device) as worker:
             for outcome in worker.measure(problem, jobs, SCREEN):
@@ -53,9 +53,9 @@ class MeasureWorker:
     ) -> None:
         """`timeout_s`: how long one step of one candidate (load, first launch, replay) may take before it
         counts as hung. `backend`: ``module:attribute`` of another `tunegemm.measure.backend.Backend`.
-        `child`: the first one, of the same backend, if it was started already.
+        `child`: the first child, with the same backend, if it is already running.
 
-        Raises DeviceError for a device that is not real.
+        Raises DeviceError if the device is not real.
         """
         if backend == CUDA_BACKEND and not device.is_real:
             raise DeviceError(f"device {device.spec!r} measures nothing; use cuda:N")
@@ -63,7 +63,7 @@ class MeasureWorker:
         self._child: Child | None = None
         self._early = child
         self.seconds: dict[str, float] = {}
-        """What was waited for so far: the child's start, and each phase of what it was asked."""
+        """Seconds waited so far: for the child's start, and for each phase of its requests."""
 
     def __enter__(self) -> MeasureWorker:
         return self
@@ -72,20 +72,20 @@ class MeasureWorker:
         self.close()
 
     def close(self) -> None:
-        """End the child, and with it every use of the GPU. The worker may be used again."""
+        """End the child, which frees the GPU. The worker may be used again."""
         for child in filter(None, (self._child, self._early)):
             child.kill()
         self._child = self._early = None
 
     @property
     def pid(self) -> int | None:
-        """The child's process id, None while there is none."""
+        """The child's process id; None if there is no child."""
         return None if self._child is None else self._child.process.pid
 
     def discover(self, problem: Problem) -> list[Candidate]:
-        """torch.mm and the algorithms that the vendor's library names for this problem on this GPU.
+        """torch.mm, and the algorithms that the vendor's library lists for this problem on this GPU.
 
-        Raises MeasureError when the library or the GPU fails.
+        Raises MeasureError if the library or the GPU fails.
         """
         child = self._started()
         child.connection.send(messages.Discover(problem))
@@ -99,16 +99,16 @@ class MeasureWorker:
         raise MeasureError(f"asking the library for algorithms of {problem} failed: {message.reason}")
 
     def swept(self, problem: Problem) -> None:
-        """No recording: every candidate can be measured."""
+        """None, because there is no recording: every candidate can be measured."""
 
     def measure(
         self, problem: Problem, jobs: Sequence[Job], settings: RaceSettings = SCREEN
     ) -> Iterator[Outcome]:
         """One outcome per job: failures as they happen, measurements when their interleave is done.
 
-        Up to `settings.interleave` jobs share an interleave with the baseline. When one of them ends the
-        child, it becomes a Failure and the interleave is run again without it, in a new child. Raises
-        MeasureError when the GPU fails with no candidate to blame.
+        Up to `settings.interleave` jobs share an interleave with the baseline. If a job ends the child, its
+        outcome is a Failure, and a new child runs the interleave again without it. Raises MeasureError if the
+        GPU fails and no candidate is to blame.
         """
         for first in range(0, len(jobs), settings.interleave):
             yield from self._interleave(problem, list(jobs[first : first + settings.interleave]), settings)
@@ -127,14 +127,14 @@ class MeasureWorker:
                     yield outcome
                 finished = True
             finally:
-                # Left by an exception (Ctrl-C) or by a caller who wants no more: the child is in the
-                # middle of the request and would answer the next one with the rest of this.
+                # An exception (Ctrl-C), or the caller stopped early: the child is in the middle of this
+                # request, and would answer the next request with the rest of this one.
                 if not finished:
                     self.close()
             jobs = [job for index, job in enumerate(jobs) if index not in answered]
 
     def _outcomes(self, child: Child, problem: Problem, jobs: list[Job]) -> Iterator[tuple[int, Outcome]]:
-        """Outcomes of one request, by the index of the job; ends early after a candidate ended the child."""
+        """Outcomes of one request, with the index of each job; stops early if a candidate ends the child."""
         step = messages.Step(None, "load")
         while True:
             limit_s = _SETUP_SECONDS if step.job is None else self._timeout_s
@@ -154,7 +154,7 @@ class MeasureWorker:
                 return
 
     def _receive(self, child: Child, limit_s: float, job: int | None = None) -> Any:
-        """The next message; `Broken`, for this job, in place of one that does not come."""
+        """The next message; a `Broken` for this job if none arrives."""
         try:
             if child.connection.poll(limit_s):
                 return child.connection.recv()
@@ -163,11 +163,11 @@ class MeasureWorker:
         return messages.Broken(job, f"no answer within {limit_s:.3g} s", "timeout")
 
     def _started(self) -> Child:
-        """The child, started when there is none. Raises MeasureError when it cannot use the device."""
+        """The child, started if there is none. Raises MeasureError if it cannot use the device."""
         if self._child is None:
             began = time.monotonic()
             self._child, self._early = self._early or Child(self._backend), None
-            with suppress(OSError):  # it ended already: what it said is read next
+            with suppress(OSError):  # it has ended already; its last message is read next
                 self._child.connection.send(messages.Open(self._device))
             message = self._receive(self._child, _SETUP_SECONDS)
             if not isinstance(message, messages.Done):
@@ -178,14 +178,15 @@ class MeasureWorker:
 
 
 class Child:
-    """One measuring process and its pipe. It can be started before its device is known: a context manager
-    that ends it.
+    """One measuring process and its pipe; as a context manager, it ends the process.
+
+    It can be started before its device is known.
     """
 
     def __init__(self, backend: str = CUDA_BACKEND) -> None:
         self.connection, theirs = Pipe()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
-        # The same modules as here: tests and notebooks extend sys.path without installing anything.
+        # The child must find the same modules: tests and notebooks extend sys.path without installing them.
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         self.process = subprocess.Popen(
             [sys.executable, "-c", _CHILD, str(theirs.fileno()), backend],
@@ -194,7 +195,7 @@ class Child:
             stderr=self._output,
             pass_fds=[theirs.fileno()],
             env=os.environ | {"PYTHONPATH": path} | UNATTACHED,
-            start_new_session=True,  # Ctrl-C is for the parent, which then ends the child
+            start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the child
         )
         theirs.close()
         self._finalizer = weakref.finalize(self, _end, self.process, self.connection)
@@ -206,12 +207,12 @@ class Child:
         self.kill()
 
     def kill(self) -> None:
-        """Ends it, once."""
+        """End the process; further calls do nothing."""
         self._finalizer()
         self._output.close()
 
     def last_words(self) -> str:
-        """How the process ended, and the last line that it wrote."""
+        """A line with the process's exit status and its last line of output."""
         try:
             code = self.process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -224,9 +225,9 @@ class Child:
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
-    """Kill and reap. A process that hangs in the driver needs a while until the driver lets it go."""
+    """Kill and reap the process. If it hangs in the driver, it takes a while until the driver releases it."""
     connection.close()
     process.kill()
     deadline = time.monotonic() + 30
     while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)  # then asked again, for as long as the driver may take
+        time.sleep(0.005)  # then poll again, for as long as the driver may take

@@ -1,6 +1,7 @@
-"""Predicts a kernel's cost by closed formulas, before anything is measured. It only ranks.
+"""Predicts a kernel's cost by closed formulas, before any measurement. The predictions only rank kernels.
 
-`terms` predicts times and bytes, `energy` joules and the clock at the power cap, and `rank` orders by them.
-`feasible` and `verdicts` list what a search space has for a problem, `shortlist` the kernels that ship, and
-`features` what fitted trees read of a launch. Imports `describe`, `compile` and `generate`.
+`terms` predicts times and bytes, `energy` predicts joules and the clock at the power cap, and `rank` orders
+candidates by them. `feasible` and `verdicts` list a search space's candidates for a problem, `shortlist`
+lists the kernels that ship, and `features` computes the inputs of the fitted trees. Imports `describe`,
+`compile` and `generate`.
 """

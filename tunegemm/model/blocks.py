@@ -1,7 +1,7 @@
-"""Which kernel of db/blocks.toml computes block-scaled fp8, and in how many k splits: by an estimate.
+"""Chooses the kernel of db/blocks.toml for a block-scaled fp8 product, and its k splits, by an estimate.
 
-A tile's time is that of its blocks of k, one after the other: each takes as long as its multiplications and
-promotions, or as its bytes take to come. All tiles of a wave are there at once.
+A tile computes its blocks of k one after the other. Each block takes as long as the slower of two: its
+multiplications and promotions, or the transfer of its bytes. All tiles of a wave run at the same time.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from tunegemm.resources import data_path
 
 _SMS = 132
 """Multiprocessors of an H100 and of an H200."""
-#: By a word in a GPU's name bytes a nanosecond that all multiprocessors get of its memory, and one at most.
+#: Memory bandwidth in bytes per nanosecond, of all multiprocessors together and the most that a single one
+#: gets, by a word in the GPU's name.
 _RATES = {"H200": (4.2, 0.066), "": (2.9, 0.058)}
 _MOST_SPLITS = 8
 _LEAST_BLOCKS = 4
-"""Blocks of k that a split has at least."""
+"""The fewest blocks of k in a split."""
 
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """A kernel and how it is launched: the words of `BlockKernel.bound`, but for the device."""
+    """A kernel and its launch: the keyword arguments of `BlockKernel.bound`, except the device."""
 
     name: str
     """Its name in the table."""
@@ -50,22 +51,22 @@ class Listed:
     config: BlockConfig
     first_row: int
     last_row: int
-    """It is for so many rows."""
+    """`first_row` to `last_row`: the numbers of rows that the kernel is for."""
     block_ns: float
-    """What one block of k of a tile takes where its bytes are there."""
+    """Time of one block of k of a tile if its bytes have arrived."""
     tile_ns: float
-    """What a tile takes beside its blocks."""
+    """Time of a tile beyond that of its blocks."""
     split_ns: float
-    """What k splits take to become one, for each time that their number doubles."""
+    """Time to add up k splits, each time that their number doubles."""
 
     def estimate(self, rows: int, n: int, k: int, split_k: int, gpu: str) -> float:
-        """Nanoseconds of a product."""
+        """Estimated nanoseconds of a product."""
         memory, of_sm = next(rates for word, rates in _RATES.items() if word in gpu)
         work = blocks.tiles_of(self.config, rows, n) * self.config.cluster_size * split_k
         count = -(-k // BLOCK)
         per_split = -(-count // split_k)
         waves, rest = divmod(work, _SMS)
-        # Rows are read again and again, and lie in the L2; the weights come from memory once.
+        # Tiles read the rows repeatedly, from L2; the weights come from memory once.
         weight_bytes = BLOCK * self.config.columns / max(1, -(-rows // self.config.rows))
         total = 0.0
         for active, times in ((_SMS, waves), (rest, 1 if rest else 0)):
@@ -79,11 +80,11 @@ def choose(
     rows: int, n: int, k: int, *,
     out_dtype: str = "bf16", gpu: str = "", may_split: bool = True, path: Path | None = None,
 ) -> BlockChoice | None:  # fmt: skip
-    """The kernel for A of rows x K with weights of N x K; None where there is none for such a product.
+    """The kernel for A (rows x K) and weights (N x K); None if the table has no kernel for such a product.
 
     gpu: its name, such as NVIDIA H200. may_split: whether k may be split, which takes memory.
 
-    Raises BadValueError for a damaged table.
+    Raises BadValueError if the table is damaged.
     """
     found = [
         (each.estimate(rows, n, k, split, gpu), each.name, split, each)
@@ -98,25 +99,25 @@ def choose(
 
 
 def splits_of(config: BlockConfig, rows: int, n: int, k: int) -> list[int]:
-    """In how many k splits a kernel may compute a product: several only where tiles alone leave room."""
+    """The numbers of k splits that a kernel may use: above 1 only if its tiles leave multiprocessors idle."""
     tiles, count = blocks.tiles_of(config, rows, n) * config.cluster_size, -(-k // BLOCK)
     most = min(_MOST_SPLITS, count // _LEAST_BLOCKS, 2 * _SMS // tiles)
     return [1, *range(2, most + 1)]
 
 
 def listed(path: Path | None = None) -> tuple[BlockConfig, ...]:
-    """All kernels, which ship compiled. Raises BadValueError for a damaged table."""
+    """All kernels of the table, which ship compiled. Raises BadValueError if the table is damaged."""
     return tuple(dict.fromkeys(each.config for each in _table(path)))
 
 
 def candidates(out_dtype: str = "bf16", path: Path | None = None) -> tuple[Listed, ...]:
-    """The kernels of an output's dtype. Raises BadValueError for a damaged table."""
+    """The kernels with this output dtype. Raises BadValueError if the table is damaged."""
     return tuple(each for each in _table(path) if each.config.out_dtype == out_dtype)
 
 
 @cache
 def _table(path: Path | None) -> tuple[Listed, ...]:
-    import tomllib  # with the first such product: other programs do without
+    import tomllib  # here, so that only programs with such products pay for the import
 
     path = path or data_path("db", "blocks.toml")
     try:

@@ -1,8 +1,9 @@
-"""What a candidate's product draws, and what is left of its speed at the power cap.
+"""Predicts the energy of a candidate's product, and its speed at the power cap.
 
-Above some 2,000 rows Hopper runs at its 700 W: its clock falls until work fits the cap, and the kernel that
-draws least is the fastest. A measured table (energy.toml, docs/decisions/0014) gives the joules of a kernel's
-work; the clock is the highest at which they fit. It ranks, as `model` does.
+Above some 2,000 rows Hopper runs at its cap of 700 W: the clock falls until the work fits the cap, and the
+kernel that draws least power is the fastest. A measured table (energy.toml, docs/decisions/0014) has the
+joules of a kernel's work; the predicted clock is the highest that keeps them under the cap. Like all of
+`model`, the predictions only rank.
 """
 
 from __future__ import annotations
@@ -20,28 +21,31 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.model.terms import Bools, Columns, Floats, Ints, Terms, steady_clock_mhz, time_at
 
-#: Clock at which the table holds, MHz.
+#: The table's energies hold at this clock, in MHz.
 REFERENCE_MHZ = 1500.0
 _STEP_MHZ = 20.0
-#: The one term on which the chip's voltage has no influence.
+#: The only term that does not depend on the chip's voltage.
 _MEMORY = "dram"
 
 
 @dataclass(frozen=True)
 class Table:
-    """What work costs in joules on one model of GPU."""
+    """The energy that work takes on one model of GPU."""
 
     cap_w: float
     static_w: float
     clocks_mhz: tuple[int, int]
-    """The lowest that a cap is known to lead to, and the highest."""
+    """The lowest clock that the power cap is known to lead to, and the highest clock."""
     slope: float
     bend: float
     pj_per_flop: Mapping[str, float]
     pj_per_byte: Mapping[str, float]
 
     def flop_pj(self, columns: Floats) -> Floats:
-        """Picojoules of WGMMAs of so many columns; beyond the measured widths those of the nearest."""
+        """Picojoules per flop of WGMMAs with this many columns.
+
+        Interpolates between measured widths, and beyond them uses the nearest.
+        """
         widths = sorted(self.pj_per_flop, key=int)
         return np.interp(columns, [int(w) for w in widths], [self.pj_per_flop[w] for w in widths])
 
@@ -50,35 +54,35 @@ class Table:
         return np.arange(low, high + 1, _STEP_MHZ)
 
     def voltage(self, clocks_mhz: Floats) -> Floats:
-        """How many times as much the chip's own terms cost at a clock."""
+        """The factor by which a clock scales the chip's own terms (all but device memory)."""
         x = clocks_mhz / REFERENCE_MHZ - 1
         return 1 + self.slope * x + self.bend * x * x
 
 
 @dataclass(frozen=True)
 class Steady:
-    """Predictions for lasting work, one entry for each candidate."""
+    """Predictions for sustained work, one entry for each candidate."""
 
     us: Floats
     clock_mhz: Floats
     at_cap: bool
-    """Whether the fastest of them runs below the highest clock."""
+    """Whether the fastest candidate runs below the highest clock."""
 
     def take(self, rows: Any) -> Steady:
-        """Some candidates, by their numbers or a mask."""
+        """A selection of the candidates, by indices or a mask."""
         return Steady(self.us[rows], self.clock_mhz[rows], self.at_cap)
 
 
 @cache
 def table_of(device_name: str) -> Table | None:
-    """The table of a model of GPU; None where none was measured."""
+    """The table of a model of GPU; None if none was measured."""
     tables = tomllib.loads(Path(__file__).with_name("energy.toml").read_text(encoding="utf-8"))
     data = next((one for part, one in tables.items() if device_name.startswith(part)), None)
     return None if data is None else Table(**{**data, "clocks_mhz": tuple(data["clocks_mhz"])})
 
 
 def steady(problem: Problem, columns: Columns, found: Terms, device: Device) -> Steady:
-    """Times at the clocks that lasting work leaves. Where there is no table: as `terms` has them."""
+    """Times at the clocks of sustained work. Without a table for the GPU, the times of `terms`."""
     table = table_of(device.fingerprint.device_name)
     if table is None:
         clocks = np.full(len(found.total_us), steady_clock_mhz(device))
@@ -89,7 +93,7 @@ def steady(problem: Problem, columns: Columns, found: Terms, device: Device) -> 
     clocks = table.clocks()
 
     def fits(which: Ints, places: Ints) -> Bools:
-        """Whether candidates keep the cap at clocks, both by their numbers."""
+        """Whether candidates stay under the cap at clocks; both are indices."""
         at = clocks[places]
         watts = (
             (chip_pj[which] * table.voltage(at) + memory_pj[which])
@@ -98,8 +102,8 @@ def steady(problem: Problem, columns: Columns, found: Terms, device: Device) -> 
         )
         return watts + table.static_w <= table.cap_w
 
-    # The highest clock that fits; the lowest where none does. A higher clock draws more, so that it is found
-    # by halves; below the cap the highest is the first that is tried, and fits.
+    # Find the highest clock that fits, or the lowest if none does. A higher clock draws more power, so a
+    # binary search finds it. It tries the highest clock first, which fits if the work is below the cap.
     low, high = np.zeros(len(chip_pj), dtype=np.int64), np.full(len(chip_pj), len(clocks) - 1)
     tried, place = np.arange(len(chip_pj)), high.copy()
     while len(tried):
@@ -114,11 +118,11 @@ def steady(problem: Problem, columns: Columns, found: Terms, device: Device) -> 
 
 
 def work_pj(problem: Problem, columns: Columns, found: Terms, table: Table) -> dict[str, Floats]:
-    """Picojoules of a product by what costs them, at the table's clock, without what flows whatever runs."""
+    """Picojoules of a product by cause, at the table's clock, without the static power."""
     pj = table.pj_per_byte
     out_bytes = problem.m * problem.n * problem.batch * DTYPE_BYTES[problem.out_dtype]
     flops = 2.0 * problem.m * problem.n * problem.k * problem.batch
-    # A multiplication of operands half as wide takes half as long; that it takes half the energy is assumed.
+    # Multiplying operands half as wide takes half as long; we assume that it also takes half the energy.
     flop_pj = table.flop_pj(columns.tile_n.astype(float)) * DTYPE_BYTES[problem.in_dtype] / 2
     return {
         "flops": flops * flop_pj,

@@ -1,10 +1,10 @@
-"""The kernels of a family that can be compiled for problems of one kind: of the same dtypes, majors,
+"""Lists the kernels of a family that can be compiled for one kind of problem: the same dtypes, majors,
 alignment and epilogue.
 
-Half a million kernels are in the largest space, and to ask each rule about each would take half a minute. A
-rule declares the few parameters that it reads: candidates that agree in those have one verdict
-(`CandidateTable`), and some 20,000 kernels are left after seconds. They are kept in a folder, as places in
-the space's lists, under a name that changes with rules and space.
+The largest space has half a million kernels, and asking each rule about each kernel would take half a minute.
+A rule declares the few parameters that it reads, and candidates that agree in those share one verdict
+(`CandidateTable`); this leaves some 20,000 kernels within seconds. A folder caches them, as indices into the
+space's lists, under a file name that changes with the rules and the space.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from tunegemm.generate import families
 from tunegemm.generate.family import Generator
 from tunegemm.generate.feasibility import Remembered, Rule
 
-#: Combinations of what a rule reads that are kept in a table; of more only those that occur are sorted out.
+#: Up to this many combinations of a rule's parameters are kept in a table. If there are more, sorting finds
+#: the combinations that occur.
 MOST_IN_TABLE = 1 << 22
 
 
 @dataclass(frozen=True)
 class CandidateTable:
-    """Candidates as columns: of each parameter a list of values, and for each candidate a place in it."""
+    """Candidates as columns: each parameter has a list of values, and each candidate an index into it."""
 
     family: str
     compile_values: Mapping[str, Sequence[Value]]
     launch_values: Mapping[str, Sequence[Value]]
-    """The launch parameters; empty for kernels without a launch."""
+    """Values of the launch parameters; empty for kernels without a launch."""
     places: Mapping[str, np.ndarray]
-    """The places by parameter, compile-time and launch-time; one entry for each candidate."""
+    """The indices by parameter, compile-time and launch-time, with one entry for each candidate."""
 
     @classmethod
     def kernels(cls, family: str, values: Mapping[str, Sequence[Value]]) -> CandidateTable:
@@ -49,7 +50,7 @@ class CandidateTable:
         return cls(family, values, {}, _combinations(values))
 
     def with_launches(self, rows: np.ndarray, values: Mapping[str, Sequence[Value]]) -> CandidateTable:
-        """Every launch of these values of some of the kernels, one kernel's after the other's."""
+        """Every combination of these launch values with the kernels of `rows`, kernel by kernel."""
         launches = _combinations(values)
         count = len(next(iter(launches.values()), np.zeros(1)))
         places = {name: np.repeat(column[rows], count) for name, column in self.places.items()}
@@ -74,14 +75,14 @@ class CandidateTable:
         return list(map(Candidate, itertools.repeat(self.family), compiled, launched))
 
     def _pairs(self, name: str, values: Sequence[Value], rows: np.ndarray) -> Iterator[tuple[str, Value]]:
-        """A parameter with its value, of each row."""
+        """A parameter's name and value for each row."""
         pairs = [(name, value) for value in values]
         return map(pairs.__getitem__, self.places[name][rows].tolist())
 
     def rejected(self, rules: Sequence[Rule], problem: Problem, device: Device) -> np.ndarray:
-        """The place of the first rule that rejects each candidate; the number of rules where none does.
+        """The index of the first rule that rejects each candidate, or the number of rules if none does.
 
-        As with `apply_rules`, a rule is asked only about what those before it let pass.
+        As in `apply_rules`, each rule sees only the candidates that the rules before it allow.
         """
         found = np.full(len(self), len(rules), dtype=np.int16)
         alive = np.arange(len(self))
@@ -94,7 +95,7 @@ class CandidateTable:
         return found
 
     def groups(self, rule: Rule, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Candidates that agree in what a rule reads: the first row of each group, and each row's group."""
+        """Groups candidates that agree in the rule's parameters: each group's first row, each row's group."""
         names = [name for name in rule.parameters if name in self.places]
         sizes = [len(self.compile_values.get(name) or self.launch_values[name]) for name in names]
         code = np.zeros(len(rows), dtype=np.int64)
@@ -104,20 +105,20 @@ class CandidateTable:
             _, first, group = np.unique(code, return_index=True, return_inverse=True)
             return rows[first], group
         first = np.full(combinations, -1)
-        first[code[::-1]] = rows[::-1]  # the last that is written is the first row
+        first[code[::-1]] = rows[::-1]  # in reverse, so that a group's first row is written last
         occurs = first >= 0
         return first[occurs], (np.cumsum(occurs) - 1)[code]
 
 
 def _combinations(values: Mapping[str, Sequence[Value]]) -> dict[str, np.ndarray]:
-    """The places of the values of each combination, the last value changing first."""
+    """The indices of the values of each combination; the last parameter changes fastest."""
     sizes = [len(listed) for listed in values.values()]
     whole = np.indices(sizes, dtype=np.int16).reshape(len(sizes), -1)
     return dict(zip(values, whole, strict=True))
 
 
 def kernel_facts(problem: Problem) -> tuple[str | int, ...]:
-    """What of a problem decides which kernels can be compiled for it."""
+    """The properties of a problem that decide which kernels can be compiled for it."""
     return (
         problem.in_dtype, problem.out_dtype, problem.accumulation, problem.epilogue, problem.groups > 0,
         problem.a_major, problem.b_major, problem.out_major, problem.alignment,
@@ -127,9 +128,10 @@ def kernel_facts(problem: Problem) -> tuple[str | int, ...]:
 def possible_kernels(
     family: Generator, space: SearchSpace, problem: Problem, device: Device, folder: Path | None
 ) -> list[Candidate]:
-    """All that no rule rejects for every extent, in the space's order.
+    """All kernels that no rule rejects for every extent, in the space's order.
 
-    folder: where they are kept between processes; None for nowhere. One that cannot be written is ignored.
+    folder: caches the kernels between processes; None for no cache. A folder that cannot be written is
+    ignored.
     """
     path = None if folder is None else folder / f"{_name(family, space, problem, device)}.npy"
     if path is not None and (known := _read(path, space)) is not None:
@@ -145,12 +147,12 @@ def possible_kernels(
 
 
 def extent_check(family: Generator, problem: Problem, device: Device) -> Remembered:
-    """Whether a candidate can have the problem's extents."""
+    """A check whether candidates can have the problem's extents."""
     return Remembered([rule for rule in family.rules if rule.reads_extents], problem, device)
 
 
 def kernel_check(family: Generator, problem: Problem, device: Device) -> Remembered:
-    """What all other rules say of a candidate: the same for all problems of the same `kernel_facts`."""
+    """A check by all other rules; its verdicts hold for all problems with the same `kernel_facts`."""
     return Remembered([rule for rule in family.rules if not rule.reads_extents], problem, device)
 
 
@@ -161,7 +163,7 @@ def _name(family: Generator, space: SearchSpace, problem: Problem, device: Devic
         device.architecture, device.sm_count, device.fingerprint.sm_budget,
     )  # fmt: skip
     digest = hashlib.sha256(repr(facts).encode())
-    # Rules, and what they compute with: all beside the families and in the family's folder, in bytes.
+    # Hash the rules and the code that they call: all modules beside the families and in the family's folder.
     here = Path(families.__file__).parent
     for path in sorted({*here.glob("*.py"), *family.space_file.parent.glob("*.toml"), *rule_sources(family)}):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -173,7 +175,7 @@ def rule_sources(family: Generator) -> set[Path]:
 
 
 def _read(path: Path, space: SearchSpace) -> np.ndarray | None:
-    """The places of a file; None where there is no such file, or its places are not in the lists."""
+    """The indices in a file; None if the file is missing or its indices do not fit the space's lists."""
     try:
         places = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError):

@@ -1,5 +1,6 @@
-"""What fitted trees read of a launch: numbers of the problem, of torch's product, of the kernel and of the
-model's terms. `fit` fits to them, `choose.predictions` and `choose.invariance` go by them.
+"""Computes the inputs of the fitted trees for a launch: numbers that describe the problem, torch's own
+product, the kernel and the model's terms. `fit` fits trees to them; `choose.predictions` and
+`choose.invariance` evaluate the trees.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from tunegemm.generate.cublaslt.choice import LibraryChoice
 from tunegemm.model.shortlist import Choices, listed
 from tunegemm.model.terms import Columns, Floats, Terms
 
-#: Stands for what is not known; each feature that may be missing is above it.
+#: Stands for an unknown value; it lies below every value of the features that may be missing.
 UNKNOWN = -100.0
-#: Families by their numbers.
+#: Families; the trees read a family's index here.
 FAMILIES = ("cute_sm90", "gluon_wgmma", "triton_tma", "skinny", "cute_sm80")
 
-#: `half_sectors`: whether rows of K begin amid the 32 B that device memory is read by.
+#: `half_sectors`: whether rows of K may start in the middle of a 32 B sector of device memory.
 OF_PROBLEM = ("log_m", "log_n", "log_k", "log_bytes", "n_beyond", "k_beyond", "half_sectors")
 OF_TORCH = (
     "torch_rows", "torch_columns", "torch_cluster", "torch_cluster_columns", "torch_splits", "torch_waves",
@@ -36,13 +37,13 @@ OF_LAUNCH = (
     "epilogue", "steps", "ctas", "rows_all", "columns_all", "empty", "place",
 )  # fmt: skip
 NAMES = (*OF_PROBLEM, *OF_LAUNCH, *OF_TORCH)
-#: What orders kernels that leave k whole, listed or not, among themselves.
+#: Features that rank kernels without a k split, whether the shortlist has them or not.
 OF_ORDER = (
     *OF_PROBLEM,
     *(name for name in OF_LAUNCH if name not in ("streams", "splits", "second", "place")),
 )
 
-#: What tells the gain of such a kernel over torch's operations for an fp8 or fused product.
+#: Features that predict the gain of such a kernel over torch's operations for an fp8 or fused product.
 OF_GAIN = (*OF_ORDER, "behind", "one_byte", "gated", "adds", "after", *OF_TORCH)
 
 
@@ -58,8 +59,8 @@ def features(
 ) -> Floats:
     """A row of the named features for each launch.
 
-    families: of their kernels, see `family_numbers`. library: what torch will launch; None: not known.
-    known: further features by name.
+    families: the kernels' families, as `family_numbers` returns them. library: the kernel that torch will
+    launch; None if unknown. known: further features by name.
     """
     known |= _of_launches(problem, columns, found, families, device)
     if OF_TORCH[0] in names:
@@ -74,7 +75,7 @@ def features(
 def features_of_choices(
     problem: Problem, found: Choices, device: Device, library: LibraryChoice | None
 ) -> Floats:
-    """A row of `NAMES` for each launch of listed kernels."""
+    """A row of the features `NAMES` for each launch of listed kernels."""
     return features(
         NAMES, problem, found.columns, found.terms, _of_listed()[found.kernels], device, library,
         splits=found.columns.split_k, second=found.columns.second, place=found.kernels,
@@ -82,7 +83,7 @@ def features_of_choices(
 
 
 def family_numbers(kernels: Sequence[Candidate]) -> Floats:
-    """The number in `FAMILIES` of each kernel's family."""
+    """The index in `FAMILIES` of each kernel's family."""
     return np.array([float(FAMILIES.index(kernel.family)) for kernel in kernels])
 
 
@@ -94,7 +95,7 @@ def _of_listed() -> Floats:
 def _of_launches(
     problem: Problem, c: Columns, t: Terms, families: Floats, device: Device
 ) -> dict[str, float | NDArray[Any]]:
-    """Features by their names; families: numbers in `FAMILIES`."""
+    """The features of launches by name; families: indices into `FAMILIES`."""
     m, n, k, sms = problem.m, problem.n, problem.k, device.sm_count
     floor_us = 3.0 + problem.bytes / (device.bandwidth_gbps * 1e3)
     rows = np.where(c.swap_ab, c.tile_n, c.tile_m)

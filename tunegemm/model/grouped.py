@@ -1,7 +1,7 @@
-"""Which kernel serves a product of groups of rows: the table db/grouped.toml, measured beside torch's own.
+"""Chooses the kernel of a grouped product from the table db/grouped.toml, which was measured against torch.
 
-Only what the host knows decides: the GPU, the numbers of groups and rows, N and K, never how the rows are
-divided.
+The choice depends only on facts that the host knows: the GPU, the numbers of groups and rows, N and K. It
+never depends on the division of the rows.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from tunegemm.resources import data_path
 
 _FACTS = ("groups", "n", "k", "rows", "rows_per_group")
 _LAUNCH = {"swizzle_size": 8, "l2_hint": 0}
-"""Parameters of a launch, and their values where a choice does not say."""
+"""Launch parameters and their default values."""
 _FEW_K = 8
-"""What k is a multiple of where the kernel of few rows reads it."""
+"""The kernel for few rows needs k to be a multiple of this."""
 FP8 = "fp8_e4m3"
-"""Products with scales of rows and columns, in bf16."""
+"""The dtype of fp8 products, which have scales of rows and columns and a bf16 output."""
 
 
 @dataclass(frozen=True)
 class GroupedChoice:
-    """A kernel and how it is launched."""
+    """A kernel and its launch parameters."""
 
     config: GroupedConfig
     swizzle_size: int
     l2_hint: int
     is_few: bool = False
-    """Whether the kernel of few rows, `few` of `tunegemm.generate.routing`, takes this one's place."""
+    """Whether the kernel for few rows, `few` of `tunegemm.generate.routing`, replaces this kernel."""
 
     @property
     def label(self) -> str:
-        """The kernel in a few words."""
+        """A short name of the kernel."""
         return f"few {self.config.in_dtype}" if self.is_few else self.config.label
 
 
 def maker_of(config: GroupedConfig) -> ModuleType:
-    """The module that compiles and launches a kernel: `kernel_key` and `Kernel` are for such configs."""
+    """The module that compiles and launches a kernel; its `kernel_key` and `Kernel` take such configs."""
     return {DrawnConfig: drawn, PartedConfig: parted}.get(type(config), grouped)
 
 
 @dataclass(frozen=True)
 class AlongKChoice:
-    """A kernel of groups along k, and how it is launched."""
+    """A kernel for groups along k, and its launch parameter."""
 
     config: KernelConfig
     swizzle_size: int
@@ -72,11 +72,11 @@ def choose_along_k(
     gpu: str = "",
     every: bool = False,
 ) -> AlongKChoice | None:
-    """The kernel for groups x N x K from rows x N and rows x K; None where torch's is not known to be slower.
+    """The kernel for groups x N x K from rows x N and rows x K; None unless torch is known to be slower.
 
-    gpu: as `choose` has it. every: where such products are not served, too.
+    gpu: as in `choose`. every: also answer if such products are not served.
 
-    Raises BadValueError for a damaged table.
+    Raises BadValueError if the table is damaged.
     """
     table = _table(path).along_k
     facts = dict(zip(_FACTS, (groups, n, k, rows, rows / groups), strict=True))
@@ -87,7 +87,10 @@ def choose_along_k(
 
 
 def listed_along_k(path: Path | None = None, *, every: bool = False) -> tuple[KernelConfig, ...]:
-    """The kernels of groups along k that ship; or `every` one. Raises BadValueError for a damaged table."""
+    """The kernels for groups along k that ship, or `every` such kernel of the table.
+
+    Raises BadValueError if the table is damaged.
+    """
     table = _table(path).along_k
     named = dict.fromkeys(rule.kernel for rule in table.rules if rule.kernel and table.served)
     return tuple(table.configs[name] for name in (table.configs if every else named))
@@ -98,16 +101,18 @@ def choose(
     gpu: str = "", dtype: str = "bf16", gate: str = "", major: str = "k", every: bool = False,
     ordered: bool = False,
 ) -> GroupedChoice | None:  # fmt: skip
-    """The kernel for A of rows x K and B of groups x N x K; None where torch's own is not known to be slower.
+    """The kernel for A (rows x K) and B (groups x N x K); None unless torch's own is known to be slower.
 
-    gpu: its name, such as NVIDIA H200; some choices are for those whose names have a word in them.
-    gate: a gated step of `tunegemm.describe.epilogue`, such as swiglu; N counts rows of gate and up. Such a
-    kernel saves torch one that reads and writes the product: it is named where that of the product is not.
-    major: k or n, whichever lies contiguous in B.
-    every: of kinds that are not served, too.
-    ordered: a kernel that adds up k in the one order of all but `few`, whatever the rows; never torch's.
+    gpu: its name, such as NVIDIA H200; some rules hold only for GPUs whose names contain a certain word.
+    gate: a gated step of `tunegemm.describe.epilogue`, such as swiglu; N counts the rows of gate and up. A
+    gated kernel saves torch a second kernel, which would read and write the product; so it is chosen even
+    where torch computes the plain product faster.
+    major: k or n, the contiguous mode of B.
+    every: also answer for kinds that are not served.
+    ordered: choose a kernel that adds up k in the order that all kernels but `few` share, for any number of
+    rows; never torch's.
 
-    Raises BadValueError for a damaged table.
+    Raises BadValueError if the table is damaged.
     """
     table = _table(path)
     asked = dtype, gate, major
@@ -122,7 +127,7 @@ def choose(
     ]  # fmt: skip
     held = (rule for rule in possible if rule.holds(facts))
     rule = next((rule for rule in held if rule.kernel or not (gate or ordered)), None)
-    if rule is None and ordered:  # of groups of more rows than were timed: what those of the most have
+    if rule is None and ordered:  # larger groups than were timed: take the rule of the largest
         others = [rule for rule in possible if rule.kernel]
         rule = max(others, key=_Rule.most_per_group, default=None)
     if rule is None or not rule.kernel:
@@ -132,7 +137,7 @@ def choose(
 
 
 def chosen(problem: Problem, gpu: str, *, ordered: bool = False) -> GroupedChoice | None:
-    """`choose` for a grouped problem on a GPU of a name."""
+    """The result of `choose` for a grouped problem; gpu: the GPU's name."""
     return choose(
         problem.groups, problem.n, problem.k, problem.m,
         gpu=gpu, dtype=problem.in_dtype, gate=problem.gate, major=problem.b_major, ordered=ordered,
@@ -140,9 +145,10 @@ def chosen(problem: Problem, gpu: str, *, ordered: bool = False) -> GroupedChoic
 
 
 def shipped_kernel(problem: Problem, gpu: str) -> Candidate | None:
-    """What is `chosen` for a problem, as a search knows it; None for torch's.
+    """The `chosen` kernel as a candidate of the search space; None if torch's kernel is chosen.
 
-    A search knows neither drawn tiles nor parts of k: it has the same tile, or what stands in for these.
+    The search space has neither drawn tiles nor parts of k. The candidate has the same tile as a kernel with
+    drawn tiles; the `ordered` choice replaces a kernel with parts of k.
     """
     choice = chosen(problem, gpu)
     if choice is not None and isinstance(choice.config, PartedConfig):
@@ -151,7 +157,7 @@ def shipped_kernel(problem: Problem, gpu: str) -> Candidate | None:
 
 
 def candidate_of(choice: GroupedChoice) -> Candidate:
-    """A choice as a search knows it."""
+    """A choice as a candidate of the search space."""
     from tunegemm.generate.grouped import FAMILY, L2_HINTS
 
     parameters = {name: getattr(choice.config, name) for name in FAMILY.parameters["compile"]}
@@ -161,9 +167,9 @@ def candidate_of(choice: GroupedChoice) -> Candidate:
 
 
 def listed(path: Path | None = None, kind: str = "") -> tuple[GroupedConfig, ...]:
-    """All kernels of what is served, which ship compiled; or of a kind by its name, served or not.
+    """All kernels of the kinds that are served, which ship compiled; with `kind`, that kind's, served or not.
 
-    Raises BadValueError for a damaged table.
+    Raises BadValueError if the table is damaged.
     """
     table = _table(path)
     asked = [name for name, each in table.kinds.items() if name == kind or (not kind and each.served)]
@@ -177,12 +183,12 @@ def listed(path: Path | None = None, kind: str = "") -> tuple[GroupedConfig, ...
 
 
 def configs(kind: str, path: Path | None = None) -> dict[str, GroupedConfig]:
-    """The kernels of a kind by their names in the table. Raises BadValueError for a damaged one."""
+    """The kernels of a kind by their names in the table. Raises BadValueError if the table is damaged."""
     return {name: config for (of, name), config in _table(path).configs.items() if of == kind}
 
 
 def kinds(path: Path | None = None) -> tuple[str, ...]:
-    """The names of all kinds of product, served or not. Raises BadValueError for a damaged table."""
+    """The names of all kinds of product, served or not. Raises BadValueError if the table is damaged."""
     return tuple(_table(path).kinds)
 
 
@@ -193,7 +199,7 @@ class _Kind(NamedTuple):
     served: bool = True
 
     def config_of(self, parameters: Mapping[str, Any]) -> GroupedConfig:
-        """A kernel of this kind: with `parts` one of parts of k, with `drawn` one that draws its tiles."""
+        """The config of a kernel of this kind; `parts` splits k, `drawn` draws tiles dynamically."""
         rest = dict(parameters)
         parts, draws = rest.pop("parts", 1), rest.pop("drawn", False)
         config = config_from(rest, dtype=self.dtype, gate=self.gate, major=self.major)
@@ -206,13 +212,13 @@ class _Kind(NamedTuple):
 @dataclass(frozen=True)
 class _Rule:
     bounds: tuple[tuple[str, float, float], ...]
-    """Facts, and what they are from and to, both inside."""
+    """Facts with their lower and upper bounds, both inclusive."""
     kinds: tuple[str, ...]
-    """The kinds that it is for; empty: all."""
+    """The kinds that the rule is for; empty for all."""
     gpu: str
-    """What the GPU's name contains."""
+    """A word that the GPU's name must contain."""
     kernel: str
-    """Its name; empty: torch's."""
+    """The kernel's name; empty for torch's."""
     launch: Mapping[str, int]
     is_few: bool
 
@@ -220,7 +226,7 @@ class _Rule:
         return (not self.kinds or kind in self.kinds) and self.gpu in gpu
 
     def most_per_group(self) -> float:
-        """The most rows of a group that it names; 0 where it names none."""
+        """The upper bound on rows per group; 0 if the rule has none."""
         return max((high for fact, _, high in self.bounds if fact == "rows_per_group"), default=0)
 
     def holds(self, facts: Mapping[str, float]) -> bool:
@@ -236,14 +242,14 @@ class _AlongK(NamedTuple):
 class _Table(NamedTuple):
     kinds: Mapping[str, _Kind]
     configs: Mapping[tuple[str, str], GroupedConfig]
-    """By the names of kind and kernel."""
+    """Configs by the names of kind and kernel."""
     rules: tuple[_Rule, ...]
     along_k: _AlongK
 
 
 @cache
 def _table(path: Path | None) -> _Table:
-    import tomllib  # with the first such product: other programs do without
+    import tomllib  # here, so that only programs with such products pay for the import
 
     path = path or data_path("db", "grouped.toml")
     try:
@@ -268,7 +274,7 @@ def _table(path: Path | None) -> _Table:
 
 
 def _kernels(table: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The parameters of kernels by their names."""
+    """The parameters of each kernel, by its name."""
     names = table.pop("parameters", ())
     return {name: dict(zip(names, values, strict=True)) for name, values in table.items()}
 

@@ -1,6 +1,7 @@
-"""Which kernel of db/joined.toml computes one A with several weights where they lie: by an estimate.
+"""Chooses the kernel of db/joined.toml that multiplies one A by several separate weights, by an estimate.
 
-Of few rows what a block takes to bring its weights from memory counts, of many rows the waves of tiles.
+With few rows, the estimate is the time to read the weights from memory; with many rows, it counts the waves
+of tiles.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.resources import data_path
 
-#: By a word in a GPU's name GB/s that kernels of records get of its memory, and those that one multiprocessor
-#: gets where few of them read (one row, 40 to 64 tiles; db/records, 2026-11-24).
+#: Memory bandwidth in GB/s by a word in the GPU's name: the one that recorded kernels reach, and the one of a
+#: single multiprocessor if few of them read (one row, 40 to 64 tiles; db/records, 2026-11-24).
 _GBS = {"H200": (4300.0, 68.0), "": (3000.0, 61.0)}
 _SMS = 132
-"""Multiprocessors of both."""
+"""Multiprocessors of an H100 and of an H200."""
 _WAVE_NS = 300.0
-"""What a further wave of tiles costs beside its bytes."""
+"""Time of each wave of tiles beyond that of its bytes."""
 _MOST_BY_MEMORY = 64
-"""Up to so many rows memory decides, from there on waves of tiles."""
+"""Up to this many rows memory bounds a product; above, the waves of tiles do."""
 
 
 @dataclass(frozen=True)
 class JoinedChoice:
-    """A kernel and how it is launched: the words of `JoinedKernel.bound`, but for the device."""
+    """A kernel and its launch: the keyword arguments of `JoinedKernel.bound`, except the device."""
 
     name: str
     """Its name in the table."""
@@ -48,19 +49,19 @@ def choose(
     rows: int, ns: Sequence[int], k: int, *,
     gate: str = "", dtype: str = "bf16", bias: bool = False, gpu: str = "", path: Path | None = None,
 ) -> JoinedChoice | None:  # fmt: skip
-    """The kernel for A of rows x K with weights of each N x K; None where there is none for such a product.
+    """The kernel for A (rows x K) and weights (each N x K); None if the table has none for such a product.
 
-    ns: of a gate two equal ones. gate: a gated step of `tunegemm.describe.epilogue`, such as swiglu. bias:
-    whether some weight has one. gpu: its name, such as NVIDIA H200.
+    ns: N of each weight; two equal values with a gate. gate: a gated step of `tunegemm.describe.epilogue`,
+    such as swiglu. bias: whether any weight has a bias. gpu: its name, such as NVIDIA H200.
 
-    Raises BadValueError for a damaged table.
+    Raises BadValueError if the table is damaged.
     """
     parts = list(ns[:1] if gate else ns)
     found = [
         each for each in candidates(gate=gate, dtype=dtype, bias=bias, path=path) if each.fits(rows, parts)
     ]
     inside = [each for each in found if each.first_row <= rows <= each.last_row]
-    if not inside:  # narrow weights of many rows: what is for the most
+    if not inside:  # narrow weights and many rows: take the kernels for the most rows
         most = max((each.last_row for each in found), default=0)
         inside = [each for each in found if each.last_row == most]
     best = min(inside, key=lambda each: each.estimate(rows, parts, k, gpu), default=None)
@@ -68,14 +69,14 @@ def choose(
 
 
 def listed(path: Path | None = None) -> tuple[KernelConfig, ...]:
-    """All kernels, which ship compiled. Raises BadValueError for a damaged table."""
+    """All kernels of the table, which ship compiled. Raises BadValueError if the table is damaged."""
     return tuple(dict.fromkeys(each.choice.config for each in _table(path)))
 
 
 def candidates(
     *, gate: str = "", dtype: str = "bf16", bias: bool = False, path: Path | None = None
 ) -> tuple[Listed, ...]:
-    """The kernels of a kind of product. Raises BadValueError for a damaged table."""
+    """The kernels for a kind of product. Raises BadValueError if the table is damaged."""
     asked = dtype, gate, bias
     return tuple(each for each in _table(path) if (each.dtype, each.gate, bias) == asked and each.takes(bias))
 
@@ -88,23 +89,23 @@ class Listed:
     dtype: str
     gate: str
     biased: bool
-    """Whether it was compiled for biases; of few rows all kernels take them."""
+    """Whether it was compiled for biases; all kernels for few rows take them."""
     first_row: int
     last_row: int
-    """It is for so many rows; for others where no kernel is."""
+    """`first_row` to `last_row`: the rows that the kernel is for; it also serves others if no kernel is."""
     relative: float
 
     def takes(self, bias: bool) -> bool:
-        """Whether the kernel is for products with biases, or without."""
+        """Whether the kernel takes products with biases, or without if `bias` is false."""
         return isinstance(self.choice.config, GroupedConfig) or self.biased == bias
 
     def fits(self, rows: int, ns: Sequence[int]) -> bool:
-        """Whether a tile reaches from no weight into the next: of many rows it ends with its weight."""
+        """Whether no weight is narrower than a tile of a kernel for many rows; the last one may be."""
         config = self.choice.config
         return isinstance(config, GroupedConfig) or all(n >= config.tile_n for n in ns[:-1])
 
     def estimate(self, rows: int, ns: Sequence[int], k: int, gpu: str) -> float:
-        """For so many rows and weights the kernel of the least one is taken to be the fastest."""
+        """A number that ranks kernels for these rows and weights: the smallest predicts the fastest."""
         config = self.choice.config
         tiles = joined.tiles_of(config, rows, ns) * config.cluster_size
         if rows > _MOST_BY_MEMORY:
@@ -119,7 +120,7 @@ class Listed:
 
 @cache
 def _table(path: Path | None) -> tuple[Listed, ...]:
-    import tomllib  # with the first such product: other programs do without
+    import tomllib  # here, so that only programs with such products pay for the import
 
     path = path or data_path("db", "joined.toml")
     try:
@@ -141,7 +142,7 @@ def _listed(
     values: Sequence[int], rows: Sequence[int], relative: float = 1.0, gates: Sequence[str] = ("",),
     biased: bool = False, l2_hint: int = 0,
 ) -> list[Listed]:  # fmt: skip
-    """A line of the table: a kernel for each gate, of many rows without biases and perhaps with."""
+    """The kernels of a line of the table: one per gate, and for many rows one with biases if `biased`."""
     tile: dict[str, Any] = dict(zip(parameters, values, strict=True))
     first, last = rows
     found = []
