@@ -290,9 +290,9 @@ def _of_int8(a: Any, b: Any) -> Any:
 
 
 def _in_fp32(a: Any, b: Any) -> Any:
-    """The product of operands of up to 16 bits as it was summed.
+    """The unrounded fp32 product of operands of up to 16 bits.
 
-    torch has that on a GPU, of matrices and batches, without derivatives; elsewhere it is a product of fp32.
+    On a GPU, torch has one for matrices and batches, without derivatives; otherwise the operands are cast.
     """
     if _is_fp8(a) and _is_fp8(b):
         a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)  # bf16 represents every fp8 number
