@@ -1,4 +1,4 @@
-"""The process's dispatcher, and what holds for all of its calls: the policy, and what was read."""
+"""The process's dispatcher, its policy, and how to read its records again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _followers: list[Callable[[Dispatcher], None]] = []
 
 
 def serve_by(other: Dispatcher) -> Dispatcher:
-    """Let another dispatcher compute all products from now on; returns the one before."""
+    """Let another dispatcher compute all products from now on; returns the previous one."""
     global dispatcher
     before, dispatcher = dispatcher, other
     for follower in _followers:
@@ -23,18 +23,18 @@ def serve_by(other: Dispatcher) -> Dispatcher:
 
 
 def follow(follower: Callable[[Dispatcher], None]) -> None:
-    """Call `follower` with the dispatcher, now and whenever another one takes its place.
+    """Call `follower` with the dispatcher, now and whenever another one replaces it.
 
-    For hot paths that keep a bound method of it.
+    For hot paths that keep a bound method of the dispatcher.
     """
     _followers.append(follower)
     follower(dispatcher)
 
 
 def refresh() -> None:
-    """Forget what was read: the next call reads the database again.
+    """Forget all records: the next call reads the database again.
 
-    Use it where another process found a better record for a product that already has one. Products that fall
+    Use it when another process found a better record for a product that already has one. Products that fall
     back to torch look for new records every few seconds.
     """
     dispatcher.planner.refresh()
@@ -45,7 +45,7 @@ class policy:
 
     A block's policy holds for its context: the thread or asyncio task that runs it, and the backward passes
     that it begins. Other contexts keep theirs. A plain call sets the process's policy, for all
-    contexts that set none. `prefer`: ``fastest``, ``deterministic`` (no result depends on scheduling),
+    contexts without their own. `prefer`: ``fastest``, ``deterministic`` (no result depends on scheduling),
     ``batch_invariant`` (a row's bits do not depend on the number of rows), ``no_workspace`` (no memory beyond
     operands and output) or ``min_energy`` (least measured energy). `max_sms`: how many multiprocessors a
     launch may fill, which leaves the others to communication. If a policy excludes the record, the next best
@@ -57,7 +57,7 @@ class policy:
 
     def __init__(self, prefer: Preference = "fastest", *, max_sms: int | None = None) -> None:
         self._policy = Policy(prefer, max_sms)
-        dispatcher.planner.policy  # noqa: B018 - the environment's comes first
+        dispatcher.planner.policy  # noqa: B018 - reads the environment's policy first
         self._before = [choose(self._policy)]
 
     def __repr__(self) -> str:
@@ -74,8 +74,8 @@ class policy:
         restore(self._before.pop())
 
     def __del__(self) -> None:
-        """Where it was no block it was a call. That is not known before: other threads must not be served by
-        a block's policy even for a moment."""
+        """Set the process's policy unless a ``with`` block was entered. `__init__` cannot know: a block's
+        policy must not serve other threads even for a moment."""
         if self._before and not self._is_block:
             dispatcher.planner.use(self._policy)
             if self._before[0] is None and own() is chosen_of(self._policy):

@@ -1,6 +1,6 @@
-"""Products of which more than a launch is asked: their gradients.
+"""Differentiable products.
 
-The products of a backward pass are dispatched like any other, and so are those of their own backward.
+Products of a backward pass are dispatched like any other, and so are those of their own backward pass.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def is_simple(a: torch.Tensor, b: torch.Tensor) -> bool:
 def gradients(
     multiply: Multiply, grad: torch.Tensor, operands: Sequence[torch.Tensor], wanted: Sequence[bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of a and b that are wanted: grad x B^T and A^T x grad, each laid out as its operand is.
+    """The requested gradients of a and b: grad x B^T and A^T x grad, each laid out as its operand is.
 
-    A weight that was multiplied transposed so gets the gradient that an optimizer can add without a copy;
+    So a weight that was multiplied transposed gets a gradient that an optimizer can add without a copy;
     `Problem.backward` names these products.
     """
     a, b = operands
-    grad = grad.resolve_neg()  # a view that says so has the other sign in memory
-    if 0 in grad.stride():  # of a sum, say: no kernel reads one element many times
+    grad = grad.resolve_neg()  # a view with the negative bit has the other sign in memory
+    if 0 in grad.stride():  # the gradient of a sum, for example: no kernel reads strides of 0
         grad = grad.contiguous()
     of_a = _laid_out(multiply, grad, b.mT, like=a) if wanted[0] else None
     if wanted[1] and b.ndim == 2 and a.ndim > 2:
@@ -62,10 +62,10 @@ def _laid_out(multiply: Multiply, a: torch.Tensor, b: torch.Tensor, *, like: tor
 
 
 class Product(torch.autograd.Function):
-    """``a @ b``, or ``a @ b.t()`` of a `linear`, by `product`, or by torch where that has no kernel; plus a
+    """``a @ b``, or ``a @ b.t()`` of a `linear`, by `product`, or by torch if that has no kernel; plus a
     bias of one value for each column, by `add`.
 
-    `is_simple` says what it takes.
+    `is_simple` must hold for the operands.
     """
 
     @staticmethod
@@ -99,17 +99,17 @@ def _multiply(product: Maybe, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _multiplier(product: Maybe) -> Multiply:
-    """How a backward pass multiplies, which asks once for all its products."""
+    """The multiplication of a backward pass, chosen once for all its products."""
     if is_transformed():  # as with is_grads_batched
         return torch.matmul
-    # Mostly nobody wants to know the derivatives of a backward pass.
+    # Derivatives of a backward pass are rarely needed.
     return partial(multiply_differentiably if torch.is_grad_enabled() else _multiply, product)
 
 
 def multiply_differentiably(
     product: Maybe, a: torch.Tensor, b: torch.Tensor, linear: bool = False
 ) -> torch.Tensor:
-    """``a @ b``, or ``a @ b.t()`` where it is `linear`, with what autograd wants to know of it; `is_simple`
+    """``a @ b``, or ``a @ b.t()`` if it is `linear`, recorded by autograd; `is_simple`
     must hold."""
     result: torch.Tensor = Product.apply(product, a, b, linear, None, None)
     return result

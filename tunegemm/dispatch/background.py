@@ -1,9 +1,9 @@
-"""Kernels that a record names and nothing here can launch: compiled while torch computes their products.
+"""Compile kernels that records name but that cannot be launched here; torch computes meanwhile.
 
 A wheel without its kernels, another minor version of the DSL, an older driver, a damaged pack: the sources
-are there all the same. A call only asks. One thread hands what was asked for to a `CompilePool`, whose
-workers see no GPU and leave the processors to others, and which is gone when nothing waits. Objects go to the
-user's store; then the plans that fell back for want of them are dropped, so that the next calls find them.
+are still there. A call only requests a kernel. One thread hands requests to a `CompilePool`, whose workers
+see no GPU and run at low priority; the pool closes when nothing waits. Objects go to the user's store. Then
+plans that fell back because an object was missing are dropped, so the next calls find it.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:  # a program whose kernels are all here imports neither pool n
 #: How long one kernel may take: workers of low priority wait for others, and nobody waits for them.
 _TIMEOUT_S = 600.0
 _MOST_WORKERS = 4
-#: Seconds until a kernel is compiled again that the machine did not let compile, as for want of memory: after
-#: the last one it is given up in this process.
+#: Seconds until the next attempt, if the machine could not compile a kernel, as when memory runs out. After
+#: the last attempt this process gives the kernel up.
 RETRY_AFTER_S = (1.0, 15.0, 120.0)
 
 _log = logging.getLogger(__name__)
 
 
 class Answer(NamedTuple):
-    """What is done about a kernel; all empty where nothing is."""
+    """How a request for a kernel is handled; all fields are empty if nothing is done."""
 
     kernel: str = ""
-    """Its name, if it is compiled."""
+    """The kernel's name, if it is being compiled."""
     failure: str = ""
     """Why it does not compile."""
     refusal: str = ""
@@ -54,7 +54,7 @@ class _Job(NamedTuple):
     family: str
     key: Key
     tries: int = 0
-    """How often it was tried in vain."""
+    """How many attempts failed."""
 
 
 class _Done(NamedTuple):
@@ -85,7 +85,7 @@ class BackgroundCompiler:
     def __init__(
         self, ready: Callable[[str], None], make_pool: Callable[[], CompilePool] = make_pool
     ) -> None:
-        """ready: called with a kernel's name once it is in the store, or known never to come."""
+        """ready: called with a kernel's name once it is in the store, or will never be."""
         self._ready = ready
         self._make_pool = make_pool
         self._pid = os.getpid()
@@ -93,7 +93,7 @@ class BackgroundCompiler:
         self._events: queue.SimpleQueue[_Job | _Done] = queue.SimpleQueue()
         self._is_running = False
         self._asked: set[str] = set()
-        """Kernels that wait or are compiled."""
+        """Kernels that wait or are being compiled."""
         self._failures: dict[str, str] = {}
         self._refusal = ""
         self._logged: set[str] = set()
@@ -102,11 +102,11 @@ class BackgroundCompiler:
 
     @property
     def waiting(self) -> int:
-        """How many kernels wait or are compiled."""
+        """How many kernels wait or are being compiled."""
         return len(self._asked)
 
     def ask(self, record: Record, device: Device) -> Answer:
-        """For the kernel of a record that could not be loaded or launched. Returns at once."""
+        """Request the kernel of a record that could not be loaded or launched. Returns at once."""
         problem, candidate = record.problem, record.candidate
         family = families.get(candidate.family)
         if not self.is_on or not family.compiled or not family.check(problem, candidate, device).runs:
@@ -116,7 +116,7 @@ class BackgroundCompiler:
         return self.ask_for(family.name, family.kernel_key(problem, candidate, device))
 
     def ask_for(self, family: str, key: Key) -> Answer:
-        """For the kernel of a key. Returns at once."""
+        """Request the kernel of a key. Returns at once."""
         if not self.is_on or os.getpid() != self._pid:
             return Answer()
         kernel = digest(key)
@@ -136,7 +136,7 @@ class BackgroundCompiler:
             return Answer(kernel)
 
     def _put(self, job: _Job) -> bool:
-        """Have a job done, by a thread that is there or begins; False where none can. Wants the lock."""
+        """Queue a job and start a thread if needed; False if that fails. The caller holds the lock."""
         self._events.put(job)
         if not self._is_running:
             try:
@@ -149,7 +149,7 @@ class BackgroundCompiler:
         return True
 
     def _work(self, events: queue.SimpleQueue[_Job | _Done]) -> None:
-        """The thread, until nothing waits. What goes wrong with it is logged, and another one goes on."""
+        """Run the thread until nothing waits. An error is logged, and another thread continues."""
         start, count = time.monotonic(), 0
         under_way: dict[str, _Job] = {}
         ends = False
@@ -178,7 +178,7 @@ class BackgroundCompiler:
     def _begin_anew(
         self, under_way: dict[str, _Job], events: queue.SimpleQueue[_Job | _Done], error: BaseException
     ) -> None:
-        """What this thread had to do is for the next one."""
+        """Hand this thread's jobs to a new thread."""
         with self._lock:
             self._is_running, self._events = False, queue.SimpleQueue()
         jobs = [*under_way.values()]
@@ -198,7 +198,7 @@ class BackgroundCompiler:
         future.add_done_callback(lambda future: events.put(_Done(job, future)))
 
     def _finish(self, pool: CompilePool, done: _Done) -> bool:
-        """Tell the planner; whether there is an object now."""
+        """Notify the planner; returns whether the object now exists."""
         job, future = done
         artifact = None
         try:
@@ -229,9 +229,9 @@ class BackgroundCompiler:
         return artifact is not None
 
     def _tell(self, job: _Job) -> None:
-        """The kernel is there, or will never be."""
+        """Report that the kernel exists, or will never exist."""
         try:
-            # In this order: a plan that is made meanwhile is dropped, too.
+            # This order also drops a plan that is made meanwhile.
             self._ready(job.kernel)
         except Exception as error:
             self._log(error)
@@ -239,7 +239,7 @@ class BackgroundCompiler:
             self._asked.discard(job.kernel)
 
     def _retry(self, job: _Job, reason: str) -> None:
-        """A job that the machine did not let be done is done later, or given up."""
+        """Retry a job later if the machine could not do it, or give it up."""
         try:
             timer = threading.Timer(
                 RETRY_AFTER_S[job.tries], self._put_retry, [job._replace(tries=job.tries + 1)]

@@ -1,4 +1,4 @@
-"""What a launch asks of its operands' memory: dtypes, shapes and places once, addresses each time."""
+"""Checks of a launch's operands: dtypes, shapes and devices once, addresses each time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tunegemm.measure.operands import torch_dtype
 if TYPE_CHECKING:
     import torch
 
-#: Sets of shapes and strides that are remembered as right.
+#: How many valid sets of shapes and strides are remembered.
 _MAX_KNOWN = 1024
 
 
@@ -25,7 +25,7 @@ class Extent(NamedTuple):
     span: int
     line: int
     pitch: int
-    """0 where there is one line."""
+    """0 if there is one line."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Extent:
@@ -39,8 +39,8 @@ class Extent(NamedTuple):
 
 
 def share_memory(start: int, extent: Extent, other_start: int, other: Extent) -> bool:
-    """Whether two views at these addresses have a byte in common. Columns of one buffer side by side have
-    none; of views whose lines are interleaved otherwise it may be said of two that have none.
+    """Whether two views at these addresses share a byte. Adjacent columns of one buffer share none. For
+    views that interleave their lines in other ways, the answer may be True although they share none.
     """
     if start >= other_start + other.span or other_start >= start + extent.span:
         return False
@@ -61,15 +61,15 @@ class Checked:
             3 + number for number, index in enumerate(self._tensors) if fused[index].kind == "matrix"
         }
         self._known: dict[Any, tuple[Extent, ...]] = {}
-        #: Places of what is written, and of what that must not meet.
+        #: Pairs of indices: a written operand, and one that it must not overlap.
         self._pairs = [(2, other) for other in range(len(self._names)) if other != 2]
         if "amax" in self._names:
             amax = self._names.index("amax")
             self._pairs += [(amax, other) for other in range(len(self._names)) if other not in (2, amax)]
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, operands: Sequence[Any]) -> None:
-        """Raises ProblemError for operands of another problem, not on the device, or of which one is written
-        where another is read. But a matrix of the epilogue may be `out` itself.
+        """Raises ProblemError if operands belong to another problem or are not on the device, or if one is
+        written where another is read. A matrix of the epilogue may be `out` itself.
         """
         check_operands(self._problem.fused, operands)
         given = (a, b, out, *(operands[index] for index in self._tensors))
@@ -123,7 +123,7 @@ class Checked:
             )
 
     def _check_fused(self, operands: Sequence[Any]) -> None:
-        """Numbers and places. Dtypes, shapes and strides are checked by launchers (`words_reader`)."""
+        """Check numbers and devices. Launchers check dtypes, shapes and strides (`words_reader`)."""
         for described, value in zip(self._problem.fused.operands, operands, strict=True):
             if described.kind == "number":
                 if not isinstance(value, Real):
@@ -149,7 +149,7 @@ class Checked:
 
 
 def _are_one(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two views are the same elements, each at the same place."""
+    """Whether two views have the same elements at the same addresses."""
     return (one.data_ptr(), one.dtype, one.shape) == (two.data_ptr(), two.dtype, two.shape) and all(
         extent == 1 or stride == other
         for extent, stride, other in zip(one.shape, one.stride(), two.stride(), strict=True)

@@ -1,4 +1,4 @@
-"""From a call to a launch: a kernel that is known costs the host less than torch.mm does.
+"""Dispatch calls to launches: a known kernel costs the host less time than torch.mm.
 
 A *plan* is the prepared launch for one key of shapes, strides, dtypes, devices and, below 16, the bytes that
 addresses are multiples of; None says that torch computes products of that key. Plans are made on the first
@@ -6,10 +6,10 @@ call of a key, under a lock, and are then read without one. Nothing is compiled 
 read or loaded while the current stream records a CUDA graph: a product without a plan then falls back to
 torch.
 
-Building such a key costs more than all else that is left of a call. So a call first looks at what was done
-last with the `b` at this address, mostly a weight: if one check in C says that the operands are as they were
-then, that plan is right, whatever `b` is now. (Not with the same object: what ATen and Inductor's code pass
-is a new view each time.) Code that was compiled for certain operands does without the check, too.
+Building such a key costs more than the rest of a call. So a call first looks up the last plan for the `b` at
+this address, usually a weight. If one check in C confirms that the operands match those of that call, the
+plan is right, whatever `b` is now. (The look-up is not by object: ATen and Inductor's code pass a new view
+each time.) Code compiled for fixed operands skips even the check.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from tunegemm.dispatch.states import COMPOSED, Recent, State, own
 from tunegemm.dispatch.unfused import added, by_torch, one_function_into, taken_operands, unfused
 from tunegemm.errors import ProblemError
 
-#: The forms of products that are stored as they are, by their call.
+#: The forms without an epilogue, by their call.
 _PLAIN_FORMS = {call: form_of(call, "") for call in (MATMUL, LINEAR, BELOW_AUTOGRAD, BMM, ADDMM, SCALED_MM)}
 _BIASED_BELOW_AUTOGRAD = form_of(BELOW_AUTOGRAD, "bias_n")
 
@@ -73,13 +73,13 @@ _BIASED_BELOW_AUTOGRAD = form_of(BELOW_AUTOGRAD, "bias_n")
 class Dispatcher:
     """The calls. The module `api` holds the one that `tunegemm.matmul` uses.
 
-    A call that is not known goes to `compute`, and so do operands that need more than a launch: gradients,
-    autocast, unusual addresses, subclasses. The products that such a call consists of come back as calls of
-    their own, which may be known.
+    An unknown call goes to `compute`, and so do operands that need more than a launch: gradients, autocast,
+    unusual addresses, subclasses. The products inside such a call come back as separate calls, which may be
+    known.
 
     `product`, `fused` and `compiled` each spell out what forbids a launch now (modes, deterministic
-    algorithms, another current device) and what a launch is. That is said three times on purpose: as a
-    function it would cost every call a Python call more. What is changed in one is changed in all.
+    algorithms, another current device) and what a launch is. The repetition is deliberate: a shared
+    function would cost every call one more Python call. Change all three together.
     """
 
     def __init__(self, planner: Planner | None = None) -> None:
@@ -98,20 +98,20 @@ class Dispatcher:
         return self.fused(form_of(LINEAR, "bias_n"), x, weight, (bias,))
 
     def below_autograd(self, a: Any, b: Any, out: Any = None) -> Any:
-        """The product ``a @ b`` by a recorded kernel, or None where torch is to compute it.
+        """The product ``a @ b`` by a recorded kernel, or None if torch should compute it.
 
-        For callers below autograd, transforms and modes. What the user did not write in so many words draws
-        no warning of its strides: only a record that is missing does.
+        For callers below autograd, transforms and modes. The user did not write these calls, so their strides
+        cause no warning: only a missing record does.
         """
         return self.product(BELOW_AUTOGRAD, a, b, out)
 
     def product(self, call: int, a: Any, b: Any, out: Any = None) -> Any:
-        """What a call such as `MATMUL` makes of a and b."""
+        """The result of a call such as `MATMUL` for a and b."""
         try:
             b_address = data_ptr(b)
             # Torch's check of tensors ends the process at a nested one (2.13).
             is_odd = b_address & (ALIGNMENT - 1) or a.is_nested is True
-        except (AttributeError, RuntimeError, TypeError):  # no tensor, or such as has no memory
+        except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one without memory
             return self.compute(_PLAIN_FORMS[call], a, b, (), (), out)
         if is_odd:
             return self.compute(_PLAIN_FORMS[call], a, b, (), (), out)
@@ -128,7 +128,7 @@ class Dispatcher:
         if recent is None or (recent.requires_grad and grad_enabled()):
             return self.compute(_PLAIN_FORMS[call], a, b, (), (), out)
         plan, launch = recent.plan, recent.launch
-        if plan is None or launch is None:  # torch's, in whatever mode
+        if plan is None or launch is None:  # torch computes it in every mode
             if time.monotonic() < self.planner.next_look:
                 if out is None and recent.torchs is not None:
                     return recent.torchs(a, b)
@@ -156,7 +156,7 @@ class Dispatcher:
                     increment_version(out)
                 launch(a_address, b_address, out_address)
                 return out
-        except (RuntimeError, ValueError):  # the slow path meets it again, and knows what to do
+        except (RuntimeError, ValueError):  # the slow path raises it again and handles it
             pass
         return self.compute(_PLAIN_FORMS[call], a, b, (), (), out)
 
@@ -169,9 +169,9 @@ class Dispatcher:
         numbers: Sequence[float] = (),
         out: Any = None,
     ) -> Any:
-        """What a form makes of a product; tensors and numbers: what its epilogue takes, each in its order.
+        """The result of a form; tensors and numbers: the epilogue's operands, each in its order.
 
-        None where the form's call is BELOW_AUTOGRAD and torch is to compute it.
+        None if the form's call is BELOW_AUTOGRAD and torch should compute it.
         """
         try:
             b_address = data_ptr(b)
@@ -188,7 +188,7 @@ class Dispatcher:
         if recent is None or (recent.requires_grad and grad_enabled()):
             return self.compute(form, a, b, tensors, numbers, out)
         plan, launch = recent.plan, recent.launch
-        if plan is None or launch is None:  # torch's, in whatever mode
+        if plan is None or launch is None:  # torch computes it in every mode
             if time.monotonic() < self.planner.next_look:
                 if out is None and recent.torchs is not None:
                     return recent.torchs(a, b, *tensors)
@@ -218,7 +218,7 @@ class Dispatcher:
                     increment_version(out)
                 launch(a_address, b_address, out.data_ptr(), *words)
                 return out
-        except (RuntimeError, ValueError):  # the slow path meets it again, and knows what to do
+        except (RuntimeError, ValueError):  # the slow path raises it again and handles it
             pass
         return self.compute(form, a, b, tensors, numbers, out)
 
@@ -232,10 +232,10 @@ class Dispatcher:
         numbers: Sequence[float],
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """What a form makes of a product, for a compiler's code, which has made sure of all but addresses.
+        """The result of a form, for compiled code that has already checked everything except addresses.
 
-        site: the dtypes, extents, strides and devices of all operands in words, with the number of rows where
-        that is not in them; empty where others may change.
+        site: text with the dtypes, extents, strides and devices of all operands, plus the number of rows if
+        that is not among them; empty if any of the others may change.
         """
         recent = self.planner.states[own()].recent.get(site)
         if recent is None:
@@ -256,16 +256,16 @@ class Dispatcher:
                 try:
                     recent.launch(a_address, b_address, out_address, *words)
                     return out
-                except (RuntimeError, ValueError):  # the slow path meets it again, and knows what to do
+                except (RuntimeError, ValueError):  # the slow path raises it again and handles it
                     pass
         if only_checks_operators():
-            # Were this first call torch's, a CUDA graph of the next one would hold torch's product for good.
+            # If torch computed this first call, a CUDA graph of the next one would keep torch's product.
             with _disable_current_modes():
                 return self.compiled(site, form, a, b, tensors, numbers, out)
         result = self.fused(form, a, b, tensors, numbers, out)
         state = self.planner.states[own()]
         recent = state.recent.get(b.data_ptr() | 2 | form.tag)
-        # Where a setting of torch's may forbid the kernel, each call looks at it again.
+        # If a torch setting may forbid the kernel, each call checks that setting again.
         if not site or recent is None or a.dtype is torch.float32 or not recent.check(a, b, *tensors, out):
             return result
         if recent.plan is None:
@@ -283,7 +283,7 @@ class Dispatcher:
         return recent if recent is not None and recent.check(a, b, *tensors) else None
 
     def _earlier(self, slot: int, a: Any, b: Any, *others: Any) -> Recent | None:
-        """What was done before the last time with this `b`, laid out so, for as many rows of `a`."""
+        """The `Recent` of an earlier call with this `b`, the same strides and as many elements of `a`."""
         state = self.planner.states[own()]
         if type(a) not in PLAIN or type(b) not in PLAIN or b.layout is not torch.strided:
             return None
@@ -296,7 +296,7 @@ class Dispatcher:
     def compute(
         self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any
     ) -> Any:
-        """What `fused` returns, whatever the operands are. The first call of every key comes here; a key
+        """The result of `fused` for any operands. The first call of every key comes here; a key
         holds all that a plan depends on."""
         planner, call = self.planner, form.call
         if planner.is_off and planner.observe is None:
@@ -311,7 +311,7 @@ class Dispatcher:
             _check_tensors(form, (a, b, *tensors))
             return by_torch(form, a, b, tensors, numbers, out)
         elif guards.function_modes() and guards.are_functions_watched() and planner.observe is None:
-            return by_torch(form, a, b, tensors, numbers, out)  # which is what such a mode is to see
+            return by_torch(form, a, b, tensors, numbers, out)  # such a mode must see torch's functions
         elif (
             out is None  # torch.matmul(out=) is not cast
             and guards.any_autocast()
@@ -352,7 +352,7 @@ class Dispatcher:
         if not isinstance(plan, Plan):
             if plan is COMPOSED:
                 multiply = partial(self.product, call)
-                adds = state.policy.is_batch_invariant  # torch's own call with a bias would multiply, too
+                adds = state.policy.is_batch_invariant  # torch's own call with a bias would also multiply
                 biased = (lambda x, y, bias: multiply(x, y) + bias) if adds else None
                 return unfused(form, a, b, tensors, numbers, out, multiply=multiply, biased=biased)
             if not (low or below) and key in state.plans:
@@ -364,7 +364,7 @@ class Dispatcher:
             result = a.new_empty(shape, dtype=dtype)
         elif not (is_writable(plan, a, b, result) and is_apart_from(result, tensors)):
             return by_torch(form, a, b, tensors, numbers, out)
-        elif not result.is_inference():  # inference tensors count no versions
+        elif not result.is_inference():  # inference tensors have no version counter
             increment_version(result)
         try:
             launch_plan(plan, a, b.t() if call == LINEAR else b, result, form, tensors, numbers)
@@ -411,7 +411,7 @@ class Dispatcher:
     def _differentiably(
         self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float]
     ) -> Any:
-        """By products that are dispatched, and so are those of the backward pass, and torch's operations."""
+        """Compute by torch's operations and dispatched products, in the backward pass, too."""
         linear, product = form.call == LINEAR, self._below_autograd
 
         def multiply(*_: Any) -> Any:
@@ -444,7 +444,7 @@ class Dispatcher:
         if tensors[0].is_meta:
             return
         recent = state.recent.get(key)
-        if recent is None or not recent.check(*tensors):  # made in another mode, such as inference mode
+        if recent is None or not recent.check(*tensors):  # built in another mode, such as inference mode
             allowed = guards.reductions_allowed(tensors[0].dtype)
             reduces = not all(allowed) if plan is None else plan.reduces
             recent = state.recent[key] = Recent(
@@ -463,7 +463,7 @@ class Dispatcher:
         state.recent[slot] = state.recent[slot, a.numel(), b.stride()] = recent
 
     def _is_differentiable(self, form: Form, a: Any, b: Any, tensors: Sequence[Any]) -> bool:
-        """Whether `is_ordinary` said no because of gradients alone."""
+        """Whether `is_ordinary` is False only because of gradients."""
         names = (operand.name for operand in form.epilogue.operands if operand.kind != "number")
         taken = () if form.is_plain else taken_operands(form, a, b)
         return (
@@ -472,7 +472,7 @@ class Dispatcher:
             and a.device.type == b.device.type == self.planner.device_type
             and is_simple(a, b)
             and not guards.is_transformed()
-            and (form.call != ADDMM or form.text in ("", "bias_n"))  # of others torch has one derivative
+            and (form.call != ADDMM or form.text in ("", "bias_n"))  # torch has one derivative for others
             and (form.call != LINEAR or b.ndim == 2)
             and all(each.dtype is a.dtype for name, each in zip(names, tensors, strict=True) if name in taken)
             and not deterministic()
@@ -493,5 +493,5 @@ def _check_tensors(form: Form, operands: tuple[Any, ...]) -> None:
 
 
 def _cast_along(form: Form, tensors: Sequence[Any]) -> Sequence[Any]:
-    """The epilogue's tensors whose dtype is autocast's to say."""
+    """The epilogue's tensors that autocast casts."""
     return () if form.out_dtype is not None else tensors[: len(tensors) - form.writes]

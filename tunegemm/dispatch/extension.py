@@ -1,14 +1,14 @@
-"""The interface of dispatch for what stands above it: the rooms of this package, and packages of others.
+"""The interface of dispatch for higher-level parts of this package and for other packages.
 
-A product that dispatch has no form for, such as rows in groups, brings its kernels and its choice among them.
-What it shares with `tunegemm.matmul` is here, and is all that it needs of dispatch:
+A product that dispatch has no form for, such as rows in groups, brings its own kernels and selection.
+This module has everything that it shares with `tunegemm.matmul` and needs from dispatch:
 
 - `LaunchCache` keeps what was decided for operands of one layout, and forgets it when records, policy or mode
   change;
 - `loaded` and `compiled` give a kernel or its object, which is compiled in the background where none ships;
 - `policy`, `is_off`, `device_type` and `may_load` say whether a kernel may serve now;
 - `operators` are those of ATen that `tunegemm.enable` takes over for it;
-- `warn` and `missed` speak of what falls back to torch, `recorded` and `serves_by` of what is recorded.
+- `warn` and `missed` report calls that fall back to torch; `recorded` and `serves_by` look up records.
 
 Products of two matrices are calls of `api.dispatcher`: `product`, `fused`, `below_autograd`, `compiled`, and
 `known`, which says what such a call found. tests/dispatch/test_interface.py adds a family from outside.
@@ -55,14 +55,14 @@ _MOST_ALIKE = 4
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What was decided for a key and a layout of operands."""
+    """The decision for a key and a layout of operands."""
 
     launch: Any
-    """What the owner keeps, such as a function; None where torch computes such calls."""
+    """The owner's object, such as a function; None if torch computes such calls."""
     check: Callable[..., bool] | None = None
-    """Whether operands are laid out so; None where the key says all."""
+    """Checks that operands have this layout; None if the key determines it."""
     again: float = float("inf")
-    """When to decide anew, on the monotonic clock."""
+    """When to decide again, on the monotonic clock."""
     layout: tuple[Any, ...] = ()
     """What `check` compares of the operands, but for torch's modes and dispatch keys."""
 
@@ -80,7 +80,7 @@ class LaunchCache:
         self.of_products = of_products
 
     def find(self, key: Hashable, *tensors: torch.Tensor) -> Known | None:
-        """What was decided; None where it is to be decided (anew). The number of tensors goes by the key."""
+        """The decision; None if it must be made (again). The key determines the number of tensors."""
         planner = api.dispatcher.planner
         kept = planner.states[own()].launches.get(self)
         if kept is not None:
@@ -99,8 +99,8 @@ class LaunchCache:
         return None
 
     def keep(self, key: Hashable, launch: Any, *tensors: torch.Tensor, waits: bool = False) -> Known:
-        """Keeps what was decided; launch: None where torch computes. waits: only for some seconds, as where
-        a kernel is being compiled."""
+        """Keep a decision; launch: None if torch computes. waits: keep it only for some seconds, as while a
+        kernel is being compiled."""
         check = check_of(tensors) if tensors else None
         again = time.monotonic() + LOOK_SECONDS if waits else float("inf")
         known = Known(launch, check, again, _layout(tensors))
@@ -113,19 +113,19 @@ class LaunchCache:
         return known
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` made the first time; None is not kept."""
+        """The result of the first `make`; None is not kept."""
         known = self.find(key)
         if known is None and (made := make()) is not None:
             known = self.keep(key, made)
         return None if known is None else known.launch
 
     def all(self) -> dict[Any, list[Any]]:
-        """What is kept under the policy of this context, by keys."""
+        """All decisions under this context's policy, by key."""
         kept = api.dispatcher.planner.state.launches.get(self, {})
         return {key: [known.launch for known in every] for key, every in kept.items()}
 
     def clear(self) -> None:
-        """Forgets what is kept under the policy of this context."""
+        """Forget all decisions under this context's policy."""
         api.dispatcher.planner.state.launches.pop(self, None)
 
 
@@ -148,7 +148,7 @@ _kernels: dict[tuple[str, Any, int], Any] = {}
 
 def compiled(family: str, key: Key, module: str = families.__name__) -> Artifact | None:
     """The object of a kernel that no record names: it ships, or is compiled in the background; None
-    meanwhile. Raises ArtifactError where there will be none.
+    meanwhile. Raises ArtifactError if there will be none.
 
     module: what a compile pool asks for the family, as of `CompilePool`.
     """
@@ -170,7 +170,7 @@ def loaded(family: Any, load: Callable[[Any, Any], Any], config: Any, device: to
     """A family's kernel of a configuration on a Hopper GPU, loaded once; None until it is compiled.
 
     family: a module such as `tunegemm.generate.joined`; load: of a configuration and the object's path.
-    Raises TunegemmError, OSError or RuntimeError where there is none.
+    Raises TunegemmError, OSError or RuntimeError if there is none.
     """
     name, index = family.FAMILY.name, device.index or 0
     if (reason := family.FAMILY.cannot_launch(device_of(device))) is not None:
@@ -197,7 +197,7 @@ def gpu_of(device: torch.device) -> str:
 
 
 def policy() -> Policy:
-    """By which products are served in this context."""
+    """The policy of this context."""
     return api.dispatcher.planner.policy
 
 
@@ -222,27 +222,27 @@ def allocation() -> Any:
 
 
 def forget() -> None:
-    """Has every call of a product decided anew, as after a launch that failed."""
+    """Make every call of a product decide again, as after a failed launch."""
     api.dispatcher.planner.state.forget_checks()
 
 
 def warn(message: str | Callable[[], str], about: Hashable = None) -> None:
-    """Warns that torch computes something, and why, unless that was said. about: see `Notices.warn`."""
+    """Warn that torch computes something, and why, unless already warned. about: see `Notices.warn`."""
     api.dispatcher.planner.notices.warn(message, about)
 
 
 def missed(problem: Problem) -> None:
-    """Lets the summary at the end (``TUNEGEMM_SUMMARY``) name a product that has no kernel."""
+    """Add a product without a kernel to the summary at exit (``TUNEGEMM_SUMMARY``)."""
     api.dispatcher.planner.notices.untuned(problem)
 
 
 def observer() -> Callable[..., Any] | None:
-    """Who writes down calls of groups and has torch compute them, during `tunegemm.record`."""
+    """During `tunegemm.record`, the function that records grouped calls and lets torch compute them."""
     return api.dispatcher.planner.observe_groups
 
 
 def recorded(problem: Problem, device: torch.device) -> Record | None:
-    """The record of a product of rows in groups; None where there is none."""
+    """The record of a grouped product, or None."""
     return api.dispatcher.planner.recorded_groups(problem, device.index or 0)
 
 
@@ -255,5 +255,5 @@ def serves_by(form: Form, a: torch.Tensor, b: torch.Tensor, device: torch.device
 
 
 def fingerprint(*, anywhere: bool = False) -> str:
-    """Letters that change with what is served; anywhere: on every host the same for the same records."""
+    """A hash that changes with what is served; anywhere: equal on every host with the same records."""
     return api.dispatcher.planner.fingerprint(anywhere=anywhere)

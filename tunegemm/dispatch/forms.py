@@ -1,8 +1,7 @@
-"""A form says what is computed of a product by a call; `named` says what it asks for of given operands.
+"""A form says what a call computes; `named` describes the product that it requests for its operands.
 
-That is the one description of a call: what dispatch looks up, and what recordings write down to be tuned. It
-depends on shapes, strides, dtypes and the alignment of addresses only, so that one answer holds for every
-later call with the same key.
+Dispatch looks up this description, and recordings store it for tuning. It depends only on shapes, strides,
+dtypes and the alignment of addresses, so one answer holds for every later call with the same key.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from tunegemm.describe.problem import DTYPE_BYTES, Problem, normalize_dtype, ove
 from tunegemm.errors import ProblemError
 from tunegemm.generate.launching import words_reader
 
-#: TMA wants base addresses and all strides but the contiguous one in multiples of this many bytes
+#: TMA requires base addresses and all strides except the contiguous one to be multiples of this many bytes
 #: (CUDA driver API, cuTensorMapEncodeTiled: globalAddress and globalStrides).
 ALIGNMENT = 16
 
-#: How a product is called: by a function of ours, or below autograd, transforms and modes, where the caller
-#: is given None if torch is to compute. They fit beside 2, which marks an output, into the low bits of an
+#: How a product is called: by our own function, or below autograd, transforms and modes, where the caller
+#: gets None if torch should compute it. They fit beside 2, which marks an output, into the low bits of an
 #: aligned address. The second operand of LINEAR is (n, k); that of all others is (k, n).
 MATMUL, LINEAR, BELOW_AUTOGRAD, BMM, ADDMM, SCALED_MM = 0, 1, 4, 8, 12, 5
 
-#: What may follow a product in its kernel.
+#: Activations that a kernel can apply to its product.
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
-#: Torch's function of each.
+#: The torch function for each activation.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -53,7 +52,7 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Form:
-    """How a product is called and what becomes of it. Made by `form_of`; told apart by identity."""
+    """How a product is called, and its epilogue. Made by `form_of`; compared by identity."""
 
     call: int
     """Such as `MATMUL`."""
@@ -61,10 +60,10 @@ class Form:
     text: str
     """The epilogue's."""
     out_dtype: torch.dtype | None
-    """None: that of the first operand."""
+    """None stands for the first operand's dtype."""
     accumulation: str
     is_plain: bool
-    """Whether the product is stored as it is, in the operands' dtype."""
+    """Whether the product is stored unchanged, in the operands' dtype."""
     torchs: Callable[..., Any] | None
     """Torch's one function of the call's tensors alone, where one computes the whole form. Where the caller
     has torch's function and all its arguments it returns None: for those below autograd, and for ADDMM, whose
@@ -74,7 +73,7 @@ class Form:
     bits of an address."""
 
     def check(self, operands: Sequence[Any]) -> None:
-        """Raises ProblemError unless these are what the epilogue takes, in number and kind."""
+        """Raises ProblemError if the operands' number or kinds do not match the epilogue."""
         check_operands(self.epilogue, operands)
         for operand, given in zip(self.epilogue.operands, operands, strict=True):
             wants = Real if operand.kind == "number" else torch.Tensor
@@ -85,21 +84,21 @@ class Form:
                 )
 
     def join(self, tensors: Sequence[Any], numbers: Sequence[float]) -> list[Any]:
-        """The operands in the epilogue's order again."""
+        """The operands in the epilogue's order."""
         left, right = iter(tensors), iter(numbers)
         return [next(right if operand.kind == "number" else left) for operand in self.epilogue.operands]
 
     @property
     def writes(self) -> bool:
-        """Whether an operand is written, too."""
+        """Whether the kernel also writes an operand."""
         return "amax" in self.epilogue.steps
 
     def out_dtype_of(self, a: torch.Tensor) -> torch.dtype:
-        """The result's, for a first operand."""
+        """The result's dtype for this first operand."""
         return a.dtype if self.out_dtype is None else self.out_dtype
 
     def name(self, a: torch.Tensor) -> str:
-        """The function that was called; empty below torch's own functions."""
+        """The name of the called function; empty below torch's own functions."""
         if self.call == LINEAR and self.epilogue.gated:
             return "gated_linear"
         return "baddbmm" if self.call == ADDMM and a.ndim == 3 else _NAMES[self.call]
@@ -107,7 +106,7 @@ class Form:
 
 @cache
 def form_of(call: int, text: str, out_dtype: torch.dtype | None = None, accumulation: str = "fast") -> Form:
-    """The form. Raises ProblemError for an epilogue or an output dtype that is not known."""
+    """The form. Raises ProblemError if the epilogue or the output dtype is unknown."""
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise ProblemError(f"out_dtype {out_dtype!r} is not a torch.dtype; give one such as torch.float32")
     is_plain = not text and out_dtype is None
@@ -124,7 +123,7 @@ def _none(*_: Any, **__: Any) -> None:
     return None
 
 
-#: Functions of torch by call and epilogue.
+#: Torch functions by call and epilogue.
 _ONE_FUNCTION: dict[tuple[int, str], Callable[..., Any]] = {
     (MATMUL, ""): torch.matmul, (LINEAR, ""): functional.linear, (BMM, ""): torch.bmm,
     (SCALED_MM, ""): torch.matmul, (LINEAR, "bias_n"): functional.linear,
@@ -135,19 +134,19 @@ class Named(NamedTuple):
     """A call that a kernel may compute."""
 
     operands: Operands
-    """The product, its problem among it."""
+    """The product, including its problem."""
     shapes: tuple[tuple[int, ...], ...]
-    """In which a kernel sees the tensors of the epilogue."""
+    """The shapes in which a kernel sees the epilogue's tensors."""
     words_refusal: str
-    """Why our own kernels cannot read these; empty where they can."""
+    """Why our own kernels cannot read these tensors; empty if they can."""
 
 
 def named(
     form: Form, a: torch.Tensor, b: torch.Tensor, tensors: Sequence[torch.Tensor], out: torch.Tensor | None
 ) -> Named | Refusal:
-    """What a form asks for of ``a @ b``, where b is (k, n) however it is called.
+    """Describe the form's product ``a @ b``; b is (k, n) for every call.
 
-    tensors: of the epilogue, in its order. What is refused is torch's, whatever the database says.
+    tensors: the epilogue's, in its order. Torch computes refused products, whatever the database holds.
     """
     operands = described(form, a, b, out)
     if isinstance(operands, Refusal):
@@ -176,7 +175,7 @@ def _words_refusal(
 
 
 def described(form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Operands | Refusal:
-    """What a form asks for of ``a @ b``, whatever the tensors of its epilogue are."""
+    """Describe the form's product ``a @ b`` without looking at the epilogue's tensors."""
     if not form.text and form.out_dtype is None:
         return describe(a, b, out)
     return describe(
@@ -245,10 +244,10 @@ class Operands:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A product that torch computes, whatever the database says."""
+    """A product that torch computes, whatever the database holds."""
 
     reason: str
-    """One line; empty where torch is simply the right place (broadcasting, empty extents, errors)."""
+    """One line; empty if torch is simply the right choice (broadcasting, empty extents, errors)."""
 
 
 def describe(
@@ -303,7 +302,7 @@ def describe(
 def seen_as(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """A view of a tensor in a shape; of one matrix in the shape of a batch, as many times the same.
 
-    Raises RuntimeError where no view is so.
+    Raises RuntimeError if there is no such view.
     """
     if tensor.numel() == math.prod(shape):
         return tensor.view(shape)

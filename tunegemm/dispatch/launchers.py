@@ -1,6 +1,6 @@
-"""From a record to a launcher, and from that to the *plan* of a key: the prepared launch of its products.
+"""Make launchers from records, and from those the *plan* of a key: the prepared launch of its products.
 
-Kernels are taken from the object store, never compiled here.
+Kernels come from the object store; nothing is compiled here.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ from tunegemm.store.record import Record
 
 @dataclass(frozen=True)
 class Prepared:
-    """A launcher for one problem on one device, and what it asks of its operands."""
+    """A launcher for one problem on one device, and its requirements on operands."""
 
     launch: Launcher | None
-    """None where torch itself is the recorded winner."""
+    """None if torch itself is the recorded winner."""
     tma: bool = False
-    """Reads its operands through TMA: 16-byte addresses and strides."""
+    """Whether it reads through TMA: needs 16-byte addresses and strides."""
     packed: bool = False
-    """Wants dense operands: a library's algorithm was chosen and timed for these leading dimensions."""
+    """Needs dense operands: a library's algorithm was chosen and timed for these leading dimensions."""
     ratio: float = 0.0
-    """How many times as fast as torch: by the record, or as it is expected of a near hit."""
+    """Speed relative to torch: the record's, or the expected one of a near hit."""
     record: Record | None = None
-    """What it was prepared of; None in `TORCH`."""
+    """The record it was prepared from; None in `TORCH`."""
 
     @property
     def address_bytes(self) -> int:
-        """What addresses must be multiples of, beyond what the problem's alignment says of a and b."""
+        """The alignment that addresses need, besides the problem's alignment of a and b."""
         return ALIGNMENT if self.tma or self.packed else 1
 
 
 TORCH = Prepared(None)
 
 _MAX_SERVED = 1024
-#: The launchers served last: those of a weight's numbers of rows come back when records are read again.
+#: The most recently served launchers. They are reused when records are read again.
 _served: dict[tuple[Problem, Candidate, str, int, Path | None], Launcher] = {}
-#: Launchers that cannot keep their kernel alone.
+#: Launchers that cannot keep their own kernel loaded.
 _kept: list[Launcher] = []
 
 
 def prepare(record: Record, device: Device) -> Prepared:
     """The launcher of a record.
 
-    Raises a TunegemmError, ValueError or RuntimeError that says why the kernel cannot run here: its
-    family's packages are missing, its object is not in the store or was changed, or it fails to load.
+    Raises TunegemmError, ValueError or RuntimeError if the kernel cannot run here: its family's packages
+    are missing, its object is not in the store or was changed, or it fails to load.
     """
     problem, candidate = record.problem, record.candidate
     if is_torch(candidate):
@@ -81,14 +81,14 @@ def prepare(record: Record, device: Device) -> Prepared:
         launch = _served[key] = family.load(problem, candidate, device, path)
         # Captured graphs run the kernel, and the compiler's runtime unloads it with its last reference.
         getattr(launch, "keep", partial(_kept.append, launch))()
-    # Where TMA does not take a problem's operands, its family copies them.
+    # If TMA does not take a problem's operands, the family copies them.
     return Prepared(launch, tma=family.tma and tma_takes(problem), packed=not family.compiled)
 
 
 def find_object(record: Record, device: Device) -> Path | None:
-    """The compiled object that the record's kernel is in; None for a library's, which needs none.
+    """The compiled object with the record's kernel; None for a library's kernel, which needs none.
 
-    Raises an ArtifactError that says why the kernel cannot run here.
+    Raises ArtifactError if the kernel cannot run here.
     """
     problem, candidate = record.problem, record.candidate
     family = families.get(candidate.family)
@@ -113,7 +113,7 @@ class Plan:
     launch: Launcher
     """Takes tensors in the shapes of `views`."""
     launch_at: AddressLaunch | None
-    """Takes their addresses instead; None where the launcher wants tensors."""
+    """Takes their addresses instead; None if the launcher needs tensors."""
     output: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
     """Shape, strides and dtype of the result."""
     views: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -121,23 +121,23 @@ class Plan:
     spans: tuple[int, int, int]
     """Bytes spanned by a, b and the output."""
     address_bytes: int
-    """What the address of a given output must be a multiple of."""
+    """The alignment that the address of the caller's output needs."""
     device: torch.device
     guarded: bool
     """Whether the device may not be the current one, as on a host of several GPUs."""
     words: WordsOf | None = None
-    """What `launch_at` takes for the operands of an epilogue; None where there are none, or that is."""
+    """Reads epilogue operands for `launch_at`; None if one of them is missing."""
     operand_views: tuple[tuple[int, ...], ...] = ()
     """Shapes of an epilogue's tensors as the kernel sees them."""
     reduces: bool = False
-    """Whether it is an algorithm of the library that torch's settings of reductions may forbid."""
+    """Whether it is a library algorithm that torch's reduction settings may forbid."""
     problem: Problem | None = field(default=None, compare=False)
     record: Record | None = field(default=None, compare=False)
-    """What its kernel was recorded for, or predicted."""
+    """The problem its kernel was recorded or predicted for."""
 
 
 def refusal_of(prepared: Prepared, asked: Named, a: torch.Tensor, b: torch.Tensor) -> Refusal | None:
-    """Why a launcher does not take these operands, if so."""
+    """Why a launcher does not take these operands; None if it does."""
     operands = asked.operands
     if prepared.tma and operands.tma_refusal:
         return Refusal(operands.tma_refusal)
@@ -151,13 +151,13 @@ def refusal_of(prepared: Prepared, asked: Named, a: torch.Tensor, b: torch.Tenso
 
 
 def reduces(prepared: Prepared) -> bool:
-    """Whether it is an algorithm of the library that splits k."""
+    """Whether it is a library algorithm that splits k."""
     record = prepared.record
     return record is not None and record.candidate.family == "cublaslt" and splits_k(record.candidate)
 
 
 def _may_reduce(problem: Problem, prepared: Prepared, dtype: torch.dtype) -> bool:
-    """Whether torch's settings let its library add up what its splits of k give, as this algorithm does."""
+    """Whether torch's settings allow this algorithm's way of summing the partial results of split k."""
     in_16_bits, splits = reductions_allowed(dtype)
     assert prepared.record is not None
     return splits and (in_16_bits or not reduces_in_16_bits(problem, prepared.record.candidate))
@@ -175,7 +175,7 @@ def make_plan(
 ) -> Plan:
     """The plan of a launcher that takes these operands (`refusal_of`); b is (k, n).
 
-    Raises what the launcher raises of strides.
+    Raises what the launcher raises for unsuitable strides.
     """
     operands, shapes = asked.operands, asked.shapes
     problem, launch, views = operands.problem, prepared.launch, operands.views
@@ -188,7 +188,7 @@ def make_plan(
         if problem.fused.words:
             seen = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
             words = words_binder(problem, form.join(seen, numbers))
-    if (a.numel(), b.numel()) != (math.prod(views[0]), math.prod(views[1])):  # one matrix for a batch
+    if (a.numel(), b.numel()) != (math.prod(views[0]), math.prod(views[1])):  # one matrix serves a batch
         launch, views = expanding(launch, views), (tuple(a.shape), tuple(b.shape), views[2])
     return Plan(
         launch,
@@ -216,7 +216,7 @@ def launch_plan(
     tensors: Sequence[torch.Tensor],
     numbers: Sequence[float],
 ) -> None:
-    """Launches a kernel on the operands; its device is the current one meanwhile."""
+    """Launch a kernel on the operands, with its device as the current one."""
     if plan.guarded and torch.cuda.current_device() != plan.device.index:
         with torch.cuda.device(plan.device):
             launch_plan(plan, a, b, out, form, tensors, numbers)
@@ -236,7 +236,7 @@ def launch_plan(
 
 
 def expanding(launch: Launcher, views: tuple[tuple[int, ...], ...]) -> Launcher:
-    """A launcher of operands one of which is a single matrix."""
+    """A launcher that expands a single matrix to a batch."""
     a_shape, b_shape, _ = views
 
     def launch_on_views(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *operands: Any) -> None:
@@ -265,8 +265,8 @@ def are_apart(plan: Plan, a: int, b: int, out: int) -> bool:
 
 
 def is_apart_from(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether an output's storage shares no memory with those of an epilogue's tensors. Two storages may:
-    memory that came by DLPack or a buffer has a new one each time.
+    """Whether an output's storage shares no memory with those of an epilogue's tensors. Two storages may
+    share memory: DLPack and buffers create a new storage each time.
     """
     storage = out.untyped_storage()
     start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()

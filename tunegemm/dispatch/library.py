@@ -1,7 +1,7 @@
-"""Calls of torch's library as forms: what they ask for, in the words of epilogues.
+"""Describe calls of torch's library as forms with epilogues.
 
-`addmm_steps` and `scale_steps` say which epilogue a call is, `call_of` what all arguments of one of
-`choose.operators` ask for.
+`addmm_steps` and `scale_steps` return a call's epilogue; `call_of` describes a whole call of one of
+`choose.operators`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ _OTHER_SCALES = "unsupported scales: kernels take one per operand, or one per ro
 
 #: Values of ATen's ScalingType (ATen/BlasBackend.h); those of blocks are 1x128 and 128x128.
 _TENSOR_WISE, _ROW_WISE, _LINES, _BLOCKS = 0, 1, 4, 5
-#: Rows and columns of B that torch's fp8 product takes come in multiples of so many.
+#: Torch's fp8 product requires B's rows and columns to be multiples of this.
 _FP8_UNIT = 16
 
 
 def addmm_steps(
     c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float
 ) -> tuple[str, tuple[torch.Tensor, ...], tuple[float, ...]]:
-    """The epilogue of ``beta * c + alpha * a @ b`` and its operands, of which `is_sum` holds.
+    """The epilogue of ``beta * c + alpha * a @ b`` and its operands, for which `is_sum` holds.
 
-    Whether C has a shape that a kernel takes is for dispatch to say: torch has more, which it broadcasts.
-    Raises TypeError for a C that is not a tensor and for what is not a number, RuntimeError for a C without
-    strides.
+    Dispatch decides whether a kernel takes C's shape: torch accepts more shapes, which it broadcasts. Raises
+    TypeError if C is not a tensor or a factor is not a number, RuntimeError if C has no strides.
     """
     first, scalars = ("", ()) if alpha == 1 else ("alpha+", (_float(alpha),))
     dimensions = rank(c)
@@ -42,7 +41,7 @@ def addmm_steps(
     if beta == 1:
         if dimensions == 1:
             return first + "bias_n", (c,), scalars
-        # As Inductor expands a row, or a user gives one.
+        # A row, as Inductor expands it or a user passes it.
         if dimensions == a.ndim == 2 and (c.shape[0] == 1 != a.shape[0] or 0 == c.stride(0) < c.shape[0]):
             return first + "bias_n", (c[0],), scalars
     return first + "beta_c", (c,), (*scalars, _float(beta))
@@ -52,8 +51,8 @@ def is_sum(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, dimen
     """Whether torch takes these operands of ``beta * c + a @ b``, as matrices (2) or batches (3), and what is
     asked is the sum alone.
 
-    A C that beta 0 leaves unread is looked at by torch all the same: its dtype, its gradient, its class.
-    Raises TypeError for what is not a tensor.
+    Torch checks the dtype, gradient and class of C even if beta is 0 and C is not read. Raises TypeError if
+    an operand is not a tensor.
     """
     if not rank(a) == rank(b) == dimensions >= rank(c):
         return False
@@ -74,7 +73,7 @@ def is_sum(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, dimen
 
 
 def _float(number: float) -> float:
-    if isinstance(number, str):  # of which float() would read some
+    if isinstance(number, str):  # float() would parse some strings
         raise TypeError(f"{number!r} is not a number")
     return float(number)
 
@@ -82,9 +81,9 @@ def _float(number: float) -> float:
 def scale_steps(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: bool
 ) -> str:
-    """The epilogue of ``torch._scaled_mm`` with these scales; empty for those that only torch has.
+    """The epilogue of ``torch._scaled_mm`` with these scales; empty for scales that only torch takes.
 
-    Raises TypeError for what is not a tensor.
+    Raises TypeError if an operand is not a tensor.
     """
     if rank(a) != 2 or rank(b) != 2:
         return ""
@@ -116,7 +115,7 @@ def _has_scales(text: str, a: torch.Tensor, out_dtype: torch.dtype | None) -> bo
 
 
 class OperatorCall(NamedTuple):
-    """What a call of an operator asks for."""
+    """The form and operands of an operator's call."""
 
     form: Form
     a: torch.Tensor
@@ -125,11 +124,11 @@ class OperatorCall(NamedTuple):
     numbers: tuple[float, ...]
     out: torch.Tensor | None
     refusal: str
-    """Why it is torch's whatever is recorded; empty where `tunegemm.enable` asks for it."""
+    """Why torch always computes it; empty if `tunegemm.enable` serves it."""
 
 
 def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> OperatorCall:
-    """What a call of an ATen operator asks for, of arguments that torch takes."""
+    """Describe a call of an ATen operator with valid arguments."""
     operator = OPERATORS[name]
     a, b, *more = arguments[operator.first :]
     out, refusal = keywords.get("out"), operator.refusal

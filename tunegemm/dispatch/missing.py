@@ -1,5 +1,5 @@
-"""What is done about products that have kernels, none of which can be launched here, and about those that
-have none: the kernel is compiled meanwhile, or one warning says what is missing and what to do.
+"""Handle products whose kernels cannot be launched here, and products without a kernel: compile the kernel in
+the background, or warn once about what is missing and the remedy.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from tunegemm.store.validity import Grade
 
 
 class Wanted(NamedTuple):
-    """A product that a launcher is wanted for."""
+    """A product that needs a launcher."""
 
     problem: Problem
     device: Device
     place: torch.device
-    """Where torch has its operands."""
+    """The torch device of its operands."""
     name: str = ""
-    """The function that was called; empty below torch's own functions."""
+    """The name of the called function; empty below torch's own functions."""
 
 
 def compile_first(
     compiler: BackgroundCompiler, state: State, wanted: Wanted, options: Sequence[Record]
 ) -> Answer:
-    """What is done about the first of these records whose kernel can be compiled, in the background."""
+    """Compile the first of these records' kernels that can be compiled, in the background."""
     answer = Answer()
     if capturing(wanted.place):
         return answer
     for record in options:
         try:
             answer = compiler.ask(record, wanted.device)
-        except Exception as error:  # what a foreign record's family raises is not known here
+        except Exception as error:  # a foreign record's family may raise anything
             answer = Answer(failure=named_error(error))
         if answer.kernel:
             state.wait(wanted.problem, wanted.place.index or 0, answer.kernel, record)
@@ -64,8 +64,8 @@ def explain_missing(
     mode: Mode,
     why: str,
 ) -> None:
-    """Warns of what is missing for a product. answer: of `compile_first`; why: what the last of the
-    selection's options lacks, or why there are none."""
+    """Warn about what a product is missing. answer: from `compile_first`; why: what the selection's last
+    option lacks, or why it has no options."""
     problem, device, _, name = wanted
     weight = device.name, *weight_of(problem)
     if answer.kernel:
@@ -107,7 +107,7 @@ def explain_missing(
 
 
 def _missing_package(snapshot: Snapshot, problem: Problem, device: Device) -> str:
-    """What has to be installed for the problem's record; empty where that is not what it lacks."""
+    """The package to install for the problem's record; empty if none is missing."""
     judged = snapshot.judged(problem, device.fingerprint)
     if not judged or judged[0][0].grade is not Grade.SEED:
         return ""

@@ -1,8 +1,8 @@
-"""``TUNEGEMM_MODE=online``: what has no record gets one while the GPU is idle, within a budget of seconds.
+"""``TUNEGEMM_MODE=online``: tune problems without a record while the GPU is idle, within a time budget.
 
-Calls are served as in ``predict`` and wait for nothing. A thread measures what is served by prediction
-(`dispatch.feedback`), and tunes what is not. The search, its compile workers and its measuring worker are
-loaded with the first. What is found is published, so that the next process has it as a record.
+Calls are served as in ``predict`` and wait for nothing. A thread measures predicted kernels
+(`dispatch.feedback`), and tunes problems without a prediction. The first such problem loads the search, its
+compile workers and its measuring worker. Results are published, so the next process has them as records.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds of tuning for one problem, at most; with its kernels compiled it takes some 4.
+#: Seconds of tuning for one problem, at most; about 4 if its kernels are already compiled.
 PER_PROBLEM_S = 15.0
-#: The GPU is idle when no kernel ran at so many looks in turn, seconds apart.
+#: The GPU is idle if no kernel ran at this many consecutive looks, this many seconds apart.
 _IDLE_LOOKS, _LOOK_S = 3, 1.0
-#: Seconds of measuring after which it is looked again whether the GPU is idle.
+#: Seconds of measuring before the next check that the GPU is idle.
 _MEASURE_S = 5.0
 
 _SPENT = (
@@ -49,12 +49,12 @@ class _Waiting:
     problem: Problem
     device: Device
     options: Sequence[Predicted]
-    """What it is served by; empty where it is to be tuned."""
+    """The kernels that serve it; empty if it should be tuned."""
     notify: Callable[[TuneResult | None, str], None]
 
 
 class OnlineTuning:
-    """The budget of a process, and what it is spent on."""
+    """A process's tuning budget and the queue that spends it."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class OnlineTuning:
         measuring: Callable[[Device], AbstractContextManager[Measure]] | None = None,
         wait: Callable[[Device], bool] | None = None,
     ) -> None:
-        """measuring: what measures and tunes; by default `feedback.measuring`. wait: returns when a device is
-        idle, False where that cannot be known; by default `wait_until_idle`.
+        """measuring: measures and tunes; by default `feedback.measuring`. wait: returns when a device is
+        idle, False if that cannot be known; by default `wait_until_idle`.
         """
         self._measuring, self._wait = measuring or _measuring, wait or wait_until_idle
         self._pid = os.getpid()
@@ -88,7 +88,7 @@ class OnlineTuning:
     ) -> None:
         """Have a problem measured when the device is idle, once in this process; without options it is tuned.
 
-        notify: is called by another thread with what was found, and with a warning, which may be empty.
+        notify: another thread calls it with the result and a warning, which may be empty.
         """
         if os.getpid() != self._pid or problem in self._tried:
             return
@@ -96,14 +96,14 @@ class OnlineTuning:
             self._tried.add(problem)
             self._queue.append(_Waiting(problem, device, options, notify))
             if self._thread is None:
-                # A daemon: what is not measured yet does not keep a process from ending.
+                # A daemon: waiting problems do not keep a process from ending.
                 thread = threading.Thread(target=self._measure_all, name="tunegemm-online", daemon=True)
-                with suppress(RuntimeError):  # none can be had now: the next product asks for one again
+                with suppress(RuntimeError):  # no thread can start now: the next product tries again
                     thread.start()
                     self._thread = thread
 
     def _measure_all(self) -> None:
-        """Measures until nothing waits any more. An unexpected error is logged, and costs one product."""
+        """Measure until nothing waits. An unexpected error is logged, and only its product is skipped."""
         while True:
             with self._changing_queue:
                 if not self._queue:
@@ -138,7 +138,7 @@ class OnlineTuning:
             _log.warning("tuning online: %s; it goes on", reason, exc_info=error)
 
     def _measure_for_a_while(self, first: _Waiting) -> str:
-        """Measure what waits on a device, for some seconds; the reason to stop for good, if there is one."""
+        """Measure a device's queue for some seconds; returns the reason to stop for good, if any."""
         if self._left_s is None:
             from tunegemm.search.efforts import online_budget
 
@@ -155,7 +155,7 @@ class OnlineTuning:
                 found, warning = None, ""
                 try:
                     found = measure(following.problem, following.options, seconds)
-                except (ProblemError, SpaceError) as error:  # of this product alone
+                except (ProblemError, SpaceError) as error:  # concerns only this product
                     warning = f"tuning {following.problem} online failed ({one_line(error)})"
                 following.notify(found, warning)
                 with self._changing_queue:
@@ -174,7 +174,7 @@ def wait_until_idle(
     busy_percent: Callable[[], int | None] | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Returns when no process ran a kernel on the GPU for some seconds; False where NVML does not say.
+    """Returns when no process ran a kernel on the GPU for some seconds; False if NVML cannot tell.
 
     busy_percent: by default NVML's, of the device.
     """

@@ -1,9 +1,9 @@
-"""A `Form` by torch's own functions: what a call means where no kernel does all of it.
+"""Compute a `Form` by torch's own functions, for calls that no kernel computes as a whole.
 
-Where torch has one call for the whole form, it is that call, with the arguments that were given. Else fp16
-and fp8 products keep their fp32 sums until the last step is done, and are rounded once, as in a kernel: what
-leaves their range on the way may come back. Those of bf16, and all under autograd, transforms and tracing,
-whose graphs are theirs, are torch's functions one after the other. Errors are torch's.
+If torch has one call for the whole form, that call gets the caller's arguments. Otherwise fp16 and fp8
+products keep their fp32 sums until the last step and are rounded once, as in a kernel: values that leave the
+range in between may come back. For bf16, and under autograd, transforms and tracing, which build their own
+graphs, torch's functions run one after the other. Torch raises the errors.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt.eager import step_of
 from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
 
-#: Functions in the place of torch's: a product of (a, b) as the form's call means it; one with a column bias.
+#: Replace torch's functions: a product of (a, b) as the form's call means it; one with a column bias.
 Multiply = Callable[[Any, Any], Any]
 MultiplyAndAdd = Callable[[Any, Any, Any], Any]
 
 
 def by_torch(form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> Any:
-    """What torch's functions make of it; None for BELOW_AUTOGRAD and ADDMM, whose callers have them."""
+    """The form by torch's functions; None for BELOW_AUTOGRAD and ADDMM, whose callers have those."""
     if form.torchs is not None:
         return form.torchs(a, b, *tensors) if out is None else form.torchs(a, b, *tensors, out=out)
-    if form.call == SCALED_MM and a.dtype != torch.int8:  # of which torch has the product alone
+    if form.call == SCALED_MM and a.dtype != torch.int8:  # torch has only the plain product of int8
         scale_a, scale_b, *bias = tensors
         return torch._scaled_mm(
             a, b, scale_a, scale_b, bias=bias[0] if bias else None, out_dtype=form.out_dtype,
@@ -44,7 +44,7 @@ def by_torch(form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequen
 @cache
 def one_function_into(form: Form) -> Callable[..., Any] | None:
     """Torch's one function of two matrices, a bias of one dimension if any, and ``out=``, which compiled code
-    asks for; None where it is not that simple."""
+    calls; None if no such function exists."""
     if form.call != MATMUL or form.out_dtype is not None:
         return None
     functions: dict[str, Callable[..., Any]] = {"": torch.mm, "bias_n": _added_into}
@@ -66,10 +66,10 @@ def unfused(
     multiply: Multiply | None = None,
     biased: MultiplyAndAdd | None = None,
 ) -> Any:
-    """What the form makes of ``a @ b``, or of ``a @ b.mT`` where it is linear's.
+    """The form's result for ``a @ b``, or for ``a @ b.mT`` if its call is LINEAR.
 
-    multiply, biased: in the place of torch's products, where no single call of torch takes the steps. Raises
-    what torch's functions raise.
+    multiply, biased: replace torch's products if no single torch call takes the steps. Raises what torch's
+    functions raise.
     """
     operands = form.join(tensors, numbers)
     named = dict(zip((operand.name for operand in form.epilogue.operands), operands, strict=True))
@@ -95,7 +95,7 @@ def unfused(
 
 
 def taken_operands(form: Form, a: Any, b: Any) -> tuple[str, ...]:
-    """The operands that go into torch's one call, with which autocast casts them."""
+    """The operands of torch's single call, which autocast casts."""
     taken = absorbed(form.epilogue.steps)
     if "bias_n" in taken:
         is_one = form.call in (LINEAR, ADDMM) or (a.ndim > 1 and b.ndim == 2) or a.ndim == b.ndim == 3
@@ -104,7 +104,7 @@ def taken_operands(form: Form, a: Any, b: Any) -> tuple[str, ...]:
 
 
 def added(a: Any, b: Any, bias: Any, out: Any = None) -> Any:
-    """``a @ b`` and a value for each column, by one call of torch where it has one."""
+    """``a @ b`` and a value for each column, by a single torch call if there is one."""
     if a.ndim == b.ndim == 2 and out is not None:
         return torch.addmm(bias, a, b, out=out)
     if b.ndim == 2:
@@ -128,7 +128,7 @@ def _right(form: Form, b: Any) -> Any:
 
 
 def _taken(form: Form, a: Any, b: Any, steps: Sequence[str], named: dict[str, Any]) -> tuple[str, ...]:
-    """The leading steps that one call of torch's takes along with the product."""
+    """The leading steps that a single torch call computes together with the product."""
     taken = absorbed(steps)
     if not taken:
         return ()
@@ -150,7 +150,7 @@ def _taken(form: Form, a: Any, b: Any, steps: Sequence[str], named: dict[str, An
 def _one_call(
     form: Form, a: Any, b: Any, taken: tuple[str, ...], named: dict[str, Any], out: Any, dtype: Any = None
 ) -> Any:
-    """The product and these steps by one call of torch. dtype: of an fp8 product, if not the form's."""
+    """The product and these steps by a single torch call. dtype: an fp8 product's, if not the form's."""
     given = {} if out is None else {"out": out}
     if form.call == LINEAR and out is None and taken in ((), ("bias_n",)):
         return linear(a, b, named["bias"] if taken else None)
@@ -175,8 +175,8 @@ def _one_call(
 def _is_wide(form: Form, a: Any, b: Any, rest: Sequence[str], named: dict[str, Any]) -> bool:
     """Whether the sums are kept in fp32 up to the last step.
 
-    They are not where a gradient, a transform or a graph is made of torch's functions, nor where the result's
-    dtype is theirs to say; nor for a relu alone, which gives the same before rounding as after. bf16 has the
+    Not if a gradient, a transform or a graph consists of torch's functions, nor if those determine the
+    result's dtype; nor for a relu alone, which gives the same before and after rounding. bf16 has the
     range of fp32: torch's functions one after the other lose no more than in any other program, and move a
     third of the bytes.
     """
@@ -197,7 +197,7 @@ def _is_wide(form: Form, a: Any, b: Any, rest: Sequence[str], named: dict[str, A
 
 
 def _wide(form: Form, a: Any, b: Any, steps: Sequence[str], named: dict[str, Any]) -> Any:
-    """All steps, in fp32."""
+    """Compute all steps in fp32."""
     right, steps = _right(form, b), list(steps)
     if a.dtype == torch.int8:
         value = _of_int8(a, right).float()
@@ -225,7 +225,7 @@ def _one_by_one(
     multiply: Multiply | None,
     biased: MultiplyAndAdd | None,
 ) -> Any:
-    """By torch's functions, each of which rounds to its own dtype."""
+    """Compute by torch's functions one after the other; each rounds to its own dtype."""
     right, dtype = _right(form, b), form.out_dtype_of(a)
     if taken == ("bias_n",) and biased is not None:
         value = biased(a, b, named["bias"])
@@ -251,7 +251,7 @@ def _one_by_one(
 
 
 def _after(form: Form, value: Any, steps: Sequence[str], named: dict[str, Any], dtype: Any) -> Any:
-    """These steps of a product, or the user's function, in a dtype."""
+    """Apply these steps, or the user's function, to a product in a dtype."""
     if form.epilogue.function is not None:
         return form.epilogue.reference(value, named).to(dtype)
     if "scale_rowwise" in steps:  # given as (m, 1) and (1, n)
@@ -262,7 +262,7 @@ def _after(form: Form, value: Any, steps: Sequence[str], named: dict[str, Any], 
 
 
 def _rounded(value: Any, dtype: torch.dtype) -> Any:
-    """In the result's dtype; in fp8 what is too large becomes the largest number, as in every kernel."""
+    """Round to the result's dtype; fp8 saturates at the largest number, as in every kernel."""
     if dtype.is_floating_point and dtype.itemsize == 1 and value.dtype != dtype:
         most = torch.finfo(dtype).max
         value = value.clamp(-most, most)
@@ -282,7 +282,7 @@ def _check_pairs(form: Form, a: Any, b: Any, value: Any) -> None:
 
 
 def _of_int8(a: Any, b: Any) -> Any:
-    """``torch._int_mm``, which wants more rows on a GPU than a decode step has."""
+    """``torch._int_mm``, which needs more rows on a GPU than a decode step has."""
     if not a.is_cuda or a.ndim != 2 or a.shape[0] >= INT8_LEAST_ROWS:
         return torch._int_mm(a, b)
     padded = torch.nn.functional.pad(a, (0, 0, 0, INT8_LEAST_ROWS - a.shape[0]))
@@ -290,14 +290,14 @@ def _of_int8(a: Any, b: Any) -> Any:
 
 
 def _in_fp32(a: Any, b: Any) -> Any:
-    """The product of operands of up to 16 bits as it was summed.
+    """The unrounded fp32 product of operands of up to 16 bits.
 
-    torch has that on a GPU, of matrices and batches, without derivatives; elsewhere it is a product of fp32.
+    On a GPU, torch has one for matrices and batches, without derivatives; otherwise the operands are cast.
     """
     if _is_fp8(a) and _is_fp8(b):
-        a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)  # which holds every fp8 number
+        a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)  # bf16 represents every fp8 number
     if a.dtype != b.dtype:
-        return torch.matmul(a, b)  # which refuses them
+        return torch.matmul(a, b)  # raises torch's error
     differentiates = guards.grad_enabled() and (a.requires_grad or b.requires_grad)
     if a.is_cuda and not differentiates and not guards.is_transformed():
         if a.ndim == b.ndim == 3:
