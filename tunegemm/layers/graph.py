@@ -35,7 +35,7 @@ _TRANSPOSED = frozenset(("t", "T", "mT", "transpose", "swapaxes", "permute", "nu
 
 
 def value(node: Any) -> Any:
-    """The fake tensor that a node computes; None where it is none, or a subclass's."""
+    """The fake tensor that a node computes; None for other values and for tensor subclasses."""
     if not isinstance(node, Node):
         return None
     found = node.meta.get("example_value", node.meta.get("val"))
@@ -117,7 +117,7 @@ def activation_of(node: Any) -> tuple[str, Node] | None:
 
 
 def passed_on(node: Node) -> Node | None:
-    """What a dropout that is off returns as it is; None for anything else."""
+    """The input of a dropout that is off, which returns it unchanged; None for anything else."""
     if node.op != "call_function" or node.target is not functional.dropout:
         return None
     bound = inspect.signature(functional.dropout).bind(*node.args, **node.kwargs).arguments
@@ -200,7 +200,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 class Order:
-    """Where the nodes of a graph stand, and what is written in between."""
+    """The order of a graph's nodes, and the writes between them."""
 
     def __init__(self, graph: Graph) -> None:
         self._nodes = [*graph.nodes]

@@ -67,7 +67,7 @@ class Site:
         return self.by_torch(x, *operands) if result is None else result
 
     def kernel(self, x: torch.Tensor, *operands: torch.Tensor) -> Any:
-        """The result by a kernel; None where torch is to compute it."""
+        """Compute the result by a kernel; None if torch must compute it."""
         known = self.ways.find(x.shape)
         if dispatch_modes():
             return None
@@ -176,7 +176,7 @@ def _is_library(plan: Plan) -> bool:
 
 
 def _captured(way: Way, x: torch.Tensor, *operands: torch.Tensor) -> Any:
-    """For what pays in a CUDA graph alone."""
+    """Run a launch that only pays off in a CUDA graph."""
     return way(x, *operands) if capturing(x.device) else None
 
 
@@ -266,7 +266,7 @@ _lock = threading.Lock()
 
 
 def _once(make: Callable[..., Site]) -> Callable[..., Any]:
-    """The same site for the same arguments, from whatever thread."""
+    """Make one site for equal arguments, from any thread."""
     kept = cache(make)
 
     def made(*arguments: Any) -> Site:

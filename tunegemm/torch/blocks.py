@@ -35,7 +35,7 @@ Launch = Callable[[int, int, int, int, int], None]
 
 
 def blocks_of(extent: int) -> int:
-    """Blocks that an extent is of, the last one perhaps not whole."""
+    """The number of blocks that cover an extent; the last may be partial."""
     return -(-extent // BLOCK)
 
 
@@ -69,7 +69,7 @@ def torch_takes(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b
 
 
 def check_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
-    """Raises ProblemError for fp8 matrices whose fp32 scales fit no product, here or in torch."""
+    """Raises ProblemError if the fp32 scales of fp8 matrices fit no product, here or in torch."""
     if not (a.ndim == b.ndim == scale_a.ndim == scale_b.ndim == 2 and a.dtype == b.dtype == _FP8):
         return
     (rows, k), n = a.shape, b.shape[1]
@@ -138,7 +138,7 @@ def emulated(
 
 
 def below_autograd(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> torch.Tensor | None:
-    """What an ATen operator is called for, by a kernel; None where torch is to compute it."""
+    """Compute an ATen operator's call by a kernel; None if torch must compute it."""
     given = block_scales(name, arguments)
     if given is None or not are_of_blocks(*given[:4]):
         return None
@@ -153,7 +153,7 @@ def product(
     out_dtype: torch.dtype | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """The product by a kernel; None where torch is to compute it. `are_of_blocks` holds."""
+    """Compute the product by a kernel; None if torch must compute it. `are_of_blocks` must hold."""
     device = a.device
     if (
         device.type != extension.device_type()

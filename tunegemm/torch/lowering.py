@@ -41,7 +41,7 @@ def site_of(operands: Sequence[torch.Tensor], *form: object) -> str:
 
 
 class _Inductor:
-    """What of Inductor is taught; it is imported late, as it takes seconds."""
+    """The parts of Inductor that `lower` extends, imported late because the import takes seconds."""
 
     def __init__(self) -> None:
         self.select, self.ir, self.lowering, virtualized = (
@@ -66,7 +66,7 @@ class _Inductor:
         return found[0] if isinstance(found, tuple) else found
 
     def register(self, operator: Any, call: Callable[..., Any]) -> None:
-        """Has an operator lowered by a function."""
+        """Make Inductor lower an operator by calling a function."""
         by_operator = self.lowering.fallback_handler(operator, add_to_fallback_set=False)
 
         def lowered(*arguments: Any, **keywords: Any) -> Any:

@@ -126,13 +126,13 @@ class Recording:
             self.workload().write(self._path)
 
     def clear(self) -> None:
-        """Forget what was counted."""
+        """Forget all counts."""
         self._tallies = {}
         self._unknown_replays = 0
 
     @property
     def products(self) -> tuple[Product, ...]:
-        """What was computed so far, in the order of the extents."""
+        """The products computed so far, ordered by their extents."""
         return self.workload().products
 
     def workload(self) -> Workload:
@@ -220,7 +220,7 @@ class _Interception:
         self._timed: Counter[_Key] = Counter()
         """Timed calls since the last recording began."""
         self._pending: deque[tuple[_Clock, _Key, tuple[Recording, ...]]] = deque()
-        """Clocks to be read, and whom they are for."""
+        """Clocks that are not yet read, and the recordings that need them."""
 
     def add(self, recording: Recording) -> None:
         with self.lock:

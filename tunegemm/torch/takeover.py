@@ -24,7 +24,7 @@ from tunegemm.torch.aten import Layer, replacements
 #: its kernel, and that kernel.
 Counting = Callable[[str, Callable[[Any], Callable[..., Any]], Any], Callable[..., Any]]
 
-#: Whose products are taken over.
+#: The dispatch keys whose products are taken over.
 DEVICE_KEYS = ("CUDA",)
 
 
@@ -35,7 +35,7 @@ class Takeover:
         return self
 
     def __repr__(self) -> str:
-        """What it does now, and how it ends."""
+        """Say what it does now and how to end it."""
         if self not in active:
             return "<tunegemm.enable(): ended; torch computes its products>"
         return (
