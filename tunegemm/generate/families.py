@@ -2,8 +2,8 @@
 
 A family is an entry point of the group `tunegemm.families`: its name, and either a module with the attribute
 `FAMILY` or the family object itself. The shipped families are declared in the same way, but also listed here,
-so that finding them needs no search of installed packages: that takes some 10 ms (250 packages), and a checkout
-may be newer than its metadata.
+so that finding them needs no search of installed packages: that takes some 10 ms (250 packages), and a
+checkout may be newer than its metadata.
 """
 
 from __future__ import annotations
