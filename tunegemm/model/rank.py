@@ -1,8 +1,8 @@
-"""A predicted time for a tile candidate: waves, tensor cores, shared memory, L2, DRAM, epilogue.
+"""Predicts the time of a tile candidate: waves, tensor cores, shared memory, L2, DRAM, epilogue.
 
-It only ever ranks: its microseconds order candidates of one problem and are not a measurement, so nothing
-stores or shows them as one. Every term is a closed formula of the problem, the candidate and the
-device; what is left out (power, clocks of a moment, bank conflicts) is what measuring is for.
+The prediction only ranks: its microseconds order candidates of one problem. They are not a measurement, and
+nothing stores or shows them as one. Every term is a closed formula of the problem, the candidate and the
+device. The formulas leave out power, momentary clocks and bank conflicts; measuring covers these.
 
 `terms` has the formulas.
 """
@@ -22,25 +22,25 @@ from tunegemm.describe.space import Candidate, Value
 from tunegemm.model.energy import Steady, steady
 from tunegemm.model.terms import Columns, Floats, Terms, fits_l2, terms
 
-# In steady-state timing at the power cap: what is left of a lead in interleaved timing, in which all kernels
-# share their clocks, and of the clock that is predicted of each. Fitted to our kernels that were timed both
-# ways: 22 products of an H200 (benchmarks/results/h200/turns-2026-11-22.json), where 2.3 % are left of 6 %,
-# twelve more of an H200 and nine of an H100 (benchmarks/sweeps).
+# Exponents that predict a steady-state ratio at the power cap: of the ratio in interleaved timing, where all
+# kernels share one clock, and of the kernel's predicted clock. Fitted to our kernels that were timed both
+# ways: 22 products on an H200 (benchmarks/results/h200/turns-2026-11-22.json), where a lead of 6 % shrinks to
+# 2.3 %, twelve more on an H200 and nine on an H100 (benchmarks/sweeps).
 STEADY_LEAD = 0.8
 STEADY_CLOCK = 0.45
-#: Up to so many rows or columns the order of the ratios is as good a one as the formula's: for 16 products of
-#: 128 and 256 of an H200 what a quick tuning found by the formula was 0.1 % behind (2026-11-26).
+#: Up to this many rows or columns, the interleaved ratios rank as well as the formula: for 16 products of 128
+#: and 256 rows on an H200, quick tuning with the formula found kernels 0.1 % slower (2026-11-26).
 _STEADY_ABOVE = 256
-#: Up to so many rows or columns memory bounds a product, not the clock.
+#: Up to this many rows or columns, memory bounds a product, not the clock.
 _MEMORY_BOUND = 64
 
 _TILE_GRID = ("tile_m", "tile_n", "cluster_m", "cluster_n", "swap_ab")
-#: How a kernel goes through the grid.
+#: The parameters of a kernel's order of tiles.
 _RASTERIZATION = ("raster_order", "swizzle_size")
-#: At the power cap clusters of a GPC take neighbouring tiles, of so many: the reads that it then saves are
-#: clock, some per cent of a large product (2026-11-22).
+#: The launch at the power cap: clusters of a GPC take neighbouring tiles, with this swizzle size. The reads
+#: that this saves raise the clock, by some per cent for a large product (2026-11-22).
 _GPC_AWARE: Mapping[str, Value] = {"cluster_order": "gpc", "swizzle_size": 8}
-#: The best launch depends on the grid of tiles, and for a split of k also on the length of the main loop.
+#: The best launch depends on the grid of tiles, and with k splits also on the length of the main loop.
 _GRID_PARAMETERS = (*_TILE_GRID, "tile_k", "schedule", "tile_scheduler")
 
 
@@ -58,7 +58,7 @@ class Prediction:
     wave_efficiency: float
     """Tiles over waves times the CTAs that the device holds; 1 without a tail."""
     compute_us: float
-    """Tensor cores, or shared memory or the ring where they are slower, over all waves."""
+    """Time of the tensor cores over all waves, or of shared memory or the ring if these are slower."""
     l2_us: float
     """Reads and writes of L2."""
     dram_us: float
@@ -115,7 +115,7 @@ def _predictions(candidates: Sequence[Candidate], found: Terms, lasting: Steady)
 def modelled_launch_parameters(
     problem: Problem, launch_values: Mapping[str, Sequence[Value]], device: Device
 ) -> list[str]:
-    """The launch parameters on which the model's time of a problem depends."""
+    """The launch parameters on which the predicted time of a problem depends."""
     names = [] if fits_l2(problem, device) else list(_RASTERIZATION)
     return [name for name in (*names, "split_k", "reduction") if len(launch_values.get(name, ())) > 1]
 
@@ -205,11 +205,12 @@ def rank_kernels(
     """One prediction per kernel, each at its model-best feasible launch, fastest first; the first of equal
     launches in the lists' order.
 
-    most: how many at least, if not all: so many of the fastest by either ranking (`alternate_rankings`).
+    most: return only this many of the fastest by each ranking (`alternate_rankings`); all by default.
+    columns: the kernels' columns, if known.
 
-    Launch parameters that the prediction does not depend on stand at their first values. Those that it does
-    are left out where they are infeasible with the others' first values. The launch enters the DRAM term and
-    the split of k alone, so that kernels of one grid share their best. columns: of the kernels, if known.
+    Launch parameters that do not affect the prediction keep their first values. Values of the others are
+    tried only if they are feasible with the first values of the rest. The launch affects only the DRAM term
+    and the split of k, so kernels of one grid share their best launch.
     """
     if not kernels:
         return []
@@ -247,11 +248,11 @@ def _gpc_aware_launches(
     problem: Problem, kernels: Sequence[Candidate], columns: Columns, launches: Sequence[dict[str, Value]],
     device: Device, *, may_stream: bool,
 ) -> tuple[Columns, list[dict[str, Value]]]:  # fmt: skip
-    """Launches for the power cap, where bytes cost clock: clusters of a GPC take neighbouring tiles, in that
-    raster order, with or without a hint to L2, in which each kernel is the fastest.
+    """Launches for the power cap, where moving bytes lowers the clock: clusters of a GPC take neighbouring
+    tiles. Each kernel gets its fastest raster order, and the hint to L2 if that is faster.
 
-    Where one row of clusters covers the product, neighbours share next to nothing: there it costs 1 to 4 %
-    (eleven products, an H100 and an H200, 2026-11-25), and the launches stay as they are.
+    If one row of clusters covers the product, neighbours share almost nothing. GPC-aware launches would then
+    cost 1 to 4 % (eleven products, an H100 and an H200, 2026-11-25), so these launches do not change.
     """
     shares = np.array([l2_hint(problem, kernel) == "none" for kernel in kernels])
     aware = columns.launched(swizzle=np.array(_GPC_AWARE["swizzle_size"]), gpc_aware=np.array(True))
@@ -328,7 +329,7 @@ def _lists(
     seen: Sequence[str],
     feasible: Callable[[Candidate], bool],
 ) -> dict[str, list[Value]]:
-    """Values to try of each parameter that is seen: those that are feasible with the others' first values."""
+    """The values to try of each parameter in `seen`: those feasible with the others' first values."""
     first = kernel.with_launch(**{name: values[0] for name, values in launch_values.items()})
     lists: dict[str, list[Value]] = {}
     for name in seen:
@@ -337,7 +338,7 @@ def _lists(
             lists[name] = list(values)
         elif name == "split_k":
             lists[name] = [values[0], *(v for v in values[1:] if feasible(first.with_launch(split_k=v)))]
-        else:  # a second kernel, where there are splits to add
+        else:  # a second kernel, if there are splits to add
             most = {"split_k": lists["split_k"][-1]} if "split_k" in lists else {}
             lists[name] = [
                 values[0], *(v for v in values[1:] if feasible(first.with_launch(**most, reduction=v)))
@@ -346,7 +347,7 @@ def _lists(
 
 
 def _launch_columns(launches: Sequence[Mapping[str, Value]]) -> dict[str, Any]:
-    """The columns that the terms read of launches, which all have the same parameters."""
+    """The columns of launches that the terms read; all launches have the same parameters."""
     names = launches[0].keys()
     columns: dict[str, Any] = {}
     for name, column in (("split_k", "split_k"), ("swizzle_size", "swizzle")):
@@ -364,12 +365,12 @@ def _launch_columns(launches: Sequence[Mapping[str, Value]]) -> dict[str, Any]:
 
 
 def grid_shape(kernel: Candidate) -> tuple[Value | None, ...]:
-    """What decides on a kernel's launches: kernels of one grid shape share their best."""
+    """The parameters that decide a kernel's best launch; kernels of one grid shape share it."""
     return tuple(kernel.params.get(name) for name in _GRID_PARAMETERS)
 
 
 def is_redundant_launch(problem: Problem, candidate: Candidate, device: Device) -> bool:
-    """Whether another launch of the same kernel does exactly this: ``balanced`` where it means all CTAs."""
+    """Whether another launch of the kernel is identical: ``balanced`` if it launches all CTAs anyway."""
     if candidate.params.get("ctas") != "balanced":
         return False
     balanced, everything = predictions(problem, [candidate, candidate.with_launch(ctas="all")], device)

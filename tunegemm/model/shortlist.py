@@ -1,8 +1,8 @@
-"""The kernels that may serve a product that was not tuned, each at the launches that suit it.
+"""Lists the kernels that may serve an untuned product, each with the launches that suit the product.
 
-Their list is db/selector.toml. A search looks at thousands of kernels; nearly every tuned product of plain
-16-bit operands has one of these within some per cent of its best. They ship compiled. Other kinds of products
-have lists for policy `batch_invariant`, in db/invariant.toml.
+The list is db/selector.toml, and its kernels ship compiled. A search looks at thousands of kernels, but for
+nearly every tuned product of plain 16-bit operands a listed kernel is within some per cent of the best. Other
+kinds of products have lists for policy `batch_invariant`, in db/invariant.toml.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tunegemm.model.terms import Bools, Columns, Ints, Terms, fits_l2, terms
 from tunegemm.resources import data_path
 
 DTYPES = ("bf16", "fp16")
-"""Dtypes of operands that the list is for. It was measured with bf16; fp16 has the same bytes and speed."""
+"""The operand dtypes of the list. It was measured with bf16; fp16 has the same bytes and speed."""
 
 _USUAL = "64x4096x4096"
-#: Splits of k, as the search spaces list them.
+#: Numbers of k splits, as in the search spaces.
 _SPLITS = np.array([1, 2, 3, 4, 6, 8, 12, 16])
-#: Orders of tiles where L2 does not hold the operands: whether along n, and in groups of so many.
+#: Raster orders to try if L2 does not hold the operands: whether along n, and the swizzle size.
 RASTERS = ((False, 1), (True, 1), (False, 8), (True, 8))
 
 
@@ -42,7 +42,7 @@ class Choices:
     """Launches of listed kernels for one problem, and the model's terms of each."""
 
     kernels: Ints
-    """Places in the list."""
+    """Indices into the list."""
     columns: Columns
     terms: Terms
 
@@ -50,11 +50,11 @@ class Choices:
         return len(self.kernels)
 
     def take(self, rows: Any) -> Choices:
-        """Some of them, by their numbers or a mask."""
+        """A selection of the launches, by indices or a mask."""
         return Choices(self.kernels[rows], self.columns.take(rows), self.terms.take(rows))
 
     def candidate(self, problem: Problem, number: int) -> Candidate:
-        """One of them as it is launched."""
+        """A launch as a candidate."""
         kernel, c = listed()[int(self.kernels[number])], self.columns
         launch = (each[number].item() for each in (c.split_k, c.second, c.along_n, c.swizzle))
         return launched(problem, kernel, *launch)
@@ -62,7 +62,7 @@ class Choices:
 
 @cache
 def listed(path: Path | None = None) -> tuple[Candidate, ...]:
-    """All kernels of the list. Raises SpaceError for one that its family does not know."""
+    """All kernels of the list. Raises SpaceError if a family does not know one."""
     path = path or data_path("db", "selector.toml")
     return tuple(kernel for table in _tables(path) for kernel in _kernels(table, path))
 
@@ -84,9 +84,9 @@ def _kernels(table: Mapping[str, Any], path: Path) -> Iterator[Candidate]:
 
 @cache
 def ordered_lists() -> Mapping[Problem, tuple[Candidate, ...]]:
-    """Kernels of the reduction class `ORDERED` that ship, by the problem of 64x4096x4096 that they are for.
+    """Shipped kernels of the reduction class `ORDERED`, by a 64x4096x4096 problem that stands for their kind.
 
-    Raises SpaceError for one that its family does not know.
+    Raises SpaceError if a family does not know one.
     """
     found = {}
     for dtype in DTYPES:
@@ -100,7 +100,7 @@ def ordered_lists() -> Mapping[Problem, tuple[Candidate, ...]]:
 
 @cache
 def large_lists() -> Mapping[Problem, tuple[Candidate, ...]]:
-    """Kernels that ship for products of many rows, at launches by GPC, as `ordered_lists` has its own."""
+    """Shipped kernels for products of many rows, at GPC-aware launches, by problem as in `ordered_lists`."""
     return {
         problem: tuple(launched_by_gpc(problem, kernel) for kernel in kernels)
         for problem, kernels in _by_kind("large").items()
@@ -118,12 +118,12 @@ def _by_kind(name: str) -> dict[Problem, tuple[Candidate, ...]]:
 
 
 def ordered_kernels(problem: Problem) -> tuple[Candidate, ...]:
-    """The kernels of the class `ORDERED` that ship for such a problem, whatever its extents."""
+    """The shipped kernels of the class `ORDERED` for a problem's kind, whatever its extents."""
     return ordered_lists().get(_usual(problem), ())
 
 
 def large_kernels(problem: Problem) -> tuple[Candidate, ...]:
-    """The kernels that ship for such a problem of many rows, at launches by GPC."""
+    """The shipped kernels for many rows of a problem's kind, at GPC-aware launches."""
     return large_lists().get(_usual(problem), ())
 
 
@@ -133,7 +133,7 @@ def _usual(problem: Problem) -> Problem:
 
 
 def _for_operands(kernel: Candidate, problem: Problem) -> Candidate:
-    """A kernel of 16-bit operands for others: its tiles have as many bytes along k."""
+    """A kernel of 16-bit operands, adapted to another dtype: its tiles keep their bytes along k."""
     tile_k = kernel["tile_k"] * DTYPE_BYTES["bf16"] // DTYPE_BYTES[problem.in_dtype]
     return Candidate.make(kernel.family, dict(kernel.compile_params) | {"tile_k": tile_k})
 
@@ -146,7 +146,7 @@ def launched(
     along_n: bool = False,
     swizzle: int = 1,
 ) -> Candidate:
-    """A listed kernel with all parameters that its family's launches have."""
+    """A listed kernel with all launch parameters of its family."""
     values: Mapping[str, Value] = {
         "raster_order": "along_n" if along_n else "along_m",
         "swizzle_size": swizzle,
@@ -164,15 +164,17 @@ def launched(
 def launched_by_gpc(
     problem: Problem, kernel: Candidate, *, along_n: bool = False, streamed: bool = False
 ) -> Candidate:
-    """A kernel with clusters of a GPC at neighbouring tiles, in groups of eight. streamed: whether L2 lets go
-    first of the operand that a group does not share; else as `model.l2_hint` has it."""
+    """A kernel's GPC-aware launch, with swizzle size 8.
+
+    streamed: whether L2 evicts first the operand that a group does not share; else `model.l2_hint` decides.
+    """
     launch = launched(problem, kernel, along_n=along_n, swizzle=8)
     values: dict[str, Value] = {**dict(launch.launch_params), "cluster_order": "gpc"}
     return launch.with_launch(**(values | {"l2_hint": "streamed"} if streamed else values))
 
 
 def covers(problem: Problem) -> bool:
-    """Whether the list is for such products: plain ones that TMA reads as they lie."""
+    """Whether the list covers a problem: a plain product whose operands TMA reads without copies."""
     return (
         problem.in_dtype in DTYPES
         and problem.out_dtype == problem.in_dtype
@@ -196,9 +198,9 @@ class _Listed:
     splits: Bools
     """Whether a launch may split k."""
     reduces: Bools
-    """Whether it may have a second kernel add the splits."""
+    """Whether a second kernel may add the splits."""
     rasters: Bools
-    """Whether it may choose the order of tiles."""
+    """Whether a launch may choose the raster order."""
     skinny: Bools
 
 
@@ -234,11 +236,10 @@ def _splits(problem: Problem, kernel: Candidate, device: Device) -> bool:
 
 
 def choices(problem: Problem, device: Device, places: tuple[int, ...] | None = None) -> Choices:
-    """The launches that suit a problem, of each kernel two at most: the model's best of those that leave k
-    whole, and of those that split it.
+    """The launches that suit a problem, at most two per kernel: the model's best without and with k splits.
 
-    Splits are as many as occupy the device's multiprocessors once, or twice; where there are that few tiles,
-    their order matters little. places: in the list, of the kernels to choose from; all by default.
+    The numbers of splits occupy the device's multiprocessors once or twice. With so few tiles, their order
+    matters little. places: indices of the kernels to choose from; all by default.
     """
     on = _on(device, places)
     c = on.columns
@@ -273,7 +274,7 @@ def choices(problem: Problem, device: Device, places: tuple[int, ...] | None = N
     rows, split_k, seconds, along, swizzles = (np.concatenate(column) for column in zip(*parts, strict=True))
     columns = c.take(rows).launched(split_k=split_k, second=seconds, along_n=along, swizzle=swizzles)
     found = terms(problem, columns, device)
-    # The launch of each kernel, whole and split, that the model takes for the fastest.
+    # The predicted fastest launch of each kernel, without and with k splits.
     groups = 2 * rows + (split_k > 1)
     order = np.lexsort((found.total_us, groups))
     order = order[np.r_[True, np.diff(groups[order]) != 0]]

@@ -1,14 +1,14 @@
-"""What a tile candidate's product takes, as arrays over candidates: waves, tensor cores, shared memory, L2,
-DRAM and epilogue in microseconds, and what is moved for the energy it draws.
+"""Predicts the times of tile candidates as arrays over candidates: waves, tensor cores, shared memory, L2,
+DRAM and epilogue in microseconds; also the bytes that they move, for the energy model.
 
-Every term is a closed formula of the problem, the candidate and the device. `model` says what they are for.
-The terms of one product, in order:
+Every term is a closed formula of the problem, the candidate and the device. `tunegemm.model` explains their
+purpose. The terms of one product, in order:
 
 1. *waves*: a persistent grid of clusters takes the tiles; the slowest CTA computes ceil(tiles / resident).
-2. *compute*: WGMMA cycles of one k-step, or the shared-memory cycles of its operands where they are
+2. *compute*: WGMMA cycles of one k-step, or the shared-memory cycles of its operands if they are
    more, or the latency of a load that the ring of stages does not hide.
-3. *L2*: operand bytes of all CTAs at once; a cluster multicasts, and so asks for less.
-4. *DRAM*: every operand once, and again what a wave's working set pushes out of L2; output once.
+3. *L2*: operand bytes of all CTAs at once; a cluster multicasts, and so reads less.
+4. *DRAM*: every operand once, plus the bytes that a wave's working set evicts from L2; output once.
 5. *epilogue*: exposed for each tile when cooperative, only for the last one when pingpong.
 """
 
@@ -33,8 +33,8 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 # The constants were fitted by coordinate search on the six recorded sweeps of an H200 in db/sweeps
-# (2026-11-20), starting from the published figures named below, and may differ from them. That the best
-# kernel of each of those shapes is among the model's first 16 is in-sample; no shape was held out.
+# (2026-11-20), starting from the published figures named below, and may differ from them. The best kernel of
+# each of those shapes is among the model's first 16, but that is in-sample: no shape was held out.
 
 # Tensor cores: m64 nN k16 of 16-bit elements takes N/2 cycles, 4096 FLOP per cycle and SM. Its operands
 # come from shared memory at 128 B per cycle: A (2 KiB) and B (32 N bytes) for every instruction. That
@@ -55,8 +55,8 @@ _COOPERATIVE_EFFICIENCY = 0.94
 _BARRIER_CYCLES = 12
 # Cycles per k-step and further CTA of a cluster: a slot is free again when all its readers say so.
 _CLUSTER_CYCLES = 13
-# Two-level accumulation adds the tensor cores' sums in registers, 128 a cycle; they wait meanwhile, unless
-# the other warpgroup of a cooperative tile has work for them. Not fitted: no sweep has it.
+# Two-level accumulation adds the tensor cores' sums in registers, 128 per cycle. The tensor cores wait
+# meanwhile, unless the other warpgroup of a cooperative tile has work for them. Not fitted: no sweep has it.
 _ADDS_PER_CYCLE = 128
 # L2 to SM bytes per cycle and SM, at full clock. DeepGEMM's constants are 64 per SM, at most 6154 (47 per SM)
 # on 132 SMs; the sweeps want more, since main loops of large squares lose nothing without a cluster.
@@ -66,44 +66,48 @@ _LOAD_LATENCY_CYCLES = 980
 _DRAM_EFFICIENCY = 0.77
 # Part of the L2 that holds operands over a wave, by the times of sweeps.
 _L2_USABLE = 0.6
-# Clusters of stream-K go through k out of step: that share of what L2 would else have served is read again.
+# Clusters of stream-K go through k out of step: this share of the bytes that L2 would otherwise have served
+# is read again.
 _OUT_OF_STEP = 0.6
-# What follows was fitted to the bytes that counters saw in 416 launches (H200, docs/decisions/0022).
-# Clusters are out of step by some multiplications: of short tiles they find again what others just read.
+# The following constants were fitted to the bytes that counters saw in 416 launches (H200,
+# docs/decisions/0022).
+# Clusters are out of step by this many multiplications: with short tiles they still find what others just
+# read.
 _BEHIND = 1.6e7
-# Clusters of stream-K are out of step with those of whole tiles; and of wide groups, where L2 has much to do.
+# Clusters of stream-K are out of step with those of whole tiles; so are wide groups if L2 is busy.
 _STREAM_OUT_OF_STEP = 2.5
 _WIDE, _STRAINED, _STRAINED_OUT_OF_STEP = 4, 0.55, 1.7
 # Reads of L2 that merge with those of the same GPC: of neighbouring tiles in wide groups, of single CTAs.
 _MERGED, _MERGED_SINGLE, _MERGED_ELSE = 0.72, 0.87, 0.95
-# Where the operand that a group does not share is let go first: of the other one's part of the group, if it
-# is no more than this part of L2, a wave reads this part again. A larger part, and clusters so far out
-# of step, make what is read again so many times as much: lines go before all have read them. Of 28
-# launches that were counted (H200, docs/decisions/0022).
+# If L2 evicts first the operand that a group does not share, and the other operand's part for the group is at
+# most the first fraction of L2, a wave reads the second fraction of that part again. If the part is larger,
+# or clusters are further out of step than the third number, the last factor scales the bytes that are read
+# again, because lines are evicted before all clusters have read them. Fitted to 28 counted launches (H200,
+# docs/decisions/0022).
 _GROUP_FITS, _GROUP_AGAIN, _GROUP_OUT_OF_STEP, _GROUP_LOST = 0.28, 0.3, 0.2, 1.5
 # Epilogue: cycles per 64-row subtile beside its bytes (stmatrix, fence, TMA store, barrier).
 _SUBTILE_CYCLES = 185
 # Split-K: the last split of a tile waits for an atomic and reads the others' sums through L2.
 _REDUCTION_US = 1.5
-# Sums that meet in pairs, or in a second kernel: for each level of the tree, for the kernel, and the bytes a
-# microsecond in which sums are written and read. Fitted by hand to splits of five shapes on an H200,
-# each timed both ways (2026-11-21).
+# Sums are added in pairs or by a second kernel: the time of each level of the tree, the time of the kernel,
+# and the bytes per microsecond at which sums are written and read. Fitted by hand to splits of five shapes on
+# an H200, each timed both ways (2026-11-21).
 _MEETING_US, _PAIRS_BYTES_PER_US = 3.0, 3.5e6
 _SECOND_KERNEL_US, _SECOND_BYTES_PER_US = 2.5, 7.0e6
-# Where stream-K's whole tiles follow, sums that meet do so under others' main loops; those of a second kernel
-# are out of L2 by the time that it reads them (four shapes, same file).
+# If stream-K's whole tiles follow, pairs of sums are added while others run main loops; a second kernel's
+# sums have left L2 by the time it reads them (four shapes, same file).
 _EARLY_PAIRS_BYTES_PER_US, _EARLY_SECOND_BYTES_PER_US = 7.0e6, 3.0e6
 _LAUNCH_US = 2.0
 _FILL_US = 1.0
 # Overlapping limits disturb each other: the sum of powers lies between their maximum and their sum.
 _OVERLAP_POWER = 4.9
-# A part that is not in `architectures.PARTS`: cycles and bytes of a mid-range Hopper.
+# For a part that is not in `architectures.PARTS`: clock and bandwidth of a mid-range Hopper.
 _DEFAULT_CLOCK_MHZ = 1700.0
 _DEFAULT_BANDWIDTH_GBPS = 3000.0
 
-# Other architectures have the roofline of theirs alone: rates of datasheets, four warps that each read their
-# half of A's rows and of B's columns, and L2's 5,120 bytes a cycle to an A100's 108 multiprocessors (NVIDIA
-# A100 architecture whitepaper). None of it was timed.
+# Other architectures only get a roofline: datasheet rates, four warps that each read their half of A's rows
+# and of B's columns, and L2's 5,120 bytes per cycle for an A100's 108 multiprocessors (NVIDIA A100
+# architecture whitepaper). These were not measured.
 _READERS = 2
 _OTHER_L2_BYTES_PER_CYCLE_AND_SM = 47
 
@@ -112,7 +116,7 @@ _REQUIRED = ("tile_m", "tile_n", "tile_k")
 
 @dataclass(frozen=True)
 class Columns:
-    """What the formulas read of candidates, one entry each."""
+    """The properties of candidates that the formulas read, one entry for each candidate."""
 
     tile_m: Ints
     tile_n: Ints
@@ -126,20 +130,23 @@ class Columns:
     streams: Bools
     split_k: Ints
     reduces: Bools
-    """Whether the family has a choice of how k splits are added."""
+    """Whether the family offers a choice of how to add k splits."""
     second: Bools
-    """Whether a second kernel adds them."""
+    """Whether a second kernel adds the k splits."""
     balanced: Bools
     along_n: Bools
     swizzle: Ints
     gpc_aware: Bools
     """Whether clusters of one GPC take neighbouring tiles."""
     streamed: Bools
-    """Whether L2 lets go first of the operand that a group of tiles does not share."""
+    """Whether L2 evicts first the operand that a group of tiles does not share."""
 
     @classmethod
     def of(cls, candidates: Sequence[Candidate]) -> Self:
-        """Raises SpaceError for a candidate without a tile shape, such as a library's algorithm."""
+        """The columns of candidates.
+
+        Raises SpaceError if a candidate has no tile shape, such as a library's algorithm.
+        """
         params = [candidate.params for candidate in candidates]
         for candidate in candidates:
             for name in _REQUIRED:
@@ -163,7 +170,7 @@ class Columns:
         )  # fmt: skip
 
     def take(self, rows: Any) -> Columns:
-        """Some candidates, by their numbers or a mask."""
+        """A selection of the candidates, by indices or a mask."""
         return Columns(*(getattr(self, one.name)[rows] for one in fields(self)))
 
     def launched(self, **columns: NDArray[Any] | np.generic) -> Columns:
@@ -186,16 +193,16 @@ class Terms:
     epilogue_us: Floats
     total_us: Floats
     filled_bytes: Floats
-    """Bytes that arrive in shared memory, by multicast as well."""
+    """Bytes that arrive in shared memory, including those by multicast."""
     l2_bytes: Floats
-    """Bytes that are read from L2: a multicast reads once, and so do some multiprocessors of a GPC."""
+    """Bytes read from L2: a multicast reads once, and some reads of the same GPC merge."""
     crossing_bytes: Floats
     """Bytes that cross between the halves of L2: as many as device memory reads."""
     dram_bytes: Floats
     """Bytes that device memory reads and writes."""
 
     def take(self, rows: Any) -> Terms:
-        """Some candidates, by their numbers or a mask."""
+        """A selection of the candidates, by indices or a mask."""
         return Terms(*(getattr(self, one.name)[rows] for one in fields(self)))
 
 
@@ -225,7 +232,7 @@ def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
     filled = np.where(c.streams, launched / resident, filled)
     active_ctas = np.minimum(resident, clusters) * size
 
-    # 2. Compute: cycles of one k-step of one tile; a CTA's tiles share the SM's tensor cores one by one.
+    # 2. Compute: cycles of one k-step of one tile; a CTA's tiles use the SM's tensor cores one after another.
     k_steps = _ceil(k_tiles, c.split_k)
     load_bytes = (c.tile_m + c.tile_n) * c.tile_k * in_bytes
     if device.architecture.wgmma:
@@ -252,7 +259,7 @@ def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
     mainloop_us = k_steps * step_cycles / clock_mhz
     compute_us = np.where(c.streams, clusters / launched, waves) * mainloop_us
 
-    # 3. L2: what all CTAs of a wave ask for together; the tail wave asks for less but takes as long.
+    # 3. L2: the bytes that all CTAs of a wave request; the tail wave requests fewer but takes as long.
     operand_bytes = problem.k / c.split_k * in_bytes * (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m)
     tile_out_bytes = c.tile_m * c.tile_n * out_bytes
     asked = np.where(c.streams, tiles, active_ctas * waves)
@@ -276,7 +283,7 @@ def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
     apart = (1 + _STREAM_OUT_OF_STEP * cut / clusters) * np.where(strained, _STRAINED_OUT_OF_STEP, 1.0)
     read_bytes = grid.read_bytes(behind, apart)
 
-    # 5. Epilogue of one tile, and how much of all of them stays exposed.
+    # 5. Epilogue of one tile, and the exposed part of all epilogues.
     subtiles = _ceil(c.tile_n, c.epi_n)
     if problem.fused.gated:
         subtiles = np.where(c.epi_n == 16, 1, subtiles)  # staged whole
@@ -308,7 +315,7 @@ def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
 
 
 def time_at(found: Terms, clocks_mhz: Floats, device: Device) -> Floats:
-    """Total microseconds at other clocks of the chip than those of lasting work; device memory has its own.
+    """Total microseconds at other SM clocks than that of sustained work; device memory's clock stays.
 
     clocks_mhz: any shape that broadcasts against the candidates.
     """
@@ -319,12 +326,12 @@ def time_at(found: Terms, clocks_mhz: Floats, device: Device) -> Floats:
 
 
 def steady_clock_mhz(device: Device) -> float:
-    """The SM clock of which the terms are, that of dense work at the power cap."""
+    """The SM clock of the terms: that of dense work at the power cap."""
     return _clock_mhz(device) * _SUSTAINED_CLOCK
 
 
 def elementwise_us(num_bytes: int, device: Device) -> float:
-    """The time of a kernel that does nothing but read and write so many bytes."""
+    """Microseconds of a kernel that only reads and writes this many bytes."""
     return _LAUNCH_US + num_bytes / _bandwidth(device)
 
 
@@ -334,13 +341,13 @@ def usable_l2(device: Device) -> int:
 
 
 def fits_l2(problem: Problem, device: Device) -> bool:
-    """Whether both operands of an entry stay in L2: the rasterization is free then."""
+    """Whether both operands of a batch entry stay in L2; then any rasterization will do."""
     return (problem.m + problem.n) * problem.k * DTYPE_BYTES[problem.in_dtype] <= usable_l2(device)
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """Output cut into clusters, and in which order they are computed."""
+    """The output's clusters and their order."""
 
     m: Ints
     n: Ints
@@ -375,10 +382,10 @@ class _Grid:
         return _Waves(count, np.minimum(count, across / group), along_bytes, across_bytes, once, again)
 
     def waited_bytes(self) -> Floats:
-        """Operand bytes from device memory that the kernel waits for, as the times of sweeps have them.
+        """Operand bytes from device memory that the kernel waits for, fitted to the times of sweeps.
 
-        Within a group the columns stay; from one group to the next, the rows come round again. A next wave
-        finds what L2 still holds; where both operands fit, that is everything.
+        Within a group the columns stay; each group reads the rows again. The next wave finds the bytes that
+        L2 still holds, which are all bytes if both operands fit.
         """
         waves, usable = self._waves, _L2_USABLE * self.l2_bytes
         wave_bytes = waves.along_bytes + waves.across_bytes
@@ -386,18 +393,18 @@ class _Grid:
         return self.batch * np.where(waves.once <= usable, waves.once, waves.once + waves.again * (1 - kept))
 
     def unshared_bytes(self) -> Floats:
-        """Operand bytes beyond one reading, if each cluster read its own; of operands that L2 cannot keep."""
+        """Operand bytes beyond one reading if each cluster read its own, of operands that L2 cannot keep."""
         usable = _L2_USABLE * self.l2_bytes
         readers = ((self.m * self.k_bytes, self.clusters_n), (self.n * self.k_bytes, self.clusters_m))
         again = [np.where(size > usable, size * (count - 1.0), 0.0) for size, count in readers]
         return self.batch * (again[0] + again[1])
 
     def read_bytes(self, behind: Floats, apart: Floats) -> Floats:
-        """Operand bytes that device memory reads, as counters have them: what costs energy.
+        """Operand bytes that device memory reads, fitted to hardware counters; these bytes cost energy.
 
-        A next wave finds again what half of L2 still holds: either half keeps what its own multiprocessors
-        read. behind: how far clusters are out of step, as a part of a tile's work. apart: how many times as
-        much they read again for it.
+        The next wave finds the bytes that half of L2 still holds, because each half keeps the reads of its
+        own multiprocessors. behind: how far clusters are out of step, as a fraction of a tile's work. apart:
+        the factor by which that increases the bytes read again.
         """
         waves, c = self._waves, self.columns
         kept = 1 - (waves.along_bytes + waves.across_bytes) / (self.l2_bytes / 2)
@@ -413,7 +420,7 @@ class _Grid:
 
 @dataclass(frozen=True)
 class _Waves:
-    """What the waves of a grid read."""
+    """The bytes that the waves of a grid read."""
 
     count: Floats
     groups: Floats
@@ -422,16 +429,16 @@ class _Waves:
     across_bytes: Floats
     """Bytes that one wave reads of the operand that a group shares."""
     once: Floats
-    """Bytes that all waves read, if nothing were read twice."""
+    """Bytes that all waves would read if they read nothing twice."""
     again: Floats
-    """Bytes beyond that, if no wave found anything of another."""
+    """Further bytes that they would read if no wave found bytes of another in L2."""
 
 
 def _sums_us(sum_bytes: Ints, splits: Ints, second: Bools, early: Bools) -> Floats:
-    """What it costs to add the sums of a tile's k splits. early: whole tiles follow them."""
+    """Microseconds to add the sums of a tile's k splits. early: whether whole tiles follow them."""
     rate = np.where(early, _EARLY_SECOND_BYTES_PER_US, _SECOND_BYTES_PER_US)
     by_second = _SECOND_KERNEL_US + 2 * sum_bytes / rate
-    # Where two meet, only one writes its sums, and the other reads them.
+    # In each pair only one split writes its sums, and the other reads them.
     splits = np.maximum(splits, 1)
     moved = 2 * sum_bytes * (splits - 1) / splits
     in_pairs = np.where(
@@ -447,7 +454,7 @@ def _ceil(a: Any, b: Any) -> Any:
 
 
 def _overlap(*limits: Floats) -> Floats:
-    """The time of work that runs at once under several limits: a little over the largest."""
+    """The time of work under several simultaneous limits: a little more than the largest."""
     powers = [limit**_OVERLAP_POWER for limit in limits]
     return np.asarray(sum(powers[1:], powers[0]) ** (1 / _OVERLAP_POWER))
 
@@ -470,5 +477,5 @@ def _clock_mhz(device: Device) -> float:
 
 
 def _bandwidth(device: Device) -> float:
-    """Bytes a microsecond of device memory."""
+    """Bytes per microsecond of device memory."""
     return (device.bandwidth_gbps or _DEFAULT_BANDWIDTH_GBPS) * 1e3 * _DRAM_EFFICIENCY

@@ -1,8 +1,8 @@
-"""Kernels of fp8 with scales of blocks: A's of 1 x 128, the weights' of 128 x 128, fp32, where they lie.
+"""Kernels for block-scaled fp8, with fp32 scales of 1 x 128 blocks of A and of 128 x 128 blocks of weights.
 
     D[m, n] = sum over b of scale_a[m, b] * scale_b[n / 128, b] * (A[m, block b of k] B[n, block b of k]^T)
 
-No search has them: db/blocks.toml says what ships (`tunegemm.model.blocks`).
+No search includes them; db/blocks.toml lists those that ship (`tunegemm.model.blocks`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ FAMILY = Kernels(
 kernel_key = FAMILY.key_of
 OUT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _UNIT = 16
-"""Bytes that TMA takes at a time."""
+"""TMA's unit in bytes."""
 _IN_MASK = _UNIT - 1
 _SCALE_MASK = 3
 
 
 def config_of(parameters: Mapping[str, Any], *, out_dtype: str = "bf16") -> BlockConfig:
-    """The config of a kernel. parameters: its `form`, few or many, and what a config has no default for."""
+    """The config of a kernel. parameters: its `form`, few or many, and the fields without a default."""
     given = dict(parameters)
     few = given.pop("form") == "few"
     return BlockConfig(
@@ -55,7 +55,7 @@ def tiles_of(config: BlockConfig, rows: int, n: int) -> int:
 
 
 class BlockKernel(LoadedKernel[BlockConfig]):
-    """A compiled kernel of block-scaled products."""
+    """A compiled kernel for block-scaled products."""
 
     def launch(self, a: Any, weight: Any, scale_a: Any, scale_b: Any, out: Any, **words: Any) -> None:
         """One product on the current stream; see `bound`."""
@@ -66,15 +66,15 @@ class BlockKernel(LoadedKernel[BlockConfig]):
         self, a: Any, weight: Any, scale_a: Any, scale_b: Any, out: Any, *,
         device: Device, split_k: int = 1, swizzle_size: int = 8, along_m: bool = True, l2_hint: int = 0,
     ) -> Callable[[int, int, int, int, int], None]:  # fmt: skip
-        """The launch at addresses of tensors that are laid out as these, in this order.
+        """The launch for addresses of tensors with these layouts, in this order.
 
         a: (M, K). weight: (N, K). scale_a: (M, K / 128), scale_b: (N / 128, K / 128), rounded up, of any
-        strides. out: (M, N). split_k: parts of k that different blocks add up. swizzle_size, along_m: which
-        tiles follow each other. l2_hint: 1 where lines of a leave the L2 first, 2 where those of the weight
-        do.
+        strides. out: (M, N). split_k: parts of k that different blocks add up. swizzle_size, along_m: the
+        order of tiles. l2_hint: 1 to evict lines of a from L2 first, 2 to evict those of the weight first.
 
-        Raises NotTaken, here for what `refusal` says, at a launch for addresses. The first time for a number
-        of tiles it may ask the device which clusters share a GPC: not while a graph is captured.
+        Raises NotTaken if `refusal` objects; a launch raises it for unaligned addresses. The first call for a
+        number of tiles may ask the device which clusters share a GPC, so do not make it while a graph is
+        captured.
         """
         from torch._C import _cuda_getCurrentRawStream as current_stream
 
@@ -128,7 +128,7 @@ class BlockKernel(LoadedKernel[BlockConfig]):
         return launch_at
 
     def _objection(self, out: Any) -> str:
-        """What this kernel does not take, though others do; empty if it does."""
+        """Why this kernel does not take operands that other kernels take; empty if it does."""
         if str(out.dtype) != f"torch.{OUT_DTYPES[self.config.out_dtype]}":
             return f"an output of {out.dtype} for a kernel of {self.config.out_dtype}"
         return ""

@@ -1,4 +1,4 @@
-"""What an Ampere kernel may be: one function per physical cause (see `tunegemm.generate.feasibility`)."""
+"""The rules of Ampere kernels: one function per physical cause (see `tunegemm.generate.feasibility`)."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def whole_ldmatrix(problem: Problem, candidate: Candidate, device: Device) -> st
 
 @rule("warps_m", "warps_n", "ctas_per_sm", "device")
 def threads(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Blocks and multiprocessors hold so many threads."""
+    """Blocks and multiprocessors hold a limited number of threads."""
     config = config_of(problem, candidate)
     return exceeded_threads(config.threads, device.architecture, config.ctas_per_sm)
 

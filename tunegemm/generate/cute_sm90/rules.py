@@ -1,4 +1,4 @@
-"""What a Hopper kernel may be: one function per physical cause (see `tunegemm.generate.feasibility`)."""
+"""The rules of Hopper kernels: one function per physical cause (see `tunegemm.generate.feasibility`)."""
 
 from __future__ import annotations
 
@@ -28,30 +28,32 @@ from tunegemm.generate.tiles import (
 #: epilogue's fragment. Of a budget of 240, 208 accumulators leave 32 and compile without spills; 216 leave
 #: 24 and spill (both in tests/generate/test_cute_sm90.py, nvidia-cutlass-dsl 4.8.1).
 _OVERHEAD_REGISTERS = 32
-#: The same beside both sums of two-level accumulation, of which the epilogue needs but one: 224 of 240 and
+#: The same beside both sums of two-level accumulation; the epilogue needs only one of them. 224 of 240 and
 #: 144 of 160 leave 16 and compile without spills; 240 and 160 spill (same tests).
 _MAIN_LOOP_REGISTERS = 16
-#: k that the tensor cores add up before two-level accumulation takes it over.
+#: Elements of k that the tensor cores add up before two-level accumulation promotes the sum.
 _PROMOTED_K = 128
 _SWIZZLE_ROW_BYTES = 128
-#: What innermost extents of a box, and the coordinates where it begins, are multiples of.
+#: A box's innermost extent in bytes, and the position where it starts, must be multiples of this.
 _TMA_UNIT_BYTES = 16
 
-#: More of them with an epilogue that reads a matrix or converts int32 sums: 176 accumulators compile without
-#: spills, of 192 some kernels spill (tests/describe/test_epilogue.py).
+#: Additional registers for an epilogue that reads a matrix or converts int32 sums: 176 accumulators compile
+#: without spills; with 192 some kernels spill (tests/describe/test_epilogue.py).
 _FUSED_REGISTERS = 24
-#: And with one that gates and stages by elements: 160 compile, 176 spill (same tests). With one that reads a
-#: vector and stages its tile whole it takes little to spill 176: of two states of the kernel one did.
+#: Additional registers for an epilogue that gates and stages by elements: 160 compile, 176 spill (same
+#: tests). If it reads a vector and stages its tile whole, 176 are at the limit: one of two states of the
+#: kernel spilled.
 _ELEMENT_REGISTERS = 40
-#: And beside the values of vectors: 192 accumulators and 10 values compile, 208 and 7 spill up to 44 B in
-#: some kernels (same tests); 192 and 13 spilled in one state of the kernel and not in another.
+#: Additional registers beside the values of vectors: 192 accumulators and 10 values compile, 208 and 7 spill
+#: up to 44 B in some kernels (same tests); 192 and 13 spilled in one state of the kernel and not in another.
 _VECTOR_REGISTERS = 4
-#: More of them for stream-K's schedule: 192 accumulators compile without spills, 208 spill 72 B in pingpong
-#: with operands that are not k-major (tests/generate/test_cute_sm90.py).
+#: Additional registers for stream-K's schedule: 192 accumulators compile without spills, 208 spill 72 B in
+#: pingpong with operands that are not k-major (tests/generate/test_cute_sm90.py).
 _STREAM_REGISTERS = 8
-#: More than so many accumulators leave pingpong's turns no room for the bookkeeping of clusters: 208 compile
-#: without spills where there are none, and spill 80 B in 6 of 10 kernels with them, by one ptxas of two or
-#: both (one is in the same tests). GPC-aware ones do not; the rule looks at what all launches share.
+#: More accumulators than this leave pingpong's turns no room for the bookkeeping of clusters: 208 compile
+#: without spills if there are no clusters, and spill 80 B in 6 of 10 kernels with clusters, by one of two
+#: ptxas versions or both (one is in the same tests). GPC-aware kernels do not spill; the rule considers only
+#: what all launches share.
 _TAKING_TURNS_IN_CLUSTERS = 192
 #: Accumulators beside which a warpgroup of two 64-row atoms has room for a second matrix.
 _ROOMY_ACCUMULATORS = 128
@@ -60,13 +62,13 @@ config_of = config_maker(KernelConfig)
 
 
 def resident_clusters(candidate: Candidate, device: Device) -> int:
-    """Clusters of the candidate's kernel that run at once."""
+    """How many clusters of the candidate's kernel run at once."""
     return device.resident_clusters(candidate["cluster_m"] * candidate["cluster_n"])
 
 
 @rule("epi_n", "swap_ab", "epilogue")
 def fused_store(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """An epilogue works on staged subtiles; columns gate each other only where one thread has both."""
+    """An epilogue works on staged subtiles; columns gate each other only if one thread has both."""
     if not problem.epilogue:
         return None
     if candidate["epi_n"] == 0:
@@ -78,10 +80,10 @@ def fused_store(problem: Problem, candidate: Candidate, device: Device) -> str |
 
 @rule("schedule", "tile_m", "tile_n", "epilogue")
 def fused_registers(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A warpgroup of two 64-row atoms keeps what both need; with a second matrix or amax to track it spills.
+    """A warpgroup of two 64-row atoms keeps the values of both; it spills with a second matrix or with amax.
 
-    What ptxas makes of such kernels follows no simple law, and the rule is stricter than the compiler: of 25
-    that it rejects 11 spilled, of the 40 that it admits none (nvidia-cutlass-dsl 4.8.1; some are in
+    ptxas follows no simple law for such kernels, and the rule is stricter than the compiler: 11 of the 25
+    kernels that it rejects spilled, and none of the 40 that it admits (nvidia-cutlass-dsl 4.8.1; some are in
     tests/describe/test_epilogue.py).
     """
     config = config_of(problem, candidate)
@@ -94,15 +96,15 @@ def fused_registers(problem: Problem, candidate: Candidate, device: Device) -> s
 
 
 def _matrices(config: KernelConfig) -> int:
-    """How many matrices its epilogue reads."""
+    """How many matrices the kernel's epilogue reads."""
     fused = config.fused
     return sum(operand.kind == "matrix" for operand in (fused.operands if fused.is_defined else ()))
 
 
 @rule("tile_m", "tile_n")
 def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A tile is whole WGMMA atoms: 64 rows each, and columns as one instruction can have them, to 256, by 16
-    as int8 has them and a subtile's stmatrix stores them.
+    """A tile consists of whole WGMMA atoms: 64 rows each, and at most the 256 columns of one instruction. The
+    columns come in steps of 16, which int8 requires and a subtile's stmatrix stores.
     """
     tile_m, tile_n = candidate["tile_m"], candidate["tile_n"]
     if tile_m % MMA_ATOM_M or not 64 <= tile_m <= 256:
@@ -124,8 +126,8 @@ def operand_majors(problem: Problem, candidate: Candidate, device: Device) -> st
 
 @rule("tile_k", "in_dtype")
 def ring_rows(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A stage has one or two rows of the 128-byte smem swizzle along k. Half a row would be half the work for
-    a barrier, as any other dtype has it at another tile_k, and more than two only make stages few.
+    """A stage holds one or two rows of the 128-byte smem swizzle along k. Half a row would halve the work per
+    barrier, for any dtype, and more than two rows only reduce the number of stages.
     """
     row_bytes = candidate["tile_k"] * DTYPE_BYTES[problem.in_dtype]
     if row_bytes not in (_SWIZZLE_ROW_BYTES, 2 * _SWIZZLE_ROW_BYTES):
@@ -135,7 +137,7 @@ def ring_rows(problem: Problem, candidate: Candidate, device: Device) -> str | N
 
 @rule("tile_k", "accumulation")
 def promotion(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Two-level accumulation means the same for every kernel: a k tile is what the tensor cores add up."""
+    """Two-level accumulation is the same in every kernel: the tensor cores add up one k tile at a time."""
     if problem.accumulation == "two_level" and candidate["tile_k"] != _PROMOTED_K:
         return f"tile_k {candidate['tile_k']}: two-level sums take over every {_PROMOTED_K} of k"
     return None
@@ -191,7 +193,7 @@ def wgmma_operands(problem: Problem, candidate: Candidate, device: Device) -> st
 
 @rule("tile_m", "tile_n", "tile_k", "stages", "in_dtype")
 def ring_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """The ring alone must fit a CTA's shared memory: that of half the kernels does not."""
+    """The ring alone must fit a CTA's shared memory; for half of the kernels it does not."""
     rows, limit = candidate["tile_m"] + candidate["tile_n"], SMEM_LIMIT - SMEM_ALIGNMENT
     ring = candidate["stages"] * rows * candidate["tile_k"] * DTYPE_BYTES[problem.in_dtype]
     if ring > limit:
@@ -210,8 +212,8 @@ def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str
 
 @rule("tile_n", "epi_n")
 def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Staged subtiles cover the tile exactly. 16 columns are for tiles that 32 do not divide: elsewhere they
-    only double the barriers.
+    """Staged subtiles cover the tile exactly. Subtiles of 16 columns are for tiles that 32 does not divide;
+    for others they only double the barriers.
     """
     tile_n, epi_n = candidate["tile_n"], candidate["epi_n"]
     if epi_n == 0:  # nothing is staged
@@ -225,10 +227,10 @@ def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str
 
 @rule("tile_n", "epi_n", "swap_ab", "out_dtype", "out_major", "epilogue")
 def store_box(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """TMA copies boxes whose lines are multiples of 16 bytes, and begin at such (else: illegal instruction).
+    """TMA copies boxes whose lines start at, and are, multiples of 16 bytes (else: illegal instruction).
 
-    Subtiles lie side by side, so that the columns of one say where the next begins. Where columns are
-    contiguous, a line is as many of them; else it is the 64 rows of a WGMMA, which do for every dtype.
+    Subtiles lie side by side, so the width of one decides where the next starts. If columns are contiguous,
+    a line is a subtile's columns; if not, it is the 64 rows of a WGMMA, which are enough for every dtype.
     """
     epi_n, element_bytes = candidate["epi_n"], DTYPE_BYTES[problem.out_dtype]
     if epi_n == 0:  # nothing is staged
@@ -271,9 +273,9 @@ def cluster_extent(problem: Problem, candidate: Candidate, device: Device) -> st
     "cluster_n", "swap_ab", "m", "n", "batch", runs=True,
 )  # fmt: skip
 def reduction_splits(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A second kernel has nothing to add where nothing is split.
+    """A second kernel has nothing to add if k is not split.
 
-    Of a kernel without a launch it says whether some split would do: the fewest.
+    For a kernel without a launch, the rule checks the smallest split.
     """
     if candidate.params.get("reduction", "pairs") == "pairs" or streams(candidate):
         return None
@@ -285,7 +287,7 @@ def reduction_splits(problem: Problem, candidate: Candidate, device: Device) -> 
 
 @rule("reduction", "tile_n", "epilogue")
 def second_slices(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A second kernel stores slices of 16 columns; where pairs of columns gate each other, made of 32."""
+    """A second kernel stores slices of 16 columns; if pairs of columns gate each other, made from 32."""
     second = candidate.params.get("reduction", "pairs") == "second_kernel"
     if second and problem.fused.gated and (tile_n := candidate["tile_n"]) % 32:
         return f"epilogue {problem.epilogue} by a second kernel, with tile_n {tile_n} that 32 does not divide"
@@ -294,7 +296,7 @@ def second_slices(problem: Problem, candidate: Candidate, device: Device) -> str
 
 @rule("tile_scheduler", "split_k")
 def stream_split(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Stream-K cuts k by itself: the launch says how many tiles it cuts, of others how many k splits."""
+    """Stream-K cuts k by itself; only launches of other schedulers set a number of k splits."""
     if streams(candidate) and int(candidate.params.get("split_k", 1)) > 1:
         return f"split_k {candidate['split_k']} with tile_scheduler stream_k, which cuts k by itself"
     return None
@@ -305,7 +307,7 @@ def stream_split(problem: Problem, candidate: Candidate, device: Device) -> str 
     "n", "batch", runs=True,
 )  # fmt: skip
 def stream_waves(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Where tiles fill whole waves nothing is cut, and the static scheduler does the same."""
+    """If tiles fill whole waves, stream-K cuts nothing and does the same as the static scheduler."""
     if not streams(candidate):
         return None
     tiles = tile_count(problem, candidate) // (candidate["cluster_m"] * candidate["cluster_n"])

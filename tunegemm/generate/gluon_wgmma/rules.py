@@ -1,4 +1,4 @@
-"""What a Gluon kernel may be: one function per physical cause (see `tunegemm.generate.feasibility`).
+"""The rules of Gluon kernels: one function per physical cause (see `tunegemm.generate.feasibility`).
 
 The tests of the tutorial's `find_configs` are here `accumulators` (registers of one thread), that and
 `wgmma_operands` (registers of all blocks of a multiprocessor) and `shared_memory`. Where it assumes 16

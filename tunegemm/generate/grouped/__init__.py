@@ -1,6 +1,6 @@
 """Kernel family `grouped`: groups of rows, each with its own weights, built from parts of `cute_sm90`.
 
-db/grouped.toml names the kernels that ship, some with a gate that no `Problem` describes.
+db/grouped.toml lists the kernels that ship. Some have a gate that no `Problem` describes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ L2_HINTS = ("none", "weights_first")
 
 
 class GroupedKernel(LoadedKernel[GroupedConfig]):
-    """A compiled kernel of groups of rows."""
+    """A compiled kernel for groups of rows."""
 
     def launch(
         self, a: Any, weights: Any, out: Any, offsets: Any, bias: Any = None, *,
@@ -40,16 +40,16 @@ class GroupedKernel(LoadedKernel[GroupedConfig]):
     ) -> None:  # fmt: skip
         """out[r] = a[r] weights[g]^T + bias[g] for the rows r of each group g; gated if the kernel is.
 
-        a: (rows, K). weights: (E, N, K), k contiguous, or n where the config says so. out: (rows, N).
+        a: (rows, K). weights: (E, N, K), with k contiguous, or n if the config says so. out: (rows, N).
         offsets: int32 (E). bias: (E, N), its columns contiguous.
-        With a gate weights are (E, 2 N, K), the rows of gate before those of up, or `interleaved`: a row of
-        either in turns; bias is as they are.
-        scales: of a kernel with scales, fp32 (rows); bias are then those of the weights' rows, fp32.
-        blocks: the grid, at most as many as are resident; of clusters as many whole ones, or one.
-        swizzle_size: tiles of rows that share weights.
-        l2_hint: 1 where lines of the weights are to leave the L2 first.
+        With a gate, weights are (E, 2 N, K): the rows of gate come before those of up, or alternate with them
+        if `interleaved`. The bias has the same order.
+        scales: fp32 (rows), for a kernel with scales; bias then holds the fp32 scales of the weights' rows.
+        blocks: the grid, at most as many as are resident; rounded down to whole clusters, at least one.
+        swizzle_size: how many tiles of rows share weights.
+        l2_hint: 1 to evict lines of the weights from L2 first.
 
-        Raises NotTaken for operands that the kernel does not take.
+        Raises NotTaken if the kernel does not take the operands.
         """
         launch = self.of(
             a, weights, out, offsets, bias, scales=scales, interleaved=interleaved,
@@ -61,8 +61,9 @@ class GroupedKernel(LoadedKernel[GroupedConfig]):
         self, a: Any, weights: Any, out: Any, offsets: Any, bias: Any = None, scales: Any = None, *,
         interleaved: bool = False, blocks: int, swizzle_size: int = 8, l2_hint: int = 0,
     ) -> Callable[..., None]:  # fmt: skip
-        """`launch` for operands that are laid out as these: a, the weights, out, offsets, bias and scales.
-        Raises NotTaken, here for how operands are laid out, at a launch for their addresses.
+        """The launch for (a, weights, out, offsets, bias, scales) with these layouts; see `launch`.
+
+        Raises NotTaken if the kernel does not take the layouts; a launch raises it for unaligned addresses.
         """
         from torch._C import _cuda_getCurrentRawStream as current_stream
 
@@ -105,12 +106,12 @@ class GroupedKernel(LoadedKernel[GroupedConfig]):
         return launch
 
 
-#: What a kernel of this family is loaded as.
+#: The class that loads kernels of this family.
 Kernel = GroupedKernel
 
 
 class _Named(GroupedConfig):
-    """What a label is made of: a config of a candidate's parameters, for which no problem stands."""
+    """A config made from a candidate's parameters without a problem, for labels."""
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Any:
@@ -120,7 +121,7 @@ class _Named(GroupedConfig):
 def launcher(
     problem: Problem, candidate: Candidate, device: Device, artifact: Path, workspace: Workspace | None
 ) -> Launcher:
-    """Takes a, b (groups, K, N), out, the groups' ends, and of fp8 the scales of rows and columns."""
+    """A launcher of a, b (groups, K, N), out, the groups' ends, and for fp8 the row and column scales."""
     kernel = GroupedKernel.load(config_of(problem, candidate), artifact)
     swizzle_size, l2_hint = launch_arguments(candidate)
 

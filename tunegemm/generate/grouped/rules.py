@@ -1,4 +1,4 @@
-"""What a grouped kernel may be: one function per physical cause (see `tunegemm.generate.feasibility`)."""
+"""The rules of grouped kernels: one function per physical cause (see `tunegemm.generate.feasibility`)."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, SMEM_LIMIT, WARPGROUP
 from tunegemm.generate.feasibility import architecture, exceeded_smem, ring_depth, rule
 from tunegemm.generate.grouped.config import GroupedConfig
 
-#: Registers beside the accumulators, and beside those of one WGMMA: as `tunegemm.generate.cute_sm90.rules`
-#: has them for the same main loop.
+#: Registers that a thread needs beside the accumulators, and beside those of one WGMMA; the same as in
+#: `tunegemm.generate.cute_sm90.rules`, which has the same main loop.
 _OVERHEAD_REGISTERS = 32
 _WGMMA_REGISTERS = 26
-#: Widths of which a kernel has a main loop each, at most: of those that double, and of all multiples.
+#: The most widths of a kernel, each with its own main loop: if widths double, and if all multiples occur.
 _MOST_WIDTHS, _MOST_MULTIPLES = 4, 12
-#: The schedule and tile that gain by a cluster (docs/decisions/0027).
+#: The schedule and tile that gain from a cluster (docs/decisions/0027).
 _SHARED_TILE = ("pingpong", 128, 192)
-#: What a config has that says nothing of its sums or of its widths.
+#: Defaults for the fields of a config that affect neither its accumulators nor its widths.
 _ANY = {"schedule": "cooperative", "tile_m": MMA_ATOM_M, "tile_k": 64, "stages": 2, "epi_n": 32}
-#: What rules read of a problem that ask for its config.
+#: The fields of a problem that rules with a config read.
 _KIND = ("in_dtype", "epilogue", "b_major")
 
 
 def config_from(
     parameters: Mapping[str, Any], *, dtype: str = "bf16", gate: str = "", major: str = "k"
 ) -> GroupedConfig:
-    """The config of a candidate's parameters for a kind of product. They are of two-byte elements: of fp8 a
-    tile is as many bytes.
+    """The config of a candidate's parameters for a kind of product.
 
-    gate: a gated step of `tunegemm.describe.epilogue`. major: k or n, whichever lies contiguous in B.
+    The parameters count two-byte elements; an fp8 tile has as many bytes, and so twice as many elements of k.
+
+    gate: a gated step of `tunegemm.describe.epilogue`. major: k or n, the contiguous mode of B.
     """
     of_fp8 = dtype.startswith("fp8")
     fixed: dict[str, Any] = {
@@ -50,13 +51,13 @@ def _config(params: tuple[tuple[str, Value], ...], dtype: str, gate: str, major:
 
 
 def config_of(problem: Problem, candidate: Candidate) -> GroupedConfig:
-    """The compile-time choices of a candidate: the same for all problems of a kind."""
+    """The compile-time choices of a candidate, which are the same for all problems of a kind."""
     return _config(candidate.compile_params, problem.in_dtype, problem.gate, problem.b_major)
 
 
 @rule("groups")
 def rows_in_groups(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """The kernel takes the ends of groups for an operand, and rows of D for what TMA does not write."""
+    """The kernel takes the ends of groups as an operand, and stores rows of D without TMA."""
     if not problem.groups:
         return f"{candidate.family} is for rows in groups (--groups), of which this product has none"
     return None
@@ -64,7 +65,7 @@ def rows_in_groups(problem: Problem, candidate: Candidate, device: Device) -> st
 
 @rule("n", "k", *_KIND)
 def aligned_lines(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Lines of A, B and D are read and written by 16 bytes; with a gate D has a line of half as much."""
+    """Lines of A, B and D are accessed in units of 16 bytes; with a gate D's lines are half as long."""
     elements = 16 // DTYPE_BYTES[problem.in_dtype]
     for name, unit in (("n", max(elements, 16 if problem.fused else 8)), ("k", elements)):
         if (extent := getattr(problem, name)) % unit:
@@ -74,7 +75,7 @@ def aligned_lines(problem: Problem, candidate: Candidate, device: Device) -> str
 
 @rule("schedule", "tile_m", "tile_n")
 def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A tile is whole WGMMAs: 64 of the weights' rows each, and 8 to 256 rows of A by 8."""
+    """A tile consists of whole WGMMAs: 64 rows of the weights each, and 8 to 256 rows of A in steps of 8."""
     tile_m, tile_n = candidate["tile_m"], candidate["tile_n"]
     if tile_m not in (MMA_ATOM_M, 2 * MMA_ATOM_M, 4 * MMA_ATOM_M):
         return f"tile_m {tile_m} is not 64, 128 or 256"
@@ -85,7 +86,7 @@ def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | No
 
 @rule("tile_k")
 def ring_rows(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A stage has one row of the 128-byte smem swizzle along k."""
+    """A stage holds one row of the 128-byte smem swizzle along k."""
     if candidate["tile_k"] != 64:
         return f"tile_k {candidate['tile_k']} is not 64, a row of 128 B"
     return None
@@ -93,7 +94,7 @@ def ring_rows(problem: Problem, candidate: Candidate, device: Device) -> str | N
 
 @rule("tile_n", "epi_n", "epilogue")
 def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Subtiles of 16 or 32 rows, which stmatrix stores, or with a gate of twice as many, cover the tile."""
+    """Subtiles of 16 or 32 rows, which stmatrix stores, cover the tile; with a gate, of twice the rows."""
     tile_n, epi_n = candidate["tile_n"], candidate["epi_n"]
     rows = epi_n * (1 + problem.fused.gated)
     if epi_n not in (16, 32) or tile_n % rows:
@@ -103,7 +104,7 @@ def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str
 
 @rule("tile_n", "narrow")
 def narrow_widths(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Each width, from `narrow` to the tile's, is a main loop of its own: code that is cached."""
+    """Each width, from `narrow` to the tile's, has its own main loop, and the code must stay cached."""
     tile_n, narrow = candidate["tile_n"], candidate["narrow"]
     if narrow < 8 or narrow % 8 or tile_n % narrow:
         return f"narrow {narrow} is not a multiple of 8 that divides tile_n {tile_n}"
@@ -116,7 +117,7 @@ def narrow_widths(problem: Problem, candidate: Candidate, device: Device) -> str
 
 @rule("tile_n", "narrow", runs=True)
 def narrow_enough(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Few rows that are left of a group cost what the narrowest width does."""
+    """A group's few remaining rows cost as much as the narrowest width."""
     tile_n, narrow = candidate["tile_n"], candidate["narrow"]
     if narrow > max(8, tile_n // 4):
         return f"narrow {narrow} is more than a quarter of tile_n {tile_n}"
@@ -125,18 +126,18 @@ def narrow_enough(problem: Problem, candidate: Candidate, device: Device) -> str
 
 @rule("narrow", "cluster_m")
 def cluster(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Two blocks share rows, of which each loads half: of any width whole atoms of the swizzle, 8 rows."""
+    """Two blocks share rows, and each loads half: for every width, whole swizzle atoms of 8 rows."""
     blocks = int(candidate.params.get("cluster_m", 1))
     if blocks not in (1, 2):
         return f"cluster_m {blocks} is not 1 or 2"
-    if (narrow := candidate["narrow"]) % (8 * blocks):  # which all widths are multiples of
+    if (narrow := candidate["narrow"]) % (8 * blocks):  # all widths are multiples of it
         return f"narrow {narrow} has no share of whole 8 rows for each of {blocks} blocks"
     return None
 
 
 @rule("tile_m", "cluster_m", "n", runs=True)
 def cluster_extent(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A cluster takes as many tiles along N: without them blocks of it have nothing to do."""
+    """A cluster takes a tile along N for each of its blocks; with fewer tiles, blocks have nothing to do."""
     blocks, tiles = int(candidate.params.get("cluster_m", 1)), -(-problem.n // candidate["tile_m"])
     if tiles < blocks:
         return f"cluster_m {blocks} > {tiles} tile of {candidate['tile_m']} in n {problem.n}"
@@ -145,7 +146,7 @@ def cluster_extent(problem: Problem, candidate: Candidate, device: Device) -> st
 
 @rule("schedule", "tile_m", "tile_n", "cluster_m", runs=True)
 def cluster_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Of the tiles that were raced in clusters one gained. It has no twin without: ptxas serialises that."""
+    """Of the tiles raced in clusters only one gained. Without a cluster, ptxas serialises that tile."""
     blocks = int(candidate.params.get("cluster_m", 1))
     schedule, *tile = (candidate[name] for name in ("schedule", "tile_m", "tile_n"))
     if (blocks > 1) != ((schedule, *tile) == _SHARED_TILE):
@@ -155,8 +156,8 @@ def cluster_tile(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 @rule("schedule", "tile_m", "tile_n")
 def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Accumulators and bookkeeping must fit the consumer's setmaxnreg budget, and one WGMMA what a thread is
-    launched with, or ptxas spills.
+    """Accumulators and bookkeeping must fit the consumer's setmaxnreg budget, and one WGMMA must fit the
+    registers that a thread is launched with, or ptxas spills.
     """
     config = config_from(_ANY | {name: candidate[name] for name in ("schedule", "tile_m", "tile_n")})
     sums, budget = config.accumulator_registers, config.registers[1]
@@ -176,8 +177,8 @@ def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str
 
 @rule("schedule", "tile_m", "tile_n", "tile_k", "stages", "epi_n", "narrow", *_KIND, runs=True)
 def ring_filled(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A block has a multiprocessor for itself: a ring that leaves memory for half as many stages more only
-    hides less of what loads take.
+    """A block has a multiprocessor to itself: a ring that leaves room for half as many stages again only
+    hides less of the loads' latency.
     """
     config, stages = config_of(problem, candidate), candidate["stages"]
     deeper = config.smem_bytes + stages // 2 * config.stage_bytes

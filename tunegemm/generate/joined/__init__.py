@@ -1,8 +1,8 @@
-"""Kernels of one A with up to three weights that lie apart: products side by side, or a gate and its up.
+"""Kernels that multiply one A by up to three separate weights: products side by side, or gate and up.
 
     D[:, columns of i] = A W_i^T + bias_i      D = act(A W_0^T + bias_0) * (A W_1^T + bias_1)
 
-No search has them: db/joined.toml says what ships (`tunegemm.model.joined`).
+No search includes them; db/joined.toml lists those that ship (`tunegemm.model.joined`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tunegemm.generate.takes import MOST, MOST_STRIDE_BYTES, UNIT_BYTES, NotTake
 __all__ = ["FAMILY", "MOST_WEIGHTS", "JoinedKernel", "few", "kernel_key", "many", "refusal", "tiles_of"]
 
 MOST_WEIGHTS = 3
-"""Most weights of a product. A gate has two."""
+"""The most weights of a product. A gated product has two."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _UNIT = 8
-"""Elements of 16 bytes: what TMA and the stores take at a time."""
+"""Elements in 16 bytes, the unit of TMA and of the stores."""
 FORMS: Mapping[str, type[KernelConfig]] = {"few": GroupedConfig, "many": KernelConfig}
-"""The forms of kernels and what their configs are: rows as the narrow mode, or as the wide one."""
+"""The config class of each form of kernel: `few` has rows as the narrow mode, `many` as the wide one."""
 _COMPILERS = {
     form: compiler(config, f"tunegemm.generate.joined.kernel.{form}", 7, addresses=5, words=0)
     for form, config in FORMS.items()
@@ -44,7 +44,7 @@ FAMILY = Kernels(
 
 
 def few(parameters: Mapping[str, Any], *, dtype: str = "bf16", gate: str = "") -> GroupedConfig:
-    """The config of a kernel for few rows, which takes biases or none."""
+    """The config of a kernel for few rows, which takes operands with or without biases."""
     return config_from({"cluster_m": 1} | dict(parameters), dtype=dtype, gate=gate)
 
 
@@ -60,12 +60,12 @@ def many(
 
 
 def kernel_key(config: KernelConfig) -> Key:
-    """Everything the compiled object depends on: never extents or numbers of weights."""
+    """Everything that the compiled object depends on; never extents or the number of weights."""
     return {**FAMILY.key_of(config), "form": "few" if isinstance(config, GroupedConfig) else "many"}
 
 
 def tiles_of(config: KernelConfig, rows: int, ns: Sequence[int]) -> int:
-    """Tiles of a product, counted in clusters. ns: rows of each weight, of a gate those of one."""
+    """Tiles of a product, counted in clusters. ns: rows of each weight; with a gate, of one weight."""
     if isinstance(config, GroupedConfig):
         return -(-rows // config.tile_n) * sum(-(-n // config.tile_columns) for n in ns)
     columns = config.tile_n // (1 + config.fused.gated) * config.cluster_n
@@ -73,7 +73,7 @@ def tiles_of(config: KernelConfig, rows: int, ns: Sequence[int]) -> int:
 
 
 class JoinedKernel(LoadedKernel[KernelConfig]):
-    """A compiled kernel of several weights."""
+    """A compiled kernel for several weights."""
 
     def launch(
         self, a: Any, weights: Sequence[Any], out: Any, biases: Sequence[Any] = (), **words: Any
@@ -85,16 +85,16 @@ class JoinedKernel(LoadedKernel[KernelConfig]):
         self, a: Any, weights: Sequence[Any], out: Any, biases: Sequence[Any] = (), *,
         device: Device, swizzle_size: int = 8, along_m: bool = True, l2_hint: int = 0,
     ) -> Callable[[int, int], None]:  # fmt: skip
-        """The launch at addresses of a and out that are laid out as these; weights and biases are to stay.
+        """The launch for addresses of a and out with these layouts; weights and biases must stay in place.
 
-        a: (M, K). weights: one to three, each (N, K); with a gate two, gate and up, of one N and stride.
-        out: (M, sum of N), or (M, N) of a gate. biases: empty, or a vector or None for each weight.
-        swizzle_size, along_m: which tiles follow each other; of few rows along_m says nothing.
-        l2_hint: 1 where lines of a leave the L2 first, 2 where those of the weights do.
+        a: (M, K). weights: one to three, each (N, K); with a gate two, gate and up, of equal N and stride.
+        out: (M, sum of N), or (M, N) with a gate. biases: empty, or a vector or None for each weight.
+        swizzle_size, along_m: the order of tiles; along_m has no effect for few rows.
+        l2_hint: 1 to evict lines of a from L2 first, 2 to evict those of the weights first.
 
-        Raises NotTaken, here for what `refusal` says and for weights with fewer rows than a tile of this
-        kernel has columns, at a launch for addresses. The first time for a number of tiles it may ask the
-        device which clusters share a GPC: not while a graph is captured.
+        Raises NotTaken if `refusal` objects or a weight has fewer rows than this kernel's tile has columns;
+        a launch raises it for unaligned addresses. The first call for a number of tiles may ask the device
+        which clusters share a GPC, so do not make it while a graph is captured.
         """
         from torch._C import _cuda_getCurrentRawStream as current_stream
 
@@ -133,7 +133,7 @@ class JoinedKernel(LoadedKernel[KernelConfig]):
         return launch_at
 
     def _objection(self, a: Any, weights: Sequence[Any], biases: Sequence[Any]) -> str:
-        """What this kernel does not take, though others do; empty if it does."""
+        """Why this kernel does not take operands that other kernels take; empty if it does."""
         config = self.config
         if str(a.dtype) != f"torch.{_DTYPES[config.in_dtype]}":
             return f"operands of {a.dtype} for a kernel of {config.in_dtype}"
@@ -148,8 +148,9 @@ class JoinedKernel(LoadedKernel[KernelConfig]):
 def refusal(
     a: Any, weights: Sequence[Any], out: Any, biases: Sequence[Any] = (), *, gated: bool = False
 ) -> str | None:
-    """Why no kernel here takes these tensors, in one line; None where one does. Operands are as in
-    `JoinedKernel.bound`.
+    """Why no kernel here takes these tensors, in one line; None if one does.
+
+    The operands are those of `JoinedKernel.bound`.
     """
     if not (len(weights) == 2 if gated else 1 <= len(weights) <= MOST_WEIGHTS):
         return f"{len(weights)} weights; a gate has 2, other products have 1 to {MOST_WEIGHTS}"
@@ -186,7 +187,7 @@ def refusal(
 
 
 def _misaligned(matrix: Any) -> str:
-    """What of a matrix TMA cannot read or write; empty where it can."""
+    """Why TMA cannot read or write a matrix; empty if it can."""
     if matrix.data_ptr() % UNIT_BYTES:
         return f"begins at {matrix.data_ptr():#x}, not at a multiple of 16 bytes"
     if matrix.stride(1) != 1:

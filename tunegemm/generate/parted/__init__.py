@@ -1,6 +1,7 @@
 """The grouped kernel for few rows, whose blocks share a tile by parts of k.
 
-db/grouped.toml says what it serves, through `tunegemm.generate.grouped.GroupedKernel`. No search includes it.
+db/grouped.toml lists its products, which `tunegemm.generate.grouped.GroupedKernel` launches. No search
+includes it.
 """
 
 from __future__ import annotations

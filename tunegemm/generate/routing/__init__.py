@@ -1,6 +1,4 @@
-"""Triton kernels for the other steps of a layer of experts, around the products of groups. No search includes
-them.
-"""
+"""Triton kernels for the steps of an expert layer around its grouped products. No search includes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kernel for few rows may be: one function per physical cause, as `generate.feasibility` has it."""
+"""The rules of kernels for few rows: one function per cause (see `tunegemm.generate.feasibility`)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tunegemm.generate.tiles import tile_count
 #: are left to 16x64x256 with two CTAs of 8 warps, 42 to 8x16x256 with four, and neither spills; 26 and 28 are
 #: left to 8x32x256 with four and 16x32x256 with three, which spill 24 and 60 B (nvidia-cutlass-dsl 4.8.1).
 _OVERHEAD_REGISTERS = 36
-#: Rows from which on tiles of 64 rows read less of B again than tiles of 8 to 32 do.
+#: Above this many rows, tiles of 64 rows reread less of B than tiles of 8 to 32 rows do.
 _MAX_M = 64
-#: Bytes of B that a multiprocessor has to have on the way. Little's law: 4.8 TB/s for 0.6 us are 22 KB for
-#: each of 132.
+#: Bytes of B that a multiprocessor must have in flight. Little's law: 4.8 TB/s times 0.6 us is 22 KB for each
+#: of 132 multiprocessors.
 _MIN_BYTES_IN_FLIGHT = 20 * 1024
 
 config_of = config_maker(KernelConfig)
@@ -75,7 +75,7 @@ def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | No
 
 @rule("warps_n", "warps_k", "ctas_per_sm", "device")
 def threads(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Blocks and multiprocessors hold so many threads."""
+    """Blocks and multiprocessors hold a limited number of threads."""
     config = config_of(problem, candidate)
     return exceeded_threads(config.threads, device.architecture, config.ctas_per_sm)
 
@@ -109,7 +109,7 @@ def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str
 
 @rule("tile_n", "tile_k", "stages", "ctas_per_sm", "in_dtype", runs=True)
 def bytes_in_flight(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Memory answers after more than half a microsecond: what is on the way meanwhile bounds its speed."""
+    """Memory answers after more than half a microsecond, so the bytes in flight bound its speed."""
     config = config_of(problem, candidate)
     step_bytes = config.tile_n * config.tile_k * config.element_bytes
     flight = config.ctas_per_sm * (config.stages - 1) * step_bytes
@@ -142,9 +142,9 @@ def epilogue_lines(problem: Problem, candidate: Candidate, device: Device) -> st
 
 @rule("split_k", "tile_k", "tile_m", "tile_n", "k", "m", "n", "batch", "device", runs=True)
 def split_work(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Splits of k are for multiprocessors that are idle without them, and need steps to fill their ring with.
+    """Splits of k are for otherwise idle multiprocessors, and each needs enough steps to fill its ring.
 
-    Where there was a tile for half of the multiprocessors or more, none came within 4 % of the fastest kernel
+    If tiles occupied half of the multiprocessors or more, no split came within 4 % of the fastest kernel
     (benchmarks/results/h200/skinny.json of commit 4ff725a, 30 products).
     """
     splits = int(candidate.params.get("split_k", 1))

@@ -1,4 +1,4 @@
-"""What a portable Triton kernel may be: one function per cause (see `tunegemm.generate.feasibility`)."""
+"""The rules of portable Triton kernels: one function per cause (see `tunegemm.generate.feasibility`)."""
 
 from __future__ import annotations
 

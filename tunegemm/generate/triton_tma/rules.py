@@ -1,4 +1,4 @@
-"""What a Triton kernel may be: one function per physical cause (see `tunegemm.generate.feasibility`)."""
+"""The rules of Triton kernels: one function per physical cause (see `tunegemm.generate.feasibility`)."""
 
 from __future__ import annotations
 
