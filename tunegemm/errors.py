@@ -109,7 +109,7 @@ class TunegemmWarning(UserWarning):
 def named_arguments(function: Callable[Given, Result]) -> Callable[Given, Result]:
     """The function, but a keyword that it does not have is an ArgumentError that names the nearest.
 
-    Not for what is called in a program's inner loop.
+    Not for functions that a program calls in its inner loop.
     """
     known = list(inspect.signature(function).parameters)
 

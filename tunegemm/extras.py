@@ -24,7 +24,7 @@ EXTRAS = {
 
 
 def require(extra: str) -> None:
-    """Raises ExtraError where a package of the extra is not installed. Imports none of them."""
+    """Raises ExtraError if a package of the extra is not installed. Does not import the packages."""
     for name in EXTRAS[extra]:
         if not _is_here(name):
             raise _error(name, extra)

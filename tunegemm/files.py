@@ -22,7 +22,7 @@ from tunegemm.errors import FileError, TunegemmError
 #: No file of ours comes near: a million measurements are some 1.2 GB of JSON.
 _LARGEST_BYTES = 4 * 1024**3
 
-#: How long to wait for somebody to read a named pipe that is written to.
+#: How long to wait for a reader of a named pipe before writing to it.
 _READER_WAIT_S = 5.0
 
 _KINDS = {
@@ -153,7 +153,7 @@ def _is_database(path: Path, status: os.stat_result) -> bool:
     try:
         with path.open("rb") as file:
             return file.read(16) == b"SQLite format 3\0"
-    except PermissionError:  # what may not be read may still be written
+    except PermissionError:  # an unreadable file may still be writable
         return False
 
 

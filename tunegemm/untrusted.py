@@ -24,7 +24,7 @@ _DEEPEST = 12
 
 
 def decoded(text: str | bytes) -> Any:
-    """The value of a JSON text, of which nothing else is known."""
+    """The unchecked value of a JSON text."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Content-addressed store of compiled objects and what the compiler said of them.
+"""Content-addressed store of compiled objects and the compiler's reports on them.
 
 An entry is named by the SHA-256 of its kernel key: `NAME.o` is the object, `NAME.json` its key, its
 resources and the object's own hash. The JSON is written last and by rename, so an entry is whole or absent.
@@ -120,7 +120,7 @@ class ArtifactStore:
             self._write_entry(key, {"failure": reason})
 
     def refuse_write(self, error: OSError) -> ArtifactError:
-        """What to raise where the store cannot be written, as on a full disk."""
+        """The error to raise if the store cannot be written, as on a full disk."""
         return ArtifactError(f"{self.root}: {cause(error, 'name another folder with TUNEGEMM_CACHE_DIR')}")
 
     @contextmanager

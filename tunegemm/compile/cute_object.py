@@ -145,7 +145,7 @@ def _without_locations() -> Iterator[None]:
 
 
 def toolchain() -> dict[str, str | int]:
-    """What of the compiler an object depends on: part of every kernel key."""
+    """The compiler properties that an object depends on: part of every kernel key."""
     return {"cutlass_dsl": dsl_version()}
 
 

@@ -46,16 +46,16 @@ class CompileResult:
     failure: str = ""
     """One line; empty on success."""
     cached: bool = False
-    """Whether it was answered from the store."""
+    """Whether the answer came from the store."""
     is_transient: bool = False
     """Whether the machine failed at that moment, not the kernel: asked for again, it may compile."""
 
 
 class Urgency(IntEnum):
-    """Which of the jobs that wait is begun first."""
+    """The order in which waiting jobs start."""
 
     NOW = 0
-    """Somebody waits for it, or will soon."""
+    """A caller waits for it, or will soon."""
     NEXT = 1
     """It will be asked for."""
     IDLE = 2
@@ -332,7 +332,7 @@ class _WorkerDied(Exception):
     def __init__(self, reason: str, *, killed: bool = False) -> None:
         super().__init__(reason)
         self.killed = killed
-        """Whether somebody killed it, which says nothing of the candidate."""
+        """Whether it was killed from outside, which says nothing about the candidate."""
 
 
 class _Worker:

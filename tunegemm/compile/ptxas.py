@@ -17,7 +17,7 @@ _WARNING = re.compile(r"\bC75\d\d\b")
 
 @dataclass(frozen=True)
 class Resources:
-    """What the compiler reports of one kernel."""
+    """The compiler's report on one kernel."""
 
     registers: int
     """Registers per thread at launch."""

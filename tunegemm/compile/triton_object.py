@@ -34,13 +34,13 @@ _ENTRY = re.compile(r"\.visible \.entry \w+\((.*?)\)", re.DOTALL)
 
 
 def toolchain() -> dict[str, str | int]:
-    """What of the compiler an object depends on: part of every kernel key."""
+    """The compiler properties that an object depends on: part of every kernel key."""
     return {"triton": package_version("triton"), "object_format": FORMAT}
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """How a TMA descriptor is encoded: what the compiler decided of it."""
+    """A TMA descriptor's encoding, as the compiler chose it."""
 
     element: str
     """Element type: ``bf16``, ``fp16`` or ``fp32``."""
@@ -70,7 +70,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Header:
-    """What a launch needs to know of the cubin."""
+    """The facts about the cubin that a launch needs."""
 
     triton: str
     """Version that compiled it."""

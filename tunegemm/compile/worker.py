@@ -25,7 +25,7 @@ _NICENESS = 15
 
 
 class Compiler(Protocol):
-    """What a worker needs of a kernel family."""
+    """The part of a kernel family that a worker needs."""
 
     def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
         """Compile the kernel of a key into the object file `out`."""
@@ -42,7 +42,7 @@ class Families(Protocol):
 
 
 class Failure(NamedTuple):
-    """What a worker says of a job that it could not do."""
+    """A worker's report of a job that it could not do."""
 
     reason: str
     errno: int | None
@@ -76,7 +76,7 @@ def _lower_priority() -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """What went wrong, in one line of 300 characters at most."""
+    """The error in one line of at most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     fatal = next((line for line in lines if "fatal" in line.lower()), lines[0] if lines else "")
     return f"{type(error).__name__}: {fatal}"[:300]

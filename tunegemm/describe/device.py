@@ -1,4 +1,4 @@
-"""What a GPU can hold and how fast it can be. Only this module, `driver` and `clusters` ask CUDA or NVML."""
+"""Capacity and peak speed of a GPU. Only this module, `driver` and `clusters` ask CUDA or NVML."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COUNTED_CLUSTERS = {("NVIDIA H200", 4): 30}
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What makes a record stale when it changes. Empty strings stand for packages that are absent."""
+    """A change in any of these fields makes a record stale. Absent packages are empty strings."""
 
     device_name: str
     sm_count: int
@@ -272,7 +272,7 @@ def current_fingerprint(
 
 @functools.cache
 def torch_version() -> tuple[str, str]:
-    """torch's version and the CUDA it was built for, empty for none; without importing it."""
+    """The version of torch and of the CUDA it was built for, empty if absent; does not import torch."""
     found = importlib.util.find_spec("torch")
     file = Path(found.origin or "").with_name("version.py") if found else Path()
     if "torch" in sys.modules or not file.is_file():

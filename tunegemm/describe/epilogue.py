@@ -140,7 +140,7 @@ class Epilogue:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """What a launch takes after (a, b, out), in this order."""
+        """A launch's arguments after (a, b, out), in order."""
         if self.function is not None:
             return self.function.operands
         return tuple(operand for step in self.steps for operand in _OPERANDS.get(step, ()))
@@ -165,7 +165,7 @@ class Epilogue:
         return activate(next(GATED[step] for step in self.steps if step in GATED), even) * odd
 
     def after_gate(self, value: Any, values: Mapping[str, Any]) -> Any:
-        """What follows the activation."""
+        """The operations that follow the activation."""
         return value + values["residual"] if "residual" in self.steps else value
 
     def reference(self, product: Any, values: Mapping[str, Any]) -> Any:
@@ -324,7 +324,7 @@ def activate(name: str, x: Any) -> Any:
     return x * sigmoid(x * (x * x * (0.044715 * 2 * math.sqrt(2 / math.pi)) + 2 * math.sqrt(2 / math.pi)))
 
 
-#: What a user's function may call.
+#: Functions that a user's function may call.
 FUNCTIONS = ("exp", "log", "sqrt", "tanh", "erf", "sigmoid", "absolute", "maximum", "minimum", "where")
 
 

@@ -224,7 +224,7 @@ class Problem:
             raise ProblemError(f"n={self.n} with epilogue {self.epilogue}: gates take pairs of columns")
 
     def _check_groups(self) -> None:
-        """Raises ProblemError for what no kernel of grouped products computes."""
+        """Raises ProblemError if no kernel of grouped products computes it."""
         if self.batch != 1:
             raise ProblemError(f"{self.groups} groups with a batch of {self.batch}: leave one out")
         if self.in_dtype not in _OF_GROUPS:

@@ -1,4 +1,4 @@
-"""What became of a program's products, counted by the processes themselves."""
+"""Counts of how a program's products were served, kept by the processes themselves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNATTACHED = {"TUNEGEMM_ENABLE": "0", "TUNEGEMM_RECORD_PARTS": ""}
 
 @dataclass(frozen=True)
 class Served:
-    """What became of the products of a process, or of several."""
+    """Counts of how the products of one or more processes were served."""
 
     products: int = 0
     """Products that differ in shape or dtypes."""

@@ -105,7 +105,7 @@ class Candidate:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def __repr__(self) -> str:
-        """What makes it again, to be pasted after ``from tunegemm import Candidate``."""
+        """An expression that recreates it, to paste after ``from tunegemm import Candidate``."""
         tables = [repr(dict(self.compile_params))] + [repr(dict(self.launch_params))] * bool(
             self.launch_params
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 from tunegemm.describe.problem import Problem
 
-#: What is kept, in the order of the database's columns.
+#: Stored fields, in the order of the database's columns.
 FIELDS = (
     "m", "n", "k", "batch", "in_dtype", "out_dtype", "a_major", "b_major", "out_major", "alignment",
     "epilogue", "accumulation",

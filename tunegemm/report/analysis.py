@@ -1,4 +1,4 @@
-"""What the figures and tables of the page show, computed."""
+"""Computes the contents of the page's figures and tables."""
 
 from __future__ import annotations
 

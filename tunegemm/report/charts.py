@@ -48,10 +48,10 @@ _VARIABLES = {
     **{colour: verdict for verdict, colour in _COLOURS.items()},
 }  # fmt: skip
 
-#: Above so many records, marks of the roofline are plain dots without names: some 20 bytes each.
+#: Above this number of records, marks of the roofline are plain dots without names: some 20 bytes each.
 NAMED_MARKS = 600
 _LABELLED = 24
-#: Above so many trials a dot each would only blacken the figure: every n-th is drawn.
+#: Above this number of trials, a dot for each would only blacken the figure: every n-th is drawn.
 _MOST_DOTS = 1500
 #: Where a name may stand beside its mark, best first: alignment, and offset in points.
 _PLACES = (

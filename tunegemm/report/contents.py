@@ -103,7 +103,7 @@ class FailureGroup:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a page is made of."""
+    """The contents of a page."""
 
     source: Literal["measured", "recorded"]
     location: str
@@ -153,7 +153,7 @@ class Contents:
         return Counter(winner.verdict for winner in self.winners)
 
     def fingerprints(self) -> dict[Fingerprint, int]:
-        """How many of the records were measured under each."""
+        """Number of records measured under each."""
         return dict(Counter(winner.record.fingerprint for winner in self.winners).most_common())
 
 

@@ -1,4 +1,4 @@
-"""Whether everything that tunegemm needs is here: packages, GPU, kernel families, database, cache, memory."""
+"""Checks everything that tunegemm needs: packages, GPU, kernel families, database, cache, memory."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Check:
     name: str
     status: Status
     detail: str
-    """What was found."""
+    """The finding."""
     remedy: str = ""
-    """What to do about it; empty when nothing is to be done."""
+    """The remedy; empty if none is needed."""
 
 
 def examine(database: str | None = None) -> list[Check]:
@@ -208,7 +208,7 @@ def _packs() -> list[Check]:
             checks.append(Check("pack", "note", "; ".join([detail, *troubles]), remedy))
         else:
             checks.append(Check("pack", "ok", detail))
-    named = os.environ.get("TUNEGEMM_PACK") or "/"  # what a user names must serve
+    named = os.environ.get("TUNEGEMM_PACK") or "/"  # a pack that the user names must work
     for line in warnings:
         status: Status = "fail" if line.startswith(f"{named}:") else "note"
         checks.append(

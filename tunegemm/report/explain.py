@@ -71,7 +71,7 @@ class TileFacts:
     tiles: int
     """Work units: output tiles, times k splits."""
     waves: int
-    """How many rounds the work units take, one block per multiprocessor in each."""
+    """Number of rounds that the work units take, one block per multiprocessor in each."""
     wave_efficiency: float
     """Work units over waves times multiprocessors: 1 without a tail."""
     smem_bytes: int | None
@@ -80,7 +80,7 @@ class TileFacts:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is known of a problem before and after tuning."""
+    """Facts about a problem before and after tuning."""
 
     problem: Problem
     device: Device
@@ -100,16 +100,16 @@ class Explanation:
     """How the candidate asked about cuts the problem, or else what dispatch would launch; None when neither
     cuts tiles."""
     outcome: Outcome
-    """What dispatch makes of the problem: ``hit``, ``predicted``, ``near`` or ``miss``."""
+    """Outcome of dispatch for the problem: ``hit``, ``predicted``, ``near`` or ``miss``."""
     record: StoredRecord | None
-    """What dispatch would launch, or where a near hit takes its kernel from; None where torch computes, and
-    where a kernel is predicted."""
+    """The record that dispatch would launch, or from which a near hit takes its kernel; None if torch
+    computes, or if the kernel is predicted."""
     predicted: Predicted | None
-    """What is expected of a kernel that nobody measured for this problem."""
+    """The expected performance of a kernel that was not measured for this problem."""
     near: Near | InvariantOption | None
-    """What is expected of a near hit."""
+    """The expected performance of a near hit."""
     feedback: StoredRecord | None
-    """What was measured of a kernel that was predicted for this problem; None where none was measured."""
+    """The measurement of a kernel predicted for this problem; None if no such kernel was measured."""
     runner_up: StoredRecord | None
     """The best other measured candidate; None where the database keeps no other measurement of the
     problem, as for shipped records."""
@@ -120,7 +120,7 @@ class Explanation:
     why_not: str
     """Why torch computes the product, in one clause; empty when it does not, or is the recorded winner."""
     change: str
-    """What would change the outcome."""
+    """Actions that would change the outcome."""
 
     @property
     def percent_of_roofline(self) -> float | None:
@@ -445,13 +445,13 @@ def _tile(problem: Problem, candidate: Candidate, device: Device) -> TileFacts:
 
 
 def _read(problem: Problem, location: str | None) -> tuple[list[StoredRecord], list[StoredRecord], list[str]]:
-    """Records and further measurements of the problem, in all layers or in one database; what went wrong.
+    """Records and further measurements of the problem, in all layers or in one database; and warnings.
 
     Raises DatabaseError for one database that cannot be read; of the layers, as dispatch does, the others
     serve.
     """
     if location is None:
-        if missing := absent():  # what a user named is not left out in silence
+        if missing := absent():  # report a missing file that the user named
             raise DatabaseError(missing[0])
         records, warnings = read_records()
         return records, read_rivals(problem), warnings
@@ -481,13 +481,13 @@ def _feedback(entries: Sequence[StoredRecord], device: Device) -> StoredRecord |
 
 
 def _expected(record: StoredRecord) -> float:
-    """How fast it was predicted to be, relative to torch.mm; 0 where it was not."""
+    """Its predicted speed relative to torch.mm; 0 if it was not predicted."""
     found = record.telemetry.get(PREDICTED_RATIO)
     return float(found) if isinstance(found, int | float) and 0 < found < 1e6 else 0.0
 
 
 def _proof(record: StoredRecord) -> str:
-    """What its figures are of: ratios of unlike evidence do not compare."""
+    """The evidence behind its figures: ratios of unlike evidence do not compare."""
     return _EVIDENCE[record.evidence] + (f", imported from {record.origin}" if record.origin else "")
 
 

@@ -1,4 +1,4 @@
-"""`tunegemm report`: what is known of one device as a page to read, sort, filter and print.
+"""`tunegemm report`: a device's records as a page to read, sort, filter and print.
 
 The words are in `assets/report.html`, the figures in `charts`; here is what the two need. The page asks
 nothing of the network: its content security policy allows its own script, by hash, and styles within it.
@@ -117,7 +117,7 @@ def _anchor(problem: Problem) -> str:
 
 
 def _shape(details: Details) -> dict[str, Any]:
-    """What the page shows of one problem's search."""
+    """One problem's search as the page shows it."""
     tried = details.tried
     grids = analysis.tile_grids(details.trials)
     tiles = [trial for grid in grids for trial in grid.best.values()]
@@ -144,7 +144,7 @@ def _place(value: float, limits: tuple[float, float]) -> float:
 
 
 def _forest(winner: Winner, limits: tuple[float, float]) -> dict[str, float]:
-    """Where a speed-up, its interval and the noise around 1 lie, in percent of the axis."""
+    """Positions of a speed-up, its interval and the noise around 1, in percent of the axis."""
     noise = max(winner.record.noise, NOISE_FLOOR)
     ends = {
         "tie": 1 / (1 + noise), "tie_end": 1 + noise, "low": winner.low, "high": winner.high,

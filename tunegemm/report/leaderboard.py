@@ -86,7 +86,7 @@ class Leaderboard:
     title: str
     source: Source
     note: str
-    """One or two sentences: where the times come from, and what was left out."""
+    """One or two sentences: the source of the times, and the rows left out."""
     frame: pandas.DataFrame = field(compare=False)
     """The rows. Columns of one problem: ``rank``, ``tie`` (closer to the first of its rank than the noise),
     ``problem``, ``ratio_to_torch_mm``, ``candidate`` (its label), ``median_us``, ``torch_mm_us`` (torch's
@@ -506,5 +506,5 @@ def _plain(value: Any) -> Any:
 
 
 def _python(value: Any) -> Any:
-    """A numpy scalar as Python's own."""
+    """A numpy scalar as a Python scalar."""
     return value.item() if hasattr(value, "item") else value

@@ -1,10 +1,10 @@
-"""Records on their way into storage and out of it: here alone what is stored becomes a value, and back.
+"""Encodes records for storage and decodes them: no other module converts stored data to values.
 
 A measurement is stored as the cells of a row, by their names, or as a JSON object: a line of shipped
 records, or a row of an export (db/exchange.schema.json). `decode_` makes values, `encode_` what is stored.
-A cell may hold anything, as SQLite keeps text in columns of numbers and files are edited by hand: what is
-no possible value of its name raises one of `UNREADABLE`. JSON is from strangers: what is not as it should be
-raises one of `BAD`. No SQLAlchemy is loaded here, as dispatch reads records.
+A cell may hold anything, as SQLite keeps text in columns of numbers and users edit files by hand: a value
+that is impossible for its name raises one of `UNREADABLE`. JSON is untrusted: malformed JSON raises one of
+`BAD`. This module does not load SQLAlchemy, because dispatch reads records.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _RESOURCES = tuple(field.name for field in dataclasses.fields(Resources))
 TELEMETRY_NUMBERS = ("sm_clock_mhz", "power_w", "temperature_c")
 THROTTLE = "throttle_reasons"
 
-#: What a cell that cannot be understood raises while values are made of its row.
+#: Errors that decoding a row raises if it cannot understand a cell.
 UNREADABLE = (
     TunegemmError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
@@ -71,7 +71,7 @@ BAD = (TunegemmError, ValueError)
 
 
 def finite(cell: Any) -> float:
-    """A finite number. Raises ValueError."""
+    """A finite number. Raises ValueError if the value is none."""
     if not isinstance(cell, int | float) or not math.isfinite(cell):
         raise ValueError(f"{cell!r:.40} is not a number")
     return float(cell)
@@ -120,7 +120,7 @@ def times(cell: Any) -> tuple[float, ...]:
 
 
 def decode_fingerprint(digest: str, *facts: Any) -> Fingerprint:
-    """A stored fingerprint. Raises ValueError for one that is damaged."""
+    """A stored fingerprint. Raises ValueError if it is damaged."""
     fingerprint = Fingerprint(*facts)
     for field, value in zip(dataclasses.fields(Fingerprint), facts, strict=True):
         if type(value).__name__ != field.type:
@@ -131,7 +131,7 @@ def decode_fingerprint(digest: str, *facts: Any) -> Fingerprint:
 
 
 def decode_candidate(text: str, digest: str) -> Candidate:
-    """A stored candidate. Raises SpaceError for one that is damaged."""
+    """A stored candidate. Raises SpaceError if it is damaged."""
     candidate = Candidate.from_json(text)
     if candidate.digest != digest:
         raise SpaceError(f"candidate {digest} holds the parameters of {candidate.digest}")
@@ -185,8 +185,8 @@ def _decode_telemetry(cells: Cells) -> dict[str, Any]:
 
 
 def record_decoder(names: Sequence[str], layer: str) -> Callable[[Sequence[Any]], Record]:
-    """What makes a `Record` of a row: the problem's fields, the fingerprint's digest and fields, the
-    candidate's JSON and digest, then the cells of these names.
+    """A function that makes a `Record` of a row: the problem's fields, the fingerprint's digest and fields,
+    the candidate's JSON and digest, then the cells of these names.
     """
     # 100,000 records share few candidates and fewer fingerprints.
     fingerprint_of = functools.cache(decode_fingerprint)
@@ -242,7 +242,7 @@ def encode_outcome(
     if isinstance(outcome, Failure):
         if outcome.stage not in get_args(Stage):
             raise DatabaseError(f"stage {shown(outcome.stage)}: use one of {', '.join(get_args(Stage))}")
-        # What a crashed process last printed may hold NUL and bytes that are no letters.
+        # The last output of a crashed process may hold NUL and bytes that are not text.
         reason = str(outcome.reason).replace("\0", "").encode("utf-8", "replace").decode()
         return {**made, "stage": outcome.stage, "reason": reason}
     if resources is not None:
@@ -334,7 +334,7 @@ def decode_fields(kind: type[Value], data: Any) -> Value:
 
 
 def _decode_candidate_object(data: Any) -> Candidate:
-    """A candidate of a family that is known here, from its JSON object."""
+    """A candidate of a known family, from its JSON object."""
     data = members(data, "its candidate", ("family", "compile", "launch"))
     families.require(line(data["family"], "family", 64))
     for table in ("compile", "launch"):
@@ -433,7 +433,7 @@ def decode_exported(row: Any) -> Exported:
 
 
 def _given(row: Json, name: str, default: Any) -> Any:
-    """A cell, or what stands for one that is missing or null; empty bytes of a damaged one are neither."""
+    """A cell, or its default if it is missing or null; the empty bytes of a damaged cell are neither."""
     value = row.get(name)
     return default if value is None else value
 

@@ -46,7 +46,7 @@ _WRITES = "tunegemm_writes"
 
 
 def resolve(location: str | Path | None) -> Path | URL:
-    """A file's path or a server's URL; without a location the narrowest layer that there is."""
+    """A file's path or a server's URL; without a location, the narrowest existing layer."""
     if location is None:
         if refused := refused_project():
             _log.warning(refused)
@@ -149,9 +149,9 @@ def _check_readable(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raises DatabaseError where a file cannot be written: takes the lock for that, and gives it back.
+    """Raises DatabaseError if a file cannot be written: takes the write lock, and releases it.
 
-    Permissions tell less: of read-only mounts, of the side files of WAL, of what root may do.
+    Permissions do not show read-only mounts, the state of WAL's side files, or what root may do.
     """
     with translated(path), closing(open_file(path, "mode=rw")) as connection:
         connection.execute("BEGIN IMMEDIATE")
@@ -177,7 +177,7 @@ def _make_writable(path: Path) -> None:
         _check_readable(path)
         places.append(path)
     for place in places:
-        # SQLite opens what it may not write as if for reading, and does not say so before the first write.
+        # SQLite opens a file that it may not write as read-only, and reports this only at the first write.
         if not os.access(place, os.W_OK):
             raise DatabaseError(
                 f"{path}: {place} is read-only; change its permissions or choose another path"
@@ -210,7 +210,7 @@ def migrating(engine: Engine) -> Iterator[Connection]:
             driver.execute("PRAGMA foreign_keys = ON")
 
 
-#: What a URL may say of a password beside the user's.
+#: Options of a URL that may hold passwords, besides the user's password.
 _SECRETS = ("password", "sslpassword", "passwd", "pwd")
 
 
@@ -225,7 +225,7 @@ def display(location: Path | URL | str) -> str:
 
 
 def without_passwords(text: str, location: Path | URL | str) -> str:
-    """What a driver says of a location, without the passwords of its URL."""
+    """A driver's message about a location, without the passwords of its URL."""
     if (url := _url(location)) is None:
         return text.replace(str(location), display(location))
     secrets = [url.password, *(value for name, value in url.query.items() if name.lower() in _SECRETS)]
@@ -236,7 +236,7 @@ def without_passwords(text: str, location: Path | URL | str) -> str:
 
 
 def _url(location: Path | URL | str) -> URL | None:
-    """None for a path, and for what is no URL."""
+    """The parsed URL; None for a path or an invalid URL."""
     if isinstance(location, Path) or "://" not in str(location):
         return None
     try:
@@ -340,7 +340,7 @@ def on_network(path: Path) -> bool:
 
     folder = path.resolve().parent
     mounts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
-    # Of two mounts on one folder the later one is what is seen.
+    # If two mounts share a folder, the later mount hides the earlier.
     nearest = max(enumerate(mounts), key=lambda entry: (len(entry[1].mountpoint), entry[0]), default=None)
     return nearest is not None and nearest[1].fstype.startswith(_NETWORK_TYPES)
 
@@ -360,7 +360,7 @@ def translated(location: Path | URL) -> Iterator[None]:
         raise DatabaseError(f"{display(location)}: {reason_of(location, damaged)}") from error
 
 
-#: By the start of SQLite's error name: what is wrong, and the remedy.
+#: Problem and remedy, by the start of SQLite's error name.
 _EXPLANATIONS = (
     ("SQLITE_NOTADB", "not a SQLite database; choose another path"),
     (
@@ -391,7 +391,7 @@ _SERVER_EXPLANATIONS = (
     ("57P", "the server is shutting down; try again"),
 )
 
-#: What a refused connection says, which has no SQLSTATE, and the SQLSTATE that it stands for.
+#: Messages of refused connections, which have no SQLSTATE, and the SQLSTATE that each stands for.
 _REFUSALS = (("authentication failed", "28"), ("no pg_hba.conf entry", "28"), ("role ", "28"),
              ("database ", "3D"), ("too many clients", "53300"), ("shutting down", "57P"))  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Which rows of a database cannot be what they say: reading leaves them out, `tunegemm doctor` names them."""
+"""Finds the damaged rows of a database: reading leaves them out, `tunegemm doctor` names them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tunegemm.store.models import (
 
 
 def damaged_rows(database: Database) -> list[str]:
-    """One line for each: its table, its key and what is wrong. Reads every row."""
+    """One line for each damaged row: its table, its key and the error. Reads every row."""
     found: list[str] = []
     owners: dict[Any, tuple[Any, Any]] = {}
 

@@ -50,7 +50,7 @@ class Database:
         self.read_only = read_only
         """Whether `publish` and `confirm` are refused."""
         self.layer = layer
-        """What its records name as their layer."""
+        """Layer that its records name."""
         self.shipped = shipped
         """Whether `frame` adds the shipped records: opened without a location, as dispatch opens it."""
         self.engine = engine

@@ -59,23 +59,23 @@ class Conflict:
     problem: Problem
     device_name: str
     kept: str
-    """The label, or else the digest, of what is the record from now on."""
+    """The label, or else the digest, of the candidate that is the record from now on."""
     other: str
-    """The label or digest of the one that is not; its measurements are kept."""
+    """The label or digest of the other candidate; its measurements are kept."""
     reason: str
-    """What decided it."""
+    """The reason for the choice."""
 
 
 @dataclass
 class Report:
-    """What a load did."""
+    """The result of a load."""
 
     added: int = 0
     """Measurements and failures that were new."""
     known: int = 0
-    """Those that the database had."""
+    """Measurements and failures that the database already had."""
     skipped: list[str] = field(default_factory=list)
-    """One line for each bad row: its number, what it is, and what is wrong."""
+    """One line for each bad row: its number, its kind, and the error."""
     conflicts: list[Conflict] = field(default_factory=list)
 
 
@@ -257,7 +257,7 @@ def _insert(session: Session, parsed: Exported, origin: str) -> tuple[int, bool]
 
 
 def _is_known(session: Session, choice: Row) -> bool:
-    """Whether a choice is in the history already."""
+    """Whether the history already has a choice."""
     return session.scalar(select(ChoiceRow.id).filter_by(**choice).limit(1)) is not None
 
 
@@ -303,7 +303,7 @@ def _choose(session: Session, choice: Row) -> Conflict | None:
 
 
 def _why(kept: MeasurementRow, other: MeasurementRow, kept_confirmed: bool, other_confirmed: bool) -> str:
-    """What decided between two results, in words; `tunegemm.measure.evidence` decides."""
+    """The reason for the choice between two results, in words; `tunegemm.measure.evidence` decides."""
     if bool(kept.origin) != bool(other.origin):
         return "it was measured here, the other was brought"
     if kept_confirmed != other_confirmed:
@@ -357,7 +357,7 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]', re.DOTALL)
 
 def _rows_of(text: str) -> Iterator[Row | BadValueError]:
     head = _HEAD.match(text)
-    if head is None or head[1] != FORMAT:  # in another order than we write, or none of ours
+    if head is None or head[1] != FORMAT:  # members in another order than ours, or another format
         data = members(decoded(text), "the file", ("format", "rows"))
         if data["format"] != FORMAT:
             raise BadValueError(f"format {shown(data['format'])}, not {FORMAT}")

@@ -79,7 +79,7 @@ def best_of_each(frame: pandas.DataFrame) -> pandas.DataFrame:
     is_record = frame["measurement_id"] == frame["record_measurement_id"]
     frame["record"] = is_record
     frame["confirmed"] = is_record & frame["confirmed"].eq(True)
-    # The confirmed record's row is shown whatever follows: it is what is launched.
+    # Always show the confirmed record's row: dispatch launches it.
     frame = by_evidence(frame, "measurement_id", first="confirmed")
     # A candidate measured again stays the record, though its row now shows the later evidence.
     frame["record"] = frame.groupby(_KEY)["record"].transform("any") if len(frame) else frame["record"]
@@ -112,7 +112,7 @@ def with_shipped(
 
 
 def by_evidence(frame: pandas.DataFrame, *last: str, first: str | None = None) -> pandas.DataFrame:
-    """The rows sorted by what they prove, the worst first, with the columns `own` and `level` of that.
+    """The rows sorted by evidence, the worst first, with the added columns `own` and `level`.
 
     Sorted by the column `first`, then whether it was measured here, the evidence, and the columns `last`.
     """
@@ -158,7 +158,7 @@ def sound(frame: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def _number(cell: Any) -> float:
-    """A finite number, or not a number."""
+    """A finite number, or NaN."""
     if not isinstance(cell, int | float) or not -1e300 < cell < 1e300:
         return math.nan
     return float(cell)

@@ -60,18 +60,18 @@ def related(records: Iterable[Record], problem: Problem, fingerprint: Fingerprin
 
 
 def _product(problem: Problem) -> tuple[int | str, ...]:
-    """Which elements are multiplied with which, and how wide they are."""
+    """The fields that determine which elements are multiplied, and their widths."""
     extents = problem.m, problem.n, problem.k, problem.batch, problem.groups
     return *extents, problem.a_major, problem.b_major, DTYPE_BYTES[problem.in_dtype]
 
 
 @dataclass(frozen=True)
 class Change:
-    """How a problem's record compares with the one before."""
+    """Comparison of a problem's record with the previous record."""
 
     verdict: Verdict
     change: float
-    """How the time of one product changed: +0.03 is 3 % slower. By ratio, as if torch.mm had not moved."""
+    """Relative change in time: +0.03 is 3 % slower. A change by ratio assumes an unchanged torch.mm."""
     by: Literal["ratio", "time"]
     """What was compared: the ratio to torch.mm where that is the same library, else the time itself."""
 
@@ -85,7 +85,7 @@ def compare(before: Record, after: Record) -> Change:
     noise = max(old.noise, new.noise, NOISE_FLOOR)
     by: Literal["ratio", "time"]
     if all(getattr(before.fingerprint, n) == getattr(after.fingerprint, n) for n in ("torch", "cuda")):
-        # torch.mm ran in the same rounds: what clocks and temperature did to it, they did to the kernel.
+        # torch.mm ran in the same rounds: clocks and temperature affected it as they affected the kernel.
         by, change = "ratio", old.ratio / new.ratio - 1
         (old_low, old_high), (new_low, new_high) = ratio_interval(old), ratio_interval(new)
     else:
@@ -99,8 +99,8 @@ def compare(before: Record, after: Record) -> Change:
 
 
 def changes(records: Iterable[Record]) -> list[Change | None]:
-    """How each of a problem's records, with samples and oldest first, compares with the one before it on the
-    same kind of device; None where there is none to compare with.
+    """Compares each of a problem's records, with samples and oldest first, with the previous record on the
+    same kind of device; None if there is no previous record.
 
     Only final races have samples enough for verdicts, and interleaved ones do not compare with those in
     steady-state timing.

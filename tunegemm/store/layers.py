@@ -37,12 +37,12 @@ NARROWNESS = {"system": 1, "pack": 2, "user": 3, "project": 4}
 def modified() -> tuple[tuple[int, int], ...]:
     """What changes when another process publishes in a layer that is a file: sizes and times of the files.
 
-    It is some microseconds, and knows nothing of a server's database.
+    It takes some microseconds, and does not cover a server's database.
     """
     found = []
     for location in (user_location(), project_location()):
         if location is not None and "://" not in str(location):
-            for suffix in ("", "-wal"):  # what was published last is in the write-ahead log
+            for suffix in ("", "-wal"):  # the write-ahead log holds the latest records
                 try:
                     facts = Path(f"{os.path.realpath(location)}{suffix}").stat()
                     found.append((facts.st_size, facts.st_mtime_ns))
@@ -52,7 +52,7 @@ def modified() -> tuple[tuple[int, int], ...]:
 
 
 def absent() -> list[str]:
-    """A line for each file that ``TUNEGEMM_PACK`` or ``TUNEGEMM_DB`` names and that is not there."""
+    """A line for each missing file that ``TUNEGEMM_PACK`` or ``TUNEGEMM_DB`` names."""
     remedies = {
         "TUNEGEMM_PACK": "correct or unset it",
         "TUNEGEMM_DB": "correct it; `tunegemm tune` creates it",

@@ -1,4 +1,4 @@
-"""Where the layers that are databases are."""
+"""Locations of the layers that are databases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIDE_FILES = ("-wal", "-shm", "-journal")
 
 
 def project_location() -> str | None:
-    """Where the project's layer is; None when there is none, or one that others may have written."""
+    """The project layer's location; None if there is no such layer, or others may have written it."""
     if configured := os.environ.get("TUNEGEMM_DB"):
         return configured
     here = _found()
@@ -26,9 +26,9 @@ def refused_project() -> str:
     """Why the database in the working directory is not read, and the remedy, in one line; empty where it is,
     and where there is none.
 
-    A program is started in folders that others fill: a checkout, a share, /tmp. What their database says is
-    launched, so that it is read only if nobody but this user can have written it, as git does with what it
-    finds in a folder (its option safe.directory). Root's own are root's.
+    Users start programs in folders that others fill: a checkout, a share, /tmp. Dispatch launches what a
+    database names, so it reads one only if nobody but this user can have written it, as git does with
+    repositories (its option safe.directory). Root's own are root's.
     """
     if os.environ.get("TUNEGEMM_DB") or (here := _found()) is None or not (why := _who_may_write(here)):
         return ""

@@ -22,7 +22,7 @@ from tunegemm.store.waiting import left_s
 #: How long a lock is waited for.
 _BUSY_S = 5.0
 
-#: What is kept of each record, beside its keys.
+#: Columns kept of each record, besides its keys.
 _CELLS = ("ratio", "kernel_source", "method", "confirmed", "relative_error")
 
 _log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Lookup:
 
 
 def read_lookup(read: Callable[[str], Iterable[Sequence[Any]]], layer: str) -> Lookup:
-    """What a database has for dispatch. read: runs a query and gives its rows, all of one state."""
+    """A database's data for dispatch. read: runs a query and returns its rows, all from one state."""
     facts = ", ".join(field.name for field in fields(Fingerprint))
     return Lookup(
         read(f"SELECT id, {', '.join(FIELDS)} FROM problems"),
@@ -106,7 +106,7 @@ def read_lookup(read: Callable[[str], Iterable[Sequence[Any]]], layer: str) -> L
 
 
 def read_file(location: str | Path, layer: str) -> Lookup | None:
-    """The same of a SQLite file, without SQLAlchemy, whose import is a fifth of a second.
+    """Reads a SQLite file without SQLAlchemy, whose import takes a fifth of a second.
 
     None where anything is unusual: of an older schema, damaged, locked, in a folder where its write-ahead log
     cannot be read. `tunegemm.store.Database` can read some of it, and says what is wrong with the rest.

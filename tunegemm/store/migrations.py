@@ -95,7 +95,7 @@ def upgrade(connection: Connection) -> None:
 
 
 def _create(connection: Connection) -> None:
-    """What the migrations would build step by step, and Alembic's mark; a test compares the two."""
+    """Creates the schema that the migrations build step by step, and Alembic's mark; a test compares both."""
     number = Column("version_num", String(32), nullable=False)
     mark = Table(VERSION_TABLE, MetaData(), number, PrimaryKeyConstraint(number, name=f"{VERSION_TABLE}_pkc"))
     Base.metadata.create_all(connection)

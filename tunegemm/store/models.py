@@ -168,7 +168,7 @@ class MeasurementRow(Base):
         CheckConstraint("median_us > 0", name="median_us"),
         CheckConstraint("baseline_median_us > 0", name="baseline_median_us"),
         Index(None, "problem_id", "fingerprint_id", "candidate_id"),
-        # What a leaderboard compares of the vendor's few candidates, so that it reads no other rows.
+        # A leaderboard compares the vendor's few candidates by this index, and so reads no other rows.
         Index(
             *("ix_measurements_compared", "candidate_id", "fingerprint_id", "problem_id"),
             *("policy", "origin", "ratio"),
@@ -263,7 +263,7 @@ class FailureRow(Base):
 class RecordRow(Base):
     """The best measurement of a problem under a fingerprint: what dispatch launches.
 
-    There is none where the best evidence of every candidate says that torch.mm is faster.
+    There is none if the best evidence of every candidate says that torch.mm is faster.
     """
 
     __tablename__ = "records"

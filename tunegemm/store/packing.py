@@ -37,7 +37,7 @@ _COMPILERS = {"cutlass_dsl": "nvidia-cutlass-dsl", "triton": "triton"}
 
 @dataclass(frozen=True)
 class Packed:
-    """A pack that was written."""
+    """A written pack."""
 
     path: Path
     sha256: str

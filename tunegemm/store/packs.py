@@ -50,13 +50,13 @@ _ENTRY = re.compile(
 )
 #: Beside the entries of a loaded pack: the name of its file.
 _LOADED_FROM = "loaded_from"
-#: An object is some 50 kB, a record 1 kB: what is larger by a thousand times is no pack of ours.
+#: An object is some 50 kB, a record 1 kB: a file a thousand times larger is not one of our packs.
 _LARGEST_BYTES = 64 * 1024**2
 
 
 @dataclass(frozen=True)
 class Pack:
-    """A pack that lies unpacked in a folder of the user's."""
+    """An unpacked pack in one of the user's folders."""
 
     folder: Path
     """Its name is the start of the SHA-256 of the file."""
@@ -70,7 +70,7 @@ class Pack:
 
     @property
     def name(self) -> str:
-        """What `tunegemm unload` calls it."""
+        """Its name for `tunegemm unload`."""
         return self.folder.name
 
     def find(self, key: Key) -> Artifact | None:
@@ -106,12 +106,12 @@ class Pack:
         return ArtifactStore(self.folder, is_package=self.is_package)
 
     def objects(self) -> int:
-        """How many kernels it holds."""
+        """The number of kernels in it."""
         return sum(1 for _ in self.folder.glob("objects/*/*.o"))
 
 
 def user_folder() -> Path:
-    """Where `tunegemm load` puts packs."""
+    """The folder into which `tunegemm load` puts packs."""
     return user_path("data") / "packs"
 
 
@@ -137,7 +137,7 @@ def loaded(warnings: list[str]) -> list[Pack]:
 def shipped() -> Pack | None:
     """The kernels of the shipped records, which `make kernels` compiles into the package; None without them.
 
-    Their records are those of the system layer. What is damaged is told once, and serves nothing.
+    Their records are those of the system layer. A damaged pack is reported once, and serves nothing.
     """
     try:
         folder = data_path("db", "kernels")
@@ -300,7 +300,7 @@ def installed() -> list[Path]:
     return [path for path in places if re.fullmatch(r"[0-9a-f]{16}", path.name)]
 
 
-@functools.lru_cache(maxsize=256)  # a folder is named by what is in it
+@functools.lru_cache(maxsize=256)  # a folder's name identifies its contents
 def _open(folder: Path) -> Pack:
     try:
         facts = _parse((folder / _MANIFEST).read_bytes(), folder)

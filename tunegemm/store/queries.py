@@ -114,7 +114,7 @@ def failure_counts(database: Database, device_name: str) -> list[tuple[str, str,
 
 
 _PAIR = ["problem_id", "fingerprint_id"]
-#: What is read of the vendor's measurements.
+#: Columns read of the vendor's measurements.
 _VENDOR = ("problem_id", "fingerprint_id", "candidate_id", "method", "origin", "ratio", "id")
 
 

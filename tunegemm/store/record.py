@@ -51,11 +51,11 @@ class Record:
     kernel_source: str = ""
     """Hash of the sources of the candidate's family when it was measured; empty for a library's kernels."""
     layer: str = ""
-    """Where it was read from: system, pack, user or project; empty for a database opened by name."""
+    """Layer it was read from: system, pack, user or project; empty for a database opened by name."""
     method: str = FINAL
-    """How it was measured: one of `tunegemm.measure.evidence.METHODS`."""
+    """Measurement method: one of `tunegemm.measure.evidence.METHODS`."""
     origin: str = ""
-    """Empty if measured into the database that it was read from, else what it was imported from."""
+    """Source of an imported record; empty if it was measured into the database that it was read from."""
     samples_us: tuple[float, ...] = ()
     """Device time of one product per round, microseconds."""
     baseline_us: tuple[float, ...] = ()
@@ -75,7 +75,7 @@ class Record:
 
     @property
     def evidence(self) -> Evidence:
-        """How strong its evidence is."""
+        """The strength of its evidence."""
         return evidence_of(self.method, confirmed=self.confirmed)
 
     @property

@@ -1,6 +1,6 @@
-"""Which columns of the database are read is said here once; `codec` makes values of them.
+"""Defines the columns that are read from the database; `codec` converts them to values.
 
-What is damaged is a miss: it fails for its own row alone, which is left out and named in the log.
+A damaged row is a miss: only that row fails; it is left out and named in the log.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FINGERPRINT_COLUMNS = [FingerprintRow.digest, *(getattr(FingerprintRow, name) fo
 CANDIDATE_COLUMNS = [CandidateRow.json, CandidateRow.digest]
 
 _row = MeasurementRow
-#: What is read of a measurement, by the names of `codec.decode_record`; samples where they are asked for.
+#: Columns read of a measurement, by the names of `codec.decode_record`; samples only on request.
 _CELLS: dict[str, Any] = {
     "label": CandidateRow.label,
     "measured_at": _row.created_at,
@@ -95,7 +95,7 @@ def with_keys(
 
 
 def record_decoder(layer: str, *, samples: bool = False) -> Callable[[Sequence[Any]], Record]:
-    """What makes a `Record` of a row of `records_query`. It raises one of `UNREADABLE` for a damaged one."""
+    """A function that makes a `Record` of a row of `records_query`. Raises one of `UNREADABLE` if damaged."""
     return codec.record_decoder(["confirmed", "chosen_at", *_CELLS, *(_SAMPLES if samples else ())], layer)
 
 
@@ -123,7 +123,7 @@ def where_current(query: Select[Any]) -> Select[Any]:
 
 
 def readable(rows: Iterable[Any], build: Callable[[Any], Value], kind: str) -> list[Value]:
-    """What `build` makes of the rows it can read; the log says how many it could not, and why."""
+    """The results of `build` for readable rows; logs how many rows it could not read, and why."""
     values, skipped, reason = [], 0, ""
     for row in rows:
         try:

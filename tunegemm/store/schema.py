@@ -1,4 +1,4 @@
-"""What is known of a database without SQLAlchemy: dispatch asks before it reads one."""
+"""Facts about a database that need no SQLAlchemy: dispatch checks them before it reads a database."""
 
 from __future__ import annotations
 

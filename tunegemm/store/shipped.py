@@ -38,7 +38,7 @@ def read_shipped(folder: Path | None = None, *, layer: str = "system") -> tuple[
     for path in _paths(folder or data_path("db", "records")):
         try:
             at = path.stat()
-        except OSError:  # reading it will say what is wrong
+        except OSError:  # reading it will report the error
             found, bad = _read_file.__wrapped__(path, layer, 0, 0)
         else:
             found, bad = _read_file(path, layer, at.st_mtime_ns, at.st_size)
@@ -104,7 +104,7 @@ _LINE = re.compile(
 
 
 def _problem_text(key: Iterable[Any]) -> str:
-    """A problem's fields as a record's line has them."""
+    """A problem's fields as they appear in a record's line."""
     return json.dumps(dict(zip(FIELDS, key, strict=True)))
 
 

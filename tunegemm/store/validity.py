@@ -17,7 +17,7 @@ from tunegemm.store.record import Record
 
 
 class Grade(IntEnum):
-    """How far a record may be used; more is better."""
+    """The permitted uses of a record; higher is better."""
 
     FOREIGN = 0
     """Measured on another architecture: of no use here."""
@@ -43,7 +43,7 @@ class Judgement:
         return self.grade >= Grade.VERIFY
 
 
-#: Packages that decide what a family's kernels are, by the start of its name. torch brings all baselines.
+#: Packages that determine a family's kernels, by the start of its name. torch provides all baselines.
 _COMPILERS = {"cute_": ("cutlass_dsl",), "triton": ("triton",), "gluon_": ("triton",), "cublaslt": ()}
 _EVERY_COMPILER = ("cutlass_dsl", "triton")
 
@@ -119,7 +119,7 @@ def _changes(there: Fingerprint, here: Fingerprint, names: list[str]) -> str:
 
 
 def is_patch(name: str, there: str, here: str) -> bool:
-    """Whether two versions differ only behind the numbers that tell of new behaviour."""
+    """Whether two versions differ only after the numbers that signal new behaviour."""
     significant = 1 if name == "driver" else 2
     old, new = (re.findall(r"\d+", version.partition("+")[0])[:significant] for version in (there, here))
     return len(old) == significant and old == new

@@ -27,15 +27,15 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def left_s(most: float) -> float:
-    """Seconds that one may wait still, at most so many."""
+    """Remaining seconds to wait, up to a limit."""
     return max(0.0, min(most, _deadline_s.get() - time.monotonic()))
 
 
 def in_time(function: Callable[[], T], late: Callable[[T], None]) -> T:
-    """What a function returns that asks a network, which may not answer.
+    """The result of a function that asks a network, which may not answer.
 
-    late: called with a result that came after the deadline. Raises TimeoutError where none came before it,
-    and what the function raises.
+    late: called with a result that came after the deadline. Raises TimeoutError if no result came in time,
+    and any error of the function.
     """
     if _deadline_s.get() == math.inf:
         return function()

@@ -71,11 +71,11 @@ class Arithmetic(NamedTuple):
 
 @dataclass(frozen=True)
 class Shapes:
-    """What an engine multiplies of a model."""
+    """The products of a model that an engine computes."""
 
     workload: Workload
     layers: Mapping[str, int]
-    """How often a step computes each layer, by its name and size."""
+    """Number of times that a step computes each layer, by its name and size."""
     refused: Mapping[str, str]
     """Why others have no kernels."""
 

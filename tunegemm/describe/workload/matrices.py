@@ -60,7 +60,7 @@ class Layer:
     gate: str = ""
     """What becomes of gate and up, as in an epilogue; empty where no kernel takes it along."""
     transposed: bool = False
-    """Whether weights are kept with their columns contiguous."""
+    """Whether the columns of weights are contiguous."""
     left_out: str = ""
     """Why its products are not listed; it has no parts then."""
 

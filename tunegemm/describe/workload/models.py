@@ -19,7 +19,7 @@ from tunegemm.untrusted import decoded, line, shown
 
 @dataclass(frozen=True)
 class Model:
-    """What a config says of a model's products."""
+    """A model's products according to its config."""
 
     layers: tuple[Layer, ...]
     """Layers of all its blocks, in order, then the logits."""
@@ -127,7 +127,7 @@ def _find(name: str) -> Path:
 
 
 def _cache() -> Path:
-    """Where Hugging Face's packages keep what they downloaded."""
+    """The folder of Hugging Face's downloads."""
     if hub := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(hub).expanduser()
     home = os.environ.get("HF_HOME")

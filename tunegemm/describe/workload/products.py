@@ -45,11 +45,11 @@ class Kind:
     op: str = "mm"
     """ATen's name of the operator, such as ``addmm``."""
     bias: str = "none"
-    """What torch adds: ``none``, ``vector`` (one value per column) or ``matrix``."""
+    """Term that torch adds: ``none``, ``vector`` (one value per column) or ``matrix``."""
     activation: str = "none"
     """``none``, ``relu`` or ``gelu``, where the same operator applies it."""
     device: str = "cuda"
-    """Where it ran: ``cuda`` or ``cpu``."""
+    """Device it ran on: ``cuda`` or ``cpu``."""
     epilogue: str = ""
     """What becomes of the product in the same call, as dispatch asks for it: that of a problem."""
     accumulation: str = "fast"
@@ -84,7 +84,7 @@ class Product:
 
     kind: Kind
     calls: int
-    """How often it ran, replays of CUDA graphs included."""
+    """Number of runs, including replays of CUDA graphs."""
     replayed: int = 0
     """Those of `calls` that were replays of a CUDA graph."""
     captured: int = 0
@@ -101,7 +101,7 @@ class Product:
 
     @property
     def seconds(self) -> float | None:
-        """What all calls take if each takes the median."""
+        """Total time of all calls if each takes the median."""
         return None if self.median_us is None else self.weight * self.median_us * 1e-6
 
 
@@ -117,7 +117,7 @@ class Workload:
     device: str = ""
     """Name of the GPU; empty without one."""
     processes: int = 1
-    """How many processes computed products."""
+    """Number of processes that computed products."""
     unknown_replays: int = 0
     """Replays of CUDA graphs that were captured before the recording began: their products are not known."""
 
