@@ -161,8 +161,8 @@ def test_a_missing_kernel_is_compiled_meanwhile_and_swapped_in(
     until(lambda: pools and pools[0].processes())
     (worker,) = (psutil.Process(one.pid) for one in pools[0].processes())
     # Until the new process is the worker's program, it has this one's environment.
-    until(lambda: worker.environ().get("CUDA_VISIBLE_DEVICES") == "", seconds=5)
-    until(lambda: worker.nice() >= 15, seconds=5)
+    until(lambda: worker.environ().get("CUDA_VISIBLE_DEVICES") == "", seconds=30)
+    until(lambda: worker.nice() >= 15, seconds=30)
     assert not is_served(dispatcher, kernel, WIDER), "by the same kernel"
     until(lambda: is_served(dispatcher, kernel))
     assert is_served(dispatcher, kernel, WIDER)
@@ -476,6 +476,7 @@ def test_a_process_ends_while_kernels_wait(host: Path) -> None:
     ended = time.monotonic()
     assert done.returncode == 0, done.stderr
     waiting, worker, leaving = done.stdout.split()
-    assert waiting == "2" and ended - float(leaving) < 2
-    until(lambda: not psutil.pid_exists(int(worker)), seconds=2)
+    # On a busy host leaving takes seconds; that nothing was compiled meanwhile is seen below.
+    assert waiting == "2" and ended - float(leaving) < 10
+    until(lambda: not psutil.pid_exists(int(worker)), seconds=10)
     assert not ArtifactStore().names()

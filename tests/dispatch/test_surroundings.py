@@ -206,7 +206,7 @@ def in_time(dispatcher: Dispatcher) -> list[str]:
     with said() as lines:
         for m in (32, 16, 8):
             assert torch.equal(dispatcher.matmul(a[:m], b), torch.matmul(a[:m], b))
-    assert time.monotonic() - start < READ_SECONDS + 3
+    assert time.monotonic() - start < READ_SECONDS + 8
     return lines
 
 
