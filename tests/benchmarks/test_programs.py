@@ -263,7 +263,7 @@ def test_a_peer_that_tunes_too_long_is_stopped_even_if_it_catches_exceptions():
         for _ in range(100):
             with contextlib.suppress(Exception):
                 time.sleep(0.05)  # a peer at work, which takes the alarm for an error of its own
-    assert time.perf_counter() - start < 4  # of 5 that the peer would take
+    assert time.perf_counter() - start < 2
     assert signal.getsignal(signal.SIGALRM) is before
     with deadline(0.05):
         pass

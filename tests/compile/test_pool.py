@@ -211,8 +211,8 @@ def test_a_process_ends_at_once_and_so_do_its_workers_of_low_priority(tmp_path: 
             assert worker.nice() >= 15
             process.send_signal(signal.SIGKILL)
         process.wait(timeout=20)
-    assert time.monotonic() - start < 10
-    until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, seconds=20)
+    assert time.monotonic() - start < 2
+    until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, seconds=2)
 
 
 @pytest.mark.parametrize("what", ["fine", "hang", "abort"])

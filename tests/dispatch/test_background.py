@@ -6,6 +6,7 @@ import errno
 import functools
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -161,8 +162,8 @@ def test_a_missing_kernel_is_compiled_meanwhile_and_swapped_in(
     until(lambda: pools and pools[0].processes())
     (worker,) = (psutil.Process(one.pid) for one in pools[0].processes())
     # Until the new process is the worker's program, it has this one's environment.
-    until(lambda: worker.environ().get("CUDA_VISIBLE_DEVICES") == "", seconds=30)
-    until(lambda: worker.nice() >= 15, seconds=30)
+    until(lambda: worker.environ().get("CUDA_VISIBLE_DEVICES") == "", seconds=5)
+    until(lambda: worker.nice() >= 15, seconds=5)
     assert not is_served(dispatcher, kernel, WIDER), "by the same kernel"
     until(lambda: is_served(dispatcher, kernel))
     assert is_served(dispatcher, kernel, WIDER)
@@ -471,12 +472,15 @@ print(dispatcher.planner.compiler.waiting, worker.pid, time.monotonic(), flush=T
 
 @pytest.mark.slow
 def test_a_process_ends_while_kernels_wait(host: Path) -> None:
-    command = [sys.executable, "-W", "error", "-c", _LEAVES]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
-    ended = time.monotonic()
-    assert done.returncode == 0, done.stderr
-    waiting, worker, leaving = done.stdout.split()
-    # On a busy host leaving takes seconds; that nothing was compiled meanwhile is seen below.
-    assert waiting == "2" and ended - float(leaving) < 10
-    until(lambda: not psutil.pid_exists(int(worker)), seconds=10)
-    assert not ArtifactStore().names()
+    """The quickest of three ends counts: on a busy host one end has taken 3 s, of 1 s when it is idle."""
+    command, took = [sys.executable, "-W", "error", "-c", _LEAVES], [math.inf]
+    while min(took) >= 2 and len(took) <= 3:
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+        ended = time.monotonic()
+        assert done.returncode == 0, done.stderr
+        waiting, worker, leaving = done.stdout.split()
+        took.append(ended - float(leaving))
+        assert waiting == "2"
+        until(lambda worker=int(worker): not psutil.pid_exists(worker), seconds=2)
+        assert not ArtifactStore().names()
+    assert min(took) < 2, took
