@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from tunegemm.choose.policies import FASTEST, Policy
-from tunegemm.choose.snapshot import READ_SECONDS, Snapshot
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.generate.cublaslt import RESIDUAL
 from tunegemm.measure.evidence import leaders, may_be_record, standing
 from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade, judge_stored
-from tunegemm.store.waiting import within
 
 if TYPE_CHECKING:
     from tunegemm.choose.invariance import InvariantOption
@@ -271,5 +270,4 @@ def read_rivals(problem: Problem) -> list[Record]:
     """Read every measurement of a problem in the user's and the project's database. Loads SQLAlchemy."""
     from tunegemm.store.layers import of_databases
 
-    with within(READ_SECONDS):
-        return [entry for found in of_databases(lambda d: d.measurements(problem), []) for entry in found]
+    return [entry for found in of_databases(lambda d: d.measurements(problem), []) for entry in found]

@@ -22,10 +22,6 @@ from tunegemm.store.lookup import Lookup
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import ShippedLookup
 from tunegemm.store.validity import Grade, Judgement, judge_stored
-from tunegemm.store.waiting import within
-
-#: How many seconds reading the records may delay a product, for example while a database is locked.
-READ_SECONDS = 2.0
 
 
 class Snapshot:
@@ -154,6 +150,5 @@ class Snapshot:
 def read_snapshot() -> Snapshot:
     """Read the records of all layers. An unreadable layer becomes a warning; the rest is served."""
     before = modified()
-    with within(READ_SECONDS):
-        records, lookups, warnings = read_lookups()
+    records, lookups, warnings = read_lookups()
     return Snapshot(records, lookups=lookups, warnings=warnings, modified=before)

@@ -41,6 +41,7 @@ from tunegemm.errors import TunegemmWarning, one_line, raised
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.store.layers import modified
 from tunegemm.store.record import Record
+from tunegemm.store.waiting import deadline_s
 
 if TYPE_CHECKING:
     from tunegemm.compile.pool import CompilePool
@@ -54,6 +55,8 @@ Observe: TypeAlias = Callable[[Form, Any, Any, Sequence[Any], Any, Callable[[], 
 MAX_PLANS = 4096
 #: Seconds between checks for records that other processes published.
 LOOK_SECONDS = 5.0
+#: Seconds that all reads of records together may delay a product, for example while a database is locked.
+READ_SECONDS = 2.0
 #: Code compiled for any number of rows needs a predicted gain for at least one of these numbers.
 _FEW = (16, 1, 64, 256)
 
@@ -491,9 +494,10 @@ class Planner:
     @contextmanager
     def _guarded(self, state: State) -> Iterator[None]:
         """Turn any error inside, including our own bugs, into one warning. Torch then computes the product,
-        or raises its own error."""
+        or raises its own error. All reads inside together wait for at most `READ_SECONDS`."""
         try:
-            yield
+            with _in_time():
+                yield
         except TunegemmWarning:  # the user turned these warnings into errors
             raise
         except Exception as error:
@@ -535,7 +539,8 @@ class Planner:
     def _read_records(self, state: State, name: str) -> Snapshot:
         self.next_look = time.monotonic() + LOOK_SECONDS
         try:
-            snapshot = self._read()
+            with _in_time():
+                snapshot = self._read()
         except Exception as error:
             _log.debug("records cannot be read", exc_info=error)
             self.notices.warn(f"{one_line(error)}; {who(name)} falls back to torch for every product")
@@ -581,6 +586,16 @@ class Planner:
                 self._mode = read_mode(warn)
                 self.use(read_policy(warn))
         return self._mode
+
+
+@contextmanager
+def _in_time() -> Iterator[None]:
+    """Bound all reads inside together by `READ_SECONDS`; an earlier deadline of the context stays."""
+    token = deadline_s.set(min(deadline_s.get(), time.monotonic() + READ_SECONDS))
+    try:
+        yield
+    finally:
+        deadline_s.reset(token)
 
 
 def _weight(problem: Problem, index: int) -> tuple[Hashable, ...]:

@@ -6,29 +6,19 @@ import contextvars
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
 
-_deadline_s: contextvars.ContextVar[float] = contextvars.ContextVar("deadline_s", default=math.inf)
-
-
-@contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """All that is read inside waits for no longer together. Of nested ones the nearer deadline holds."""
-    token = _deadline_s.set(min(_deadline_s.get(), time.monotonic() + seconds))
-    try:
-        yield
-    finally:
-        _deadline_s.reset(token)
+#: When reading must end, by the monotonic clock, in this context; a caller that cannot wait sets it.
+deadline_s: contextvars.ContextVar[float] = contextvars.ContextVar("deadline_s", default=math.inf)
 
 
 def left_s(most: float) -> float:
     """Remaining seconds to wait, up to a limit."""
-    return max(0.0, min(most, _deadline_s.get() - time.monotonic()))
+    return max(0.0, min(most, deadline_s.get() - time.monotonic()))
 
 
 def in_time(function: Callable[[], T], late: Callable[[T], None]) -> T:
@@ -37,7 +27,7 @@ def in_time(function: Callable[[], T], late: Callable[[T], None]) -> T:
     late: called with a result that came after the deadline. Raises TimeoutError if no result came in time,
     and any error of the function.
     """
-    if _deadline_s.get() == math.inf:
+    if deadline_s.get() == math.inf:
         return function()
     answer: Future[T] = Future()
     context = contextvars.copy_context()
