@@ -12,10 +12,11 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from tests.support.waiting import until
 
 #: Seconds for one answer or one state of the page; 0.1 s is usual.
 _PATIENCE = 60.0
@@ -91,13 +92,12 @@ class Browser:
 
         A page follows its events when it can, which under load is later than the answer to a command.
         """
-        deadline = time.monotonic() + _PATIENCE
-        while True:
+
+        def look() -> Any:
             meanwhile()
-            if value := self.evaluate(script):
-                return value
-            assert time.monotonic() < deadline, f"not so within {_PATIENCE:g} s: {script}"
-            time.sleep(0.02)
+            return self.evaluate(script)
+
+        return until(look, seconds=_PATIENCE)
 
     def point(self, spot: str, script: str) -> Any:
         """Moves the mouse to where `spot` evaluates to, [x, y] in CSS pixels, until `script` is truthy.

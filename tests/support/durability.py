@@ -89,6 +89,7 @@ def killed(path: Path, kills: int, seed: int = 0) -> dict[str, Any]:
         sender.close()
         if not creates:
             receiver.recv_bytes()
+        # At any moment of its work: what is tested is that no moment is a bad one.
         time.sleep(chance.uniform(0, _CREATION_S if creates else _LIFE_S))
         process.kill()
         process.join()

@@ -32,7 +32,7 @@ class Writer:
 
     def _run(self) -> None:
         while True:
-            time.sleep(_WRITE_EVERY_S)
+            time.sleep(_WRITE_EVERY_S)  # a killed process loses no more than this
             self._write(self._is_child)
 
     def _at_exit(self) -> None:

@@ -235,7 +235,7 @@ def _check_lock(path: Path) -> None:
         if time.monotonic() >= deadline:
             hint = f", or remove {lock} if there is none" if lock.is_symlink() or lock.exists() else ""
             raise StudyError(f"study {path} is locked by another process; wait for it to end{hint}")
-        time.sleep(0.05)
+        time.sleep(0.05)  # until the deadline above: nothing tells when another process lets go
 
 
 def _refuse_same(path: Path, database: Path | URL, location: str) -> None:

@@ -107,7 +107,7 @@ class Config:
             raise WorkloadError(f"{self.where}: {error}") from None
 
     def word(self, *names: str) -> str:
-        """Raises WorkloadError for what is no line of text."""
+        """The text of the first of these fields that is there. Raises WorkloadError if it is not one line."""
         try:
             return line(self.get(*names) or "", names[0], 100)
         except BadValueError as error:

@@ -1,9 +1,9 @@
 """PyTorch's TunableOp: a line for each GEMM.
 
-It writes one without tuning (``PYTORCH_TUNABLEOP_RECORD_UNTUNED=1``), and its results begin alike:
-``GemmTunableOp_BFloat16_TN,tn_N_M_K_ld_LDA_LDB_LDC``. Its letters and extents are those of BLAS,
-column-major: its first operand is torch's second one, transposed. Older versions wrote no leading dimensions.
-In a log such a line may have a launcher's prefix, and others stand between.
+Files of untuned GEMMs (``PYTORCH_TUNABLEOP_RECORD_UNTUNED=1``) and of results have lines that begin alike:
+``GemmTunableOp_BFloat16_TN,tn_N_M_K_ld_LDA_LDB_LDC``. Letters and extents follow BLAS, which is column-major:
+the first operand is the transpose of torch's second operand. Older versions wrote no leading dimensions. In
+a log, a launcher may prefix such a line, and other lines may stand between.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ TORCH_MM = Candidate.make("cublaslt", {"algorithm": "torch.mm"})
 
 
 def is_torch(candidate: Candidate) -> bool:
-    """Whether the candidate is torch's own product, which needs no launcher of ours."""
+    """Whether the candidate is a call of torch.mm, which needs no launcher."""
     return candidate.family == "cublaslt" and candidate.params.get("algorithm") == "torch.mm"
 
 

@@ -1,7 +1,7 @@
-"""cuBLASLt as torch has loaded it, called through ctypes: its declarations, each once.
+"""Declares the functions of the cuBLASLt that torch has loaded, for calls through ctypes.
 
-Nothing is loaded that is not there already, and the handle is torch's own. Bindings of another package, as
-nvmath-python's, take 0.3 s to import.
+Loads nothing more, and uses torch's handle. Bindings of another package, such as nvmath-python's, take 0.3 s
+to import.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The grouped kernel whose blocks draw their tiles from a counter; all else is `grouped`'s.
+"""The grouped kernel with blocks that draw their tiles from a counter; everything else is `grouped`'s code.
 
-Tiles of one launch differ in what they cost: of a group with few rows they are as narrow as these, and only
-read weights, of one with many rows they multiply. Blocks that take every so manieth tile end at different
-times. Here each block's second warp, the *scheduler*, draws tiles: it takes the next number from a counter in
-device memory, finds the tile of that number as `grouped`'s `Walk` does, and hands its place to the warps that
-load and multiply. A tile is one block's, whoever draws it, so that results have the same bits.
+Tiles of one launch differ in cost: a group with few rows has narrow tiles that mostly read weights, and a
+group with many rows has tiles that multiply. Blocks that take tiles at a fixed stride end at different times.
+Here each block's second warp, the *scheduler*, draws tiles: it takes the next number from a counter in device
+memory, finds the tile of that number as `grouped`'s `Walk` does, and passes its place to the warps that load
+and multiply. One block computes a whole tile, so results have the same bits whichever block draws it.
 """
 
 from dataclasses import dataclass, replace
