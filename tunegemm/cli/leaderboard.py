@@ -84,8 +84,9 @@ def command(
     if missing or not problems:
         command = "tunegemm tune --shape MxNxK"
         if missing:
-            how = {"dtype": dtype or "bf16", "out_dtype": out_dtype, "layout": layout or "tn"}
-            command = tune_command(Problem.parse(missing[0], **how), families=families)
+            first = missing[0]
+            problem = Problem.parse(first, dtype=dtype or "bf16", out_dtype=out_dtype, layout=layout or "tn")
+            command = tune_command(problem, families=families)
         words = [*missing[:1], *filter(None, (dtype, out_dtype, layout, families))]
         raise arguments.UsageError(
             f"{place}: {_lacking(words, measured, families)}; run `{command}` on a GPU first"

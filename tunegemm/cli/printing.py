@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 
@@ -96,4 +96,4 @@ def _console(stream: TextIO) -> Console:
 
     how: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
     console = Console(file=stream, **how)
-    return console if console.is_terminal else Console(file=_Lines(stream), width=160, **how)
+    return console if console.is_terminal else Console(**how, file=cast(TextIO, _Lines(stream)), width=160)
