@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import tunegemm
 from tests.support.commands import TUNEGEMM, process
 from tests.support.processes import environment
+from tunegemm.errors import TunegemmError
 
 
 @pytest.mark.parametrize(
@@ -69,3 +71,12 @@ def test_a_narrow_terminal_cuts_no_path(tmp_path: Path) -> None:
         and f"{'long' * 20}/t.sqlite" in text
         and "\N{HORIZONTAL ELLIPSIS}" not in text
     )
+
+
+def test_a_family_is_a_name_or_several_and_a_policy_shows_itself() -> None:
+    found = tunegemm.tune("64x64x64", families="cublaslt", device="model:h200")
+    assert found.note and "families" not in found.note, "no letters taken for names"
+    with pytest.raises(TunegemmError, match="'cutlass' is not known"):
+        tunegemm.tune("64x64x64", families="cutlass", device="model:h200")
+    with (policy := tunegemm.policy("deterministic")):
+        assert repr(policy) == "<tunegemm.policy: deterministic>"

@@ -11,11 +11,12 @@ import typer.main
 from typer.testing import CliRunner
 
 from tunegemm.cli import app, arguments, options
-from tunegemm.cli.arguments import UsageError, parse_families, parse_seconds, write_text
+from tunegemm.cli.arguments import UsageError, parse_families, parse_seconds
 from tunegemm.cli.options import parse_problems
 from tunegemm.cli.tune import given_options
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import SpaceError, TunegemmError
+from tunegemm.files import write_text
 
 
 @pytest.mark.parametrize(
@@ -56,8 +57,8 @@ def test_families() -> None:
 
 def test_unwritable_report(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"absent/x\.csv: No such file or directory; choose another --out"):
-        write_text(tmp_path / "absent" / "x.csv", "")
-    write_text(tmp_path / "x.csv", "a,b\n")
+        write_text(tmp_path / "absent" / "x.csv", "", UsageError)
+    write_text(tmp_path / "x.csv", "a,b\n", UsageError)
     assert (tmp_path / "x.csv").read_text() == "a,b\n"
 
 

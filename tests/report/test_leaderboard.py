@@ -181,9 +181,6 @@ class TestSources:
         )
         assert board.source == "modelled"
         assert "Ranked by a model of NVIDIA H200; nothing was timed" in board.render("table")
-        outcomes = [measurement(1.0, 64), measurement(1.1, 256)]
-        same = Leaderboard.from_outcomes(PROBLEM, DEVICE, outcomes, source="modelled")
-        assert list(same.frame.columns) == list(board.frame.columns)
 
 
 class TestRendering:

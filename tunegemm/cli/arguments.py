@@ -6,10 +6,8 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunegemm import files
 from tunegemm.describe.problem import LAYOUTS, OUTPUT_DTYPES, Problem, default_out_dtype, normalize_dtype
 from tunegemm.errors import DeviceError, ProblemError, TunegemmError
 from tunegemm.report.text import clean
@@ -148,8 +146,3 @@ def parse_families(text: str | None) -> tuple[str, ...] | None:
     for name in names:
         families.get(name)
     return names
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a report. Raises UsageError, which names the path, where that is not possible."""
-    files.write_text(path, text, UsageError)

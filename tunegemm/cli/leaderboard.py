@@ -13,6 +13,7 @@ from tunegemm.cli.options import count_option, option
 from tunegemm.describe.command import tune_command
 from tunegemm.describe.problem import DTYPE_BYTES, LAYOUTS, OUTPUT_DTYPES, Problem
 from tunegemm.describe.stored import FIELDS, cells_of
+from tunegemm.files import write_text
 from tunegemm.report.text import to_json
 
 if TYPE_CHECKING:
@@ -81,11 +82,17 @@ def command(
     problems = [problem for problem in measured if wanted(problem)]
     missing = [text for text in shapes if text not in {problem.shape for problem in problems}]
     if missing or not problems:
+        command = "tunegemm tune --shape MxNxK"
+        if missing:
+            first = missing[0]
+            problem = Problem.parse(first, dtype=dtype or "bf16", out_dtype=out_dtype, layout=layout or "tn")
+            command = tune_command(problem, families=families)
         words = [*missing[:1], *filter(None, (dtype, out_dtype, layout, families))]
         raise arguments.UsageError(
-            _nothing(place, words, measured, missing, dtype, out_dtype, layout, families)
+            f"{place}: {_lacking(words, measured, families)}; run `{command}` on a GPU first"
         )
-    frame = _of(problems, frame)
+    kept = set(map(cells_of, problems))
+    frame = frame[[values in kept for values in frame[list(FIELDS)].itertuples(index=False, name=None)]]
     frame, others = _of_device(frame, device)
     problems = problems_of(frame)
     if narrow:
@@ -106,7 +113,7 @@ def command(
     if out is None:
         typer.echo(text, nl=False)
     else:
-        arguments.write_text(out, text)
+        write_text(out, text, arguments.UsageError)
 
 
 def _of_device(frame: pandas.DataFrame, device: str | None) -> tuple[pandas.DataFrame, str]:
@@ -127,27 +134,12 @@ def _of_device(frame: pandas.DataFrame, device: str | None) -> tuple[pandas.Data
     return frame[frame["device_name"] == name], others
 
 
-def _nothing(
-    place: str, words: list[str], measured: list[Problem], missing: list[str], *options_: str | None
-) -> str:
-    """Why there is nothing to show, and the command that measures it."""
-    dtype, out_dtype, layout, family = options_
-    command = "tunegemm tune --shape MxNxK"
-    if missing:
-        problem = Problem.parse(missing[0], dtype=dtype or "bf16", out_dtype=out_dtype, layout=layout or "tn")
-        command = tune_command(problem, families=family)
+def _lacking(words: list[str], measured: list[Problem], families: str | None) -> str:
+    """Why there is nothing to show."""
     if not measured:
-        what = f"nothing measured{f' with {family}' if family else ''} yet"
-    else:
-        some = ", ".join(map(str, measured[:5])) + (f" and {len(measured) - 5} more" if measured[5:] else "")
-        what = f"no measurement of {' '.join(words)}; measured are {some}"
-    return f"{place}: {what}; run `{command}` on a GPU first"
-
-
-def _of(problems: list[Problem], frame: pandas.DataFrame) -> pandas.DataFrame:
-    """The rows of some problems."""
-    kept = set(map(cells_of, problems))
-    return frame[[values in kept for values in frame[list(FIELDS)].itertuples(index=False, name=None)]]
+        return f"nothing measured{f' with {families}' if families else ''} yet"
+    some = ", ".join(map(str, measured[:5])) + (f" and {len(measured) - 5} more" if measured[5:] else "")
+    return f"no measurement of {' '.join(words)}; measured are {some}"
 
 
 def _render(boards: list[Leaderboard], format: Format, top: int | None) -> str:

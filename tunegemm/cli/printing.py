@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 
@@ -58,14 +58,12 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
 
 def stdout_console() -> Console:
     """For tables. A pipe or a log has no width of its own: there nothing is cut to 80 columns."""
-    console = _console(stderr=False)
-    return console if console.is_terminal else _console(file=_Lines(sys.stdout), width=160)
+    return _console(sys.stdout)
 
 
 def stderr_console() -> Console:
     """For what is said beside the result: progress, notes, warnings."""
-    console = _console(stderr=True)
-    return console if console.is_terminal else _console(file=_Lines(sys.stderr), width=160)
+    return _console(sys.stderr)
 
 
 def page(console: Console, parts: Sequence[Any]) -> None:
@@ -93,7 +91,9 @@ class _Lines(io.TextIOBase):
         self._stream.flush()
 
 
-def _console(**how: Any) -> Console:
+def _console(stream: TextIO) -> Console:
     from rich.console import Console
 
-    return Console(**how, markup=False, emoji=False, highlight=False)
+    how: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
+    console = Console(file=stream, **how)
+    return console if console.is_terminal else Console(**how, file=cast(TextIO, _Lines(stream)), width=160)

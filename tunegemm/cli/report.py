@@ -10,6 +10,7 @@ from tunegemm.cli.options import DatabaseLocation, count_option, option
 from tunegemm.describe.command import command_line
 from tunegemm.describe.device import cuda_device_count
 from tunegemm.errors import TunegemmError
+from tunegemm.files import write_text
 from tunegemm.report.text import counted
 
 if TYPE_CHECKING:
@@ -66,7 +67,6 @@ def _write(
             command = command_line("report", {"shape": shape, "device": "replay:h200"})
             raise arguments.UsageError(f"no database here; for the recorded H200: {command}") from error
     # In the page's footer stands the command without a database's address, which may hold a password.
-    arguments.write_text(
-        out, report(contents, command=command_line("report", {"shape": shape, "device": device}))
-    )
+    page = report(contents, command=command_line("report", {"shape": shape, "device": device}))
+    write_text(out, page, arguments.UsageError)
     return contents

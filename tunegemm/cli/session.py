@@ -16,8 +16,6 @@ from tunegemm.cli.tune_options import Output, Place, Search
 from tunegemm.describe.problem import Problem
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from tunegemm.describe.device import Device
     from tunegemm.measure.worker import Child
     from tunegemm.store import Database
@@ -34,10 +32,6 @@ class Session:
     database: Database | None
     search: Search
     output: Output
-    out: Console
-    """For results."""
-    log: Console
-    """For progress."""
     is_named: bool
     """Whether a GPU was asked for by name."""
 
@@ -80,8 +74,7 @@ def open_session(
         printing.say(without_gpu(tuning.device, problems, how["families"]), err=True)
     if search.study is not None:
         require_studies(tuning, search.study, database, problems)
-    out, log = printing.stdout_console(), printing.stderr_console()
-    return Session(context, tuning, database, search, output, out, log, is_named)
+    return Session(context, tuning, database, search, output, is_named)
 
 
 def begin_to_measure(stack: ExitStack) -> Child | None:

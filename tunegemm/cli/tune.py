@@ -116,7 +116,7 @@ def tune_shapes(session: Session, problems: Mapping[Problem, Problem]) -> int:
 
     output, found = session.output, []
     budget_s = session.search.budget_s
-    with ProgressView(session.log, total=len(problems), budget_s=budget_s) as view:
+    with ProgressView(printing.stderr_console(), total=len(problems), budget_s=budget_s) as view:
         for result in tuned(session, list(problems), None if output.is_bare else view.update):
             found.append(result)
             with view.ended(result.problem):
@@ -129,7 +129,7 @@ def tune_shapes(session: Session, problems: Mapping[Problem, Problem]) -> int:
         return INTERRUPTED
     useful = sum(result.best is not None or bool(result.predictions) for result in found)
     if len(found) > 1 and not output.is_bare:
-        session.out.print(results.winners_table(found))
+        printing.stdout_console().print(results.winners_table(found))
     if useful and not (session.is_real or output.is_bare):
         say_gpu_command(session.context, list(dict.fromkeys(problems.values())))
     return DONE if useful == len(problems) else NOTHING_FOUND
@@ -186,7 +186,7 @@ def show(session: Session, result: TuneResult) -> None:
         if output.verbose:
             printing.say(*results.each_failure(result))
         top = None if output.verbose else output.top
-        results.show(session.out, result, top, where, session.search.budget_s)
+        results.show(printing.stdout_console(), result, top, where, session.search.budget_s)
 
 
 def loading_pandas(update: Callable[[Progress], None]) -> Callable[[Progress], None]:
@@ -221,10 +221,11 @@ def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[
     plan = by_headroom([demand for demand in demands if lacking[demand.problem] is None], device)
     current, interrupted = spend_budget(session, plan)
     if not output.as_json:
-        session.out.print(savings_table(current, session.out.width))
+        console = printing.stdout_console()
+        console.print(savings_table(current, console.width))
         printing.say(*closing_lines(current, [*filter(None, lacking.values()), *refused]))
     if interrupted:
-        session.log.print("Interrupted: the measurements are kept; run the same command to continue.")
+        printing.say("Interrupted: the measurements are kept; run the same command to continue.", err=True)
         return INTERRUPTED
     if not any(one.result and (one.result.best or one.result.predictions) for one in current):
         return NOTHING_FOUND
@@ -269,7 +270,7 @@ def spend_budget(session: Session, plan: Sequence[TunedDemand]) -> tuple[list[Tu
     from tunegemm.cli.results import document, progress_line
     from tunegemm.tuning.program import spend
 
-    search, output, log = session.search, session.output, session.log
+    search, output, log = session.search, session.output, printing.stderr_console()
     current = {product.demand.problem: product for product in plan}
     interrupted = False
     with ExitStack() as stack:

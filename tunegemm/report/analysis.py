@@ -107,13 +107,3 @@ def ratio_limits(winners: Sequence[Winner]) -> tuple[float, float]:
     high = min(high * reach, max(max(winner.high for winner in winners), high))
     margin = (high / low) ** 0.04
     return low / margin, high * margin
-
-
-def linear_ticks(low: float, high: float) -> list[float]:
-    """Some six round values between two ends of a linear axis."""
-    raw = (high - low) / 5
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(unit * power for unit in (1, 2, 2.5, 5, 10) if unit * power >= raw * 0.999999)
-    return [
-        number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
-    ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import re
-import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ _STYLE: dict[Any, Any] = {
     "xtick.color": _MUTED, "ytick.color": _MUTED, "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "grid.color": _LINE, "grid.linewidth": 0.8, "axes.axisbelow": True,
     "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "svg.hashsalt": "tunegemm", "svg.fonttype": "none", "figure.facecolor": _GROUND,
+    "svg.fonttype": "none", "figure.facecolor": _GROUND,
     "axes.facecolor": _GROUND,
     "text.parse_math": False,  # a name from a database may hold $
 }  # fmt: skip
@@ -116,11 +116,9 @@ def inline_convergence(details: Details) -> str:
 
 
 def heat_class(ratio: float) -> str:
-    """One of eight steps around torch.mm; the number stands in the cell as well."""
-    for limit, kind in ((1.03, "h3"), (1.01, "h2"), (1.0, "h1"), (0.95, "h-1"), (0.85, "h-2"), (0.7, "h-3")):
-        if ratio >= limit:
-            return kind
-    return "h-4"
+    """One of seven steps around torch.mm; the number stands in the cell as well."""
+    kinds = ("h-4", "h-3", "h-2", "h-1", "h1", "h2", "h3")
+    return kinds[bisect_right((0.7, 0.85, 0.95, 1.0, 1.01, 1.03), ratio)]
 
 
 def trial_told(trial: Record) -> str:
@@ -143,7 +141,8 @@ def _inline(draw: Callable[[Figure], None], words: str, attributes: str) -> str:
     from matplotlib.figure import Figure
 
     # Over matplotlib's defaults: a process may have changed them (Optuna's plots set a style and leave it).
-    with matplotlib.style.context(["default", _STYLE]):
+    # Ids are hashes with a salt, so that those of two figures in one page differ.
+    with matplotlib.style.context(["default", _STYLE, {"svg.hashsalt": words}]):
         figure, file = Figure(layout="constrained", dpi=72), io.StringIO()
         draw(figure)
         figure.savefig(
@@ -160,16 +159,7 @@ def _inline(draw: Callable[[Figure], None], words: str, attributes: str) -> str:
         r' clip-path="[^"]*"| (?:xmlns(?::\w+)?|version|width|height)="[^"]*"(?=[^<]*viewBox)', "", body
     )
     body = re.sub(r' xmlns(:\w+)?="[^"]*"', "", body).replace("xlink:href", "href")
-    prefix = f"f{zlib.crc32(words.encode()):x}-"
-    used = set(re.findall(r'href="#([^"]+)"', body))
-    body = re.sub(r'href="#', f'href="#{prefix}', body)
-    body = re.sub(
-        r' id="([^"]+)"',
-        lambda m: (
-            f' id="{prefix}{m[1]}"' if m[1] in used else m[0] if re.match(r"(mark|base|name)-", m[1]) else ""
-        ),
-        body,
-    )
+    body = re.sub(r' id="(?!(mark|base|name)-|m[0-9a-f]{10}")[^"]*"', "", body)
     body = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\d\.\d)\d+", r"\1", tag[0]), body)
     body = re.sub(r" font-family: [^;]*;| transform=\"rotate\(-0 [^)]*\)\"", "", body)
     body = re.sub("|".join(_VARIABLES), lambda m: f"var(--{_VARIABLES[m[0]]})", body)

@@ -155,8 +155,15 @@ def _forest(winner: Winner, limits: tuple[float, float]) -> dict[str, float]:
 
 def _ticks(limits: tuple[float, float]) -> list[tuple[float, str]]:
     """Places and names of the ticks, 1 first, none closer than its name is wide."""
+    from matplotlib.ticker import MaxNLocator
+
     found: list[tuple[float, str]] = []
-    for tick in (1.0, *analysis.linear_ticks(*limits)):
+    within = (
+        t
+        for t in MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(*limits)
+        if limits[0] <= t <= limits[1]
+    )
+    for tick in (1.0, *within):
         place = _place(tick, limits)
         if all(abs(place - other) >= 14 for other, _ in found):
             found.append((place, f"{tick:g}"))

@@ -115,9 +115,6 @@ class Leaderboard:
         import pandas
 
         latest = {outcome.candidate: outcome for outcome in outcomes if isinstance(outcome, Measurement)}
-        if source == "modelled":
-            predicted = ((candidate, measurement.median_us) for candidate, measurement in latest.items())
-            return cls.from_predictions(problem, device, predicted, labels)
         names = labels or {}
         frame = pandas.DataFrame(
             [
