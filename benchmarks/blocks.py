@@ -22,12 +22,12 @@ import torch
 import tunegemm
 from benchmarks.command import choose_names, command, parser_of
 from benchmarks.graphs import Graph, Side, begin, in_rounds, within
-from benchmarks.provided import Provided, provide_blocks
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import Device
 from tunegemm.generate import blocks
 from tunegemm.generate.blocks import BLOCK, BlockKernel
 from tunegemm.model.blocks import candidates, choose, splits_of
+from tunegemm.store.provided import Provided, provide_blocks
 
 METHOD = (
     "each side in one CUDA graph over as many sets of weights as pass 3x the L2; all in shuffled order in "

@@ -25,11 +25,11 @@ import torch
 
 from benchmarks.command import choose_names, command, parser_of
 from benchmarks.graphs import begin, timed_ms, within
-from benchmarks.provided import provide_grouped
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.engines import transformers as integration
 from tunegemm.generate import routing as kernels
 from tunegemm.groups import routing
+from tunegemm.store.provided import provide_grouped
 
 METHOD = (
     "one layer of experts, random weights and routes; each way in one CUDA graph over draws of routes whose "

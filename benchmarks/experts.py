@@ -42,7 +42,6 @@ import triton.language as tl
 import tunegemm
 from benchmarks.command import choose_names, chosen, command, parser_of
 from benchmarks.graphs import Graph, Side, begin, in_rounds
-from benchmarks.provided import provide_grouped
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import Device
 from tunegemm.errors import one_line
@@ -54,6 +53,7 @@ from tunegemm.generate.parted.config import PartedConfig
 from tunegemm.groups import grouped
 from tunegemm.measure.statistics import aa_noise
 from tunegemm.model.grouped import FP8, choose, choose_along_k, configs, kinds, listed_along_k, maker_of
+from tunegemm.store.provided import provide_grouped
 
 METHOD = (
     "each side in one CUDA graph over divisions of the rows whose weights together pass 3x the L2; all sides "

@@ -25,7 +25,6 @@ from torch.nn.functional import linear, silu
 import tunegemm
 from benchmarks.command import choose_names, command, parser_of
 from benchmarks.graphs import Graph, Side, begin, in_rounds, within
-from benchmarks.provided import Provided, provide_joined
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import Device
 from tunegemm.generate import joined
@@ -33,6 +32,7 @@ from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.joined import JoinedKernel
 from tunegemm.model.joined import Listed, candidates, choose
 from tunegemm.store import packs
+from tunegemm.store.provided import Provided, provide_joined
 
 METHOD = (
     "each side in one CUDA graph over as many sets of weights as pass 3x the L2; all in shuffled order in "

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.provided import provide_blocks, provide_grouped, provide_joined
 from tunegemm.compile.artifacts import ArtifactStore, Key
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
@@ -21,7 +20,8 @@ from tunegemm.generate import families
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.model import shortlist
 from tunegemm.store import packs
-from tunegemm.store.packing import copy, provide, provide_keys, toolchain, unfit
+from tunegemm.store.packing import copy, provide, toolchain, unfit
+from tunegemm.store.provided import provide_blocks, provide_grouped, provide_joined, provide_keys
 from tunegemm.store.shipped import read_shipped
 
 

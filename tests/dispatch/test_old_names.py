@@ -31,3 +31,9 @@ def test_the_dispatcher_of_the_old_name_is_the_present_one() -> None:
         assert tunegemm.serve.api.dispatcher is other
     finally:
         api.serve_by(before)
+
+
+def test_kernels_of_groups_are_provided_by_the_name_that_programs_use() -> None:
+    from tunegemm.store import packing, provided
+
+    assert packing.provide_grouped is provided.provide_grouped

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import tunegemm
-from benchmarks.provided import provide_grouped
 from tunegemm.generate import along_k
 from tunegemm.generate.along_k import AlongK
 from tunegemm.groups import grouped
 from tunegemm.model.grouped import AlongKChoice, listed_along_k
+from tunegemm.store.provided import provide_grouped
 
 pytestmark = pytest.mark.gpu
 

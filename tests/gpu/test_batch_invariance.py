@@ -16,7 +16,6 @@ import torch
 
 import tunegemm
 from benchmarks.batch_invariance import EVERY, KINDS, SAMPLED, compare, larger
-from benchmarks.provided import provide_grouped
 from tests.choose.test_neighbours import kernel
 from tests.support.processes import compile_workers
 from tests.support.serving import Row
@@ -38,6 +37,7 @@ from tunegemm.generate.tiles import ORDERED
 from tunegemm.groups import grouped
 from tunegemm.measure.operands import make_operands
 from tunegemm.model import shortlist
+from tunegemm.store.provided import provide_grouped
 from tunegemm.store.record import Record
 
 pytestmark = pytest.mark.gpu

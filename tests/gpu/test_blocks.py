@@ -11,13 +11,13 @@ import torch
 from torch.nn.functional import ScalingType
 
 import tunegemm
-from benchmarks.provided import Provided, provide_blocks
 from tunegemm.describe.device import Device, find_device
 from tunegemm.generate import blocks
 from tunegemm.generate.blocks import BLOCK, BlockKernel
 from tunegemm.generate.blocks.config import BlockConfig
 from tunegemm.model.blocks import choose, listed, splits_of
 from tunegemm.store import packs
+from tunegemm.store.provided import Provided, provide_blocks
 
 pytestmark = pytest.mark.gpu
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import tunegemm
-from benchmarks.provided import provide_grouped
 from tests.support.grouped import DTYPES
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.groups import grouped
 from tunegemm.model.grouped import choose, kinds, listed, maker_of
+from tunegemm.store.provided import provide_grouped
 
 pytestmark = pytest.mark.gpu
 

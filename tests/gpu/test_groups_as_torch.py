@@ -13,12 +13,12 @@ import torch
 from torch.nn.functional import grouped_mm as torchs
 
 import tunegemm
-from benchmarks.provided import provide_grouped
 from tests.support.as_torch import outcome_of
 from tests.support.groups_as_torch import BF16, Sample, disagreements, ends, filled, samples, scaled_samples
 from tunegemm.generate import routing as routing_kernels
 from tunegemm.groups import grouped
 from tunegemm.model.grouped import AlongKChoice, GroupedChoice, configs, kinds, listed, listed_along_k
+from tunegemm.store.provided import provide_grouped
 
 pytestmark = pytest.mark.gpu
 

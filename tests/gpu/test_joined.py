@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.provided import Provided, provide_joined
 from tunegemm.describe.device import Device, find_device
 from tunegemm.generate import joined
 from tunegemm.generate.cute_sm90.config import KernelConfig
@@ -19,6 +18,7 @@ from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.joined import JoinedKernel
 from tunegemm.model.joined import choose, listed
 from tunegemm.store import packs
+from tunegemm.store.provided import Provided, provide_joined
 
 pytestmark = pytest.mark.gpu
 

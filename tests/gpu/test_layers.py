@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import tunegemm
-from benchmarks.provided import provide_joined
 from tests.support.layers import BF16
 from tests.support.numerics import difference
 from tunegemm.dispatch import extension
 from tunegemm.generate.joined import JoinedKernel
 from tunegemm.layers import backend
+from tunegemm.store.provided import provide_joined
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.gpu

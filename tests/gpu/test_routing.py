@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import tunegemm
-from benchmarks.provided import provide_grouped
 from tests.gpu.test_grouped import POISON, error, expected, operands
 from tunegemm.dispatch import api
 from tunegemm.generate import routing as kernels
 from tunegemm.groups import routing
 from tunegemm.groups.routing import Gate, Routing
+from tunegemm.store.provided import provide_grouped
 
 pytestmark = pytest.mark.gpu
 

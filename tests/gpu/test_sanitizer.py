@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.provided import provide_grouped, provide_joined
 from tests.support import processes, sanitized
 from tests.support.kernels import Kernels
 from tunegemm.model.grouped import kinds, listed_along_k
+from tunegemm.store.provided import provide_grouped, provide_joined
 
 pytestmark = pytest.mark.gpu
 

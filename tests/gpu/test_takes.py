@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import tunegemm
-from benchmarks.provided import provide_grouped
 from tests.gpu.test_grouped import error, expected, operands
 from tunegemm.generate.takes import NotTaken
 from tunegemm.groups import routing
 from tunegemm.model.grouped import configs
+from tunegemm.store.provided import provide_grouped
 
 pytestmark = pytest.mark.gpu
 

@@ -105,18 +105,19 @@ from pathlib import Path
 from tests.store.test_durability import *
 from tests.compile.test_pool import PLANTED, key
 from tunegemm.compile.artifacts import ArtifactStore
-from tunegemm.cli import arguments
+from tunegemm.cli.arguments import UsageError
 from tunegemm.compile.pool import CompilePool
 from tunegemm.store import exchange
 from tunegemm.errors import TunegemmError
+from tunegemm.files import write_text
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", sys.argv[1]], check=True)
 folder = Path(sys.argv[1])
 (folder / "old.json").write_text("old")
 rows = [{"text": "x" * 1000}] * 100
 for write in (
     lambda: exchange.write(rows, folder / "old.json"),
-    lambda: arguments.write_text(folder / "old.json", json.dumps(rows)),
-    lambda: arguments.write_text(folder / "new.html", json.dumps(rows)),
+    lambda: write_text(folder / "old.json", json.dumps(rows), UsageError),
+    lambda: write_text(folder / "new.html", json.dumps(rows), UsageError),
 ):
     try:
         write()

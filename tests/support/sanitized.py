@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.provided import provide_grouped, provide_joined
 from tests.support.grouped import DTYPES
 from tests.support.hopper import hopper
 from tests.support.numerics import Case
@@ -29,6 +28,7 @@ from tunegemm.generate.joined import JoinedKernel
 from tunegemm.groups.routing import Gate, Routing, few
 from tunegemm.model.grouped import configs, kinds, listed, listed_along_k, maker_of
 from tunegemm.model.joined import listed as listed_of_weights
+from tunegemm.store.provided import provide_grouped, provide_joined
 
 _PINGPONG = {"schedule": "pingpong", "cluster_n": 1}
 _NARROW = {"tile_m": 64, "tile_n": 16, "epi_n": 16, "cluster_n": 1, "swap_ab": True}

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tunegemm.compile.artifacts import Artifact, ArtifactStore, Key
 from tunegemm.compile.cute_object import dsl_version
-from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import (
     Device,
     Fingerprint,
@@ -27,9 +25,15 @@ from tunegemm.generate.families import kernel_source_hash
 from tunegemm.store import packs
 from tunegemm.store.checks import device_of, record_objection
 from tunegemm.store.layers import NARROWNESS
+from tunegemm.store.provided import Provided, provide_grouped, provide_keys
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import write_records
 from tunegemm.store.validity import Judgement, judge, judge_stored
+
+__all__ = [
+    "Packed", "Provided", "cannot_launch", "copy", "pack", "provide", "provide_grouped", "refused_here",
+    "toolchain", "unfit",
+]  # fmt: skip
 
 #: Compilers of objects: fields of the fingerprint, and their packages.
 _COMPILERS = {"cutlass_dsl": "nvidia-cutlass-dsl", "triton": "triton"}
@@ -108,21 +112,6 @@ def _versions() -> dict[str, str]:
     return {name: package_version(package) for name, package in _COMPILERS.items()}
 
 
-@dataclass(frozen=True)
-class Provided:
-    """The objects of some records, or of other things that have kernels."""
-
-    artifacts: Mapping[tuple[tuple[str, str | int], ...], Artifact]
-    """By the items of their kernel keys."""
-    failures: Mapping[Any, str]
-    """Why a kernel could not be compiled, by what it is of."""
-    compiled: int
-
-    def of(self, key: Key) -> Artifact | None:
-        """The object of a kernel key; None where it could not be compiled."""
-        return self.artifacts.get(_name(key))
-
-
 def provide(
     records: Iterable[Record], *, compile_missing: bool = True, workers: int | None = None
 ) -> Provided:
@@ -132,32 +121,6 @@ def provide(
     """
     keys = {record: (record.candidate.family, key) for record in records if (key := _key(record))}
     return provide_keys(keys, lambda record: str(record.problem), compile_missing, workers)
-
-
-def provide_keys(
-    keys: Mapping[Any, tuple[str, Key]],
-    named: Callable[[Any], str] = str,
-    compile_missing: bool = True,
-    workers: int | None = None,
-) -> Provided:
-    """As `provide`, by families and kernel keys. named: what an error calls one."""
-    store = ArtifactStore()
-    missing = {of: pair for of, pair in keys.items() if store.find(pair[1]) is None}
-    failures: dict[Any, str] = {}
-    compiled = 0
-    if missing and not compile_missing:
-        raise PackError(
-            f"{len(missing)} of {len(keys)} kernels are missing in {store.root}, first that of "
-            f"{named(next(iter(missing)))}; leave out --no-compile, or tune again"
-        )
-    if missing:
-        with CompilePool(store, workers=workers) as pool:
-            futures = {of: pool.submit(*pair) for of, pair in missing.items()}
-            results = {of: future.result() for of, future in futures.items()}
-            failures = {of: result.failure for of, result in results.items() if not result.artifact}
-            compiled = pool.compiled
-    found = {_name(key): store.find(key) for of, (_, key) in keys.items() if of not in failures}
-    return Provided({name: one for name, one in found.items() if one is not None}, failures, compiled)
 
 
 def cannot_launch(records: Iterable[Record]) -> dict[str, str]:
@@ -211,10 +174,6 @@ def _device(fingerprint: Fingerprint) -> Device:
     if (device := device_of(fingerprint)) is None:
         raise PackError(f"{fingerprint.device_name}: capability {fingerprint.capability!r} is not known here")
     return device
-
-
-def _name(key: Key) -> tuple[tuple[str, str | int], ...]:
-    return tuple(sorted(key.items()))
 
 
 def copy(staged: ArtifactStore, key: Key, artifact: Artifact) -> None:

@@ -1,0 +1,117 @@
+"""Compiled kernels by their keys, and those of the lists in db/grouped.toml, joined.toml and blocks.toml.
+
+Kernels that are missing in the user's object store are compiled first. No GPU is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tunegemm.compile.artifacts import Artifact, ArtifactStore, Key
+from tunegemm.compile.pool import CompilePool
+from tunegemm.errors import PackError
+from tunegemm.generate import along_k, blocks, joined, routing
+from tunegemm.model.blocks import listed as listed_of_blocks
+from tunegemm.model.grouped import configs, listed_along_k, maker_of
+from tunegemm.model.grouped import listed as listed_of_groups
+from tunegemm.model.joined import listed as listed_of_weights
+
+
+@dataclass(frozen=True)
+class Provided:
+    """The objects of some records, or of other things that have kernels."""
+
+    artifacts: Mapping[tuple[tuple[str, str | int], ...], Artifact]
+    """By the items of their kernel keys."""
+    failures: Mapping[Any, str]
+    """Why a kernel could not be compiled, by what it is of."""
+    compiled: int
+
+    def of(self, key: Key) -> Artifact | None:
+        """The object of a kernel key; None where it could not be compiled."""
+        return self.artifacts.get(_name(key))
+
+
+def provide_keys(
+    keys: Mapping[Any, tuple[str, Key]],
+    named: Callable[[Any], str] = str,
+    compile_missing: bool = True,
+    workers: int | None = None,
+) -> Provided:
+    """As `packing.provide`, by families and kernel keys. named: what an error calls one."""
+    store = ArtifactStore()
+    missing = {of: pair for of, pair in keys.items() if store.find(pair[1]) is None}
+    failures: dict[Any, str] = {}
+    compiled = 0
+    if missing and not compile_missing:
+        raise PackError(
+            f"{len(missing)} of {len(keys)} kernels are missing in {store.root}, first that of "
+            f"{named(next(iter(missing)))}; leave out --no-compile, or tune again"
+        )
+    if missing:
+        with CompilePool(store, workers=workers) as pool:
+            futures = {of: pool.submit(*pair) for of, pair in missing.items()}
+            results = {of: future.result() for of, future in futures.items()}
+            failures = {of: result.failure for of, result in results.items() if not result.artifact}
+            compiled = pool.compiled
+    found = {_name(key): store.find(key) for of, (_, key) in keys.items() if of not in failures}
+    return Provided({name: one for name, one in found.items() if one is not None}, failures, compiled)
+
+
+def provide_grouped(kind: str = "", *, every: bool = False) -> Provided:
+    """The objects of grouped products' kernels that ship, or of a kind; ``routing``: of those around them;
+    ``along_k``: of those for groups along k, served or not. every: those of a kind that no choice names, too.
+    As `packing.provide`.
+    """
+    return provide_keys(_grouped(kind, every))
+
+
+def provide_joined() -> Provided:
+    """The objects of the kernels of several weights (db/joined.toml). As `packing.provide`."""
+    return provide_keys(_joined())
+
+
+def provide_blocks() -> Provided:
+    """The objects of the kernels of block-scaled products (db/blocks.toml). As `packing.provide`."""
+    return provide_keys(_blocks())
+
+
+def _grouped(kind: str = "", every: bool = False) -> dict[str, tuple[str, Key]]:
+    """By its name each kernel of grouped products, and around them, that ships; or of a kind, or `every` one
+    of the table.
+    """
+    found = {
+        f"grouped {config.label}": (maker_of(config).FAMILY.name, maker_of(config).kernel_key(config))
+        for config in (configs(kind).values() if every else listed_of_groups(kind=kind))
+    }
+    if kind in ("", "along_k"):
+        for config in listed_along_k(every=bool(kind)):
+            found[f"along k {config.label}"] = "along_k", along_k.kernel_key(config)
+    for name, key in routing.kernels().items():
+        if kind == "routing" or (not kind and name.split()[0] in routing.SERVED):
+            found[name] = "routing", key
+    return found
+
+
+def _joined() -> dict[str, tuple[str, Key]]:
+    """By its name each kernel of several weights."""
+    return {
+        " ".join(filter(None, ("joined", config.in_dtype, config.label, config.epilogue))): (
+            "joined", joined.kernel_key(config),
+        )
+        for config in listed_of_weights()
+    }  # fmt: skip
+
+
+def _blocks() -> dict[str, tuple[str, Key]]:
+    """By its name each kernel of block-scaled products."""
+    return {
+        f"blocks {config.label} {config.out_dtype}": ("blocks", blocks.kernel_key(config))
+        for config in listed_of_blocks()
+    }
+
+
+def _name(key: Key) -> tuple[tuple[str, str | int], ...]:
+    return tuple(sorted(key.items()))
