@@ -44,7 +44,7 @@ tune: $(TUNING)
 help:
 	@echo "make tune [SHAPE=MxNxK]  set up .venv, tune a product (no GPU: a replay)"
 	@echo "make test [SLOW=1]       the tests; SLOW=1: all of them"
-	@echo "make test-kernels        compile every kernel of the tests; SLOW=1 takes a third"
+	@echo "make test-kernels        compile every kernel of the tests; SLOW=1 takes a half"
 	@echo "make test-gpu            the tests that need a GPU"
 	@echo "make test-engines        the tests beside vLLM and SGLang, which are downloaded"
 	@echo "make check, make format  ruff and mypy; ruff rewrites the sources"
