@@ -34,6 +34,8 @@ class Sample:
     """Rows of the result that have a meaning; None: all."""
     served: bool = False
     """Whether a kernel takes it."""
+    torchs: dict[str, Any] = field(default_factory=dict)
+    """Keywords of torch's call, where its kernel misreads those of the sample."""
 
     @property
     def is_whole(self) -> bool:
@@ -107,7 +109,8 @@ def _laid_out(a: Any, w: Any, x: Any, y: Any) -> Iterator[Sample]:
     for rows in (0, 1):
         part = {"offs": words["offs"].clamp(max=rows)}
         yield Sample(f"{rows} rows", (a[:rows], w.mT), part, rows, served and rows > 0)
-    yield Sample("other lines of ends", (a, w.mT), {"offs": words["offs"].repeat_interleave(2)[::2]})
+    strided = {"offs": words["offs"].repeat_interleave(2)[::2]}  # torch's kernel ignores the stride
+    yield Sample("other lines of ends", (a, w.mT), strided, None, served, words)
     for by in (1, 4, 8):
         moved = served and by * a.element_size() % 16 == 0
         yield Sample(f"a {by} elements on", (shifted(a, by), w.mT), words, None, moved)
@@ -182,7 +185,8 @@ def disagreements(
     in the place of torch's error, which says no more.
     """
     found = []
-    expected = trimmed(outcome_of(torchs, sample.given, sample.keywords, grad=grad), sample.rows)
+    words = sample.keywords | sample.torchs
+    expected = trimmed(outcome_of(torchs, sample.given, words, grad=grad), sample.rows)
     bound = BOUNDS.get(expected.results[0].dtype, 0.0) if expected.results else 0.0
     for name, way in (("enabled", enabled(torchs)), ("ours", ours)):
         if name == "ours" and "bias" in sample.keywords:  # which torch's product of groups does not have

@@ -164,6 +164,8 @@ class Groups:
         )  # fmt: skip
         known, kernel = self.launches.find(key, *tensors), None
         if known is None:
+            if not offs.is_contiguous():
+                return self.below_autograd(a, b, offs.contiguous(), bias, gate, interleaved, scales)
             kernel = self._decide(key, tensors, bias, gate, scales)
         if kernel is None and (known is None or known.launch is None):
             return None
@@ -387,6 +389,8 @@ def by_torch(
         return _added(by_torch(a, b, offs=offs, out_dtype=out_dtype), offs, bias)
     if isinstance(offs, torch.Tensor) and b.ndim == 3 and not b.shape[0]:  # torch leaves the rows undefined
         raise ProblemError(f"b has shape {tuple(b.shape)}, without a group; give weights for at least one")
+    if isinstance(offs, torch.Tensor):  # torch's kernel ignores the stride of offs
+        offs = offs.contiguous()
     try:
         return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
     except RuntimeError as error:

@@ -37,6 +37,7 @@ def scaled_grouped_mm(
         result = below_autograd(a, b, scale_a, scale_b, *words)
         if result is not None:
             return result
+        offs = None if offs is None else offs.contiguous()  # torch's kernel ignores the stride of offs
     return torch._scaled_grouped_mm(
         a, b, scale_a, scale_b, offs=offs, bias=bias, scale_result=scale_result, out_dtype=out_dtype,
         use_fast_accum=use_fast_accum,
