@@ -16,7 +16,7 @@ LLAMA = (4096, 1024, 1024)
 @pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_few_rows_are_the_narrow_mode_and_many_the_wide_one(dtype: str, gpu: str) -> None:
-    for rows in (1, 16, 17, 33, 64, 65, 256, 1000, 4096, 100_000):
+    for rows in (1, 16, 17, 33, 64, 129, 256, 1000, 4096, 100_000):
         for gate, bias in (("", False), ("", True), ("swiglu", False), ("geglu", False), ("reglu", True)):
             ns = (14336, 14336) if gate else LLAMA
             choice = choose(rows, ns, 4096, gate=gate, dtype=dtype, bias=bias, gpu=gpu)
@@ -40,6 +40,16 @@ def test_fewer_waves_win() -> None:
     """136 tiles of 128 rows, or as many of 256 in one wave."""
     choice = choose(1024, LLAMA, 4096)
     assert choice is not None and choice.config.tile_m == 256
+
+
+@pytest.mark.parametrize("rows", [128, 256, 384])
+def test_narrow_weights_get_small_tiles(rows: int) -> None:
+    """Those of a rank of eight: large tiles would be a quarter of the multiprocessors."""
+    for ns, gate in (((1024, 128, 128), ""), ((1536, 1536), "swiglu")):
+        choice = choose(rows, ns, 8192, gate=gate)
+        assert choice is not None and choice.config.tile_m * choice.config.tile_n <= 128 * 64
+    choice = choose(1024, (1024, 128, 128), 8192)
+    assert choice is not None and choice.config.tile_m * choice.config.tile_n > 128 * 64
 
 
 def test_what_no_kernel_is_for_has_no_choice() -> None:

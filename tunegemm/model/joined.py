@@ -27,6 +27,8 @@ _WAVE_NS = 300.0
 """Time of each wave of tiles beyond that of its bytes."""
 _MOST_BY_MEMORY = 64
 """Up to this many rows memory bounds a product; above, the waves of tiles do."""
+_MOST_BY_WIDER = 512
+"""Up to this many rows small tiles fill a GPU that large tiles of narrow weights leave half idle."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def choose(
     found = [
         each for each in candidates(gate=gate, dtype=dtype, bias=bias, path=path) if each.fits(rows, parts)
     ]
-    inside = [each for each in found if each.first_row <= rows <= each.last_row]
+    inside = [each for each in found if each.serves(rows)]
     if not inside:  # narrow weights and many rows: take the kernels for the most rows
         most = max((each.last_row for each in found), default=0)
         inside = [each for each in found if each.last_row == most]
@@ -94,6 +96,14 @@ class Listed:
     last_row: int
     """`first_row` to `last_row`: the rows that the kernel is for; it also serves others if no kernel is."""
     relative: float
+    wider: float | None = None
+    """`relative` beyond _MOST_BY_MEMORY rows, for a kernel that also serves up to _MOST_BY_WIDER."""
+
+    def serves(self, rows: int) -> bool:
+        """Whether the kernel is for so many rows."""
+        if rows > _MOST_BY_MEMORY and self.wider is not None:
+            return rows <= _MOST_BY_WIDER
+        return self.first_row <= rows <= self.last_row
 
     def takes(self, bias: bool) -> bool:
         """Whether the kernel takes products with biases, or without if `bias` is false."""
@@ -109,7 +119,8 @@ class Listed:
         config = self.choice.config
         tiles = joined.tiles_of(config, rows, ns) * config.cluster_size
         if rows > _MOST_BY_MEMORY:
-            return -(-tiles // _SMS) * config.tile_m * config.tile_n / self.relative
+            relative = self.relative if self.wider is None else self.wider
+            return -(-tiles // _SMS) * config.tile_m * config.tile_n / relative
         memory, of_sm = next(rates for word, rates in _GBS.items() if word in gpu)
         tile_bytes = 2 * k * (config.tile_m if isinstance(config, GroupedConfig) else config.tile_n)
         waves, rest = divmod(tiles, _SMS)
@@ -140,7 +151,7 @@ def _table(path: Path | None) -> tuple[Listed, ...]:
 def _listed(
     name: str, form: str, dtype: str, parameters: Sequence[str], *,
     values: Sequence[int], rows: Sequence[int], relative: float = 1.0, gates: Sequence[str] = ("",),
-    biased: bool = False, l2_hint: int = 0,
+    biased: bool = False, l2_hint: int = 0, wider: float | None = None,
 ) -> list[Listed]:  # fmt: skip
     """The kernels of a line of the table: one per gate, and for many rows one with biases if `biased`."""
     tile: dict[str, Any] = dict(zip(parameters, values, strict=True))
@@ -150,10 +161,10 @@ def _listed(
         if form == "few":
             config: KernelConfig = joined.few({"schedule": "cooperative"} | tile, dtype=dtype, gate=gate)
             choice = JoinedChoice(name, config, l2_hint=l2_hint)
-            found.append(Listed(choice, dtype, gate, False, first, last, relative))
+            found.append(Listed(choice, dtype, gate, False, first, last, relative, wider))
             continue
         for bias in (False, True)[: 1 + biased]:
             config = joined.many(tile, dtype=dtype, gate=gate, bias=bias)
             choice = JoinedChoice(name, config, l2_hint=l2_hint)
-            found.append(Listed(choice, dtype, gate, bias, first, last, relative))
+            found.append(Listed(choice, dtype, gate, bias, first, last, relative, wider))
     return found
