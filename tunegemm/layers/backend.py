@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tunegemm.dispatch.guards import deterministic, functorch_level
+from tunegemm.layers import masks
 from tunegemm.layers.fusion import fuse
 
 _log = logging.getLogger(__name__)
@@ -19,9 +20,10 @@ def tunegemm(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Call
     """Serves a graph: ``torch.compile(model, backend="tunegemm")``.
 
     Gate and up with their activation, a layer with its activation and residual, the remaining linear layers,
-    and products of matrices, batches and rows in groups become tunegemm's calls; all else stays torch's.
-    Nothing is compiled. What a graph trains stays torch's, and so does a graph under deterministic algorithms
-    or within torch.func.
+    and products of matrices, batches and rows in groups become tunegemm's calls. Attention runs without its
+    mask where the graph computes a causal one from extents alone. All else stays torch's; nothing is
+    compiled. What a graph trains stays torch's, and so does a graph under deterministic algorithms or within
+    torch.func.
     """
     count = prepare(graph)
     _log.info("%s", said(count))
@@ -33,6 +35,8 @@ def prepare(graph: torch.fx.GraphModule) -> Counter[str]:
     if deterministic() or functorch_level() is not None or _is_transformed(graph):
         return Counter()
     count = fuse(graph.graph)
+    if dropped := masks.drop(graph.graph):
+        count["causal mask"] = dropped
     if count:
         graph.recompile()
     return count

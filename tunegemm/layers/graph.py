@@ -260,12 +260,17 @@ def writes(node: Node) -> Iterator[Any]:
         yield node.args[0]
     elif not _only_computes(node.target):
         yield None
-    elif str(getattr(node.target, "__name__", "")).endswith("_"):
+    elif str(getattr(node.target, "__name__", "")).endswith("_") and not _is_operator(node.target):
         yield node.args[0] if node.args else None
     if "out" in node.kwargs:
         yield node.kwargs["out"]
     if _is_in_place(node):
         yield node.args[0] if node.args else None
+
+
+def _is_operator(target: Any) -> bool:
+    """Whether it is one of Python's operators: names such as `and_` end like torch's functions in place."""
+    return str(getattr(target, "__module__", "")) in ("_operator", "operator")
 
 
 _IN_PLACE = frozenset(

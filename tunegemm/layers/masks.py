@@ -1,0 +1,168 @@
+"""Attention masks that a graph computes from its extents alone, as models of transformers do under Dynamo.
+
+Eager transformers passes no mask where it would be causal, so that torch's fastest attention runs. Traced
+code cannot look at a mask: it computes the mask from `arange` and passes it, and attention with a mask is
+slower. Here the mask is computed once for each set of extents. Where it is causal, attention runs without it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.nn import functional
+
+from tunegemm.dispatch.guards import capturing
+from tunegemm.layers.graph import are_same, storage_of, value, writes
+
+_attention: Any = functional.scaled_dot_product_attention
+_call: Callable[..., torch.Tensor] = functional.scaled_dot_product_attention
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+#: What may compute a mask: each depends on its arguments alone.
+_FUNCTIONS = {
+    *(
+        getattr(operator, name)
+        for name in (
+            "add",
+            "sub",
+            "mul",
+            "floordiv",
+            "mod",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "eq",
+            "ne",
+            "and_",
+            "or_",
+        )
+    ),
+    *(operator.xor, operator.invert, operator.neg, operator.getitem),
+    *(torch.arange, torch.zeros, torch.ones, torch.full, torch.zeros_like, torch.ones_like, torch.full_like),
+    *(torch.add, torch.sub, torch.mul, torch.diff, torch.cumsum, torch.where, torch.tril, torch.triu),
+    *(torch.lt, torch.le, torch.gt, torch.ge, torch.eq, torch.ne),
+    *(torch.logical_and, torch.logical_or, torch.logical_not),
+    *(torch.bitwise_and, torch.bitwise_or, torch.bitwise_not),
+}
+_METHODS = {
+    *("unsqueeze", "squeeze", "expand", "view", "reshape", "transpose", "contiguous", "to", "bool", "int"),
+    *("long", "float", "new_ones", "new_zeros", "new_full", "cumsum", "tril", "triu"),
+    *("lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_or", "logical_not"),
+}
+#: Sets of extents that one mask remembers. Steps of an engine have ever other ones.
+_MOST = 4096
+
+
+class Mask:
+    """Computes a mask from extents, or None where it is causal."""
+
+    def __init__(self, program: GraphModule) -> None:
+        self.program = program
+        self.causal: dict[tuple[int, ...], bool] = {}
+        self.__name__ = "tunegemm_mask"  # which torch.fx writes into code
+
+    def __call__(self, *extents: int) -> torch.Tensor | None:
+        causal = self.causal.get(extents)
+        if causal:
+            return None
+        mask: torch.Tensor = self.program(*extents)
+        if causal is None and not capturing(mask.device):
+            if len(self.causal) >= _MOST:
+                self.causal.clear()
+            square = mask.new_ones(mask.shape[-2:]).tril()
+            self.causal[extents] = causal = torch.equal(mask, square.expand_as(mask))
+        return None if causal else mask
+
+
+def attend(query: Any, key: Any, value: Any, attn_mask: Any, **words: Any) -> torch.Tensor:
+    """Torch's attention; a mask of None is causal."""
+    return _call(query, key, value, attn_mask=attn_mask, is_causal=attn_mask is None, **words)
+
+
+def drop(graph: Graph) -> int:
+    """Replaces masks that a graph computes from extents alone, in place.
+
+    Returns how many calls of attention had such a mask.
+    """
+    count, masks = 0, dict.fromkeys(each for node in graph.nodes if (each := _mask_of(node)) is not None)
+    for mask in masks:
+        users = [*mask.users]
+        found = _computed(mask) if all(_mask_of(user) is mask for user in users) else None
+        if found is None or _is_written(graph, found[0]):
+            continue
+        nodes, extents = found
+        with graph.inserting_before(users[0]):
+            new = graph.call_function(Mask(_program(nodes, extents)), tuple(extents))
+        for user in users:
+            words = dict(zip(_NAMES, user.args, strict=False)) | user.kwargs
+            words.pop("is_causal", None)
+            with graph.inserting_before(user):
+                call = graph.call_function(attend, (), words | {"attn_mask": new})
+            call.meta = {**user.meta}
+            user.replace_all_uses_with(call)
+            graph.erase_node(user)
+        for node in reversed(nodes):
+            if not node.users:
+                graph.erase_node(node)
+        count += len(users)
+    return count
+
+
+def _mask_of(node: Node) -> Node | None:
+    """The mask of a call of attention, of truth values for each query and key; None for anything else."""
+    if node.op != "call_function" or node.target is not _attention:
+        return None
+    words = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
+    mask, query, key = (words.get(name) for name in ("attn_mask", "query", "key"))
+    found, of_query, of_key = value(mask), value(query), value(key)
+    if words.get("is_causal") or found is None or of_query is None or of_key is None:
+        return None
+    if found.dtype is not torch.bool or found.ndim < 2:
+        return None
+    length = of_query.shape[-2]
+    is_square = are_same(found.shape[-2:], (length, length)) and are_same(of_key.shape[-2:-1], (length,))
+    return mask if is_square else None
+
+
+def _computed(mask: Node) -> tuple[list[Node], list[Node]] | None:
+    """The nodes that compute a mask, in the graph's order, and the extents they begin with; None where they
+    begin with a tensor that the graph was given."""
+    nodes, extents, left = set[Node](), dict[Node, None](), [mask]
+    while left:
+        node = left.pop()
+        if node in nodes or node in extents:
+            continue
+        if isinstance(node.meta.get("example_value"), int | torch.SymInt):
+            extents[node] = None
+            continue
+        known: Any = {"call_function": _FUNCTIONS, "call_method": _METHODS}.get(node.op, ())
+        if node.target not in known or "out" in node.kwargs:
+            return None
+        nodes.add(node)
+        left += node.all_input_nodes
+    return [node for node in mask.graph.nodes if node in nodes], [*extents]
+
+
+def _is_written(graph: Graph, nodes: Iterable[Node]) -> bool:
+    """Whether anything in the graph may write to what these nodes compute."""
+    places = {storage_of(found) for node in nodes if (found := value(node)) is not None}
+    return any(
+        (found := value(read)) is not None and storage_of(found) in places
+        for node in graph.nodes
+        if any(True for _ in writes(node))
+        for read in node.all_input_nodes
+    )
+
+
+def _program(nodes: Iterable[Node], extents: Iterable[Node]) -> GraphModule:
+    """The same nodes as a function of the extents."""
+    graph = Graph()
+    copies = {node: graph.placeholder(f"extent_{number}") for number, node in enumerate(extents)}
+    for node in nodes:
+        last = copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(last)
+    return GraphModule(torch.nn.Module(), graph)
