@@ -116,7 +116,7 @@ def _mask_of(node: Node) -> Node | None:
     """The mask of a call of attention, of truth values for each query and key; None for anything else."""
     if node.op != "call_function" or node.target is not _attention:
         return None
-    words = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
+    words: dict[str, Any] = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
     mask, query, key = (words.get(name) for name in ("attn_mask", "query", "key"))
     found, of_query, of_key = value(mask), value(query), value(key)
     if words.get("is_causal") or found is None or of_query is None or of_key is None:
@@ -125,7 +125,7 @@ def _mask_of(node: Node) -> Node | None:
         return None
     length = of_query.shape[-2]
     is_square = are_same(found.shape[-2:], (length, length)) and are_same(of_key.shape[-2:-1], (length,))
-    return mask if is_square else None
+    return mask if is_square and isinstance(mask, Node) else None
 
 
 def _computed(mask: Node) -> tuple[list[Node], list[Node]] | None:
