@@ -12,7 +12,7 @@ import pytest
 from tests.support import processes, sanitized
 from tests.support.kernels import Kernels
 from tunegemm.model.grouped import kinds, listed_along_k
-from tunegemm.store.provided import provide_grouped, provide_joined
+from tunegemm.store.provided import provide_blocks, provide_grouped, provide_joined
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +32,7 @@ def compiled(kernels: Kernels) -> Path:
         kernels.compiled(operation.problem, operation.candidate)
     for kind in (*kinds(), "along_k", "routing"):
         assert not provide_grouped(kind).failures
-    assert not provide_joined().failures
+    assert not provide_joined().failures and not provide_blocks().failures
     return kernels.pool.store.root.parent
 
 
@@ -61,6 +61,7 @@ def test_nothing_is_found(compiled: Path, tool: str) -> None:
     assert done.stdout.count("along k") == len(listed_along_k(every=True))
     assert "\naround\n" in done.stdout
     assert done.stdout.count("joined") == len(sanitized.joined_kernels())
+    assert done.stdout.count("blocks") == len(sanitized.block_kernels())
 
 
 def test_memory_that_is_too_small_is_found(compiled: Path) -> None:

@@ -20,15 +20,18 @@ from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.operation import Operation
-from tunegemm.generate import along_k, joined, routing
+from tunegemm.generate import along_k, blocks, joined, routing
 from tunegemm.generate.along_k import AlongK
+from tunegemm.generate.blocks import BlockKernel
+from tunegemm.generate.blocks.config import BlockConfig
 from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.joined import JoinedKernel
 from tunegemm.groups.routing import Gate, Routing, few
+from tunegemm.model.blocks import listed as listed_of_blocks
 from tunegemm.model.grouped import configs, kinds, listed, listed_along_k, maker_of
 from tunegemm.model.joined import listed as listed_of_weights
-from tunegemm.store.provided import provide_grouped, provide_joined
+from tunegemm.store.provided import provide_blocks, provide_grouped, provide_joined
 
 _PINGPONG = {"schedule": "pingpong", "cluster_n": 1}
 _NARROW = {"tile_m": 64, "tile_n": 16, "epi_n": 16, "cluster_n": 1, "swap_ab": True}
@@ -95,6 +98,7 @@ def main(folder: str, planted: bool = False) -> None:
         launch_along_k()
         launch_around()
         launch_joined()
+        launch_blocks()
 
 
 def grouped_kernels() -> Iterator[tuple[str, GroupedConfig]]:
@@ -168,6 +172,27 @@ def launch_joined() -> None:
             value = 208.0 + bool(biases)
             assert bool((out == out.new_tensor(value * value if gated else value)).all()), config.label
         print("joined", config.label, flush=True)
+
+
+def block_kernels() -> list[BlockConfig]:
+    """The kernels of fp8 with scales of blocks that write bf16."""
+    return [config for config in listed_of_blocks() if config.out_dtype == "bf16"]
+
+
+def launch_blocks() -> None:
+    """Kernels of fp8 with scales of blocks, of operands and scales that end where their memory does."""
+    device, provided = find_device("cuda:0"), provide_blocks()
+    for config in block_kernels():
+        artifact = provided.of(blocks.kernel_key(config))
+        assert artifact is not None, config.label
+        kernel = BlockKernel.load(config, artifact.path)
+        a, weight = (torch.ones(rows, 400, device="cuda").to(DTYPES["fp8_e4m3"]) for rows in (150, 264))
+        scale_a, scale_b = torch.ones(4, 150, device="cuda").t(), torch.ones(3, 4, device="cuda")
+        for split_k in (1, 2):
+            out = torch.zeros(150, 264, device="cuda", dtype=torch.bfloat16)
+            kernel.launch(a, weight, scale_a, scale_b, out, device=device, split_k=split_k)
+            assert bool((out == 400).all()), (config.label, split_k)
+        print("blocks", config.label, flush=True)
 
 
 def launch_around() -> None:

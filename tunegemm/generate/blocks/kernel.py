@@ -36,6 +36,9 @@ from tunegemm.generate.cute_sm90.kernel.producer import Producer
 from tunegemm.generate.cute_sm90.kernel.schedule import NOWHERE, Schedule, ScheduleParams, first_index
 from tunegemm.generate.cute_sm90.kernel.split_k import SplitK, Workspace
 
+#: The ring's barriers are there for the warp that copies scales. It waits at a barrier of its own: synccheck
+#: takes waits for one barrier in two places of the code for threads that diverge.
+SCALES_BARRIER = START_BARRIER + 1
 #: Magnitudes of a product of scales by which a block's sum is multiplied at once.
 SMALL, LARGE = 2.0**-100, 2.0**100
 
@@ -451,7 +454,7 @@ class Gemm:
         )
 
         load_registers, mma_registers = config.registers
-        started = 64 + config.consumers * WARPGROUP_THREADS
+        started = 32 + config.consumers * WARPGROUP_THREADS
         if group == 0:
             cute.arch.setmaxregister_decrease(load_registers)
             if const_expr(config.cluster_size > 1):
@@ -461,10 +464,11 @@ class Gemm:
                 if const_expr(config.cluster_size == 1):
                     cute.arch.sync_warp()
                     cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
+                    cute.arch.barrier_arrive(barrier_id=SCALES_BARRIER, number_of_threads=64)
                 Producer(config, a, b, sA, sB, ring).run(schedule, l2_hint)
             if warp_index == 1:
                 if const_expr(config.cluster_size == 1):
-                    cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
+                    cute.arch.barrier(barrier_id=SCALES_BARRIER, number_of_threads=64)
                 ScaleProducer(config, scales, ends, sScales, ring, thread % 32).run(schedule)
         else:
             cute.arch.setmaxregister_increase(mma_registers)

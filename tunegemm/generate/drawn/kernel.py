@@ -25,6 +25,10 @@ from tunegemm.generate.grouped.kernel.gemm import Gemm as StaticGemm
 from tunegemm.generate.grouped.kernel.producer import Producer
 from tunegemm.generate.grouped.kernel.walk import LANES, Place, Walk, WalkParams
 
+#: The ring's barriers are there for the scheduler. It waits at a barrier of its own: synccheck takes waits
+#: for one barrier in two places for threads that diverge.
+DRAW_BARRIER = START_BARRIER + 1
+
 
 class Arguments(NamedTuple):
     """What a launch is given, in this order, before the stream: what `grouped` has, and a counter."""
@@ -241,17 +245,18 @@ class Gemm(StaticGemm):
         sB_widths = tuple(storage.b.get_tensor(layout.outer, swizzle=layout.inner) for layout in layouts[2])
 
         load_registers, mma_registers = config.registers
-        started = 64 + config.consumers * WARPGROUP_THREADS
+        started = 32 + config.consumers * WARPGROUP_THREADS
         walk = Drawn(slots, places, thread % 32)
         if group == 0:
             cute.arch.setmaxregister_decrease(load_registers)
             if warp_index == 0:
                 cute.arch.sync_warp()
                 cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
+                cute.arch.barrier_arrive(barrier_id=DRAW_BARRIER, number_of_threads=64)
                 producer = Producer(config, weights, rows, sA_loaded, sB_widths, ring, Int32(0))
                 producer.run(walk, k_tiles, drawing.l2_hint)
             if warp_index == 1:
-                cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
+                cute.arch.barrier(barrier_id=DRAW_BARRIER, number_of_threads=64)
                 counter = cute.make_ptr(
                     Int32, drawing.counter_address, cute.AddressSpace.gmem, assumed_align=4
                 )
