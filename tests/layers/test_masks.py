@@ -51,7 +51,7 @@ def attention(make: Callable[[int], torch.Tensor], *extra: int) -> Callable[[tor
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each call that `masks` makes is without a mask."""
     found: list[bool] = []
-    monkeypatch.setattr(masks, "_call", lambda *given, own=masks._call, **words: (
+    monkeypatch.setattr(masks, "sdpa", lambda *given, own=masks.sdpa, **words: (
         found.append(words["attn_mask"] is None), own(*given, **words)
     )[1])  # fmt: skip
     return found

@@ -19,7 +19,8 @@ from tunegemm.dispatch.guards import capturing
 from tunegemm.layers.graph import are_same, storage_of, value, writes
 
 _attention: Any = functional.scaled_dot_product_attention
-_call: Callable[..., torch.Tensor] = functional.scaled_dot_product_attention
+sdpa: Callable[..., torch.Tensor] = functional.scaled_dot_product_attention
+"""What `attend` calls."""
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 #: What may compute a mask: each depends on its arguments alone.
 _FUNCTIONS = {
@@ -52,6 +53,7 @@ _METHODS = {
     *("unsqueeze", "squeeze", "expand", "view", "reshape", "transpose", "contiguous", "to", "bool", "int"),
     *("long", "float", "new_ones", "new_zeros", "new_full", "cumsum", "tril", "triu"),
     *("lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_or", "logical_not"),
+    *("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"),  # as Dynamo of torch 2.11 has some
 }
 #: Sets of extents that one mask remembers. Steps of an engine have ever other ones.
 _MOST = 4096
@@ -80,7 +82,7 @@ class Mask:
 
 def attend(query: Any, key: Any, value: Any, attn_mask: Any, **words: Any) -> torch.Tensor:
     """Torch's attention; a mask of None is causal."""
-    return _call(query, key, value, attn_mask=attn_mask, is_causal=attn_mask is None, **words)
+    return sdpa(query, key, value, attn_mask=attn_mask, is_causal=attn_mask is None, **words)
 
 
 def drop(graph: Graph) -> int:
