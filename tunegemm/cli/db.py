@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from itertools import chain, islice
 from pathlib import Path
@@ -134,14 +133,11 @@ def upgrade_command(
     databases: Annotated[list[str], typer.Argument(metavar="PATH|URL...", help="Tuning databases.")],
 ) -> None:
     """Bring databases of older releases to this one's schema. Nothing in them is lost."""
-    from tunegemm.errors import DatabaseError
     from tunegemm.store import Database
-    from tunegemm.store.connection import display, resolve
+    from tunegemm.store.connection import display
 
     for location in databases:
-        place = resolve(location)
-        if isinstance(place, Path) and not os.path.lexists(place):
-            raise DatabaseError(f"{place}: no such file; name a database that is there")
+        arguments.require_database(location)
         with Database.open(location) as database:
             printing.say(f"{display(database.location)}: up to date")
 
@@ -199,6 +195,5 @@ def _require_json(path: Path) -> None:
     """Raises UsageError for a name of another kind of file."""
     if path.suffix.lower() in (".csv", ".parquet"):
         raise UsageError(
-            f"{path}: exports are JSON; a table of the records is printed by `tunegemm leaderboard --format "
-            "csv`, and made by `Database.frame()`"
+            f"{path}: exports are JSON; `tunegemm leaderboard --format csv` writes a table of the records"
         )
