@@ -1,4 +1,5 @@
-"""What engines multiply of a model: the layers that they merge, and divide among ranks, and how many rows."""
+"""The products that engines compute for a model: which layers they merge, how they divide them among ranks,
+and how many rows they have."""
 
 from __future__ import annotations
 
@@ -20,20 +21,21 @@ from tunegemm.untrusted import shown
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine with its defaults on a GPU of 70 GB and more."""
+    """An engine with its defaults on a GPU with at least 70 GB."""
 
     merges: bool
     """Whether q, k and v, and gate and up, are one matrix, and attention's latent vectors are absorbed."""
     vocabulary: int
-    """It pads the columns of the logits to a multiple of that."""
+    """The engine pads the columns of the logits to a multiple of this."""
     decode: Callable[[int], Sequence[int]]
-    """Rows of its steps that decode, by the number of ranks: it captures them and pads what is between."""
+    """Numbers of rows of its decode steps, by the number of ranks: it captures these and pads the numbers in
+    between."""
     prefill: tuple[int, ...]
-    """Rows of its steps that read prompts: the largest is its chunk."""
+    """Numbers of rows of its steps that read prompts; the largest is its chunk."""
     sequences: int
-    """The most that run at once: each has a row of the logits."""
+    """The most sequences that run at once; each has a row of the logits."""
     experts: bool = False
-    """Whether its layers of experts are served."""
+    """Whether tunegemm serves its layers of experts."""
 
 
 def _vllm_sizes(ranks: int) -> list[int]:
@@ -66,27 +68,27 @@ class Arithmetic(NamedTuple):
     in_dtype: str
     out_dtype: str
     epilogue: str
-    """Its scales; empty without."""
+    """The scales; empty without any."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The products of a model that an engine computes."""
+    """The products that an engine computes for a model."""
 
     workload: Workload
     layers: Mapping[str, int]
-    """Number of times that a step computes each layer, by its name and size."""
+    """How often a step computes each layer, by the layer's name and size."""
     refused: Mapping[str, str]
-    """Why others have no kernels."""
+    """Why the other layers have no kernels."""
 
 
 def shapes(
     model: Model, engine: str, *, ranks: int = 1, rows: Sequence[int] = (), dtype: str | None = None
 ) -> Shapes:
-    """The products of one step of each number of rows.
+    """The products of one step, for each number of rows.
 
-    rows: in place of the engine's. dtype: in place of the model's, for what is not quantised.
-    Raises WorkloadError for ranks that cannot divide the model, and where no layer has kernels.
+    rows: replaces the engine's own numbers. dtype: replaces the model's dtype for layers that are not
+    quantised. Raises WorkloadError if the ranks cannot divide the model, or if no layer has kernels.
     """
     how = ENGINES[engine]
     if (plain := dtype or model.dtype) == "fp32":
