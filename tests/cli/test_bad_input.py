@@ -194,7 +194,7 @@ def test_a_service_at_rays_address_that_says_nothing() -> None:
     assert done.returncode == 2, done
     last = done.stderr.splitlines()[-1]
     assert last.startswith(
-        f"tunegemm: Ray address '{address}': a connection, but no answer of Ray's within 2 s"
+        f"tunegemm: Ray address '{address}' accepts a connection, but Ray does not answer within 2 s"
     )
 
 

@@ -205,7 +205,7 @@ class TestRecords(Store):
             (PROBLEM, measurement(), row_id + 1),
             (PROBLEM, measurement(1.05, KERNEL.kernel), failed),
         ):
-            with pytest.raises(DatabaseError, match="is none of this candidate, problem and device"):
+            with pytest.raises(DatabaseError, match="does not belong to this candidate, problem and device"):
                 database.confirm(problem, DEVICE, one, stored_as=stored_as)
         record = database.best(PROBLEM, FINGERPRINT)
         assert record is not None and not record.confirmed

@@ -314,7 +314,7 @@ def test_a_file_that_other_hosts_cannot_write(address: str, tmp_path: Path) -> N
     path = tmp_path / "tuning.sqlite"
     with (
         cluster.connected(address),
-        pytest.raises(DatabaseError, match=f"tuning.sqlite: a file of this host, .* on {SECOND}; give a ser"),
+        pytest.raises(DatabaseError, match=f"tuning.sqlite: a file on this host, .* on {SECOND}; give a ser"),
     ):
         cluster.refuse_file(path)
 

@@ -26,7 +26,7 @@ _NAMED = 20
 
 @app.command("export")
 def export_command(
-    out: Annotated[Path | None, option("FILE", "The file; replaced as a whole.")] = None,
+    out: Annotated[Path | None, option("FILE", "The file to write; an existing one is replaced.")] = None,
     shape: options.SomeShapes = None,
     records: Annotated[
         Path | None,
@@ -74,7 +74,7 @@ def export_command(
 
 @app.command("import")
 def import_command(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Made by `tunegemm db export`.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that `tunegemm db export --out` wrote.")],
     db: options.DatabaseLocation = None,
 ) -> None:
     """Add the rows of files to a database. Bad rows and files are named and left out; nothing stored is lost.
@@ -132,7 +132,7 @@ def root(context: typer.Context) -> None:
 def upgrade_command(
     databases: Annotated[list[str], typer.Argument(metavar="PATH|URL...", help="Tuning databases.")],
 ) -> None:
-    """Bring databases of older releases to this one's schema. Nothing in them is lost."""
+    """Upgrade databases of older releases to this release's schema. Nothing in them is lost."""
     from tunegemm.store import Database
     from tunegemm.store.connection import display
 

@@ -33,12 +33,12 @@ def command(
     everything: Annotated[
         bool, typer.Option("--all", help="Race all records, not only those marked for verification.")
     ] = False,
-    top: Annotated[int, options.count_option("Stored candidates per record.")] = 5,
+    top: Annotated[int, options.count_option("Stored candidates to race per record.")] = 5,
     device: options.GpuSpec = None,
     db: options.DatabaseLocation = None,
     workers: options.Workers = None,
 ) -> None:
-    """Race records of another driver or library patch again, beside their stored rivals.
+    """Race records from another driver or library patch again, beside their stored rivals.
 
     With --predicted: race the predicted kernels; the winner, or torch.mm, becomes the record.
     """

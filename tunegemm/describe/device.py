@@ -215,7 +215,7 @@ def _device_of(spec: str, found: driver.Properties) -> Device:
     if found.capability < min(ARCHITECTURES):
         oldest = ARCHITECTURES[min(ARCHITECTURES)]
         raise DeviceError(
-            f"{found.name} is {name} and has no cp.async, with which kernels here load; use a GPU from "
+            f"{found.name} is {name} and has no cp.async, which all kernels here use; use a GPU from "
             f"{oldest.name} ({oldest.short_name}) on, or torch.mm"
         )
     if (architecture := ARCHITECTURES.get(found.capability)) is None:

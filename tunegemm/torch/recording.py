@@ -46,7 +46,7 @@ _PENDING = 256
 _OF_PROBLEM = (
     "m", "n", "k", "batch", "in_dtype", "out_dtype", "a_major", "b_major", "out_major", "alignment",
 )  # fmt: skip
-_BEYOND_KERNELS = "torch broadcasts, converts or resizes a tensor of it; no kernel does"
+_BEYOND_KERNELS = "torch broadcasts, converts or resizes one of its tensors; no kernel does"
 
 _Key = tuple[Any, ...]
 
@@ -171,7 +171,7 @@ def record(path: str | os.PathLike[str] | None = None) -> Recording:
     if path is None:
         return Recording()
     if impossible(path) or not str(path):
-        raise WorkloadError(f"path {path!r:.60} is not a file's; give one such as shapes.json")
+        raise WorkloadError(f"path {path!r:.60} names no file; give one such as shapes.json")
     return Recording(Path(path))
 
 

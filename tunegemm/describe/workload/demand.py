@@ -59,7 +59,7 @@ def _problem(kind: Kind) -> Problem:
     if kind.refusal:
         raise ProblemError(kind.refusal)
     if not (kind.a_major and kind.b_major and kind.out_major):
-        raise ProblemError("an operand has no contiguous mode, so that torch copies it first")
+        raise ProblemError("an operand has no contiguous mode, so torch copies it first")
     problem = Problem(**{name: getattr(kind, name) for name in (*FIELDS, "groups")})
     if not problem.fused.is_defined:
         raise ProblemError(f"epilogue {kind.epilogue} is its program's own: tunegemm.tune tunes it there")

@@ -139,8 +139,8 @@ def shapes(
 def _left(arithmetic: Arithmetic, engine: str) -> str:
     """Why the engine's own kernels compute experts; empty where tunegemm serves them."""
     if not ENGINES[engine].experts:
-        return f"{engine} computes experts by its own kernels"
-    return f"{engine} computes quantised experts by its own kernels" if arithmetic.epilogue else ""
+        return f"{engine} computes experts with its own kernels"
+    return f"{engine} computes quantised experts with its own kernels" if arithmetic.epilogue else ""
 
 
 def _rows(layer: Layer, engine: Engine, ranks: int, given: Sequence[int]) -> list[int]:
@@ -190,7 +190,7 @@ def _arithmetic(model: Model, plain: str) -> Callable[[Linear], Arithmetic | str
     if not config:
         return lambda _: usual
     if config.get("quant_method") == "mxfp4":  # which is of experts alone
-        why = "quantised by mxfp4, which has no kernels"
+        why = "quantised with mxfp4, which has no kernels"
         return lambda linear: why if ".experts." in linear.path else usual
     names = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
     lists = (config.get(name) for name in names)
@@ -245,7 +245,7 @@ def _groups(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Arit
             for group in groups.values()
             if isinstance(group, dict)
         ]
-    return [(everything, f"quantised by {shown(method)}, which has no kernels")]
+    return [(everything, f"quantised with {shown(method)}, which has no kernels")]
 
 
 #: Algorithms of NVIDIA's ModelOpt by the scales of their products.
@@ -256,7 +256,7 @@ def _modelopt(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Ar
     def how(algorithm: Any) -> Arithmetic | str:
         if isinstance(algorithm, str) and algorithm in _MODELOPT:
             return Arithmetic("fp8_e4m3", plain, _MODELOPT[algorithm])
-        return f"quantised by ModelOpt's {shown(algorithm)}, which has no kernels"
+        return f"quantised with ModelOpt's {shown(algorithm)}, which has no kernels"
 
     each = config.get("quantized_layers")  # of MIXED_PRECISION
     if isinstance(each, dict):
@@ -269,11 +269,11 @@ def _modelopt(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Ar
 def _compressed(group: Mapping[str, Any], plain: str) -> Arithmetic | str:
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, dict) or not isinstance(inputs, dict):
-        return "its weights alone are quantised, which has no kernels"
+        return "only its weights are quantised, and no kernel takes such weights"
     formats = {f"{one.get('type')} {one.get('num_bits')}" for one in (weights, inputs)}
     dtype = {"float 8": "fp8_e4m3", "int 8": "int8"}.get(formats.pop())
     if dtype is None or formats:
-        return "its numbers are neither fp8 nor int8, which has no kernels"
+        return "its numbers are neither fp8 nor int8, and no other formats have kernels"
     strategies = {str(one.get("strategy")) for one in (weights, inputs)}
     if strategies <= {"tensor", "channel", "token"}:
         return Arithmetic(dtype, plain, "scale_tensor" if strategies == {"tensor"} else "scale_rowwise")

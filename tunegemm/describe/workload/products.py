@@ -17,7 +17,7 @@ FORMAT = "tunegemm-shapes"
 VERSION = 1
 #: Fields of a product that older files lack.
 _LATER = ("epilogue", "accumulation", "refusal")
-OWN_ACTIVATION = "its activation is computed along by torch alone (_addmm_activation)"
+OWN_ACTIVATION = "only torch applies its activation in the same call (_addmm_activation)"
 _MOST_CALLS = 2**53
 _LONGEST_WORD = 65_536
 
