@@ -1,8 +1,8 @@
 """Code blocks of the README and the guide run as printed, from the built wheel, in an empty folder.
 
 Python blocks of one document run in one process, in their order. Commands run one by one, a tuning with few
-trials. `_NOT_HERE` lists what does not run, and why. On a host without a GPU those that measure end with one line that says what they need, which is what
-their reader would see there.
+trials. `_NOT_HERE` lists what does not run, and why. On a host without a GPU those that measure end with one
+line that says what they need, which is what their reader would see there.
 """
 
 from __future__ import annotations

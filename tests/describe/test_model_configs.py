@@ -75,7 +75,7 @@ def test_layers_by_name(name: str, expected: dict[str, int], tmp_path: Path) -> 
 
 
 def test_the_table_of_all() -> None:
-    """`python -m benchmarks.configs` has a row for each: what a refusal names, and why each layer is left out."""
+    """`python -m benchmarks.configs` has a row for each, with the reason of what it refuses or leaves out."""
     found = {row["model"]: row for row in rows()}
     assert list(found) == list(MODELS)
     for name, row in found.items():

@@ -195,7 +195,9 @@ def test_experts_are_what_an_engine_looks_up(tmp_path: Path) -> None:
         Problem.parse("16x64x48", groups=4), parsed
     ]  # fmt: skip
     for engine in ("vllm", "sglang"):
-        assert {*shapes(model, engine).refused.values()} == {f"{engine} computes experts with its own kernels"}
+        assert {*shapes(model, engine).refused.values()} == {
+            f"{engine} computes experts with its own kernels"
+        }
     config_of("gpt_oss").save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(

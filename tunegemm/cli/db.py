@@ -74,7 +74,9 @@ def export_command(
 
 @app.command("import")
 def import_command(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that `tunegemm db export --out` wrote.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Files that `tunegemm db export --out` wrote.")
+    ],
     db: options.DatabaseLocation = None,
 ) -> None:
     """Add the rows of files to a database. Bad rows and files are named and left out; nothing stored is lost.

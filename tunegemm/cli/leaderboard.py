@@ -28,15 +28,19 @@ Sort = Literal["problem", "ratio", "time"]
 
 def command(
     shape: options.SomeShapes = None,
-    dtype: Annotated[str | None, option("DTYPE", "Element type of A and B. Default: any.", values=OUTPUT_DTYPES)] = None,
-    out_dtype: Annotated[str | None, option("DTYPE", "Element type of D. Default: any.", values=DTYPE_BYTES)] = None,
+    dtype: Annotated[
+        str | None, option("DTYPE", "Element type of A and B. Default: any.", values=OUTPUT_DTYPES)
+    ] = None,
+    out_dtype: Annotated[
+        str | None, option("DTYPE", "Element type of D. Default: any.", values=DTYPE_BYTES)
+    ] = None,
     layout: Annotated[str | None, option("LAYOUT", "tn, tt, nn or nt. Default: any.", values=LAYOUTS)] = None,
     families: options.Families = None,
     device: Annotated[
         str | None,
         option(
             "NAME",
-            "A GPU's name or a part of it, or all. Default: this machine's GPU, or the one with the most rows.",
+            "A GPU's name or a part of it, or all. Default: this machine's GPU, or the one with most rows.",
         ),
     ] = None,
     sort: Annotated[

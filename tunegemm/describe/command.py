@@ -1,5 +1,4 @@
-"""The commands that messages and reports print for users to run. A shell parses them back to the same words.
-"""
+"""The commands that messages and reports print for users to run; a shell reads them as the same words."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The one pass over a graph of torch's operations: it replaces each match of a pattern by a call of tunegemm.
-"""
+"""The one pass over a graph of torch's operations. It replaces each match of a pattern by tunegemm's call."""
 
 from __future__ import annotations
 

@@ -43,8 +43,7 @@ def value(node: Any) -> Any:
 
 
 def calls(node: Any, name: str) -> tuple[Any, Any] | None:
-    """The two operands if a node calls what `_SAME` lists, as a function, an operator or a method; else None.
-    """
+    """The two operands of a call of what `_SAME` lists, as a function, an operator or a method; else None."""
     if not isinstance(node, Node) or node.kwargs or len(node.args) != 2:
         return None
     is_method = node.op == "call_method" and node.target == name
@@ -69,8 +68,7 @@ def linear_of(node: Any) -> Layer | None:
 
 
 def product_of(node: Any) -> tuple[Node, ...] | None:
-    """The operands of a product of matrices or batches, or of rows in groups, whose ends come third; else
-    None."""
+    """The operands of a product of matrices or batches, or of rows in groups and their ends; else None."""
     operands: tuple[Any, ...] | None = calls(node, "matmul") or calls(node, "mm") or calls(node, "bmm")
     if operands is None and isinstance(node, Node) and node.op == "call_function" and node.target in _GROUPED:
         given = dict(zip(("input", "mat2"), node.args, strict=False)) | node.kwargs
@@ -98,8 +96,7 @@ def transposed_of(node: Any) -> Node | None:
 
 
 def activation_of(node: Any) -> tuple[str, Node] | None:
-    """The name and the input of silu, gelu, gelu_tanh or relu; None for anything else and for in-place calls.
-    """
+    """The name and the input of silu, gelu, gelu_tanh or relu; None for anything else, or in place."""
     if not isinstance(node, Node) or not node.args or not isinstance(node.args[0], Node):
         return None
     target, source, kwargs = node.target, node.args[0], dict(node.kwargs)

@@ -38,8 +38,7 @@ class Places(NamedTuple):
 
 
 def places_of(cls: type) -> Places | None:
-    """The names of the children, for a class whose forward is exactly a gated MLP; None for any other class.
-    """
+    """The names of the children, for a class whose forward is exactly a gated MLP; else None."""
     forward = vars(cls).get("forward")
     return _places_in(forward) if isinstance(forward, FunctionType) else None
 

@@ -43,8 +43,7 @@ class Check:
 
 
 def examine(database: str | None = None) -> list[Check]:
-    """Every check, ordered by what depends on what. It changes nothing, except that it unpacks TUNEGEMM_PACK.
-    """
+    """Every check, ordered by what depends on what. It changes nothing, but it unpacks TUNEGEMM_PACK."""
     return [
         Check("tunegemm", "ok", f"{tunegemm.__version__} on Python {platform.python_version()}"),
         _packages(),

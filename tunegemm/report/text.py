@@ -21,8 +21,7 @@ LONGEST = 500
 
 
 def clean(value: object, longest: int = LONGEST) -> str:
-    r"""One printable line: unprintable characters become escapes, such as ``\x1b``, and a long line is cut.
-    """
+    r"""One printable line: unprintable characters become escapes, such as ``\x1b``; a long line is cut."""
     text = str(value)
     if len(text) > longest:
         text = text[: longest - 1] + "\N{HORIZONTAL ELLIPSIS}"

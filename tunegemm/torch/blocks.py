@@ -69,8 +69,7 @@ def torch_takes(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b
 
 
 def check_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
-    """Raises ProblemError if the fp32 scales of fp8 matrices fit no product, neither tunegemm's nor torch's.
-    """
+    """Raises ProblemError if the fp32 scales of fp8 matrices fit no product, here or in torch."""
     if not (a.ndim == b.ndim == scale_a.ndim == scale_b.ndim == 2 and a.dtype == b.dtype == _FP8):
         return
     (rows, k), n = a.shape, b.shape[1]

@@ -31,8 +31,7 @@ class Linear:
     """Whether ranks beyond `units` have the same part: heads of keys and values."""
 
     def of_rank(self, ranks: int) -> tuple[int, int]:
-        """Columns and depth of one rank's part. Raises WorkloadError if the ranks cannot divide the matrix.
-        """
+        """Columns and depth of one rank's part. Raises WorkloadError if the ranks cannot divide it."""
         if not self.split or ranks == 1:
             return self.columns, self.depth
         parts = min(ranks, self.units) if self.shared else ranks
@@ -55,8 +54,7 @@ class Layer:
     only_prefill: bool = False
     """Whether engines compute it differently when they decode: absorbed into the attention."""
     experts: int = 0
-    """Number of copies of each matrix, one per expert, whose products are grouped; 0 if all rows use the
-    same."""
+    """Number of experts, each with its own matrix, whose products are grouped; 0 if all rows use the same."""
     each: int = 1
     """How many experts compute each row."""
     gate: str = ""
@@ -102,15 +100,14 @@ class Config:
         return default if value is None else bool(value)
 
     def each(self, name: str) -> list[Any]:
-        """A list with a value for each block; empty if absent. Raises WorkloadError if it is not a list."""
+        """A list with a value for each block; empty if absent. Raises WorkloadError unless it is a list."""
         try:
             return list(listed(self.get(name) or [], name))
         except BadValueError as error:
             raise WorkloadError(f"{self.where}: {error}") from None
 
     def word(self, *names: str) -> str:
-        """The text of the first of these fields that is present. Raises WorkloadError if it is not one line.
-        """
+        """The text of the first of these fields that is present. Raises WorkloadError unless it is one line."""
         try:
             return line(self.get(*names) or "", names[0], 100)
         except BadValueError as error:

@@ -97,8 +97,7 @@ Kernel = AlongK
 
 
 def objection(a: Any, b: Any, offsets: Any) -> str:
-    """Why no kernel takes these operands of `AlongK.launch`, apart from their addresses; empty if one does.
-    """
+    """Why no kernel takes these operands of `AlongK.launch`, apart from addresses; empty if one does."""
     if (a.ndim, b.ndim, offsets.ndim) != (2, 2, 1):
         return f"a has {a.ndim} dimensions, b {b.ndim}, offsets {offsets.ndim}, not 2, 2 and 1"
     (rows, m), n, groups, device = a.shape, b.shape[1], offsets.shape[0], a.device

@@ -65,8 +65,7 @@ class Division:
 
     @classmethod
     def of(cls, problem: Problem, candidate: Candidate, device: Device) -> Division:
-        """How a candidate's `ctas`, `split_k` and `reduction` divide it, in the meaning that older records
-        gave them.
+        """How a candidate's `ctas`, `split_k` and `reduction` divide it, as older records mean them.
 
         `ctas`: ``all`` fills the device; ``balanced`` takes the fewest clusters that need no further wave.
         Stream-K always fills the device, as long as each cluster gets a few k tiles.
@@ -104,8 +103,7 @@ class Order:
 
     @classmethod
     def of(cls, candidate: Candidate, device: Device, clusters: int) -> Order:
-        """The order that a candidate's `cluster_order` means; by index if nothing is known about the device.
-        """
+        """The order that a candidate's `cluster_order` means; by index if the device is not known."""
         lines = cls(0, int(candidate["swizzle_size"]), 1)
         if candidate.params.get("cluster_order", "index") == "index" or clusters < 2:
             return lines
