@@ -154,7 +154,7 @@ def test_a_time_is_told_by_its_own_option() -> None:
         (("--ray", "ray://head:10001"), "Ray address 'ray://head:10001': not HOST:PORT, such as"),
         (
             ("--ray", "127.0.0.1:1"),
-            "Ray address '127.0.0.1:1' does not answer (Connection refused); start it by",
+            "Ray address '127.0.0.1:1' does not answer (Connection refused); start it with",
         ),
     ],
 )

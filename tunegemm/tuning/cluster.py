@@ -393,8 +393,8 @@ def connected(address: str) -> Iterator[None]:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ClusterError(
-            f"Ray address {named!r} does not answer ({reason}); start it with `ray start --head`, or "
-            "give the address that this command printed"
+            f"Ray address {named!r} does not answer ({reason}); start it with `ray start --head`, "
+            "which prints the address to give"
         ) from None
     # In a thread, which is abandoned if Ray never returns.
     joined: Future[Any] = Future()

@@ -107,7 +107,7 @@ class Config:
             raise WorkloadError(f"{self.where}: {error}") from None
 
     def word(self, *names: str) -> str:
-        """The text of the first of these fields that is present. Raises WorkloadError unless it is one line."""
+        """The text of the first of these fields that is present. Raises WorkloadError if it is not a line."""
         try:
             return line(self.get(*names) or "", names[0], 100)
         except BadValueError as error:
