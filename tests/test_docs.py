@@ -364,6 +364,28 @@ def test_every_document_says_the_same_version() -> None:
         assert found and found[1] == tunegemm.__version__, name
 
 
+def test_the_readme_links_what_a_newcomer_asks_for() -> None:
+    """How to install, versions, safety, costs and other tools, troubleshooting, undoing, security, citing."""
+    linked = set(re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text()))
+    guides = {f"docs/guide/{name}.md" for name in ("safety", "costs", "troubleshooting", "undo", "which_way")}
+    others = {
+        "docs/quickstart.md",
+        "docs/reference/versions.md",
+        "CHANGELOG.md",
+        "SECURITY.md",
+        "CITATION.cff",
+    }
+    assert guides | others <= linked
+    headings = {
+        "docs/quickstart.md": ("1. Install",),
+        "docs/guide/costs.md": ("Beside other tools",),
+        "docs/guide/undo.md": ("Uninstall",),
+    }
+    for name, wanted in headings.items():
+        text = (ROOT / name).read_text()
+        assert all(re.search(rf"^## {re.escape(one)}$", text, re.MULTILINE) for one in wanted), name
+
+
 #: What describes the tree as it is, which the changelog does not.
 TOLD = [
     path

@@ -1,8 +1,8 @@
 """Code blocks of the README and the guide run as printed, from the built wheel, in an empty folder.
 
 Python blocks of one document run in one process, in their order. Commands run one by one, a tuning with few
-trials; on a host without a GPU those that measure end with one line that says what they need, which is what
-their reader would see there.
+trials. `_NOT_HERE` lists what does not run, and why. On a host without a GPU those that measure end with one
+line that says what they need, which is what their reader would see there.
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+import typer.main
 
 from tests.support.forks import Forks
+from tunegemm.cli import app
+from tunegemm.report.doctor import VARIABLES
 
 pytestmark = pytest.mark.long
 
@@ -31,12 +36,17 @@ DOCUMENTS = [
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 #: Blocks of Python that need a GPU say so in their first line.
 _NEEDS_GPU = "# on a GPU"
-#: What a reader runs on other hosts or once: setting up, absent servers, all kernels of a model. A pack
-#: of few products is made by another command.
-_NOT_HERE = (
-    "git ", "make ", "pip ", "createdb ", "ray ", "export ", "tunegemm tune --from llama.json ",
-    "tunegemm pack --from llama.json ",
-)  # fmt: skip
+#: Lines for other hosts or for set-up, and what runs them instead.
+_NOT_HERE = {
+    "make ": ".ci/run; tests/test_make.py",
+    "pip ": "make; tests/test_recipes.py installs the wheel",
+    "createdb ": "tests/store/test_durability.py",
+    "ray ": "tests/tuning/test_cluster.py",
+    "export ": "the commands below them, in tests/tuning/test_cluster.py and tests/test_recipes.py",
+    "tunegemm pack --from llama.json ": "the quickstart's, of few products: this compiles a model's kernels",
+}
+#: On a GPU it measures for half an hour; elsewhere it prints what ships.
+_LONG_ON_A_GPU = "tunegemm tune --from llama.json "
 #: Of every tuning: with all of them the documents compile hundreds of kernels, for five minutes, to show no
 #: more of their commands. A notebook runs one tuning to its end. A second worker would import the compiler
 #: again, for as much of the processor's time as it saves.
@@ -65,16 +75,57 @@ def blocks(document: Path, language: str) -> list[str]:
     return [text for found, text in _BLOCK.findall(document.read_text()) if found == language]
 
 
-def commands() -> list[tuple[Path, str]]:
-    """Each command line of the documents once, without its comment, by whatever name it calls the program."""
-    found: dict[str, tuple[Path, str]] = {}
-    for document in DOCUMENTS:
+def written(documents: Iterable[Path]) -> Iterator[tuple[Path, str]]:
+    """The command lines of the documents, without their comments."""
+    for document in documents:
         for block in blocks(document, "sh"):
             for line in block.replace("\\\n", " ").splitlines():
-                command = " ".join(shlex.split(line, comments=True)) if line.strip() else ""
-                if command and not command.startswith(_NOT_HERE):
-                    found.setdefault(_CALLED.sub("python program", command), (document, command))
+                if command := " ".join(shlex.split(line, comments=True)):
+                    yield document, command
+
+
+def commands() -> list[tuple[Path, str]]:
+    """Those that run here, each once, by whatever name it calls the program."""
+    found: dict[str, tuple[Path, str]] = {}
+    for document, command in written(DOCUMENTS):
+        if not command.startswith(tuple(_NOT_HERE)):
+            found.setdefault(_CALLED.sub("python program", command), (document, command))
     return list(found.values())
+
+
+def wrong_in(command: str) -> str | None:
+    """What a line that is not run here names and is not there."""
+    program, *words = command.split()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    if program == "make":
+        known = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
+        wanted = [word for word in words if "=" not in word]
+    elif program == "pip":
+        known = ["install", "uninstall", "-c", "constraints.txt", "-e", project["name"]]
+        known += project["optional-dependencies"]
+        wanted = [name for word in words for name in re.sub(r"^\.\[(.*)\]$", r"\1", word).split(",")]
+        known += [word for word in words if word.startswith("dist/tunegemm-") and word.endswith(".whl")]
+    elif program == "export":
+        known, wanted = [*VARIABLES, "RAY_ADDRESS"], [word.partition("=")[0] for word in words]
+    elif program == "ray":
+        known, wanted = ["start", "--head", "--address"], [word.partition("=")[0] for word in words]
+    elif program == "tunegemm":
+        command_of = typer.main.get_command(app).get_command(None, words[0])  # type: ignore[attr-defined]
+        known = [flag for one in command_of.params for flag in one.opts]
+        wanted = [word for word in words if word.startswith("--")]
+    else:
+        known, wanted = ["tunegemm"], words
+    return next((word for word in wanted if word not in known), None)
+
+
+def test_lines_that_are_not_run_name_what_is_there() -> None:
+    lines = [line for _, line in written(DOCUMENTS) if line.startswith(tuple(_NOT_HERE))]
+    lines += [line for _, line in written([ROOT / "CONTRIBUTING.md"]) if line.startswith("make ")]
+    assert {line: wrong for line in lines if (wrong := wrong_in(line)) is not None} == {}
+    for prefix in _NOT_HERE:
+        assert any(line.startswith(prefix) for line in lines), f"no document has a line {prefix}"
+    for line in ("make tuned", "pip install -e .[tuned]", "export TUNEGEMM_PAK=x", "tunegemm pack --form x"):
+        assert wrong_in(line) is not None, line
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +194,8 @@ def test_commands_run(installed: dict[str, str], place: Path) -> None:
     failed: list[str] = []
     tuned: set[frozenset[str]] = set()
     for document, command in commands():
+        if command.startswith(_LONG_ON_A_GPU) and torch.cuda.is_available():
+            continue
         if command.startswith("tunegemm tune "):
             kind = frozenset(word for word in command.split() if word.startswith("--")) - {"--budget"}
             command += _FEW_TRIALS + (_QUICK if kind in tuned else "")

@@ -154,7 +154,7 @@ def test_a_time_is_told_by_its_own_option() -> None:
         (("--ray", "ray://head:10001"), "Ray address 'ray://head:10001': not HOST:PORT, such as"),
         (
             ("--ray", "127.0.0.1:1"),
-            "Ray address '127.0.0.1:1' does not answer (Connection refused); start it by",
+            "Ray address '127.0.0.1:1' does not answer (Connection refused); start it with",
         ),
     ],
 )
@@ -194,7 +194,7 @@ def test_a_service_at_rays_address_that_says_nothing() -> None:
     assert done.returncode == 2, done
     last = done.stderr.splitlines()[-1]
     assert last.startswith(
-        f"tunegemm: Ray address '{address}': a connection, but no answer of Ray's within 2 s"
+        f"tunegemm: Ray address '{address}' accepts a connection, but Ray does not answer within 2 s"
     )
 
 

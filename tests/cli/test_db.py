@@ -10,13 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.store.test_database import DEVICE, PROBLEM, measurement
+from tests.support.processes import ROOT
 from tunegemm.cli import app
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.store import Database
 from tunegemm.store.locations import user_location
-from tunegemm.store.shipped import write_records
+from tunegemm.store.shipped import read_shipped, write_records
 
 SMALL = Problem.parse("64x48x32")
 #: torch.mm again, under another name.
@@ -93,6 +94,32 @@ def test_an_import_of_nothing_usable_is_told_by_its_exit_code(tmp_path: Path) ->
     (tmp_path / "theirs.json").write_text('{"format": "tunegemm-database/1", "rows": [\n{"kind": "other"}]}')
     stdout, stderr = run("db", "import", tmp_path / "theirs.json", "--db", tmp_path / "t.sqlite", code=1)
     assert "0 rows added, 0 known already, 1 left out" in stdout and "left out: row 1" in stderr
+
+
+def test_an_import_beside_what_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shipped records are no export, and the import says why. What is imported comes before what ships."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("TUNEGEMM_DB", str(tmp_path / "own.sqlite"))
+    folder = ROOT / "db" / "records"
+    stdout, stderr = run("db", "import", *sorted(folder.glob("*.json")), code=2)
+    assert stdout.count("0 rows added, not read") == len(list(folder.glob("*.json"))) == stderr.count("\n")
+    assert "it has records as they ship, without the samples that an import checks" in stderr
+    assert not (tmp_path / "own.sqlite").exists()
+
+    known = {one.problem: one for one in read_shipped()[0] if one.fingerprint.device_name == DEVICE.name}
+    theirs, words = tmp_path / "theirs.sqlite", ("--shape", PROBLEM.shape)
+    with Database.open(theirs, create=True) as database:
+        database.confirm(PROBLEM, DEVICE, measurement(1.1), label="theirs")
+    assert known[PROBLEM].label in run("history", *words)[0]
+    run("db", "export", "--db", theirs, "--out", tmp_path / "rows.json")
+    assert "1 rows added, 0 known already" in run("db", "import", tmp_path / "rows.json")[0]
+    assert "0 rows added, 1 known already" in run("db", "import", tmp_path / "rows.json")[0]
+    assert "theirs" in (text := run("history", *words)[0]) and "shipped" not in text
+    (board,) = json.loads(run("leaderboard", "--device", DEVICE.name, "--format", "json")[0])
+    assert len(board["rows"]) == len(known)
+    assert {row["candidate"] for row in board["rows"]} == {"theirs"} | {
+        one.label for problem, one in known.items() if problem != PROBLEM
+    }
 
 
 class TestLayers:

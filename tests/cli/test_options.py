@@ -187,6 +187,17 @@ class TestHelp:
         shown = CliRunner().invoke(app, ["tune", "--help"]).stdout
         assert "<str>" not in shown and "TEXT" not in shown
         assert "--dtype DTYPE" in shown and "--layout LAYOUT" in shown
+        for command in (
+            "load",
+            "record",
+            "run",
+            "unload",
+            "db export",
+            "db import",
+            "db merge",
+            "db upgrade",
+        ):
+            assert "<" not in CliRunner().invoke(app, [*command.split(), "--help"]).stdout, command
 
     @pytest.mark.parametrize("flag", ["--family", "--families"])
     @pytest.mark.parametrize("command", ["tune", "space", "leaderboard", "pack"])

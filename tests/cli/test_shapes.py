@@ -54,7 +54,7 @@ def test_an_engines_layers_and_a_dtype(config: Path, tmp_path: Path) -> None:
 def test_what_has_no_kernels_is_said(config: Path, tmp_path: Path) -> None:
     config.write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "gptq"}}))
     done = here("shapes", config, cwd=tmp_path)
-    assert "left out: qkv 6144x4096: quantised by 'gptq', which has no kernels" in done.stderr
+    assert "left out: qkv 6144x4096: quantised with 'gptq', which has no kernels" in done.stderr
     assert done.stdout.split() == ["1", "x", "logits", "128256x4096", "fp16"]
 
 

@@ -109,6 +109,7 @@ USES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
         "/etc/passwd",
     ),
     "--device": ((*SHAPE, *REPLAY), (*SHAPE, "--device", "tpu:0"), "device 'tpu:0' is not known"),
+    # Both tune in tests/tuning/test_cluster.py::test_the_command_tunes_on_several_gpus.
     "--devices": ((), (*SHAPE, "--devices", "0,0"), "names GPU 0 twice"),
     "--ray": ((), (*SHAPE, "--ray", "--devices", "all"), "--devices and --ray: give one of them"),
     "--db": ((*SHAPE, *REPLAY, "--db", "new.sqlite"), (*SHAPE, *REPLAY, "--db", "/etc/passwd"), "passwd"),
@@ -144,11 +145,9 @@ def test_each_option_is_here() -> None:
     assert set(USES) == long - {"--help"}
 
 
-@pytest.mark.parametrize("option", USES)
+@pytest.mark.parametrize("option", [option for option, (words, *_) in USES.items() if words])
 def test_a_value_that_works(option: str, place: Path) -> None:
     words = USES[option][0]
-    if not words:
-        pytest.skip("needs several GPUs: tests/tuning/test_cluster.py")
     done = here("tune", *words, cwd=place, code=None if "--compiled-only" in words else 0)
     # A cache without kernels has none to rank: the command names the problem and ends with 1.
     assert done.returncode == 0 or "; leave out --compiled-only\n" in done.stderr, done
@@ -192,6 +191,31 @@ def test_a_programs_products_without_a_gpu_are_told_from_what_ships(place: Path)
     assert "512x6144x4096 bf16 tn x 1: 1.0" in done.stdout and done.stderr == ""
     shown = json.loads(here("tune", "--from", "one.csv", "--json", cwd=place).stdout)
     assert shown["source"] == "shipped" and shown["best"]["ratio"] > 1 and shown["shape"] == "512x6144x4096"
+
+
+@pytest.mark.parametrize(
+    ("where", "verdict"),
+    [
+        pytest.param(REPLAY, r"(?P<first>[^,]+) wins, ", id="replay"),
+        pytest.param(
+            ("--device", "model:h200", "--families", "triton_tma"),
+            r": (?P<first>.+) is first \(a model's ranking",
+            id="model",
+            marks=pytest.mark.slow,  # it compiles four kernels
+        ),
+    ],
+)
+def test_what_the_last_line_names_first_is_the_first_row(
+    where: tuple[str, ...], verdict: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    done = here("tune", "--shape", "8448x9216x256", *where, "--trials", "4", cwd=place)
+    named = re.search(verdict, done.stdout)
+    lines = [line for line in done.stdout.splitlines() if "│" in line]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
+    labels = [next(cell for cell in row if " " in cell or cell == "torch.mm") for row in rows]
+    assert named is not None and len(rows) >= 4 and rows[0][0] in ("1", "1=")
+    assert named["first"].rpartition(", ")[2].strip() == labels[0]
 
 
 @pytest.mark.skipif(cuda_device_count() > 0, reason="a GPU measures")

@@ -195,18 +195,20 @@ def test_experts_are_what_an_engine_looks_up(tmp_path: Path) -> None:
         Problem.parse("16x64x48", groups=4), parsed
     ]  # fmt: skip
     for engine in ("vllm", "sglang"):
-        assert {*shapes(model, engine).refused.values()} == {f"{engine} computes experts by its own kernels"}
+        assert {*shapes(model, engine).refused.values()} == {
+            f"{engine} computes experts with its own kernels"
+        }
     config_of("gpt_oss").save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(
         json.dumps(values | {"quantization_config": {"quant_method": "mxfp4"}})
     )
     refused = shapes(read_model(str(tmp_path)), "transformers").refused
-    assert {*refused.values()} == {"quantised by mxfp4, which has no kernels"} and len(refused) == 2
+    assert {*refused.values()} == {"quantised with mxfp4, which has no kernels"} and len(refused) == 2
     values |= {"model_type": "mixtral", "quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(values))
     refused = shapes(read_model(str(tmp_path)), "transformers").refused
-    assert {*refused.values()} == {"transformers computes quantised experts by its own kernels"}
+    assert {*refused.values()} == {"transformers computes quantised experts with its own kernels"}
 
 
 def plainly(workload: Workload) -> dict[tuple[int, int, int, str, str], int]:
@@ -355,8 +357,8 @@ def test_quantised_layers_are_scaled(tmp_path: Path, config: dict[str, Any], exp
     ("config", "reason"),
     [
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "no block scales in engines"),
-        ({"quant_method": "awq"}, "quantised by 'awq'"),
-        (compressed(by("channel", "int", 4), None), "its weights alone are quantised"),
+        ({"quant_method": "awq"}, "quantised with 'awq'"),
+        (compressed(by("channel", "int", 4), None), "only its weights are quantised"),
         (compressed(by("block"), by("group")), "of groups or blocks"),
         (compressed(by("tensor"), by("tensor", "int")), "neither fp8 nor int8"),
         (compressed({"type": []}, {"strategy": {}}, ignore=[1, None], targets=3), "neither fp8 nor int8"),
@@ -382,8 +384,8 @@ MODELOPT = {"producer": {"name": "modelopt"}, "quant_algo": "FP8", "exclude_modu
         ("config.json", {"quantization_config": {"quant_method": "modelopt", **MODELOPT}}, "scale_tensor"),
         ("hf_quant_config.json", {"quantization": MODELOPT}, "scale_tensor"),
         ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "ModelOpt's 'NVFP4'"),
-        ("quantize_config.json", {"bits": 4, "group_size": 128}, "quantised by 'gptq'"),
-        ("quant_config.json", {"w_bit": 4, "zero_point": True}, "quantised by 'awq'"),
+        ("quantize_config.json", {"bits": 4, "group_size": 128}, "quantised with 'gptq'"),
+        ("quant_config.json", {"w_bit": 4, "zero_point": True}, "quantised with 'awq'"),
         (
             "hf_quant_config.json",
             {"quantization": {

@@ -255,6 +255,20 @@ def test_the_command_measures_each_and_says_why_others_are_not(location: Path, t
 
 
 @pytest.mark.usefixtures("on_planted_gpu")
+def test_a_database_that_is_not_there_is_created_for_predictions_and_nothing_else(tmp_path: Path) -> None:
+    new, shape = tmp_path / "new.sqlite", ("--shape", problem_of().shape)
+    refused = here("verify", *shape, "--db", new, code=2).stderr
+    assert refused == (
+        f"tunegemm: {new}: no such database; give the path of one that `tunegemm tune` has made\n"
+    )
+    assert not new.exists()
+    assert "measured at 0.960: lost" in here("verify", "--predicted", *shape, "--db", new).stdout
+    with Database.open(new) as database:
+        (record,) = database.records()
+    assert record.problem == problem_of() and record.is_torch
+
+
+@pytest.mark.usefixtures("on_planted_gpu")
 def test_the_products_of_a_program(location: Path, tmp_path: Path) -> None:
     problem = problem_of()
     path = tmp_path / "shapes.json"

@@ -295,7 +295,7 @@ def linked(tmp_path: Path) -> tuple[Path, Path]:
 def test_publishing_is_noticed_through_a_link(tmp_path, monkeypatch):
     real, link = linked(tmp_path)
     monkeypatch.setenv("TUNEGEMM_DB", str(link))
-    with Database.open(link, create=True):  # a link to a file that is not there yet
+    with Database.open(link, create=True):  # a link to a file that does not exist yet
         assert real.exists()
         before = modified()
         with sqlite3.connect(real) as connection:

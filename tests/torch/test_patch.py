@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import linecache
 import warnings
 from collections.abc import Callable
 
@@ -214,3 +215,22 @@ def test_a_report_names_each_linear_layer() -> None:
     assert [str(line) for line in report.of("left")] == [
         "left    own: Own is a subclass with its own forward"
     ]
+    assert str(report.of("served")[0]) == (
+        "served  plain: calls tunegemm.linear: no kernel on cpu; move the model to a CUDA device"
+    )
+
+
+def test_a_model_without_linear_layers_warns_at_the_callers_line() -> None:
+    """The warning names what serves the model's other products; both forms of the call give it."""
+    for model, report in ((nn.Conv2d(1, 1, 1), False), (nn.Sequential(nn.LayerNorm(8)), True)):
+        with pytest.warns(tunegemm.TunegemmWarning, match=r"no layer .* torch.nn.Linear; .*enable") as given:
+            changed = tunegemm.patch(model, report=report)  # the line that the warning names
+        (warning,) = given
+        assert warning.filename == __file__
+        line = linecache.getline(__file__, warning.lineno)
+        assert "# the line that the warning names" in line
+        assert type(model).__name__ in str(warning.message)
+        if isinstance(changed, int):
+            assert changed == 0
+        else:
+            assert changed.patched == 0 and not list(changed)

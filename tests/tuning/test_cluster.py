@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.commands import here
 from tests.support.postgres import Cluster as Postgres
 from tests.support.processes import environment
 from tests.support.waiting import until
@@ -278,11 +279,42 @@ def test_gpus_of_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6"
 
 
+def planted_for_command(folder: Path, location: str, **options: Any) -> AbstractContextManager[Tuner]:
+    """Stands for `cluster.worker_tuner`."""
+    assert set(options) >= {"seed", "families", "study"}
+    return planted(folder, location, 0.2)
+
+
+@pytest.mark.parametrize("flag", ["--devices", "--ray"])
+def test_the_command_tunes_on_several_gpus(
+    flag: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two products in one Ray cluster, of this host's GPUs or somebody's: both are measured and stored."""
+    monkeypatch.setattr(cluster, "worker_tuner", functools.partial(planted_for_command, tmp_path))
+    shapes = ("--shape", PROBLEMS[0].shape, "--shape", PROBLEMS[1].shape)
+    with ExitStack() as stack:
+        if flag == "--devices":
+            monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+            monkeypatch.setattr("tunegemm.describe.device.cuda_device_count", lambda: GPUS)
+            where, location = ("--devices", "all"), str(tmp_path / "tuning.sqlite")
+        else:
+            postgres = request.getfixturevalue("postgres")
+            where, location = ("--ray", request.getfixturevalue("address")), postgres.create()
+            stack.callback(postgres.drop, location)
+        done = here("tune", *shapes, *where, "--trials", "2", "--db", location)
+        for problem in PROBLEMS[:2]:
+            assert f"{problem}: " in done.stdout and " x torch.mm" in done.stdout
+        with Database.open(location) as database:
+            assert {record.problem for record in database.records()} == set(PROBLEMS[:2])
+    gpus = {line.split()[2] for line in (tmp_path / "log").read_text().splitlines()}
+    assert len(gpus) == GPUS or flag == "--ray"  # each of its hosts calls its GPU 0
+
+
 def test_a_file_that_other_hosts_cannot_write(address: str, tmp_path: Path) -> None:
     path = tmp_path / "tuning.sqlite"
     with (
         cluster.connected(address),
-        pytest.raises(DatabaseError, match=f"tuning.sqlite: a file of this host, .* on {SECOND}; give a ser"),
+        pytest.raises(DatabaseError, match=f"tuning.sqlite: a file on this host, .* on {SECOND}; give a ser"),
     ):
         cluster.refuse_file(path)
 

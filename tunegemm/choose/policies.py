@@ -149,7 +149,7 @@ def _grid_refusal(candidate: Candidate) -> str:
     The hardware gives every multiprocessor a first block before any gets a second.
     """
     if "tile_m" not in candidate.params:
-        return "a library's kernel fills the multiprocessors that it likes"
+        return "a library's kernel uses as many multiprocessors as it likes"
     per_sm = int(candidate.params.get("ctas_per_sm", candidate.params.get("occupancy", 1)))
     if candidate.params.get("ctas") not in ("all", "balanced") or per_sm != 1:
         return "its grid is not one block per multiprocessor"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunegemm.describe.problem import LAYOUTS, OUTPUT_DTYPES, Problem, default_out_dtype, normalize_dtype
-from tunegemm.errors import DeviceError, ProblemError, TunegemmError
+from tunegemm.errors import DatabaseError, DeviceError, ProblemError, TunegemmError
 from tunegemm.report.text import clean
 from tunegemm.untrusted import digits, shown
 
@@ -48,6 +50,15 @@ def problem_filter(
         and out in (None, problem.out_dtype)
         and (layout is None or layout.lower() == problem.layout)
     )
+
+
+def require_database(location: str | None) -> None:
+    """Raises DatabaseError if the location is the path of a database that is not there."""
+    from tunegemm.store.connection import resolve
+
+    place = None if location is None else resolve(location)
+    if isinstance(place, Path) and not os.path.lexists(place):
+        raise DatabaseError(f"{place}: no such database; give the path of one that `tunegemm tune` has made")
 
 
 def parse_shapes(shapes: list[str] | None) -> list[str]:

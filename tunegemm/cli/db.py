@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from itertools import chain, islice
 from pathlib import Path
@@ -27,7 +26,7 @@ _NAMED = 20
 
 @app.command("export")
 def export_command(
-    out: Annotated[Path | None, option("FILE", "The file; replaced as a whole.")] = None,
+    out: Annotated[Path | None, option("FILE", "The file to write; an existing one is replaced.")] = None,
     shape: options.SomeShapes = None,
     records: Annotated[
         Path | None,
@@ -75,7 +74,9 @@ def export_command(
 
 @app.command("import")
 def import_command(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Made by `tunegemm db export`.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Files that `tunegemm db export --out` wrote.")
+    ],
     db: options.DatabaseLocation = None,
 ) -> None:
     """Add the rows of files to a database. Bad rows and files are named and left out; nothing stored is lost.
@@ -133,15 +134,12 @@ def root(context: typer.Context) -> None:
 def upgrade_command(
     databases: Annotated[list[str], typer.Argument(metavar="PATH|URL...", help="Tuning databases.")],
 ) -> None:
-    """Bring databases of older releases to this one's schema. Nothing in them is lost."""
-    from tunegemm.errors import DatabaseError
+    """Upgrade databases of older releases to this release's schema. Nothing in them is lost."""
     from tunegemm.store import Database
-    from tunegemm.store.connection import display, resolve
+    from tunegemm.store.connection import display
 
     for location in databases:
-        place = resolve(location)
-        if isinstance(place, Path) and not os.path.lexists(place):
-            raise DatabaseError(f"{place}: no such file; name a database that is there")
+        arguments.require_database(location)
         with Database.open(location) as database:
             printing.say(f"{display(database.location)}: up to date")
 
@@ -199,6 +197,5 @@ def _require_json(path: Path) -> None:
     """Raises UsageError for a name of another kind of file."""
     if path.suffix.lower() in (".csv", ".parquet"):
         raise UsageError(
-            f"{path}: exports are JSON; a table of the records is printed by `tunegemm leaderboard --format "
-            "csv`, and made by `Database.frame()`"
+            f"{path}: exports are JSON; `tunegemm leaderboard --format csv` writes a table of the records"
         )

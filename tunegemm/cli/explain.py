@@ -27,7 +27,9 @@ def command(
     ] = None,
     device: options.DeviceSpec = None,
     db: options.OneDatabase = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, a list over the shapes.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON list with an entry for each shape.")
+    ] = False,
 ) -> None:
     """Show the rooflines of a shape and of a tile, and which kernel tunegemm.matmul would use."""
     with printing.working("looking up what dispatch would launch"):

@@ -85,6 +85,8 @@ _WORDS = {
     "<integer>": "N",
     "<text>": "TEXT",
     " <str>": "",
+    " <list[str]>": "",
+    " <list[Path]>": "",
     "<path>": "FILE",
     "; x>=0": "",
 }

@@ -28,25 +28,29 @@ Sort = Literal["problem", "ratio", "time"]
 
 def command(
     shape: options.SomeShapes = None,
-    dtype: Annotated[str | None, option("DTYPE", "Of A and B. Default: any.", values=OUTPUT_DTYPES)] = None,
-    out_dtype: Annotated[str | None, option("DTYPE", "Of D. Default: any.", values=DTYPE_BYTES)] = None,
+    dtype: Annotated[
+        str | None, option("DTYPE", "Element type of A and B. Default: any.", values=OUTPUT_DTYPES)
+    ] = None,
+    out_dtype: Annotated[
+        str | None, option("DTYPE", "Element type of D. Default: any.", values=DTYPE_BYTES)
+    ] = None,
     layout: Annotated[str | None, option("LAYOUT", "tn, tt, nn or nt. Default: any.", values=LAYOUTS)] = None,
     families: options.Families = None,
     device: Annotated[
         str | None,
         option(
             "NAME",
-            "Name of a GPU or a part of it, or all. Default: this machine's GPU, or the one with most rows.",
+            "A GPU's name or a part of it, or all. Default: this machine's GPU, or the one with most rows.",
         ),
     ] = None,
     sort: Annotated[
         Sort, typer.Option(help="Order of the shapes: problem, ratio (largest first), or time.")
     ] = "problem",
-    limit: Annotated[int | None, count_option("Rows in all. Default: all.")] = None,
+    limit: Annotated[int | None, count_option("Most rows to print. Default: all.")] = None,
     format: Annotated[Format, typer.Option(help="How to print.")] = "table",
-    out: Annotated[Path | None, option("FILE", "Write there, not to the terminal.")] = None,
+    out: Annotated[Path | None, option("FILE", "Write to this file instead of the terminal.")] = None,
     db: options.OneDatabase = None,
-    top: Annotated[int | None, count_option("Rows per shape. Default: all.")] = None,
+    top: Annotated[int | None, count_option("Most rows per shape. Default: all.")] = None,
 ) -> None:
     """Print a shape's measured candidates, or the best of every shape."""
     wanted = arguments.problem_filter(shape, dtype, layout, out_dtype)

@@ -96,7 +96,8 @@ def _families() -> Iterable[str]:
 
 
 SomeShapes = Annotated[
-    list[str] | None, option("MxNxK[xL]", "May be repeated, also with lists and ranges. Default: all.")
+    list[str] | None,
+    option("MxNxK[xL]", "Only these shapes; may be repeated, with lists and ranges. Default: all."),
 ]
 DeviceSpec = Annotated[
     str | None,

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def pack_command(
-    out: Annotated[Path, option("FILE", "The pack; replaced as a whole.")],
+    out: Annotated[Path, option("FILE", "The pack to write; an existing one is replaced.")],
     gpu: Annotated[
-        str | None, option("NAME", "Only records of this GPU: h200, or a part of its name. Default: all.")
+        str | None, option("NAME", "Only records for this GPU: h200, or a part of its name. Default: all.")
     ] = None,
     shape: options.SomeShapes = None,
     from_files: Annotated[
@@ -79,7 +79,7 @@ def pack_command(
 
 
 def load_command(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Made by `tunegemm pack`.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Packs that `tunegemm pack` wrote.")],
     sha256: Annotated[str | None, option("HEX", "Refuse a file with any other SHA-256.")] = None,
 ) -> None:
     """Verify packs and serve from them, read-only, until `tunegemm unload`. Nothing is compiled."""
@@ -99,7 +99,7 @@ def unload_command(
         list[str] | None,
         typer.Argument(metavar="NAME...", help="The name that `load` printed, or its start."),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every loaded pack.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Remove every loaded pack.")] = False,
 ) -> None:
     """Remove loaded packs."""
     if bool(names) == everything:

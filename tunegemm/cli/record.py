@@ -126,7 +126,7 @@ def _summary(workload: Workload, out: Path) -> str:
     )
     only_captured = sum(1 for product in workload.products if not product.calls)
     if only_captured:
-        text += f"; {only_captured} were only captured, and are weighted by that"
+        text += f"; {only_captured} were only captured and count by their captures"
     if workload.unknown_replays:
         text += f"; {workload.unknown_replays} replays of CUDA graphs captured before are not counted"
     if own := [product for product in workload.products if not demands([product])[0]]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def command(
     out: Annotated[Path, option("FILE", "The page to write.")] = Path("report.html"),
     shape: Annotated[
-        list[str] | None, option("MxNxK[xL]", "Only these, with all their trials; may be repeated.")
+        list[str] | None, option("MxNxK[xL]", "Only these shapes, with all their trials; may be repeated.")
     ] = None,
     device: Annotated[
         str | None,

@@ -24,8 +24,8 @@ def command(
         ),
     ] = False,
 ) -> None:
-    """Run a program with its matrix products served by tuned kernels, as `tunegemm.enable()` in each of its
-    Python processes: `-- vllm serve ...`.
+    """Run a program and serve its matrix products with tuned kernels, as if each of its Python processes
+    called `tunegemm.enable()`: `-- vllm serve ...`.
     """
     if env == bool(words):
         raise arguments.UsageError("give a program, as in: tunegemm run -- python train.py; or --env alone")

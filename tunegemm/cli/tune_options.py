@@ -27,8 +27,8 @@ class Search:
     effort: Annotated[
         Effort | None,
         typer.Option(
-            help="How much of the space to try. Default: quick; with --from and --budget full for those that "
-            "may gain most, in the time that is left."
+            help="How much of the space to try. Default: quick; with --from and --budget then full for the "
+            "products that may gain most, while time remains."
         ),
     ] = None
     trials: Annotated[int | None, count_option("Most candidates to measure per shape.")] = None

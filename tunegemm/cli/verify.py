@@ -33,12 +33,12 @@ def command(
     everything: Annotated[
         bool, typer.Option("--all", help="Race all records, not only those marked for verification.")
     ] = False,
-    top: Annotated[int, options.count_option("Stored candidates per record.")] = 5,
+    top: Annotated[int, options.count_option("Stored candidates to race per record.")] = 5,
     device: options.GpuSpec = None,
     db: options.DatabaseLocation = None,
     workers: options.Workers = None,
 ) -> None:
-    """Race records of another driver or library patch again, beside their stored rivals.
+    """Race records from another driver or library patch again, beside their stored rivals.
 
     With --predicted: race the predicted kernels; the winner, or torch.mm, becomes the record.
     """
@@ -58,6 +58,7 @@ def command(
         verify_predicted(list(dict.fromkeys(named)), device, db, workers)
         return
     shapes = arguments.parse_shapes(shape)
+    arguments.require_database(db)
     from tunegemm.store import Database
     from tunegemm.store.layers import read_records
     from tunegemm.tuning.tuner import Tuner, open_gpu
@@ -88,7 +89,7 @@ def verify_predicted(problems: list[Problem], spec: str | None, db: str | None, 
 
     opened = open_gpu(spec)
     torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's library is asked as in a program
-    with Database.open(db) as database, Tuner(opened, database, workers=workers) as tuner:
+    with Database.open(db, create=True) as database, Tuner(opened, database, workers=workers) as tuner:
         snapshot = Snapshot(database.records()) if db is not None else read_snapshot()
         for problem in problems:
             found, why = predictions(snapshot, problem, opened)

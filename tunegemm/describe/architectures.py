@@ -1,4 +1,4 @@
-"""What NVIDIA's GPUs since Ampere can hold, by compute capability, and datasheet figures of some of them."""
+"""The limits of NVIDIA's GPUs since Ampere, by compute capability, and datasheet figures of some parts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _KIB = 1024
 class Architecture:
     """Limits that hold for every part of one compute capability.
 
-    Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", and CCCL's
-    `cuda::arch_traits` for 8.7, 10.3, 11.0 and 12.1; for what instructions exist, the target notes of the
-    PTX ISA. The CuTe DSL has the shared memory of each, too, which a test compares.
+    Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; CCCL's
+    `cuda::arch_traits` for 8.7, 10.3, 11.0 and 12.1; and the target notes of the PTX ISA for the
+    instructions. The CuTe DSL also lists each one's shared memory, and a test compares the two.
     """
 
     capability: tuple[int, int]
@@ -21,7 +21,7 @@ class Architecture:
     name: str
     """The generation."""
     compile_target: str
-    """What the compilers call it, such as ``sm_90a``."""
+    """The compilers' name, such as ``sm_90a``."""
     smem_bytes_per_block: int
     """Largest shared memory of one block, after opting in."""
     smem_bytes_per_sm: int
@@ -31,8 +31,8 @@ class Architecture:
     max_cluster_size: int
     """Most blocks of a portable cluster; 1 where there are no clusters."""
     flops_per_cycle: int
-    """Dense bf16 of the tensor cores of one multiprocessor a cycle, with fp32 sums (datasheets' rates over
-    multiprocessors and boost clocks). GeForce parts do half of it up to Ada and in 12.0."""
+    """Dense bf16 FLOP per cycle of the tensor cores of one multiprocessor, with fp32 sums (the datasheet's
+    rate over multiprocessors and boost clock). GeForce parts do half of it up to Ada and in 12.0."""
     fp8: bool = True
     """Whether its tensor cores multiply fp8."""
     fp4: bool = False
@@ -40,7 +40,7 @@ class Architecture:
     tma: bool = False
     """Whether it has the Tensor Memory Accelerator."""
     wgmma: bool = False
-    """Whether a warpgroup multiplies out of shared memory (wgmma, of sm_90a alone)."""
+    """Whether a warpgroup multiplies from shared memory (wgmma, only on sm_90a)."""
     tcgen05: bool = False
     """Whether it has tensor memory, and tcgen05.mma."""
     registers_per_sm: int = 65536
@@ -62,7 +62,8 @@ class Architecture:
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        """What of it kernels differ by, in words: mma.sync and cp.async are on all."""
+        """The instructions in which architectures differ for kernels, in words; all have mma.sync and
+        cp.async."""
         flags = {
             "fp8": self.fp8,
             "fp4": self.fp4,
@@ -73,7 +74,7 @@ class Architecture:
         return tuple(name for name, has in flags.items() if has)
 
     def rate(self, device_name: str) -> int:
-        """`flops_per_cycle` of a part by its product name."""
+        """The `flops_per_cycle` of a part with this product name."""
         halved = "GeForce" in device_name and self.capability in _HALVED_GEFORCE
         return self.flops_per_cycle // 2 if halved else self.flops_per_cycle
 
@@ -107,7 +108,7 @@ ARCHITECTURES: dict[tuple[int, int], Architecture] = {
 
 
 def of_target(compile_target: str) -> Architecture:
-    """The architecture that the compilers call so."""
+    """The architecture with this compiler name."""
     return next(one for one in ARCHITECTURES.values() if one.compile_target == compile_target)
 
 
@@ -126,9 +127,9 @@ class Part:
     l2_bytes: int
     memory_bytes: int
     source: str = ""
-    """NVIDIA's document that gives the figures."""
+    """The document by NVIDIA that gives the figures."""
     compared: str = ""
-    """Which of them were compared with a public copy of it, or with what others read on such a card."""
+    """Which figures were compared with a public copy of the document, or with readings on such a card."""
 
 
 def _part(
@@ -189,7 +190,7 @@ PARTS: dict[str, Part] = {
 
 
 def part_named(device_name: str) -> Part | None:
-    """The part that CUDA calls so; None for one whose datasheet is not here."""
+    """The part with this CUDA name; None if its datasheet is not listed here."""
     return next((part for part in PARTS.values() if part.device_name == device_name), None)
 
 

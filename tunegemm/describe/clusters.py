@@ -1,10 +1,10 @@
-"""Where a GPU puts thread block clusters: how many run at once, and which of them share a GPC.
+"""Where a GPU puts thread block clusters: how many run at once, and which share a GPC.
 
-A graphics processing cluster (GPC) merges its multiprocessors' reads of the same lines of L2, if they come at
-about the same time; not those of multicasts (H200, 2026-11-22). A grid's
-clusters are handed out to one GPC after the other, always alike on an idle device, so that clusters of
-neighbouring indices lie apart. CUDA reports neither. What is measured here only decides which cluster
-computes which tile: where it does not hold, kernels are slower and as right.
+A graphics processing cluster (GPC) merges its multiprocessors' reads of the same lines of L2 if they come at
+about the same time; it does not merge multicasts (H200, 2026-11-22). The hardware gives a grid's clusters to
+one GPC after the other, in the same order each time on an idle device, so clusters with neighbouring indices
+lie apart. CUDA reports neither fact, so this module measures them. The result only decides which cluster
+computes which tile: if it is wrong, kernels are slower and still correct.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _LaunchConfig(ctypes.Structure):
 
 @functools.cache
 def active_clusters(index: int, cluster_size: int, smem_bytes: int) -> int | None:
-    """The driver's count for blocks with so much shared memory; None when it cannot be asked."""
+    """The driver's count for blocks with this much shared memory; None if the driver cannot be asked."""
     try:
         with loaded(index, smem_bytes) as (driver, function):
             return _most_active(driver, function, cluster_size, smem_bytes) or None
@@ -87,10 +87,10 @@ def active_clusters(index: int, cluster_size: int, smem_bytes: int) -> int | Non
 
 
 def gpcs_of_clusters(index: int, cluster_size: int, clusters: int, smem_bytes: int) -> tuple[int, ...] | None:
-    """A number of the GPC of each cluster of a grid, whose blocks have so much shared memory.
+    """The GPC number of each cluster of a grid whose blocks have this much shared memory.
 
-    None where it cannot be measured, as during a capture or beside other work. `clusters`: as many as run at
-    once, or fewer.
+    None if it cannot be measured, for example during a capture or beside other work. `clusters`: as many as
+    run at once, or fewer.
     """
     import torch
 
@@ -100,9 +100,10 @@ def gpcs_of_clusters(index: int, cluster_size: int, clusters: int, smem_bytes: i
 
 
 def places_of(gpcs: Sequence[int]) -> tuple[int, ...]:
-    """A place in the rasterization for each cluster, such that those of one GPC follow each other.
+    """A place in the rasterization for each cluster, so that clusters of one GPC follow each other.
 
-    GPCs with few clusters come first: what a chip has left over of several then fills whole blocks.
+    GPCs with few clusters come first: the clusters that a chip has left over from several GPCs then fill
+    whole blocks.
     """
     size = Counter(gpcs)
     order = sorted(range(len(gpcs)), key=lambda cluster: (size[gpcs[cluster]], gpcs[cluster], cluster))
@@ -137,7 +138,7 @@ def gpcs_of_launches(index: int, cluster_size: int, clusters: int, smem_bytes: i
 
 
 def groups(clusters: Sequence[Sequence[int]]) -> dict[int, int]:
-    """The least number among the multiprocessors that each shares a GPC with, as far as clusters show."""
+    """For each multiprocessor the lowest number among those in its GPC, as far as clusters reveal them."""
     least: dict[int, int] = {}
     for cluster in clusters:
         joined = {least.get(sm, sm) for sm in cluster}
@@ -151,7 +152,8 @@ def groups(clusters: Sequence[Sequence[int]]) -> dict[int, int]:
 def multiprocessors_of(
     driver: Any, function: ctypes.c_void_p, index: int, size: int, smem_bytes: int, clusters: int = 0
 ) -> list[list[int]]:
-    """Where each cluster's blocks ran; by default as many as run at once. Empty where none does."""
+    """The multiprocessors that ran each cluster's blocks; by default for as many clusters as run at once.
+    Empty if none does."""
     import torch
 
     clusters = clusters or _most_active(driver, function, size, smem_bytes)

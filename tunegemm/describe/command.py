@@ -1,4 +1,4 @@
-"""The commands that messages and reports print for users to run: what is printed parses to what was meant."""
+"""The commands that messages and reports print for users to run; a shell reads them as the same words."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def command_line(command: str, options: Mapping[str, object]) -> str:
 
 
 def tune_command(problem: Problem, **more: object) -> str:
-    """The command line that tunes the very problem, or the Python call where no option names it.
+    """The command line that tunes exactly this problem, or the Python call if no option can name it.
 
-    That is so for a user's own epilogue, which only its program knows, and for a column-major output.
+    That is the case for a user's own epilogue, which only its program knows, and for a column-major output.
     more: further options of `tunegemm tune`.
     """
     if problem.out_major != "n" or problem.fused.function is not None:

@@ -74,7 +74,8 @@ class Device:
     l2_bytes: int
     memory_bytes: int
     peak_tflops: float
-    """Dense bf16 rate: the datasheet's, else by the driver's clocks (no Hopper's slice); 0 if unknown."""
+    """Dense bf16 rate from the datasheet, else from the driver's clocks (but not for a MIG slice of a
+    Hopper); 0 if unknown."""
     bandwidth_gbps: float
     """Memory bandwidth, as `peak_tflops`."""
     fingerprint: Fingerprint
@@ -114,12 +115,12 @@ class Device:
 
     @property
     def is_known_part(self) -> bool:
-        """Whether its peaks are a datasheet's."""
+        """Whether its peaks come from a datasheet."""
         return part_named(self.name) is not None
 
     @property
     def flops_per_cycle(self) -> int:
-        """Dense bf16 of one multiprocessor's tensor cores a cycle."""
+        """Dense bf16 FLOP per cycle of one multiprocessor's tensor cores."""
         return self.architecture.rate(self.name)
 
     @property
@@ -128,11 +129,10 @@ class Device:
         return int(self.spec.partition(":")[2] or 0) if self.is_real else 0
 
     def lacks_memory(self, problem: Problem) -> str | None:
-        """Why the problem's operands and output do not fit into the device's memory together; None if they
-        do.
+        """Why the problem's operands and output together exceed the device's memory; None if they fit.
 
-        Assumes packed operands; those of a program may share memory, such as batch entries that are one
-        matrix.
+        It assumes packed operands. A program's operands may share memory, for example batch entries that are
+        one matrix.
         """
         if problem.memory_bytes <= self.memory_bytes:
             return None
@@ -140,7 +140,7 @@ class Device:
         return f"{problem}: operands and output of {need_gb:.4g} GB > {have_gb:.4g} GB of {self.name}"
 
     def peak_tflops_of(self, problem: Problem) -> float:
-        """Dense rate for the problem's operands; 0 where `peak_tflops` is."""
+        """Dense rate for the problem's operands; 0 if `peak_tflops` is."""
         return self.peak_tflops * problem.relative_rate
 
     def roofline_us(self, problem: Problem) -> float:
@@ -168,9 +168,9 @@ class Telemetry:
 
 def find_device(spec: str = "cuda:0") -> Device:
     """The device named ``cuda``, ``cuda:N``, or ``model:NAME`` (a known part, such as ``model:h200``; its
-    name alone will do).
+    name alone works, too).
 
-    Raises DeviceError when it is not there. Recorded devices are opened by `tunegemm.measure.replay`.
+    Raises DeviceError if it is not there. `tunegemm.measure.replay` opens recorded devices.
     """
     kind, colon, name = spec.partition(":")
     if kind == "cuda":
@@ -215,7 +215,7 @@ def _device_of(spec: str, found: driver.Properties) -> Device:
     if found.capability < min(ARCHITECTURES):
         oldest = ARCHITECTURES[min(ARCHITECTURES)]
         raise DeviceError(
-            f"{found.name} is {name} and has no cp.async, with which kernels here load; use a GPU from "
+            f"{found.name} is {name} and has no cp.async, which all kernels here use; use a GPU from "
             f"{oldest.name} ({oldest.short_name}) on, or torch.mm"
         )
     if (architecture := ARCHITECTURES.get(found.capability)) is None:
@@ -236,9 +236,9 @@ def _device_of(spec: str, found: driver.Properties) -> Device:
 
 
 def too_old_driver(device_name: str) -> str:
-    """Why torch's CUDA does not start under the driver; empty where it does, or where either is not known.
+    """Why torch's CUDA does not start with this driver; empty if it does, or if either version is unknown.
 
-    Within one major version an older driver will do (CUDA Compatibility, minor version compatibility).
+    Within one major version an older driver works (CUDA Compatibility, minor version compatibility).
     """
     built, supported = torch_version()[1], driver.cuda_version()
     major = digits(built.partition(".")[0]) or 0
@@ -294,11 +294,11 @@ def package_version(name: str) -> str:
 
 @functools.cache
 def even_cut(sm_count: int, cluster_size: int) -> int:
-    """Clusters that fit a Hopper chip of so many multiprocessors, at best.
+    """How many clusters fit a Hopper chip with this many multiprocessors, at best.
 
     A cluster lives in one graphics processing cluster. Hopper has 8 of them, cut unevenly by yield, always by
-    whole pairs of multiprocessors; the most even cut of 132 is 2 x 18 + 6 x 16, which holds 66 clusters of 2
-    and 32 of 4. The driver's own figure may be lower on a less even chip.
+    whole pairs of multiprocessors. The most even cut of 132 is 2 x 18 + 6 x 16, which holds 66 clusters of 2
+    and 32 of 4. On a less even chip the driver's own figure may be lower.
     """
     gpcs = 8
     pairs, odd = divmod(sm_count // 2, gpcs)
@@ -307,7 +307,7 @@ def even_cut(sm_count: int, cluster_size: int) -> int:
 
 
 def driver_version() -> str:
-    """Ask the kernel module where it answers: starting NVML looks at every GPU of the host."""
+    """Ask the kernel module first: starting NVML looks at every GPU of the host."""
     with suppress(OSError):
         return Path("/sys/module/nvidia/version").read_text().strip()
     with suppress(Exception):  # it may be missing, of another version than the driver, or forbidden
@@ -373,7 +373,7 @@ class TelemetryReader:
         return None if energy_mj is None else float(energy_mj)
 
     def busy_percent(self) -> int | None:
-        """The share of the last second or less in which a kernel of any process ran; None when not known."""
+        """The share of the last second or less in which any process ran a kernel; None if unknown."""
         rates = self._ask("nvmlDeviceGetUtilizationRates")
         return None if rates is None else int(rates.gpu)
 

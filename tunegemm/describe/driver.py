@@ -1,7 +1,7 @@
-"""What CUDA's driver says of its GPUs.
+"""Asks CUDA's driver about its GPUs, through ctypes.
 
-By ctypes: on an H200's host to import torch takes 3 s, of which a tuning's first process needs nothing else,
-and cuda.bindings 16 ms (2026-11-23, 2026-11-21).
+On an H200's host importing torch takes 3 s and cuda.bindings 16 ms; the first process of a tuning needs
+nothing else from either (2026-11-23, 2026-11-21).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAME_BYTES = 256
 
 @dataclass(frozen=True)
 class Properties:
-    """What a GPU is."""
+    """The properties of a GPU."""
 
     name: str
     capability: tuple[int, int]
@@ -31,13 +31,12 @@ class Properties:
     clock_khz: int = 0
     """Highest clock of its multiprocessors; 0 if the driver does not say."""
     bandwidth_gbps: float = 0.0
-    """Of device memory, by its clock and width; 0 if the driver does not say."""
+    """Bandwidth of device memory, from its clock and width; 0 if the driver does not report them."""
 
 
 def cuda_version() -> tuple[int, int]:
-    """The newest CUDA that the driver supports; (0, 0) where there is no driver. It also answers a process
-    that sees no GPU, in which CUDA does not start.
-    """
+    """The newest CUDA that the driver supports; (0, 0) without a driver. It also works in a process that sees
+    no GPU, in which CUDA does not start."""
     version = ctypes.c_int()
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -47,7 +46,7 @@ def cuda_version() -> tuple[int, int]:
 
 
 def device_count() -> int:
-    """GPUs that this process may use; 0 where there is no driver."""
+    """How many GPUs this process may use; 0 without a driver."""
     count = ctypes.c_int()
     try:
         _ask("cuDeviceGetCount", ctypes.byref(count))
@@ -57,7 +56,7 @@ def device_count() -> int:
 
 
 def properties(index: int) -> Properties:
-    """Raises RuntimeError or OSError where it is not there."""
+    """The properties of one device. Raises RuntimeError or OSError if it is not there."""
     device = _device(index)
     name, memory_bytes = ctypes.create_string_buffer(_NAME_BYTES), ctypes.c_size_t()
     _ask("cuDeviceGetName", name, _NAME_BYTES, device)
@@ -83,9 +82,10 @@ def properties(index: int) -> Properties:
 
 @contextmanager
 def primary_context(index: int) -> Iterator[Any]:
-    """The driver's library, with the device's primary context current: the one that torch has, too.
+    """The driver's library, with the device's primary context current, which is also torch's context.
 
-    Raises RuntimeError or OSError, as when the GPU's memory is full or another process has it alone.
+    Raises RuntimeError or OSError, for example if the GPU's memory is full or another process uses it
+    exclusively.
     """
     _ask("cuCtxPushCurrent_v2", _primary_context(index))
     try:
@@ -95,10 +95,10 @@ def primary_context(index: int) -> Iterator[Any]:
 
 
 def ensure_context(index: int) -> bool:
-    """Gives a thread that has no context of CUDA's yet the device's primary one; whether it had none.
+    """Give a thread without a CUDA context the device's primary one. Returns whether it had none.
 
-    A thread has none before its first call of CUDA's runtime, and what launches by the driver or by cuBLASLt
-    fails there. Raises as `primary_context`.
+    A thread has none before its first call of CUDA's runtime, and until then launches by the driver or by
+    cuBLASLt fail in it. Raises the errors of `primary_context`.
     """
     current = ctypes.c_void_p()
     _ask("cuCtxGetCurrent", ctypes.byref(current))

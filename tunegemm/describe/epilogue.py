@@ -125,7 +125,8 @@ class Epilogue:
 
     @property
     def is_defined(self) -> bool:
-        """Whether its operands are known here: always, except for another process's user function."""
+        """Whether this process knows its operands; false only for a user's function that another process
+        defined."""
         return self.function is None or str(self.function) in _definitions
 
     @property
@@ -135,7 +136,7 @@ class Epilogue:
 
     @property
     def scales(self) -> bool:
-        """Whether fp32 scales multiply the product, or may do so in a user's function."""
+        """Whether fp32 scales multiply the product, or a user's function may do so."""
         return self.function is not None or "scale_tensor" in self.steps or "scale_rowwise" in self.steps
 
     @property
@@ -150,7 +151,7 @@ class Epilogue:
         return sum(operand.words for operand in self.operands)
 
     def before_gate(self, acc: Any, values: Mapping[str, Any]) -> Any:
-        """All steps up to the activation; for gated ones without it. values: of the operands, by name."""
+        """Apply all steps up to the activation, or up to the gate. values: the operands, by name."""
         if self.function is not None:
             return self.function.call(acc, values)
         for step in self.steps:
@@ -161,18 +162,16 @@ class Epilogue:
         return acc
 
     def gate(self, even: Any, odd: Any) -> Any:
-        """The gated product of two neighbouring columns."""
+        """Apply the gate to two neighbouring columns of the product."""
         return activate(next(GATED[step] for step in self.steps if step in GATED), even) * odd
 
     def after_gate(self, value: Any, values: Mapping[str, Any]) -> Any:
-        """The operations that follow the activation."""
+        """Apply the steps after the activation."""
         return value + values["residual"] if "residual" in self.steps else value
 
     def reference(self, product: Any, values: Mapping[str, Any]) -> Any:
-        """D in fp32 from the fp32 product, both torch tensors; vectors, matrices and numbers by name.
-
-        `amax` is left to the caller: it is the largest magnitude of what is returned.
-        """
+        """D in fp32 from the fp32 product, both torch tensors; vectors, matrices and numbers come by name.
+        The caller computes `amax`: the largest magnitude of the result."""
         broadcast = dict(values)
         for operand in self.operands:
             if operand.kind != "number":
@@ -186,7 +185,7 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class Custom:
-    """A user's function, known by its name and the hash of its source."""
+    """A user's function, identified by its name and the hash of its source."""
 
     name: str
     digest: str
@@ -196,7 +195,8 @@ class Custom:
 
     @property
     def source(self) -> str:
-        """What a compiling process needs. Raises ProblemError where this process has not defined it."""
+        """The source for a compiling process. Raises ProblemError if this process has not defined the
+        function."""
         return self._definition.source
 
     @property
@@ -231,7 +231,7 @@ _BRANCHES = (ast.If, ast.IfExp, ast.While, ast.BoolOp, ast.Not, ast.Assert, ast.
 
 
 def define(source: str) -> Custom:
-    """Make a user's function known from its source, as a process that compiles it does."""
+    """Define a user's function from its source, as compiling processes do."""
     lines = source.splitlines()
     while lines and not lines[0].startswith("def "):
         lines.pop(0)  # decorators
@@ -386,19 +386,19 @@ def _weighted(matrix: Any, number: Any) -> Any:
 
 
 def absolute(x: Any) -> Any:
-    """|x|; of NaN NaN."""
+    """|x|; NaN for NaN."""
     return where(x > x * -1.0, x, x * -1.0)
 
 
 def maximum(x: Any, y: Any) -> Any:
-    """The larger of two, either of which may be a number; NaN where one is, as of torch.maximum."""
+    """The larger of two values, either of which may be a number; NaN if one is NaN, as in torch.maximum."""
     if _is_torch(x, y):
         return _of_tensors("maximum", x, y)
     return _chosen(x, y, lambda one, other: one > other)
 
 
 def minimum(x: Any, y: Any) -> Any:
-    """The smaller of two, either of which may be a number; NaN where one is, as of torch.minimum."""
+    """The smaller of two values, either of which may be a number; NaN if one is NaN, as in torch.minimum."""
     if _is_torch(x, y):
         return _of_tensors("minimum", x, y)
     return _chosen(x, y, lambda one, other: one < other)
@@ -433,7 +433,7 @@ def where(condition: Any, x: Any, y: Any) -> Any:
 
 
 def operand_dtype(operand: Operand, out_dtype: str) -> str:
-    """The short dtype name of an operand for an output of a dtype."""
+    """The short dtype name of an operand, given the output's dtype."""
     if operand.fp32 or operand.kind == "number":
         return "fp32"
     return "bf16" if out_dtype.startswith("fp8") else out_dtype

@@ -1,4 +1,4 @@
-"""In what torch computes fp32 products on a GPU, by what the installed torch has.
+"""How torch computes fp32 products on a GPU, according to the installed torch.
 
 Not all of its releases (2.10 to 2.14) have ``torch.backends.cuda.matmul.fp32_precision``, and those that do
 may raise at ``allow_tf32`` once a program has used both.
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 
 def fp32_precision() -> str:
-    """``tf32`` where products may be computed so; else ``ieee``, or ``none`` where nobody has said."""
+    """``tf32`` if products may use it; else ``ieee``, or ``none`` if nobody has set it."""
     import torch
 
     if (ask := getattr(torch._C, "_get_fp32_precision_getter", None)) is not None:
@@ -20,7 +20,7 @@ def fp32_precision() -> str:
 
 
 def set_fp32_precision(precision: str) -> None:
-    """From now on, in this process."""
+    """Set the precision for this process from now on."""
     import torch
 
     if (put := getattr(torch._C, "_set_fp32_precision_setter", None)) is not None:
@@ -31,7 +31,7 @@ def set_fp32_precision(precision: str) -> None:
 
 @contextmanager
 def computing_fp32_in(precision: str) -> Iterator[None]:
-    """Until the end of the block, however it ends."""
+    """Set the precision until the end of the block, however the block ends."""
     before = fp32_precision()
     set_fp32_precision(precision)
     try:
@@ -41,7 +41,7 @@ def computing_fp32_in(precision: str) -> Iterator[None]:
 
 
 def tf32_remedy() -> str:
-    """The line by which a program allows tf32."""
+    """The line with which a program allows tf32."""
     import torch
 
     if hasattr(torch.backends.cuda.matmul, "fp32_precision"):

@@ -82,9 +82,10 @@ MAX_ALIGNMENT = 16
 
 
 def normalize_dtype(name: str | torch.dtype, offered: Iterable[str] = DTYPE_BYTES) -> str:
-    """The short name, such as ``bf16``, for any usual spelling, such as ``torch.bfloat16``, and for that.
+    """The short name, such as ``bf16``, for any usual spelling, including ``torch.bfloat16`` and the short
+    name itself.
 
-    Raises ProblemError for an unknown name. offered: what that error recommends.
+    Raises ProblemError for an unknown name. offered: the names that this error recommends.
     """
     short = str(name).lower().removeprefix("torch.")
     short = _ALIASES.get(short, short)
@@ -102,7 +103,7 @@ def operand_dtypes(in_dtype: str) -> tuple[str, str]:
 
 
 def in_dtype_of(a_dtype: str, b_dtype: str) -> str:
-    """The input dtype of operands of these types. Raises ProblemError where they have no common product."""
+    """The input dtype for operands of these types. Raises ProblemError if they have no common product."""
     if a_dtype == b_dtype:
         return a_dtype
     if a_dtype.startswith("fp8_") and b_dtype.startswith("fp8_"):
@@ -155,9 +156,10 @@ class Problem:
     """What the kernel does to the product before storing it, as `describe.epilogue` writes it; empty:
     nothing."""
     accumulation: str = "fast"
-    """How sums over k are kept: one of `ACCUMULATIONS`; ``two_level`` only for fp8."""
+    """How sums over k are computed: one of `ACCUMULATIONS`; ``two_level`` only for fp8."""
     groups: int = 0
-    """How many groups the m rows are divided in, each with its own B (`tunegemm.grouped_mm`); 0 for none."""
+    """Number of groups that divide the m rows, each with its own B (`tunegemm.grouped_mm`); 0 without groups.
+    """
 
     if not TYPE_CHECKING:
 
@@ -392,14 +394,15 @@ class Problem:
 
     @property
     def torch_call(self) -> str:
-        """torch's own call that a record compares with. For fp16 groups, which torch multiplies one by one
-        once the device has reported their sizes, those products alone."""
+        """Torch's own call that a record compares with. For fp16 groups, which torch multiplies one by one
+        after the device has reported their sizes, it is those products alone."""
         calls = {"bf16": "torch._grouped_mm", "fp16": "torch.mm", "fp8_e4m3": "torch._scaled_grouped_mm"}
         return calls[self.in_dtype] if self.groups else "torch.mm"
 
     @property
     def our_call(self) -> str:
-        """The function of ours that a record serves; others that compute the same product use it, too."""
+        """tunegemm's function that a record serves; other functions that compute the same product use the
+        record, too."""
         if not self.groups:
             return "matmul"
         scaled = "scaled_" if self.fused.scales else ""
@@ -407,8 +410,8 @@ class Problem:
 
     @property
     def as_modelled(self) -> Problem:
-        """The product as the model sees it: groups as a batch of equal ones whose rows are B's columns, as
-        their kernels see them; any other product unchanged."""
+        """The product as the model sees it. Groups become a batch of equal groups whose rows are B's columns,
+        as the kernels see them; any other product is unchanged."""
         if not self.groups:
             return self
         rows, a_major = -(-self.m // self.groups), "k" if self.b_major == "k" else "m"
@@ -434,7 +437,7 @@ class Problem:
 
     @property
     def out_n(self) -> int:
-        """Columns of D: n, or n / 2 where pairs of columns gate each other."""
+        """Columns of D: n, or n / 2 if pairs of columns gate each other."""
         return self.n // 2 if self.fused.gated else self.n
 
     @property
@@ -464,8 +467,8 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Fewest bytes through device memory: each operand read once, the output written once. Of groups, one
-        group's weights, since it may have all rows."""
+        """Fewest bytes through device memory: each operand is read once, the output written once. Groups
+        count the weights of one group, since one group may have all rows."""
         inputs = (self.m * self.k + self.k * self.n) * DTYPE_BYTES[self.in_dtype]
         out = self.m * self.out_n * DTYPE_BYTES[self.out_dtype]
         fused = sum(
@@ -477,14 +480,13 @@ class Problem:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of its operands and output; of groups, with all weights."""
+        """Bytes of its operands and output; groups count all weights."""
         others = max(0, self.groups - 1) * self.k * self.n
         return self.bytes + others * DTYPE_BYTES[self.in_dtype]
 
     def operand_shape(self, operand: Operand) -> tuple[int, ...]:
-        """Shape of an epilogue's operand; a number has none. C is added before columns gate each other. In
-        groups each has a line for its columns.
-        """
+        """Shape of an epilogue's operand; a number has none. C is added before columns gate each other. With
+        groups each group has a row of column values."""
         if operand.kind in ("number", "scalar"):
             return ()
         if operand.kind == "n" and self.groups:
@@ -547,7 +549,7 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def contiguous_mode(tensor: torch.Tensor, *, row_mode: str, column_mode: str, prefer: str) -> str:
-    """The contiguous one of the last two modes; `prefer` where an extent of 1 lets both pass."""
+    """Whichever of the last two modes is contiguous; `prefer` if both are, because one has an extent of 1."""
     rows, columns = tensor.shape[-2:]
     row_stride, column_stride = tensor.stride()[-2:]
     candidates = []

@@ -1,7 +1,7 @@
-"""Search spaces: what may be varied, and one point of it.
+"""Search spaces, which list the values that may vary, and single points of them.
 
-A space is a TOML file: lists of values, compile-time and launch-time ones apart.
-Nothing in it is executable; what is legal is decided by the family's rules.
+A space is a TOML file: lists of values, with separate tables for compile time and launch time. Nothing in it
+is executable; the family's rules decide what is legal.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Value lists of one family. `None` in no list; every combination is a candidate, legal or not."""
+    """Value lists of one family. No list contains `None`; every combination is a candidate, legal or not."""
 
     family: str
     compile_values: Mapping[str, tuple[Value, ...]]

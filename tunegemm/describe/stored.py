@@ -1,7 +1,7 @@
-"""A problem as databases, files and `--json` keep it: twelve fields, since before products had groups.
+"""A problem as databases, files and `--json` store it: in twelve fields, as before groups existed.
 
-The groups of a product are there as its `batch`, with `grouped` for the first step of its epilogue. Records
-are found by these fields, so they stay as they are.
+A product with groups stores their number as `batch`, and `grouped` as the first step of its epilogue. Records
+are found by these fields, so the fields stay as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _read: Callable[[Any], tuple[Any, ...]] = attrgetter(*FIELDS)
 
 
 def cells_of(problem: Any) -> tuple[Any, ...]:
-    """The stored fields of a `Problem`, or of another value that has those and `groups`."""
+    """The stored fields of a `Problem`, or of any value with the same fields and `groups`."""
     cells = _read(problem)
     if not problem.groups:
         return cells
@@ -32,12 +32,12 @@ def cells_of(problem: Any) -> tuple[Any, ...]:
 
 
 def document_of(problem: Any) -> dict[str, Any]:
-    """The stored fields by their names."""
+    """The stored fields, by name."""
     return dict(zip(FIELDS, cells_of(problem), strict=True))
 
 
 def fields_from(batch: int, epilogue: str) -> dict[str, Any]:
-    """The fields `batch`, `epilogue` and `groups` of a value whose stored batch and epilogue these are."""
+    """The fields `batch`, `epilogue` and `groups`, from a stored batch and epilogue."""
     word, plus, steps = str(epilogue).partition("+")
     if word != _GROUPED or (plus and not steps):
         return {"batch": batch, "epilogue": epilogue, "groups": 0}
@@ -45,6 +45,6 @@ def fields_from(batch: int, epilogue: str) -> dict[str, Any]:
 
 
 def problem_of(*cells: Any) -> Problem:
-    """The problem of stored fields. Raises ProblemError for what is none."""
+    """The problem with these stored fields. Raises ProblemError if they are not a problem."""
     values = dict(zip(FIELDS, cells, strict=True))
     return Problem(**values | fields_from(values["batch"], values["epilogue"]))

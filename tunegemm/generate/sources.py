@@ -1,6 +1,7 @@
-"""What a family's kernels are compiled from, as a hash: records and objects hold for the code that made them.
+"""Hashes the sources that a family's kernels are compiled from: records and objects hold for the code that
+made them.
 
-Comments, docstrings and blank lines are left out, so that to reword them makes nothing stale.
+The hash ignores comments, docstrings and blank lines, so rewording them makes nothing stale.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _REST_OF_LINE = re.compile(r"[ \t]*(?:#[^\n]*)?(?:\n|\Z)")
 
 @functools.cache
 def kernel_sources(folder: Path) -> tuple[Path, ...]:
-    """The files that end up in a family's kernels: in its folder ``config.py``, ``kernel*.py``, and those of
-    a folder ``kernel``; of the ``kernel*.py`` here, which families share, those that one of these imports.
-    Behind them those of another family, if one of these imports any.
+    """The files that end up in a family's kernels.
 
-    But not ``kernel_minimal.py``, which no candidate runs.
+    In its folder these are ``config.py``, ``kernel*.py``, and the files of a folder ``kernel``; of the
+    ``kernel*.py`` here, which families share, those that one of these imports. Then follow those of another
+    family, if one of these imports any. ``kernel_minimal.py`` is not among them, since no candidate runs it.
     """
     names = ("config.py", "kernel*.py", "kernel/**/*.py")
     own = {path for name in names for path in folder.glob(name) if path.name != "kernel_minimal.py"}
@@ -57,10 +58,11 @@ def hash_of_code(paths: tuple[Path, ...]) -> str:
 
 
 def code_of(source: str) -> str:
-    """What of a Python source is code, for comparing: sources of the same code give the same text.
+    """The code in a Python source, for comparison: sources with the same code give the same text.
 
-    By a regular expression: `tokenize` takes 40 times as long and differs from one Python to the next. What
-    it cannot be sure of stays: a comment behind an f-string, whose expressions may hold quotes (Python 3.12).
+    It uses a regular expression, because `tokenize` takes 40 times as long and differs between Python
+    versions. It keeps what it cannot be sure of: a comment behind an f-string, whose expressions may hold
+    quotes (Python 3.12).
     """
     code: list[str] = []
     strings: list[str] = []

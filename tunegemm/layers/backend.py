@@ -1,4 +1,4 @@
-"""torch.compile's backend `tunegemm`: Dynamo's graph with fused calls, run as it is, without Inductor."""
+"""torch.compile's backend `tunegemm`: puts fused calls into Dynamo's graph and runs it, without Inductor."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _log = logging.getLogger(__name__)
 
 
 def tunegemm(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Serves a graph: ``torch.compile(model, backend="tunegemm")``.
+    """Serve a graph: ``torch.compile(model, backend="tunegemm")``.
 
-    Gate and up with their activation, a layer with its activation and residual, the remaining linear layers,
-    and products of matrices, batches and rows in groups become tunegemm's calls. Attention runs without its
-    mask where the graph computes a causal one from extents alone. All else stays torch's; nothing is
-    compiled. What a graph trains stays torch's, and so does a graph under deterministic algorithms or within
-    torch.func.
+    These become tunegemm's calls: gate and up with their activation, a layer with its activation and
+    residual, the remaining linear layers, and products of matrices, batches and rows in groups. Attention
+    runs without its mask if the graph computes a causal one from extents alone. Torch computes everything
+    else, and nothing is compiled. Torch also computes graphs that train, and graphs under deterministic
+    algorithms or within torch.func.
     """
     count = prepare(graph)
     _log.info("%s", said(count))
@@ -31,7 +31,7 @@ def tunegemm(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Call
 
 
 def prepare(graph: torch.fx.GraphModule) -> Counter[str]:
-    """Puts tunegemm's calls into a graph; how often each pattern was found."""
+    """Put tunegemm's calls into a graph. Returns how often each pattern matched."""
     if deterministic() or functorch_level() is not None or _is_transformed(graph):
         return Counter()
     count = fuse(graph.graph)
@@ -51,7 +51,7 @@ def _is_transformed(graph: torch.fx.GraphModule) -> bool:
 
 
 def said(count: Counter[str]) -> str:
-    """What became of a graph, in a line."""
+    """A line that says what was fused in a graph."""
     if not count:
         return "tunegemm: no linear layer of this graph is served"
     words = ", ".join(f"{number} x {name}" for name, number in count.items())

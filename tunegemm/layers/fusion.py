@@ -1,4 +1,4 @@
-"""The one pass over a graph of torch's operations: what matches a pattern becomes a call of tunegemm."""
+"""The one pass over a graph of torch's operations. It replaces each match of a pattern by tunegemm's call."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Make = Callable[[Match, tuple[Any, ...]], Callable[..., Any] | None]
 
 
 def of_site(match: Match, facts: tuple[Any, ...]) -> Callable[..., Any]:
-    """What a graph calls that runs as it is."""
+    """The function that a graph without a compiler calls."""
     made: Callable[..., Any] = match.site(*match.words, facts)
     return made
 
 
 def fuse(graph: Graph, make: Make = of_site, patterns: Sequence[Pattern] | None = None) -> Counter[str]:
-    """Replaces what is recognised in a graph, in place; how often each pattern was.
+    """Replace the matches in a graph, in place. Returns how often each pattern matched.
 
-    make: of a match and facts of its operands the function to be called with the operands. patterns: what to
-    look for, in this order; `PATTERNS` by default.
+    make: makes the function to call with the operands, from a match and facts about its operands. patterns:
+    the patterns to look for, in this order; by default `PATTERNS`.
     """
     count: Counter[str] = Counter()
     for pattern in PATTERNS if patterns is None else patterns:

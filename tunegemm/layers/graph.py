@@ -1,7 +1,7 @@
 """Facts about a graph of torch's operations, as Dynamo gives it to a backend, before AOTAutograd.
 
-Its nodes have the fake tensors that Dynamo computed with, so that shapes, dtypes, gradients and views that
-share memory are known. Extents may be symbolic: nothing here adds a guard.
+Its nodes hold the fake tensors that Dynamo computed with, so shapes, dtypes, gradients and views that share
+memory are known. Extents may be symbolic; no function here adds a guard.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def value(node: Any) -> Any:
 
 
 def calls(node: Any, name: str) -> tuple[Any, Any] | None:
-    """The two operands of what `_SAME` names, as a function, an operator or a method; else None."""
+    """The two operands of a call of what `_SAME` lists, as a function, an operator or a method; else None."""
     if not isinstance(node, Node) or node.kwargs or len(node.args) != 2:
         return None
     is_method = node.op == "call_method" and node.target == name
@@ -68,8 +68,7 @@ def linear_of(node: Any) -> Layer | None:
 
 
 def product_of(node: Any) -> tuple[Node, ...] | None:
-    """The operands of a product of matrices or batches, or of rows in groups, whose ends are the third; None
-    for anything else."""
+    """The operands of a product of matrices or batches, or of rows in groups and their ends; else None."""
     operands: tuple[Any, ...] | None = calls(node, "matmul") or calls(node, "mm") or calls(node, "bmm")
     if operands is None and isinstance(node, Node) and node.op == "call_function" and node.target in _GROUPED:
         given = dict(zip(("input", "mat2"), node.args, strict=False)) | node.kwargs
@@ -79,7 +78,7 @@ def product_of(node: Any) -> tuple[Node, ...] | None:
 
 
 def transposed_of(node: Any) -> Node | None:
-    """The matrix that a node is the transposed view of, however that is written; None for anything else."""
+    """The matrix of which a node is the transposed view, however it is written; else None."""
     found = value(node)
     if found is None or found.ndim != 2 or not node.args or not isinstance(node.args[0], Node):
         return None
@@ -134,10 +133,10 @@ _NEEDS_LAYOUT = frozenset(("as_strided", "set_", "data_ptr", "untyped_storage", 
 
 
 def takes_views(node: Node) -> bool:
-    """Whether the users of a layer's result compute the same where its rows have gaps.
+    """Whether the users of a layer's result compute the same if its rows have gaps.
 
-    Views of it are made again with such rows, which fails where torch could not make them; a result of the
-    whole graph keeps its layout, and so does what is given to functions that are not torch's.
+    Views of the result must be made again for such rows, which fails where torch itself could not. A result
+    of the whole graph keeps its layout, and so does an argument of a function outside torch.
     """
     found = value(node)
     if found is None or found.ndim < 2:
@@ -177,7 +176,7 @@ def _example_of(node: Node) -> Any:
 
 
 def are_same(left: Iterable[Any], right: Iterable[Any]) -> bool:
-    """Whether extents are equal, whatever symbols in them stand for."""
+    """Whether extents are equal for all values of their symbols."""
     left, right = tuple(left), tuple(right)
     return len(left) == len(right) and all(
         a is b or statically_known_true(a == b) for a, b in zip(left, right, strict=True)
@@ -185,7 +184,7 @@ def are_same(left: Iterable[Any], right: Iterable[Any]) -> bool:
 
 
 def is_matrix(tensor: torch.Tensor) -> bool:
-    """Whether a weight is strided with contiguous rows and extents that are numbers."""
+    """Whether a weight is strided, with contiguous rows and constant extents."""
     return (
         tensor.ndim == 2
         and tensor.layout is torch.strided
@@ -195,7 +194,7 @@ def is_matrix(tensor: torch.Tensor) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Tells storages apart: fake tensors that are views of one share it."""
+    """An identity of the storage: fake tensors that are views of the same storage have the same."""
     return tensor.untyped_storage()._cdata
 
 
@@ -213,14 +212,13 @@ class Order:
         }
 
     def all_before(self, operands: Iterable[Node], node: Node) -> bool:
-        """Whether operands are there where a node stands. What the pass itself has put in is."""
+        """Whether all operands exist at a node's place. Nodes that the pass inserted always do."""
         place = self._place[node]
         return all(self._place.get(operand, -1) < place for operand in operands)
 
     def may_move(self, nodes: Iterable[Node], operands: Iterable[Node]) -> bool:
-        """Whether these nodes compute the same where the last, or the first, of them stands: what stands
-        between them writes to no operand and changes no state of torch's.
-        """
+        """Whether these nodes compute the same at the place of the last (or the first) of them: no node in
+        between writes to an operand or changes torch's state."""
         own = {*nodes}
         places = [self._place[node] for node in own]
         read: set[int] = set()
@@ -241,7 +239,7 @@ class Order:
 
 
 def writes(node: Node) -> Iterator[Any]:
-    """What a node writes to: nodes, or None for what is not known, as of state that it changes."""
+    """The nodes that a node writes to; None in place of what is unknown, such as changed state."""
     if node.op in ("placeholder", "get_attr", "output"):
         return
     if node.op == "call_method":

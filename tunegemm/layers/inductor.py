@@ -1,7 +1,8 @@
-"""The pass in Inductor, while `enable` is on: torch's pointwise code around our products.
+"""The pass in Inductor, while `enable` is on: tunegemm's products, with Inductor's pointwise code around
+them.
 
-Inductor runs it over Dynamo's graph, before it differentiates. It takes gates, layers with an activation,
-and linear layers; sums stay in the graph, where Inductor fuses them with what follows.
+Inductor runs it over Dynamo's graph before it differentiates. The pass takes gates, layers with an
+activation, and linear layers. Sums stay in the graph, where Inductor fuses them with the next operations.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Fusion:
     """Inductor's `pre_grad_custom_pass`."""
 
     def __init__(self, before: Any) -> None:
-        """before: the pass, or passes, that the program had set."""
+        """before: the pass, or passes, that the program had already set."""
         self.before = tuple(before) if isinstance(before, list | tuple) else (before,) * (before is not None)
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -49,7 +50,7 @@ class Fusion:
             fuse(graph, _function_of)
 
     def uuid(self) -> Any:
-        """What Inductor's caches go by: it takes a code from its cache where this is as it was."""
+        """The key for Inductor's caches: cached code is used again only if the key is the same."""
         others = []
         for each in self.before:
             uuid = getattr(each, "uuid", None)
@@ -67,7 +68,7 @@ class Fusion:
 
 
 def install() -> None:
-    """Sets the pass, now or when the program imports Inductor, which takes seconds."""
+    """Set the pass now, or when the program imports Inductor, which takes seconds."""
     if _CONFIG in sys.modules:
         _set(sys.modules[_CONFIG])
     elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
@@ -194,7 +195,7 @@ torch.library.register_fake(
 
 
 def lower() -> None:
-    """Inductor's code calls the function, without torch's dispatcher."""
+    """Make Inductor's code call the function directly, not through torch's dispatcher."""
     lower_to_function(
         torch.ops.tunegemm.gate.default, _gate, "tunegemm_gate",
         lambda x, gate, up: [*x.get_size()[:-1], gate.get_size()[0]],
@@ -202,7 +203,7 @@ def lower() -> None:
 
 
 def enable() -> takeover.Takeover:
-    """`takeover.enable`, and the pass in what Inductor compiles meanwhile."""
+    """Call `takeover.enable`, and run the pass on everything that Inductor compiles meanwhile."""
     install()
     return takeover.enable()
 

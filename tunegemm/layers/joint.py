@@ -1,6 +1,8 @@
-"""One launch for several weights of one input, which it reads where they lie (`tunegemm.generate.joined`).
+"""One launch for several weights of the same input, which it reads where they lie
+(`tunegemm.generate.joined`).
 
-Products side by side, as q, k and v; or a gate and its up, of two weights or of one that holds both.
+It computes products side by side, such as q, k and v; or a gate and its up, from two weights or one that
+holds both.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ Parts = Callable[..., tuple[Sequence[torch.Tensor], Sequence[Any]]]
 
 
 class Keep(Enum):
-    """For how long what was decided of a call holds."""
+    """How long a decision about a call holds."""
 
     NOT = enum.auto()
     WAITS = enum.auto()
@@ -48,10 +50,11 @@ class Keep(Enum):
 def way_of(
     x: torch.Tensor, parts: Parts, operands: Sequence[Any], *, gate: str = ""
 ) -> tuple[Callable[..., Any] | None, Keep]:
-    """What computes calls like this one, of contiguous x, from now on, None where torch does; and for how
-    long. It takes (x, *operands), and returns None for addresses that the kernel does not take.
+    """The function that computes calls like this one, with contiguous x, and how long it may be used. None if
+    torch computes them.
 
-    parts: of operands the weights and their biases. gate: a gated step; the weights are then gate and up.
+    The function takes (x, *operands), and returns None if the kernel does not take their addresses. parts:
+    the weights and biases among the operands. gate: a gated step; the weights are then gate and up.
     """
     weights, biases = parts(*operands)
     ns, rows = [weight.shape[0] for weight in weights], x.numel() // x.shape[-1]
@@ -75,7 +78,7 @@ def way_of(
 def chosen(
     rows: int, ns: Sequence[int], k: int, dtype: torch.dtype, gpu: str, *, gate: str = "", bias: bool = False
 ) -> JoinedChoice | None:
-    """The kernel that serves such a product; None where torch does."""
+    """The kernel that serves such a product; None if torch computes it."""
     if extension.is_off() or extension.policy().is_batch_invariant or (not gate and rows > MOST_ROWS):
         return None
     if dtype not in _DTYPES or k % 8 or any(n % 8 for n in ns):

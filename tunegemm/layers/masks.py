@@ -1,8 +1,9 @@
 """Attention masks that a graph computes from its extents alone, as models of transformers do under Dynamo.
 
-Eager transformers passes no mask where it would be causal, so that torch's fastest attention runs. Traced
+Eager transformers passes no mask if the mask would be causal, so that torch's fastest attention runs. Traced
 code cannot look at a mask: it computes the mask from `arange` and passes it, and attention with a mask is
-slower. Here the mask is computed once for each set of extents. Where it is causal, attention runs without it.
+slower. This module computes the mask once for each set of extents. If it is causal, attention runs without
+it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _MOST = 4096
 
 
 class Mask:
-    """Computes a mask from extents, or None where it is causal."""
+    """Computes a mask from extents; None if the mask is causal."""
 
     def __init__(self, program: GraphModule) -> None:
         self.program = program
@@ -81,15 +82,13 @@ class Mask:
 
 
 def attend(query: Any, key: Any, value: Any, attn_mask: Any, **words: Any) -> torch.Tensor:
-    """Torch's attention; a mask of None is causal."""
+    """Torch's attention, causal if the mask is None."""
     return sdpa(query, key, value, attn_mask=attn_mask, is_causal=attn_mask is None, **words)
 
 
 def drop(graph: Graph) -> int:
-    """Replaces masks that a graph computes from extents alone, in place.
-
-    Returns how many calls of attention had such a mask.
-    """
+    """Replace masks that a graph computes from extents alone, in place. Returns how many calls of attention
+    had such a mask."""
     count, masks = 0, dict.fromkeys(each for node in graph.nodes if (each := _mask_of(node)) is not None)
     for mask in masks:
         users = [*mask.users]

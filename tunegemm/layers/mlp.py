@@ -1,9 +1,9 @@
-"""The gate of an MLP by one kernel, where nobody compiles the model.
+"""Computes the gate of an MLP by one kernel in a model that nobody compiles.
 
-Only a module whose class's forward is, by its source, `self.down(self.act(self.gate(x)) * self.up(x))` and
-no more, and whose children are plain linear layers without biases and an activation of torch's. It gets a
-`forward` of its own; its class, its parameters and its children stay. At each call that finds anything else
-(hooks, another child, gradients, autocast, modes), the class's forward runs.
+It changes only modules whose class's forward, by its source, is exactly `self.down(self.act(self.gate(x)) *
+self.up(x))`, and whose children are plain linear layers without biases and an activation module of torch's.
+Such a module gets its own `forward`. Its class, parameters and children stay the same. If a call meets
+anything else (hooks, another child, gradients, autocast, modes), the class's forward runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Places(NamedTuple):
 
 
 def places_of(cls: type) -> Places | None:
-    """The names of the children, for a class whose forward is just an MLP with a gate; None for another."""
+    """The names of the children, for a class whose forward is exactly a gated MLP; else None."""
     forward = vars(cls).get("forward")
     return _places_in(forward) if isinstance(forward, FunctionType) else None
 
@@ -88,7 +88,7 @@ def _result_of(body: list[ast.stmt]) -> ast.expr | None:
 
 
 def activation_of(module: Any) -> str:
-    """The name of an activation that is a module of torch's; empty for any other."""
+    """The name of an activation module of torch's; empty for any other module."""
     if type(module) is nn.SiLU:
         return "" if module.inplace else "silu"
     if type(module) is nn.GELU:
@@ -97,7 +97,7 @@ def activation_of(module: Any) -> str:
 
 
 def recognised(module: nn.Module) -> Places | None:
-    """The children of a module that `fuse` may give a forward; None for any other."""
+    """The children of a module whose forward `fuse` may replace; None for any other module."""
     places = places_of(type(module))
     if places is None or "forward" in vars(module):
         return None
@@ -109,7 +109,7 @@ def recognised(module: nn.Module) -> Places | None:
 
 
 class Forward:
-    """What stands for the forward of one MLP: `module.forward`."""
+    """Replaces the forward of one MLP, as `module.forward`."""
 
     def __init__(self, module: nn.Module, places: Places) -> None:
         self._module, self._places = module, places
@@ -177,7 +177,8 @@ def _is_bare(module: Any) -> bool:
 
 
 def fuse(model: nn.Module) -> int:
-    """Gives recognised MLPs of a model a forward; how many have one now."""
+    """Replace the forward of the MLPs that are recognised. Returns how many of the model's MLPs have a
+    replaced one now."""
     for module in model.modules():
         if (places := recognised(module)) is not None:
             module.forward = Forward(module, places)
@@ -185,12 +186,12 @@ def fuse(model: nn.Module) -> int:
 
 
 def unfuse(model: nn.Module) -> None:
-    """Takes it away again."""
+    """Restore the forwards that `fuse` replaced."""
     for module in model.modules():
         if is_fused(module):
             del module.forward
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether a module has a forward of ours."""
+    """Whether `fuse` replaced a module's forward."""
     return isinstance(vars(module).get("forward"), Forward)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Literal, overload
 
 import torch
 
-from tunegemm.errors import ProblemError
+from tunegemm.errors import ProblemError, TunegemmWarning
 from tunegemm.layers.report import Report, lines_of
 from tunegemm.torch.linear import TunedLinear, is_tuned, untuned
 
@@ -29,12 +30,19 @@ def patch(model: torch.nn.Module, *, fuse: bool = False, report: bool = False) -
     report: return a `Report` instead of the number, with a line for each layer: what was done, and for how
     many rows there is a kernel.
 
-    Raises ProblemError if `model` is not a module.
+    Warns if the model has no such layer. Raises ProblemError if `model` is not a module.
     """
     _check_model(model)
     layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
     for layer in layers:
         layer.__class__ = TunedLinear
+    if not any(is_tuned(type(module)) for module in model.modules()):
+        warnings.warn(
+            f"patch() changed nothing: {type(model).__name__} has no layer whose class is torch.nn.Linear; "
+            "tunegemm.enable() serves the products of any module",
+            TunegemmWarning,
+            stacklevel=2,
+        )
     if fuse:
         from tunegemm.layers import mlp
 

@@ -1,9 +1,9 @@
-"""What the pass recognises: each pattern says what it matches, what it becomes, and what it needs.
+"""The patterns that the pass looks for: each says what it matches, what replaces it, and what it needs.
 
-To add one: write a function of a node that returns a `Match` or None, a site for it in `sites` (and for
-Inductor a function in `inductor`), and put the pattern into `PATTERNS`, before those that match parts of
+To add one: write a function that returns a `Match` for a node, or None; add a site for it in `sites` (and for
+Inductor a function in `inductor`); and put the pattern into `PATTERNS`, before patterns that match parts of
 it. The pass itself refuses matches whose operands are written to in between, whose intermediates have other
-users, that mix dtypes or devices, or whose gradients are wanted.
+users, that mix dtypes or devices, or that need gradients.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ class Match:
     """Nodes that one call replaces."""
 
     kind: str
-    """What is found, for a report: the pattern's name."""
+    """The pattern's name, for a report."""
     nodes: tuple[Node, ...]
-    """All that go; the last one's result is the call's."""
+    """All nodes that the call replaces; its result replaces that of the last one."""
     operands: tuple[Node, ...]
-    """The call's: first the input, then weights, biases and a residual."""
+    """The call's operands: first the input, then weights, biases and a residual."""
     site: Callable[..., Any]
-    """Makes the call, from facts of the operands."""
+    """Makes the call from facts about the operands."""
     words: tuple[Any, ...]
-    """Its first arguments."""
+    """The first arguments of `site`."""
     results: tuple[Node, ...] = ()
-    """The nodes that the call's results replace, in their order, where it has several; the call then stands
-    where the first one does."""
+    """If the call has several results, the nodes that they replace, in order. The call then stands at the
+    place of the first."""
 
     ends: tuple[Node, ...] = ()
-    """Where groups of rows end: the call's last argument."""
+    """The ends of groups of rows: the call's last argument."""
 
     @property
     def weights(self) -> tuple[Node, ...]:
-        """The operands that are matrices of weights."""
+        """The operands that are weight matrices."""
         count = {"gate": 2, "several": len(self.results), "product": 0}.get(self.kind, 1)
         return self.operands[1 : 1 + count]
 
@@ -88,9 +88,9 @@ def gate(node: Node) -> Match | None:
 
 
 def half_gate(node: Node, layer: Callable[[Node], Layer | None] = linear_of) -> Match | None:
-    """The same of the halves of one layer's result, or of every other column, however they are taken.
+    """The same for the halves of one layer's result, or for every other column, however they are taken.
 
-    layer: says of a node which linear layer it is; graphs of engines spell layers in their own way.
+    layer: says which linear layer a node is; the graphs of engines spell layers differently.
     """
     for activated, other in _both_ways(calls(node, "mul")):
         found, upper = activation_of(activated), _part_of(other)
@@ -141,7 +141,7 @@ def chain(node: Node) -> Match | None:
 
 
 def several(node: Node) -> Match | None:
-    """Two or three linear layers of one input, such as q, k and v; this is the first of them."""
+    """Two or three linear layers of one input, such as q, k and v, if this node is the first of them."""
     if (layer := linear_of(node)) is None:
         return None
     x, first, bias = layer
@@ -160,7 +160,7 @@ def several(node: Node) -> Match | None:
 
 
 def linear(node: Node) -> Match | None:
-    """A linear layer alone."""
+    """A linear layer on its own."""
     if (layer := linear_of(node)) is None:
         return None
     x, weight, bias = layer
@@ -169,7 +169,7 @@ def linear(node: Node) -> Match | None:
 
 
 def product(node: Node) -> Match | None:
-    """A product that is no layer's: of two matrices or batches of them, or of rows in groups."""
+    """A product outside linear layers: of two matrices or batches of them, or of rows in groups."""
     operands = product_of(node)
     if operands is None or any(each is None or each.ndim < 2 for each in map(value, operands[:2])):
         return None

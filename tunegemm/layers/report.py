@@ -1,4 +1,4 @@
-"""What became of each linear layer of a patched model, in words."""
+"""Says in words what `patch` did to each linear layer of a model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Line:
     """fused: an MLP whose gate is recognised; served: a layer that calls `tunegemm.linear`; left: a layer
     that `patch` did not change."""
     why: str
-    """With the numbers of rows that have a kernel here."""
+    """The reason, with the numbers of rows that have a kernel here."""
 
     def __str__(self) -> str:
         return f"{self.state:6}  {self.name}: {self.why}"
@@ -40,7 +40,7 @@ class Report:
     """What `patch` did, a line for each layer."""
 
     patched: int
-    """Linear layers that call `tunegemm.linear` now and did not before."""
+    """How many linear layers call `tunegemm.linear` now and did not before."""
     lines: tuple[Line, ...]
 
     def __iter__(self) -> Iterator[Line]:
@@ -55,7 +55,7 @@ class Report:
 
 
 def lines_of(model: torch.nn.Module) -> Iterator[Line]:
-    """A line for each linear layer of a patched model, and for each MLP with a forward of ours."""
+    """A line for each linear layer of a patched model, and for each MLP whose forward was replaced."""
     from tunegemm.layers import mlp
 
     known: dict[Hashable, str] = {}

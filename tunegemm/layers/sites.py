@@ -1,12 +1,10 @@
-"""The calls that the pass puts into a graph: each decides once per shape of its input how it is computed.
+"""The calls that the pass inserts into a graph. Each decides once per input shape how it is computed.
 
-A site knows what the graph's guards promise: dtypes, devices, the layout of weights, that no gradient is
-wanted. It looks at what they do not: the addresses of this call, and whether the input is contiguous. What it
-decided is kept in a `LaunchCache`, and so ends with another policy, a `refresh`, new records.
-Where no kernel is known, torch's operations run as the graph had them; each linear layer among them is a site
-of its own.
-
-Equal sites are one object: the layers of a model decide together.
+A site knows what the graph's guards promise: dtypes, devices, the layout of weights, and that no gradient is
+needed. It checks the rest: the addresses of this call, and whether the input is contiguous. A `LaunchCache`
+keeps its decisions, so another policy, a `refresh` or new records end them. If no kernel is known, torch's
+operations run as in the original graph; each linear layer among them is a site of its own. Equal sites are
+one object, so equal layers of a model decide once.
 """
 
 from __future__ import annotations
@@ -44,10 +42,11 @@ MOST_SHAPES = 4096
 
 
 class Site:
-    """One kind of call. Subclasses say how it is decided and what torch's operations are."""
+    """One kind of call. Subclasses define how to decide, and torch's operations."""
 
     def __init__(self, label: str, facts: tuple[Any, ...]) -> None:
-        """label: what it is, for a report. facts: what its operands have in common but for rows."""
+        """label: the kind, for a report. facts: what calls of this site have in common, apart from their
+        rows."""
         self.label, self.facts = label, facts
         self.__name__ = f"tunegemm_{type(self).__name__.lower()}"  # which torch.fx writes into code
         self.ways = LaunchCache(of_products=True)
@@ -84,17 +83,17 @@ class Site:
         return result
 
     def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, Keep]:
-        """How calls like this one are computed from now on, None by torch; the result of this call, None
-        where torch is to compute it; and for how long."""
+        """How calls like this one are computed from now on (None: by torch), the result of this call (None if
+        torch must compute it), and how long the decision holds."""
         raise NotImplementedError  # pragma: no cover - each kind has its own
 
     def by_torch(self, x: torch.Tensor, *operands: Any) -> Any:
-        """Torch's operations, as the graph had them."""
+        """Run torch's operations as in the original graph."""
         raise NotImplementedError  # pragma: no cover - each kind has its own
 
 
 class Linear(Site):
-    """A linear layer, and what becomes of its result: (x, weight[, bias][, residual])."""
+    """A linear layer with optional steps after the product: (x, weight[, bias][, residual])."""
 
     def __init__(self, activation: str, has_bias: bool, has_residual: bool, facts: tuple[Any, ...]) -> None:
         steps = ["bias_n"] * has_bias + [activation] * bool(activation) + ["residual"] * has_residual
@@ -181,7 +180,7 @@ def _captured(way: Way, x: torch.Tensor, *operands: torch.Tensor) -> Any:
 
 
 class Joint(Site):
-    """Several weights of one input, which one launch reads where they lie."""
+    """Several weights of one input, in one launch that reads them where they lie."""
 
     def parts(self, *operands: Any) -> tuple[Any, Any]:
         """The weights and biases of a call."""
@@ -198,7 +197,7 @@ class Gated(Joint):
     """Gate and up: (x, gate, up[, gate's bias, up's bias]), or in one weight (x, weight[, bias])."""
 
     def __init__(self, activation: str, layout: str, has_bias: bool, facts: tuple[Any, ...]) -> None:
-        """layout: two weights; or of one gate first, up first, or alternate."""
+        """layout: two weights; or one weight with the gate first, the up first, or both alternating."""
         place = "" if layout == TWO_WEIGHTS else f", {layout} in one weight"
         super().__init__(f"gate and up with {activation}{place}", facts)
         self.gate, self._activate = GATE_OF[activation], ACTIVATIONS[activation]
@@ -225,8 +224,8 @@ class Gated(Joint):
 
 
 class Several(Joint):
-    """Linear layers of one input: (x, *weights, *biases); a tuple of results, views of one where a kernel
-    computes them."""
+    """Linear layers of one input: (x, *weights, *biases). Returns a tuple of results; a kernel returns views
+    of one tensor."""
 
     def __init__(self, has_bias: bool, columns: tuple[int, ...], facts: tuple[Any, ...]) -> None:
         super().__init__(f"{len(columns)} layers of one input", facts)
@@ -280,7 +279,7 @@ _linears = cache(Linear)
 
 
 def linear(has_bias: bool, facts: tuple[Any, ...]) -> Linear:
-    """The site of a linear layer alone."""
+    """The site of a linear layer on its own."""
     return _linears("", has_bias, False, facts)
 
 

@@ -31,7 +31,7 @@ class Grid:
 
 
 def best_so_far(trials: Sequence[Record]) -> list[tuple[int, float]]:
-    """Number of the trial and the ratio, wherever a trial was better than all before."""
+    """The trial number and ratio of each trial that was better than all before it."""
     steps: list[tuple[int, float]] = []
     for number, trial in enumerate(trials, 1):
         if not steps or trial.ratio > steps[-1][1]:
@@ -40,7 +40,7 @@ def best_so_far(trials: Sequence[Record]) -> list[tuple[int, float]]:
 
 
 def gap(details: Details) -> str:
-    """Why the record's ratio is not where the curve of its search ends; empty where the two agree."""
+    """Why the record's ratio differs from the end of its search's curve; empty if they agree."""
     record, tried = details.winner.record, details.tried
     if not tried or abs(math.log(best_so_far(tried)[-1][1] / record.ratio)) <= math.log1p(NOISE_FLOOR):
         return ""
@@ -55,9 +55,10 @@ def gap(details: Details) -> str:
 
 
 def tile_grids(trials: Sequence[Record]) -> list[Grid]:
-    """The best of each tile per family and schedule; the fastest grid first. Libraries have no tiles.
+    """The best candidate of each tile, per family and schedule, with the fastest grid first. Libraries have
+    no tiles.
 
-    Of the search alone, where there is one: ratios of its trials and of a race do not compare.
+    If there was a search, only its trials count: their ratios do not compare with those of a race.
     """
     found: dict[tuple[str, str], dict[tuple[int, int], Record]] = {}
     for trial in [trial for trial in trials if trial.method == SCREEN] or trials:
@@ -83,9 +84,10 @@ def tile_grids(trials: Sequence[Record]) -> list[Grid]:
 
 
 def importances(trials: Iterable[Record]) -> dict[str, dict[str, float]]:
-    """How much each parameter decides, by family; a library's and families with too few trials are left out.
+    """How much each parameter decides, by family; libraries and families with too few trials are left out.
 
-    Some of many trials are weighed, evenly from the fastest to the slowest: Optuna takes a millisecond each.
+    If there are many trials, a sample counts, taken evenly from the fastest to the slowest: Optuna takes a
+    millisecond per trial.
     """
     ratios: dict[str, dict[Candidate, float]] = {}
     for trial in trials:
@@ -99,7 +101,8 @@ def importances(trials: Iterable[Record]) -> dict[str, dict[str, float]]:
 
 
 def ratio_limits(winners: Sequence[Winner]) -> tuple[float, float]:
-    """Ends of a common axis for speed-ups: every ratio and 1 are in it, and intervals up to twice as wide."""
+    """The ends of a common axis for speed-ups. It contains every ratio, 1, and intervals of up to twice the
+    width."""
     low = min(min(winner.record.ratio for winner in winners), 0.98)
     high = max(max(winner.record.ratio for winner in winners), 1.02)
     reach = (high / low) ** 0.25

@@ -1,7 +1,7 @@
-"""The report's figures, drawn by matplotlib and put into the HTML page.
+"""Draws the report's figures with matplotlib and puts them into the HTML page.
 
-Colours are the variables of `assets/page.css`, so that figures follow it into the dark and onto
-paper, and each mark of the roofline is an element of its own that the page's script explains.
+Colours are the variables of `assets/page.css`, so figures follow the page's dark and print styles. Each mark
+of the roofline is an element of its own, which the page's script explains.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ _PLACES = (
 
 
 def inline_roofline(contents: Contents) -> str:
-    """The roofline as an SVG element, whose marks tell their record and belong to its row of the table."""
+    """The roofline as an SVG element. Each mark names its record and belongs to the record's row of the
+    table."""
     device, winners = contents.device, contents.winners
     peaks = f"{device.peak_tflops:g} TFLOP/s and {device.bandwidth_gbps / 1000:g} TB/s"
     known = f"datasheet peaks {peaks}" if device.peak_tflops else "peaks of this device unknown"
@@ -87,7 +88,7 @@ def inline_roofline(contents: Contents) -> str:
 
 
 def inline_convergence(details: Details) -> str:
-    """The search of one shape as an SVG element; empty where nothing but a race was measured."""
+    """The search of one shape as an SVG element; empty if only a race was measured."""
     tried = details.tried
     if not tried:
         return ""
@@ -116,7 +117,7 @@ def inline_convergence(details: Details) -> str:
 
 
 def heat_class(ratio: float) -> str:
-    """One of seven steps around torch.mm; the number stands in the cell as well."""
+    """One of seven steps around torch.mm; the cell also shows the number."""
     kinds = ("h-4", "h-3", "h-2", "h-1", "h1", "h2", "h3")
     return kinds[bisect_right((0.7, 0.85, 0.95, 1.0, 1.01, 1.03), ratio)]
 

@@ -1,6 +1,7 @@
 """A report's contents: the records of one device with their samples, and the trials behind some of them.
 
-It comes from a tuning database or from a recording (`replay:NAME`); the second says so wherever it is shown.
+They come from a tuning database or from a recording (`replay:NAME`). A page about a recording says so
+wherever it shows times.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ DETAILED, MOST_TRIALS = 12, 20_000
 
 @dataclass(frozen=True)
 class Winner:
-    """The record of one problem, with its samples, and what tells how sure it is."""
+    """The record of one problem, with its samples and what shows how certain it is."""
 
     record: Record
     low: float
-    """Lower end of the 95 % interval of the ratio; under six rounds the whole range."""
+    """Lower end of the 95 % interval of the ratio; with fewer than six rounds, of the whole range."""
     high: float
     percent_of_roofline: float | None
 
@@ -53,7 +54,7 @@ class Winner:
 
     @property
     def verdict(self) -> Verdict:
-        """Against torch.mm: equal where the noise or the interval does not decide."""
+        """Faster or slower than torch.mm, or equal if the noise or the interval does not decide."""
         ratio = self.record.ratio
         if math.log(max(ratio, 1 / ratio)) <= math.log1p(max(self.record.noise, NOISE_FLOOR)):
             return "equal"
@@ -72,13 +73,13 @@ class Winner:
 
 @dataclass(frozen=True)
 class Details:
-    """Everything that was tried for one problem."""
+    """All trials of one problem."""
 
     winner: Winner
     trials: tuple[Record, ...]
     """Every measured candidate, oldest first."""
     sequence: tuple[Record, ...]
-    """The order in which a search measured: `trials`, or of a recording a search replayed on it."""
+    """The order in which a search measured: `trials`, or for a recording a search that was replayed on it."""
 
     @property
     def problem(self) -> Problem:
@@ -86,13 +87,13 @@ class Details:
 
     @property
     def tried(self) -> list[Record]:
-        """The sequence without final races, whose ratios do not compare with a search's."""
+        """The sequence without final races, whose ratios do not compare with those of a search."""
         return [trial for trial in self.sequence if trial.method == SCREEN]
 
 
 @dataclass(frozen=True)
 class FailureGroup:
-    """Failed candidates with one reason, numbers left out."""
+    """Failed candidates that share a reason, apart from its numbers."""
 
     stage: str
     reason: str
@@ -117,13 +118,14 @@ class Contents:
     failures: tuple[FailureGroup, ...]
     """Most frequent first."""
     other_devices: tuple[str, ...] = ()
-    """Devices in the same database that are not in here."""
+    """Other devices in the same database, which this page leaves out."""
     steady: Mapping[Problem, float] = field(default_factory=dict)
-    """Of a recording, whose kernels share one clock: the ratios in steady state, where records have them."""
+    """For a recording, whose kernels share one clock: the steady-state ratios of the records that have them.
+    """
 
     @property
     def origin(self) -> str:
-        """One sentence: where the times come from."""
+        """One sentence that says where the times come from."""
         if self.source == "recorded":
             return (
                 f"Recorded on an {self.device.name} ({self.location}), where all kernels share one clock; "
@@ -153,7 +155,7 @@ class Contents:
         return Counter(winner.verdict for winner in self.winners)
 
     def fingerprints(self) -> dict[Fingerprint, int]:
-        """Number of records measured under each."""
+        """How many records were measured under each fingerprint."""
         return dict(Counter(winner.record.fingerprint for winner in self.winners).most_common())
 
 
@@ -166,9 +168,9 @@ def from_database(
 ) -> Contents:
     """One device's page from a database: all its records, and the trials of `detailed` problems.
 
-    device: its stored name or a part of it; by default the device that was measured last. shapes: only these
-    (``MxNxK``), all of them with their trials. Without it, the problems measured last have their trials.
-    Raises TunegemmError, which names what there is, when nothing fits.
+    device: its stored name or a part of it; by default the device measured last. shapes: only these
+    (``MxNxK``), each with its trials. Without it, the problems measured last have their trials. Raises
+    TunegemmError if nothing fits; the message names what there is.
     """
     from tunegemm.store import queries
     from tunegemm.store.connection import display
@@ -205,9 +207,9 @@ def from_database(
 
 
 def from_recording(replay: ReplayDevice, *, shapes: Sequence[str] = (), detailed: int = DETAILED) -> Contents:
-    """A page on recorded sweeps; `shapes` and `detailed` as in `from_database`.
+    """A page about recorded sweeps; `shapes` and `detailed` as in `from_database`.
 
-    There is no final race in a sweep: what stands for the record is the candidate that would win one, by the
+    A sweep has no final race. In place of the record the page shows the candidate that would win one, by the
     rule of `tunegemm.measure.statistics.winner`.
     """
     from tunegemm.choose.snapshot import read_snapshot
@@ -253,16 +255,16 @@ def from_recording(replay: ReplayDevice, *, shapes: Sequence[str] = (), detailed
 
 
 def steady_record(snapshot: Snapshot, problem: Problem, device: Device) -> Record | None:
-    """The problem's record, where its final race ran in steady state: what a program gains is that figure.
+    """The problem's record if its final race ran in steady state, which gives the gain that a program sees.
 
-    Products that memory limits are raced at one shared clock, as a recording is.
+    Products that memory limits are raced at one shared clock, as in a recording.
     """
     record = snapshot.find(problem, device.fingerprint)
     return record if record is not None and record.confirmed and not is_memory_bound(problem) else None
 
 
 def named_device(text: str, names: Sequence[str]) -> str:
-    """The device name that `text` is or is a part of. Raises TunegemmError unless it is one."""
+    """The device whose name is `text` or contains it. Raises TunegemmError unless there is exactly one."""
     if not text:
         raise TunegemmError(f"device '' is not a name; use one of {', '.join(names) or 'none'}")
     exact = [name for name in names if name.lower() == text.lower()]

@@ -43,9 +43,7 @@ class Check:
 
 
 def examine(database: str | None = None) -> list[Check]:
-    """Every check, in the order in which things depend on each other. Changes nothing, but for unpacking
-    TUNEGEMM_PACK.
-    """
+    """Every check, ordered by what depends on what. It changes nothing, but it unpacks TUNEGEMM_PACK."""
     return [
         Check("tunegemm", "ok", f"{tunegemm.__version__} on Python {platform.python_version()}"),
         _packages(),
@@ -199,7 +197,7 @@ def _packs() -> list[Check]:
         )
         troubles = [f"{name}: {why}" for name, why in packing.cannot_launch(records).items()]
         if refused := packing.refused_here(records):
-            troubles.append(f"{len(refused)} of no use on this GPU: {refused[0].reason}")
+            troubles.append(f"{len(refused)} unusable on this GPU: {refused[0].reason}")
         try:
             ArtifactStore(pack.folder).check()
         except ArtifactError as error:
@@ -225,7 +223,7 @@ def _database(location: str | None) -> Check:
             from tunegemm.store.damage import damaged_rows
             from tunegemm.store.layers import absent
     except ExtraError as error:
-        return Check("database", "note", f"not looked into: {error}", "nothing, where nothing is tuned")
+        return Check("database", "note", f"not checked: {error}", "nothing, unless you tune here")
     try:
         if location is None and (missing := [line for line in absent() if line.startswith("TUNEGEMM_DB")]):
             detail, _, remedy = missing[0].partition("; correct")
@@ -235,7 +233,7 @@ def _database(location: str | None) -> Check:
             if refusal := _refusal_to_write(place.parent):
                 raise DatabaseError(f"{place}: {refusal}")
             return Check(
-                "database", "note", f"{place} is not there yet", "`tunegemm tune` on a GPU creates it"
+                "database", "note", f"{place} does not exist yet", "`tunegemm tune` on a GPU creates it"
             )
         with Database.open(location, read_only=True) as database:
             records, damaged = len(database.records()), damaged_rows(database)
@@ -322,7 +320,7 @@ def _workers() -> Check:
         with extras.named():
             import psutil
     except ExtraError as error:
-        return Check("workers", "note", f"not counted: {error}", "nothing, where nothing is tuned")
+        return Check("workers", "note", f"not counted: {error}", "nothing, unless you tune here")
     from tunegemm.compile.pool import default_workers
 
     memory, cores = psutil.virtual_memory().available, len(os.sched_getaffinity(0))

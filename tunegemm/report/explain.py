@@ -67,7 +67,7 @@ class TileFacts:
     flops_per_smem_byte: float
     """2 m n k of a tile over the bytes of its A and B tiles: the seed's arithmetic intensity."""
     tile_tflops: float
-    """What that intensity allows at the device's memory bandwidth, were there no L2."""
+    """The rate that this intensity allows at the device's memory bandwidth without an L2."""
     tiles: int
     """Work units: output tiles, times k splits."""
     waves: int
@@ -75,7 +75,8 @@ class TileFacts:
     wave_efficiency: float
     """Work units over waves times multiprocessors: 1 without a tail."""
     smem_bytes: int | None
-    """Shared memory of a block, computed; None of a kernel so far from any that it has no such number."""
+    """Computed shared memory of a block; None if the candidate is so far from feasible that it has no such
+    number."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ class Explanation:
     roofline_tflops: float
     """The rate at that floor."""
     tile: TileFacts | None
-    """How the candidate asked about cuts the problem, or else what dispatch would launch; None when neither
-    cuts tiles."""
+    """How the candidate in question divides the problem, or else the kernel that dispatch would launch; None
+    if there are no tiles."""
     outcome: Outcome
     """Outcome of dispatch for the problem: ``hit``, ``predicted``, ``near`` or ``miss``."""
     record: StoredRecord | None
@@ -114,11 +115,11 @@ class Explanation:
     """The best other measured candidate; None where the database keeps no other measurement of the
     problem, as for shipped records."""
     why: str
-    """What there is to say about a hit, or a near hit's figures; what serves groups without a record. Empty
-    for a miss and a plain hit.
-    """
+    """A note about a hit, a near hit's figures, or what serves groups without a record. Empty for a miss and
+    a plain hit."""
     why_not: str
-    """Why torch computes the product, in one clause; empty when it does not, or is the recorded winner."""
+    """Why torch computes the product, in one clause; empty if it does not, or if it is the recorded winner.
+    """
     change: str
     """Actions that would change the outcome."""
 
@@ -137,7 +138,7 @@ class Explanation:
         return percent * self.roofline_tflops / self.device.peak_tflops_of(self.problem)
 
     def asdict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields as JSON types."""
         names = ("flops", "bytes", "flops_per_byte", "ridge_flops_per_byte", "bound", "roofline_us")
         facts: dict[str, Any] = {"problem": document_of(self.problem), "device": self.device.spec}
         words = ("outcome", "why", "why_not", "change")
@@ -313,12 +314,12 @@ def explain_problem(
     database: str | None = None,
     policy: Policy | None = None,
 ) -> Explanation:
-    """The roofline of a problem on a device, of a candidate or else of what dispatch would launch, and why.
+    """The roofline of a problem on a device, of a candidate or else of the kernel that dispatch would launch,
+    and why.
 
     candidate: one, or its text for `candidate_of`, which starts from what dispatch would launch. database:
-    where to look for records; in all layers, as dispatch does, when None. policy: by default that of the
-    environment.
-    Raises DeviceError for a device whose peaks are not known.
+    the only one to read; None reads all layers, as dispatch does. policy: by default the environment's.
+    Raises DeviceError if the device's peaks are unknown.
     """
     if not device.peak_tflops:
         raise DeviceError(
@@ -386,11 +387,11 @@ def candidate_of(
     start: Candidate | None = None,
     ranked: Callable[[str], Iterable[Candidate]] = lambda family: (),
 ) -> Candidate:
-    """A candidate from ``FAMILY,NAME=VALUE,...``. The other parameters come from `start` if that is of the
-    same family, or else from the first of the family's `ranked` candidates that has these values, or else
-    are the first of the space.
+    """A candidate from ``FAMILY,NAME=VALUE,...``.
 
-    Raises SpaceError for a family or a parameter that is not known, and for a value that it cannot have.
+    The other parameters come from `start` if it belongs to the same family. Otherwise they come from the
+    first of the family's `ranked` candidates with these values, or else from the first of the space. Raises
+    SpaceError for an unknown family or parameter, and for a value that it cannot have.
     """
     family, *pairs = text.split(",")
     if wrong := [pair for pair in pairs if "=" not in pair]:
@@ -510,7 +511,7 @@ def _with_skews(record: StoredRecord, entries: Sequence[StoredRecord]) -> Stored
 
 
 def over_skews(telemetry: Mapping[str, Any]) -> str:
-    """What a record of rows in groups says of each division of them; empty for others."""
+    """What a record for rows in groups says about each division of them; empty for other records."""
     found = telemetry.get("skews")
     if not isinstance(found, Mapping) or not all(isinstance(one, float) for one in found.values()):
         return ""

@@ -1,7 +1,7 @@
-"""`tunegemm report`: a device's records as a page to read, sort, filter and print.
+"""`tunegemm report`: a page with a device's records to read, sort, filter and print.
 
-The words are in `assets/report.html`, the figures in `charts`; here is what the two need. The page asks
-nothing of the network: its content security policy allows its own script, by hash, and styles within it.
+The words are in `assets/report.html`, the figures in `charts`; this module supplies the rest. The page needs
+no network: its content security policy allows only its own script, by hash, and inline styles.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SOFTWARE = [field.name for field in fields(Fingerprint) if field.name not in ("
 
 
 def report(contents: Contents, *, command: str = "tunegemm report") -> str:
-    """The whole page. command: how it was made, for the footer."""
+    """The whole page. command: the command that made it, for the footer."""
     winners, listed = contents.winners, contents.winners[:MOST_ROWS]
     limits = analysis.ratio_limits(listed)
     roofs = [w.percent_of_roofline for w in winners if w.percent_of_roofline is not None]

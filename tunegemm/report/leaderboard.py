@@ -1,8 +1,8 @@
 """Leaderboards: candidates of one problem, or the best of many problems, as pandas frames with renderers.
 
-Rank is by evidence, and within the same by the ratio to torch.mm (`tunegemm.measure.evidence`): each ratio
-is to the baseline in the same rounds, and ratios of unlike evidence do not compare. What is dispatched comes
-first.
+Rows are ranked by evidence, and by the ratio to torch.mm within equal evidence (`tunegemm.measure.evidence`).
+Each ratio is to the baseline in the same rounds; ratios of different evidence do not compare. The kernel that
+is dispatched comes first.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _READABLE = {"candidate": 36, "problem": 16, "best_vendor": 24}
 
 @dataclass(frozen=True)
 class Leaderboard:
-    """Rows, best first, with what they are and where they come from."""
+    """Rows, best first, with their title and source."""
 
     title: str
     source: Source
@@ -107,10 +107,10 @@ class Leaderboard:
         source: Source = "measured",
         best: Candidate | None = None,
     ) -> Leaderboard:
-        """What one tuning found. The last measurement of each candidate counts; failures have no row.
+        """The outcomes of one tuning. The last measurement of each candidate counts; failures have no row.
 
-        labels: candidate digest -> short name; the candidate's parameters where there is none.
-        best: the winner of the final race; it comes first.
+        labels: candidate digest -> short name; a candidate without one shows its parameters. best: the winner
+        of the final race, which comes first.
         """
         import pandas
 
@@ -147,7 +147,8 @@ class Leaderboard:
         predictions: Iterable[tuple[Candidate, float]],
         labels: Mapping[str, str] | None = None,
     ) -> Leaderboard:
-        """A model's ranking by predicted microseconds, with no figure that could pass for measured."""
+        """A model's ranking by predicted microseconds, without any figure that could be mistaken for a
+        measurement."""
         import pandas
 
         names = labels or {}
@@ -162,7 +163,7 @@ class Leaderboard:
 
     @classmethod
     def from_frame(cls, problem: Problem, frame: pandas.DataFrame) -> Leaderboard:
-        """Rows of `Database.frame`: each device's fingerprint measured last, ranked for itself."""
+        """Rows of `Database.frame`: for each device the fingerprint measured last, each ranked separately."""
         import pandas
 
         for name, cell in document_of(problem).items():
@@ -175,9 +176,9 @@ class Leaderboard:
 
     @classmethod
     def summary(cls, frame: pandas.DataFrame) -> Leaderboard:
-        """The best candidate of every problem in `Database.frame`, and the best of the vendor's beside it.
+        """The best candidate of every problem in `Database.frame`, beside the vendor's best.
 
-        `best_vendor_ratio` is at least that of torch.mm itself, 1, and missing where none of the vendor's
+        `best_vendor_ratio` is at least 1, the ratio of torch.mm itself, and missing if none of the vendor's
         algorithms was measured. The note has the geometric means.
         """
         place = [*_PROBLEM_FIELDS, "device_name"]
@@ -193,9 +194,9 @@ class Leaderboard:
 
     @classmethod
     def best_of_all(cls, leaders: pandas.DataFrame) -> Leaderboard:
-        """As `summary`, of rows of `store.queries.latest_records`, in which each problem and device has one.
+        """As `summary`, from rows of `store.queries.latest_records`, which have one per problem and device.
 
-        The vendor's columns are left out where most would be empty.
+        The vendor's columns are left out if most of their cells would be empty.
         """
         found = leaders.sort_values([*_PROBLEM_FIELDS, "device_name"], kind="stable")
         known = functools.cache(problem_of)
@@ -273,13 +274,14 @@ class Leaderboard:
         return f"**{markdown(board.title)}**\n\n{table}\n\n{markdown(board.note)}\n"
 
     def csv(self, top: int | None = None) -> str:
-        """Comma-separated, one header line, plain numbers; the column ``source`` tells what they are."""
+        """Comma-separated, one header line, plain numbers; the column ``source`` says how the times were
+        obtained."""
         frame = self.top(top).frame.assign(source=self.source)
         frame = frame.map(lambda value: clean(value) if isinstance(value, str) else value)
         return str(frame.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
 
     def as_dict(self, top: int | None = None) -> dict[str, Any]:
-        """Title, source, note and rows, with nothing but JSON's types; unknown figures are None."""
+        """Title, source, note and rows, in JSON types only; unknown figures are None."""
         board = self.top(top)
         rows = [
             {name: _plain(value) for name, value in row.items()} for row in board.frame.to_dict("records")
@@ -310,7 +312,7 @@ class Leaderboard:
         return {name: cells for name, cells in found.items() if any(cells) or not rows}
 
     def sorted_by(self, key: str) -> Leaderboard:
-        """The rows by another of `SORTS`."""
+        """The rows in another order of `SORTS`."""
         column, ascending = SORTS[key]
         frame = self.frame.sort_values(column, ascending=ascending, kind="stable") if column else self.frame
         return replace(self, frame=frame.reset_index(drop=True))
@@ -413,7 +415,7 @@ def _groups(frame: pandas.DataFrame) -> list[tuple[Device, pandas.DataFrame]]:
 
 
 def known_device(fingerprint: Fingerprint) -> Device:
-    """A device by its stored name, for the roofline; its peaks are 0, unknown, when no part has the name."""
+    """A device by its stored name, for the roofline; its peaks are 0, unknown, if no part has the name."""
     parts = {part.device_name: part for part in PARTS.values()}
     part = parts.get(fingerprint.device_name)
     if part is not None:

@@ -1,5 +1,5 @@
-"""`tunegemm.Space`: what a kernel family may try for one product, and what is expected of each kernel; and
-its `Census`: how large it is, before and after feasibility, and what each rule takes away."""
+"""`tunegemm.Space`, what a kernel family may try for one product and what the model expects of each kernel;
+and its `Census`, which counts candidates before and after feasibility and by rule."""
 
 from __future__ import annotations
 

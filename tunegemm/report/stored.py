@@ -1,4 +1,4 @@
-"""The rows that leaderboards of stored evidence are made of: of one database, or of all layers."""
+"""Reads the rows of leaderboards, from one database or from all layers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _PLACE = [*FIELDS, "device_name"]
 
 
 def of_all_layers(read: Callable[[Database], pandas.DataFrame]) -> tuple[pandas.DataFrame, list[str]]:
-    """What `read` gives of each layer's database, and the shipped records; one line for each unread layer.
+    """The result of `read` for each layer's database, with the shipped records; and one line for each layer
+    that cannot be read.
 
-    Of a problem on a device only the narrowest layer that has it counts, with all its rows: fingerprints of
-    several layers would otherwise compete by date. read: `Database.frame` or `store.queries.latest_records`,
-    of which the shipped records have the columns that are known of them.
+    For each problem and device only the narrowest layer that has it counts, with all its rows. Otherwise the
+    fingerprints of several layers would compete by date. read: `Database.frame` or
+    `store.queries.latest_records`; shipped records fill the columns that are known for them.
     """
     import pandas
 

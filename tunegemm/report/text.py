@@ -1,4 +1,4 @@
-"""Text from elsewhere made safe to show: the names, labels and reasons that a database or a file holds.
+"""Makes foreign text safe to show: names, labels and reasons from a database or a file.
 
 The author of the file chose them. A terminal obeys escape sequences, a table breaks at line ends, and marks
 of writing direction make one name look like another.
@@ -21,7 +21,7 @@ LONGEST = 500
 
 
 def clean(value: object, longest: int = LONGEST) -> str:
-    """One printable line: what does not print stands as its escape, such as ``\\x1b``; a long one is cut."""
+    r"""One printable line: unprintable characters become escapes, such as ``\x1b``; a long line is cut."""
     text = str(value)
     if len(text) > longest:
         text = text[: longest - 1] + "\N{HORIZONTAL ELLIPSIS}"
@@ -33,7 +33,7 @@ def clean(value: object, longest: int = LONGEST) -> str:
 
 
 def markdown(text: str) -> str:
-    """The text as a cell of GitHub's Markdown, in which nothing is markup."""
+    """The text as a cell of GitHub's Markdown, without any markup."""
     return re.sub(r"([\\`*\[\]<>|$&])", r"\\\1", clean(text, 2000))
 
 
@@ -47,11 +47,11 @@ def fitted(
     caption: str = "",
     styles: Sequence[str] = (),
 ) -> Table:
-    """A table of columns by their headings, for a terminal of so many characters.
+    """A table, from columns by their headings, for a terminal with this many characters.
 
-    Where it is too narrow, columns go in the order of `dispensable`. Then headings fold, and columns of
-    words, though not below the number of letters that `words` has for each. Figures never fold: cut short,
-    they would be others. styles: of the rows.
+    If the terminal is too narrow, columns go in the order of `dispensable`. Then headings fold, and so do
+    columns of words, but not below the width that `words` has for each. Figures never fold, because a cut
+    figure would be another figure. styles: those of the rows.
     """
     from rich.table import Table
     from rich.text import Text
@@ -88,7 +88,8 @@ def counted(count: int, noun: str) -> str:
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """A positive number with so many significant digits, whole numbers above; empty for any other."""
+    """A positive number with this many significant digits, large ones as whole numbers; empty for anything
+    else."""
     if not 0 < value < math.inf:
         return ""
     if value < 1e-9:
@@ -97,7 +98,8 @@ def significant(value: float, digits: int = 4) -> str:
 
 
 def to_json(document: Any, indent: int | None = 2) -> str:
-    """JSON in ASCII, whose escapes no terminal obeys; a number that is not finite is null."""
+    """JSON in ASCII, so that no terminal obeys an escape sequence in it; a number that is not finite becomes
+    null."""
     return json.dumps(_finite(document), indent=indent, allow_nan=False)
 
 

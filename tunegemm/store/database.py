@@ -78,7 +78,7 @@ class Database:
             and isinstance(place, Path)
             and not (create or read_only or os.path.lexists(place))
         ):
-            raise DatabaseError(f"{place}: there is no such file; Database.open(..., create=True) makes one")
+            raise DatabaseError(f"{place}: no such database; create=True makes one")
         engine = connect(place, read_only=read_only)
         database = cls(place, engine, read_only=read_only, layer=layer, shipped=location is None)
         try:

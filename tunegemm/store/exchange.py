@@ -41,6 +41,7 @@ from tunegemm.store.models import (
 )
 from tunegemm.store.rows import where_problem, with_keys
 from tunegemm.store.schema import FASTEST
+from tunegemm.store.shipped import FORMAT as RECORDS_FORMAT
 from tunegemm.untrusted import decoded, listed, members, printable, shown
 
 Row = Json
@@ -345,7 +346,7 @@ def read(path: Path) -> Iterator[Row | BadValueError]:
         yield from _rows_of(text)
     except BadValueError as error:
         raise DatabaseError(
-            f"{path}: not an export ({error}); give what `tunegemm db export` wrote"
+            f"{path}: not an export ({error}); give what `tunegemm db export --out` wrote"
         ) from None
 
 
@@ -358,7 +359,10 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]', re.DOTALL)
 def _rows_of(text: str) -> Iterator[Row | BadValueError]:
     head = _HEAD.match(text)
     if head is None or head[1] != FORMAT:  # members in another order than ours, or another format
-        data = members(decoded(text), "the file", ("format", "rows"))
+        data = decoded(text)
+        if isinstance(data, dict) and data.get("format") == RECORDS_FORMAT:
+            raise BadValueError("it has records as they ship, without the samples that an import checks")
+        data = members(data, "the file", ("format", "rows"))
         if data["format"] != FORMAT:
             raise BadValueError(f"format {shown(data['format'])}, not {FORMAT}")
         yield from listed(data["rows"], "rows", len(text))

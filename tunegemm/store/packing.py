@@ -131,7 +131,7 @@ def cannot_launch(records: Iterable[Record]) -> dict[str, str]:
 
 
 def refused_here(records: Iterable[Record]) -> list[Judgement]:
-    """Why records are of no use on this GPU; nothing without one."""
+    """Why records cannot be used on this GPU; empty without a GPU."""
     if not cuda_device_count():
         return []
     here = find_device("cuda:0").fingerprint

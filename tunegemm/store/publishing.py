@@ -115,8 +115,8 @@ def require_measurement(connection: Connection, keys: Values, measurement_id: in
     """The id, which is a measurement's with these keys. Raises DatabaseError for any other."""
     if connection.execute(_FIND_OWN, {**keys, "key": measurement_id}).one_or_none() is None:
         raise DatabaseError(
-            f"measurement {shown(measurement_id)} is none of this candidate, problem and device; give what "
-            "`publish` returned for it"
+            f"measurement {shown(measurement_id)} does not belong to this candidate, problem and device; "
+            "give the number that `publish` returned"
         )
     return measurement_id
 

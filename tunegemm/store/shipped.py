@@ -111,7 +111,7 @@ def _problem_text(key: Iterable[Any]) -> str:
 def _undecoded(path: Path) -> tuple[dict[str, Fingerprint], list[tuple[str, str]]]:
     """A file's fingerprints by name, and its rows as JSON, each behind its problem's. Raises one of BAD.
 
-    The rows of a file as `write_records` leaves it are not looked into: each is a line. Another is decoded.
+    Rows of a file as `write_records` leaves it are not decoded, since each is a line. Others are.
     """
     text = read_text(path)
     head, _, body = text.partition(_BEGIN)

@@ -1,5 +1,6 @@
-"""Dispatch under torch's names: users call `functions`; traced code holds the operators of `ops`.
+"""Gives dispatch the names that torch's functions have.
 
-`takeover` has `enable`, through `aten`; `linear` is the layer that `patch` makes, `lowering` tells Inductor
-how to call us, and `recording` counts a program's products.
+Users call `functions`. Traced code holds the operators of `ops`. `takeover` has `enable`, which uses `aten`.
+`linear` is the layer that `patch` installs, `lowering` tells Inductor how to call tunegemm, and `recording`
+counts a program's products.
 """

@@ -1,14 +1,14 @@
-"""Python functions before ATen's kernels of matrix products.
+"""Puts Python functions in front of ATen's kernels of matrix products.
 
-`torch.library` puts them at the dispatch key ``BackendSelect``, which every call passes right above its
-kernel and at which no product has a kernel of its own: below autograd, autocast, functorch and torch.compile,
-so that nothing is traced or run differently, and for all threads, that of the backward pass, too. Inductor's
-output passes it as well (`extern_kernels.mm`). What is below is looked up by torch at each call. So the
-kernels that other libraries put in the place of ATen's (vLLM's batch invariance, FlagGems) may come and go
-meanwhile: theirs is what a product falls back to, theirs are counted, and ours is in nobody's way.
+`torch.library` registers them at the dispatch key ``BackendSelect``. Every call passes this key right above
+its kernel, and no product has a kernel of its own there. The key is below autograd, autocast, functorch and
+torch.compile, so tracing and execution stay the same. It holds for all threads, including the backward pass,
+and Inductor's output passes it as well (`extern_kernels.mm`). Torch looks up the kernel below on each call.
+So other libraries may replace ATen's kernels meanwhile (vLLM's batch invariance, FlagGems): products fall
+back to theirs, and recordings count them.
 
-A `TorchDispatchMode` would make torch.compile fall back to eager code; a `TorchFunctionMode` is one thread's,
-sees no backward pass, and costs every torch function.
+A `TorchDispatchMode` would make torch.compile fall back to eager code. A `TorchFunctionMode` belongs to one
+thread, does not see the backward pass, and slows down every torch function.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _KEY = "BackendSelect"
 
 @dataclass(frozen=True)
 class Layer:
-    """What one part of tunegemm puts before which kernels."""
+    """The functions that one part of tunegemm puts in front of some kernels."""
 
     operators: Sequence[str]
-    """Names in ATen, each for all its overloads. What this torch does not have is passed over."""
+    """Names in ATen, each for all its overloads. Names that this torch lacks are skipped."""
     keys: Sequence[str]
-    """``CPU``, ``CUDA``: products whose kernel is at another key are torch's."""
+    """``CPU``, ``CUDA``: torch computes products whose kernel is at another key."""
     wrap: Callable[[str, Any], Callable[..., Any]]
-    """Makes the function for an operator and its kernel. It is called with the operator's arguments after the
-    dispatch keys, which ``kernel.call_boxed`` wants, too."""
+    """Makes the function for an operator and its kernel. The function gets the dispatch keys and then the
+    operator's arguments, as ``kernel.call_boxed`` does."""
 
 
 class _Below:
@@ -56,7 +56,7 @@ class _Place(NamedTuple):
 
 
 class Replacements:
-    """The layers, by name. A recording hides the takeover: its products are torch's."""
+    """The layers, by name. A recording hides the takeover, so torch computes the recorded products."""
 
     _ORDER = ("recording", "takeover")
 
@@ -66,7 +66,7 @@ class Replacements:
         self._library: torch.library.Library | None = None
 
     def put(self, name: str, layer: Layer) -> None:
-        """Raises TunegemmError when this torch cannot do it."""
+        """Raises TunegemmError if this torch cannot do it."""
         if not hasattr(torch._C.DispatchKeySet, "raw_repr"):
             raise TunegemmError(f"torch {torch.__version__} does not say which kernel is next; update torch")
         with self._lock:
@@ -74,13 +74,13 @@ class Replacements:
             self._install()
 
     def remove(self, name: str) -> None:
-        """Nothing happens when it is not there."""
+        """Does nothing if there is no such layer."""
         with self._lock:
             if self._layers.pop(name, None) is not None:
                 self._install()
 
     def forget_lock(self) -> None:
-        """After a fork: nobody holds the lock here."""
+        """Make a new lock after a fork: no thread of the child holds the old one."""
         self._lock = threading.RLock()
 
     def _install(self) -> None:

@@ -1,6 +1,6 @@
-"""Products of fp8 with scales of blocks, 1x128 of A and 128x128 of B: `scaled_mm` and torch's operators.
+"""Multiplies fp8 with block scales, 1x128 of A and 128x128 of B, for `scaled_mm` and torch's operators.
 
-Kernels are those of db/blocks.toml and need no record.
+The kernels are listed in db/blocks.toml and need no record.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ def blocks_of(extent: int) -> int:
 
 
 def are_of_blocks(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> bool:
-    """Whether scales of a (M, K) and b (K, N) are of 1x128 and 128x128; of the latter torch has lines that
-    nobody reads, up to a multiple of 4.
-    """
+    """Whether the scales cover blocks of 1x128 of a (M, K) and of 128x128 of b (K, N). Torch pads the second
+    to a multiple of 4 rows, which nobody reads."""
     if not a.ndim == b.ndim == 2:
         return False
     (rows, k), n = a.shape, b.shape[1]
@@ -56,8 +55,9 @@ def are_of_blocks(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale
 
 
 def torch_takes(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> bool:
-    """Whether torch multiplies these, `are_of_blocks`, on a Hopper GPU: both scales by columns that begin at
-    multiples of 16 bytes. It fails for other numbers of rows than multiples of 4 (cuBLASLt 13.1).
+    """Whether torch on a Hopper GPU multiplies operands for which `are_of_blocks` holds. Both scales must be
+    column-major, with columns that start at multiples of 16 bytes, and the number of rows must be a multiple
+    of 4 (cuBLASLt 13.1).
     """
     rows, along = a.shape[0], blocks_of(a.shape[1])
     return (
@@ -106,7 +106,7 @@ def scaled_mm(
     out_dtype: torch.dtype | None,
     use_fast_accum: bool,
 ) -> torch.Tensor:
-    """`tunegemm.scaled_mm` with scales that are not of whole operands, nor of rows and columns."""
+    """`tunegemm.scaled_mm` for scales that are neither for whole operands nor for rows and columns."""
     given = a, b, scale_a, scale_b
     if not torch.compiler.is_compiling() and all(type(each) in PLAIN for each in given):
         check_scales(*given)
@@ -125,9 +125,8 @@ def emulated(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
     bias: torch.Tensor | None, out_dtype: torch.dtype | None,
 ) -> torch.Tensor:  # fmt: skip
-    """The product in fp32, where torch has none: on a CPU, and for what it does not take while kernels are
-    compiled.
-    """
+    """The product in fp32 where torch has none: on a CPU, and while kernels compile for operands that torch
+    refuses."""
     (_, k), n = a.shape, b.shape[1]
     left = a.float() * scale_a.repeat_interleave(BLOCK, 1)[:, :k]
     across = scale_b.repeat_interleave(BLOCK, 0)[:k].repeat_interleave(BLOCK, 1)[:, :n]

@@ -1,6 +1,6 @@
-"""`TUNEGEMM_ENABLE`: `enable` from torch's import on, in a process and its children, and what came of it.
+"""`TUNEGEMM_ENABLE` calls `enable` when a process or its children import torch, and reports what was served.
 
-Counts the products of ATen's calls, some microseconds each, to say at the end what was served.
+It counts the products of ATen's calls, which costs some microseconds each.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Counts:
     def counting(
         self, name: str, make: Callable[[Any], Callable[..., Any]], kernel: Any
     ) -> Callable[..., Any]:
-        """`make` of an operator's kernel; its calls are counted, and those of the kernel it falls back to."""
+        """Wrap `make` for an operator, so that its calls are counted, and those that fall back to torch's
+        kernel."""
         first, calls, fell_back, inside = OPERATORS[name].first, self._calls, self._fell_back, self._inside
 
         class Kernel:
@@ -80,7 +81,7 @@ class Counts:
         return counted
 
     def served(self) -> Served:
-        """What became of the products so far."""
+        """How many of the products so far were served."""
         gains = _gains()
         products = served = calls = served_calls = 0
         saved_us = 0.0
@@ -94,10 +95,10 @@ class Counts:
 
 
 def serve_process() -> None:
-    """`enable` until the process ends, in forked children, too.
+    """Call `enable` until the process ends, in forked children, too.
 
-    A line at the end says what was served; of a process that multiplied nothing there is none. With `PARTS`
-    it is written there instead, for `tunegemm run` to add up.
+    At the end a line says what was served; a process without products prints none. If `PARTS` is set, the
+    process writes its counts there instead, and `tunegemm run` adds them up.
     """
     from tunegemm.torch import takeover
 

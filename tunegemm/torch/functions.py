@@ -1,5 +1,5 @@
-"""The functions that users call. Each means what torch's function of that name means; `gated_linear` is a
-layer's idiom."""
+"""The functions that users call. Each means what torch's function of the same name means; `gated_linear` is a
+common step of a layer."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ api.follow(_follow)
 
 
 class Extras(TypedDict, total=False):
-    """The keywords of `matmul`: what it may do with the product in the same kernel."""
+    """The keywords of `matmul`: further steps for the same kernel."""
 
     bias: torch.Tensor | None
-    """A value for each column."""
+    """One value for each column."""
     activation: Activation | None
     """relu, gelu, gelu_tanh or silu, after the bias."""
     residual: torch.Tensor | None
     """A tensor of the result's shape, added last."""
     epilogue: Epilogue | str | None
-    """Instead of these three: any steps that `tunegemm.Epilogue` has, or a user's own function."""
+    """In place of these three: any steps of `tunegemm.Epilogue`, or a function of the user's."""
     operands: Sequence[Any]
-    """What that epilogue takes, in its order: tensors and numbers."""
+    """The epilogue's operands in order: tensors and numbers."""
     out_dtype: torch.dtype | None
-    """The result's, where it is not the operands': fp32 for 16-bit ones, int32 for int8; bf16, fp16 or fp32
-    for int8 with an epilogue that scales."""
+    """The result's dtype if it differs from the operands': fp32 for 16-bit operands, int32 for int8; bf16,
+    fp16 or fp32 for int8 with an epilogue that scales."""
 
 
 def matmul(

@@ -1,4 +1,4 @@
-"""The layer that `patch` makes of a `torch.nn.Linear`, and classes that stand for others."""
+"""The layer that `patch` installs in place of a `torch.nn.Linear`, and classes derived from it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _torchs: Any = F.linear
 
 
 def eagerly(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    """The forward of a `TunedLinear` where no graph is made. What is trained is torch's own: autograd would
-    call Python for it, which cost more than kernels saved (docs/decisions/0028).
+    """The forward of a `TunedLinear` outside a graph.
+
+    Torch computes layers that train: autograd would call Python for them, which cost more than kernels saved
+    (docs/decisions/0028).
     """
     weight: Any
     bias: torch.Tensor | None
@@ -67,7 +69,7 @@ def _stands_for(cls: object) -> object:
 
 
 class TunedLinear(torch.nn.Linear, metaclass=_Standing):
-    """`torch.nn.Linear` by `tunegemm.linear`: what `patch` makes of one. Has nothing of its own to store."""
+    """A `torch.nn.Linear` that calls `tunegemm.linear`; `patch` installs it. It stores nothing of its own."""
 
     stands_for = torch.nn.Linear
 
@@ -82,8 +84,8 @@ TunedLinear.forward.__wrapped__ = torch.nn.Linear.forward  # type: ignore[attr-d
 
 
 def is_tuned(cls: type) -> bool:
-    """Whether a class of ours stands for another, or was derived of one that does at run time: a class that
-    its module has by its name is somebody's own."""
+    """Whether a class is `TunedLinear`, or a tool derived it from that class at run time. A class that its
+    module has under its name was written by somebody and does not count."""
     if "stands_for" in vars(cls):
         return True
     derived = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is not cls
@@ -91,10 +93,10 @@ def is_tuned(cls: type) -> bool:
 
 
 def untuned(cls: type) -> type:
-    """The class that one of ours stands for, or the same class as it would have been derived of that.
+    """The class that `TunedLinear` stands for; for a derived class the same one, derived from that class.
 
-    A new one each time: what is taken from the class of one layer, as when its parametrization is removed, is
-    not another's.
+    A derived class is made anew on each call, because a tool may change the class of one layer, for example
+    when it removes a parametrization.
     """
     ours = next(one for one in cls.__mro__ if "stands_for" in vars(one))
     original: type = vars(ours)["stands_for"]

@@ -1,11 +1,10 @@
-"""How Inductor calls tunegemm from the code it writes.
+"""Tells Inductor how to call tunegemm from the code that it writes.
 
-By itself it would call an operator through torch's dispatcher, which costs the host more than the product of
-a small batch: one decode step of a model under torch.compile was 0.73 of torch's speed (H200, 16 tokens, two
-layers of 8B shapes, 2026-11-21). Here it learns to call
-a function with an output of its own, as it calls ``extern_kernels.mm``.
-
-Inductor has no public interface for this; where it is not as expected, its code calls the operators.
+By default Inductor calls an operator through torch's dispatcher, which costs the host more than a product of
+few rows: a decode step of a model under torch.compile ran at 0.73 of torch's speed (H200, 16 tokens, two
+layers of 8B shapes, 2026-11-21). This module makes it call a function that writes to a given output, as it
+calls ``extern_kernels.mm``. Inductor has no public interface for this. Where its internals are not as
+expected, its code calls the operators.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ _ANY_ROWS = "any rows; "
 
 
 def site_of(operands: Sequence[torch.Tensor], *form: object) -> str:
-    """What compiled code promises of operands, traced ones; empty where an extent or a stride may change, but
-    for the number of rows, the first extent of `a` and of whatever has as many."""
+    """What compiled code promises about traced operands. Empty if an extent or stride may change, except for
+    the number of rows: the first extent of `a`, and of every operand that has as many."""
     rows = operands[0].shape[0]
     is_symbolic, places = type(rows) is not int, []
     for each in operands:
@@ -54,7 +53,7 @@ class _Inductor:
         return hasattr(self.select.extern_kernels, name)
 
     def as_traced(self, node: Any, traced: Any) -> Any:
-        """An operand in memory, with the strides that it was traced with."""
+        """An operand in memory, with the strides that it had when it was traced."""
         realized = self.ir.ExternKernel.realize_input(node)
         return self.ir.ExternKernel.require_exact_strides(realized, traced.meta["val"].stride())
 
@@ -78,10 +77,8 @@ class _Inductor:
 
 
 def lower() -> None:
-    """Teach Inductor `tunegemm::mm`, `bmm` and `fused`, once.
-
-    Imports it: for a process that compiles.
-    """
+    """Teach Inductor `tunegemm::mm`, `bmm` and `fused`, once. It imports Inductor, so only processes that
+    compile call it."""
     with suppress(ImportError, AttributeError):
         inductor = _Inductor()
         if not inductor.knows(_NAME):
@@ -136,11 +133,12 @@ def _lower(inductor: _Inductor) -> None:
 
 
 def lower_to_function(operator: Any, function: Callable[..., torch.Tensor], name: str, size: Any) -> None:
-    """Teach Inductor to call a function of an operator's arguments in its place, once: a way through torch's
-    dispatcher and back costs the host some 6 us.
+    """Teach Inductor, once, to call a function in place of an operator: the way through torch's dispatcher
+    and back costs the host some 6 us.
 
-    name: under which Inductor's code has the function, which gets ``site=`` with them: `site_of`. size: of
-    the result, of Inductor's nodes for the tensors among the arguments, which are dense and come first.
+    name: the function's name in Inductor's code. The function gets the operator's arguments and ``site=``,
+    made by `site_of`. size: returns the result's size from Inductor's nodes for the tensors among the
+    arguments, which are dense and come first.
     """
     with suppress(ImportError, AttributeError):
         inductor = _Inductor()

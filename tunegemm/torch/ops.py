@@ -1,13 +1,14 @@
-"""The operators `tunegemm::mm`, `bmm`, `matmul_out` and `fused`: what traced code holds in place of a call.
+"""The operators `tunegemm::mm`, `bmm`, `matmul_out` and `fused`, which traced code holds in place of calls.
 
-torch.compile and torch.export put them into their graphs and do not look inside; a kernel is chosen when the
-graph runs. Eager code does without them: torch's way to an operator written in Python costs more than the
-dispatcher does. `fused` stays in a graph only where a kernel is recorded for it when the graph is made: its
-parts are torch's operators then, which a compiler fuses with what is around them.
+torch.compile and torch.export put them into their graphs and do not look inside. The kernel is chosen when
+the graph runs. Eager code does not use them, because the path to an operator written in Python costs more
+than the dispatcher does. `fused` stays in a graph only if a kernel is recorded for it when the graph is made.
+Otherwise the graph holds torch's operators, which a compiler fuses with their surroundings.
 
-torch.compile keeps what it made on disk, by the graph that Dynamo traced. What is served is decided later,
-from records: so they are part of that graph, as the argument `records` of the operators, some letters that
-change with them. With the decision they become `CALLS`: where it is the same, Inductor's code is.
+torch.compile caches its results on disk under the graph that Dynamo traced. Records decide later what is
+served, so the graph must contain them: the operators' argument `records` is a short text that changes with
+the records. Once that decision is made, the operators become `CALLS`. Two graphs with the same decision share
+Inductor's code.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 
 def teach_inductor() -> None:
-    """If a graph is being traced: torch 2.11 says `is_compiling` to the traced code and to exports only."""
+    """Call `lower` if a graph is being traced. Torch 2.11 reports `is_compiling` only to traced code and to
+    exports."""
     if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
         from tunegemm.torch.lowering import lower
 
@@ -52,8 +54,8 @@ def teach_inductor() -> None:
 
 
 def records() -> str:
-    """The planner's fingerprint, which changes with what is served; empty in exported programs, which other
-    hosts run by other records."""
+    """The planner's fingerprint, which changes with what is served. Empty in exported programs, which other
+    hosts run with other records."""
     return "" if torch.compiler.is_exporting() else api.dispatcher.planner.fingerprint()
 
 
@@ -190,10 +192,9 @@ def _define_fused() -> None:
 
 
 def is_served(form: Form, a: torch.Tensor, b: torch.Tensor, is_trained: bool = False) -> bool:
-    """Whether a kernel is recorded for operands that are being traced, or where they are trained for one of
-    their gradients.
+    """Whether a kernel is recorded for traced operands, or for one of their gradients if they train.
 
-    Symbolic extents are taken for those that they were traced with, and any other m that is recorded will do.
+    A symbolic extent counts as the value it was traced with; for m any recorded value counts.
     """
     if not may_be_served(a, b):
         return False
@@ -221,7 +222,7 @@ def is_served(form: Form, a: torch.Tensor, b: torch.Tensor, is_trained: bool = F
 
 
 def may_be_served(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the code that is made of a product of operands that are being traced may call us."""
+    """Whether the code made from a product of traced operands may call tunegemm."""
     if a.ndim < 2 or b.ndim < 2 or a.device.type != DEVICE_TYPE or b.device != a.device:
         return False
     if torch.is_autocast_enabled(DEVICE_TYPE) and torch.get_autocast_dtype(DEVICE_TYPE) != a.dtype:
@@ -231,7 +232,7 @@ def may_be_served(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def hint(extent: Any) -> int:
-    """An extent, or what a symbolic one was traced with; no guard is made of it."""
+    """An extent, or the value that a symbolic one was traced with. Adds no guard."""
     return int(extent.node.hint or 2) if isinstance(extent, torch.SymInt) else int(extent)
 
 
@@ -246,7 +247,7 @@ def traced_fused(
     out_dtype: torch.dtype | None,
     accumulation: str,
 ) -> torch.Tensor:
-    """What `Dispatcher.fused` does, while a graph is traced. An output is written by torch then."""
+    """`Dispatcher.fused` while a graph is traced. If an output is given, torch writes it."""
     amax = tensors[-1] if text.endswith("amax") and not text.startswith("custom") else None
     if amax is not None:
         text, tensors = text.removesuffix("amax").removesuffix("+"), tensors[:-1]

@@ -1,4 +1,4 @@
-"""What is done until a process ends, in it and in each of its forked children."""
+"""Work that a process, and each of its forked children, does until it ends."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ _WRITE_EVERY_S = 3.0
 
 
 class Writer:
-    """Writes what a process counts again and again: one that is killed loses seconds, not everything."""
+    """Writes a process's counts again and again, so that a killed process loses only seconds of them."""
 
     def __init__(
         self, *, write: Callable[[bool], None], clear: Callable[[], None], last: Callable[[bool], None]
     ) -> None:
-        """write, last: called with whether this is a forked child; `last` once, at the end. clear: forgets
-        what a child's parent counted. None of them raises.
-        """
+        """write: called with whether this is a forked child. last: called with the same, once, at the end.
+        clear: forgets the counts of a child's parent. None of them raises."""
         self._write, self._clear, self._last = write, clear, last
         self._is_child = False
         os.register_at_fork(after_in_child=self._forked)

@@ -46,7 +46,7 @@ _PENDING = 256
 _OF_PROBLEM = (
     "m", "n", "k", "batch", "in_dtype", "out_dtype", "a_major", "b_major", "out_major", "alignment",
 )  # fmt: skip
-_BEYOND_KERNELS = "torch broadcasts, converts or resizes a tensor of it; no kernel does"
+_BEYOND_KERNELS = "torch broadcasts, converts or resizes one of its tensors; no kernel does"
 
 _Key = tuple[Any, ...]
 
@@ -81,7 +81,7 @@ class _Clock:
             self.wall_us = (time.perf_counter() - self._start_s) * 1e6
 
     def read(self, *, wait: bool) -> float | None:
-        """The time in us; None while the GPU has not come so far, unless one waits."""
+        """The time in us. None if the GPU has not reached it yet and `wait` is false."""
         if self._events is None:
             return self.wall_us
         start, end = self._events
@@ -104,7 +104,7 @@ class _Tally:
 
 
 class Recording:
-    """The products computed while it runs; a context manager. See `tunegemm.record`."""
+    """Holds the products computed while it runs; a context manager. See `tunegemm.record`."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
@@ -136,7 +136,7 @@ class Recording:
         return self.workload().products
 
     def workload(self) -> Workload:
-        """What the file says."""
+        """The contents of the file."""
         with _interception.lock:
             products = [
                 Product(
@@ -171,14 +171,14 @@ def record(path: str | os.PathLike[str] | None = None) -> Recording:
     if path is None:
         return Recording()
     if impossible(path) or not str(path):
-        raise WorkloadError(f"path {path!r:.60} is not a file's; give one such as shapes.json")
+        raise WorkloadError(f"path {path!r:.60} names no file; give one such as shapes.json")
     return Recording(Path(path))
 
 
 def record_process(folder: str) -> None:
     """Record until the process ends, into a file of its own in a folder, written every few seconds.
 
-    Forked children begin again: what ran before the fork is their parent's.
+    A forked child starts from zero: the products before the fork belong to its parent.
     """
     recording, place = Recording(), Path(folder)
     recording.__enter__()
@@ -239,7 +239,7 @@ class _Interception:
                 self._undo.clear()
 
     def forget(self) -> None:
-        """After a fork: nothing is being captured or timed here, and nobody holds the lock."""
+        """After a fork: the child captures and times nothing yet, and none of its threads holds the lock."""
         self.lock = threading.RLock()
         self._capturing.clear()
         self._pending.clear()
@@ -361,7 +361,7 @@ class _Interception:
         return result
 
     def drain(self, *, wait: bool) -> None:
-        """Reads the clocks that are done, or all. Not during a capture, which forbids to ask for events."""
+        """Read the finished clocks, or all of them. Not during a capture, which forbids queries of events."""
         with self.lock:
             while self._pending and not self._capturing:
                 clock, key, recordings = self._pending[0]

@@ -29,7 +29,7 @@ DEVICE_KEYS = ("CUDA",)
 
 
 class Takeover:
-    """What `enable` returns: a context manager, at whose end torch has its products back."""
+    """What `enable` returns: a context manager. When it ends, torch computes its products again."""
 
     def __enter__(self) -> Self:
         return self
@@ -55,25 +55,22 @@ _lock = threading.RLock()
 
 
 def enable() -> Takeover:
-    """From now on ATen's products of CUDA tensors run the tuned kernel if one is recorded.
+    """From now on run the tuned kernel for ATen's products of CUDA tensors if one is recorded.
 
     This holds for the whole process: for ``torch.mm``, ``matmul``, ``@``, ``bmm``, ``einsum``, ``addmm``,
     ``baddbmm``, ``nn.Linear``, ``torch._scaled_mm``, ``torch.nn.functional.scaled_mm`` and ``_int_mm``, and
     for ``torch.nn.functional.grouped_mm`` and ``torch._scaled_grouped_mm``, whose kernels need no record. It
     works in eager code, under autograd (all three products) and autocast, in the output of torch.compile, and
-    in CUDA graphs captured meanwhile. A block ``with tunegemm.enable():`` ends by itself, a call with
-    `disable`. Blocks may nest.
-
-    Meanwhile every product that falls back to torch costs one look-up more. Raises TunegemmError if this
-    torch cannot replace its kernels.
+    in CUDA graphs captured meanwhile. A block ``with tunegemm.enable():`` ends by itself; `disable` ends a
+    plain call. Blocks may nest. Meanwhile every product that falls back to torch costs one more look-up.
+    Raises TunegemmError if this torch cannot replace its kernels.
     """
     return begin()
 
 
 def begin(counting: Counting | None = None) -> Takeover:
-    """What `enable` does. counting: makes functions that count the calls of an operator, where this is the
-    first of nested blocks.
-    """
+    """Do the work of `enable`. counting: makes functions that count an operator's calls, if this is the
+    outermost block."""
 
     served = _SERVED | extension.operators
 

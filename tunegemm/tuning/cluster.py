@@ -393,8 +393,8 @@ def connected(address: str) -> Iterator[None]:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ClusterError(
-            f"Ray address {named!r} does not answer ({reason}); start it by `ray start --head`, or see "
-            "there which address it says"
+            f"Ray address {named!r} does not answer ({reason}); start it with `ray start --head`, "
+            "which prints the address to give"
         ) from None
     # In a thread, which is abandoned if Ray never returns.
     joined: Future[Any] = Future()
@@ -410,8 +410,8 @@ def connected(address: str) -> Iterator[None]:
         joined.result(_CONNECT_S)
     except TimeoutError:
         raise ClusterError(
-            f"Ray address {named!r}: a connection, but no answer of Ray's within {_CONNECT_S:g} s; something "
-            "else may use that port: `ray start --head` says the address of a cluster"
+            f"Ray address {named!r} accepts a connection, but Ray does not answer within {_CONNECT_S:g} s; "
+            "something else may use that port: `ray start --head` prints the address of a cluster"
         ) from None
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterError(
@@ -437,7 +437,7 @@ def refuse_file(location: Path | URL) -> None:
     elsewhere = sorted(hosts - {ray.util.get_node_ip_address()})
     if elsewhere:
         raise DatabaseError(
-            f"{location}: a file of this host, and GPUs of the cluster are on {', '.join(elsewhere)}; "
+            f"{location}: a file on this host, and the cluster has GPUs on {', '.join(elsewhere)}; "
             "give a server: --db postgresql://HOST/NAME"
         )
 

@@ -207,7 +207,7 @@ def _check_file(path: Path, database: Path | URL) -> None:
                 else f"study {path}: an SQLite file; give it as sqlite:///{path}"
             )
         if head and not head.startswith(b"{"):
-            raise StudyError(f"study {path}: no journal of Optuna; give another file")
+            raise StudyError(f"study {path}: not an Optuna journal; give another file")
         _check_lock(path)
     except OSError as error:
         raise StudyError(f"study {path} cannot be written ({error.strerror}); give another file") from None

@@ -1,6 +1,7 @@
-"""A program's products and how often it computes each: `tunegemm record` or `shapes` writes, `tune` reads.
+"""A program's products and how often it computes each: `tunegemm record` or `shapes` writes them, `tune`
+reads them.
 
-`models` reads what linear layers a model has, `engines` says what an engine makes of them.
+`models` reads a model's linear layers, and `engines` turns them into the products of an engine.
 """
 
 from tunegemm.describe.workload.demand import Demand, demands, total

@@ -1,7 +1,7 @@
-"""The linear layers of a model's blocks, by what the fields of its config.json say.
+"""The linear layers of a model's blocks, as the fields of its config.json describe them.
 
-Which attention a block has (with heads, of latent vectors, linear, Mamba's), whether it has experts, a shared
-one or a dense layer, and the sizes of all follow from fields, whatever the model is called. Names decide only
+The fields decide which attention a block has (with heads, latent vectors, linear, Mamba's), whether it has
+experts, a shared expert or a dense layer, and all sizes; the model's name does not matter. Names decide only
 what no field says: a default that a family's code fills in, and which matrices are stored as one. Sizes are
 those of the models of transformers (5.23, models/*/modeling_*.py), which the tests build.
 """
@@ -62,7 +62,8 @@ _LEFT_OUT = {"mamba": "Mamba layers are not read", "conv": "short convolutions a
 
 
 def completed(config: Config) -> Config:
-    """The config with what its family's code fills in. Raises WorkloadError for a structure not read here."""
+    """The config with the defaults of its family's code. Raises WorkloadError for a structure that this
+    module cannot read."""
     found = Config({**DEFAULTS.get(config.family, {}), **_present(config)}, config.where)
     if unknown := next((name for name in _UNKNOWN if found.get(name)), None):
         raise WorkloadError(
@@ -77,7 +78,7 @@ def _present(config: Config) -> dict[str, Any]:
 
 
 def is_read(config: Config) -> bool:
-    """Whether its fields are those of a model of such blocks."""
+    """Whether the config has the fields of a model with such blocks."""
     activation = config.get("hidden_act", "hidden_activation", "mlp_hidden_act")
     gated = activation in (*_GATED, *_PLAIN) or (activation is not None and config.family.startswith("gemma"))
     gated = gated or (activation is None and config.get("rms_norm_eps") is not None)  # as in Step's
@@ -124,7 +125,7 @@ def layers_of(config: Config) -> list[Layer]:
 
 
 def block_types(config: Config) -> list[str]:
-    """Of each block what its attention is, or what else it has. Raises WorkloadError for a type not known."""
+    """For each block its attention, or what it has instead. Raises WorkloadError for an unknown type."""
     if pattern := config.word("hybrid_override_pattern"):
         blocks = len(pattern)
         listed: list[Any] = [_LETTERS.get(letter, letter) for letter in pattern]

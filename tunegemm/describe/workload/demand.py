@@ -18,10 +18,10 @@ class Demand:
     problem: Problem
     calls: int
     call_us: float | None = None
-    """What torch took per call on the GPU that recorded it; None when that is not known."""
+    """Torch's time per call on the GPU that recorded it; None if unknown."""
 
     def __add__(self, other: Demand) -> Demand:
-        """More calls of the same problem. Times are averaged over the calls that they are known of."""
+        """More calls of the same problem. The time is averaged over the calls that have one."""
         timed = [(one.calls, one.call_us) for one in (self, other) if one.call_us is not None and one.calls]
         calls = sum(count for count, _ in timed)
         call_us = sum(count * us for count, us in timed) / calls if timed else None
@@ -29,7 +29,7 @@ class Demand:
 
 
 def total(parts: Iterable[Demand]) -> list[Demand]:
-    """Each problem once, in the order in which they are first asked for."""
+    """Each problem once, in the order of first appearance."""
     found: dict[Problem, Demand] = {}
     for part in parts:
         before = found.get(part.problem)
@@ -38,9 +38,9 @@ def total(parts: Iterable[Demand]) -> list[Demand]:
 
 
 def demands(products: Iterable[Product]) -> tuple[list[Demand], list[str]]:
-    """The problems among the products, and a line for each product that no kernel is ever called for.
+    """The problems among the products, and a line for each product that no kernel can serve.
 
-    A problem is what dispatch asks for when it meets that call. A time on a CPU says nothing of a GPU.
+    A problem is what dispatch looks up when it meets that call. Times on a CPU are ignored.
     """
     found, refused = [], []
     for product in products:
@@ -59,7 +59,7 @@ def _problem(kind: Kind) -> Problem:
     if kind.refusal:
         raise ProblemError(kind.refusal)
     if not (kind.a_major and kind.b_major and kind.out_major):
-        raise ProblemError("an operand has no contiguous mode, so that torch copies it first")
+        raise ProblemError("an operand has no contiguous mode, so torch copies it first")
     problem = Problem(**{name: getattr(kind, name) for name in (*FIELDS, "groups")})
     if not problem.fused.is_defined:
         raise ProblemError(f"epilogue {kind.epilogue} is its program's own: tunegemm.tune tunes it there")

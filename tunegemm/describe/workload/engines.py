@@ -1,4 +1,5 @@
-"""What engines multiply of a model: the layers that they merge, and divide among ranks, and how many rows."""
+"""The products that engines compute for a model: which layers they merge, how they divide them among ranks,
+and how many rows they have."""
 
 from __future__ import annotations
 
@@ -20,20 +21,21 @@ from tunegemm.untrusted import shown
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine with its defaults on a GPU of 70 GB and more."""
+    """An engine with its defaults on a GPU with at least 70 GB."""
 
     merges: bool
     """Whether q, k and v, and gate and up, are one matrix, and attention's latent vectors are absorbed."""
     vocabulary: int
-    """It pads the columns of the logits to a multiple of that."""
+    """The engine pads the columns of the logits to a multiple of this."""
     decode: Callable[[int], Sequence[int]]
-    """Rows of its steps that decode, by the number of ranks: it captures them and pads what is between."""
+    """Numbers of rows of its decode steps, by the number of ranks: it captures these and pads the numbers in
+    between."""
     prefill: tuple[int, ...]
-    """Rows of its steps that read prompts: the largest is its chunk."""
+    """Numbers of rows of its steps that read prompts; the largest is its chunk."""
     sequences: int
-    """The most that run at once: each has a row of the logits."""
+    """The most sequences that run at once; each has a row of the logits."""
     experts: bool = False
-    """Whether its layers of experts are served."""
+    """Whether tunegemm serves its layers of experts."""
 
 
 def _vllm_sizes(ranks: int) -> list[int]:
@@ -66,27 +68,27 @@ class Arithmetic(NamedTuple):
     in_dtype: str
     out_dtype: str
     epilogue: str
-    """Its scales; empty without."""
+    """The scales; empty without any."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The products of a model that an engine computes."""
+    """The products that an engine computes for a model."""
 
     workload: Workload
     layers: Mapping[str, int]
-    """Number of times that a step computes each layer, by its name and size."""
+    """How often a step computes each layer, by the layer's name and size."""
     refused: Mapping[str, str]
-    """Why others have no kernels."""
+    """Why the other layers have no kernels."""
 
 
 def shapes(
     model: Model, engine: str, *, ranks: int = 1, rows: Sequence[int] = (), dtype: str | None = None
 ) -> Shapes:
-    """The products of one step of each number of rows.
+    """The products of one step, for each number of rows.
 
-    rows: in place of the engine's. dtype: in place of the model's, for what is not quantised.
-    Raises WorkloadError for ranks that cannot divide the model, and where no layer has kernels.
+    rows: replaces the engine's own numbers. dtype: replaces the model's dtype for layers that are not
+    quantised. Raises WorkloadError if the ranks cannot divide the model, or if no layer has kernels.
     """
     how = ENGINES[engine]
     if (plain := dtype or model.dtype) == "fp32":
@@ -137,8 +139,8 @@ def shapes(
 def _left(arithmetic: Arithmetic, engine: str) -> str:
     """Why the engine's own kernels compute experts; empty where tunegemm serves them."""
     if not ENGINES[engine].experts:
-        return f"{engine} computes experts by its own kernels"
-    return f"{engine} computes quantised experts by its own kernels" if arithmetic.epilogue else ""
+        return f"{engine} computes experts with its own kernels"
+    return f"{engine} computes quantised experts with its own kernels" if arithmetic.epilogue else ""
 
 
 def _rows(layer: Layer, engine: Engine, ranks: int, given: Sequence[int]) -> list[int]:
@@ -188,7 +190,7 @@ def _arithmetic(model: Model, plain: str) -> Callable[[Linear], Arithmetic | str
     if not config:
         return lambda _: usual
     if config.get("quant_method") == "mxfp4":  # which is of experts alone
-        why = "quantised by mxfp4, which has no kernels"
+        why = "quantised with mxfp4, which has no kernels"
         return lambda linear: why if ".experts." in linear.path else usual
     names = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
     lists = (config.get(name) for name in names)
@@ -243,7 +245,7 @@ def _groups(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Arit
             for group in groups.values()
             if isinstance(group, dict)
         ]
-    return [(everything, f"quantised by {shown(method)}, which has no kernels")]
+    return [(everything, f"quantised with {shown(method)}, which has no kernels")]
 
 
 #: Algorithms of NVIDIA's ModelOpt by the scales of their products.
@@ -254,7 +256,7 @@ def _modelopt(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Ar
     def how(algorithm: Any) -> Arithmetic | str:
         if isinstance(algorithm, str) and algorithm in _MODELOPT:
             return Arithmetic("fp8_e4m3", plain, _MODELOPT[algorithm])
-        return f"quantised by ModelOpt's {shown(algorithm)}, which has no kernels"
+        return f"quantised with ModelOpt's {shown(algorithm)}, which has no kernels"
 
     each = config.get("quantized_layers")  # of MIXED_PRECISION
     if isinstance(each, dict):
@@ -267,11 +269,11 @@ def _modelopt(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Ar
 def _compressed(group: Mapping[str, Any], plain: str) -> Arithmetic | str:
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, dict) or not isinstance(inputs, dict):
-        return "its weights alone are quantised, which has no kernels"
+        return "only its weights are quantised, and no kernel takes such weights"
     formats = {f"{one.get('type')} {one.get('num_bits')}" for one in (weights, inputs)}
     dtype = {"float 8": "fp8_e4m3", "int 8": "int8"}.get(formats.pop())
     if dtype is None or formats:
-        return "its numbers are neither fp8 nor int8, which has no kernels"
+        return "its numbers are neither fp8 nor int8, and no other formats have kernels"
     strategies = {str(one.get("strategy")) for one in (weights, inputs)}
     if strategies <= {"tensor", "channel", "token"}:
         return Arithmetic(dtype, plain, "scale_tensor" if strategies == {"tensor"} else "scale_rowwise")

@@ -1,6 +1,6 @@
-"""Files of shapes: our own, and those that other tools write, each by its `Format`.
+"""Reads files of shapes: tunegemm's own, and those of other tools, each with its `Format`.
 
-No format says how often a product is computed: each counts once.
+No foreign format says how often a product is computed, so each counts once.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ FORMATS: list[Format] = [tunable_op.FORMAT, cutlass.FORMAT]
 
 
 def read(path: Path) -> tuple[list[Demand], list[str]]:
-    """What a file asks to be tuned, and a line for each entry that cannot be, with its place and reason.
+    """The problems that a file lists, and a line with place and reason for each entry that cannot be tuned.
 
-    Raises WorkloadError for a file of another kind, and for one without any problem.
+    Raises WorkloadError for another kind of file, and if no entry can be tuned.
     """
     return read_all([path])
 
 
 def read_all(paths: Sequence[Path]) -> tuple[list[Demand], list[str]]:
-    """`read` of several files, such as one of each rank: demands of the same problem are added up.
+    """`read` for several files, such as one per rank, with the calls of equal problems added up.
 
-    Raises WorkloadError where one is of another kind, and where there is no problem in any.
+    Raises WorkloadError if one is another kind of file, and if none has an entry that can be tuned.
     """
     found: list[Demand] = []
     refused: list[str] = []

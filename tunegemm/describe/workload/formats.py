@@ -1,7 +1,7 @@
-"""What a foreign file of shapes is: `Format`, and what formats share.
+"""The interface of a foreign file format, `Format`, and helpers that formats share.
 
-A format is a module beside this one with a `FORMAT`, and its place in `foreign.FORMATS`. Which dtypes have
-kernels is for `Problem` to say; a format has only other tools' names for them.
+A format is a module beside this one with a `FORMAT`, and an entry in `foreign.FORMATS`. `Problem` decides
+which dtypes have kernels; a format only translates other tools' names for them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Format:
     """A kind of file that another tool writes."""
 
     name: str
-    """As messages list it, such as ``CUTLASS's JSON list of problems``."""
+    """Its name in messages, such as ``CUTLASS's JSON list of problems``."""
     entries: Callable[[str], Entries | None]
     """The entries of a file's text; None for a file of another kind. Raises BadValueError for a damaged
     one."""
     problems: Callable[[Any], Iterable[Problem]]
-    """What an entry asks for. Raises ProblemError or BadValueError, which names that entry, for one that has
-    no kernels."""
+    """The problems of an entry. Raises ProblemError or BadValueError, which names the entry, if it has no
+    kernels."""
 
 
 #: How JSON of objects begins: a line of a log may begin with a bracket, too, and go on with a date.
@@ -39,7 +39,7 @@ _JSON = re.compile(r"\s*(\[\s*[{\]]|\{\s*[\"}]|[\[{]\s*\Z)")
 
 
 def is_json(text: str) -> bool:
-    """Whether a text begins as JSON of objects does."""
+    """Whether a text starts like JSON objects."""
     return _JSON.match(text) is not None
 
 
@@ -48,13 +48,13 @@ _NAMES = {"f16": "fp16", "f32": "fp32", "s8": "int8", "s32": "int32"}
 
 
 def dtype_of(name: str) -> str:
-    """Our name of a dtype. Raises ProblemError for one that has none."""
+    """tunegemm's name of a dtype. Raises ProblemError if there is none."""
     name = name.lower()
     return normalize_dtype(_NAMES.get(name, name), OUTPUT_DTYPES)
 
 
 def check_addend(problem: Problem, name: str, dtype: str) -> None:
-    """Raises ProblemError for an operand of the epilogue whose dtype is not the one that kernels add."""
+    """Raises ProblemError if an operand of the epilogue has another dtype than kernels add."""
     operand = next(one for one in problem.fused.operands if one.name == name)
     if (wanted := operand_dtype(operand, problem.out_dtype)) != dtype:
         raise ProblemError(
@@ -63,6 +63,6 @@ def check_addend(problem: Problem, name: str, dtype: str) -> None:
 
 
 def aligned(problem: Problem, steps: Iterable[int], most: int) -> Problem:
-    """The problem with lines of operands so many elements apart, and addresses of at most such alignment."""
+    """The problem with these leading dimensions, in elements, and addresses of at most this alignment."""
     size = DTYPE_BYTES[problem.in_dtype]
     return replace(problem, alignment=math.gcd(MAX_ALIGNMENT, most, *(step * size for step in steps)))

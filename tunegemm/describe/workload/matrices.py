@@ -1,4 +1,4 @@
-"""The matrices of a model's layers, and the config.json that says how large they are."""
+"""The matrices of a model's layers, and the config.json that holds their sizes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class Linear:
     """One matrix of a model: ``y = x @ weight.T``."""
 
     path: str
-    """Its module, as quantisation configs name it."""
+    """Its module path, as quantisation configs name it."""
     columns: int
     """Output features."""
     depth: int
     """Input features."""
     bias: bool = False
     split: Literal["columns", "depth", ""] = ""
-    """What tensor parallelism divides; empty where each rank has all of it."""
+    """The extent that tensor parallelism divides; empty if each rank has the whole matrix."""
     units: int = 1
-    """Parts into which that can be divided at most: heads, or features."""
+    """The most parts that it can be divided into: heads, or features."""
     shared: bool = False
     """Whether ranks beyond `units` have the same part: heads of keys and values."""
 
     def of_rank(self, ranks: int) -> tuple[int, int]:
-        """Columns and depth of one rank's part. Raises WorkloadError where ranks cannot divide it."""
+        """Columns and depth of one rank's part. Raises WorkloadError if the ranks cannot divide it."""
         if not self.split or ranks == 1:
             return self.columns, self.depth
         parts = min(ranks, self.units) if self.shared else ranks
@@ -45,39 +45,39 @@ class Linear:
 
 @dataclass(frozen=True)
 class Layer:
-    """Linear layers of the same input, which engines merge into one."""
+    """Linear layers with the same input, which engines merge into one."""
 
     name: str
     parts: tuple[Linear, ...]
     is_one: bool = False
-    """Whether the model itself has them as one matrix."""
+    """Whether the model itself stores them as one matrix."""
     only_prefill: bool = False
-    """Whether engines compute it in another way where they decode: absorbed into the attention."""
+    """Whether engines compute it differently when they decode: absorbed into the attention."""
     experts: int = 0
-    """How many there are of each matrix, whose products are grouped; 0 where every row has the same."""
+    """Number of experts, each with its own matrix, whose products are grouped; 0 if all rows use the same."""
     each: int = 1
-    """Experts that compute a row."""
+    """How many experts compute each row."""
     gate: str = ""
-    """What becomes of gate and up, as in an epilogue; empty where no kernel takes it along."""
+    """The gate's epilogue step; empty if no kernel includes the gate."""
     transposed: bool = False
     """Whether the columns of weights are contiguous."""
     left_out: str = ""
-    """Why its products are not listed; it has no parts then."""
+    """Why its products are not listed; such a layer has no parts."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """A config.json, and the numbers in it. Fields of several names are read by the first that is there."""
+    """A config.json and its numbers. If a field has several names, the first that is present counts."""
 
     values: Mapping[str, Any]
     where: str
 
     def get(self, *names: str) -> Any:
-        """The first of these fields that is there; None where none is."""
+        """The first of these fields that is present; None if none is."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """Raises WorkloadError where it is neither there nor known from the others."""
+        """A required number. Raises WorkloadError if it is absent and does not follow from others."""
         value = self.get(*names)
         if value is None:
             if default is None:
@@ -92,7 +92,7 @@ class Config:
             raise WorkloadError(f"{self.where}: {error}") from None
 
     def count(self, *names: str) -> int:
-        """The same of what a model may have none of: 0 where it is absent, zero or false."""
+        """The number of something optional: 0 if the field is absent, zero or false."""
         return self.number(*names) if self.get(*names) else 0
 
     def flag(self, *names: str, default: bool = False) -> bool:
@@ -100,14 +100,14 @@ class Config:
         return default if value is None else bool(value)
 
     def each(self, name: str) -> list[Any]:
-        """A list with a value for each block; empty without one. Raises WorkloadError for what is no list."""
+        """A list with a value for each block; empty if absent. Raises WorkloadError unless it is a list."""
         try:
             return list(listed(self.get(name) or [], name))
         except BadValueError as error:
             raise WorkloadError(f"{self.where}: {error}") from None
 
     def word(self, *names: str) -> str:
-        """The text of the first of these fields that is there. Raises WorkloadError if it is not one line."""
+        """The text of the first of these fields that is present. Raises WorkloadError if it is not a line."""
         try:
             return line(self.get(*names) or "", names[0], 100)
         except BadValueError as error:

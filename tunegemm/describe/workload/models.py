@@ -1,4 +1,4 @@
-"""A model's linear layers, from the config.json that its weights come with. Nothing is ever downloaded."""
+"""Reads a model's linear layers from the config.json beside its weights. It downloads nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Model:
     """A model's products according to its config."""
 
     layers: tuple[Layer, ...]
-    """Layers of all its blocks, in order, then the logits."""
+    """The layers of all blocks, in order, then the logits."""
     dtype: str
     """Dtype of weights and activations that are not quantised: bf16, fp16 or fp32."""
     quantization: Mapping[str, Any]
@@ -33,7 +33,7 @@ class Model:
 def read_model(name: str) -> Model:
     """The model of a config.json, of a folder with one, or of a name in the local cache: ``org/model``.
 
-    Raises WorkloadError where there is none, or one of a family that is not known.
+    Raises WorkloadError if there is none, or if its family is unknown.
     """
     path = _find(name)
     try:

@@ -1,4 +1,4 @@
-"""A program's products as recorded, and the file that keeps them; docs/guide/recording.md describes it."""
+"""A program's recorded products, and the file that stores them; docs/guide/recording.md describes it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FORMAT = "tunegemm-shapes"
 VERSION = 1
 #: Fields of a product that older files lack.
 _LATER = ("epilogue", "accumulation", "refusal")
-OWN_ACTIVATION = "its activation is computed along by torch alone (_addmm_activation)"
+OWN_ACTIVATION = "only torch applies its activation in the same call (_addmm_activation)"
 _MOST_CALLS = 2**53
 _LONGEST_WORD = 65_536
 
 
 @dataclass(frozen=True, order=True)
 class Kind:
-    """What one product is, of any dtype and strides, apart from how often it ran."""
+    """One kind of product, of any dtype and strides, without its counts."""
 
     m: int
     n: int
@@ -51,13 +51,13 @@ class Kind:
     device: str = "cuda"
     """Device it ran on: ``cuda`` or ``cpu``."""
     epilogue: str = ""
-    """What becomes of the product in the same call, as dispatch asks for it: that of a problem."""
+    """The steps that the same call applies to the product, as a problem's epilogue."""
     accumulation: str = "fast"
-    """How sums over k are asked for: one of `describe.problem.ACCUMULATIONS`."""
+    """How the call wants sums over k computed: one of `describe.problem.ACCUMULATIONS`."""
     refusal: str = ""
-    """Why torch computes it whatever is tuned; empty where a kernel may."""
+    """Why torch computes it, whatever is tuned; empty if a kernel may."""
     groups: int = 0
-    """How many groups the m rows are divided in, each with its own B; 0 for none."""
+    """Number of groups that divide the m rows, each with its own B; 0 without groups."""
 
     def __post_init__(self) -> None:
         # Files of before 2026-11-26 say `bias` and `activation` alone.
@@ -86,7 +86,7 @@ class Product:
     calls: int
     """Number of runs, including replays of CUDA graphs."""
     replayed: int = 0
-    """Those of `calls` that were replays of a CUDA graph."""
+    """How many of `calls` were replays of a CUDA graph."""
     captured: int = 0
     """How often it was captured into a CUDA graph, which does not count as a call."""
     timed: int = 0
@@ -96,7 +96,7 @@ class Product:
 
     @property
     def weight(self) -> int:
-        """Calls; where only a capture was seen, and not who replays it, the captures."""
+        """The number of calls; if only captures were seen, and no replay, the number of captures."""
         return self.calls or self.captured
 
     @property
@@ -119,7 +119,8 @@ class Workload:
     processes: int = 1
     """Number of processes that computed products."""
     unknown_replays: int = 0
-    """Replays of CUDA graphs that were captured before the recording began: their products are not known."""
+    """Replays of CUDA graphs that were captured before the recording began, so that their products are
+    unknown."""
 
     def to_json(self) -> str:
         """The file's text. The same products give the same text."""
@@ -139,12 +140,12 @@ class Workload:
         return f'{json.dumps(head, indent=2)[:-2]},\n  "products": [\n{lines}\n  ]\n}}\n'
 
     def write(self, path: Path) -> None:
-        """Replaces the file as a whole: a reader sees the old text or the new one. Raises WorkloadError."""
+        """Replace the file as a whole: a reader sees the old text or the new one. Raises WorkloadError."""
         write_text(path, self.to_json(), WorkloadError)
 
     @classmethod
     def from_document(cls, document: Any, where: str) -> tuple[Workload, list[str]]:
-        """The workload of a parsed file; and a line with number and reason for each product that is not one.
+        """The workload of a parsed file, and a line with number and reason for each invalid product.
 
         Raises WorkloadError for any other document.
         """

@@ -1,6 +1,6 @@
 """The kernel for groups along k, as in gradients of weights: D[e] = A[rows of e]^T B[rows of e].
 
-No search includes it: db/grouped.toml says what it serves (`tunegemm.model.grouped.choose_along_k`).
+No search includes it; db/grouped.toml lists what it serves (`tunegemm.model.grouped.choose_along_k`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tunegemm.generate.workspace import Workspace
 
 
 def config_from(parameters: Mapping[str, Any]) -> KernelConfig:
-    """The config of a tile, a cluster, stages, and the columns of the epilogue's subtiles."""
+    """The config for a tile, a cluster, stages, and the columns of the epilogue's subtiles."""
     return KernelConfig(
         **parameters, schedule="cooperative", tile_k=64, tile_scheduler="dynamic",
         in_dtype="bf16", out_dtype="bf16", a_major="m", b_major="n", out_major="n",
@@ -67,9 +67,8 @@ class AlongK(LoadedKernel[KernelConfig]):
     def of(
         self, a: Any, b: Any, out: Any, offsets: Any, *, blocks: int, swizzle_size: int = 8
     ) -> Callable[..., None]:
-        """`launch` for operands that are laid out as these. Raises NotTaken, here for how operands are laid
-        out, at a launch for their addresses.
-        """
+        """`launch` for operands with these layouts. Raises NotTaken if the kernel does not take the layouts;
+        a launch raises it for unaligned addresses."""
         from torch._C import _cuda_getCurrentRawStream as current_stream
 
         if wrong := objection(a, b, offsets) or _output_objection(out, a, b, offsets):
@@ -98,7 +97,7 @@ Kernel = AlongK
 
 
 def objection(a: Any, b: Any, offsets: Any) -> str:
-    """Why no kernel takes these operands of `AlongK.launch`, their addresses aside; empty if one does."""
+    """Why no kernel takes these operands of `AlongK.launch`, apart from addresses; empty if one does."""
     if (a.ndim, b.ndim, offsets.ndim) != (2, 2, 1):
         return f"a has {a.ndim} dimensions, b {b.ndim}, offsets {offsets.ndim}, not 2, 2 and 1"
     (rows, m), n, groups, device = a.shape, b.shape[1], offsets.shape[0], a.device

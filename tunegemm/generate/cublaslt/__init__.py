@@ -40,7 +40,7 @@ def is_torch(candidate: Candidate) -> bool:
 
 
 def splits_k(candidate: Candidate) -> bool:
-    """Whether it is an algorithm of the library that splits k, and adds up what the splits give."""
+    """Whether it is a library algorithm that splits k and adds up the parts."""
     if candidate.params.get("algorithm") != "cublaslt":
         return False
     scheme = candidate.params.get("reduction_scheme", "NONE")
@@ -49,8 +49,7 @@ def splits_k(candidate: Candidate) -> bool:
 
 def reduces_in_16_bits(problem: Problem, candidate: Candidate) -> bool:
     """Whether it adds up in 16 bits: in the output's own dtype, or in place in the output (cublasLt.h,
-    cublasLtReductionScheme_t: only COMPUTE_TYPE keeps what is between the splits in fp32).
-    """
+    cublasLtReductionScheme_t: only COMPUTE_TYPE keeps the intermediate sums in fp32)."""
     scheme = candidate.params.get("reduction_scheme", "NONE")
     return (
         splits_k(candidate)
@@ -61,7 +60,7 @@ def reduces_in_16_bits(problem: Problem, candidate: Candidate) -> bool:
 
 @rule("algorithm")
 def named_algorithm(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """`heuristic` of the space file stands for many algorithms and is not one itself."""
+    """`heuristic` in the space file stands for many algorithms and is not itself an algorithm."""
     if (name := candidate.params.get("algorithm")) != "cublaslt":
         return f"algorithm {name!r} is not a single kernel; the library names its own on the GPU"
     return None
@@ -69,7 +68,7 @@ def named_algorithm(problem: Problem, candidate: Candidate, device: Device) -> s
 
 @rule(*ALGORITHM_PARAMETERS)
 def complete_name(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """An algorithm of the library is named by all of its attributes."""
+    """All attributes together name an algorithm of the library."""
     missing = [name for name in ALGORITHM_PARAMETERS if name not in candidate.params]
     if missing:
         return f"parameter {missing[0]!r} of the algorithm is missing"
@@ -82,9 +81,8 @@ def complete_name(problem: Problem, candidate: Candidate, device: Device) -> str
 
 @rule("in_dtype", "out_dtype")
 def library_dtypes(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """cuBLASLt, table of supported types for cublasLtMatmul: 16-bit inputs give their own dtype or fp32. Its
-    products of other inputs are asked for through torch only.
-    """
+    """cuBLASLt, table of supported types for cublasLtMatmul: 16-bit inputs give their own dtype or fp32.
+    Products of other inputs go through torch only."""
     if DTYPE_BYTES[problem.in_dtype] != 2:
         return f"single algorithms are for bf16 and fp16 operands, not for {problem.in_dtype}"
     if problem.out_dtype not in (problem.in_dtype, "fp32"):
@@ -94,9 +92,8 @@ def library_dtypes(problem: Problem, candidate: Candidate, device: Device) -> st
 
 @rule("epilogue", "batch", "alignment")
 def library_epilogue(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """The algorithms are asked for plain products, and for those to which a matrix is added: cublasLtMatmul
-    reads its C elsewhere than it writes D. torch itself composes other epilogues from its operations.
-    """
+    """The algorithms compute plain products, and products plus a matrix: cublasLtMatmul reads its C from
+    another place than it writes D. Torch itself composes other epilogues from its operations."""
     if problem.epilogue in ("", RESIDUAL):
         if problem.epilogue and (problem.batch > 1 or problem.alignment != MAX_ALIGNMENT):
             return f"a residual is added to products without a batch, whose lines are whole {MAX_ALIGNMENT} B"
@@ -146,13 +143,13 @@ class CublasLt:
         return data_path("search_spaces", "cublaslt.toml")
 
     def unavailable(self, *, launching: bool = False) -> str | None:
-        """None where torch has loaded cuBLASLt. Without it torch.mm is the family's only candidate."""
+        """None if torch has loaded cuBLASLt. Otherwise torch.mm is the family's only candidate."""
         from tunegemm.generate.cublaslt import binding
 
         return binding.missing()
 
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
-        """Whether the library has such a kernel. What it makes of one problem it says at `load`."""
+        """Whether the library has such a kernel. Only `load` shows whether it takes one problem."""
         if is_torch(candidate):
             return FEASIBLE
         if reason := exceeded_workspace(self.workspace(problem, candidate, device)):
@@ -182,11 +179,11 @@ class CublasLt:
         return list(dict.fromkeys(found))
 
     def reduction_class(self, problem: Problem, candidate: Candidate) -> str:
-        """Not known: which algorithm torch.mm launches depends on m."""
+        """Unknown: the algorithm that torch.mm launches depends on m."""
         return ""
 
     def label(self, candidate: Candidate) -> str:
-        """``torch.mm``, or such as ``cublaslt a66 t128x256 s64xAUTO c2x1x1``."""
+        """``torch.mm``, or a label such as ``cublaslt a66 t128x256 s64xAUTO c2x1x1``."""
         if candidate["algorithm"] != "cublaslt":
             return str(candidate["algorithm"])
         from tunegemm.generate.cublaslt import library
@@ -194,7 +191,7 @@ class CublasLt:
         return library.label(candidate)
 
     def workspace(self, problem: Problem, candidate: Candidate, device: Device) -> Workspace | None:
-        """What the algorithm was chosen with; torch.mm has torch's own."""
+        """The workspace that the algorithm was chosen with; torch.mm uses torch's own."""
         num_bytes = int(candidate.params.get("workspace_bytes", 0))
         return Workspace(num_bytes, 0, device.index) if num_bytes else None
 
@@ -206,7 +203,7 @@ class CublasLt:
         artifact: Path | None,
         workspace: Workspace | None = None,
     ) -> Launcher:
-        """A launcher. ValueError where the installed library refuses the stored algorithm."""
+        """A launcher. Raises ValueError if the installed library refuses the stored algorithm."""
         if not (verdict := self.check(problem, candidate, device)):
             raise ValueError(f"{candidate} cannot run: {verdict}")
         if is_torch(candidate):

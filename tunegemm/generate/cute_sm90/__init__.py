@@ -37,7 +37,7 @@ from tunegemm.generate.workspace import Workspace
 
 
 def workspace(problem: Problem, candidate: Candidate, device: Device) -> Workspace | None:
-    """Sums of every k split of a tile; where they meet in pairs, as many counters, by warpgroup."""
+    """Sums of every k split of a tile; if the splits meet in pairs, also as many counters, by warpgroup."""
     division = Division.of(problem, candidate, device)
     if division.units == 0:
         return None
@@ -52,23 +52,23 @@ def workspace(problem: Problem, candidate: Candidate, device: Device) -> Workspa
 
 @dataclass(frozen=True)
 class Division:
-    """How a candidate's work is cut for a device. Counts are of clusters and of what one works on."""
+    """How a candidate's work is divided on a device. Numbers count clusters and their work units."""
 
     clusters: int
     """The grid."""
     split: int
-    """k splits of every tile; of stream-K the tiles that are cut."""
+    """k splits of every tile; for stream-K the number of tiles that it cuts."""
     units: int
-    """Work units whose sums are of a k split, and lie in the workspace; 0 where no tile is split."""
+    """Work units that store the sums of a k split in the workspace; 0 if no tile is split."""
     second_kernel: bool
-    """Whether a second kernel adds them; else they meet in pairs."""
+    """Whether a second kernel adds the sums; otherwise they meet in pairs."""
 
     @classmethod
     def of(cls, problem: Problem, candidate: Candidate, device: Device) -> Division:
         """How a candidate's `ctas`, `split_k` and `reduction` divide it, as older records mean them.
 
         `ctas`: ``all`` fills the device; ``balanced`` takes the fewest clusters that need no further wave.
-        Stream-K always fills it, as far as each cluster has a few k tiles.
+        Stream-K always fills the device, as long as each cluster gets a few k tiles.
         """
         size = candidate["cluster_m"] * candidate["cluster_n"]
         tiles = tile_count(problem, candidate) // size
@@ -95,7 +95,7 @@ class Order:
     """
 
     address: int
-    """Where the table lies in device memory; 0 where a cluster's place is its own index."""
+    """The table's address in device memory; 0 if a cluster's place is its own index."""
     across: int
     """TileGenerator of a block across the swizzle; of a block of one line the swizzle size."""
     along: int
@@ -103,7 +103,7 @@ class Order:
 
     @classmethod
     def of(cls, candidate: Candidate, device: Device, clusters: int) -> Order:
-        """What a candidate's `cluster_order` means; by index where nothing is known of the device."""
+        """The order that a candidate's `cluster_order` means; by index if the device is not known."""
         lines = cls(0, int(candidate["swizzle_size"]), 1)
         if candidate.params.get("cluster_order", "index") == "index" or clusters < 2:
             return lines
@@ -123,7 +123,7 @@ class Order:
     def of_gpcs(
         cls, config: KernelConfig, device: Device, clusters: int, swizzle_size: int, along_m: bool
     ) -> Order:
-        """The order of a kernel that no candidate stands for, whose clusters of one GPC have neighbours."""
+        """The order of a kernel without a candidate, in which clusters of one GPC are neighbours."""
         shape = {name: getattr(config, name) for name in ("tile_m", "tile_n", "cluster_m", "cluster_n")}
         raster = "along_m" if along_m else "along_n"
         launch: dict[str, Value] = {
@@ -133,7 +133,8 @@ class Order:
 
 
 def block_of_a_gpc(candidate: Candidate, neighbours: int) -> tuple[int, int]:
-    """Rows and columns of cluster tiles that so many clusters read least for, if they read lines together."""
+    """Rows and columns of the block of cluster tiles for which this many clusters read least, if they read
+    lines together."""
     height = candidate["tile_m"] * candidate["cluster_m"]
     width = candidate["tile_n"] * candidate["cluster_n"]
 

@@ -18,7 +18,7 @@ from tunegemm.generate.workspace import Workspace
 
 
 def grid(problem: Problem, candidate: Candidate, device: Device) -> int:
-    """The grid, in blocks: one per tile, but what the `ctas` rule says for persistent kernels."""
+    """The grid, in blocks: one per tile, or for persistent kernels as many as the `ctas` rule says."""
     persistent = config_of(problem, candidate).specialized
     return persistent_grid(problem, candidate, device) if persistent else tile_count(problem, candidate)
 

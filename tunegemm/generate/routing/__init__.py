@@ -51,7 +51,7 @@ _ALIGNED = {
 
 
 def kernels() -> dict[str, Key]:
-    """The keys of all kernels, served or not, by their names: the first word is one of `SERVED`'s."""
+    """The keys of all kernels, served or not, by name; a name's first word is in `SERVED`."""
     found = [kernel_key("route", own_rows=rows) for rows in ROUTE_ROWS.values()]
     found += [kernel_key("tally"), kernel_key("spread")]
     for dtype in ("bf16", "fp16"):
@@ -67,8 +67,11 @@ def kernels() -> dict[str, Key]:
 
 
 def kernel_key(kernel: str, **choices: str | int | bool) -> Key:
-    """Everything an object depends on. kernel: route, of `own_rows`; combine, of a `dtype` and that of
-    `weights`; gate, of a `dtype`, `alternate` or not; few, of a `dtype`, `gated` or not."""
+    """Everything that an object depends on.
+
+    kernel: `route` takes `own_rows`; `combine` a `dtype` and that of `weights`; `gate` a `dtype` and
+    `alternate`; `few` a `dtype` and `gated`.
+    """
     return FAMILY.key({"kernel": kernel, **choices})
 
 
@@ -108,10 +111,11 @@ FAMILY = Kernels(
 
 
 def load(artifact: Path, index: int) -> Callable[..., Callable[..., None]]:
-    """Of an object a function of the grid and numbers by name, which gives the launch for tensors in order.
+    """Load an object. Returns a function of the grid and of numbers by name, which returns the launch for
+    tensors in order.
 
-    Raises RuntimeError for what cannot be loaded on the GPU of that index. The function raises NotTaken for
-    numbers that the kernel does not hold, the launch for addresses that it does not take.
+    Raises RuntimeError if the object cannot be loaded on the GPU with that index. The function raises
+    NotTaken for numbers beyond the kernel's range, and the launch for addresses that it does not take.
     """
     import torch
     from torch._C import _cuda_getCurrentRawStream as current_stream

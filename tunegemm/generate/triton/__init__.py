@@ -1,6 +1,6 @@
-"""Kernel family `triton`: pointers and masks, compiled by Triton for any architecture from Ampere on.
+"""Kernel family `triton`: pointers and masks, compiled by Triton for any architecture since Ampere.
 
-It serves operands of any alignment. Where there is TMA, the family `triton_tma` loads by it.
+It serves operands of any alignment. On GPUs with TMA the family `triton_tma` loads with TMA.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Kernel family `triton_tma`: persistent kernels that load and store by TMA, compiled by Triton.
+"""Kernel family `triton_tma`: persistent kernels that load and store with TMA, compiled by Triton.
 
-On Hopper they multiply by WGMMA, on which they were measured; on Blackwell by tcgen05.mma or mma.sync.
+On Hopper, where they were measured, they multiply with WGMMA; on Blackwell with tcgen05.mma or mma.sync.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Begins in every Python process under `tunegemm record`, which counts products, and under `tunegemm run`,
-which serves them: both put this folder on PYTHONPATH.
+"""Starts tunegemm in every Python process of `tunegemm record` and `tunegemm run`.
 
-Python imports `sitecustomize` at its start. Nothing is loaded until the process itself has imported torch.
+`record` counts products, `run` serves them. Both put this folder on PYTHONPATH, and Python imports
+`sitecustomize` when it starts. Nothing else is loaded until the process itself has imported torch.
 """
 
 import importlib.machinery
