@@ -336,6 +336,31 @@ clients = of_file("clients.json")(_clients)
 clients_training = of_file("clients_training.json")(_clients)
 
 
+@of_file("llama.json")
+def llama(data: Data) -> list[str]:
+    """A model of `transformers` patched and compiled: times torch, and first calls."""
+    ratios = [
+        [
+            row["workload"],
+            row["mode"],
+            f"{row['torch_ms']:.2f}",
+            f"{row['ratio']:.3f}",
+            f"{100 * row['noise']:.1f}%",
+        ]
+        for row in data["rows"]
+        if "ratio" in row
+    ]
+    tables = [markdown_table(["workload", "mode", "torch, ms", "times torch", "noise"], ratios)]
+    first = [
+        [row["workload"], row["mode"], str(row["layers"]), str(row["graphs"]), f"{row['seconds']:.1f}"]
+        for row in data["rows"]
+        if "seconds" in row
+    ]
+    if first:
+        tables.append(markdown_table(["first call", "compiled by", "layers", "graphs", "seconds"], first))
+    return tables
+
+
 @of_file("layers.json")
 def layers(data: Data) -> list[str]:
     """Layers of models by mode and rows: times torch, times merged weights, and the host's time."""
