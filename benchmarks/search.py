@@ -40,7 +40,6 @@ from tunegemm.search import Portfolio, Search, first_of_each_kernel
 from tunegemm.search.efforts import EFFORTS
 from tunegemm.search.samplers import NAMES, sampler_of
 from tunegemm.search.study import ProblemStudy, StudySpace
-from tunegemm.tuning.begin import opinions
 
 COUNTS = (8, 16, 32, 64)
 STEADY = "-steady"
@@ -92,7 +91,6 @@ def study_of_sweep(
     return ProblemStudy(
         Portfolio([search], EFFORTS["quick"].plan), StudySpace([], candidates=values),
         verdict=lambda point: Verdict("recorded", f"{point} is not in the recording"),
-        features=lambda candidates: opinions(problem, candidates, device),
         sampler=sampler_of(sampler, seed=seed), seed=seed,
     )  # fmt: skip
 

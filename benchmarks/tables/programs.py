@@ -86,6 +86,25 @@ def search(data: Data) -> list[str]:
     return [markdown_table(header, lines)]
 
 
+#: What the replay calls what explores behind the model's first candidates.
+_EXPLORERS = {"model": "none: the model's next", "own": "our process", "gp": "`GPSampler`"}
+
+
+@of_file("../explorers.json", machine=False)
+def explorers(data: Data) -> list[str]:
+    """By recorded sweeps, the regret after 64 candidates of each explorer and the CPU time of its asks."""
+    sweeps = dict.fromkeys(row["of"].split(",")[0] for row in data["rows"])
+    lines = [
+        [
+            one["of"], _EXPLORERS[one["strategy"]], str(one["replays"]), f"{one['mean_64']:.2%}",
+            f"{one['ninth_64']:.2%}", f"{one['ask_ms']:.0f} ms" if "ask_ms" in one else "",
+        ]
+        for one in data["strategies"] if one["of"] in ("all", *sweeps)
+    ]  # fmt: skip
+    header = ["sweeps", "explorer", "replays", "mean", "90th percentile", "CPU of a suggestion"]
+    return [markdown_table(header, lines)]
+
+
 def _regret(one: Mapping[str, Any], count: int) -> str:
     """Median and ninth decile; a dash where an older run did not go so far."""
     if f"median_{count}" not in one:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import explorers, search
+from benchmarks import search
 from fit.sweep_files import write_sweep
 from tunegemm.describe.architectures import PARTS
 from tunegemm.describe.device import Fingerprint, device_from_part
@@ -39,7 +39,6 @@ def recording(folder: Path) -> None:
                 rows.append(Measurement(candidate, (us,), (40.0,), 0.002, 0.004))
     problem = Problem.parse("512x6144x4096")
     now = datetime.now(UTC)
-    # Of 40 the Gaussian process suggests the last 8 of each seed.
     write_sweep(folder, "h200", device, problem, rows[-40:], recorded_at=now, command="x")
     write_sweep(folder, "h200-steady", device, problem, rows[:20], recorded_at=now, command="x")
 
@@ -72,25 +71,3 @@ def test_compares_strategies(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert {row["strategy"] for row in kept} == {*names, "random"}, "one strategy after the other"
     assert [row for row in kept if row["strategy"] != "random"] == told["rows"]
     assert compared("luck", 2).startswith("--strategies luck: use chance")
-
-
-def test_explorers_begin_with_the_same_candidates_of_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recording(tmp_path)
-    monkeypatch.setattr(explorers, "root_of", lambda recorded: tmp_path)
-    monkeypatch.setattr(explorers, "FIRST", 4)
-    monkeypatch.setattr(explorers, "COUNTS", (4, 8))
-    given = ["--recorded", "h200", "--seeds", "0,1", "--out", str(tmp_path / "explorers.json")]
-    assert explorers.main(given) == explorers.main(given) == 0, "the second time all is there"
-    rows = json.loads((tmp_path / "explorers.json").read_text())["rows"]
-    assert [(row["seed"], row["strategy"]) for row in rows] == [
-        (seed, name) for seed in (0, 1) for name in ("model", "own", "gp")
-    ]
-    assert [row["candidates"] for row in rows] == [40] * 3 + [32] * 3
-    for seed in (0, 1):
-        mine = [row for row in rows if row["seed"] == seed]
-        first, *others = (row["regret"][0] for row in mine)
-        assert others == [first] * 2 and all(row["regret"][1] <= first for row in mine)
-        assert [("ask_ms" in row) for row in mine] == [False, first > 0, first > 0]
-    assert any("ask_ms" in row for row in rows)

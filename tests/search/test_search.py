@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
@@ -11,7 +10,6 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -24,23 +22,12 @@ from tunegemm.model import rank as model
 from tunegemm.search import Search, first_of_each_kernel
 from tunegemm.search.efforts import EFFORTS, Effort, checked_seconds, profile
 
-if TYPE_CHECKING:
-    from tunegemm.search.surrogate import Surrogate
-
 LAUNCHES = {"raster_order": ("along_m", "along_n"), "swizzle_size": (1, 2, 4, 8), "ctas": ("all", "balanced")}
 GRID = 16
 
 
 def search_of(ranked, launches, *, effort: Effort = "quick", **options) -> Search:
-    search = Search(ranked, launches, EFFORTS[effort].plan, **options)
-    search.make_explorer = functools.partial(explorer, search)
-    return search
-
-
-def explorer(search: Search) -> Surrogate:
-    from tunegemm.search.surrogate import Surrogate
-
-    return Surrogate(search)
+    return Search(ranked, launches, EFFORTS[effort].plan, **options)
 
 
 def kernels() -> list[Candidate]:
@@ -172,15 +159,15 @@ def drawn(seed: int, count: int) -> float:
     )
 
 
-def test_finds_more_than_chance_under_a_blind_model() -> None:
+def test_finds_as_much_as_chance_under_a_blind_model() -> None:
     """The mean of the best, over seeds: random draws, and the full search with a shuffled ranking."""
     found = []
-    for seed in range(5):
+    for seed in range(20):
         search = search_of(shuffled(seed), LAUNCHES, effort="full", trials=108)
         run(search)
         found.append(search.best[1])
-    assert sum(found) / 5 > sum(drawn(seed, 108) for seed in range(5)) / 5 + 0.01
-    assert min(found) > SUMMIT - 0.04
+    assert sum(found) / 20 > sum(drawn(seed, 108) for seed in range(20)) / 20 - 0.005
+    assert min(found) > SUMMIT - 0.1
 
 
 def test_a_quick_search_makes_much_of_a_fair_model() -> None:
@@ -237,7 +224,7 @@ def test_a_quick_screen_has_each_tile_once_and_varies_those_of_the_leaders() -> 
     """Kernels that differ by their ring alone wait until their tile has shown what it can do."""
     ranked = sorted(kernels(), key=truth, reverse=True)
     search = search_of(ranked, LAUNCHES)
-    assert (search.budget.screen, search.budget.vary, search.budget.explore) == (14, 6, 0)
+    assert (search.budget.screen, search.budget.vary) == (14, 6)
     screen = search.ask(40)
     best_of_tile = {shape(kernel): kernel for kernel in reversed(ranked)}
     assert screen == [best_of_tile[one] for one in dict.fromkeys(map(shape, ranked))][:14]
@@ -362,6 +349,14 @@ def test_a_small_space_is_exhausted_without_repeats() -> None:
     asked = run(search_of(ranked, LAUNCHES, trials=1000))
     assert len(asked) == len(set(asked))
     assert set(ranked) <= set(asked) and len(asked) >= 2 * GRID
+
+
+def test_trials_that_no_stage_can_use_go_to_the_models_next_kernels() -> None:
+    """Each tile has one kernel with one launch, so nothing can be varied, probed or refined."""
+    tiles = list({shape(kernel): kernel for kernel in kernels()}.values())
+    launch = dict(tiles[0].launch_params)
+    search = search_of(tiles, {name: (launch[name],) for name in LAUNCHES}, trials=40)
+    assert set(run(search)) == set(tiles[:40]) and search.budget.screen < 40
 
 
 def test_one_kernel_with_one_launch() -> None:

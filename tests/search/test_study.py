@@ -234,7 +234,7 @@ def test_charts_and_importances_of_optunas_run_on_it() -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    study = run(study_of_landscape(trials=36), broken=(64,))  # four by the Gaussian process
+    study = run(study_of_landscape(trials=36), broken=(64,))
     own = of_family(study, "cute_sm90")
     with warnings.catch_warnings(), matplotlib.rc_context():  # Optuna's plots set a style and leave it
         warnings.simplefilter("ignore")

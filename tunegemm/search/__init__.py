@@ -2,8 +2,8 @@
 database.
 
 `study` is a problem's study, its trials' parameters and our sampler; `delegate` lets any other
-Optuna sampler take its place, which `samplers` finds by name. `search` orders candidates, `surrogate`
-explores among them, and `efforts` sets how many trials there are. Optuna and NumPy load on first use.
+Optuna sampler take its place, which `samplers` finds by name. `search` orders candidates, and `efforts` sets
+how many trials there are. Optuna and NumPy load on first use.
 """
 
 from tunegemm.search.search import Portfolio, Search, first_of_each_kernel

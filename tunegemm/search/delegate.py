@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,27 +30,37 @@ from tunegemm.search.search import FAMILY, Search, StageName, in_order, is_order
 _NEAR_KERNELS, _NEAR_LAUNCHES = 32, 4000
 #: After this many suggestions in a row without a new candidate, a search by a sampler alone ends.
 _MAX_SKIPS = 100
-#: Suggestions per batch, before their values are needed; as many as in the exploring stage of a full search.
+#: Suggestions per batch, before their values are needed.
 _BATCH = 12
 
 
 class Delegate:
-    """An Optuna sampler that suggests candidates of one family, or of several."""
+    """A search by an Optuna sampler alone: the library's algorithms, then the sampler's suggestions, of one
+    family or of several. It has the `ask` and `tell` of `tunegemm.search.Portfolio`.
+    """
 
     def __init__(
         self,
         sampler: optuna.samplers.BaseSampler,
         searches: Sequence[Search],
         *,
+        library: Iterable[Candidate],
+        trials: int,
         verdict: Callable[[Candidate], Verdict],
         reject: Callable[[Candidate, Verdict], None],
     ) -> None:
         """
         searches: one of each family; their candidates may be suggested, and their results are known.
+        library: candidates outside the space, which come first and are not counted as trials.
         verdict: why a point of the lists is no candidate. reject: called with each such point.
         """
         self._sampler, self._searches = sampler, {search.family: search for search in searches}
         self._verdict, self._reject = verdict, reject
+        self.trials = self._left = trials
+        self._library = [one for one in library if all(one not in search.results for search in searches)]
+        self.stage: StageName = "library"
+        self.note = ""
+        """Why the search ended before its trials were spent, or a remark that no suggestion was feasible."""
         self._lists = _value_lists(searches)
         self._kernels = _Kernels(searches, self._lists)
         self._distributions = self._kernels.distributions
@@ -59,15 +69,72 @@ class Delegate:
         self._told: dict[Candidate, float | None] = {}
         self._suggested: dict[Candidate, optuna.trial.Trial] = {}
         self._seen: set[tuple[Any, ...]] = set()
-        self.rejected: Counter[str] = Counter()
-        """Infeasible suggestions, by rule."""
-        self.suggestions = 0
+        self._rejected: Counter[str] = Counter()
+        self._suggestions = 0
         for search in searches:
             for candidate, value in search.results.items():
                 if value is not None:
-                    self.tell(candidate, value)
+                    self._learn(candidate, value)
 
-    def suggest(self) -> Candidate | None:
+    def planned_screen(self) -> list[Candidate]:
+        """Return no candidates: a sampler's suggestions are not known in advance."""
+        return []
+
+    planned_launches = planned_screen
+
+    def stage_of(self, candidate: Candidate) -> StageName:
+        return "explore" if candidate.family in self._searches else "library"
+
+    def ask(self, count: int = 24) -> list[Candidate]:
+        """Return the next candidates, at most `count`; empty when the trials or the new suggestions are
+        exhausted."""
+        library, self._library = self._library[:count], self._library[count:]
+        batch: list[Candidate] = []
+        skipped = 0
+        while self._left and len(batch) < min(count - len(library), _BATCH) and skipped < _MAX_SKIPS:
+            candidate = self._suggest()
+            if candidate is None:
+                skipped += 1
+                if not self._suggestions:
+                    break  # there are no candidates
+                continue
+            skipped = 0
+            self._searches[candidate.family].claim(candidate)
+            self._start(candidate)
+            batch.append(candidate)
+            self._left -= 1
+        if batch:
+            self.stage = "explore"
+        self.note = self._note(skipped)
+        if not library and not batch:
+            self.stage = "done"
+        return library + batch
+
+    def tell(self, candidate: Candidate, value: float | None) -> None:
+        """Learn the value of a candidate; None if it failed. The library's algorithms teach nothing."""
+        if candidate.family in self._searches:
+            self._searches[candidate.family].tell(candidate, value)
+            self._learn(candidate, value)
+
+    def _note(self, skipped: int) -> str:
+        infeasible = self._rejected.total()
+        if not infeasible or (skipped < _MAX_SKIPS and infeasible < self._suggestions):
+            return ""
+        rule, most = self._rejected.most_common(1)[0]
+        if skipped < _MAX_SKIPS:
+            outcome = "; the nearest candidates were measured in their place"
+        else:
+            tried = self.trials - self._left
+            outcome = (
+                f", so that the search ended after {tried} trial{'s' * (tried != 1)}; "
+                "another --sampler goes on"
+            )
+        return (
+            f"{infeasible} of the sampler's {self._suggestions} suggestions are infeasible, {most} of them "
+            f"by the rule {rule}{outcome}"
+        )
+
+    def _suggest(self) -> Candidate | None:
         """Return the sampler's suggestion or the nearest untried candidate; None if the suggestion leads to
         no new candidate.
         """
@@ -75,7 +142,7 @@ class Delegate:
             return None
         with self._asked():
             trial = self._learned().ask(self._distributions)
-        self.suggestions += 1
+        self._suggestions += 1
         point = self._decode(trial.params)
         search = self._searches[point.family]
         chosen = point if search.is_open(point) else None
@@ -83,7 +150,7 @@ class Delegate:
             is_repeated = tuple(trial.params.values()) in self._seen
             self._seen.add(tuple(trial.params.values()))
             if point not in search.results and not (verdict := self._verdict(point)):
-                self.rejected[verdict.rule or ""] += 1
+                self._rejected[verdict.rule or ""] += 1
                 self._reject(point, verdict)
             if not is_repeated:  # a repeated infeasible point leads to no new candidate
                 near = self._kernels.near(point.family, trial.params)
@@ -114,7 +181,7 @@ class Delegate:
             if torch is not None:
                 torch.set_num_threads(threads)
 
-    def start(self, candidate: Candidate) -> None:
+    def _start(self, candidate: Candidate) -> None:
         """Note that the candidate is being tried: suggestions avoid it until its result (*constant liar*)."""
         if not self._distributions or (params := self._kernels.encode(candidate)) is None:
             return
@@ -129,10 +196,8 @@ class Delegate:
         study.add_trial(_created(params, self._distributions, None))
         self._running.setdefault(candidate, []).append(len(study.get_trials(deepcopy=False)) - 1)
 
-    def tell(self, candidate: Candidate, value: float | None) -> None:
-        """Learn the value of a candidate, whether or not it was started or told before; None if it failed."""
-        if candidate.family not in self._searches:
-            return
+    def _learn(self, candidate: Candidate, value: float | None) -> None:
+        """Give the sampler a candidate's value, whether or not it was started or learned before."""
         if candidate in self._told and self._told[candidate] != value:
             self._study = None  # a finished trial cannot change, so a new study gets all of them
         self._told[candidate] = value
@@ -176,87 +241,6 @@ class Delegate:
             family,
             tuple((name, value(name, own)) for name, own in first.compile_params),
             tuple(sorted((name, value(name, listed[0])) for name, listed in search.launch_values.items())),
-        )
-
-
-class Suggested:
-    """A search by a sampler alone: the library's algorithms, then the sampler's suggestions. It has the `ask`
-    and `tell` of `tunegemm.search.Portfolio`.
-    """
-
-    def __init__(
-        self, delegate: Delegate, searches: Sequence[Search], library: Sequence[Candidate], trials: int
-    ) -> None:
-        self._delegate, self._trials, self._left = delegate, trials, trials
-        self._by_family = {search.family: search for search in searches}
-        self._library = [one for one in library if all(one not in search.results for search in searches)]
-        self.searches = list(searches)
-        self.stage: StageName = "library"
-        self.note = ""
-        """Why the search ended before its trials were spent, or a remark that no suggestion was feasible."""
-
-    @property
-    def trials(self) -> int:
-        return self._trials
-
-    def planned_screen(self) -> list[Candidate]:
-        """Return no candidates: a sampler's suggestions are not known in advance."""
-        return []
-
-    def planned_launches(self) -> list[Candidate]:
-        return []
-
-    def stage_of(self, candidate: Candidate) -> StageName:
-        return "explore" if candidate.family in self._by_family else "library"
-
-    def ask(self, count: int = 24) -> list[Candidate]:
-        """Return the next candidates, at most `count`; empty when the trials or the new suggestions are
-        exhausted."""
-        library, self._library = self._library[:count], self._library[count:]
-        batch: list[Candidate] = []
-        skipped = 0
-        while self._left and len(batch) < min(count - len(library), _BATCH) and skipped < _MAX_SKIPS:
-            candidate = self._delegate.suggest()
-            if candidate is None:
-                skipped += 1
-                if not self._delegate.suggestions:
-                    break  # there are no candidates
-                continue
-            skipped = 0
-            self._by_family[candidate.family].claim(candidate)
-            self._delegate.start(candidate)
-            batch.append(candidate)
-            self._left -= 1
-        if batch:
-            self.stage = "explore"
-        self.note = self._note(skipped)
-        if not library and not batch:
-            self.stage = "done"
-        return library + batch
-
-    def tell(self, candidate: Candidate, value: float | None) -> None:
-        search = self._by_family.get(candidate.family)
-        if search is not None:
-            search.tell(candidate, value)
-            self._delegate.tell(candidate, value)
-
-    def _note(self, skipped: int) -> str:
-        rejected, suggested = self._delegate.rejected, self._delegate.suggestions
-        infeasible = rejected.total()
-        if not rejected or (skipped < _MAX_SKIPS and infeasible < suggested):
-            return ""
-        rule, most = rejected.most_common(1)[0]
-        if skipped < _MAX_SKIPS:
-            outcome = "; the nearest candidates were measured in their place"
-        else:
-            tried = self._trials - self._left
-            outcome = (
-                f", so that the search ended after {tried} trial{'s' * (tried != 1)}; "
-                "another --sampler goes on"
-            )
-        return (
-            f"{infeasible} of the sampler's {suggested} suggestions are infeasible, {most} of them by the "
-            f"rule {rule}{outcome}"
         )
 
 

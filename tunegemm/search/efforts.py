@@ -34,13 +34,12 @@ class Plan:
     trials: int | None
     """Trials of the first family; None for every kernel and every launch of the leaders."""
     screen: float = 1.0
-    """Fraction of the trials for kernels at their model-best launch."""
+    """Fraction of the trials for kernels at their model-best launch. Further kernels with the leaders' tiles
+    get the trials that remain."""
     probe: float = 0.0
     """Fraction for other rasterizations."""
     refine: float = 0.0
     """Fraction for further launches of the leaders."""
-    vary: float = 0.0
-    """Largest fraction for further kernels with the leaders' tiles; exploring gets the trials that remain."""
     leaders: int = 1
     """How many kernels share the launches of the last stage."""
     refinements: int = 1
@@ -53,9 +52,6 @@ class Plan:
     this fraction."""
     behind: float = 1.0
     """It must also trail the best of the other families so far by at most this fraction."""
-    beyond: int = 0
-    """If a caller asks for more trials than the plan has: how many of the extra ones explore, after all
-    others. The rest enlarges the other stages, since an ask costs more with every known trial."""
 
 
 @dataclass(frozen=True)
@@ -119,14 +115,13 @@ class Profile:
 # from three kernels is 0.9 % slower (twelve products of an H200, nine of an H100, 2026-11-25). In both
 # figures some 0.4 % is the luck of the candidate that is fastest in three turns.
 _QUICK = Profile(
-    Plan(32, screen=7 / 16, probe=3 / 16, refine=3 / 16, vary=1.0, leaders=3, behind=0.01, beyond=96),
+    Plan(32, screen=7 / 16, probe=3 / 16, refine=3 / 16, leaders=3, behind=0.01),
     ranked=512, compiling=(Compiling(8, 20), Compiling(1, 2)),
     final=QUICK_FINAL, interleaved=Places(6, 2, 3), steady=Places(4, 1, 1), steady_s=5.0,
 )  # fmt: skip
 _FULL = Profile(
     Plan(
-        440, screen=3 / 8, probe=1 / 4, refine=13 / 50, vary=1 / 16, leaders=6, refinements=2, trusted=24,
-        margin=0.02,
+        440, screen=17 / 40, probe=1 / 4, refine=13 / 50, leaders=6, refinements=2, trusted=24, margin=0.02
     ),
     ranked=None, compiling=None,
     final=FINAL, interleaved=Places(12, 4, 6), steady=Places(12, 4, 3), steady_s=25.0,
@@ -153,20 +148,16 @@ class Budget:
     """Kernels at their model-best launch, in the model's order."""
     vary: int
     """Further kernels with the leaders' tiles: other rings, other epilogues."""
-    explore: int
-    """Suggestions of the surrogate, over compile-time and launch parameters."""
     probe: int
     """Other rasterizations of the many kernels near the top, which need no compiling."""
     refine: int
     """Further launches of the leaders, which need no compiling."""
     leaders: int
     """How many kernels share the launches of the last stage."""
-    beyond: int = 0
-    """Suggestions of the surrogate after all these."""
 
     @property
     def trials(self) -> int:
-        return self.screen + self.vary + self.explore + self.probe + self.refine + self.beyond
+        return self.screen + self.vary + self.probe + self.refine
 
 
 def budget_for(plan: Plan, *, kernels: int, launches: int, trials: int | None = None) -> Budget:
@@ -178,21 +169,17 @@ def budget_for(plan: Plan, *, kernels: int, launches: int, trials: int | None = 
     if trials is not None:
         trials = checked_trials(trials)
     if not kernels:
-        return Budget(0, 0, 0, 0, 0, 0)
+        return Budget(0, 0, 0, 0, 0)
     leaders = min(plan.leaders, kernels)
     if plan.trials is None:
         grid = leaders * (launches - 1)
         screen = kernels if trials is None else min(kernels, trials)
-        return Budget(screen, 0, 0, 0, grid if trials is None else min(grid, trials - screen), leaders)
-    asked = plan.trials if trials is None else trials
-    beyond = min(max(asked - plan.trials, 0), plan.beyond)
-    total = asked - beyond
+        return Budget(screen, 0, 0, grid if trials is None else min(grid, trials - screen), leaders)
+    total = plan.trials if trials is None else trials
     screen = min(kernels, max(min(total, _FEWEST), int(total * plan.screen)))
     probe = min(total - screen, int(total * plan.probe), kernels * (launches - 1))
     refine = min(total - screen - probe, int(total * plan.refine), leaders * (launches - 1))
-    left = total - screen - probe - refine
-    vary = min(left, int(total * plan.vary))
-    return Budget(screen, vary, left - vary, probe, refine, leaders, beyond)
+    return Budget(screen, total - screen - probe - refine, probe, refine, leaders)
 
 
 def checked_trials(trials: int) -> int:

@@ -1,4 +1,4 @@
-"""The search of one problem: screen, vary, explore, probe, refine, then name the finalists.
+"""The search of one problem: screen, vary, probe, refine, then name the finalists.
 
 ::
 
@@ -8,8 +8,7 @@
             search.tell(candidate, ratio)
     race(search.finalists(6))
 
-In the stage `explore`, the explorer that `search.make_explorer` creates suggests the candidates. A `Search`
-covers one kernel family; a `Portfolio` runs the searches of several families as one.
+A `Search` covers one kernel family; a `Portfolio` runs the searches of several families as one.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import SpaceError
@@ -39,25 +38,9 @@ _CLUSTERS_PER_TILE = 3
 #: Rasterization, if a family has both parameters: which mode comes first, and how many tiles of the other
 #: mode are visited at a time.
 _RASTER, _SWIZZLE = "raster_order", "swizzle_size"
-#: Suggestions per batch of the exploring stage: the sampler learns only between batches, and suggestions made
-#: without new results find less.
-_EXPLORE_BATCH = 4
 #: Candidates of each family but the first before the portfolio judges it, as a fraction of its budget: 2 of
 #: 32.
 _FIRST_ROUND = 0.08
-
-
-class Explorer(Protocol):
-    """Suggests candidates of a family: `tunegemm.search.surrogate`."""
-
-    def suggest(self) -> Candidate | None:
-        """Return a new, allowed candidate; None if there is no new suggestion."""
-
-    def start(self, candidate: Candidate) -> None:
-        """Note that the candidate is being tried."""
-
-    def tell(self, candidate: Candidate, value: float | None) -> None:
-        """Learn the value of a candidate; None if it failed."""
 
 
 class Search:
@@ -99,9 +82,8 @@ class Search:
         self.ranked = list(ranked)
         """The kernels, each at its model-best launch, best first."""
         self._plan = plan
-        self.make_explorer: Callable[[], Explorer] | None = None
-        """Creates the explorer of the stage `explore` on first use, because it needs NumPy."""
-        self._explorer: Explorer | None = None
+        #: Whether the model's next kernels take the trials that the stages leave.
+        self._fills = trials is not None
         self.launch_values = {name: tuple(values) for name, values in launch_values.items()}
         """The values of each launch-time parameter."""
         self._allowed = allowed or (lambda candidate: True)
@@ -187,8 +169,6 @@ class Search:
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ValueError(f"value {value} of {candidate}: a positive ratio, or None for a failure")
         self.results[candidate] = value
-        if self._explorer is not None:
-            self._explorer.tell(candidate, value)
 
     def finalists(self, count: int) -> list[Candidate]:
         """Return the candidates with the highest values, best first; the earlier of equal ones comes
@@ -208,22 +188,15 @@ class Search:
         # Neither needs the other's values, so both go into one batch.
         spent = self._spent
         yield from self._take(self._variants(), "vary", limit=spent + budget.vary)
-        if budget.explore:
-            yield None
-            yield from self._explore(spent + budget.vary + budget.explore)
-            yield None
-        planned = budget.trials - budget.beyond
         if budget.probe:
-            yield from self._take(self._other_rasterizations(), "probe", limit=planned - budget.refine)
+            yield from self._take(self._other_rasterizations(), "probe", limit=budget.trials - budget.refine)
         yield None
         for left in reversed(range(self._plan.refinements)):
-            limit = planned - left * (budget.refine // self._plan.refinements)
+            limit = budget.trials - left * (budget.refine // self._plan.refinements)
             yield from self._take(self._launches_of_leaders(), "refine", limit=limit)
             yield None
-        if budget.beyond:
-            yield from self._explore(budget.trials)
-            yield None
-            yield from self._take(self._launches_of_leaders(), "refine", limit=budget.trials)
+        if self._fills and self._best_of_kernels():
+            yield from self._take(self.ranked, "screen", limit=budget.trials)
         self.stage = "done"
 
     def _take(
@@ -258,25 +231,6 @@ class Search:
     def _is_allowed(self, candidate: Candidate) -> bool:
         best_launch = self._by_kernel.get(candidate.kernel)
         return best_launch is not None and (candidate == best_launch or self._allowed(candidate))
-
-    def _explore(self, limit: int) -> Iterator[Candidate | None]:
-        """Yield the explorer's suggestions; without an explorer or a new suggestion, the model's next best
-        kernel."""
-        if self._explorer is None and self.make_explorer is not None:
-            self._explorer = self.make_explorer()
-        for number in itertools.count():
-            if self._spent >= limit:
-                return
-            if number and number % _EXPLORE_BATCH == 0:
-                yield None
-            candidate = self._explorer.suggest() if self._explorer is not None else None
-            if candidate is None or not self.is_open(candidate):
-                candidate = next(filter(self._is_new, self.ranked), None)
-            if candidate is None:
-                return
-            if self._explorer is not None:
-                self._explorer.start(candidate)
-            yield from self._take([candidate], "explore", limit=limit)
 
     def _variants(self) -> Iterator[Candidate]:
         """Yield kernels that share tile and cluster with the leaders: in turn for each leader, in the model's
@@ -328,7 +282,7 @@ class Search:
         while group := list(itertools.islice(leaders, self.budget.leaders)):
             for leader in group:
                 if leader not in self._around:
-                    self._around[leader] = launches_around(leader, self.launch_values)
+                    self._around[leader] = _launches_around(leader, self.launch_values)
             for launches in itertools.zip_longest(*(self._around[leader] for leader in group)):
                 yield from (launch for launch in launches if launch is not None)
 
@@ -426,22 +380,13 @@ def first_of_each_kernel(ranked: Iterable[Candidate]) -> list[Candidate]:
     return list(best.values())
 
 
-def launches_around(
-    leader: Candidate, launch_values: Mapping[str, Sequence[Value]], most: int | None = None
-) -> list[Candidate]:
-    """Return every launch of the leader's kernel that differs from the leader in at most `most` parameters,
-    those with the fewest differences first.
-    """
+def _launches_around(leader: Candidate, launch_values: Mapping[str, Sequence[Value]]) -> list[Candidate]:
+    """Return every launch of the leader's kernel, those with the fewest differences from the leader first."""
     names, lists = launch_values.keys(), launch_values.values()
     grid = (
         leader.with_launch(**dict(zip(names, values, strict=True))) for values in itertools.product(*lists)
     )
-    differing = [(_differences(launch, leader), launch) for launch in grid]
-    return [
-        launch
-        for count, launch in sorted(differing, key=lambda pair: pair[0])
-        if most is None or count <= most
-    ]
+    return sorted(grid, key=lambda launch: _differences(launch, leader))
 
 
 def is_ordered(listed: Sequence[Value]) -> bool:

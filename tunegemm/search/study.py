@@ -10,7 +10,6 @@ Optuna.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections import deque
@@ -26,11 +25,10 @@ from optuna.trial import FrozenTrial, TrialState
 
 from tunegemm.describe.space import Candidate, SearchSpace, Value
 from tunegemm.generate.feasibility import Verdict
-from tunegemm.search.search import FAMILY, Portfolio, Search, StageName, in_order, quiet_optuna
+from tunegemm.search.search import FAMILY, Portfolio, StageName, in_order, quiet_optuna
 
 if TYPE_CHECKING:
-    from tunegemm.search.delegate import Suggested
-    from tunegemm.search.surrogate import Features, Surrogate
+    from tunegemm.search.delegate import Delegate
 
 #: The parameter of a vendor library's algorithm: its index among those that the library named, torch.mm
 #: first. The algorithm's own parameters belong to one version of the library; the trial's attribute
@@ -107,8 +105,7 @@ class StudySpace:
 
 class RooflineSampler(BaseSampler):
     """Suggests the model's first by cycles and joules and the winners of neighbours, then variants and
-    launches of the best, then the most promising candidates of a Gaussian process
-    (`tunegemm.search.surrogate`).
+    launches of the best.
 
     `tunegemm.tune` passes it the order of its problem, from which it takes one candidate per trial. Without
     an order, as in a study of something else, and after the last trial of a tuning, it is Optuna's TPE.
@@ -116,7 +113,7 @@ class RooflineSampler(BaseSampler):
 
     def __init__(
         self,
-        order: Portfolio | Suggested | None = None,
+        order: Portfolio | Delegate | None = None,
         space: StudySpace | None = None,
         *,
         beyond: BaseSampler | None = None,
@@ -216,7 +213,6 @@ class ProblemStudy:
         library: Iterable[Candidate] = (),
         verdict: Callable[[Candidate], Verdict],
         label: Callable[[Candidate], str] = str,
-        features: Features | None = None,
         sampler: BaseSampler | None = None,
         seed: int = 0,
         name: str | None = None,
@@ -226,23 +222,20 @@ class ProblemStudy:
         portfolio: the order of the default sampler; every sampler suggests candidates of its searches.
             `order` is the portfolio, or its replacement for another sampler.
         library: candidates outside the space, which come first for any sampler.
-        verdict: why a point of the space is no candidate. features: see `Surrogate`.
+        verdict: why a point of the space is no candidate.
         sampler: an Optuna sampler in place of `RooflineSampler`. seed: of the sampler that follows it.
         name, attributes: of the study.
         """
         self.space, self._label = space, label
-        self.order: Portfolio | Suggested = portfolio
-        searches = [search for search in portfolio.searches if search.ranked]
+        self.order: Portfolio | Delegate = portfolio
         if sampler is not None:
-            from tunegemm.search.delegate import Delegate, Suggested
+            from tunegemm.search.delegate import Delegate
 
-            delegate = Delegate(sampler, searches, verdict=verdict, reject=self.prune)
-            self.order = Suggested(delegate, searches, list(library), portfolio.trials)
-        else:
-            for search in searches:
-                search.make_explorer = functools.partial(
-                    _surrogate, search, verdict=verdict, reject=self.prune, features=features
-                )
+            searches = [search for search in portfolio.searches if search.ranked]
+            self.order = Delegate(
+                sampler, searches, library=library, trials=portfolio.trials, verdict=verdict,
+                reject=self.prune,
+            )  # fmt: skip
         self._sampler = RooflineSampler(self.order, space, beyond=sampler, seed=seed)
         with quiet_optuna():
             self.study = optuna.create_study(direction="maximize", sampler=self._sampler, study_name=name)
@@ -308,13 +301,6 @@ class ProblemStudy:
             "failure": told.failure,
         }  # fmt: skip
         return {name: value for name, value in every.items() if value not in ("", None)}
-
-
-def _surrogate(search: Search, **options: Any) -> Surrogate:
-    """Create a `Surrogate`. This imports NumPy, which most searches do not need."""
-    from tunegemm.search.surrogate import Surrogate
-
-    return Surrogate(search, **options)
 
 
 def of_family(study: optuna.Study, family: str) -> optuna.Study:

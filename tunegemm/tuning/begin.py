@@ -7,7 +7,6 @@ every generator's kernels in the model's order. If nothing can be timed, that or
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -136,9 +135,6 @@ def start_search(
             return Verdict("recorded", f"{device.spec} has no time of it")
         return found
 
-    def features(candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
-        return opinions(problem, candidates, device)
-
     study = ProblemStudy(
         Portfolio(searches, numbers.plan),
         StudySpace(
@@ -149,7 +145,6 @@ def start_search(
         library=library,
         verdict=verdict,
         label=label,
-        features=features,
         sampler=sampler,
         seed=seed,
         name=study_name(problem, device),
@@ -262,19 +257,6 @@ def told_from(outcome: Outcome, evidence: str = "") -> Told:
     if isinstance(outcome, Failure):
         return Told(None, failure=f"{outcome.stage}: {outcome.reason}")
     return Told(speed(outcome), outcome.median_us, evidence)
-
-
-def opinions(problem: Problem, candidates: Sequence[Candidate], device: Device) -> list[tuple[float, ...]]:
-    """Return the model's view of each candidate as coordinates for a sampler: the logarithm of the best time
-    over its own, by cycles and at the power cap, at least -1.
-    """
-    predicted = {one.candidate: one for one in model.rank(problem, candidates, device)}
-    ordered = [predicted[candidate] for candidate in candidates]
-    columns = []
-    for times in ([one.total_us for one in ordered], [one.steady_us for one in ordered]):
-        best = min(times)
-        columns.append([max(math.log(best / time), -1.0) for time in times])
-    return list(zip(*columns, strict=True))
 
 
 def ranked_families(
