@@ -93,13 +93,12 @@ _EXPLORERS = {"model": "none: the model's next", "own": "our process", "gp": "`G
 @of_file("../explorers.json", machine=False)
 def explorers(data: Data) -> list[str]:
     """By recorded sweeps, the regret after 64 candidates of each explorer and the CPU time of its asks."""
-    sweeps = dict.fromkeys(row["of"].split(",")[0] for row in data["rows"])
     lines = [
         [
             one["of"], _EXPLORERS[one["strategy"]], str(one["replays"]), f"{one['mean_64']:.2%}",
             f"{one['ninth_64']:.2%}", f"{one['ask_ms']:.0f} ms" if "ask_ms" in one else "",
         ]
-        for one in data["strategies"] if one["of"] in ("all", *sweeps)
+        for one in data["strategies"] if one["of"] in ("all", "h100-drawn")
     ]  # fmt: skip
     header = ["sweeps", "explorer", "replays", "mean", "90th percentile", "CPU of a suggestion"]
     return [markdown_table(header, lines)]
@@ -358,26 +357,19 @@ clients_training = of_file("clients_training.json")(_clients)
 @of_file("llama.json")
 def llama(data: Data) -> list[str]:
     """A model of `transformers` patched and compiled: times torch, and first calls."""
-    ratios = [
-        [
-            row["workload"],
-            row["mode"],
-            f"{row['torch_ms']:.2f}",
-            f"{row['ratio']:.3f}",
-            f"{100 * row['noise']:.1f}%",
-        ]
-        for row in data["rows"]
-        if "ratio" in row
-    ]
-    tables = [markdown_table(["workload", "mode", "torch, ms", "times torch", "noise"], ratios)]
-    first = [
-        [row["workload"], row["mode"], str(row["layers"]), str(row["graphs"]), f"{row['seconds']:.1f}"]
-        for row in data["rows"]
-        if "seconds" in row
-    ]
-    if first:
-        tables.append(markdown_table(["first call", "compiled by", "layers", "graphs", "seconds"], first))
-    return tables
+    lines: dict[str, list[str]] = {}
+    said = []
+    for row in data["rows"]:
+        if "ratio" in row:
+            cells = [row["workload"], f"{row['torch_ms']:.1f}", f"{100 * row['noise']:.0f}%"]
+            lines.setdefault(row["workload"], cells).append(f"{row['ratio']:.3f}")
+        else:
+            said.append(
+                f"{row['seconds']:.1f} s by {row['mode']} ({row['graphs']} graph{'s' * (row['graphs'] > 1)})"
+            )
+    table = markdown_table(["workload", "torch, ms", "noise", "patch", "backend"], list(lines.values()))
+    layers = next((row["layers"] for row in data["rows"] if "seconds" in row), 0)
+    return [table, *([f"A first forward of {layers} layers: {', '.join(said)}."] if said else [])]
 
 
 @of_file("layers.json")
