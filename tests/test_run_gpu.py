@@ -108,3 +108,15 @@ def test_what_runs() -> None:
     files = [path.name for path in run_gpu.marked()]
     assert "test_device.py" in files and "test_problem.py" not in files and "test_edges.py" not in files
     assert set(facts_of_checkout(run_gpu.ROOT)) == {"commit", "gpu", "torch"}
+
+
+def test_compiling_is_outside_the_timeout_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(run_gpu, "run", lambda *given: asked.append(given))
+    monkeypatch.delenv("TUNEGEMM_TEST_OBJECTS", raising=False)
+    run_gpu.run_pytest("some", [tmp_path], tmp_path, 0.0)
+    monkeypatch.setenv("TUNEGEMM_TEST_OBJECTS", "elsewhere")
+    run_gpu.run_pytest("some", [tmp_path], tmp_path, 0.0)
+    assert all("timeout_func_only=true" in command for command, *_ in asked)
+    folders = [environment["TUNEGEMM_TEST_OBJECTS"] for *_, environment in asked]
+    assert folders == [str(tmp_path / "objects"), "elsewhere"]
