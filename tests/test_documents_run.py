@@ -137,7 +137,7 @@ def test_lines_that_are_not_run_name_what_is_there() -> None:
 def installed(wheel: Path, shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a user who installed the wheel: its `tunegemm` and `python` are on the path."""
     folder = tmp_path_factory.mktemp("installed")
-    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index")
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps", "--no-index")
     subprocess.run([*pip, "--target", str(folder / "site"), str(wheel)], check=True)
     home = folder / "home"
     home.mkdir()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests import run_gpu
+from tests.support.forks import Forks
 from tests.support.processes import environment
 from tests.support.summary import Summary, facts_of_checkout
 from tests.support.waiting import until
@@ -35,12 +36,12 @@ def test_behind_it(): pass
 """
 
 
-def test_the_tests_of_a_gpu_can_be_collected() -> None:
+def test_the_tests_of_a_gpu_can_be_collected(forks: Forks) -> None:
     """Where there is none, a run of all tests leaves them out: here they are imported and parametrized."""
     folder = Path(__file__).parent / "gpu"
     plain = ["-q", "--collect-only", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command = [sys.executable, "-m", "pytest", *plain, str(folder)]
-    done = subprocess.run(command, cwd=folder.parents[1], capture_output=True, text=True, env=environment())
+    code = f"import pytest, sys; sys.exit(pytest.main({[*plain, str(folder)]}))"
+    done = forks.run(code, cwd=folder.parents[1], env=environment())
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
