@@ -2,8 +2,8 @@
 
 Python blocks of one document run in one process, in their order. Commands run one by one, a tuning with few
 trials. `_NOT_HERE` lists what does not run, and why. On a host without a GPU those that measure end with one
-line that says what they need, which is what their reader would see there. A shell starts the README's commands
-and those that start a program; the others run in a fork of a process that has imported torch.
+line that says what they need, which is what their reader would see there. A shell starts the commands of the
+README and those that start a program; the others run in a fork of a process that has imported torch.
 """
 
 from __future__ import annotations
