@@ -62,8 +62,11 @@ def run_pytest(part: str, paths: Sequence[Path], out: Path, end: float, *options
     plain = ["-q", "-m", "gpu", "-p", "tests.support.summary", *options]
     if importlib.util.find_spec("pytest_timeout") is None:  # then its option is not known, which is an error
         plain += ["-o", "addopts=-rs --strict-markers --import-mode=importlib"]
+    else:  # a module's kernels, which its fixtures compile, may take longer than a test
+        plain += ["-o", "timeout_func_only=true"]
     ran = run([sys.executable, "-m", "pytest", *plain, *map(str, paths)], end, {
         "TUNEGEMM_TEST_SUMMARY": str(out), "TUNEGEMM_TEST_PART": part,
+        "TUNEGEMM_TEST_OBJECTS": os.environ.get("TUNEGEMM_TEST_OBJECTS", str(out / "objects")),
     })  # fmt: skip
     summary = Summary(out)
     if part not in summary.known["parts"]:

@@ -85,15 +85,17 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("image")
     for name in ("opt", "tmp", "home", "var/lib/vllm"):
         (root / name).mkdir(parents=True)
-    venv.create(root / "opt/venv", with_pip=True)
+    venv.create(root / "opt/venv")
     (site,) = (root / "opt/venv/lib").glob("*/site-packages")
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    for name in required(wanted):
+    for name in {"pip", *required(wanted)}:
         distribution = metadata.distribution(name)
         for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__", "bin"}:
             if not (site / top).exists():
                 (site / top).symlink_to(distribution.locate_file(top))
-    programs = {"vllm": ENGINE.format(python=root / "opt/venv/bin/python"), "srun": PASSES_ON}
+    python = root / "opt/venv/bin/python"
+    programs = {"vllm": ENGINE.format(python=python), "srun": PASSES_ON}
+    programs["pip"] = f'#!/bin/bash\nexec {python} -m pip "$@"\n'  # ensurepip unpacks another in five seconds
     programs["torchrun"] = '#!/bin/bash\nwhile [[ "$1" == --* ]]; do shift; done\nexec python "$@"\n'
     for name, text in programs.items():
         (root / "opt/venv/bin" / name).write_text(text)
@@ -138,7 +140,7 @@ def in_image(text: str, root: Path) -> str:
 def run(words: list[str], root: Path, cwd: Path, **variables: str) -> CompletedProcess[str]:
     environment = {
         "PATH": f"{root / 'opt/venv/bin'}:/usr/bin:/bin", "HOME": str(root / "home"), "PIP_NO_INDEX": "1",
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1", "TMPDIR": str(root / "tmp"),
+        "PIP_COMPILE": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "TMPDIR": str(root / "tmp"),
     }  # fmt: skip
     environment |= {name: in_image(value, root) for name, value in variables.items()}
     done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=170)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests import run_gpu
+from tests.support.forks import Forks
 from tests.support.processes import environment
 from tests.support.summary import Summary, facts_of_checkout
 from tests.support.waiting import until
@@ -35,12 +36,12 @@ def test_behind_it(): pass
 """
 
 
-def test_the_tests_of_a_gpu_can_be_collected() -> None:
+def test_the_tests_of_a_gpu_can_be_collected(forks: Forks) -> None:
     """Where there is none, a run of all tests leaves them out: here they are imported and parametrized."""
     folder = Path(__file__).parent / "gpu"
     plain = ["-q", "--collect-only", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command = [sys.executable, "-m", "pytest", *plain, str(folder)]
-    done = subprocess.run(command, cwd=folder.parents[1], capture_output=True, text=True, env=environment())
+    code = f"import pytest, sys; sys.exit(pytest.main({[*plain, str(folder)]}))"
+    done = forks.run(code, cwd=folder.parents[1], env=environment())
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
@@ -108,3 +109,15 @@ def test_what_runs() -> None:
     files = [path.name for path in run_gpu.marked()]
     assert "test_device.py" in files and "test_problem.py" not in files and "test_edges.py" not in files
     assert set(facts_of_checkout(run_gpu.ROOT)) == {"commit", "gpu", "torch"}
+
+
+def test_compiling_is_outside_the_timeout_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(run_gpu, "run", lambda *given: asked.append(given))
+    monkeypatch.delenv("TUNEGEMM_TEST_OBJECTS", raising=False)
+    run_gpu.run_pytest("some", [tmp_path], tmp_path, 0.0)
+    monkeypatch.setenv("TUNEGEMM_TEST_OBJECTS", "elsewhere")
+    run_gpu.run_pytest("some", [tmp_path], tmp_path, 0.0)
+    assert all("timeout_func_only=true" in command for command, *_ in asked)
+    folders = [environment["TUNEGEMM_TEST_OBJECTS"] for *_, environment in asked]
+    assert folders == [str(tmp_path / "objects"), "elsewhere"]

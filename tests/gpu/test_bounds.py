@@ -16,7 +16,7 @@ import torch
 import tunegemm
 from tests.gpu.test_conformance import EXAMPLES, chosen
 from tests.support.hopper import hopper
-from tests.support.kernels import Kernels
+from tests.support.kernels import Kernels, selected
 from tests.support.numerics import TOLERANCE, difference, kept, relative_error, room_of
 from tests.support.serving import Row, serve_with
 from tunegemm.choose.snapshot import Snapshot
@@ -355,17 +355,19 @@ def test_c_is_not_read_where_beta_is_zero(kernels: Kernels, way: str, text: str)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def begun(kernels: Kernels) -> None:
-    """All kernels of the module are compiled from its start on, on all cores."""
+def made(kernels: Kernels, request: pytest.FixtureRequest) -> None:
+    """All kernels of the module are compiled, on all cores."""
     wanted = [
-        *(of_bytes(text, n) for text, n in itertools.product(FP8_FUSED, BYTES)),
-        *(of_subtiles(*case) for case in itertools.product(GATED_BYTES, TILES, SUBTILES)),
-        *(of_way(way, text) for way, text in itertools.product(FUSING, (*TEXTS, *BETAS))),
+        *(of_bytes(*case) for case in selected(request, "text", "n")),
+        *(of_subtiles(*case) for case in selected(request, "text", "tile_n", "epi_n")),
+        *(of_way(*case) for case in selected(request, "way", "text")),
     ]
-    for examples, kind in itertools.product(EXAMPLES, KINDS):
+    for examples, kind in selected(request, "examples", "kind"):
         wanted += of_ends(kernels, examples, kind)
-    for store, text in itertools.product(STORES, FUSED):
+    for store, text in selected(request, "store", "text"):
         wanted += of_stores(kernels, store, text)
-    for problem, candidate in wanted:
-        if families.get(candidate.family).check(problem, candidate, kernels.device).runs:
-            kernels.begin(problem, candidate)
+    kernels.make(
+        (problem, candidate)
+        for problem, candidate in wanted
+        if families.get(candidate.family).check(problem, candidate, kernels.device).runs
+    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 import torch
 
 from tests.gpu.test_cute_sm90 import NAMES
-from tests.support.kernels import Kernels
+from tests.support.kernels import Kernels, selected
 from tests.support.numerics import check_product
 from tunegemm.describe import clusters
 from tunegemm.describe.problem import Problem
@@ -47,10 +48,10 @@ def candidate(kernel: tuple[str | int, ...], **launch: str | int) -> Candidate:
 
 
 @pytest.fixture(scope="module")
-def kernels(kernels: Kernels) -> Kernels:
-    for kernel in KERNELS:
-        for order in ("index", "gpc"):
-            kernels.begin(Problem.parse("512x512x512"), candidate(kernel, cluster_order=order))
+def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
+    wanted = itertools.product([kernel for (kernel,) in selected(request, "kernel")], ("index", "gpc"))
+    problem = Problem.parse("512x512x512")
+    kernels.make((problem, candidate(kernel, cluster_order=order)) for kernel, order in wanted)
     return kernels
 
 

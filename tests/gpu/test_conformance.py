@@ -13,7 +13,7 @@ from tests.gpu import (
     test_triton,
     test_triton_tma,
 )
-from tests.support.kernels import Kernels
+from tests.support.kernels import Kernels, selected
 from tests.support.numerics import (
     TOLERANCE,
     Examples,
@@ -47,7 +47,14 @@ KINDS = [
     ("tn", "bf16", "bf16"), ("tt", "bf16", "bf16"), ("nn", "fp16", "fp16"), ("nt", "bf16", "fp32"),
     ("tn", "fp16", "fp32"), ("tt", "fp16", "bf16"),
 ]  # fmt: skip
-SQUARE = Problem.parse("512x512x512")
+
+
+def square(kind: tuple[str, str, str]) -> Problem:
+    layout, in_dtype, out_dtype = kind
+    return Problem.parse("512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
+
+
+SQUARE = square(KINDS[0])
 
 every_kernel = pytest.mark.parametrize(
     ("examples", "kernel"),
@@ -61,12 +68,10 @@ every_family = pytest.mark.parametrize("examples", EXAMPLES, ids=lambda examples
 
 
 @pytest.fixture(scope="module")
-def kernels(kernels: Kernels) -> Kernels:
-    for layout, in_dtype, out_dtype in KINDS:
-        problem = Problem.parse("512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
-        for examples in EXAMPLES:
-            for kernel in range(len(examples.kernels)):
-                kernels.begin(problem, examples.kernel(kernel))
+def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
+    wanted = [(KINDS[0], *case) for case in selected(request, "examples", "kernel")]
+    wanted += selected(request, "kind", "examples", "kernel")
+    kernels.make((square(kind), examples.kernel(kernel)) for kind, examples, kernel in wanted)
     return kernels
 
 
@@ -102,8 +107,7 @@ def test_right_on_every_shape(
             check_product(kernels.load(problem, candidate), problem, str(candidate), pad=pad, runs=2)
             launched += 1
     if launched < len(SHAPES) - 1:  # a kernel may be without a batch
-        square = Problem.parse("512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
-        verdict = families.get(examples.family).check(square, examples.kernel(kernel), kernels.device)
+        verdict = families.get(examples.family).check(square(kind), examples.kernel(kernel), kernels.device)
         assert launched == 0 and verdict.rule in examples.refusals, (launched, verdict)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.kernels import Kernels
+from tests.support.kernels import Kernels, selected
 from tests.support.numerics import (
     TOLERANCE,
     Case,
@@ -81,14 +81,16 @@ KINDS = [
 
 
 @pytest.fixture(scope="module")
-def kernels(kernels: Kernels) -> Kernels:
-    for layout, in_dtype, out_dtype in KINDS:
-        for alignment in (2, 4, 8, 16):
-            problem = Problem.parse(
-                "512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout, alignment=alignment
-            )
-            for kernel in KERNELS:
-                kernels.begin(problem, candidate(kernel, alignment))
+def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
+    cases = [(KINDS[0], kernel, size) for (size,) in selected(request, "vector_bytes") for kernel in KERNELS]
+    cases += [(*case, size) for case in selected(request, "kind", "kernel") for size in (2, 4, 8, 16)]
+    wanted = []
+    for (layout, in_dtype, out_dtype), kernel, size in cases:
+        problem = Problem.parse(
+            "512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout, alignment=size
+        )
+        wanted.append((problem, candidate(kernel, size)))
+    kernels.make(wanted)
     return kernels
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support.kernels import Kernels
+from tests.support.kernels import Kernels, selected
 from tests.support.numerics import Case
 from tunegemm.describe.device import Device
 from tunegemm.describe.precision import computing_fp32_in, fp32_precision
@@ -85,10 +85,9 @@ def pairs() -> Iterator[tuple[tuple[str, str, str], tuple[str | int, ...]]]:
 
 
 @pytest.fixture(scope="module")
-def kernels(kernels: Kernels) -> Kernels:
-    for kind, kernel in pairs():
-        problem = problem_of(kind, SHAPES[0])
-        kernels.begin(problem, candidate(kernel, problem))
+def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
+    wanted = [(problem_of(kind, SHAPES[0]), kernel) for kind, kernel in selected(request, "kind", "kernel")]
+    kernels.make((problem, candidate(kernel, problem)) for problem, kernel in wanted)
     return kernels
 
 

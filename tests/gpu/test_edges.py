@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.test_cute_sm90 import NAMES
-from tests.support.kernels import Kernels
+from tests.support.kernels import Kernels, selected
 from tests.support.numerics import TOLERANCE, difference, poisoned, untouched
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -49,12 +49,14 @@ def candidate(
 
 
 @pytest.fixture(scope="module")
-def kernels(kernels: Kernels) -> Kernels:
-    problems = [Problem.parse("512x512x512", layout=layout) for layout in LAYOUTS]
-    for problem in problems + [Problem(512, 512, 512, epilogue=epilogue) for epilogue in EPILOGUES]:
-        for kernel in KERNELS:
-            if fuses(kernels, kernel, problem):
-                kernels.begin(problem, candidate(kernel))
+def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
+    plain = selected(request, "layout", "kernel")
+    wanted = [(Problem.parse("512x512x512", layout=layout), kernel) for layout, kernel in plain]
+    for (epilogue,) in selected(request, "epilogue"):
+        wanted += [(Problem(512, 512, 512, epilogue=epilogue), kernel) for kernel in KERNELS]
+    kernels.make(
+        (problem, candidate(kernel)) for problem, kernel in wanted if fuses(kernels, kernel, problem)
+    )
     return kernels
 
 

@@ -1,11 +1,12 @@
 """Numerics of fused epilogues on the GPU: ragged, batched, swapped, split, both output majors."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
 from tests.describe.test_epilogue import EVERYTHING, candidate, capped
-from tests.support.kernels import Kernels
+from tests.support.kernels import Kernels, selected
 from tests.support.numerics import Case
 from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import Problem
@@ -39,13 +40,9 @@ SPLITS = [1, 1, 3, 1, 2, 1]
 
 @pytest.fixture(scope="module")
 def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
-    texts = {item.callspec.params.get("text") for item in request.session.items if hasattr(item, "callspec")}
-    for text in filter(texts.__contains__, TEXTS):
-        for kernel in KERNELS:
-            for problem in PROBLEMS:
-                fused = replace(problem, epilogue=text)
-                if FAMILY.check(fused, candidate(kernel), kernels.device).rule in _ALLOWED:
-                    kernels.begin(fused, candidate(kernel))
+    cases = itertools.product(selected(request, "text", "kernel"), PROBLEMS)
+    wanted = [(replace(problem, epilogue=text), candidate(kernel)) for (text, kernel), problem in cases]
+    kernels.make(one for one in wanted if FAMILY.check(*one, kernels.device).rule in _ALLOWED)
     return kernels
 
 

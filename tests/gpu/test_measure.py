@@ -7,10 +7,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.choose.test_neighbours import kernel
 from tests.support.numerics import difference
 from tests.support.waiting import until
 from tunegemm.describe.device import Device
@@ -23,6 +25,8 @@ from tunegemm.measure.outcome import STEADY_MS, Failure, Measurement
 from tunegemm.measure.settings import FINAL, SCREEN, Job, RaceSettings
 from tunegemm.measure.statistics import ratio_interval, tie, winner
 from tunegemm.measure.worker import MeasureWorker
+from tunegemm.store import Database
+from tunegemm.tuning.tuner import Tuner, open_device
 
 pytestmark = pytest.mark.gpu
 
@@ -255,3 +259,18 @@ def test_memory_comes_back(device: Device) -> None:
         measured(worker, Problem(1024, 1024, 1024), [Job(TORCH_MM)], QUICK)
         assert before - torch.cuda.mem_get_info(device.index)[0] < held, "8192's are freed"
     until(lambda: before - torch.cuda.mem_get_info(device.index)[0] < 64 << 20, seconds=1.0)
+
+
+def test_energy_of_the_finalists_is_stored(tmp_path: Path) -> None:
+    problem = Problem(1024, 1024, 1024)
+    with Database.open(tmp_path / "tuning.sqlite", create=True) as database:
+        device = open_device("cuda:0")
+        with Tuner(device, database, energy=True) as tuner:
+            tuner.race(problem, [kernel(128, 128)])
+        found = [
+            entry.measurement.telemetry.get("energy_mj")
+            for entry in database.measurements(problem)
+            if entry.method != "screen"
+        ]
+    metered = [energy for energy in found if energy is not None]  # of those that stayed to the last round
+    assert metered and all(0.3 < energy < 50 for energy in metered)  # 5 to 50 us at 100 to 700 W

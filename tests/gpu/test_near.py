@@ -1,4 +1,4 @@
-"""Near hits, an SM budget and the energy meter on a GPU: one compiled kernel serves every m."""
+"""Near hits and an SM budget on a GPU: one compiled kernel serves every m."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.planning import Planner
 from tunegemm.measure.outcome import Measurement
-from tunegemm.store import Database
 from tunegemm.tuning.tuner import Tuner, open_device
 
 pytestmark = pytest.mark.gpu
@@ -59,18 +58,3 @@ def test_near_plans_are_not_made_during_capture(rows: list[Row]) -> None:
     graph.replay()
     torch.testing.assert_close(result, torch.matmul(a, b))
     assert not dispatcher.planner.state.plans
-
-
-def test_energy_of_the_finalists_is_stored(tmp_path) -> None:
-    problem = Problem(1024, 1024, 1024)
-    with Database.open(tmp_path / "tuning.sqlite", create=True) as database:
-        device = open_device("cuda:0")
-        with Tuner(device, database, energy=True) as tuner:
-            tuner.race(problem, [kernel(128, 128)])
-        found = [
-            entry.measurement.telemetry.get("energy_mj")
-            for entry in database.measurements(problem)
-            if entry.method != "screen"
-        ]
-    metered = [energy for energy in found if energy is not None]  # of those that stayed to the last round
-    assert metered and all(0.3 < energy < 50 for energy in metered)  # 5 to 50 us at 100 to 700 W

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.kernels import Kernels
+from tests.support.kernels import Kernels, selected
 from tests.support.numerics import Case, Examples, check_bits, check_product, operand, poisoned
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -57,14 +57,14 @@ EPILOGUES = [
 
 
 @pytest.fixture(scope="module")
-def kernels(kernels: Kernels) -> Kernels:
-    for number in range(len(KERNELS)):
-        for dtype in ("bf16", "fp16"):
-            kernels.begin(Problem.parse("8x512x512", dtype=dtype), EXAMPLES.kernel(number))
-    for in_dtype, out_dtype, epilogue in EPILOGUES:
+def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
+    plain = [("bf16", number) for (number,) in selected(request, "number")]
+    plain += selected(request, "dtype", "number")
+    wanted = [(Problem.parse("8x512x512", dtype=dtype), EXAMPLES.kernel(number)) for dtype, number in plain]
+    for in_dtype, out_dtype, epilogue in selected(request, "in_dtype", "out_dtype", "epilogue"):
         problem = Problem.parse("8x512x512", dtype=in_dtype, out_dtype=out_dtype, epilogue=epilogue)
-        for number in (0, 5):
-            kernels.begin(problem, of_dtype(number, problem))
+        wanted += [(problem, of_dtype(number, problem)) for number in (0, 5)]
+    kernels.make(wanted)
     return kernels
 
 

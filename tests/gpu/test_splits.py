@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tests.support.kernels import Kernels
+from tests.support.kernels import Kernels, selected
 from tests.support.numerics import TOLERANCE, Case, check_bits, check_product, poisoned, relative_error
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
@@ -48,13 +48,13 @@ EPILOGUES = [
 
 
 @pytest.fixture(scope="module")
-def kernels(kernels: Kernels) -> Kernels:
-    for layout, in_dtype, out_dtype in KINDS:
+def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
+    wanted = [fused(*case) for case in selected(request, "epilogue", "scheduler", "shape", "swap")]
+    cases = [(KINDS[0], kernel) for (kernel,) in selected(request, "kernel")]
+    for (layout, in_dtype, out_dtype), kernel in cases + selected(request, "kind", "kernel"):
         problem = Problem.parse("512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
-        for kernel in STATIC + STREAM:
-            kernels.begin(problem, candidate(kernel))
-    for problem, kernel in map(fused, *zip(*FUSED, strict=True)):
-        kernels.begin(problem, candidate(kernel))
+        wanted.append((problem, kernel))
+    kernels.make((problem, candidate(kernel)) for problem, kernel in wanted)
     return kernels
 
 

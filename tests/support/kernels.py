@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,13 @@ class Kernels:
     device: Device
 
     def begin(self, problem: Problem, candidate: Candidate) -> Future[CompileResult]:
-        """Compiled once, however often it is asked for. A module asks for all at once, on all cores."""
+        """Compiled once, however often it is asked for."""
         key = families.get(candidate.family).kernel_key(problem, candidate, self.device)
         return self.pool.submit(candidate.family, key)
+
+    def make(self, wanted: Iterable[tuple[Problem, Candidate]]) -> None:
+        """Compiles a module's kernels on all cores, before its tests and outside their timeout."""
+        wait([self.begin(problem, candidate) for problem, candidate in wanted])
 
     def compiled(self, problem: Problem, candidate: Candidate) -> Path:
         """The object of a kernel that compiles."""
@@ -41,6 +45,17 @@ class Kernels:
         """A launcher of a kernel that compiles."""
         path = self.compiled(problem, candidate)
         return families.get(candidate.family).load(problem, candidate, self.device, path)
+
+
+def selected(request: pytest.FixtureRequest, *names: str) -> list[tuple[Any, ...]]:
+    """The values of these parameters in each test of the module that has all of them and will run."""
+    items = (item for item in request.session.items if item.path == request.path)
+    cases = [
+        item.callspec.params
+        for item in items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]
+    return [tuple(case[name] for name in names) for case in cases if case.keys() >= set(names)]
 
 
 def tune_ours(problems: Iterable[Problem], trials: int) -> frozenset[Problem]:

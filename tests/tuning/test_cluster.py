@@ -174,7 +174,7 @@ def test_a_worker_that_is_killed_costs_nothing(address: str, postgres: Postgres,
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
 
-    with cluster.connected(address), Pool(functools.partial(planted, tmp_path, location, 0.4)) as pool:
+    with cluster.connected(address), Pool(functools.partial(planted, tmp_path, location, 0.2)) as pool:
         assert pool.device == DEVICE
         results = list(pool.tune_all(requests(), on_progress))
     assert len(killed) == 1
