@@ -74,10 +74,13 @@ class Mask:
             return None
         mask: torch.Tensor = self.program(*extents)
         if causal is None and not capturing(mask.device):
+            try:
+                causal = torch.equal(mask, mask.new_ones(mask.shape[-2:]).tril().expand_as(mask))
+            except torch.OutOfMemoryError:  # looked at again by the next call
+                return mask
             if len(self.causal) >= _MOST:
                 self.causal.clear()
-            square = mask.new_ones(mask.shape[-2:]).tril()
-            self.causal[extents] = causal = torch.equal(mask, square.expand_as(mask))
+            self.causal[extents] = causal
         return None if causal else mask
 
 
