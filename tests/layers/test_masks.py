@@ -133,15 +133,15 @@ def test_a_model_of_transformers(seen: list[bool], sliding_window: int | None) -
     """Its mask has parts for packed sequences; its eager code passes none where it is causal."""
     transformers = pytest.importorskip("transformers")
     config = transformers.MistralConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=128, sliding_window=sliding_window,
     )  # fmt: skip
     torch._dynamo.reset()
     model = transformers.MistralForCausalLM(config).eval()
     run = torch.compile(model, backend=backend.tunegemm)
     with torch.inference_mode():
-        for length in (32, 20, 41):
+        for length in (32, 20):
             ids = torch.randint(128, (2, length))
             expected, result = (call(ids, use_cache=False).logits for call in (model, run))
             torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
-    assert seen == [sliding_window is None] * 6
+    assert seen == [sliding_window is None] * 2

@@ -147,7 +147,7 @@ def test_a_locked_database_is_named(tmp_path: Path) -> None:
     ("make", "says"),
     [
         (lambda path: path.mkdir(), "a folder; give a file in it"),
-        (lambda path: path.write_text("hello\n"), "no journal of Optuna"),
+        (lambda path: path.write_text("hello\n"), "not an Optuna journal"),
         (lambda path: path.write_bytes(b"SQLite format 3\0"), "give it as sqlite:///"),
         (os.mkfifo, "a named pipe; give a file"),
         (lambda path: path.symlink_to("/dev/zero"), "a device; give a file"),
