@@ -465,7 +465,10 @@ def batch_invariance(data: Data) -> list[str]:
                 continue
             ratios = [row[f"ratio_to_{other}"] for row in found]
             worst = min(found, key=lambda row: row[f"ratio_to_{other}"])
-            cells += [f"{geometric_mean(ratios):.3f}", f"{min(ratios):.3f} ({extents_of(worst)})"]
+            where = " ".join(
+                filter(None, (extents_of(worst), "" if _epilogue(worst) in name else _epilogue(worst)))
+            )
+            cells += [f"{geometric_mean(ratios):.3f}", f"{min(ratios):.3f} ({where})"]
         lines.append(cells)
     header = ["products", "timed", "M with other bits"]
     for other in _OTHERS.values():
