@@ -296,7 +296,7 @@ class TestDoctor:
     ) -> None:
         from tests.support.recorded import SHAPES, fill
 
-        path = fill(tmp_path / "t.sqlite", SHAPES[:1], each=4)
+        path = fill(tmp_path / "t.sqlite", SHAPES[:1], each=7)
         monkeypatch.setenv("TUNEGEMM_DB", str(path))
         assert check("database").status == "ok"
         with closing(sqlite3.connect(path)) as connection, connection:
@@ -308,6 +308,12 @@ class TestDoctor:
         assert found.status == "note" and "3 damaged rows" in found.detail
         for said in ("measurements 2: samples_us", "measurements 3: ratio -1", "measurements 4: evidence"):
             assert said in found.detail
+        for last, more in ((6, ""), (7, "; and 1 more")):  # five are named
+            with closing(sqlite3.connect(path)) as connection, connection:
+                connection.execute(f"UPDATE measurements SET samples_us = '[]' WHERE id > 4 AND id <= {last}")
+            found = check("database")
+            assert f"{last - 1} damaged rows" in found.detail and ("more" in found.detail) == bool(more)
+            assert found.detail.endswith(more)
 
     def test_text(self) -> None:
         run = here("doctor")
