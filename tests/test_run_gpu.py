@@ -17,6 +17,7 @@ from tests.support.processes import environment
 from tests.support.summary import Summary, facts_of_checkout
 from tests.support.waiting import until
 
+#: A file of tests of each outcome. One is skipped, to be counted so. One hangs longer than the limit allows.
 TESTS = """
 import time
 from pathlib import Path

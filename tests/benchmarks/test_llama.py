@@ -10,11 +10,8 @@ CPU = ("--device", "cpu", "--tiny", "--layers", "1")
 
 
 @pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
-def test_a_forward_is_compared_with_fp32_and_tokens_with_torchs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_is_compared_with_fp32_and_tokens_with_torchs(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setattr(llama, "NEW_TOKENS", 8)
     words = ("--workloads", "forward-256,generate-1", "--first-calls", "")
     assert llama.main([*CPU, *words]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if " of 1 layers" in line]

@@ -112,7 +112,7 @@ a = torch.ones(8, 8)
 a @ a
 open("ready", "w").close()
 while not os.path.exists("end"):  # signals are what is tested: none says that this is over
-    time.sleep(0.05)
+    time.sleep(0.05)  # a signal also ends it
 a @ a
 """
 SENT = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGRTMIN]

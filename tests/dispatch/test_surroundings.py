@@ -338,7 +338,7 @@ def test_one_deadline_holds_for_all_that_a_product_reads(device):
 
     def read() -> Snapshot:
         seen.append(deadline_s.get())
-        time.sleep(0.05)
+        time.sleep(0.05)  # a deadline that began anew for the next reader would be later by this
         return Snapshot([row])
 
     def rivals(_: Problem) -> list[Row]:

@@ -40,8 +40,8 @@ class Operator:
     absorbs: tuple[tuple[str, ...], ...] = ()
     """The steps that it can compute along with the product."""
     refusal: str = ""
-    """Why `tunegemm.enable` leaves it to torch; empty if it is served. `tunegemm.record` records it either
-    way."""
+    """Why `tunegemm.enable` leaves the operator to torch; empty if it serves the operator. `tunegemm.record`
+    records the operator in both cases."""
 
     @property
     def served(self) -> bool:

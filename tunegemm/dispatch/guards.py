@@ -91,11 +91,11 @@ def is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def only_checks_operators() -> bool:
-    """Whether the only active dispatch mode is torch's check that custom operators do not return an operand.
+    """Whether the only active dispatch mode is the one in which torch checks custom operators.
 
-    Compiled code first runs under this check (torch 2.11 to 2.13; `check_custom_op_aliasing` of functorch's
-    configuration). The check does not concern our calls: compiled code calls us by a function, not an
-    operator.
+    The check is that they return no operand. Compiled code first runs under it (torch 2.11 to 2.13;
+    `check_custom_op_aliasing` of functorch's configuration). It does not concern our calls: compiled code
+    calls us by a function, not an operator.
     """
     if dispatch_modes() != 1:
         return False

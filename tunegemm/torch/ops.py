@@ -101,7 +101,7 @@ def _define_product(name: str) -> None:
         @staticmethod
         def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             ctx.save_for_backward(a, b)
-            return operator(a, b)  # without gradients now: it is torch's where that alone has no kernel
+            return operator(a, b)  # without gradients; torch computes it if there is no kernel
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -58,7 +58,7 @@ class _Asked(NamedTuple):
     """The operator of ATen, or the function of ours that was called."""
     form: Form
     refusal: str = ""
-    """Why it is torch's, whatever the operands are; empty where it is not."""
+    """Why torch computes such calls whatever the operands; empty if a kernel may serve them."""
     activation: str = "none"
 
 
@@ -248,7 +248,7 @@ class _Interception:
         layer = Layer((*OPERATORS, *recorded_groups.OPERATORS), ("CPU", "CUDA"), self._wrap)
         replacements.put("recording", layer)
         self._undo.append(lambda: replacements.remove("recording"))
-        # Our own products are torch's, and are seen as what they ask for.
+        # Meanwhile torch computes our own products; each is recorded as the call that it stands for.
         self._undo.append(api.dispatcher.planner.suspend(self._observe, self._observe_groups))
         if torch.backends.cuda.is_built():
             self._watch_graphs()
@@ -317,8 +317,10 @@ class _Interception:
         self, asked: Hashable, a: Any, b: Any, tensors: Sequence[Any], out: Any, compute: Callable[[], Any],
         name: Callable[[], Any], kind: Callable[[Any, Any], Kind],
     ) -> Any:  # fmt: skip
-        """What `compute` returns. name: what is to be known of operands before it has changed them, of which,
-        and of the result, `kind` makes what is counted; both are called once for equal calls.
+        """Count a call and return the result of `compute`.
+
+        name: describes the operands, before `compute` may change them. kind: makes the counted entry from
+        that description and the result. Equal calls run both once.
         """
         low = (a.data_ptr() | b.data_ptr()) % MAX_ALIGNMENT
         call: _Key = (
@@ -424,7 +426,7 @@ os.register_at_fork(after_in_child=_interception.forget)
 
 
 def _refusal(found: Named | Refusal) -> str:
-    """Why it is torch's; empty where a kernel may compute it."""
+    """Why torch computes a call; empty if a kernel may compute it."""
     return (found.reason or _BEYOND_KERNELS) if isinstance(found, Refusal) else found.words_refusal
 
 
@@ -436,7 +438,7 @@ def _activation(name: str, keywords: dict[str, Any]) -> str:
 
 
 def _kind(asked: _Asked, found: Named | Refusal, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Kind:
-    """The problem that dispatch would look up; of what is torch's the same, as far as there are words."""
+    """The problem that dispatch would look up; for torch's calls as much of it as can be described."""
     steps = asked.form.epilogue.steps
     words: dict[str, Any] = {
         "op": asked.op,
