@@ -22,7 +22,7 @@ _SMS = 132
 """Multiprocessors of an H100 and of an H200."""
 #: Memory bandwidth in bytes per nanosecond, of all multiprocessors together and the most that a single one
 #: gets, by a word in the GPU's name.
-_RATES = {"H200": (4.2, 0.066), "": (2.9, 0.058)}
+_RATES = {"H200": (4200.0, 66.0), "": (2900.0, 58.0)}
 _MOST_SPLITS = 8
 _LEAST_BLOCKS = 4
 """The fewest blocks of k in a split."""
