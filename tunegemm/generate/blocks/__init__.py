@@ -18,6 +18,7 @@ from tunegemm.generate.cute_launch import LoadedKernel
 from tunegemm.generate.cute_sm90 import Order
 from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Kernels
 from tunegemm.generate.takes import NotTaken, Place, first_objection, not_aligned, wrong_extents
+from tunegemm.generate.tiles import stream_clusters, stream_tiles
 from tunegemm.generate.workspace import Workspace
 
 __all__ = ["BLOCK", "FAMILY", "BlockKernel", "config_of", "kernel_key", "refusal", "tiles_of"]
@@ -38,7 +39,9 @@ _SCALE_MASK = 3
 
 
 def config_of(parameters: Mapping[str, Any], *, out_dtype: str = "bf16") -> BlockConfig:
-    """The config of a kernel. parameters: its `form`, few or many, and the fields without a default."""
+    """The config of a kernel. parameters: its `form`, few or many, the fields without a default, and
+    `tile_scheduler` where it is stream_k.
+    """
     given = dict(parameters)
     few = given.pop("form") == "few"
     return BlockConfig(
@@ -52,6 +55,18 @@ def tiles_of(config: BlockConfig, rows: int, n: int) -> int:
     across, along = (rows, n) if config.few else (n, rows)
     of_m = -(-along // (config.tile_m * config.cluster_m))
     return of_m * -(-across // (config.tile_n * config.cluster_n))
+
+
+def division_of(config: BlockConfig, tiles: int, k: int, split_k: int, resident: int) -> tuple[int, int, int]:
+    """(the grid in clusters, the k splits of each tile or the tiles that stream-K cuts, work units that store
+    partial sums). tiles: `tiles_of` the product. resident: clusters that run at the same time.
+    """
+    if config.tile_scheduler == "stream_k":
+        clusters = stream_clusters(tiles, -(-k // BLOCK), resident)
+        cut = stream_tiles(tiles, -(-k // BLOCK), clusters)
+        return clusters, cut, cut + clusters if cut else 0
+    work = tiles * split_k
+    return min(work, resident), split_k, work if split_k > 1 else 0
 
 
 class BlockKernel(LoadedKernel[BlockConfig]):
@@ -69,7 +84,7 @@ class BlockKernel(LoadedKernel[BlockConfig]):
         """The launch for addresses of tensors with these layouts, in this order.
 
         a: (M, K). weight: (N, K). scale_a: (M, K / 128), scale_b: (N / 128, K / 128), rounded up, of any
-        strides. out: (M, N). split_k: parts of k that different blocks add up. swizzle_size, along_m: the
+        strides. out: (M, N). split_k: parts of k that different blocks add up, unless stream-K divides it. swizzle_size, along_m: the
         order of tiles. l2_hint: 1 to evict lines of a from L2 first, 2 to evict those of the weight first.
 
         Raises NotTaken if `refusal` objects; a launch raises it for unaligned addresses. The first call for a
@@ -91,20 +106,20 @@ class BlockKernel(LoadedKernel[BlockConfig]):
         extents = [rows, n]
         if config.few:
             lines[:2], extents, l2_hint = lines[1::-1], extents[::-1], (3 - l2_hint) % 3
-        work = tiles_of(config, rows, n) * split_k
-        clusters = min(work, device.resident_clusters(config.cluster_size))
+        resident = device.resident_clusters(config.cluster_size)
+        clusters, split, units = division_of(config, tiles_of(config, rows, n), k, split_k, resident)
         order = Order(0, swizzle_size, 1)
         if config.gpc_aware:
             order = Order.of_gpcs(config, device, clusters, swizzle_size, along_m)
         workspace = None
-        if split_k > 1:
-            blocks = work * config.cluster_size
+        if units:
+            blocks = units * config.cluster_size
             workspace = Workspace(
                 blocks * config.tile_m * config.tile_n * 4, blocks * config.tile_warpgroups * 4, device.index
             )
         fixed = (
             *extents, k, 1, *lines, *lines, int(along_m), swizzle_size, order.across, order.along, clusters,
-            split_k, 0, l2_hint,
+            split, 0, l2_hint,
         )  # fmt: skip
         of_rows, of_weights = scale_a.stride(), scale_b.stride()
         function, few, table = self.function, config.few, order.address

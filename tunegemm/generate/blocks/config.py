@@ -55,6 +55,13 @@ class BlockConfig(KernelConfig):
         return self.accumulator_registers + self.parts * self.atom_registers
 
     @property
+    def reads_early(self) -> bool:
+        """Of few rows: whether registers hold the scales of a tile's rows beside the sums. They are then read
+        before a block's sums are awaited, and its stage is given back before these are scaled.
+        """
+        return self.sum_registers + self.tile_n // 4 < 160
+
+    @property
     def registers(self) -> tuple[int, int]:
         """As there, but that 192 sums need the larger budget."""
         return (24, 240) if self.consumers < 3 and self.sum_registers >= 192 else super().registers
@@ -84,10 +91,11 @@ class BlockConfig(KernelConfig):
     @property
     def label(self) -> str:
         """``many128x160x128 s5 c2x1 e32 p2``: for how many rows, tile, stages, cluster, epilogue columns,
-        blocks at a time, and ``g`` where clusters of a GPC take neighbouring tiles.
+        blocks at a time, ``g`` where clusters of a GPC take neighbouring tiles, ``sk`` of stream-K.
         """
         kind = "few" if self.few else "many"
+        words = f"{' g' if self.gpc_aware else ''}{' sk' if self.tile_scheduler == 'stream_k' else ''}"
         return (
             f"{kind}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} "
-            f"c{self.cluster_m}x{self.cluster_n} e{self.epi_n} p{self.parts}{' g' if self.gpc_aware else ''}"
+            f"c{self.cluster_m}x{self.cluster_n} e{self.epi_n} p{self.parts}{words}"
         )

@@ -33,7 +33,13 @@ from tunegemm.generate.cute_sm90.kernel.layouts import (
     matrix_at,
 )
 from tunegemm.generate.cute_sm90.kernel.producer import Producer
-from tunegemm.generate.cute_sm90.kernel.schedule import NOWHERE, Schedule, ScheduleParams, first_index
+from tunegemm.generate.cute_sm90.kernel.schedule import (
+    NOWHERE,
+    Schedule,
+    ScheduleParams,
+    first_index,
+    streams,
+)
 from tunegemm.generate.cute_sm90.kernel.split_k import SplitK, Workspace
 
 #: The ring's barriers are there for the warp that copies scales. It waits at a barrier of its own: synccheck
@@ -109,7 +115,9 @@ class ScaleProducer:
         unit = schedule.first()
         while schedule.has(unit):
             tile = schedule.tile(unit.index)
-            block = tile.split * schedule.params.k_tiles
+            block = unit.first_k_tile
+            if const_expr(not schedule.streams):
+                block = tile.split * schedule.params.k_tiles
             origin = schedule.origin(tile)
             row, column = origin.row, origin.column
             if const_expr(config.few):
@@ -241,12 +249,69 @@ class Consumer(consumer.Consumer):
         """Wait for a block's WGMMAs, behind which so many groups of others were begun, give back the stage
         that they were the last to read, and promote their sums.
         """
-        rows, columns = self.scales_of(stage, atom, origin)
-        plain = self.are_plain(rows, columns)
-        warpgroup.wait_group(behind)
-        if const_expr(last):
-            ring.release(stage)
-        self.promote(sums, part, atom, rows, columns, plain)
+        if const_expr(self.config.few):
+            weight, pairs = self.weight_of(stage, atom, origin), self.pairs_at(stage)
+            if const_expr(self.config.reads_early):
+                pairs = self.kept(pairs)
+            warpgroup.wait_group(behind)
+            if const_expr(last and self.config.reads_early):
+                ring.release(stage)
+            self.promote_pairs(sums, part, atom, weight, pairs)
+            if const_expr(last and not self.config.reads_early):
+                ring.release(stage)
+        else:
+            rows, columns = self.scales_of(stage, atom, origin)
+            plain = self.are_plain(rows, columns)
+            warpgroup.wait_group(behind)
+            if const_expr(last):
+                ring.release(stage)
+            self.promote(sums, part, atom, rows, columns, plain)
+
+    def first_of(self, atom: cutlass.Constexpr):
+        """Where one WGMMA's rows of this warpgroup begin in the tile."""
+        warpgroups = self.config.tile_warpgroups
+        first = atom * warpgroups * MMA_ATOM_M
+        if const_expr(warpgroups > 1):
+            first = first + self.group * MMA_ATOM_M
+        return first
+
+    def weight_of(self, stage, atom: cutlass.Constexpr, origin):
+        """Of few rows: the scale of the weights of one WGMMA."""
+        config, first = self.config, self.first_of(atom)
+        if const_expr(config.tile_m % BLOCK != 0 and config.spans > 1):
+            first = first + origin.row % BLOCK
+        index = config.rows
+        if const_expr(config.spans > 1):
+            index = config.rows + first // BLOCK
+        return self.sScales[index, stage]
+
+    def pairs_at(self, stage):
+        """Of few rows: (2, 4, GROUP), this thread's scales of each 8 columns in its first row."""
+        config = self.config
+        source = self.sScales.iterator + stage * config.stage_scales + self.thread % 4 * 2
+        pointer = cute.make_ptr(Float32, source.toint(), cute.AddressSpace.smem, assumed_align=8)
+        return cute.make_tensor(pointer, cute.make_layout((2, config.tile_n // 8), stride=(1, 8)))
+
+    @cute.jit
+    def kept(self, pairs):
+        """`pairs_at` in registers."""
+        registers = cute.make_rmem_tensor(cute.make_layout((2, self.config.tile_n // 8)), Float32)
+        for group in cutlass.range_constexpr(self.config.tile_n // 8):
+            cute.autovec_copy(pairs[(None, group)], registers[(None, group)])
+        return registers
+
+    @cute.jit
+    def promote_pairs(self, sums, part, atom: cutlass.Constexpr, weight, pairs):
+        """`promote` of few rows. Each sum is multiplied twice: with as many products of two scales as columns,
+        asking whether these are plain takes longer.
+        """
+        first = atom * self.config.atom_registers
+        for group in cutlass.range_constexpr(self.config.tile_n // 8):
+            pair = cute.make_rmem_tensor(2, Float32)
+            cute.autovec_copy(pairs[(None, group)], pair)
+            for value in cutlass.range_constexpr(4):
+                index = group * 4 + value
+                sums[first + index] = sums[first + index] + part[index] * weight * pair[value % 2]
 
     @cute.jit
     def scales_of(self, stage, atom: cutlass.Constexpr, origin):
@@ -255,26 +320,10 @@ class Consumer(consumer.Consumer):
         Along m two rows 8 apart, or one weight's; along n each of its columns, or a weight's for each 8
         columns, or for all of them.
         """
-        config = self.config
-        warpgroups = config.tile_warpgroups
+        config, first = self.config, self.first_of(atom)
         address = self.sScales.iterator + stage * config.stage_scales
         own = cute.make_tensor(address, cute.make_layout(config.stage_scales))
-        first = atom * warpgroups * MMA_ATOM_M
-        if const_expr(warpgroups > 1):
-            first = first + self.group * MMA_ATOM_M
         groups = config.tile_n // 8
-        if const_expr(config.few):
-            weight = own[config.rows]
-            if const_expr(config.spans > 1):
-                weight = own[config.rows + first // BLOCK]
-            found = []
-            for group in cutlass.range_constexpr(groups):
-                pair = cute.make_rmem_tensor(2, Float32)
-                source = address + group * 8 + self.thread % 4 * 2
-                pointer = cute.make_ptr(Float32, source.toint(), cute.AddressSpace.smem, assumed_align=8)
-                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), pair)
-                found += [pair[0], pair[1]]
-            return (weight,), tuple(found)
         row = first_row_of(first, self.thread)
         values = own[row], own[row + 8]
         weights = [own[config.rows + span] for span in range(config.spans)]
@@ -381,8 +430,12 @@ class Gemm:
         if const_expr(config.few):
             last_row, last_column = last_column, last_row
         k_tiles = cute.ceil_div(k, config.tile_k)
+        of_unit = cute.ceil_div(k_tiles, given.split_k)
+        if const_expr(streams(config)):
+            # Tiles that overlap may be cut at different places, and differ in the last bits.
+            of_unit, last_row, last_column = k_tiles, Int32(NOWHERE), Int32(NOWHERE)
         params = ScheduleParams(
-            cute.ceil_div(k_tiles, given.split_k),
+            of_unit,
             cute.ceil_div(m, config.tile_m * config.cluster_m),
             cute.ceil_div(n, config.tile_n * config.cluster_n),
             Int32(1), given.split_k, given.raster_along_m, given.swizzle_size, Int32(0),
