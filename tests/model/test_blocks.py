@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,10 @@ from tunegemm.errors import BadValueError
 from tunegemm.generate.blocks import tiles_of
 from tunegemm.model.blocks import candidates, choose, listed, splits_of
 
+ROOT = Path(__file__).parents[2]
 GPUS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
 SMS = 132
+LAUNCH = 2500  # nanoseconds
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -47,13 +50,46 @@ def test_an_estimate_is_waves_of_blocks_one_after_the_other(n: int, split: int) 
     work = tiles_of(first.config, 8, n) * first.config.cluster_size * split
     per_split, (waves, rest) = -(-count // split), divmod(work, SMS)
     slow = replace(first, block_ns=1e6, tile_ns=50.0, split_ns=30.0)
-    expected = -(-work // SMS) * (per_split * 1e6 + 50) + 30 * math.ceil(math.log2(split))
+    expected = LAUNCH + -(-work // SMS) * (per_split * 1e6 + 50) + 30 * math.ceil(math.log2(split))
     assert slow.estimate(8, n, 7168, split, GPUS[0]) == pytest.approx(expected, rel=1e-12)
     quick = replace(first, block_ns=0.0, tile_ns=0.0, split_ns=0.0)
     weights = 128 * first.config.columns
-    blocks = [waves * max(weights * SMS / 4.2, weights / 0.066)]
-    blocks += [max(weights * rest / 4.2, weights / 0.066)] if rest else []
-    assert quick.estimate(8, n, 7168, split, GPUS[0]) == pytest.approx(per_split * sum(blocks), rel=1e-12)
+    memory, of_sm = 3700, 66  # bytes per nanosecond
+    blocks = [waves * max(weights * SMS / memory, weights / of_sm)]
+    blocks += [max(weights * rest / memory, weights / of_sm)] if rest else []
+    assert quick.estimate(8, n, 7168, split, GPUS[0]) == pytest.approx(
+        LAUNCH + per_split * sum(blocks), rel=1e-12
+    )
+
+
+def test_stream_k_is_estimated_as_equal_shares_of_blocks() -> None:
+    each = next(each for each in candidates() if each.config.streams and each.config.cluster_size == 1)
+    slow = replace(each, block_ns=1e6, tile_ns=50.0, split_ns=30.0)
+    columns, rows, count = each.config.columns, each.config.rows, 7168 // 128
+    # A wave of tiles is not cut. Of one tile more each multiprocessor gets a share.
+    assert slow.estimate(rows, SMS * columns, 7168, 1, GPUS[0]) == pytest.approx(LAUNCH + count * 1e6 + 50)
+    half = slow.estimate(rows, SMS // 2 * columns, 7168, 1, GPUS[0])
+    assert half == pytest.approx(LAUNCH + count // 2 * 1e6 + 50 + 30)
+    assert choose(rows, 300 * columns, 7168, gpu=GPUS[0], may_split=False) is not None
+    assert all(
+        not choose(m, n, 7168, gpu=GPUS[0], may_split=False).config.streams
+        for m in (8, 65, 129, 257, 2048)
+        for n in (2112, 7168, 36864)
+    )
+
+
+def test_estimates_are_of_the_size_of_measured_times() -> None:
+    """In microseconds, not in thousands of them: of the rows that are published for an H200."""
+    rows = json.loads((ROOT / "benchmarks/results/h200/blocks.json").read_text())["rows"]
+    by_name = {each.name: each for each in candidates()}
+    logs = []
+    for row in rows:
+        name, _, split = str(row["chosen"]).rpartition(" k")
+        if name in by_name and row.get("us", {}).get("kernel"):
+            estimated = by_name[name].estimate(row["m"], row["n"], row["k"], int(split), GPUS[0]) * 1e-3
+            logs.append(math.log(estimated / row["us"]["kernel"]))
+    assert len(logs) > 50
+    assert abs(sum(logs) / len(logs)) < 0.1 and max(map(abs, logs)) < 0.5
 
 
 def test_one_more_row_is_estimated_to_cost_little() -> None:

@@ -21,8 +21,10 @@ from tunegemm.resources import data_path
 _SMS = 132
 """Multiprocessors of an H100 and of an H200."""
 #: Memory bandwidth in bytes per nanosecond, of all multiprocessors together and the most that a single one
-#: gets, by a word in the GPU's name.
-_RATES = {"H200": (4200.0, 66.0), "": (2900.0, 58.0)}
+#: gets, by a word in the GPU's name. The H200's are fitted, others its scaled.
+_RATES = {"H200": (3700.0, 66.0), "": (2600.0, 58.0)}
+_LAUNCH_NS = 2500.0
+"""Time of a launch beyond that of its tiles, as products in one CUDA graph take it."""
 _MOST_SPLITS = 8
 _LEAST_BLOCKS = 4
 """The fewest blocks of k in a split."""
@@ -57,23 +59,34 @@ class Listed:
     tile_ns: float
     """Time of a tile beyond that of its blocks."""
     split_ns: float
-    """Time to add up k splits, each time that their number doubles."""
+    """Time to add up k splits, each time that their number doubles, or the parts of tiles that stream-K
+    cuts."""
 
     def estimate(self, rows: int, n: int, k: int, split_k: int, gpu: str) -> float:
         """Estimated nanoseconds of a product."""
         memory, of_sm = next(rates for word, rates in _RATES.items() if word in gpu)
-        work = blocks.tiles_of(self.config, rows, n) * self.config.cluster_size * split_k
-        count = -(-k // BLOCK)
-        per_split = -(-count // split_k)
-        waves, rest = divmod(work, _SMS)
+        size, count = self.config.cluster_size, -(-k // BLOCK)
+        tiles = blocks.tiles_of(self.config, rows, n)
         # Tiles read the rows repeatedly, from L2; the weights come from memory once.
         weight_bytes = BLOCK * self.config.columns / max(1, -(-rows // self.config.rows))
-        total = 0.0
-        for active, times in ((_SMS, waves), (rest, 1 if rest else 0)):
+
+        def block(active: int) -> float:
+            return max(self.block_ns, weight_bytes * active / memory, weight_bytes / of_sm)
+
+        resident = _SMS // size
+        clusters, split, units = blocks.division_of(self.config, tiles, k, split_k, resident)
+        if self.config.streams:
+            total = _LAUNCH_NS
+            total += (tiles - split) // clusters * (count * block(clusters * size) + self.tile_ns)
+            if units:
+                total += -(-split * count // clusters) * block(clusters * size) + self.tile_ns + self.split_ns
+            return total
+        total = _LAUNCH_NS + self.split_ns * (split_k - 1).bit_length()
+        waves, rest = divmod(tiles * split_k, resident)
+        for active, times in ((resident, waves), (rest, 1 if rest else 0)):
             if times:
-                block = max(self.block_ns, weight_bytes * active / memory, weight_bytes / of_sm)
-                total += times * (per_split * block + self.tile_ns)
-        return total + self.split_ns * (split_k - 1).bit_length()
+                total += times * (-(-count // split_k) * block(active * size) + self.tile_ns)
+        return total
 
 
 def choose(
@@ -89,7 +102,7 @@ def choose(
     found = [
         (each.estimate(rows, n, k, split, gpu), each.name, split, each)
         for each in candidates(out_dtype, path)
-        if each.first_row <= rows <= each.last_row
+        if each.first_row <= rows <= each.last_row and (may_split or not each.config.streams)
         for split in (splits_of(each.config, rows, n, k) if may_split else [1])
     ]
     if not found:
@@ -100,6 +113,8 @@ def choose(
 
 def splits_of(config: BlockConfig, rows: int, n: int, k: int) -> list[int]:
     """The numbers of k splits that a kernel may use: above 1 only if its tiles leave multiprocessors idle."""
+    if config.streams:
+        return [1]
     tiles, count = blocks.tiles_of(config, rows, n) * config.cluster_size, -(-k // BLOCK)
     most = min(_MOST_SPLITS, count // _LEAST_BLOCKS, 2 * _SMS // tiles)
     return [1, *range(2, most + 1)]

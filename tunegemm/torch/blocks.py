@@ -26,9 +26,10 @@ _FP8 = torch.float8_e4m3fn
 _OUT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 #: Scales in 16 bytes, as torch wants them.
 _TORCHS_UNIT = 4
-#: Rows up to which kernels serve what torch has, too: of twelve layers 1.02 to 1.7 times as fast up to 64
-#: rows, 0.80 to 1.6 times at 128 and mostly slower beyond (H200, 2026-11-28).
-MOST_ROWS = 64
+#: Kernels serve what torch has, too, up to so many rows, and up to so many rows with so many values of the
+#: result. On an H200 (twelve layers, 2026-11-29) the best kernel is 1.08 to 1.8 times as fast as torch's up
+#: to 64 rows, 1.09 to 1.6 times within the second bounds, 0.77 to 1.17 times beyond.
+_ALWAYS_ROWS, _MOST_ROWS, _MOST_VALUES = 64, 256, 1 << 20
 
 #: Launches at the addresses of a, the weight, their scales and the result.
 Launch = Callable[[int, int, int, int, int], None]
@@ -66,6 +67,11 @@ def torch_takes(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b
         and scale_a.stride() == (1, rows)
         and scale_b.stride() == (1, -(-along // _TORCHS_UNIT) * _TORCHS_UNIT)
     )
+
+
+def torch_is_faster(rows: int, n: int) -> bool:
+    """Whether torch's kernel, if it takes the operands, is expected to be the faster one."""
+    return rows > _ALWAYS_ROWS and (rows > _MOST_ROWS or rows * n > _MOST_VALUES)
 
 
 def check_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
@@ -201,7 +207,9 @@ def _bind(a: Any, b: Any, scale_a: Any, scale_b: Any, out: Any) -> tuple[Launch 
     """The launch for operands that are laid out as these, None where torch computes the product; and whether
     a kernel is being compiled."""
     device, weight, scales = a.device, b.t(), (scale_a, scale_b.t())
-    slower = a.shape[0] > MOST_ROWS and out.dtype is torch.bfloat16 and torch_takes(a, b, scale_a, scale_b)
+    slower = (
+        out.dtype is torch.bfloat16 and torch_is_faster(*out.shape) and torch_takes(a, b, scale_a, scale_b)
+    )
     if slower or blocks.refusal(a, weight, *scales, out):
         return None, False
     may_split, gpu = extension.policy().prefer != "no_workspace", extension.gpu_of(device)

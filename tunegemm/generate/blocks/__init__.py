@@ -39,11 +39,12 @@ _SCALE_MASK = 3
 
 
 def config_of(parameters: Mapping[str, Any], *, out_dtype: str = "bf16") -> BlockConfig:
-    """The config of a kernel. parameters: its `form`, few or many, the fields without a default, and
-    `tile_scheduler` where it is stream_k.
+    """The config of a kernel. parameters: its `form`, few or many, `stream_k`, and the fields without a
+    default.
     """
     given = dict(parameters)
     few = given.pop("form") == "few"
+    given["tile_scheduler"] = "stream_k" if given.pop("stream_k") else "static"
     return BlockConfig(
         schedule="cooperative", tile_k=BLOCK, in_dtype="fp8_e4m3", out_dtype=out_dtype, a_major="k",
         b_major="k", out_major="m" if few else "n", accumulation="two_level", **given,
@@ -61,7 +62,7 @@ def division_of(config: BlockConfig, tiles: int, k: int, split_k: int, resident:
     """(the grid in clusters, the k splits of each tile or the tiles that stream-K cuts, work units that store
     partial sums). tiles: `tiles_of` the product. resident: clusters that run at the same time.
     """
-    if config.tile_scheduler == "stream_k":
+    if config.streams:
         clusters = stream_clusters(tiles, -(-k // BLOCK), resident)
         cut = stream_tiles(tiles, -(-k // BLOCK), clusters)
         return clusters, cut, cut + clusters if cut else 0
@@ -84,8 +85,9 @@ class BlockKernel(LoadedKernel[BlockConfig]):
         """The launch for addresses of tensors with these layouts, in this order.
 
         a: (M, K). weight: (N, K). scale_a: (M, K / 128), scale_b: (N / 128, K / 128), rounded up, of any
-        strides. out: (M, N). split_k: parts of k that different blocks add up, unless stream-K divides it. swizzle_size, along_m: the
-        order of tiles. l2_hint: 1 to evict lines of a from L2 first, 2 to evict those of the weight first.
+        strides. out: (M, N). split_k: parts of k that different blocks add up; stream-K ignores it.
+        swizzle_size, along_m: the order of tiles. l2_hint: 1 to evict lines of a from L2
+        first, 2 to evict those of the weight first.
 
         Raises NotTaken if `refusal` objects; a launch raises it for unaligned addresses. The first call for a
         number of tiles may ask the device which clusters share a GPC, so do not make it while a graph is

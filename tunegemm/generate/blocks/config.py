@@ -30,6 +30,11 @@ class BlockConfig(KernelConfig):
         return self.out_major == "m"
 
     @property
+    def streams(self) -> bool:
+        """Whether each cluster gets as many blocks of k (`cute_sm90`'s stream-K), not whole tiles."""
+        return self.tile_scheduler == "stream_k"
+
+    @property
     def rows(self) -> int:
         """Rows of the product in one tile."""
         return self.tile_n if self.few else self.tile_m
@@ -94,7 +99,7 @@ class BlockConfig(KernelConfig):
         blocks at a time, ``g`` where clusters of a GPC take neighbouring tiles, ``sk`` of stream-K.
         """
         kind = "few" if self.few else "many"
-        words = f"{' g' if self.gpc_aware else ''}{' sk' if self.tile_scheduler == 'stream_k' else ''}"
+        words = f"{' g' if self.gpc_aware else ''}{' sk' if self.streams else ''}"
         return (
             f"{kind}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} "
             f"c{self.cluster_m}x{self.cluster_n} e{self.epi_n} p{self.parts}{words}"

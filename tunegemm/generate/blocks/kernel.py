@@ -302,8 +302,8 @@ class Consumer(consumer.Consumer):
 
     @cute.jit
     def promote_pairs(self, sums, part, atom: cutlass.Constexpr, weight, pairs):
-        """`promote` of few rows. Each sum is multiplied twice: with as many products of two scales as columns,
-        asking whether these are plain takes longer.
+        """`promote` of few rows. Each sum is multiplied twice: there are as many products of two scales as
+        columns, and to ask whether these are plain takes longer.
         """
         first = atom * self.config.atom_registers
         for group in cutlass.range_constexpr(self.config.tile_n // 8):
