@@ -4,17 +4,21 @@
     python -m benchmarks.blocks --seconds 60         # so long; the next run begins with what is missing
     python -m benchmarks.blocks --rows 1,16 --every  # every kernel of db/blocks.toml, in all k splits
 
-Beside `tunegemm.scaled_mm` torch's own of the same operands and scales, and torch's of bf16 weights. Operands
-are quantised before: activations take as long for all. Writes results/GPU/blocks.json after each row.
+Beside `tunegemm.scaled_mm` torch's own of the same operands and scales, torch's of bf16 weights, and
+DeepGEMM's where `deep_gemm` is installed (sgl-deep-gemm: it compiles by nvcc at each kernel's first call).
+Operands are quantised before: activations take as long for all. Writes results/GPU/blocks.json after each
+row.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +28,7 @@ from benchmarks.command import choose_names, command, parser_of
 from benchmarks.graphs import Graph, Side, begin, in_rounds, within
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import Device
+from tunegemm.errors import one_line
 from tunegemm.generate import blocks
 from tunegemm.generate.blocks import BLOCK, BlockKernel
 from tunegemm.model.blocks import candidates, choose, splits_of
@@ -33,9 +38,9 @@ METHOD = (
     "each side in one CUDA graph over as many sets of weights as pass 3x the L2; all in shuffled order in "
     "each round, one replay of some ms; from 2048 rows on each has turn_ms to itself in a round, the second "
     "half of which is timed; medians over rounds. torch: torch._scaled_mm of the same block scales; bf16: "
-    "torch.mm; kernel: the chosen kernel, served or not; ratio_to_torch, ratio_to_bf16: to "
-    "tunegemm.scaled_mm; bandwidth_share: bytes of operands, scales and result a second, to those of a copy "
-    "of 1 GiB; error: to fp64, in parts of the magnitudes"
+    "torch.mm; deepgemm: fp8_gemm_nt, scales in its own layout; kernel: the chosen kernel, served or not; "
+    "ratio_to_torch, ratio_to_deepgemm, ratio_to_bf16: to tunegemm.scaled_mm; bandwidth_share: bytes of "
+    "operands, scales and result a second, to those of a copy of 1 GiB; error: to fp64, in parts of the magnitudes"
 )
 #: N and K of each layer's products.
 LAYERS = {
@@ -57,7 +62,7 @@ _STEADY_ROWS = 2048
 _TURN_MS = 24.0
 _GRAPH: dict[str, Any] = {"short_ms": 0.5, "most": 200}
 _ERROR = 4e-3
-_SHOWN = ("torch", "bf16", "tunegemm", "kernel")
+_SHOWN = ("torch", "bf16", "deepgemm", "tunegemm", "kernel")
 FP8 = torch.float8_e4m3fn
 
 
@@ -133,6 +138,16 @@ def sides_of(
     found: dict[str, Side] = {"torch": of_torch, "bf16": bf16, "tunegemm": ours}
     choice = choose(case.rows, case.n, case.k, gpu=device.name)
     out = torch.empty(case.rows, case.n, device="cuda", dtype=torch.bfloat16)
+    if (peer := deep_gemm()) is not None:
+        layout = importlib.import_module("deep_gemm.utils.layout")
+        own_a = layout.get_mn_major_tma_aligned_tensor(scale_a.contiguous())
+        own = [each.t().contiguous() for each in scales]
+
+        def deepgemm(i: int) -> torch.Tensor:
+            peer.fp8_gemm_nt((a, own_a), (weights[i], own[i]), out)
+            return out
+
+        found["deepgemm"] = deepgemm
     for each in candidates():
         if not each.first_row <= case.rows <= each.last_row:
             continue
@@ -157,6 +172,16 @@ def sides_of(
             if every:
                 found[f"{each.name} k{split}"] = run
     return found
+
+
+@cache
+def deep_gemm() -> Any:
+    """DeepGEMM, None where it is not installed or does not load."""
+    try:
+        return importlib.import_module("deep_gemm")
+    except (ImportError, OSError, AssertionError) as error:
+        print(f"without DeepGEMM: {type(error).__name__}: {one_line(error)}", flush=True)
+        return None
 
 
 def copied_gbs() -> float:
@@ -190,7 +215,7 @@ def measure(
     samples = in_rounds(graphs, max(3, rounds // 3) if steady else rounds, lambda _: turn_ms)
     us = {name: statistics.median(times) for name, times in samples.items()}
     own = us["tunegemm"]
-    kernels = [name for name in us if name not in ("torch", "bf16", "tunegemm", "kernel")]
+    kernels = [name for name in us if name not in _SHOWN]
     choice = choose(case.rows, case.n, case.k, gpu=device.name)
     across, along = case.blocks
     moved = case.n * case.k + case.rows * (case.k + 2 * case.n) + 4 * along * (across + case.rows)
@@ -198,6 +223,7 @@ def measure(
         "model": case.layer, "m": case.rows, "n": case.n, "k": case.k, "block": [BLOCK, BLOCK],
         "with_quantising": False,
         "ratio_to_torch": round(us["torch"] / own, 4) if "torch" in us else None,
+        "ratio_to_deepgemm": round(us["deepgemm"] / own, 4) if "deepgemm" in us else None,
         "ratio_to_bf16": round(us["bf16"] / own, 4),
         "bandwidth_share": round(moved / own * 1e-3 / copied, 4),
         "tflops": round(2 * case.rows * case.n * case.k / own * 1e-6, 1),
@@ -231,14 +257,15 @@ def run(options: argparse.Namespace) -> int:
         results.put(row)
         shown = {name: us for name, us in row["us"].items() if name in _SHOWN}
         print(
-            f"{case.layer} {case.rows}: {row['ratio_to_torch']} x torch, {row['ratio_to_bf16']} x bf16, "
+            f"{case.layer} {case.rows}: {row['ratio_to_torch']} x torch, {row['ratio_to_deepgemm']} x "
+            f"DeepGEMM, {row['ratio_to_bf16']} x bf16, "
             f"{row['bandwidth_share']} of a copy, {row['tflops']} Tflop/s by {row['chosen']}; "
             f"best {row.get('best')} {row.get('best_to_chosen')}; "
             f"{shown} us"
             f"{' WRONG ' + ','.join(row['wrong']) if row['wrong'] else ''} {row.get('refused', '')}",
             flush=True,
         )  # fmt: skip
-    for words in ("ratio_to_torch", "ratio_to_bf16"):
+    for words in ("ratio_to_torch", "ratio_to_deepgemm", "ratio_to_bf16"):
         if values := [row[words] for row in found if row[words]]:
             print(f"{words}: {geometric_mean(values):.3f}, least {min(values):.3f}")
     return 0 if not any(row["wrong"] for row in found) else 1
