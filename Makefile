@@ -95,11 +95,11 @@ docs: $(READY)
 	$(RUN) docs/generate.py
 	$(RUN) -m sphinx -q -W --keep-going -b html docs build/site
 
-# The kernels of the shipped records and of the lists (db/selector.toml, invariant, grouped, joined, blocks),
+# The kernels of the shipped records and of the lists (db/selector.toml, invariant, grouped, joined, blocks, block_groups),
 # compiled without a GPU: a second each, when their sources or the lists changed. They go into the wheel, and serve from the checkout; without them a checkout
 # compiles what a call lacks in the background.
 kernels: db/kernels/manifest.json
-db/kernels/manifest.json: $(TUNING) fit/shipping.py db/selector.toml db/invariant.toml db/grouped.toml db/joined.toml db/blocks.toml $(wildcard db/records/*.json tunegemm/compile/*.py tunegemm/generate/*.py tunegemm/generate/*/*.py tunegemm/generate/*/*/*.py tunegemm/model/*.py)
+db/kernels/manifest.json: $(TUNING) fit/shipping.py db/selector.toml db/invariant.toml db/grouped.toml db/joined.toml db/blocks.toml db/block_groups.toml $(wildcard db/records/*.json tunegemm/compile/*.py tunegemm/generate/*.py tunegemm/generate/*/*.py tunegemm/generate/*/*/*.py tunegemm/model/*.py)
 	$(RUN) -m fit.shipping db/kernels
 
 wheel: $(READY) kernels

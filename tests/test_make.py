@@ -26,6 +26,7 @@ def clone(tmp_path: Path) -> Path:
         "db/grouped.toml",
         "db/joined.toml",
         "db/blocks.toml",
+        "db/block_groups.toml",
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

@@ -62,6 +62,7 @@ def test_nothing_is_found(compiled: Path, tool: str) -> None:
     assert "\naround\n" in done.stdout
     assert done.stdout.count("joined") == len(sanitized.joined_kernels())
     assert done.stdout.count("blocks") == len(sanitized.block_kernels())
+    assert done.stdout.count("scaled groups") == len(sanitized.listed_of_block_groups())
 
 
 def test_memory_that_is_too_small_is_found(compiled: Path) -> None:

@@ -20,14 +20,16 @@ from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.operation import Operation
-from tunegemm.generate import along_k, blocks, joined, routing
+from tunegemm.generate import along_k, block_groups, blocks, joined, routing
 from tunegemm.generate.along_k import AlongK
+from tunegemm.generate.block_groups import BlockGroupKernel
 from tunegemm.generate.blocks import BlockKernel
 from tunegemm.generate.blocks.config import BlockConfig
 from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.joined import JoinedKernel
 from tunegemm.groups.routing import Gate, Routing, few
+from tunegemm.model.block_groups import listed as listed_of_block_groups
 from tunegemm.model.blocks import listed as listed_of_blocks
 from tunegemm.model.grouped import configs, kinds, listed, listed_along_k, maker_of
 from tunegemm.model.joined import listed as listed_of_weights
@@ -99,6 +101,7 @@ def main(folder: str, planted: bool = False) -> None:
         launch_around()
         launch_joined()
         launch_blocks()
+        launch_block_groups()
 
 
 def grouped_kernels() -> Iterator[tuple[str, GroupedConfig]]:
@@ -193,6 +196,23 @@ def launch_blocks() -> None:
             kernel.launch(a, weight, scale_a, scale_b, out, device=device, split_k=split_k)
             assert bool((out == 400).all()), (config.label, split_k)
         print("blocks", config.label, flush=True)
+
+
+def launch_block_groups() -> None:
+    """Kernels of groups with scales of blocks, of operands and scales that end where their memory does."""
+    device, provided = find_device("cuda:0"), provide_blocks()
+    for config in listed_of_block_groups():
+        artifact = provided.of(block_groups.kernel_key(config))
+        assert artifact is not None, config.label
+        kernel = BlockGroupKernel.load(config, artifact.path)
+        a = torch.ones(150, 400, device="cuda").to(DTYPES["fp8_e4m3"])
+        weights = torch.ones(3, 264, 400, device="cuda").to(DTYPES["fp8_e4m3"])
+        scale_a, scale_b = torch.ones(4, 150, device="cuda").t(), torch.ones(3, 3, 4, device="cuda")
+        ends = torch.tensor([17, 17, 150], device="cuda", dtype=torch.int32)
+        out = torch.zeros(150, 264, device="cuda", dtype=torch.bfloat16)
+        kernel.launch(a, weights, scale_a, scale_b, ends, out, blocks=device.sm_count)
+        assert bool((out == 400).all()), config.label
+        print("scaled groups", config.label, flush=True)
 
 
 def launch_around() -> None:

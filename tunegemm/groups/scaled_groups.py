@@ -1,4 +1,4 @@
-"""`scaled_grouped_mm`: `grouped_mm` for fp8, with a scale for each row of a and each column of each group."""
+"""`scaled_grouped_mm`: `grouped_mm` for fp8, with scales of rows and columns, or of blocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from tunegemm.dispatch.guards import deterministic
-from tunegemm.groups import grouped
+from tunegemm.errors import ProblemError
+from tunegemm.groups import block_groups, grouped
 
 
 def scaled_grouped_mm(
@@ -28,10 +29,22 @@ def scaled_grouped_mm(
     b[g].float()) * scale_a[r] * scale_b[g]``, where g is the group of row r, as for `grouped_mm`. scale_a:
     fp32 (rows). scale_b: fp32 (groups, n).
 
+    Scales of blocks, which torch does not have: with scale_a fp32 (rows, k / 128) and scale_b fp32 (groups, k
+    / 128, n / 128), rounded up, each 1x128 block of a and each 128x128 block of b has its scale, at any
+    strides. The result is bf16, or `out_dtype` rounded from it. Our kernels serve n of multiples of 8;
+    anything else, and other devices, are computed in fp32, which waits for `offs`. Raises ProblemError if
+    scales or operands do not fit.
+
     Our kernels serve float8_e4m3fn on Hopper with ``use_fast_accum=True`` and bf16 as `out_dtype`: they
     accumulate in the tensor cores. Torch computes everything else with your arguments. torch.compile traces
     torch's operator, which `enable` serves at run time. Raises what torch raises.
     """
+    if block_groups.are_of_blocks(a, b, scale_b):
+        if bias is not None or scale_result is not None:
+            raise ProblemError(
+                "products with block scales have neither bias nor scale_result; apply them after"
+            )
+        return block_groups.scaled_grouped_mm(a, b, scale_a, scale_b, offs, out_dtype)
     words = offs, bias, scale_result, out_dtype, use_fast_accum
     if not torch.compiler.is_compiling() and grouped.are_plain(a, b, scale_a, scale_b, offs):
         result = below_autograd(a, b, scale_a, scale_b, *words)

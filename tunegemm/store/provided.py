@@ -1,4 +1,5 @@
-"""Compiled kernels by their keys, and those of the lists in db/grouped.toml, joined.toml and blocks.toml.
+"""Compiled kernels by their keys, and those of the lists in db/grouped.toml, joined.toml, blocks.toml and
+block_groups.toml.
 
 Kernels that are missing in the user's object store are compiled first. No GPU is needed.
 """
@@ -12,7 +13,8 @@ from typing import Any
 from tunegemm.compile.artifacts import Artifact, ArtifactStore, Key
 from tunegemm.compile.pool import CompilePool
 from tunegemm.errors import PackError
-from tunegemm.generate import along_k, blocks, joined, routing
+from tunegemm.generate import along_k, block_groups, blocks, joined, routing
+from tunegemm.model.block_groups import listed as listed_of_block_groups
 from tunegemm.model.blocks import listed as listed_of_blocks
 from tunegemm.model.grouped import configs, listed_along_k, maker_of
 from tunegemm.model.grouped import listed as listed_of_groups
@@ -74,7 +76,8 @@ def provide_joined() -> Provided:
 
 
 def provide_blocks() -> Provided:
-    """The objects of the kernels of block-scaled products (db/blocks.toml). As `packing.provide`."""
+    """The objects of the kernels of block-scaled products (db/blocks.toml, db/block_groups.toml). As
+    `packing.provide`."""
     return provide_keys(_blocks())
 
 
@@ -110,6 +113,9 @@ def _blocks() -> dict[str, tuple[str, Key]]:
     return {
         f"blocks {config.label} {config.out_dtype}": ("blocks", blocks.kernel_key(config))
         for config in listed_of_blocks()
+    } | {
+        f"blocks of groups {config.label}": ("block_groups", block_groups.kernel_key(config))
+        for config in listed_of_block_groups()
     }
 
 

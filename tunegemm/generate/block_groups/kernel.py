@@ -1,0 +1,237 @@
+"""The kernel of block-scaled fp8 for groups of rows: `grouped`'s tiles, walk and way out, `blocks`' promotion.
+
+D[r, n] = sum over blocks b of sa[r, b] * sb[g, n / 128, b] * (A[r, b] B[g, n, b]^T) for each row r of group g
+
+As in `grouped` the weights' N is WGMMA's m. A second warp of the producer's warpgroup walks the same tiles and
+copies the scales of each block of k into the ring. Groups may begin at any row.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.utils import SmemAllocator
+
+from tunegemm.generate.block_groups.config import BlockGroupConfig
+from tunegemm.generate.blocks.config import BLOCK
+from tunegemm.generate.blocks.kernel import SCALES_BARRIER, Ring, copy_async
+from tunegemm.generate.blocks.kernel import Consumer as BlockConsumer
+from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
+from tunegemm.generate.cute_sm90.kernel.layouts import START_BARRIER, Layouts
+from tunegemm.generate.cute_sm90.kernel.schedule import Origin
+from tunegemm.generate.grouped.kernel.epilogue import Epilogue
+from tunegemm.generate.grouped.kernel.gemm import Arguments
+from tunegemm.generate.grouped.kernel.gemm import Gemm as GroupedGemm
+from tunegemm.generate.grouped.kernel.producer import Producer
+from tunegemm.generate.grouped.kernel.walk import Walk, WalkParams
+
+
+class Scales(NamedTuple):
+    """Where the scales lie, fp32. Strides count elements."""
+
+    rows_address: Int64
+    """(rows, K / 128)"""
+    row_stride: Int64
+    rows_k_stride: Int64
+    weights_address: Int64
+    """(E, N / 128, K / 128)"""
+    group_stride: Int64
+    block_stride: Int64
+    weights_k_stride: Int64
+
+
+WORDS = len(Scales._fields)
+"""64-bit arguments of a launch behind those of `grouped`."""
+
+
+class Scaling(NamedTuple):
+    """What reaches this kernel in place of `grouped`'s `l2_hint`."""
+
+    l2_hint: Int32
+    scales: Scales
+    columns: Int32
+    """Blocks of the weights' rows."""
+
+
+@dataclass(frozen=True)
+class ScaledLayouts(Layouts):
+    """Layouts of a block that has scales in shared memory, too."""
+
+    def shared_storage(self, a_elements, b_elements):
+        """`rest`: what a block of `grouped` has."""
+        config = self.config
+
+        class Storage:
+            pass
+
+        Storage.__annotations__ = {
+            "rest": super().shared_storage(a_elements, b_elements),
+            "scales": cute.struct.Align[cute.struct.MemRange[Float32, config.stages * config.stage_scales], 16],
+        }
+        return cute.struct(Storage)
+
+
+@dataclass(frozen=True)
+class ScaleProducer:
+    """One warp: copies the scales of each stage into shared memory."""
+
+    config: BlockGroupConfig
+    scaling: Scaling
+    sScales: cute.Tensor
+    """(SCALE, STAGE)"""
+    ring: Ring
+    lane: Int32
+
+    @cute.jit
+    def run(self, walk, k_tiles):
+        """Tile after tile, as the producer of tiles."""
+        config, ring, scales = self.config, self.ring, self.scaling.scales
+        first_target, size = self.sScales.iterator.toint() + self.lane * 4, Int32(4)
+        state = ring.producer_start()
+        unit = walk.first()
+        while walk.has(unit):
+            place = walk.place(unit)
+            own = cutlass.min(place.column // BLOCK + self.lane, self.scaling.columns - 1)
+            weights = Int64(place.group) * scales.group_stride + Int64(own) * scales.block_stride
+            weights = scales.weights_address + weights * 4
+            for k_tile in cutlass.range(k_tiles, unroll=1):
+                ring.wait_empty(state)
+                target = first_target + state.stage * (config.stage_scales * 4)
+                rows = scales.rows_address + Int64(k_tile) * scales.rows_k_stride * 4
+                # No unrolling: the warp has few registers.
+                for count in cutlass.range(-(-config.rows // 32), unroll=1):
+                    if count * 32 + self.lane < config.rows:
+                        # Behind the group's last row that one's: nothing of it is stored.
+                        row = place.row + cutlass.min(count * 32 + self.lane, place.rows - 1)
+                        copy_async(target + count * 128, rows + Int64(row) * scales.row_stride * 4, size)
+                if self.lane < config.spans:
+                    source = weights + Int64(k_tile) * scales.weights_k_stride * 4
+                    copy_async(target + config.rows * 4, source, size)
+                cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + state.stage)
+                state = ring.advance(state)
+            unit = walk.next(unit, 1)
+
+
+@dataclass(frozen=True)
+class Consumer(BlockConsumer):
+    """One warpgroup: the main loop, and what follows it for each tile."""
+
+    @cute.jit
+    def run(self, walk, k_tiles):
+        """Multiply, promote, store, tile after tile."""
+        config, tiled_mma = self.config, self.tiled_mma
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
+        self.adding.set(warpgroup.Field.ACCUMULATE, True)
+        slice_mma = tiled_mma.get_slice(self.group * WARPGROUP_THREADS)
+        tCrA = tiled_mma.make_fragment_A(slice_mma.partition_A(self.sA))  # (MMA, MMA_M, MMA_K, STAGE)
+        tCrB = tiled_mma.make_fragment_B(slice_mma.partition_B(self.sB))  # (MMA, MMA_N, MMA_K, STAGE)
+        fragments = tCrA, tCrB
+        sums = cute.make_rmem_tensor(config.accumulator_registers, Float32)
+        parts = [  # (MMA, 1, 1) each: of one block and one WGMMA's rows
+            cute.make_rmem_tensor(((2, 2, config.tile_n // 8), 1, 1), Float32) for _ in range(config.parts)
+        ]
+        ring, turn = self.ring, Int32(0)
+        state = ring.consumer_start()
+        unit = walk.first()
+        while walk.has(unit):
+            place = walk.place(unit)
+            origin = Origin(place.column, place.row, Int32(0))  # the kernel's: its m is the weights' N
+            bias = self.epilogue.bias_of(place)
+            sums.fill(0.0)
+            if cutlass.const_expr(config.parts == 1):
+                for _ in cutlass.range(k_tiles, unroll=1):
+                    ring.wait_full(state)
+                    for atom in cutlass.range_constexpr(config.atoms_per_warpgroup):
+                        self.multiply(parts[0], fragments, atom, state.stage)
+                        last = cutlass.const_expr(atom == config.atoms_per_warpgroup - 1)
+                        self.add(sums, parts[0], ring, state.stage, atom, origin, 0, last)
+                    state = ring.advance(state)
+            else:
+                state = self.sum_in_turns(sums, parts, fragments, ring, state, k_tiles, origin)
+            turn = self.epilogue.store(sums, place, bias, turn)
+            unit = walk.next(unit, 1)
+
+
+class Gemm(GroupedGemm):
+    """The grouped product for one `BlockGroupConfig`."""
+
+    def __init__(self, config: BlockGroupConfig):
+        super().__init__(config)
+        self.layouts = ScaledLayouts(config, self.dtypes)
+
+    @cute.jit
+    def __call__(self, *arguments):
+        """Encode the TMA descriptors and launch. arguments: those of `grouped`; `Scales`; the stream."""
+        count = len(Arguments._fields)
+        given = Arguments(*arguments[:count])
+        scales = Scales(*arguments[count : count + WORDS])
+        scaling = Scaling(given.l2_hint, scales, cute.ceil_div(given.n, BLOCK))
+        self.launch(given._replace(l2_hint=scaling), arguments[-1])
+
+    @cute.kernel
+    def kernel(
+        self,
+        weights: tuple,
+        rows: tuple,
+        mmas: tuple,
+        epilogue_mma: cute.TiledMma,
+        layouts: tuple,
+        params: WalkParams,
+        offsets: cute.Pointer,
+        out: tuple,
+        k_tiles: Int32,
+        scaling: Scaling,
+    ):
+        """As `grouped`'s, without clusters; the second warp copies scales."""
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+        walk = Walk(config, params, offsets, thread % 32, Int32(block), Int32(0))
+        if warp_index == 0:
+            cpasync.prefetch_descriptor(weights.atom)
+            cpasync.prefetch_descriptor(rows[0].atom)
+
+        both = SmemAllocator().allocate(self.storage)
+        storage = both.rest
+        ring = Ring(config, storage.full.data_ptr(), storage.empty.data_ptr())
+        if thread == 0:
+            ring.make_barriers()
+        cute.arch.mbarrier_init_fence()
+
+        sA = storage.a.get_tensor(layouts[0].outer, swizzle=layouts[0].inner)  # (bM, bK, STAGE)
+        sB = storage.b.get_tensor(layouts[2][0].outer, swizzle=layouts[2][0].inner)  # (bN, bK, STAGE)
+        sScales = cute.make_tensor(  # (SCALE, STAGE)
+            both.scales.data_ptr(), cute.make_layout((config.stage_scales, config.stages))
+        )
+
+        load_registers, mma_registers = config.registers
+        started = 32 + config.consumers * WARPGROUP_THREADS
+        if group == 0:
+            cute.arch.setmaxregister_decrease(load_registers)
+            if warp_index == 0:
+                cute.arch.sync_warp()
+                cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
+                cute.arch.barrier_arrive(barrier_id=SCALES_BARRIER, number_of_threads=64)
+                Producer(config, weights, rows, sA, (sB,), ring, Int32(0)).run(walk, k_tiles, scaling.l2_hint)
+            if warp_index == 1:
+                cute.arch.barrier(barrier_id=SCALES_BARRIER, number_of_threads=64)
+                ScaleProducer(config, scaling, sScales, ring, thread % 32).run(walk, k_tiles)
+        else:
+            cute.arch.setmaxregister_increase(mma_registers)
+            cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
+            buffers, buffer = config.consumers * config.epilogue_buffers, config.pitch * config.staged_rows
+            sD = storage.d.get_tensor(  # (epiM, epiN, BUFFER)
+                cute.make_layout((MMA_ATOM_M, config.epi_n, buffers), stride=(1, config.pitch, buffer))
+            )
+            consumer, own = group - 1, (thread - WARPGROUP_THREADS) % WARPGROUP_THREADS
+            epilogue = Epilogue(config, self.dtypes.out, epilogue_mma, sD, *out, consumer, own)
+            released = ring.for_consumer(thread % 32, (Int32(0), Int32(0)))
+            adding = self.layouts.tiled_mma(config.tile_warpgroups, config.tile_n)
+            Consumer(
+                config, self.dtypes.acc, mmas[0], sA, sB, released, epilogue, None, consumer, sScales, own, adding
+            ).run(walk, k_tiles)  # fmt: skip

@@ -1,0 +1,168 @@
+"""Multiplies groups of fp8 rows with block scales, 1x128 of a and 128x128 of b, for `scaled_grouped_mm`.
+
+Torch has no such product. Where no kernel can run, the product is computed in fp32, group by group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tunegemm.dispatch import extension
+from tunegemm.dispatch.extension import LaunchCache
+from tunegemm.dispatch.guards import current_device
+from tunegemm.errors import ProblemError, TunegemmError, one_line
+from tunegemm.generate import block_groups
+from tunegemm.generate.block_groups import BlockGroupKernel
+from tunegemm.generate.blocks import BLOCK
+from tunegemm.generate.takes import NotTaken
+from tunegemm.groups.grouped import are_plain, has_values
+from tunegemm.model.block_groups import choose, listed
+
+_FP8 = torch.float8_e4m3fn
+_launches = LaunchCache()
+
+
+def are_of_blocks(a: torch.Tensor, b: torch.Tensor, scale_b: torch.Tensor) -> bool:
+    """Whether scales are of blocks: row-wise scales of b have a dimension less."""
+    return (a.ndim, b.ndim, scale_b.ndim) == (2, 3, 3)
+
+
+def scaled_grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
+    offs: torch.Tensor | None, out_dtype: torch.dtype | None,
+) -> torch.Tensor:  # fmt: skip
+    """`tunegemm.scaled_grouped_mm` for scales of blocks. Raises ProblemError for operands that do not fit."""
+    check(a, b, scale_a, scale_b, offs)
+    assert offs is not None
+    if torch.compiler.is_compiling() or not are_plain(a, b, scale_a, scale_b, offs):
+        result: torch.Tensor = torch.ops.tunegemm.scaled_grouped_blocks(a, b, scale_a, scale_b, offs)
+    else:
+        result = _compute(a, b, scale_a, scale_b, offs)
+    return result if out_dtype is None else result.to(out_dtype)
+
+
+def check(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> None:
+    """Raises ProblemError where operands do not fit, naming what to give instead."""
+    (rows, k), (groups, b_k, n) = a.shape, b.shape
+    if not (a.dtype == b.dtype == _FP8):
+        raise ProblemError(f"a is {a.dtype}, b {b.dtype}; products with block scales take {_FP8}")
+    if k != b_k:
+        raise ProblemError(f"a has k {k} and b {b_k}; give a (rows, k) and b (groups, k, n)")
+    if not groups:
+        raise ProblemError(f"b has shape {tuple(b.shape)}, without a group; give weights for at least one")
+    if offs is None or offs.dtype != torch.int32 or offs.shape != (groups,):
+        wrong = "missing" if offs is None else f"{tuple(offs.shape)} {offs.dtype}"
+        raise ProblemError(f"offs is {wrong}; give the end of each of {groups} groups as int32")
+    along, across = -(-k // BLOCK), -(-n // BLOCK)
+    for name, scale, shape in (
+        ("scale_a", scale_a, (rows, along)), ("scale_b", scale_b, (groups, along, across)),
+    ):  # fmt: skip
+        if scale.dtype != torch.float32:
+            raise ProblemError(f"{name} is {scale.dtype}; give float32 scales: {name}.float()")
+        if tuple(scale.shape) != shape:
+            turned = (*shape[:-2], shape[-1], shape[-2])
+            remedy = (
+                f"transpose it: {name}.mT"
+                if tuple(scale.shape) == turned
+                else f"blocks of {BLOCK} have {shape}"
+            )
+            raise ProblemError(
+                f"{name} is {tuple(scale.shape)} for {tuple(a.shape)} x {tuple(b.shape)}; {remedy}"
+            )
+    if len({each.device for each in (a, b, scale_a, scale_b, offs)}) > 1:
+        places = ", ".join(str(each.device) for each in (a, b, scale_a, scale_b, offs))
+        raise ProblemError(f"a, b, scale_a, scale_b and offs are on {places}; give all on one device")
+    if any(each.requires_grad for each in (scale_a, scale_b)) and torch.is_grad_enabled():
+        raise ProblemError("block scales have no gradient; detach() scale_a and scale_b")
+
+
+def _compute(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Tensor:
+    result = _by_kernel(a, b, scale_a, scale_b, offs.contiguous())
+    return emulated(a, b, scale_a, scale_b, offs) if result is None else result
+
+
+def _by_kernel(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Tensor | None:
+    """The product in bf16 by a kernel; None if none can run."""
+    device = a.device
+    if (
+        device.type != extension.device_type()
+        or extension.is_off()
+        or (device.index or 0) != current_device()
+        or not a.shape[0]
+    ):
+        return None
+    tensors = a, b, scale_a, scale_b, offs
+    result = a.new_empty((a.shape[0], b.shape[2]), dtype=torch.bfloat16)
+    key = a.numel(), b.numel()
+    known = _launches.find(key, *tensors)
+    if known is None:
+        if not extension.may_load(device):
+            return None
+        launch, waits = _bind(*tensors, result)
+        known = _launches.keep(key, launch, *tensors, waits=waits)
+    if known.launch is None:
+        return None
+    try:
+        known.launch(*(each.data_ptr() for each in (*tensors, result)))
+    except NotTaken:
+        return None
+    except (RuntimeError, ValueError) as error:
+        _launches.keep(key, None, *tensors)
+        extension.warn(
+            f"a kernel of groups with block scales failed to launch on {device} ({one_line(error)}); such "
+            "products are computed in fp32"
+        )
+        return None
+    return result
+
+
+def _bind(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any, out: Any) -> tuple[Any, bool]:
+    """The launch for operands that are laid out as these, None without a kernel; and whether it is being
+    compiled."""
+    device, operands = a.device, (a, b.mT, scale_a, scale_b.mT, offs, out)
+    if block_groups.refusal(*operands):
+        return None, False
+    # One kernel computes each row in the same way, however many there are.
+    config = listed()[-1] if extension.policy().is_batch_invariant else choose(a.shape[0], b.shape[0])
+    try:
+        kernel = extension.loaded(block_groups, BlockGroupKernel.load, config, device)
+    except (TunegemmError, OSError, RuntimeError) as error:
+        extension.warn(f"kernels of groups with block scales cannot run on {device}: {one_line(error)}")
+        return None, False
+    if kernel is None:
+        return None, True
+    return kernel.bound(*operands, blocks=extension.device_of(device).sm_count), False
+
+
+def emulated(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Tensor:
+    """The product in fp32, rounded to bf16. It waits for the groups' ends, so no graph can be captured."""
+    if not has_values(offs):
+        raise ProblemError(
+            "groups with block scales have no kernel yet for operands like these; call scaled_grouped_mm "
+            "once before you capture a graph"
+        )
+    (rows, k), n = a.shape, b.shape[2]
+    result = a.new_zeros((rows, n), dtype=torch.bfloat16)
+    left = a.float() * scale_a.repeat_interleave(BLOCK, 1)[:, :k]
+    start = 0
+    for group, end in enumerate(offs.tolist()):
+        if start < end <= rows:
+            across = scale_b[group].repeat_interleave(BLOCK, 0)[:k].repeat_interleave(BLOCK, 1)[:, :n]
+            result[start:end] = (left[start:end] @ (b[group].float() * across)).to(result.dtype)
+        start = max(start, end)
+    return result
+
+
+_library = torch.library.Library("tunegemm", "FRAGMENT")
+_library.define(
+    "scaled_grouped_blocks(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
+_library.impl("scaled_grouped_blocks", _compute, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "tunegemm::scaled_grouped_blocks",
+    lambda a, b, scale_a, scale_b, offs: a.new_empty((a.shape[0], b.shape[2]), dtype=torch.bfloat16),
+    lib=_library,
+)
