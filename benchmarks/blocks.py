@@ -40,7 +40,8 @@ METHOD = (
     "half of which is timed; medians over rounds. torch: torch._scaled_mm of the same block scales; bf16: "
     "torch.mm; deepgemm: fp8_gemm_nt, scales in its own layout; kernel: the chosen kernel, served or not; "
     "ratio_to_torch, ratio_to_deepgemm, ratio_to_bf16: to tunegemm.scaled_mm; bandwidth_share: bytes of "
-    "operands, scales and result a second, to those of a copy of 1 GiB; error: to fp64, in parts of the magnitudes"
+    "operands, scales and result a second, to those of a copy of 1 GiB; error: to fp64, in parts of the "
+    "magnitudes"
 )
 #: N and K of each layer's products.
 LAYERS = {

@@ -42,7 +42,7 @@ def scaled_grouped_mm(
     if block_groups.are_of_blocks(a, b, scale_b):
         if bias is not None or scale_result is not None:
             raise ProblemError(
-                "products with block scales have neither bias nor scale_result; apply them after"
+                "products with block scales take no bias and no scale_result; apply them after"
             )
         return block_groups.scaled_grouped_mm(a, b, scale_a, scale_b, offs, out_dtype)
     words = offs, bias, scale_result, out_dtype, use_fast_accum

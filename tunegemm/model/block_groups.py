@@ -1,4 +1,4 @@
-"""Chooses the kernel of db/block_groups.toml for groups of rows with block scales, by the mean rows of a group."""
+"""Chooses the kernel of db/block_groups.toml for groups of rows with block scales, by their mean rows."""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ def config_of(parameters: Mapping[str, Any]) -> BlockGroupConfig:
 class BlockGroupKernel(LoadedKernel[BlockGroupConfig]):
     """A compiled kernel for groups of rows with block scales."""
 
-    def launch(self, a: Any, weights: Any, scale_a: Any, scale_b: Any, offsets: Any, out: Any, *, blocks: int) -> None:  # fmt: skip
+    def launch(
+        self, a: Any, weights: Any, scale_a: Any, scale_b: Any, offsets: Any, out: Any, *, blocks: int
+    ) -> None:
         """One product on the current stream; see `bound`."""
         tensors = a, weights, scale_a, scale_b, offsets, out
         self.bound(*tensors, blocks=blocks)(*(each.data_ptr() for each in tensors))
@@ -49,8 +51,8 @@ class BlockGroupKernel(LoadedKernel[BlockGroupConfig]):
     ) -> Callable[[int, int, int, int, int, int], None]:
         """The launch for addresses of tensors with these layouts, in this order.
 
-        a: (rows, K). weights: (E, N, K). scale_a: (rows, K / 128), scale_b: (E, N / 128, K / 128), rounded up,
-        of any strides. offsets: the groups' ends, int32 (E). out: (rows, N). blocks: the grid.
+        a: (rows, K). weights: (E, N, K). scale_a: (rows, K / 128), scale_b: (E, N / 128, K / 128), rounded
+        up, of any strides. offsets: the groups' ends, int32 (E). out: (rows, N). blocks: the grid.
 
         Raises NotTaken if `refusal` objects; a launch raises it for unaligned addresses.
         """

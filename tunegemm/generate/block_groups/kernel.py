@@ -1,9 +1,10 @@
-"""The kernel of block-scaled fp8 for groups of rows: `grouped`'s tiles, walk and way out, `blocks`' promotion.
+"""The kernel of block-scaled fp8 for groups of rows: `grouped`'s tiles, walk and way out, `blocks`'
+promotion.
 
 D[r, n] = sum over blocks b of sa[r, b] * sb[g, n / 128, b] * (A[r, b] B[g, n, b]^T) for each row r of group g
 
-As in `grouped` the weights' N is WGMMA's m. A second warp of the producer's warpgroup walks the same tiles and
-copies the scales of each block of k into the ring. Groups may begin at any row.
+As in `grouped` the weights' N is WGMMA's m. A second warp of the producer's warpgroup walks the same tiles
+and copies the scales of each block of k into the ring. Groups may begin at any row.
 """
 
 from dataclasses import dataclass
@@ -63,13 +64,14 @@ class ScaledLayouts(Layouts):
     def shared_storage(self, a_elements, b_elements):
         """`rest`: what a block of `grouped` has."""
         config = self.config
+        count = config.stages * config.stage_scales
 
         class Storage:
             pass
 
         Storage.__annotations__ = {
             "rest": super().shared_storage(a_elements, b_elements),
-            "scales": cute.struct.Align[cute.struct.MemRange[Float32, config.stages * config.stage_scales], 16],
+            "scales": cute.struct.Align[cute.struct.MemRange[Float32, count], 16],
         }
         return cute.struct(Storage)
 
@@ -233,5 +235,6 @@ class Gemm(GroupedGemm):
             released = ring.for_consumer(thread % 32, (Int32(0), Int32(0)))
             adding = self.layouts.tiled_mma(config.tile_warpgroups, config.tile_n)
             Consumer(
-                config, self.dtypes.acc, mmas[0], sA, sB, released, epilogue, None, consumer, sScales, own, adding
+                config, self.dtypes.acc, mmas[0], sA, sB, released, epilogue, None, consumer, sScales, own,
+                adding,
             ).run(walk, k_tiles)  # fmt: skip
