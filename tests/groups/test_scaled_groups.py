@@ -10,6 +10,7 @@ import torch
 
 import tunegemm
 from tests.support.grouped import Loops
+from tunegemm.errors import ProblemError
 from tunegemm.torch import takeover
 
 GROUPS, N, K = 3, 48, 64
@@ -80,3 +81,69 @@ def test_what_does_not_fit_is_torchs_to_refuse(loops: Loops, name: str) -> None:
     with pytest.raises((NotImplementedError, RuntimeError, ValueError)):  # which it is differs by version
         call(**UNFIT[name])
     assert loops.calls == []
+
+
+# Scales of blocks
+
+
+def of_blocks(rows: int = 9, n: int = 136, k: int = 400) -> dict[str, Any]:
+    torch.manual_seed(0)
+    along, across = -(-k // 128), -(-n // 128)
+    return {
+        "a": torch.randn(rows, k).to(torch.float8_e4m3fn),
+        "b": torch.randn(GROUPS, n, k).to(torch.float8_e4m3fn).mT,
+        "scale_a": torch.rand(rows, along) + 0.5,
+        "scale_b": torch.rand(GROUPS, along, across) + 0.5,
+        "offs": torch.tensor([4, 4, rows], dtype=torch.int32),
+    }
+
+
+def in_fp64(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Tensor:
+    result, start = torch.zeros(a.shape[0], b.shape[2], dtype=torch.float64), 0
+    for group, end in enumerate(offs.tolist()):
+        for block in range(scale_a.shape[1]):
+            part = slice(block * 128, block * 128 + 128)
+            across = scale_b[group, block].double().repeat_interleave(128)[: b.shape[2]]
+            product = a[start:end, part].double() @ b[group, part].double()
+            result[start:end] += product * scale_a[start:end, block, None].double() * across
+        start = end
+    return result
+
+
+def test_block_scales_are_applied_on_a_cpu_to_ragged_blocks_and_groups() -> None:
+    words = of_blocks()
+    found = tunegemm.scaled_grouped_mm(**words)
+    assert found.dtype is BF16
+    torch.testing.assert_close(found.double(), in_fp64(**words), rtol=2**-8, atol=1e-3)
+    assert tunegemm.scaled_grouped_mm(**words, out_dtype=torch.float32).dtype is torch.float32
+    assert tunegemm.scaled_grouped_mm(**of_blocks(0) | {"offs": torch.zeros(3, dtype=torch.int32)}).shape == (
+        0,
+        136,
+    )
+
+
+def test_block_scales_are_traced_in_one_graph() -> None:
+    words = of_blocks()
+    compiled = torch.compile(
+        lambda **given: tunegemm.scaled_grouped_mm(**given), backend="eager", fullgraph=True
+    )
+    assert torch.equal(compiled(**words), tunegemm.scaled_grouped_mm(**words))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"scale_a": torch.ones(4, 9)}, r"scale_a is \(4, 9\).*transpose it: scale_a.mT"),
+        ({"scale_b": torch.ones(3, 2, 4)}, r"scale_b is \(3, 2, 4\).*transpose it: scale_b.mT"),
+        ({"scale_b": torch.ones(3, 4, 3)}, r"scale_b is \(3, 4, 3\).*blocks of 128 have \(3, 4, 2\)"),
+        ({"scale_a": torch.ones(9, 4, dtype=BF16)}, "scale_a is torch.bfloat16.*scale_a.float"),
+        ({"a": torch.ones(9, 400, dtype=BF16)}, "a is torch.bfloat16"),
+        ({"offs": None}, "offs is missing"),
+        ({"offs": torch.tensor([4, 4, 9])}, "torch.int64; give the end of each of 3 groups as int32"),
+        ({"bias": torch.ones(3, 136)}, "take no bias"),
+        ({"a": torch.ones(9, 128).to(torch.float8_e4m3fn)}, "a has k 128 and b 400"),
+    ],
+)
+def test_block_scales_that_do_not_fit_are_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ProblemError, match=said):
+        tunegemm.scaled_grouped_mm(**of_blocks() | changes)

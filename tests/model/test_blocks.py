@@ -63,8 +63,9 @@ def test_an_estimate_is_waves_of_blocks_one_after_the_other(n: int, split: int) 
 
 
 def test_stream_k_is_estimated_as_equal_shares_of_blocks() -> None:
-    each = next(each for each in candidates() if each.config.streams and each.config.cluster_size == 1)
-    slow = replace(each, block_ns=1e6, tile_ns=50.0, split_ns=30.0)
+    each = next(each for each in candidates() if each.config.streams)
+    alone = replace(each.config, cluster_m=1, cluster_n=1)
+    slow = replace(each, config=alone, block_ns=1e6, tile_ns=50.0, split_ns=30.0)
     columns, rows, count = each.config.columns, each.config.rows, 7168 // 128
     # A wave of tiles is not cut. Of one tile more each multiprocessor gets a share.
     assert slow.estimate(rows, SMS * columns, 7168, 1, GPUS[0]) == pytest.approx(LAUNCH + count * 1e6 + 50)
@@ -93,16 +94,21 @@ def test_estimates_are_of_the_size_of_measured_times() -> None:
 
 
 def test_one_more_row_is_estimated_to_cost_little() -> None:
-    """No cliff behind the rows of a tile: by the estimate that chooses."""
+    """By the estimate that chooses. One cliff is known: 136 rows of 128 tiles of 192 columns fill one wave, and
+    all that takes more rows needs two.
+    """
     by_name = {each.name: each for each in candidates()}
+    cliffs = set()
     for n, k in ((7168, 2048), (4096, 7168), (24576, 1536)):
         before = 0.0
         for rows in range(1, 301):
             choice = choose(rows, n, k, gpu=GPUS[0])
             assert choice is not None
             now = by_name[choice.name].estimate(rows, n, k, choice.split_k, GPUS[0])
-            assert not before or now < 1.35 * before, (rows, n, k, choice)
+            if before and now >= 1.35 * before:
+                cliffs.add((rows, n, k))
             before = now
+    assert cliffs == {(137, 24576, 1536)}
 
 
 def test_a_damaged_table_says_what_to_do(tmp_path: Path) -> None:

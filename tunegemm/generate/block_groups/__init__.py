@@ -56,10 +56,10 @@ class BlockGroupKernel(LoadedKernel[BlockGroupConfig]):
 
         Raises NotTaken if `refusal` objects; a launch raises it for unaligned addresses.
         """
-        from torch._C import _cuda_getCurrentRawStream as current_stream
-
         if wrong := refusal(a, weights, scale_a, scale_b, offsets, out):
             raise NotTaken(wrong)
+        from torch._C import _cuda_getCurrentRawStream as current_stream
+
         (groups, n, k), index = weights.shape, a.device.index
         lines = weights.stride(1), a.stride(0), out.stride(0), weights.stride(0)
         numbers = n, a.shape[0], k, groups, *lines, 0, 0, _SWIZZLE, blocks, 0

@@ -1,0 +1,94 @@
+"""Kernels of groups with block scales: what they are compiled of, and what they refuse. No GPU needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tunegemm.errors import BadValueError
+from tunegemm.generate import block_groups
+from tunegemm.generate.block_groups import BlockGroupKernel, refusal
+from tunegemm.generate.block_groups.config import BlockGroupConfig
+from tunegemm.generate.cute_sm90.config import SMEM_LIMIT
+from tunegemm.generate.takes import NotTaken
+from tunegemm.model.block_groups import choose, listed
+
+FP8, F32, BF16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
+CONFIGS = listed()
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIGS[0], pytest.param(CONFIGS[-1], marks=pytest.mark.slow)], ids=lambda each: each.label
+)
+def test_it_compiles_without_warnings(config: BlockGroupConfig, tmp_path: Path) -> None:
+    if (missing := block_groups.FAMILY.unavailable()) is not None:
+        pytest.skip(missing)
+    report = block_groups.FAMILY.compile(block_groups.kernel_key(config), tmp_path / "kernel.o")
+    assert report.spill_bytes == 0 and report.warnings == ()
+    assert config.smem_bytes <= report.smem_bytes <= SMEM_LIMIT
+
+
+def test_mean_rows_choose_the_kernel() -> None:
+    assert len(set(CONFIGS)) == len(CONFIGS)
+    assert choose(1, 256) == CONFIGS[0] and choose(1 << 20, 8) == CONFIGS[-1]
+    widths = [choose(rows * 16, 16).tile_n for rows in (1, 8, 32, 96, 512)]
+    assert widths == sorted(widths) and widths[-1] == 128
+    assert choose(48 * 7, 7) != choose(48 * 7 + 1, 7)
+
+
+def test_a_damaged_table_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "block_groups.toml"
+    path.write_text("parameters = []\nkernels = { a = { values = [], rows_per_group = 5 } }\n")
+    with pytest.raises(BadValueError, match="install the package anew"):
+        listed(path)
+
+
+def operands(**changes: Any) -> list[Any]:
+    made = {
+        "a": torch.empty(9, 400, dtype=FP8), "weights": torch.empty(3, 264, 400, dtype=FP8),
+        "scale_a": torch.empty(4, 9, dtype=F32).t(), "scale_b": torch.empty(3, 3, 4, dtype=F32),
+        "offsets": torch.zeros(3, dtype=torch.int32), "out": torch.empty(9, 264, dtype=BF16),
+    }  # fmt: skip
+    return list((made | changes).values())
+
+
+def test_a_launch_says_where_scales_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass")
+    from tunegemm.generate.block_groups.kernel import Scales
+    from tunegemm.generate.grouped.kernel.gemm import Arguments
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    seen: list[Any] = []
+    tensors = operands()
+    BlockGroupKernel(CONFIGS[0], lambda *given: seen.append(given)).launch(*tensors, blocks=132)
+    (given,), count = seen, len(Arguments._fields)
+    named = Arguments(*given[:count])._asdict() | Scales(*given[count:-1])._asdict()
+    a, weights, scale_a, scale_b, offsets, out = (each.data_ptr() for each in tensors)
+    assert given[-1] == 7 and (named["n"], named["rows"], named["k"], named["groups"]) == (264, 9, 400, 3)
+    assert (named["rows_address"], named["weights_address"]) == (scale_a, scale_b)
+    assert (named["row_stride"], named["rows_k_stride"]) == (1, 9)
+    assert (named["group_stride"], named["block_stride"], named["weights_k_stride"]) == (12, 4, 1)
+    assert given[:3] == (weights, a, out) and named["offsets_address"] == offsets
+    assert named["bias_address"] == named["up_stride"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"weights": torch.empty(3, 268, 400, dtype=FP8)}, "n 268 is not a multiple of 8"),
+        ({"a": torch.empty(9, 400, dtype=BF16)}, "a is"),
+        ({"scale_a": torch.empty(9, 3, dtype=F32)}, "scale_a is"),
+        ({"scale_b": torch.empty(3, 3, 4, dtype=BF16)}, "scale_b is"),
+        ({"offsets": torch.zeros(3, dtype=torch.int64)}, "offsets is"),
+        ({"out": torch.empty(10, 264, dtype=BF16)}, "out is"),
+        ({"out": torch.empty(9, 264, dtype=F32)}, "out is"),
+    ],
+)
+def test_what_no_kernel_takes_is_refused(changes: dict[str, Any], said: str) -> None:
+    assert refusal(*operands()) == ""
+    assert said in refusal(*operands(**changes))
+    with pytest.raises(NotTaken, match=said.split()[0]):
+        BlockGroupKernel(CONFIGS[0], None).bound(*operands(**changes), blocks=132)
