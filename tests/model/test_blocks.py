@@ -94,8 +94,8 @@ def test_estimates_are_of_the_size_of_measured_times() -> None:
 
 
 def test_one_more_row_is_estimated_to_cost_little() -> None:
-    """By the estimate that chooses. One cliff is known: 136 rows of 128 tiles of 192 columns fill one wave, and
-    all that takes more rows needs two.
+    """By the estimate that chooses. One cliff is known: 128 tiles of 192 columns fill one wave for 136 rows,
+    and every kernel for more rows needs two.
     """
     by_name = {each.name: each for each in candidates()}
     cliffs = set()
