@@ -50,6 +50,7 @@ def test_a_closed_pipe_ends_quietly() -> None:
     assert command.stderr.read() == b"" and command.wait(60) in (0, 141)
 
 
+@pytest.mark.slow
 def test_a_narrow_terminal_cuts_no_path(tmp_path: Path) -> None:
     place = tmp_path / "a folder of a name" / ("long" * 20)
     place.mkdir(parents=True)
