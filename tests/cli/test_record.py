@@ -151,6 +151,7 @@ def recorded_group(tmp_path: Path) -> Iterator[Recorded]:
         run.communicate()
 
 
+@pytest.mark.slow
 def test_a_program_gets_each_signal_once_and_its_recording_is_kept(
     tmp_path: Path, recorded_group: Recorded
 ) -> None:

@@ -103,7 +103,9 @@ def test_every_effort_finds_the_planted_best(effort: Effort) -> None:
     assert run(study_of_landscape(effort=effort, trials=trials)).best_value == pytest.approx(BEST, abs=0.03)
 
 
-@pytest.mark.parametrize("name", ["tpe", "random", "optuna.samplers:NSGAIISampler"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("tpe", marks=pytest.mark.slow), "random", "optuna.samplers:NSGAIISampler"]
+)
 def test_other_samplers_of_optunas_find_it_too(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
