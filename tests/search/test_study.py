@@ -17,7 +17,7 @@ from tunegemm.describe.space import Candidate, SearchSpace
 from tunegemm.errors import SpaceError
 from tunegemm.generate.feasibility import FEASIBLE, Verdict
 from tunegemm.search import Portfolio, Search
-from tunegemm.search.delegate import _Kernels, _value_lists
+from tunegemm.search.delegate import Kernels, value_lists
 from tunegemm.search.efforts import EFFORTS, Effort
 from tunegemm.search.samplers import sampler_of
 from tunegemm.search.study import ProblemStudy, StudySpace, Told, finished_trials, importances, of_family
@@ -301,7 +301,7 @@ def test_numbers_are_near_by_their_places_and_words_only_if_equal() -> None:
         for word in "acb" for size in (1, 2, 100)
     ]  # fmt: skip
     searches = [Search(ranked, {"order": ("x", "y", "z")}, EFFORTS["quick"].plan)]
-    near = list(_Kernels(searches, _value_lists(searches)).near("f", {"word": "a", "size": 0, "order": "z"}))
+    near = list(Kernels(searches, value_lists(searches)).near("f", {"word": "a", "size": 0, "order": "z"}))
     assert [f"{one['word']}{one['size']}" for one in near[-len(ranked) :]] == [
         "a1", "a2", "a100", "c1", "b1", "c2", "b2", "c100", "b100",
     ]  # fmt: skip
