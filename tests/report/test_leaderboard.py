@@ -366,8 +366,13 @@ class TestStored:
         with Database.open(tmp_path / "shipped.sqlite", create=True) as database:
             for problem in (Problem.parse("8x8x8"), SMALL, PROBLEM):
                 database.confirm(problem, DEVICE, measurement(1.3, 64))
+            vendors = measurement(1.4, 7, family="cublaslt")
+            database.confirm(Problem.parse("16x8x8"), DEVICE, vendors, label="a66")
             write_records(latest_confirmed(database.records()), tmp_path / "records")
         frame, warnings = of_all_layers(lambda database: database.frame())
         assert not warnings and "_layer" not in frame
         found = sorted(zip(frame["m"], frame["ratio"].round(2), strict=True))
-        assert found == [(8, 1.3), (64, 1.19), (64, 1.2), (4096, 1.09), (4096, 1.1)]
+        assert found == [(8, 1.3), (16, 1.4), (64, 1.19), (64, 1.2), (4096, 1.09), (4096, 1.1)]
+        shipped = frame[frame["m"] < 64].set_index("m")
+        assert shipped.loc[16, ["vendor_label", "vendor_ratio"]].to_list() == ["a66", pytest.approx(1.4)]
+        assert shipped.loc[8, ["vendor_label", "vendor_ratio"]].isna().all()
