@@ -38,9 +38,13 @@ def test_a_figure(draw: Callable[[Contents], str], expected: list[str], contents
         assert said in words
 
 
-def test_a_search_has_a_square_for_each_of_the_vendors_algorithms(contents: Contents) -> None:
+def test_a_search_has_a_dot_for_each_trial_and_a_square_for_each_of_the_vendors_algorithms(
+    contents: Contents,
+) -> None:
     details = contents.details[0]
     vendors = sum(trial.candidate.family == VENDOR_FAMILY for trial in details.tried)
     figure = ElementTree.fromstring(inline_convergence(details))
     drawn = Counter(value for each in figure.iter() for name, value in each.items() if name.endswith("href"))
     assert 0 < vendors < len(details.tried) and vendors + 1 in drawn.values(), "and one in the legend"
+    dots = [each.get("d", "").count("M") for each in figure.iter()]
+    assert max(dots) == len(details.tried) - vendors
