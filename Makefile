@@ -58,7 +58,7 @@ help:
 # On a GPU the tests take turns: they want it to themselves. Elsewhere two cores are enough.
 PYTEST ?= -q $(if $(shell command -v nvidia-smi 2>/dev/null),,-n 2 --dist worksteal)
 
-# SLOW=1 adds the tests marked slow: compile matrices, the browser, stress.
+# SLOW=1 adds the tests marked slow: compile matrices, the browser, stress, some programs in processes of their own.
 SLOW ?=
 test: $(READY)
 	$(RUN) -m pytest $(PYTEST) $(if $(SLOW),,-m "not slow")
