@@ -129,6 +129,18 @@ def kernels(device: Device, shared_folder: Path) -> Iterator[Kernels]:
         yield Kernels(pool, device)
 
 
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """What a test starts has one processor: a second compile worker would import the compilers once more, for
+    as much of the processors' time as it saves.
+    """
+    cores = os.sched_getaffinity(0)
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.sched_setaffinity(0, {sorted(cores)[number % len(cores)]})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
 @pytest.fixture(scope="session")
 def h200() -> Device:
     """A GPU to choose kernels and compile for; there need be none."""

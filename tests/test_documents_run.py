@@ -50,7 +50,7 @@ _NOT_HERE = {
 _LONG_ON_A_GPU = "tunegemm tune --from llama.json "
 #: For every tuning: all trials would compile hundreds of kernels, in five minutes, and show no more of the
 #: commands. A notebook runs one tuning to its end. A second worker would import the compiler again, for as
-#: much of the processor's time as it saves. Some kernels for groups do not compile: a second trial does.
+#: much of the processor's time as it saves.
 _FEW_TRIALS = " --workers 1 --trials "
 #: Of a tuning beside one that differs in its shapes alone: a family whose kernels compile in a second.
 _QUICK = " --families triton_tma"
@@ -169,13 +169,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-#: Its blocks tune: they compile, few kernels here.
-_TUNES = ROOT / "docs" / "guide" / "tuning.md"
+#: Whose blocks `make test` runs, too.
+_QUICKSTART = ROOT / "docs" / "quickstart.md"
 
 
 @pytest.mark.parametrize(
     "document",
-    [pytest.param(path, marks=[pytest.mark.slow] if path == _TUNES else []) for path in DOCUMENTS],
+    [pytest.param(path, marks=[] if path == _QUICKSTART else [pytest.mark.slow]) for path in DOCUMENTS],
     ids=lambda path: path.stem,
 )
 def test_python_blocks_run(document: Path, installed: dict[str, str], forks: Forks, tmp_path: Path) -> None:
@@ -203,7 +203,9 @@ def test_commands_run(installed: dict[str, str], place: Path, forks: Forks) -> N
             continue
         if command.startswith("tunegemm tune "):
             kind = frozenset(word for word in command.split() if word.startswith("--")) - {"--budget"}
-            command += f"{_FEW_TRIALS}{2 if '--groups' in kind else 1}" + (_QUICK if kind in tuned else "")
+            # Of fp8 in groups the first does not compile: ptxas warns C7511.
+            trials = 2 if "--groups 32 --dtype fp8" in command else 1
+            command += f"{_FEW_TRIALS}{trials}" + (_QUICK if kind in tuned else "")
             tuned.add(kind)
         words = shlex.split(command)
         is_plain = (

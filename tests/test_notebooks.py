@@ -67,6 +67,7 @@ def test_it_uses_public_names_only(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a minute each on two free cores."""

@@ -11,6 +11,7 @@ CPU = ("--device", "cpu", "--tiny", "--modes", "backend")
 
 
 @pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+@pytest.mark.slow
 def test_every_kind_of_model_gives_torchs_results(capsys: pytest.CaptureFixture[str]) -> None:
     """Tiny models differ in their activation, in whether they have an MLP, and in how they are written."""
     kinds = {

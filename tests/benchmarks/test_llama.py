@@ -10,6 +10,7 @@ CPU = ("--device", "cpu", "--tiny", "--layers", "1")
 
 
 @pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+@pytest.mark.slow
 def test_a_forward_is_compared_with_fp32_and_tokens_with_torchs(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     words = ("--workloads", "forward-256,generate-1", "--first-calls", "")

@@ -43,6 +43,7 @@ def recording(folder: Path) -> None:
     write_sweep(folder, "h200-steady", device, problem, rows[:20], recorded_at=now, command="x")
 
 
+@pytest.mark.slow
 def test_compares_strategies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recording(tmp_path)
 

@@ -84,6 +84,7 @@ def test_rows_say_what_the_database_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_core")
 def test_the_command_is_interrupted_after_its_budget(listed: Path) -> None:
     """Nothing of a recording is stored, so that no product counts as reached."""
     assert tuning_many.main(arguments(listed, "--budget", "9", "--without-library")) == 0

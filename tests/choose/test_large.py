@@ -24,13 +24,15 @@ def goes_by_gpc(problem: Problem, device: Device) -> list[bool]:
 @pytest.mark.parametrize("epilogue", ["residual", "bias_n+residual"])
 def test_many_rows_may_go_by_gpc_and_few_do_not(device: Device, epilogue: str) -> None:
     assert any(goes_by_gpc(Problem.parse("4096x8192x4096", epilogue=epilogue), device))
-    assert not any(goes_by_gpc(Problem.parse(f"{FEW_ROWS}x8192x4096", epilogue=epilogue), device))
+    few = Problem.parse(f"{FEW_ROWS}x8192x4096", epilogue=epilogue)
+    assert not any(goes_by_gpc(few, device)) and not any(one.slowed for one in best_ranked(few, device))
 
 
 def test_kinds_that_were_not_measured_by_gpc_do_without(device: Device) -> None:
     for epilogue in ("swiglu", "bias_n+gelu_tanh"):
         problem = Problem.parse("4096x8192x4096", epilogue=epilogue)
         assert not large_kernels(problem) and not any(goes_by_gpc(problem, device))
+        assert not any(one.slowed for one in best_ranked(problem, device))
 
 
 def test_all_are_legal_ship_compiled_and_are_in_order(device: Device) -> None:

@@ -7,10 +7,7 @@ import json
 import re
 import shutil
 import signal
-import sqlite3
 import subprocess
-from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -209,111 +206,6 @@ class TestDoctor:
             line for line in run.stdout.splitlines() if "broken.sqlite" in line or line.startswith("fail")
         ][:1]
         assert line.startswith("fail")
-
-    @pytest.fixture
-    def check(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-        """The finding of that name, here, without looks at devices and families."""
-        from tunegemm.report import doctor
-
-        monkeypatch.setattr(doctor, "devices", list)
-        monkeypatch.setattr(doctor, "families_here", list)
-        return lambda name: next(check for check in doctor.examine() if check.name == name)
-
-    def test_a_cache_that_takes_no_file(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[str], Any]
-    ) -> None:
-        monkeypatch.setenv("TUNEGEMM_CACHE_DIR", str(tmp_path / "new" / "cache"))
-        assert check("kernel cache").status == "ok" and not list(tmp_path.iterdir()), "nothing is left behind"
-        file = tmp_path / "file"
-        file.touch()
-        for place in (file, Path("/proc/cache")):  # root, too, makes no files there
-            monkeypatch.setenv("TUNEGEMM_CACHE_DIR", str(place))
-            found = check("kernel cache")
-            assert found.status == "fail" and "nothing can be written in" in found.detail
-            assert "TUNEGEMM_CACHE_DIR" in found.remedy
-
-    def test_a_database_that_takes_no_row(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[str], Any]
-    ) -> None:
-        from tunegemm.store import Database
-
-        monkeypatch.setenv("TUNEGEMM_DB", "/proc/tuning.sqlite")
-        assert check("database").status == "fail"
-        path = tmp_path / "tuning.sqlite"
-        monkeypatch.setenv("TUNEGEMM_DB", str(path))
-        assert check("database").status == "fail"
-        Database.open(path, create=True).close()
-        assert check("database").status == "ok"
-        monkeypatch.setattr("tunegemm.store.connection.BUSY_TIMEOUT_S", 0)
-        with closing(sqlite3.connect(path, isolation_level=None)) as other:
-            other.execute("BEGIN IMMEDIATE")
-            assert check("database").status == "fail", "reading works, writing does not"
-
-    def test_settings_of_dispatch_that_are_not_known(
-        self, monkeypatch: pytest.MonkeyPatch, check: Callable[[str], Any]
-    ) -> None:
-        monkeypatch.delenv("TUNEGEMM_CI", raising=False)
-        assert check("dispatch").detail == "mode predict, policy fastest"
-        monkeypatch.setenv("TUNEGEMM_MODE", "nera")
-        monkeypatch.setenv("TUNEGEMM_POLICY", "slowest")
-        found = check("dispatch")
-        assert found.status == "note"
-        assert "TUNEGEMM_MODE='nera' is not known" in found.detail and "'slowest'" in found.detail
-
-    def test_a_cache_that_others_may_write(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[str], Any]
-    ) -> None:
-        """As `find` would refuse its kernels."""
-        monkeypatch.setenv("TUNEGEMM_CACHE_DIR", str(tmp_path))
-        (tmp_path / "objects" / "ab").mkdir(parents=True, mode=0o700)
-        (tmp_path / "objects").chmod(0o700)
-        assert check("kernel cache").status == "ok"
-        for folder in (tmp_path / "objects" / "ab", tmp_path / "objects"):
-            folder.chmod(0o777)
-            found = check("kernel cache")
-            assert found.status == "fail" and "writable by other users (mode 0777)" in found.detail
-            folder.chmod(0o700)
-
-    def test_every_setting_is_judged(
-        self, monkeypatch: pytest.MonkeyPatch, check: Callable[[str], Any]
-    ) -> None:
-        monkeypatch.setenv("TUNEGEMM_ONLINE_BUDGET", "abc")
-        monkeypatch.setenv("TUNEGEMM_CACHEDIR", "/tmp")
-        monkeypatch.setenv("TUNEGEMM_RECORD", "/proc/none/shapes.json")
-        monkeypatch.setenv("TUNEGEMM_WORKERS", "8")
-        found = check("dispatch")
-        assert found.status == "note"
-        for said in (
-            "TUNEGEMM_ONLINE_BUDGET='abc'",
-            "did you mean TUNEGEMM_CACHE_DIR?",
-            "TUNEGEMM_WORKERS is not known; known are TUNEGEMM_CACHE_DIR, TUNEGEMM_CHECK_GROUPS",
-            "TUNEGEMM_RECORD is not",
-        ):
-            assert said in found.detail
-
-    def test_damaged_rows_are_counted_and_named(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[str], Any]
-    ) -> None:
-        from tests.support.recorded import SHAPES, fill
-
-        path = fill(tmp_path / "t.sqlite", SHAPES[:1], each=7)
-        monkeypatch.setenv("TUNEGEMM_DB", str(path))
-        assert check("database").status == "ok"
-        with closing(sqlite3.connect(path)) as connection, connection:
-            connection.execute("PRAGMA ignore_check_constraints = ON")
-            connection.execute("UPDATE measurements SET samples_us = '[]' WHERE id = 2")
-            connection.execute("UPDATE measurements SET ratio = -1 WHERE id = 3")
-            connection.execute("UPDATE measurements SET evidence = '[1]' WHERE id = 4")
-        found = check("database")
-        assert found.status == "note" and "3 damaged rows" in found.detail
-        for said in ("measurements 2: samples_us", "measurements 3: ratio -1", "measurements 4: evidence"):
-            assert said in found.detail
-        for last, more in ((6, ""), (7, "; and 1 more")):  # five are named
-            with closing(sqlite3.connect(path)) as connection, connection:
-                connection.execute(f"UPDATE measurements SET samples_us = '[]' WHERE id > 4 AND id <= {last}")
-            found = check("database")
-            assert f"{last - 1} damaged rows" in found.detail and ("more" in found.detail) == bool(more)
-            assert found.detail.endswith(more)
 
     def test_text(self) -> None:
         run = here("doctor")

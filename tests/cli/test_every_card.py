@@ -40,7 +40,7 @@ def test_tune_leaderboard_explain_report_and_doctor(
     device = find_device("cuda:0")
     # tests/generate/test_every_architecture.py compiles each family for each card.
     families = "triton,cute_sm80,cublaslt" if card == "a100" else "triton,cublaslt"
-    brief = ("--families", families, "--trials", "3", "--workers", "1", "--json")
+    brief = ("--families", families, "--trials", "2" if card == "a100" else "1", "--workers", "1", "--json")
     result = json.loads(here("tune", *SHAPE, *brief).stdout)
     assert result["device"] == "cuda:0" and result["source"] == "measured"
     assert result["best"] is not None, result

@@ -8,10 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import tunegemm
 from tests.support.commands import TUNEGEMM, process
 from tests.support.processes import environment
+from tunegemm.cli import app
 from tunegemm.errors import TunegemmError
 
 
@@ -30,13 +32,18 @@ from tunegemm.errors import TunegemmError
         ("leaderboard --layout n", {"nn", "nt"}),
         ("leaderboard --format m", {"md"}),
         ("shapes config.json --engine v", {"vllm"}),
-        ("un", {"unload"}),
     ],
 )
 def test_a_shell_completes_values(words: str, offered: set[str]) -> None:
     line = f"tunegemm {words}"
     asked = {"_TUNEGEMM_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words.split()))}
-    assert set(process(env=environment(**asked)).stdout.split()) == offered
+    run = CliRunner().invoke(app, env=asked, prog_name="tunegemm")
+    assert set(run.stdout.split()) == offered
+
+
+def test_a_shell_asks_a_process() -> None:
+    asked = {"_TUNEGEMM_COMPLETE": "complete_bash", "COMP_WORDS": "tunegemm un", "COMP_CWORD": "1"}
+    assert process(env=environment(**asked)).stdout.split() == ["unload"]
 
 
 def test_a_closed_pipe_ends_quietly() -> None:
@@ -50,6 +57,7 @@ def test_a_closed_pipe_ends_quietly() -> None:
     assert command.stderr.read() == b"" and command.wait(60) in (0, 141)
 
 
+@pytest.mark.slow
 def test_a_narrow_terminal_cuts_no_path(tmp_path: Path) -> None:
     place = tmp_path / "a folder of a name" / ("long" * 20)
     place.mkdir(parents=True)

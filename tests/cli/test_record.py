@@ -24,7 +24,8 @@ from tunegemm.describe.problem import Problem
 from tunegemm.tuning.tuner import open_device
 
 PROGRAM = """
-import importlib.util, sys
+import gc, importlib.util, sys
+gc.disable()  # it would search what is imported for garbage, for a fifth of the time that takes
 assert importlib.util.find_spec("torch") is not None  # as libraries do to see what is installed
 import torch
 a, b = torch.randn(8, 16, dtype=torch.bfloat16), torch.randn(16, 24, dtype=torch.bfloat16)
@@ -150,6 +151,7 @@ def recorded_group(tmp_path: Path) -> Iterator[Recorded]:
         run.communicate()
 
 
+@pytest.mark.slow
 def test_a_program_gets_each_signal_once_and_its_recording_is_kept(
     tmp_path: Path, recorded_group: Recorded
 ) -> None:
@@ -177,12 +179,12 @@ def has_written(folder: Path) -> bool:
     return any(calls(part) for part in folder.glob("tunegemm-record-*/[!.]*.json"))
 
 
-def test_programs_that_are_ended(tmp_path: Path, recorded_group: Recorded, thorough: bool) -> None:
+@pytest.mark.slow
+def test_programs_that_are_ended(tmp_path: Path, recorded_group: Recorded) -> None:
     """What was written is kept: `tunegemm record` hands on a signal that it alone gets; or a group is ended
     by one that the program does not handle, and once more while its recording is written.
     """
-    ends = [(signal.SIGTERM, False), (signal.SIGHUP if thorough else signal.SIGTERM, True)]
-    ends += [(signal.SIGINT, True)]
+    ends = ((signal.SIGTERM, False), (signal.SIGHUP, True), (signal.SIGINT, True))
     folders = [tmp_path / f"{number.name} {is_to_all}" for number, is_to_all in ends]
     runs = [recorded_group(PROGRAM.replace("sys.argv[1]", "2") + WAITING, folder) for folder in folders]
     for folder, run, (number, is_to_all) in zip(folders, runs, ends, strict=True):

@@ -93,6 +93,7 @@ print(json.dumps({"launched": len(launched), "seconds": seconds, "records": len(
 """
 
 
+@pytest.mark.slow
 def test_a_first_call_imports_no_compiler_and_no_sqlalchemy(
     artifact: Artifact, many_records: Path, folder: Path, forks: Forks
 ) -> None:

@@ -409,6 +409,7 @@ def test_a_known_product_that_fails_to_launch_is_torchs(by_address):
     assert torch.equal(quietly(dispatcher.matmul, a, b), torch.matmul(a, b))
 
 
+@pytest.mark.slow
 def test_hot_path_imports_neither_search_nor_sqlalchemy(forks):
     code = (
         "import sys, tunegemm.dispatch\n"

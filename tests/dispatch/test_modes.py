@@ -141,6 +141,7 @@ def test_the_budget_is_the_processs(monkeypatch, device):
     assert seconds[1:] == [15] and any("'much' is not a number of seconds" in words for words in said)
 
 
+@pytest.mark.slow
 def test_online_loads_the_search_when_it_is_needed_only(forks):
     code = (
         "import sys, tunegemm.dispatch.online as online\n"

@@ -156,6 +156,7 @@ class TestWorkspaceBytes:
         assert memory is not None and memory.num_bytes == 1 << 20
 
 
+@pytest.mark.slow
 def test_the_documents_example(capsys: pytest.CaptureFixture[str]) -> None:
     """What it prints is what its comments say."""
     text = (Path(__file__).parents[2] / "docs" / "guide" / "operation.md").read_text()

@@ -81,6 +81,7 @@ def test_the_doors_lead_to_functions() -> None:
         assert callable(getattr(import_module(place), name))
 
 
+@pytest.mark.slow
 def test_a_door_is_light_and_stays_shut_without_its_engine() -> None:
     """What an engine runs in each of its processes imports no engine, no compiler and no CUDA context."""
     code = f"""

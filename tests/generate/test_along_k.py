@@ -39,6 +39,7 @@ def test_a_stage_is_cleared_by_whole_pieces() -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.label)
+@pytest.mark.slow
 def test_it_compiles_without_warnings(config: KernelConfig, tmp_path: Path) -> None:
     """Warning C7511: ptxas serialises WGMMAs."""
     if (missing := along_k.FAMILY.unavailable()) is not None:

@@ -119,6 +119,7 @@ def test_grids(h200: Device) -> None:
     assert persistent_grid(Problem.parse("64x64x4096"), launch.with_launch(ctas="all", split_k=4), h200) == 4
 
 
+@pytest.mark.slow
 def test_an_object_holds_the_launch_function(pool: CompilePool, h200: Device) -> None:
     (result,) = compile_all(pool, [(PROBLEMS[0], candidate())], h200)
     assert result.artifact is not None

@@ -29,6 +29,7 @@ def test_kernels_that_ship_keep_their_names() -> None:
 
 
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.label)
+@pytest.mark.slow
 def test_it_compiles_without_warnings(config: DrawnConfig | PartedConfig, tmp_path: Path) -> None:
     """Warning C7511: ptxas serialises WGMMAs. What feasibility counts is what the kernel has."""
     if (missing := grouped.FAMILY.unavailable()) is not None:

@@ -104,6 +104,7 @@ def test_its_hash_is_of_the_parts_that_it_takes_from_cute_sm90() -> None:
     assert families.kernel_source_hash("grouped") == hash_of_code(FAMILY.sources)
 
 
+@pytest.mark.slow
 def test_the_kernel_in_clusters_compiles_clean(pool: CompilePool, h200: Device) -> None:
     """No spills, and no WGMMAs that ptxas serialises (C7511)."""
     candidate = EXAMPLES.candidate(SHARED)

@@ -41,6 +41,7 @@ def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
 @pytest.mark.parametrize(
     "config", [FEW, GATED_FEW, MANY, GATED_MANY], ids=lambda c: f"{c.label} {c.epilogue}"
 )
+@pytest.mark.slow
 def test_it_compiles_without_warnings(config: KernelConfig, tmp_path: Path) -> None:
     """Warning C7511: ptxas serialises WGMMAs."""
     if (missing := joined.FAMILY.unavailable()) is not None:

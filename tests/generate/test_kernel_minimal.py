@@ -27,6 +27,7 @@ def test_it_fits_shared_memory() -> None:
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a GPU: tests/gpu/test_kernel_minimal.py runs it"
 )
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so_in_one_line(forks: Forks) -> None:
     program = (
         "import runpy; runpy.run_module('tunegemm.generate.cute_sm90.kernel_minimal', run_name='__main__')"

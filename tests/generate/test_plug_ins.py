@@ -90,6 +90,7 @@ def test_its_space_is_counted_by_its_rules(plain: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_core")
 def test_its_kernels_are_compiled_and_ranked(plain: Path, tmp_path: Path) -> None:
     words = ("--shape", "512x512x512", "--device", "model:h200", "--families", "plain_triton", "--json")
     found = json.loads(tunegemm(plain, tmp_path, "tune", *words, "--trials", "2"))
@@ -100,6 +101,7 @@ def test_its_kernels_are_compiled_and_ranked(plain: Path, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.usefixtures("one_core")
 def test_it_conforms(plain: Path) -> None:
     """Its author's tests, which are those that every shipped family passes; it is installed for them."""
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "-rf")

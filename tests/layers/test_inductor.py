@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import tunegemm
+from tests.support.forks import Forks
 from tests.support.fusing import close
 from tests.support.gates import Kernels
 from tests.support.layers import MLP, Layer, given, made
@@ -78,7 +78,7 @@ def test_caches_may_pickle_it() -> None:
         assert pickle.loads(pickle.dumps(found)).uuid() == found.uuid()
 
 
-def test_inductor_is_not_imported_for_it() -> None:
+def test_inductor_is_not_imported_for_it(forks: Forks) -> None:
     program = (
         "import sys, torch, tunegemm\n"
         "with tunegemm.enable():\n"
@@ -86,5 +86,5 @@ def test_inductor_is_not_imported_for_it() -> None:
         "    import torch._inductor.config as config\n"
         "    print(type(config.pre_grad_custom_pass).__name__)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["Fusion"]
+    done = forks.run(program, env=os.environ)
+    assert done.stdout.split() == ["Fusion"], done.stderr

@@ -221,6 +221,14 @@ def test_a_report_tells_recognised_from_served() -> None:
     rows = ", ".join(map(str, ROWS))
     assert line.why == f"gate_proj, up_proj and their gate are recognised: has a kernel here for {rows} rows"
     assert [line.name for line in report.of("served")] == ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert {line.why for line in report.of("served")} == {
+        f"calls tunegemm.linear: has a kernel here for {rows} rows"
+    }
+    elsewhere = tunegemm.patch(nn.Sequential(MLP()).to("meta", torch.bfloat16), fuse=True, report=True)
+    assert len(elsewhere.lines) == 4
+    assert all(
+        line.why.endswith(": no kernel on meta; move the model to a CUDA device") for line in elsewhere
+    )
 
 
 def test_compiled_and_fused_are_the_same(kernels: Kernels) -> None:

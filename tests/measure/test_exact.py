@@ -124,3 +124,11 @@ def test_batches_and_majors() -> None:
     assert set(operands.a.unique().tolist()) == {-1.0, 0.0, 1.0}
     for matrix in (operands.a, operands.b.mT):
         assert (matrix != 0).any(-2).all(), "no k is left out"
+
+
+def test_of_a_long_k_both_ends_and_both_sides_of_each_multiple_of_32_are_used() -> None:
+    k = 65536 + 8
+    operands = exact.make_exact(Problem.parse(f"8x8x{k}"), CPU, seed=1)
+    wanted = {*range(128), *range(k - 128, k), *range(0, k, 32), *range(31, k, 32)}
+    assert {*(operands.a != 0).any(0).nonzero().ravel().tolist()} == wanted
+    assert {*(operands.b != 0).any(1).nonzero().ravel().tolist()} == wanted

@@ -43,6 +43,16 @@ def test_skews_differ_as_they_say() -> None:
     assert divide(4, 10, "one_hot", seed=6) == [0, 0, 10, 0]
 
 
+def test_up_to_16384_rows_are_drawn_and_more_are_divided_by_their_shares() -> None:
+    shares = [size / 2**30 for size in divide(8, 2**30, "typical", seed=3)]
+
+    def most_off(rows: int) -> float:
+        off = [size - rows * share for size, share in zip(divide(8, rows, "typical", 3), shares, strict=True)]
+        return max(map(abs, sorted(off)[:-1]))  # the largest group has what rounding leaves
+
+    assert most_off(1 << 14) > 8 > 1 > most_off((1 << 14) + 1)
+
+
 def test_a_ragged_division_has_groups_without_rows_and_rows_behind_the_last() -> None:
     sizes = divide(6, 96, RAGGED)
     assert sum(sizes) == 84 and sizes[1] == sizes[4] == 0

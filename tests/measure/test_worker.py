@@ -284,6 +284,7 @@ def test_a_device_that_cannot_be_used_is_one_error() -> None:
         [*worker.measure(PROBLEM, [planted("good")], QUICK)]
 
 
+@pytest.mark.slow
 def test_a_child_that_was_started_before_its_device_was_known() -> None:
     """It is the worker's first one; another is started only when it is gone."""
     device = find_device("model:h200")

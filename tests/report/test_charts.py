@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from xml.etree import ElementTree
 
@@ -12,6 +13,7 @@ from tests.support.recorded import SHAPES
 from tunegemm.measure.replay import open_replay
 from tunegemm.report.charts import inline_convergence, inline_roofline
 from tunegemm.report.contents import Contents, from_recording
+from tunegemm.report.leaderboard import VENDOR_FAMILY
 
 
 @pytest.fixture(scope="module")
@@ -34,3 +36,15 @@ def test_a_figure(draw: Callable[[Contents], str], expected: list[str], contents
     words = " ".join(ElementTree.fromstring(figure).itertext())
     for said in expected:
         assert said in words
+
+
+def test_a_search_has_a_dot_for_each_trial_and_a_square_for_each_of_the_vendors_algorithms(
+    contents: Contents,
+) -> None:
+    details = contents.details[0]
+    vendors = sum(trial.candidate.family == VENDOR_FAMILY for trial in details.tried)
+    figure = ElementTree.fromstring(inline_convergence(details))
+    drawn = Counter(value for each in figure.iter() for name, value in each.items() if name.endswith("href"))
+    assert 0 < vendors < len(details.tried) and vendors + 1 in drawn.values(), "and one in the legend"
+    dots = [each.get("d", "").count("M") for each in figure.iter()]
+    assert max(dots) == len(details.tried) - vendors

@@ -19,8 +19,11 @@ from tunegemm.errors import TunegemmError
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.measure.statistics import winner
 from tunegemm.report.leaderboard import Leaderboard
+from tunegemm.report.stored import of_all_layers
 from tunegemm.store import Database
+from tunegemm.store.locations import user_location
 from tunegemm.store.queries import latest_records
+from tunegemm.store.shipped import latest_confirmed, write_records
 
 FINGERPRINT = Fingerprint(
     "NVIDIA H200", 132, "9.0", "", 132, "580.159.04", "13.0", "2.11.0", "4.8.1", "3.6.0"
@@ -346,3 +349,30 @@ class TestStored:
     def test_an_empty_summary(self, database: Database) -> None:
         board = Leaderboard.summary(database.frame())
         assert board.frame.empty and "Nothing was measured" in board.render("table")
+
+    def test_of_all_layers_the_narrowest_that_has_a_problem_counts_with_all_its_rows(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        project = tmp_path / "project.sqlite"
+        monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+        monkeypatch.setenv("TUNEGEMM_DB", str(project))
+        monkeypatch.setattr("tunegemm.store.shipped.data_path", lambda *_: tmp_path / "records")
+        of_layers = {user_location(): (1.2, [SMALL, PROBLEM]), project: (1.1, [PROBLEM])}
+        for location, (ratio, problems) in of_layers.items():
+            with Database.open(location, create=True) as database:
+                for problem in problems:
+                    database.confirm(problem, DEVICE, measurement(ratio, 64))
+                    database.publish(problem, DEVICE, measurement(ratio - 0.01, 128))
+        with Database.open(tmp_path / "shipped.sqlite", create=True) as database:
+            for problem in (Problem.parse("8x8x8"), SMALL, PROBLEM):
+                database.confirm(problem, DEVICE, measurement(1.3, 64))
+            vendors = measurement(1.4, 7, family="cublaslt")
+            database.confirm(Problem.parse("16x8x8"), DEVICE, vendors, label="a66")
+            write_records(latest_confirmed(database.records()), tmp_path / "records")
+        frame, warnings = of_all_layers(lambda database: database.frame())
+        assert not warnings and "_layer" not in frame
+        found = sorted(zip(frame["m"], frame["ratio"].round(2), strict=True))
+        assert found == [(8, 1.3), (16, 1.4), (64, 1.19), (64, 1.2), (4096, 1.09), (4096, 1.1)]
+        shipped = frame[frame["m"] < 64].set_index("m")
+        assert shipped.loc[16, ["vendor_label", "vendor_ratio"]].to_list() == ["a66", pytest.approx(1.4)]
+        assert shipped.loc[8, ["vendor_label", "vendor_ratio"]].isna().all()

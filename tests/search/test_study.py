@@ -17,6 +17,7 @@ from tunegemm.describe.space import Candidate, SearchSpace
 from tunegemm.errors import SpaceError
 from tunegemm.generate.feasibility import FEASIBLE, Verdict
 from tunegemm.search import Portfolio, Search
+from tunegemm.search.delegate import Kernels, value_lists
 from tunegemm.search.efforts import EFFORTS, Effort
 from tunegemm.search.samplers import sampler_of
 from tunegemm.search.study import ProblemStudy, StudySpace, Told, finished_trials, importances, of_family
@@ -102,7 +103,9 @@ def test_every_effort_finds_the_planted_best(effort: Effort) -> None:
     assert run(study_of_landscape(effort=effort, trials=trials)).best_value == pytest.approx(BEST, abs=0.03)
 
 
-@pytest.mark.parametrize("name", ["tpe", "random", "optuna.samplers:NSGAIISampler"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("tpe", marks=pytest.mark.slow), "random", "optuna.samplers:NSGAIISampler"]
+)
 def test_other_samplers_of_optunas_find_it_too(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -289,3 +292,19 @@ def test_a_quick_search_loads_no_torch() -> None:
         "assert 'torch' not in sys.modules and 'scipy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=__file__.rpartition("/tests/")[0])
+
+
+def test_numbers_are_near_by_their_places_and_words_only_if_equal() -> None:
+    """A ranked list in which "c" comes before "b": both are equally far from "a"."""
+    ranked = [
+        Candidate.make("f", {"word": word, "size": size}, {"order": "x"})
+        for word in "acb" for size in (1, 2, 100)
+    ]  # fmt: skip
+    searches = [Search(ranked, {"order": ("x", "y", "z")}, EFFORTS["quick"].plan)]
+    near = list(Kernels(searches, value_lists(searches)).near("f", {"word": "a", "size": 0, "order": "z"}))
+    assert [f"{one['word']}{one['size']}" for one in near[-len(ranked) :]] == [
+        "a1", "a2", "a100", "c1", "b1", "c2", "b2", "c100", "b100",
+    ]  # fmt: skip
+    assert [f"{one['word']}{one['size']}{one['order']}" for one in near[:7]] == [
+        "a1z", "a2z", "a1x", "a1y", "a100z", "c1z", "b1z",
+    ]  # fmt: skip

@@ -20,6 +20,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.measure.evidence import QUALIFYING, RACE, leaders
 from tunegemm.measure.outcome import Failure
 from tunegemm.store import Database, queries
+from tunegemm.store.damage import damaged_rows
 from tunegemm.store.history import changes, related, seeds
 from tunegemm.store.lookup import read_file
 from tunegemm.store.models import Base
@@ -226,3 +227,55 @@ def test_a_damaged_row_is_a_named_miss(
             connection.execute(statement)
         assert len(read(database)) < whole
         assert "unreadable" in caplog.text
+
+
+#: Each cell changed in a row of its own, with the word that the message begins with.
+DAMAGE = [
+    ("problems", 1, "m", -1, "m"), ("fingerprints", 1, "driver", "591.0", "its digest is not"),
+    ("candidates", 1, "json", "{", "not a stored candidate"),
+    ("measurements", 1, "evidence", "[1]", "evidence is not an object"),
+    ("measurements", 2, "ratio", -1, "ratio -1"), ("measurements", 3, "samples_us", "[]", "samples_us []"),
+    ("measurements", 4, "baseline_us", "[1.0]", "samples_us and baseline_us are not"),
+    ("measurements", 5, "median_us", 5.0, "median_us 5.0 is not the median"),
+    ("measurements", 6, "noise", "loud", "noise 'loud'"), ("measurements", 7, "policy", "x", "policy 'x'"),
+    ("measurements", 8, "relative_error", -0.5, "relative_error -0.5"),
+    ("measurements", 9, "created_at", "noon", "created_at its time"),
+    ("failures", 1, "created_at", "noon", "created_at its time"),
+    ("records", 1, "measurement_id", 16, "measurement 16 is not of its problem and fingerprint"),
+    ("records", 2, "chosen_at", "noon", "chosen_at its time"),
+    ("choices", 1, "measurement_id", 5, "measurement 5 is not of its problem and fingerprint"),
+]  # fmt: skip
+
+
+def test_each_damaged_row_is_named_with_its_error_and_no_other(sample: Path, tmp_path: Path) -> None:
+    path = tmp_path / "damaged.sqlite"
+    shutil.copy(sample, path)
+    with Database.open(path, create=True) as database:
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("UPDATE measurements SET relative_error = 0, noise = 0 WHERE id = 10")
+        assert damaged_rows(database) == []
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("PRAGMA ignore_check_constraints = ON")
+            for table, key, column, value, _ in DAMAGE:
+                connection.execute(f"UPDATE {table} SET {column} = ? WHERE id = ?", (value, key))
+        found = damaged_rows(database)
+    for line, (table, key, *_, said) in zip(found, DAMAGE, strict=True):
+        assert line.startswith(f"{table} {key}: {said}")
+
+
+def test_only_the_measurement_of_a_record_under_its_own_problem_and_fingerprint_is_confirmed(
+    sample: Path, tmp_path: Path
+) -> None:
+    def confirmed() -> list[bool]:
+        return [one.confirmed for one in database.measurements(PROBLEM, FINGERPRINT)]
+
+    path = tmp_path / "damaged.sqlite"
+    shutil.copy(sample, path)
+    with Database.open(path, create=True) as database:
+        assert confirmed() == [False, False, False, True]
+        assert [one.confirmed for one in queries.trials(database, database.records()[0], 9)] == confirmed()
+        for record in (2, 3):  # under the other fingerprint, of the other problem
+            with closing(sqlite3.connect(path)) as connection, connection:
+                connection.execute("UPDATE records SET measurement_id = 9 WHERE id = 1")
+                connection.execute(f"UPDATE records SET measurement_id = 4 WHERE id = {record}")
+            assert not any(confirmed())

@@ -17,8 +17,11 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 _SERVER = """
-import json, os, sys
+import gc, json, os, sys
+gc.disable()  # it would search what is imported for garbage, for a fifth of the time that takes
 import torch
+gc.freeze()
+gc.enable()
 inherited = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
 for line in sys.stdin:
     request = json.loads(line)
@@ -39,7 +42,7 @@ for number, place in enumerate(request["streams"]):
 own = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
 sys.path[:] = ["", *own, *(place for place in sys.path[1:] if place not in (*inherited, *own))]
 code = request["code"]
-for name in ("json", "os", "inherited", "line", "request", "child", "stream", "number", "place", "own"):
+for name in ("gc", "json", "os", "inherited", "line", "request", "child", "stream", "number", "place", "own"):
     globals().pop(name, None)
 exec(code)
 """

@@ -106,6 +106,7 @@ def test_a_takeover_says_what_it_is() -> None:
     assert "ended" in repr(block)
 
 
+@pytest.mark.slow
 def test_processes_of_our_own_are_left_alone(tmp_path: Path) -> None:
     """Tuning in a container that serves by the variables: torch's product in a race is torch's."""
     script = tmp_path / "tune.py"

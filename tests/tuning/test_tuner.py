@@ -398,6 +398,7 @@ class TestDevices:
         (None, "'cuda:0': no CUDA device here, and this measures"),
         ("cuda:0", "'cuda:0': no CUDA device here, and this measures"),
         ("model:h200", "'model:h200' measures nothing"),
+        ("tpu:0", "'tpu:0': no CUDA device here, and this measures"),
     ],
 )
 def test_what_measures_never_advises_a_device_that_does_not(
@@ -407,6 +408,12 @@ def test_what_measures_never_advises_a_device_that_does_not(
     with pytest.raises(DeviceError, match=named) as caught:
         open_gpu(spec)
     assert "replay:" not in str(caught.value)
+
+
+def test_what_measures_takes_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "cuda_device_count", lambda: 1)
+    monkeypatch.setattr(tuning, "find_device", lambda spec: spec)
+    assert (open_gpu(), open_gpu("cuda:1")) == ("cuda:0", "cuda:1")
 
 
 @pytest.mark.slow

@@ -41,11 +41,12 @@ def make_exact(problem: Problem, device: torch.device, seed: int) -> Operands:
     generator = torch.Generator(device=device).manual_seed(seed)
     k = problem.k
     parts = [min(1.0, max(math.sqrt(_SUMMED / k), _SEEN / extent)) for extent in (problem.m, problem.n)]
-    at = torch.arange(k, device=device)
     used = torch.ones(k, dtype=torch.bool, device=device)
     summed = k * parts[0] * parts[1]
     if summed > (_MOST_FUSED if problem.fused else _MOST_SUMMED):
-        used = (at < _NEAR) | (at >= k - _NEAR) | (at % _BOUNDARY == 0) | (at % _BOUNDARY == _BOUNDARY - 1)
+        place = torch.arange(k, device=device) % _BOUNDARY
+        used = (place == 0) | (place == _BOUNDARY - 1)
+        used[:_NEAR] = used[-_NEAR:] = True
         summed = float(used.sum()) * parts[0] * parts[1]
     # An epilogue bends at 1.
     unit = 2.0 ** -round(math.log2(summed) / 2) if problem.fused and problem.in_dtype != "int8" else 1.0

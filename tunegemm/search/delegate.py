@@ -61,8 +61,8 @@ class Delegate:
         self.stage: StageName = "library"
         self.note = ""
         """Why the search ended before its trials were spent, or a remark that no suggestion was feasible."""
-        self._lists = _value_lists(searches)
-        self._kernels = _Kernels(searches, self._lists)
+        self._lists = value_lists(searches)
+        self._kernels = Kernels(searches, self._lists)
         self._distributions = self._kernels.distributions
         self._study: optuna.Study | None = None
         self._running: dict[Candidate, list[int]] = {}
@@ -244,7 +244,7 @@ class Delegate:
         )
 
 
-class _Kernels:
+class Kernels:
     """All families' kernels as points of the static space."""
 
     def __init__(self, searches: Sequence[Search], lists: Mapping[str, tuple[Value, ...]]) -> None:
@@ -333,7 +333,7 @@ class _Kernels:
         return len(self._lists[name]) - 1.0 if self._ordered[name] else 0.0
 
 
-def _value_lists(searches: Sequence[Search]) -> dict[str, tuple[Value, ...]]:
+def value_lists(searches: Sequence[Search]) -> dict[str, tuple[Value, ...]]:
     lists: dict[str, dict[Value, None]] = {}
     for search in searches:
         for name, values in search.launch_values.items():

@@ -52,7 +52,7 @@ def damaged_rows(database: Database) -> list[str]:
             raise ValueError("samples_us and baseline_us are not of the same rounds")
         if not math.isclose(row.median_us, median(row.samples_us), rel_tol=1e-6):
             raise ValueError(f"median_us {row.median_us!r} is not the median of its samples")
-        if row.evidence is not None and not isinstance(row.evidence, dict):
+        if not isinstance(row.evidence, dict | None):
             raise ValueError("evidence is not an object")
         if row.policy not in METHODS:
             raise ValueError(f"policy {row.policy!r} is not known")
