@@ -3,11 +3,12 @@
     python -m benchmarks.blocks                      # DeepSeek-V3's and Qwen3-235B's layers, 1 to 8192 rows
     python -m benchmarks.blocks --seconds 60         # so long; the next run begins with what is missing
     python -m benchmarks.blocks --rows 1,16 --every  # every kernel of db/blocks.toml, in all k splits
+    python -m benchmarks.blocks --groups             # their layers of experts, 1 to 4096 tokens
 
 Beside `tunegemm.scaled_mm` torch's own of the same operands and scales, torch's of bf16 weights, and
 DeepGEMM's where `deep_gemm` is installed (sgl-deep-gemm: it compiles by nvcc at each kernel's first call).
-Operands are quantised before: activations take as long for all. Writes results/GPU/blocks.json after each
-row.
+Operands are quantised before: activations take as long for all. With `--groups` `tunegemm.scaled_grouped_mm`
+beside `tunegemm.grouped_mm` of bf16 weights. Writes results/GPU/blocks.json after each row.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import importlib
 import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,14 +26,18 @@ import torch
 
 import tunegemm
 from benchmarks.command import choose_names, command, parser_of
+from benchmarks.experts import divide
 from benchmarks.graphs import Graph, Side, begin, in_rounds, within
 from benchmarks.results import Results, geometric_mean, meta, results_path
 from tunegemm.describe.device import Device
 from tunegemm.errors import one_line
-from tunegemm.generate import blocks
+from tunegemm.generate import block_groups, blocks
+from tunegemm.generate.block_groups import BlockGroupKernel
 from tunegemm.generate.blocks import BLOCK, BlockKernel
+from tunegemm.model.block_groups import choose as choose_of_groups
+from tunegemm.model.block_groups import listed as listed_of_groups
 from tunegemm.model.blocks import candidates, choose, splits_of
-from tunegemm.store.provided import Provided, provide_blocks
+from tunegemm.store.provided import Provided, provide_blocks, provide_grouped
 
 METHOD = (
     "each side in one CUDA graph over as many sets of weights as pass 3x the L2; all in shuffled order in "
@@ -41,7 +46,8 @@ METHOD = (
     "torch.mm; deepgemm: fp8_gemm_nt, scales in its own layout; kernel: the chosen kernel, served or not; "
     "ratio_to_torch, ratio_to_deepgemm, ratio_to_bf16: to tunegemm.scaled_mm; bandwidth_share: bytes of "
     "operands, scales and result a second, to those of a copy of 1 GiB; error: to fp64, in parts of the "
-    "magnitudes"
+    "magnitudes; with groups: m rows of tokens' experts, sets are divisions of these (skew as in "
+    "benchmarks.experts), bf16 is tunegemm.grouped_mm, bytes are those of groups that have rows"
 )
 #: N and K of each layer's products.
 LAYERS = {
@@ -58,12 +64,23 @@ LAYERS = {
     "Qwen3-235B gate+up": (3072, 4096),
     "Qwen3-235B down": (4096, 1536),
 }
+#: Experts, those of a token, N and K.
+GROUPS = {
+    "DeepSeek-V3 experts gate+up": (256, 8, 4096, 7168),
+    "DeepSeek-V3 experts down": (256, 8, 7168, 2048),
+    "Qwen3-235B experts gate+up": (128, 8, 3072, 4096),
+    "Qwen3-235B experts down": (128, 8, 4096, 1536),
+}
+TOKENS = ("1", "16", "128", "1024", "4096")
+SKEWS_OF_GROUPS = ("uniform", "typical")
 ROWS = ("1", "2", "4", "8", "16", "32", "64", "65", "128", "129", "256", "257", "512", "2048", "8192")
 _STEADY_ROWS = 2048
 _TURN_MS = 24.0
 _GRAPH: dict[str, Any] = {"short_ms": 0.5, "most": 200}
+_MOST_DIVISIONS = 24
 _ERROR = 4e-3
 _SHOWN = ("torch", "bf16", "deepgemm", "tunegemm", "kernel")
+_RATIOS = ("ratio_to_torch", "ratio_to_deepgemm", "ratio_to_bf16")
 FP8 = torch.float8_e4m3fn
 
 
@@ -101,13 +118,20 @@ class Operands:
         ]
 
     def error_of(self, result: torch.Tensor, case: Case) -> float:
-        """Of the first set's product in up to 256 rows, relative to the sum of magnitudes."""
+        """Of the first set's product in up to 256 rows."""
         rows = slice(0, min(case.rows, 256))
-        expanded = self.scales[0].t().repeat_interleave(BLOCK, 0)[: case.n].repeat_interleave(BLOCK, 1)
-        weight = self.weights[0].double() * expanded[:, : case.k]
-        a = self.a[rows].double() * self.scale_a[rows].repeat_interleave(BLOCK, 1)[:, : case.k]
-        magnitude = a.abs() @ weight.abs().t()
-        return float(((result[rows].double() - a @ weight.t()).abs() / magnitude).max())
+        return error_of(result[rows], self.a[rows], self.scale_a[rows], self.weights[0], self.scales[0].t())
+
+
+def error_of(
+    result: torch.Tensor, a: torch.Tensor, scale_a: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+) -> float:
+    """The largest error, relative to the sum of magnitudes. weight: (N, K). scale: (N / 128, K / 128)."""
+    n, k = weight.shape
+    expanded = scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)
+    wide = weight.double() * expanded[:, :k]
+    left = a.double() * scale_a.repeat_interleave(BLOCK, 1)[:, :k]
+    return float(((result.double() - left @ wide.t()).abs() / (left.abs() @ wide.abs().t())).max())
 
 
 def _drawn(*shape: int) -> torch.Tensor:
@@ -241,35 +265,153 @@ def measure(
     return row
 
 
+class GroupCase(NamedTuple):
+    """A product of a layer of experts."""
+
+    layer: str
+    tokens: int
+    skew: str
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * GROUPS[self.layer][1]
+
+
+class Experts:
+    """All weights of a layer of experts, in fp8 with their scales, and in bf16."""
+
+    def __init__(self, layer: str) -> None:
+        groups, _, n, k = GROUPS[layer]
+        self.weights = torch.empty(groups, n, k, device="cuda", dtype=FP8)
+        self.plain = torch.empty(groups, n, k, device="cuda", dtype=torch.bfloat16)
+        for weight, wide in zip(self.weights, self.plain, strict=True):  # one by one: they are many GB
+            weight.copy_(_drawn(n, k))
+            wide.normal_()
+        self.scales = torch.rand(groups, -(-n // BLOCK), -(-k // BLOCK), device="cuda") + 0.5
+
+
+def measure_groups(
+    case: GroupCase, experts: Experts, device: Device, provided: Provided, every: bool, rounds: int,
+    copied: float,
+) -> dict[str, Any]:  # fmt: skip
+    """A row."""
+    weights, scales, plain = experts.weights, experts.scales, experts.plain
+    (groups, n, k), rows = weights.shape, case.rows
+    steady = rows >= _STEADY_ROWS
+    divisions: list[list[int]] = []
+    used = 0
+    while not divisions or (used * n * k < 3 * device.l2_bytes and len(divisions) < _MOST_DIVISIONS):
+        divisions.append(divide(groups, rows, case.skew))
+        used += sum(size > 0 for size in divisions[-1])
+    ends = [torch.tensor(sizes, device="cuda").cumsum(0).to(torch.int32) for sizes in divisions]
+    a, wide = _drawn(rows, k), torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+    scale_a = (torch.rand(-(-k // BLOCK), rows, device="cuda") + 0.5).t() * 1e-2
+    out = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
+
+    def ours(i: int) -> torch.Tensor:
+        return tunegemm.scaled_grouped_mm(
+            a, weights.mT, scale_a, scales.mT, offs=ends[i], out_dtype=torch.bfloat16
+        )
+
+    def bf16(i: int) -> torch.Tensor:
+        return tunegemm.grouped_mm(wide, plain.mT, offs=ends[i])
+
+    sides: dict[str, Side] = {"bf16": bf16, "tunegemm": ours}
+    choice = choose_of_groups(rows, groups)
+    for config in listed_of_groups() if every else ():
+        artifact = provided.of(block_groups.kernel_key(config))
+        if artifact is None:
+            continue
+        launch = BlockGroupKernel.load(config, artifact.path).bound(
+            a, weights, scale_a, scales, ends[0], out, blocks=device.sm_count
+        )
+
+        def kernel(i: int, launch: Callable[..., None] = launch) -> torch.Tensor:
+            launch(*(each.data_ptr() for each in (a, weights, scale_a, scales, ends[i], out)))
+            return out
+
+        sides[config.label] = kernel
+
+    def error(result: torch.Tensor) -> float:
+        found, start = [], 0
+        for group, size in enumerate(divisions[0]):
+            part = slice(start, start + min(size, 256))
+            if size and len(found) < 4:
+                found.append(error_of(result[part], a[part], scale_a[part], weights[group], scales[group]))
+            start += size
+        return max(found)
+
+    errors = {name: error(side(0)) for name, side in sides.items() if name != "bf16"}
+    graphs = {name: Graph.capture(side, len(divisions), **_GRAPH) for name, side in sides.items()}
+    turn_ms = _TURN_MS if steady else 0.0
+    samples = in_rounds(graphs, max(3, rounds // 3) if steady else rounds, lambda _: turn_ms)
+    us = {name: statistics.median(times) for name, times in samples.items()}
+    own, (across, along) = us["tunegemm"], scales.shape[1:]
+    moved = used / len(divisions) * (n * k + 4 * across * along) + rows * (k + 2 * n + 4 * along)
+    row = _named_group(case) | {
+        "block": [BLOCK, BLOCK], "with_quantising": False, "ratio_to_bf16": round(us["bf16"] / own, 4),
+        "bandwidth_share": round(moved / own * 1e-3 / copied, 4),
+        "tflops": round(2 * rows * n * k / own * 1e-6, 1), "chosen": choice.label,
+        "error": round(errors["tunegemm"], 6), "us": {name: round(value, 2) for name, value in us.items()},
+        "wrong": [name for name, found in errors.items() if not found < _ERROR], "turn_ms": turn_ms,
+    }  # fmt: skip
+    if every:
+        best = min((name for name in us if name not in _SHOWN), key=us.__getitem__)
+        row |= {"best": best, "best_to_chosen": round(own / us[best], 4)}
+    return row
+
+
 @torch.no_grad()
 def run(options: argparse.Namespace) -> int:
     """Prints and writes a row for each case, those that the file lacks first; 1 where a result is wrong."""
     device = begin(options.device)
     results = Results(results_path(options.out, device, "blocks.json"), meta(device, METHOD))
-    cases = [Case(layer, rows) for rows in map(int, options.rows) for layer in options.layers]
-    cases.sort(key=lambda case: results.find(_named(case)) is not None)
     provided = provide_blocks()
     copied = copied_gbs()
     print(f"{device.name}: a copy moves {copied:.0f} GB/s", flush=True)
+    words: Any = device, provided, options.every, options.rounds, copied
     found: list[dict[str, Any]] = []
-    for case in within(options.seconds, cases):
-        row = measure(case, device, provided, options.every, options.rounds, copied)
+    for row in (_rows_of_groups if options.groups else _rows)(options, results, words):
         found.append(row)
         results.put(row)
         shown = {name: us for name, us in row["us"].items() if name in _SHOWN}
+        ratios = ", ".join(f"{row[name]} x {name[9:]}" for name in _RATIOS if name in row)
         print(
-            f"{case.layer} {case.rows}: {row['ratio_to_torch']} x torch, {row['ratio_to_deepgemm']} x "
-            f"DeepGEMM, {row['ratio_to_bf16']} x bf16, "
+            f"{row['model']} {row['m']} {row.get('skew', '')}: {ratios}, "
             f"{row['bandwidth_share']} of a copy, {row['tflops']} Tflop/s by {row['chosen']}; "
             f"best {row.get('best')} {row.get('best_to_chosen')}; "
             f"{shown} us"
             f"{' WRONG ' + ','.join(row['wrong']) if row['wrong'] else ''} {row.get('refused', '')}",
             flush=True,
         )  # fmt: skip
-    for words in ("ratio_to_torch", "ratio_to_deepgemm", "ratio_to_bf16"):
-        if values := [row[words] for row in found if row[words]]:
-            print(f"{words}: {geometric_mean(values):.3f}, least {min(values):.3f}")
+    for name in _RATIOS:
+        if values := [row[name] for row in found if row.get(name)]:
+            print(f"{name}: {geometric_mean(values):.3f}, least {min(values):.3f}")
     return 0 if not any(row["wrong"] for row in found) else 1
+
+
+def _rows(options: argparse.Namespace, results: Results, words: Any) -> Iterator[dict[str, Any]]:
+    """words: what `measure` is given after the case."""
+    cases = [Case(layer, rows) for rows in map(int, options.rows) for layer in options.layers]
+    cases.sort(key=lambda case: results.find(_named(case)) is not None)
+    for case in within(options.seconds, cases):
+        yield measure(case, *words)
+
+
+def _rows_of_groups(options: argparse.Namespace, results: Results, words: Any) -> Iterator[dict[str, Any]]:
+    """Layer by layer: drawing one's weights takes longer than a row."""
+    cases = [
+        GroupCase(layer, int(tokens), skew)
+        for layer in options.layers for tokens in options.rows for skew in SKEWS_OF_GROUPS
+    ]  # fmt: skip
+    cases.sort(key=lambda case: results.find(_named_group(case)) is not None)
+    provide_grouped("bf16")  # or torch computes while they compile
+    layer, experts = "", None
+    for case in within(options.seconds, cases):
+        if case.layer != layer or experts is None:
+            experts = None  # before there are others
+            layer, experts = case.layer, Experts(case.layer)
+        yield measure_groups(case, experts, *words)
 
 
 def _named(case: Case) -> dict[str, Any]:
@@ -277,19 +419,28 @@ def _named(case: Case) -> dict[str, Any]:
     return {"model": case.layer, "m": case.rows, "n": case.n, "k": case.k}
 
 
+def _named_group(case: GroupCase) -> dict[str, Any]:
+    """What of a row with groups names it."""
+    groups, _, n, k = GROUPS[case.layer]
+    return {"model": case.layer, "m": case.rows, "n": n, "k": k, "groups": groups, "skew": case.skew}
+
+
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a result is wrong."""
     parser = parser_of("benchmarks.blocks", __doc__)
-    parser.add_argument("--layers", default=",".join(LAYERS), help="default: all of %(default)s")
-    parser.add_argument("--rows", default=",".join(ROWS), help="default: %(default)s")
+    parser.add_argument("--groups", action="store_true", help="time layers of experts; --rows counts tokens")
+    parser.add_argument("--layers", help="default: all")
+    parser.add_argument("--rows", help=f"default: {','.join(ROWS)}; of groups {','.join(TOKENS)}")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds; a third with turns")
     parser.add_argument("--seconds", type=float, default=0, help="begin no further row after so many")
     parser.add_argument(
         "--every", action="store_true", help="time every kernel, too, in every number of k splits"
     )
     options = parser.parse_args(arguments)
-    choose_names(options, layers=tuple(LAYERS), rows=ROWS)
+    layers, rows = (GROUPS, TOKENS) if options.groups else (LAYERS, ROWS)
+    options.layers, options.rows = options.layers or ",".join(layers), options.rows or ",".join(rows)
+    choose_names(options, layers=tuple(layers), rows=rows)
     return run(options)
 
 

@@ -35,7 +35,8 @@ _FITTED = ("tunegemm/model", "fit/trees.py")
 _FOLDERS = ("benchmarks.", "fit.")
 #: The files and folders that each benchmark measures, beside its own file; of others `SERVED`.
 MEASURED: dict[str, tuple[str, ...]] = {
-    "blocks": (*SERVED, _GRAPHS), "campaign": _TUNED, "choices": _KERNELS, "database": ("tunegemm/store",),
+    "blocks": (*SERVED, "tunegemm/groups/block_groups.py", "db/block_groups.toml", _GRAPHS),
+    "campaign": _TUNED, "choices": _KERNELS, "database": ("tunegemm/store",),
     "dtypes": _TUNED,
     "expert_layers": (*_GROUPS, _GRAPHS), "experts": (*_GROUPS, _GRAPHS), "fixed_tiles": _KERNELS,
     "joined": (*SERVED, _GRAPHS), "kind_choices": _KERNELS,
