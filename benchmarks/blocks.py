@@ -333,7 +333,8 @@ def measure_groups(
         sides[config.label] = kernel
 
     def error(result: torch.Tensor) -> float:
-        found, start = [], 0
+        found: list[float] = []
+        start = 0
         for group, size in enumerate(divisions[0]):
             part = slice(start, start + min(size, 256))
             if size and len(found) < 4:
