@@ -147,3 +147,16 @@ def test_block_scales_are_traced_in_one_graph() -> None:
 def test_block_scales_that_do_not_fit_are_named(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ProblemError, match=said):
         tunegemm.scaled_grouped_mm(**of_blocks() | changes)
+
+
+def test_ends_of_block_scales_are_cut_at_the_rows_or_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = of_blocks()
+    beyond = words | {"offs": torch.tensor([4, 4, 99], dtype=torch.int32)}
+    assert torch.equal(tunegemm.scaled_grouped_mm(**beyond), tunegemm.scaled_grouped_mm(**words))
+    monkeypatch.setenv("TUNEGEMM_CHECK_GROUPS", "1")
+    tunegemm.refresh()
+    tunegemm.scaled_grouped_mm(**words)
+    with pytest.raises(ProblemError, match=r"offs\[2\] is 99, behind 4 and of 9 rows"):
+        tunegemm.scaled_grouped_mm(**beyond)
+    monkeypatch.delenv("TUNEGEMM_CHECK_GROUPS")
+    tunegemm.refresh()

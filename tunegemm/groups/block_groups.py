@@ -17,7 +17,8 @@ from tunegemm.generate import block_groups
 from tunegemm.generate.block_groups import BlockGroupKernel
 from tunegemm.generate.blocks import BLOCK
 from tunegemm.generate.takes import NotTaken
-from tunegemm.groups.grouped import are_plain, has_values
+from tunegemm.groups import grouped
+from tunegemm.groups.grouped import are_plain, check_ends, has_values
 from tunegemm.model.block_groups import choose, listed
 
 _FP8 = torch.float8_e4m3fn
@@ -79,6 +80,8 @@ def check(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> None:
 
 
 def _compute(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Tensor:
+    if grouped.groups.are_checked():
+        check_ends(offs, a.shape[0])
     result = _by_kernel(a, b, scale_a, scale_b, offs.contiguous())
     return emulated(a, b, scale_a, scale_b, offs) if result is None else result
 
@@ -147,11 +150,11 @@ def emulated(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Ten
     result = a.new_zeros((rows, n), dtype=torch.bfloat16)
     left = a.float() * scale_a.repeat_interleave(BLOCK, 1)[:, :k]
     start = 0
-    for group, end in enumerate(offs.tolist()):
-        if start < end <= rows:
+    for group, end in enumerate(offs.clamp(0, rows).tolist()):  # as kernels do
+        if start < end:
             across = scale_b[group].repeat_interleave(BLOCK, 0)[:k].repeat_interleave(BLOCK, 1)[:, :n]
             result[start:end] = (left[start:end] @ (b[group].float() * across)).to(result.dtype)
-        start = max(start, end)
+        start = end
     return result
 
 

@@ -35,9 +35,9 @@ def scaled_grouped_mm(
     anything else, and other devices, are computed in fp32, which waits for `offs`. Raises ProblemError if
     scales or operands do not fit.
 
-    Our kernels serve float8_e4m3fn on Hopper with ``use_fast_accum=True`` and bf16 as `out_dtype`: they
-    accumulate in the tensor cores. Torch computes everything else with your arguments. torch.compile traces
-    torch's operator, which `enable` serves at run time. Raises what torch raises.
+    Of rows and columns, our kernels serve float8_e4m3fn on Hopper with ``use_fast_accum=True`` and bf16 as
+    `out_dtype`: they accumulate in the tensor cores. Torch computes everything else with your arguments.
+    torch.compile traces torch's operator, which `enable` serves at run time. Raises what torch raises.
     """
     if block_groups.are_of_blocks(a, b, scale_b):
         if bias is not None or scale_result is not None:
