@@ -10,8 +10,8 @@ from tunegemm.generate.grouped.config import GroupedConfig
 
 @dataclass(frozen=True)
 class BlockGroupConfig(GroupedConfig, BlockConfig):
-    """All compile-time choices. `tile_k` is a block of scales, and a tile has one width. `tile_m` is a multiple
-    of 64, at most 256: a WGMMA's rows lie in one block of scales.
+    """All compile-time choices. `tile_k` is a block of scales, and a tile has one width. `tile_m` is a
+    multiple of 64, at most 256, so that the rows of a WGMMA have one scale.
     """
 
     @property
