@@ -398,7 +398,6 @@ class TestDevices:
         (None, "'cuda:0': no CUDA device here, and this measures"),
         ("cuda:0", "'cuda:0': no CUDA device here, and this measures"),
         ("model:h200", "'model:h200' measures nothing"),
-        ("tpu:0", "'tpu:0': no CUDA device here, and this measures"),
     ],
 )
 def test_what_measures_never_advises_a_device_that_does_not(

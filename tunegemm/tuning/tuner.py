@@ -459,6 +459,6 @@ def open_gpu(spec: str | None = None) -> Device:
     spec = "cuda:0" if spec is None else spec
     if spec.partition(":")[0] in ("replay", "model"):
         raise DeviceError(f"device {spec!r} measures nothing, and this needs measurements; use cuda:N")
-    if not cuda_device_count():
+    if spec.partition(":")[0] == "cuda" and not cuda_device_count():
         raise DeviceError(f"device {spec!r}: no CUDA device here, and this measures; run it on a GPU")
     return find_device(spec)
