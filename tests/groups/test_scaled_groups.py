@@ -10,7 +10,10 @@ import torch
 
 import tunegemm
 from tests.support.grouped import Loops
+from tunegemm.describe.device import Device
+from tunegemm.dispatch import extension
 from tunegemm.errors import ProblemError
+from tunegemm.generate.takes import NotTaken
 from tunegemm.torch import takeover
 
 GROUPS, N, K = 3, 48, 64
@@ -83,6 +86,24 @@ def test_what_does_not_fit_is_torchs_to_refuse(loops: Loops, name: str) -> None:
     assert loops.calls == []
 
 
+def check_fx(*given: torch.Tensor) -> None:
+    def function(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Tensor:
+        return tunegemm.scaled_grouped_mm(
+            a, b, scale_a, scale_b, offs=offs, out_dtype=BF16, use_fast_accum=True
+        )
+
+    assert torch.equal(torch.fx.symbolic_trace(function)(*given), function(*given))
+
+
+def test_fx_traces_a_call(loops: Loops) -> None:
+    check_fx(*operands())
+
+
+def test_what_is_no_tensor_is_torchs_to_refuse() -> None:
+    with pytest.raises(TypeError, match="scale_a"):
+        call(scale_a=None)
+
+
 # Scales of blocks
 
 
@@ -130,12 +151,66 @@ def test_block_scales_are_traced_in_one_graph() -> None:
     assert torch.equal(compiled(**words), tunegemm.scaled_grouped_mm(**words))
 
 
+def test_fx_traces_a_call_with_block_scales() -> None:
+    check_fx(*of_blocks().values())
+
+
+def test_block_scales_of_meta_tensors_give_one() -> None:
+    found = tunegemm.scaled_grouped_mm(**{name: each.to("meta") for name, each in of_blocks().items()})
+    assert found.is_meta and found.shape == (9, 136) and found.dtype is BF16
+
+
+def test_a_kernel_of_block_scales_is_bound_once_and_its_failure_is_no_callers(
+    monkeypatch: pytest.MonkeyPatch, device: Device
+) -> None:
+    words = of_blocks()
+    launched: list[tuple[int, ...]] = []
+    wanted = tunegemm.scaled_grouped_mm(**words)
+
+    class Planted:
+        bindings = 0
+        error: Exception | None = None
+
+        def bound(self, *tensors: torch.Tensor, blocks: int) -> Callable[..., None]:
+            self.bindings += 1
+            assert [tuple(each.shape) for each in tensors] == [
+                (9, 400), (3, 136, 400), (9, 4), (3, 2, 4), (3,), (9, 136)
+            ]  # fmt: skip
+            return self.launch
+
+        def launch(self, *addresses: int) -> None:
+            launched.append(addresses)
+            if self.error is not None:
+                raise self.error
+
+    planted = Planted()
+    monkeypatch.setattr(extension, "device_type", lambda: "cpu")
+    monkeypatch.setattr(extension, "loaded", lambda *_: planted)
+    monkeypatch.setattr(extension, "device_of", lambda _: device)
+    tunegemm.refresh()
+    try:
+        results = [tunegemm.scaled_grouped_mm(**words) for _ in range(2)]
+        assert planted.bindings == 1
+        assert launched == [(*(each.data_ptr() for each in (*words.values(), result)),) for result in results]
+        planted.error = NotTaken("an address")
+        assert torch.equal(tunegemm.scaled_grouped_mm(**words), wanted)
+        planted.error = RuntimeError("CUDA error: 700")
+        with pytest.warns(tunegemm.TunegemmWarning, match=r"failed to launch.*700.*computed in fp32"):
+            assert torch.equal(tunegemm.scaled_grouped_mm(**words), wanted)
+        count = len(launched)
+        assert torch.equal(tunegemm.scaled_grouped_mm(**words), wanted) and len(launched) == count
+    finally:
+        monkeypatch.undo()
+        tunegemm.refresh()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"scale_a": torch.ones(4, 9)}, r"scale_a is \(4, 9\).*transpose it: scale_a.mT"),
         ({"scale_b": torch.ones(3, 2, 4)}, r"scale_b is \(3, 2, 4\).*transpose it: scale_b.mT"),
         ({"scale_b": torch.ones(3, 4, 3)}, r"scale_b is \(3, 4, 3\).*blocks of 128 have \(3, 4, 2\)"),
+        ({"scale_b": torch.ones(4, 2)}, r"scale_b is \(4, 2\).*blocks of 128 have \(3, 4, 2\)"),
         ({"scale_a": torch.ones(9, 4, dtype=BF16)}, "scale_a is torch.bfloat16.*scale_a.float"),
         ({"a": torch.ones(9, 400, dtype=BF16)}, "a is torch.bfloat16"),
         ({"offs": None}, "offs is missing"),

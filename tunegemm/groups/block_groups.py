@@ -11,6 +11,7 @@ import torch
 
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.extension import LaunchCache
+from tunegemm.dispatch.fx import rank
 from tunegemm.dispatch.guards import current_device
 from tunegemm.errors import ProblemError, TunegemmError, one_line
 from tunegemm.generate import block_groups
@@ -25,9 +26,13 @@ _FP8 = torch.float8_e4m3fn
 _launches = LaunchCache()
 
 
-def are_of_blocks(a: torch.Tensor, b: torch.Tensor, scale_b: torch.Tensor) -> bool:
-    """Whether scales are of blocks: row-wise scales of b have a dimension less."""
-    return (a.ndim, b.ndim, scale_b.ndim) == (2, 3, 3)
+def are_of_blocks(a: Any, b: Any, scale_a: Any, scale_b: Any) -> bool:
+    """Whether scales are of blocks: row-wise scales have a dimension less, and torch's others of two
+    dimensions are not fp32. Raises TypeError for what is not a tensor."""
+    ranks = rank(scale_a), rank(scale_b)
+    return (rank(a), rank(b)) == (2, 3) and (
+        ranks[1] == 3 or (ranks[0] == 2 and scale_a.dtype is torch.float32)
+    )
 
 
 def scaled_grouped_mm(
@@ -37,7 +42,7 @@ def scaled_grouped_mm(
     """`tunegemm.scaled_grouped_mm` for scales of blocks. Raises ProblemError for operands that do not fit."""
     check(a, b, scale_a, scale_b, offs)
     assert offs is not None
-    if torch.compiler.is_compiling() or not are_plain(a, b, scale_a, scale_b, offs):
+    if torch.compiler.is_compiling() or a.is_meta or not are_plain(a, b, scale_a, scale_b, offs):
         result: torch.Tensor = torch.ops.tunegemm.scaled_grouped_blocks(a, b, scale_a, scale_b, offs)
     else:
         result = _compute(a, b, scale_a, scale_b, offs)

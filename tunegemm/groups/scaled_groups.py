@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tunegemm.dispatch.fx import node_of
 from tunegemm.dispatch.guards import deterministic
 from tunegemm.errors import ProblemError
 from tunegemm.groups import block_groups, grouped
@@ -39,22 +40,29 @@ def scaled_grouped_mm(
     `out_dtype`: they accumulate in the tensor cores. Torch computes everything else with your arguments.
     torch.compile traces torch's operator, which `enable` serves at run time. Raises what torch raises.
     """
-    if block_groups.are_of_blocks(a, b, scale_b):
+    words: dict[str, Any] = {
+        "offs": offs, "bias": bias, "scale_result": scale_result, "out_dtype": out_dtype,
+        "use_fast_accum": use_fast_accum,
+    }  # fmt: skip
+    try:
+        of_blocks = block_groups.are_of_blocks(a, b, scale_a, scale_b)
+    except TypeError as error:
+        given = a, b, scale_a, scale_b
+        result: torch.Tensor = node_of(error, scaled_grouped_mm, given, words, torch._scaled_grouped_mm)
+        return result
+    if of_blocks:
         if bias is not None or scale_result is not None:
             raise ProblemError(
                 "products with block scales take no bias and no scale_result; apply them after"
             )
         return block_groups.scaled_grouped_mm(a, b, scale_a, scale_b, offs, out_dtype)
-    words = offs, bias, scale_result, out_dtype, use_fast_accum
     if not torch.compiler.is_compiling() and grouped.are_plain(a, b, scale_a, scale_b, offs):
-        result = below_autograd(a, b, scale_a, scale_b, *words)
-        if result is not None:
-            return result
-        offs = None if offs is None else offs.contiguous()  # torch's kernel ignores the stride of offs
-    return torch._scaled_grouped_mm(
-        a, b, scale_a, scale_b, offs=offs, bias=bias, scale_result=scale_result, out_dtype=out_dtype,
-        use_fast_accum=use_fast_accum,
-    )  # fmt: skip
+        served = below_autograd(a, b, scale_a, scale_b, **words)
+        if served is not None:
+            return served
+        # torch's kernel ignores the stride of offs
+        words["offs"] = None if offs is None else offs.contiguous()
+    return torch._scaled_grouped_mm(a, b, scale_a, scale_b, **words)
 
 
 def below_autograd(
