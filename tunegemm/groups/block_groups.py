@@ -12,7 +12,7 @@ import torch
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.fx import rank
-from tunegemm.dispatch.guards import current_device
+from tunegemm.dispatch.guards import capturing, current_device
 from tunegemm.errors import ProblemError, TunegemmError, one_line
 from tunegemm.generate import block_groups
 from tunegemm.generate.block_groups import BlockGroupKernel
@@ -94,13 +94,11 @@ def _compute(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Ten
 def _by_kernel(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Tensor | None:
     """The product in bf16 by a kernel; None if none can run."""
     device = a.device
-    if (
-        device.type != extension.device_type()
-        or extension.is_off()
-        or (device.index or 0) != current_device()
-        or not a.shape[0]
-    ):
+    if device.type != extension.device_type() or extension.is_off() or not a.shape[0]:
         return None
+    if (device.index or 0) != current_device():
+        with torch.cuda.device(device):
+            return _by_kernel(a, b, scale_a, scale_b, offs)
     tensors = a, b, scale_a, scale_b, offs
     result = a.new_empty((a.shape[0], b.shape[2]), dtype=torch.bfloat16)
     key = a.numel(), b.numel()
@@ -117,6 +115,8 @@ def _by_kernel(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.T
     except NotTaken:
         return None
     except (RuntimeError, ValueError) as error:
+        if capturing(device):
+            raise
         _launches.keep(key, None, *tensors)
         extension.warn(
             f"a kernel of groups with block scales failed to launch on {device} ({one_line(error)}); such "
