@@ -8,7 +8,8 @@
 Beside `tunegemm.scaled_mm` torch's own of the same operands and scales, torch's of bf16 weights, and
 DeepGEMM's where `deep_gemm` is installed (sgl-deep-gemm: it compiles by nvcc at each kernel's first call).
 Operands are quantised before: activations take as long for all. With `--groups` `tunegemm.scaled_grouped_mm`
-beside `tunegemm.grouped_mm` of bf16 weights. Writes results/GPU/blocks.json after each row.
+beside `tunegemm.grouped_mm` of bf16 weights. Writes results/GPU/blocks.json, or block_groups.json, after each
+row.
 """
 
 from __future__ import annotations
@@ -46,8 +47,11 @@ METHOD = (
     "torch.mm; deepgemm: fp8_gemm_nt, scales in its own layout; kernel: the chosen kernel, served or not; "
     "ratio_to_torch, ratio_to_deepgemm, ratio_to_bf16: to tunegemm.scaled_mm; bandwidth_share: bytes of "
     "operands, scales and result a second, to those of a copy of 1 GiB; error: to fp64, in parts of the "
-    "magnitudes; with groups: m rows of tokens' experts, sets are divisions of these (skew as in "
-    "benchmarks.experts), bf16 is tunegemm.grouped_mm, bytes are those of groups that have rows"
+    "magnitudes"
+)
+METHOD_OF_GROUPS = (
+    f"{METHOD}; m rows of tokens' experts, sets are divisions of these (skew as in benchmarks.experts), "
+    "bf16 is tunegemm.grouped_mm, bytes are those of groups that have rows"
 )
 #: N and K of each layer's products.
 LAYERS = {
@@ -366,7 +370,8 @@ def measure_groups(
 def run(options: argparse.Namespace) -> int:
     """Prints and writes a row for each case, those that the file lacks first; 1 where a result is wrong."""
     device = begin(options.device)
-    results = Results(results_path(options.out, device, "blocks.json"), meta(device, METHOD))
+    name, method = ("block_groups", METHOD_OF_GROUPS) if options.groups else ("blocks", METHOD)
+    results = Results(results_path(options.out, device, f"{name}.json"), meta(device, method))
     provided = provide_blocks()
     copied = copied_gbs()
     print(f"{device.name}: a copy moves {copied:.0f} GB/s", flush=True)

@@ -204,6 +204,22 @@ def test_a_kernel_of_block_scales_is_bound_once_and_its_failure_is_no_callers(
         tunegemm.refresh()
 
 
+def test_a_policy_that_block_scales_break_is_said(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    """While the one kernel that keeps the order of sums compiles."""
+    monkeypatch.setattr(extension, "device_type", lambda: "cpu")
+    monkeypatch.setattr(extension, "loaded", lambda *_: None)
+    tunegemm.refresh()
+    try:
+        with (
+            tunegemm.policy("batch_invariant"),
+            pytest.warns(tunegemm.TunegemmWarning, match="does not hold"),
+        ):
+            tunegemm.scaled_grouped_mm(**of_blocks())
+    finally:
+        monkeypatch.undo()
+        tunegemm.refresh()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

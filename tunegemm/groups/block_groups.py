@@ -68,12 +68,9 @@ def check(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> None:
         if scale.dtype != torch.float32:
             raise ProblemError(f"{name} is {scale.dtype}; give float32 scales: {name}.float()")
         if tuple(scale.shape) != shape:
-            turned = (*shape[:-2], shape[-1], shape[-2])
-            remedy = (
-                f"transpose it: {name}.mT"
-                if tuple(scale.shape) == turned
-                else f"blocks of {BLOCK} have {shape}"
-            )
+            remedy = f"blocks of {BLOCK} have {shape}"
+            if tuple(scale.shape) == (*shape[:-2], shape[-1], shape[-2]):
+                remedy = f"transpose it: {name}.mT"
             raise ProblemError(
                 f"{name} is {tuple(scale.shape)} for {tuple(a.shape)} x {tuple(b.shape)}; {remedy}"
             )
@@ -88,7 +85,16 @@ def _compute(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Ten
     if grouped.groups.are_checked():
         check_ends(offs, a.shape[0])
     result = _by_kernel(a, b, scale_a, scale_b, offs.contiguous())
-    return emulated(a, b, scale_a, scale_b, offs) if result is None else result
+    if result is not None:
+        return result
+    policy = extension.policy()
+    if policy.is_batch_invariant and a.device.type == extension.device_type():
+        extension.warn(
+            f"groups with block scales of {tuple(a.shape)} and {tuple(b.shape)} are computed in fp32: "
+            f"{policy} does not hold",
+            about=("order of groups", "block scales", tuple(b.shape)),
+        )
+    return emulated(a, b, scale_a, scale_b, offs)
 
 
 def _by_kernel(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Tensor | None:

@@ -101,7 +101,7 @@ def _plain(kernel: Any, dimensions: int) -> Callable[..., Any]:
     """For ``mm(a, b)`` and ``bmm(a, b)``, and these with ``out``."""
 
     def serve(keyset: Any, a: torch.Tensor, b: torch.Tensor, *more: Any, **keywords: Any) -> Any:
-        # Overloads with further arguments (`out_dtype`) are torch's, and dtypes that have no kernels.
+        # Torch computes overloads with further arguments (`out_dtype`) and dtypes without kernels.
         if (
             _is_served_dtype(a)
             and not more
