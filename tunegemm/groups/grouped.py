@@ -516,12 +516,6 @@ def _traced(
     return result
 
 
-_library = torch.library.Library("tunegemm", "FRAGMENT")
-_tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-_library.define("grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None) -> Tensor", tags=_tags)
-_library.define("grouped_along_k(Tensor a, Tensor b, Tensor offs) -> Tensor", tags=_tags)
-
-
 def _compute(a: Any, b: Any, offs: Any, bias: Any = None) -> torch.Tensor:
     result = None if deterministic() else groups.below_autograd(a, b, offs, bias)
     return by_torch(a, b, offs=offs, bias=bias) if result is None else result
@@ -545,9 +539,13 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return of_a, of_b, None, None
 
 
-for _name in ("grouped_mm", "grouped_along_k"):
-    _library.impl(_name, _compute, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        f"tunegemm::{_name}", lambda a, b, offs, bias=None: torch._grouped_mm(a, b, offs=offs), lib=_library
+#: Of operators of groups: Inductor keeps the strides of their operands.
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+for _schema in (
+    "grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None) -> Tensor",
+    "grouped_along_k(Tensor a, Tensor b, Tensor offs) -> Tensor",
+):
+    extension.define(
+        _schema, _compute, lambda a, b, offs, bias=None: torch._grouped_mm(a, b, offs=offs), TAGS
     )
-torch.library.register_autograd("tunegemm::grouped_mm", _backward, setup_context=_keep, lib=_library)
+torch.library.register_autograd("tunegemm::grouped_mm", _backward, setup_context=_keep, lib=extension.library)

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from tunegemm.layers.patterns import Match
 
 _CONFIG = "torch._inductor.config"
-_library: Any = torch.library.Library("tunegemm", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("gate(Tensor x, Tensor gate, Tensor up, str activation, str records='') -> Tensor")
 
 
 class Fusion:
@@ -128,7 +126,7 @@ def _function_of(match: Match, facts: tuple[Any, ...]) -> Callable[..., torch.Te
         activation, has_bias, has_residual = match.words
         return None if has_residual else _activated(activation, has_bias)
     if match.kind == "gate" and len(match.operands) == 3 and _pays(match, facts):
-        lower()
+        lower_to_function(torch.ops.tunegemm.gate.default, _gate, "tunegemm_gate")
         return _gates(match.words[0])
     return None
 
@@ -186,20 +184,11 @@ def _gate(
     return result
 
 
-_library.impl("gate", _gate, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "tunegemm::gate",
+extension.define(
+    "gate(Tensor x, Tensor gate, Tensor up, str activation, str records='') -> Tensor",
+    _gate,
     lambda x, gate, up, activation, records="": x.new_empty((*x.shape[:-1], gate.shape[0])),
-    lib=_library,
 )
-
-
-def lower() -> None:
-    """Make Inductor's code call the function directly, not through torch's dispatcher."""
-    lower_to_function(
-        torch.ops.tunegemm.gate.default, _gate, "tunegemm_gate",
-        lambda x, gate, up: [*x.get_size()[:-1], gate.get_size()[0]],
-    )  # fmt: skip
 
 
 def enable() -> takeover.Takeover:
