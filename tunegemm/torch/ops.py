@@ -268,7 +268,7 @@ def traced_matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = N
     return torch.ops.tunegemm.mm(a.flatten(0, -2), b, records=records()).unflatten(0, a.shape[:-1])
 
 
-def traced_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def traced_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`tunegemm.linear` while a graph is traced."""
     if weight.ndim != 2 or not _is_servable(x, weight):
         return torch.nn.functional.linear(x, weight, bias)
