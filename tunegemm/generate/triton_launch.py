@@ -183,12 +183,12 @@ def load_launcher(
 
 def scalars_of(seen: Problem, candidate: Candidate) -> dict[str, int]:
     """The numbers that kernels take, by argument name, for the product that a kernel sees."""
-    split_k, tile = int(candidate.params.get("split_k", 1)), candidate.params
+    split_k = int(candidate.params.get("split_k", 1))
     along_m, swizzle = int(candidate["raster_order"] == "along_m"), int(candidate["swizzle_size"])
     return {
         "m": seen.m, "n": seen.n, "k": seen.k, "batch": seen.batch, "split_k": split_k,
-        "tiles_m": -(-seen.m // tile["tile_m"]), "tiles_n": -(-seen.n // tile["tile_n"]),
-        "k_tiles": math.ceil(math.ceil(seen.k / tile["tile_k"]) / split_k),
+        "tiles_m": -(-seen.m // candidate["tile_m"]), "tiles_n": -(-seen.n // candidate["tile_n"]),
+        "k_tiles": math.ceil(math.ceil(seen.k / candidate["tile_k"]) / split_k),
         "along_m": along_m, "raster_along_m": along_m, "swizzle": swizzle, "swizzle_size": swizzle,
     }  # fmt: skip
 

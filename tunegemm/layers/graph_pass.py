@@ -24,7 +24,7 @@ from tunegemm.torch import ops, takeover
 from tunegemm.torch.lowering import lower_to_function
 
 
-class Fusion(CustomGraphPass):  # type: ignore[misc]
+class Fusion(CustomGraphPass):
     """Inductor's `pre_grad_custom_pass`."""
 
     def __init__(self, before: Any) -> None:

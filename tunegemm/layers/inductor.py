@@ -8,6 +8,7 @@ activation, and linear layers. Sums stay in the graph, where Inductor fuses them
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from tunegemm.torch import takeover
 from tunegemm.torch.start.after_import import AfterImport
@@ -24,8 +25,9 @@ def install() -> None:
 
 
 def _set() -> None:
-    from tunegemm.layers.graph_pass import Fusion, config
+    from tunegemm.layers.graph_pass import Fusion
 
+    config: Any = sys.modules[_CONFIG]
     before = getattr(config, "pre_grad_custom_pass", None)
     if not isinstance(before, Fusion):
         config.pre_grad_custom_pass = Fusion(before)
