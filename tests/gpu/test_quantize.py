@@ -99,7 +99,7 @@ def check(config: QuantizeConfig, rows: int, k: int, kind: str, *, power_of_two:
     launch = kernel_of(config).bound(x, values, scales, power_of_two=power_of_two)
     launch(x.data_ptr(), values.data_ptr(), scales.data_ptr())
     what = config, (rows, k), kind, power_of_two
-    wanted = quantize._by_torch(x, config.gated, power_of_two)
+    wanted = quantize.by_torch(x, config.gated, power_of_two)
     assert not (wrong := same((values, scales), wanted)), (what, wrong)
     values.copy_(torch.full((rows, k), POISON, device=WHERE).to(FP8))
     scales.fill_(POISON)
@@ -131,7 +131,7 @@ def test_every_value_of_16_bits_is_quantised_as_torch_does() -> None:
             scales = torch.empty(1, x.shape[0], device=WHERE).t()
             launch = kernel_of(launch_config).bound(x, values, scales)
             launch(x.data_ptr(), values.data_ptr(), scales.data_ptr())
-            assert not (wrong := same((values, scales), quantize._by_torch(x, gated, False))), (dtype, wrong)
+            assert not (wrong := same((values, scales), quantize.by_torch(x, gated, False))), (dtype, wrong)
 
 
 @pytest.mark.parametrize("gate", [None, "swiglu"])
@@ -141,20 +141,20 @@ def test_every_number_of_rows_is_right(gate: str | None) -> None:
         x = drawn("usual", rows, 272, torch.bfloat16)
         found = tunegemm.quantize(x, gate=gate)
         assert found[1].stride() == (1, rows)
-        assert not same(found, quantize._by_torch(x, gate is not None, False)), rows
+        assert not same(found, quantize.by_torch(x, gate is not None, False)), rows
 
 
 @pytest.mark.parametrize("gate", [None, "swiglu"])
 def test_one_launch_serves_the_public_door(monkeypatch: pytest.MonkeyPatch, gate: str | None) -> None:
     """On any stream, in a graph, and as an operator; what kernels refuse are torch's operations."""
     torch.manual_seed(2)
-    by_torch = quantize._by_torch
+    by_torch = quantize.by_torch
     wide = drawn("usual", 70, 8192, torch.bfloat16)
     refused = [wide[:, :200], wide[:, 1:257], wide.t()[:, :64]]
     for x in refused:
         assert not same(tunegemm.quantize(x, gate=gate), by_torch(x, gate is not None, False))
     x = wide[3:67, 512:4608]
-    monkeypatch.delattr(quantize, "_by_torch")
+    monkeypatch.delattr(quantize, "by_torch")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -76,8 +76,8 @@ def provide_joined() -> Provided:
 
 
 def provide_blocks() -> Provided:
-    """The objects of the kernels of block-scaled products (db/blocks.toml, db/block_groups.toml), and of those
-    for quantising. As `packing.provide`.
+    """The objects of the kernels of block-scaled products (db/blocks.toml, db/block_groups.toml), and of the
+    kernels that quantise. As `packing.provide`.
     """
     return provide_keys(_blocks())
 

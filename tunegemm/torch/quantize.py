@@ -57,7 +57,7 @@ def quantize(x: torch.Tensor, *, gate: str | None = None, power_of_two: bool = F
 def _quantized(x: torch.Tensor, gate: str | None, power_of_two: bool) -> Quantized:
     _check(x, gate)
     result = _by_kernel(x, gate is not None, bool(power_of_two)) if type(x) in PLAIN else None
-    return _by_torch(x, gate is not None, power_of_two) if result is None else result
+    return by_torch(x, gate is not None, power_of_two) if result is None else result
 
 
 def _check(x: torch.Tensor, gate: str | None) -> None:
@@ -75,7 +75,7 @@ def _check(x: torch.Tensor, gate: str | None) -> None:
         raise ProblemError("x requires a gradient, and quantize has none; give x.detach(), or use no_grad()")
 
 
-def _by_torch(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized:
+def by_torch(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized:
     """By torch's operations: step by step what the kernel does."""
     if gated:
         first, second = x.chunk(2, 1)
