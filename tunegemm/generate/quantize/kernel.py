@@ -1,7 +1,7 @@
 """The kernel that quantises rows to float8_e4m3fn, with one fp32 scale for each 128 neighbouring values.
 
 Half a warp has a block of four rows, each thread 8 neighbouring values: of 16-bit values one load of 16 bytes
-a row. All loads of a thread are issued before the first is used. Rows and columns beyond the extents are the
+a row. The loads of four rows are in flight together, and so are their exchanges of maxima. Rows and columns beyond the extents are the
 last ones again, whose magnitudes change no maximum, and are not stored.
 
 Each operation has one result under IEEE 754, but for the exponential, which takes the steps of CUDA's expf.
@@ -114,24 +114,34 @@ class Gemm:
             found.append([vector_at(self.dtype, at + Int64(part) * of_bytes) for part in self.parts(k)])
         own = cute.make_rmem_tensor(1, Float32)  # the scale of the row that this lane stores
         own[0] = Float32(0.0)
-        for index in cutlass.range_constexpr(ROWS):
-            row = first + index
-            if row < rows:
-                numbers = self.numbers_of(found[index])
-                scale = scale_of(numbers, power_of_two)
-                if lane == index:
-                    own[0] = scale
-                inverse = ptx("rcp.rn.f32 {$w0}, {$r0};", scale)
-                words = cute.make_rmem_tensor(VECTOR // 4, Int32)
-                for word in cutlass.range_constexpr(VECTOR // 4):
-                    words[word] = fp8_of(*(each * inverse for each in numbers[4 * word : 4 * word + 4]))
-                if column < k:
-                    target = values + Int64(row) * strides[1] + column
-                    cute.autovec_copy(words, tensor_at(Int32, target, VECTOR // 4, VECTOR))
+        place = values + Int64(first) * strides[1] + column, strides[1], column < k
+        if first + ROWS <= rows:
+            self.store(found, 0, place, own, lane, power_of_two)
+        else:
+            for index in cutlass.range_constexpr(ROWS - 1):
+                if first + index < rows:
+                    self.store(found[index : index + 1], index, place, own, lane, power_of_two)
         row = first + lane
         if lane < ROWS and row < rows and block * BLOCK < k:
             target = scales + (Int64(row) * strides[2] + Int64(block) * strides[3]) * 4
             tensor_at(Float32, target, 1, 4)[0] = own[0]
+
+    @cute.jit
+    def store(self, found, first: cutlass.Constexpr, place, own, lane, power_of_two):
+        """Quantise rows from the thread's first on, together, and store what lies inside. found: their
+        vectors. own: becomes the scale of the row of this lane's number."""
+        numbers = [self.numbers_of(vectors) for vectors in found]
+        scales = scales_of(numbers, power_of_two)
+        for index in cutlass.range_constexpr(len(found)):
+            if lane == first + index:
+                own[0] = scales[index]
+            inverse = ptx("rcp.rn.f32 {$w0}, {$r0};", scales[index])
+            words = cute.make_rmem_tensor(VECTOR // 4, Int32)
+            for word in cutlass.range_constexpr(VECTOR // 4):
+                words[word] = fp8_of(*(each * inverse for each in numbers[index][4 * word : 4 * word + 4]))
+            if place[2]:
+                target = place[0] + (first + index) * place[1]
+                cute.autovec_copy(words, tensor_at(Int32, target, VECTOR // 4, VECTOR))
 
     def parts(self, k):
         """Where vectors of a row begin, in elements from the thread's own column on."""
@@ -170,15 +180,16 @@ def vector_at(dtype, address):
     return vector
 
 
-def scale_of(numbers, power_of_two):
-    """The scale of a block, of which this thread has these numbers. NaN if one of the block's is NaN."""
-    largest = Float32(EPSILON)
-    for number in numbers:
-        magnitude = ptx("abs.f32 {$w0}, {$r0};", number)
-        largest = maximum(largest, magnitude)
-    for step in (8, 4, 2, 1):
-        largest = maximum(largest, cute.arch.shuffle_sync_bfly(largest, offset=step))
-    return rounded_scale(largest * Float32(1 / LARGEST), power_of_two)
+def scales_of(rows, power_of_two):
+    """The scales of blocks, of each of which this thread has such numbers. NaN where a block has a NaN."""
+    largest = [Float32(EPSILON)] * len(rows)
+    for index, numbers in enumerate(rows):
+        for number in numbers:
+            largest[index] = maximum(largest[index], ptx("abs.f32 {$w0}, {$r0};", number))
+    for step in (8, 4, 2, 1):  # of all rows at once: none waits for the one before
+        others = [cute.arch.shuffle_sync_bfly(each, offset=step) for each in largest]
+        largest = [maximum(*pair) for pair in zip(largest, others, strict=True)]
+    return [rounded_scale(each * Float32(1 / LARGEST), power_of_two) for each in largest]
 
 
 @cute.jit
