@@ -1,8 +1,8 @@
 """The kernel that quantises rows to float8_e4m3fn, with one fp32 scale for each 128 neighbouring values.
 
 Half a warp has a block of four rows, each thread 8 neighbouring values: of 16-bit values one load of 16 bytes
-a row. The loads of four rows are in flight together, and so are their exchanges of maxima. Rows and columns beyond the extents are the
-last ones again, whose magnitudes change no maximum, and are not stored.
+a row. The loads of four rows are in flight together, and so are their exchanges of maxima. Rows and columns
+beyond the extents are the last ones again, whose magnitudes change no maximum, and are not stored.
 
 Each operation has one result under IEEE 754, but for the exponential, which takes the steps of CUDA's expf.
 So the bits are those of the same operations by torch.
