@@ -263,7 +263,7 @@ def copied_gbs() -> float:
 
 def measure(
     case: Case, device: Device, provided: Provided, every: bool, rounds: int, copied: float,
-    quantising: bool = False,
+    quantising: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """A row."""
     steady = case.rows >= _STEADY_ROWS
@@ -443,11 +443,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rows(options: argparse.Namespace, results: Results, words: Any) -> Iterator[dict[str, Any]]:
-    """words: what `measure` is given after the case."""
+    """words: what `measure` is given after the case, but for `quantising`."""
     cases = [Case(layer, rows) for rows in map(int, options.rows) for layer in options.layers]
     cases.sort(key=lambda case: results.find(_named(case)) is not None)
+    words = (*words, options.with_quantising)
     for case in within(options.seconds, cases):
-        yield measure(case, *words, options.with_quantising)
+        yield measure(case, *words)
 
 
 def _rows_of_groups(options: argparse.Namespace, results: Results, words: Any) -> Iterator[dict[str, Any]]:

@@ -155,7 +155,7 @@ def test_one_launch_serves_the_public_door(monkeypatch: pytest.MonkeyPatch, gate
         assert not same(tunegemm.quantize(x, gate=gate), by_torch(x, gate is not None, False))
     x = wide[3:67, 512:4608]
     monkeypatch.delattr(quantize, "by_torch")
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         found = tunegemm.quantize(x, gate=gate)
@@ -166,7 +166,7 @@ def test_one_launch_serves_the_public_door(monkeypatch: pytest.MonkeyPatch, gate
     with torch.cuda.graph(graph):
         found = tunegemm.quantize(x, gate=gate)
     for _ in range(2):
-        x.copy_(drawn("usual", *x.shape, torch.bfloat16))
+        x.copy_(drawn("usual", *x.shape, dtype=torch.bfloat16))
         graph.replay()
         assert not same(found, by_torch(x, gate is not None, False))
 

@@ -48,9 +48,9 @@ def quantize(x: torch.Tensor, *, gate: str | None = None, power_of_two: bool = F
     try:
         rank(x)
     except TypeError as error:
-        return node_of(error, quantize, (x,), {"gate": gate, "power_of_two": power_of_two})  # type: ignore[no-any-return]
+        return node_of(error, quantize, (x,), {"gate": gate, "power_of_two": power_of_two})
     if torch.compiler.is_compiling():
-        return torch.ops.tunegemm.quantize(x, gate, power_of_two)  # type: ignore[no-any-return]
+        return torch.ops.tunegemm.quantize(x, gate, power_of_two)
     return _quantized(x, gate, power_of_two)
 
 
