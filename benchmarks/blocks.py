@@ -57,7 +57,9 @@ METHOD = (
 )
 METHOD_OF_GROUPS = (
     f"{METHOD}; m rows of tokens' experts, sets are divisions of these (skew as in benchmarks.experts), "
-    "bf16 is tunegemm.grouped_mm, bytes are those of groups that have rows"
+    "bf16 is tunegemm.grouped_mm, bytes are those of groups that have rows; contiguous, masked: DeepGEMM's "
+    "m_grouped_fp8_gemm_nt_*, rows laid out before as it wants them (each group padded to its alignment; a "
+    "slot of the largest group's rows for each); ratio_to_deepgemm: to the faster of them"
 )
 METHOD_QUANTISING = (
     f"{METHOD}; activations are bf16: tunegemm and deepgemm quantise by the kernel of tunegemm.quantize, "
@@ -84,6 +86,9 @@ GROUPS = {
     "DeepSeek-V3 experts down": (256, 8, 7168, 2048),
     "Qwen3-235B experts gate+up": (128, 8, 3072, 4096),
     "Qwen3-235B experts down": (128, 8, 4096, 1536),
+    # One of eight GPUs that share the experts gets as many rows as there are tokens.
+    "DeepSeek-V3 experts gate+up, an eighth": (32, 1, 4096, 7168),
+    "DeepSeek-V3 experts down, an eighth": (32, 1, 7168, 2048),
 }
 TOKENS = ("1", "16", "128", "1024", "4096")
 SKEWS_OF_GROUPS = ("uniform", "typical")
@@ -92,8 +97,10 @@ _STEADY_ROWS = 2048
 _TURN_MS = 24.0
 _GRAPH: dict[str, Any] = {"short_ms": 0.5, "most": 200}
 _MOST_DIVISIONS = 24
+_MASKED_BYTES = 8 << 30
+"""DeepGEMM's masked product has room for the largest group in all groups: it is timed up to so many bytes."""
 _ERROR = 4e-3
-_SHOWN = ("torch", "bf16", "deepgemm", "tunegemm", "kernel", "quantize")
+_SHOWN = ("torch", "bf16", "deepgemm", "contiguous", "masked", "tunegemm", "kernel", "quantize")
 _RATIOS = ("ratio_to_torch", "ratio_to_deepgemm", "ratio_to_bf16")
 FP8 = torch.float8_e4m3fn
 
@@ -363,6 +370,8 @@ def measure_groups(
         return tunegemm.grouped_mm(wide, plain.mT, offs=ends[i])
 
     sides: dict[str, Side] = {"bf16": bf16, "tunegemm": ours}
+    peers = peers_of_groups(experts, a, scale_a, divisions)
+    sides |= {name: side for name, (side, _) in peers.items()}
     choice = choose_of_groups(rows, groups)
     for config in listed_of_groups() if every else ():
         artifact = provided.of(block_groups.kernel_key(config))
@@ -388,24 +397,104 @@ def measure_groups(
             start += size
         return max(found)
 
-    errors = {name: error(side(0)) for name, side in sides.items() if name != "bf16"}
+    refused: dict[str, str] = {}
+    errors: dict[str, float] = {}
+    for name, side in list(sides.items()):
+        try:
+            result = side(0)
+            if name in peers:
+                result = result.reshape(-1, n)[peers[name][1]]
+            if name != "bf16":
+                errors[name] = error(result)
+        except (RuntimeError, ValueError) as failure:
+            refused[name] = one_line(failure)
+            del sides[name]
     graphs = {name: Graph.capture(side, len(divisions), **_GRAPH) for name, side in sides.items()}
     turn_ms = _TURN_MS if steady else 0.0
     samples = in_rounds(graphs, max(3, rounds // 3) if steady else rounds, lambda _: turn_ms)
     us = {name: statistics.median(times) for name, times in samples.items()}
     own, (across, along) = us["tunegemm"], scales.shape[1:]
     moved = used / len(divisions) * (n * k + 4 * across * along) + rows * (k + 2 * n + 4 * along)
+    of_peers = [us[name] for name in peers if name in us]
     row = _named_group(case) | {
-        "block": [BLOCK, BLOCK], "with_quantising": False, "ratio_to_bf16": round(us["bf16"] / own, 4),
+        "block": [BLOCK, BLOCK], "with_quantising": False,
+        "ratio_to_deepgemm": round(min(of_peers) / own, 4) if of_peers else None,
+        "ratio_to_bf16": round(us["bf16"] / own, 4),
         "bandwidth_share": round(moved / own * 1e-3 / copied, 4),
         "tflops": round(2 * rows * n * k / own * 1e-6, 1), "chosen": choice.label,
         "error": round(errors["tunegemm"], 6), "us": {name: round(value, 2) for name, value in us.items()},
         "wrong": [name for name, found in errors.items() if not found < _ERROR], "turn_ms": turn_ms,
     }  # fmt: skip
+    if refused:
+        row["refused"] = refused
     if every:
         best = min((name for name in us if name not in _SHOWN), key=us.__getitem__)
         row |= {"best": best, "best_to_chosen": round(own / us[best], 4)}
     return row
+
+
+def peers_of_groups(
+    experts: Experts, a: torch.Tensor, scale_a: torch.Tensor, divisions: list[list[int]]
+) -> dict[str, tuple[Side, torch.Tensor]]:
+    """DeepGEMM's two products of groups, each with the rows of its first division's result that are those of
+    `a`; none where it is missing.
+    """
+    if (peer := deep_gemm()) is None:
+        return {}
+    layout = importlib.import_module("deep_gemm.utils.layout")
+    (groups, n, k), (rows, along) = experts.weights.shape, scale_a.shape
+    weights = experts.weights, experts.scales
+    sizes = torch.tensor(divisions)
+    group_of = [torch.arange(groups).repeat_interleave(division).cuda() for division in sizes]
+
+    def begins_at(room: torch.Tensor) -> list[torch.Tensor]:
+        """Where each row of `a` lies if group g has room for room[g] rows."""
+        return [
+            torch.arange(rows, device="cuda")
+            + (own.cumsum(0) - own - division.cumsum(0) + division).cuda()[group]
+            for own, division, group in zip(room, sizes, group_of, strict=True)
+        ]
+
+    def spread(places: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values = torch.zeros(count, k, device="cuda", dtype=torch.uint8)
+        values[places] = a.view(torch.uint8)
+        scales = torch.zeros(count, along, device="cuda")
+        scales[places] = scale_a
+        return values.view(FP8), scales
+
+    unit = layout.get_mk_alignment_for_contiguous_layout()
+    padded = -(-sizes // unit) * unit
+    of_contiguous = begins_at(padded)
+    contiguous_rows = [
+        (values, layout.get_mn_major_tma_aligned_tensor(scales))
+        for values, scales in map(spread, of_contiguous, padded.sum(1).tolist())
+    ]
+    indices = [torch.arange(groups).repeat_interleave(own).to(torch.int32).cuda() for own in padded]
+    contiguous_out = torch.empty(int(padded.sum(1).max()), n, device="cuda", dtype=torch.bfloat16)
+
+    def contiguous(i: int) -> torch.Tensor:
+        out = contiguous_out[: len(indices[i])]
+        peer.m_grouped_fp8_gemm_nt_contiguous(contiguous_rows[i], weights, out, indices[i])
+        return out
+
+    def masked(i: int) -> torch.Tensor:
+        peer.m_grouped_fp8_gemm_nt_masked(masked_rows[i], weights, masked_out, masks[i], expected)
+        return masked_out
+
+    sides = {"contiguous": (contiguous, of_contiguous[0])}
+    room = -(-int(sizes.max()) // 64) * 64
+    if groups * room * (k * len(divisions) + 2 * n) < _MASKED_BYTES:
+        of_masked = begins_at(torch.full_like(sizes, room))
+        masked_rows = []
+        for places in of_masked:
+            values, scales = spread(places, groups * room)
+            own = layout.get_mn_major_tma_aligned_tensor(scales.view(groups, room, along))
+            masked_rows.append((values.view(groups, room, k), own))
+        masks = list(sizes.to(torch.int32).cuda())
+        masked_out = torch.empty(groups, room, n, device="cuda", dtype=torch.bfloat16)
+        expected = -(-rows // max(1, int((sizes[0] > 0).sum())))
+        sides["masked"] = masked, of_masked[0]
+    return sides
 
 
 @torch.no_grad()

@@ -45,6 +45,9 @@ from tunegemm.generate.cute_sm90.kernel.split_k import SplitK, Workspace
 #: The ring's barriers are there for the warp that copies scales. It waits at a barrier of its own: synccheck
 #: takes waits for one barrier in two places of the code for threads that diverge.
 SCALES_BARRIER = START_BARRIER + 1
+#: Of the turns of each warpgroup of a tile: their sums are there, and these were taken.
+THERE_BARRIER = SCALES_BARRIER + 1
+TAKEN_BARRIER = THERE_BARRIER + 3
 #: Magnitudes of a product of scales by which a block's sum is multiplied at once.
 SMALL, LARGE = 2.0**-100, 2.0**100
 
@@ -93,10 +96,20 @@ class Ring(ring.Ring):
         found = ring.Ring(self.config, self.full, self.empty).for_consumer(lane, cta)
         return Ring(found.config, found.full, found.empty, found.signal, found.peer)
 
+    @cute.jit
+    def advance_by(self, state, stages: cutlass.Constexpr):
+        """So many stages on, at most all of them."""
+        stage, phase = state
+        stage += stages
+        if stage >= self.config.stages:
+            stage -= self.config.stages
+            phase ^= 1
+        return ring.RingState(stage, phase)
+
 
 @dataclass(frozen=True)
 class ScaleProducer:
-    """One warp: copies the scales of each stage into shared memory."""
+    """One warp: copies the scales of each stage, or of its turn's stages, into shared memory."""
 
     config: BlockConfig
     scales: Scales
@@ -105,6 +118,7 @@ class ScaleProducer:
     """(SCALE, STAGE)"""
     ring: Ring
     lane: Int32
+    turn: Int32
 
     @cute.jit
     def run(self, schedule):
@@ -124,7 +138,10 @@ class ScaleProducer:
                 row, column = origin.column, origin.row
             own = cutlass.min(column // BLOCK + self.lane, ends.columns - 1)
             weights = scales.weights_address + Int64(own) * scales.block_stride * 4
-            for k_tile in cutlass.range(unit.k_tiles, unroll=1):
+            end = ring.skip(state, unit.k_tiles)
+            if const_expr(config.scale_warps > 1):
+                state = ring.skip(state, self.turn)
+            for k_tile in cutlass.range(self.turn, unit.k_tiles, config.scale_warps, unroll=1):
                 ring.wait_empty(state)
                 target = first_target + state.stage * (config.stage_scales * 4)
                 step = Int64(block + k_tile)
@@ -141,7 +158,8 @@ class ScaleProducer:
                     source = weights + step * scales.weights_k_stride * 4
                     copy_async(target + config.rows * 4, source, size)
                 cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + state.stage)
-                state = ring.advance(state)
+                state = ring.advance_by(state, config.scale_warps)
+            state = end
             unit = schedule.next(unit)
 
 
@@ -162,6 +180,10 @@ class Consumer(consumer.Consumer):
     """The thread's index in the warpgroup."""
     adding: Any = None
     """The tiled MMA that adds to what another, `tiled_mma`, begins."""
+    turn: Any = None
+    """Which blocks of k are this warpgroup's."""
+    exchange: Any = None
+    """(4, CHUNK, TURN - 1): this thread's place for sums in shared memory; None of one turn."""
 
     @cute.jit
     def run(self, schedule, lane, cta):
@@ -181,51 +203,99 @@ class Consumer(consumer.Consumer):
         phases = Int32(0)
         state = ring.consumer_start()
         unit = schedule.first()
+        first = unit.index
         while schedule.has(unit):
             tile = schedule.tile(unit.index)
             origin = schedule.origin(tile)
             sums.fill(0.0)
+            count, end = unit.k_tiles, state
+            if const_expr(config.turns > 1):
+                end = ring.skip(state, unit.k_tiles)
+                state = ring.skip(state, self.turn)
+                count = (unit.k_tiles - self.turn + (config.turns - 1)) // config.turns
             if const_expr(config.parts == 1):
-                for _ in cutlass.range(unit.k_tiles, unroll=1):
+                for _ in cutlass.range(count, unroll=1):
                     ring.wait_full(state)
                     for atom in cutlass.range_constexpr(config.atoms_per_warpgroup):
                         self.multiply(parts[0], fragments, atom, state.stage)
                         last = const_expr(atom == config.atoms_per_warpgroup - 1)
                         self.add(sums, parts[0], ring, state.stage, atom, origin, 0, last)
-                    state = ring.advance(state)
+                    state = ring.advance_by(state, config.turns)
+            elif const_expr(config.turns == 1):
+                state = self.sum_alternately(sums, parts, fragments, ring, state, count, origin)
             else:
-                state = self.sum_in_turns(sums, parts, fragments, ring, state, unit.k_tiles, origin)
+                if count > 0:  # of few blocks a turn has none
+                    self.sum_alternately(sums, parts, fragments, ring, state, count, origin)
+            if const_expr(config.turns > 1):
+                state = end
+                self.meet_turns(sums, unit.index != first)
 
-            holds_sum = cutlass.Boolean(True)
-            if schedule.is_split(unit):
-                holds_sum = self.split_k.add(sums, schedule, unit)
-            if holds_sum:
-                phases = self.epilogue.store(sums, origin, phases)
+            if self.turn == 0:
+                holds_sum = cutlass.Boolean(True)
+                if schedule.is_split(unit):
+                    holds_sum = self.split_k.add(sums, schedule, unit)
+                if holds_sum:
+                    phases = self.epilogue.store(sums, origin, phases)
             unit = schedule.next(unit)
-        self.epilogue.finish(lane)
+            if const_expr(config.turns > 1):
+                if self.turn == 0 and schedule.has(unit):
+                    self.arrive(TAKEN_BARRIER)
+        if self.turn == 0:
+            self.epilogue.finish(lane)
 
     @cute.jit
-    def sum_in_turns(self, sums, parts, fragments, ring, state, k_tiles, origin):
+    def meet_turns(self, sums, again):
+        """The first turn adds the sums of the others to its own. again: whether they met before."""
+        config = self.config
+        chunks = config.accumulator_registers // 4
+        own = cute.make_tensor(sums.iterator, cute.make_layout((4, chunks)))  # (4, CHUNK)
+        if self.turn == 0:
+            self.sync(THERE_BARRIER)
+            for turn in cutlass.range_constexpr(config.turns - 1):
+                for chunk in cutlass.range_constexpr(chunks):
+                    loaded = cute.make_rmem_tensor(4, Float32)
+                    cute.autovec_copy(self.exchange[(None, chunk, turn)], loaded)
+                    for value in cutlass.range_constexpr(4):
+                        own[value, chunk] = own[value, chunk] + loaded[value]
+        else:
+            if again:
+                self.sync(TAKEN_BARRIER)
+            for chunk in cutlass.range_constexpr(chunks):
+                cute.autovec_copy(own[(None, chunk)], self.exchange[(None, chunk, self.turn - 1)])
+            self.arrive(THERE_BARRIER)
+
+    def sync(self, barrier):
+        """Wait for the other turns."""
+        threads = self.config.turns * WARPGROUP_THREADS
+        cute.arch.barrier(barrier_id=barrier + self.group, number_of_threads=threads)
+
+    def arrive(self, barrier):
+        """Say to the other turns that this one is there."""
+        threads = self.config.turns * WARPGROUP_THREADS
+        cute.arch.barrier_arrive(barrier_id=barrier + self.group, number_of_threads=threads)
+
+    @cute.jit
+    def sum_alternately(self, sums, parts, fragments, ring, state, k_tiles, origin):
         """The main loop where a warpgroup has one WGMMA's rows, and adds up one block while the tensor cores
         have the next. Returns where the ring then is.
         """
         ring.wait_full(state)
         self.multiply(parts[0], fragments, 0, state.stage)
         previous = state.stage
-        state = ring.advance(state)
+        state = ring.advance_by(state, self.config.turns)
         for _ in cutlass.range((k_tiles - 1) // 2, unroll=1):
             for turn in cutlass.range_constexpr(2):
                 ring.wait_full(state)
                 self.multiply(parts[1 - turn], fragments, 0, state.stage)
                 self.add(sums, parts[turn], ring, previous, 0, origin, 1, True)
                 previous = state.stage
-                state = ring.advance(state)
+                state = ring.advance_by(state, self.config.turns)
         if k_tiles % 2 == 0:
             ring.wait_full(state)
             self.multiply(parts[1], fragments, 0, state.stage)
             self.add(sums, parts[0], ring, previous, 0, origin, 1, True)
             self.add(sums, parts[1], ring, state.stage, 0, origin, 0, True)
-            state = ring.advance(state)
+            state = ring.advance_by(state, self.config.turns)
         else:
             self.add(sums, parts[0], ring, previous, 0, origin, 0, True)
         return state
@@ -416,10 +486,10 @@ class Gemm:
         # The same atom, as wide as what is converted at a time.
         epilogue_mma = layouts.tiled_mma(1, config.converted_columns)
         # (epiM, epiN, BUFFER)
-        sD_layout = layouts.staging(mD, config.out_epi_n, config.consumers * config.epilogue_buffers)
+        sD_layout = layouts.staging(mD, config.out_epi_n, config.tile_warpgroups * config.epilogue_buffers)
         d = layouts.staged_box(cpasync.CopyBulkTensorTileS2GOp(), mD, config.out_epi_n)
         self.storage = layouts.shared_storage(cute.cosize(sA_layout), cute.cosize(sB_layout))
-        self.smem_bytes = self.storage.size_in_bytes() + config.scale_bytes
+        self.smem_bytes = self.storage.size_in_bytes() + config.scale_bytes + 4 * config.turn_elements
 
         # Tiles along the rows may overlap, so that the last ones end with them; along the columns they begin
         # where blocks of scales do.
@@ -491,6 +561,9 @@ class Gemm:
         allocator = SmemAllocator()
         storage = allocator.allocate(self.storage)
         scales_address = allocator.allocate_array(Float32, config.stages * config.stage_scales)
+        turns_address = None
+        if const_expr(config.turns > 1):
+            turns_address = allocator.allocate_array(Float32, config.turn_elements)
         ring = Ring(config, storage.full.data_ptr(), storage.empty.data_ptr())
         if thread == 0:
             ring.make_barriers()
@@ -508,6 +581,7 @@ class Gemm:
 
         load_registers, mma_registers = config.registers
         started = 32 + config.consumers * WARPGROUP_THREADS
+        copying = 32 + 32 * config.scale_warps
         if group == 0:
             cute.arch.setmaxregister_decrease(load_registers)
             if const_expr(config.cluster_size > 1):
@@ -517,12 +591,13 @@ class Gemm:
                 if const_expr(config.cluster_size == 1):
                     cute.arch.sync_warp()
                     cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
-                    cute.arch.barrier_arrive(barrier_id=SCALES_BARRIER, number_of_threads=64)
+                    cute.arch.barrier_arrive(barrier_id=SCALES_BARRIER, number_of_threads=copying)
                 Producer(config, a, b, sA, sB, ring).run(schedule, l2_hint)
-            if warp_index == 1:
+            if warp_index >= 1 and warp_index <= config.scale_warps:
                 if const_expr(config.cluster_size == 1):
-                    cute.arch.barrier(barrier_id=SCALES_BARRIER, number_of_threads=64)
-                ScaleProducer(config, scales, ends, sScales, ring, thread % 32).run(schedule)
+                    cute.arch.barrier(barrier_id=SCALES_BARRIER, number_of_threads=copying)
+                turn = warp_index - 1
+                ScaleProducer(config, scales, ends, sScales, ring, thread % 32, turn).run(schedule)
         else:
             cute.arch.setmaxregister_increase(mma_registers)
             if const_expr(config.cluster_size > 1):
@@ -533,6 +608,10 @@ class Gemm:
             thread, group = thread - WARPGROUP_THREADS, group - 1  # of the consumers
             cta_m, cta_n, _ = cute.arch.block_idx()
             own, lane = thread % WARPGROUP_THREADS, thread % 32
+            turn, exchange = Int32(0), None
+            if const_expr(config.turns > 1):
+                turn, group = group // config.tile_warpgroups, group % config.tile_warpgroups
+                exchange = self.exchange_of(turns_address, group, own)
             fusion = Fusion.of(config, self.dtypes, d.tensor, (), own)
             epilogue = Epilogue(config, self.dtypes, d, None, mmas[2], sD, loaded, fusion, group, own)
             split_k = SplitK(config, workspace, met, (cta_m, cta_n), group, own)
@@ -549,5 +628,15 @@ class Gemm:
                 sScales,
                 own,
                 mmas[1],
+                turn,
+                exchange,
             )
             consumer.run(schedule, lane, (cta_m, cta_n))
+
+    def exchange_of(self, address, group, thread):
+        """(4, CHUNK, TURN - 1): a thread's sums, as far apart as a warpgroup's accesses are long."""
+        config = self.config
+        chunks, values = config.accumulator_registers // 4, config.tile_m * config.tile_n
+        own = address + group * (values // config.tile_warpgroups) + thread * 4
+        layout = cute.make_layout((4, chunks, config.turns - 1), stride=(1, 4 * WARPGROUP_THREADS, values))
+        return cute.make_tensor(own, layout)
