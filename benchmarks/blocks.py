@@ -87,8 +87,8 @@ GROUPS = {
     "Qwen3-235B experts gate+up": (128, 8, 3072, 4096),
     "Qwen3-235B experts down": (128, 8, 4096, 1536),
     # One of eight GPUs that share the experts gets as many rows as there are tokens.
-    "DeepSeek-V3 experts gate+up, an eighth": (32, 1, 4096, 7168),
-    "DeepSeek-V3 experts down, an eighth": (32, 1, 7168, 2048),
+    "DeepSeek-V3 32 experts gate+up": (32, 1, 4096, 7168),
+    "DeepSeek-V3 32 experts down": (32, 1, 7168, 2048),
 }
 TOKENS = ("1", "16", "128", "1024", "4096")
 SKEWS_OF_GROUPS = ("uniform", "typical")

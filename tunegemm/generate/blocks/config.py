@@ -24,8 +24,8 @@ class BlockConfig(KernelConfig):
     parts: int = 2
     """Blocks whose sums a warpgroup has at a time: of two it adds one up while it multiplies the other."""
     turns: int = 1
-    """Warpgroups that take the blocks of k of the same rows in turn. The first one adds up their sums. A
-    warpgroup waits for most of the time that one block takes it.
+    """1, or 2: two warpgroups that take the blocks of k of the same rows in turn, as a warpgroup waits for most
+    of the time that a block takes it. The number of stages is even then.
     """
 
     @property
@@ -37,11 +37,6 @@ class BlockConfig(KernelConfig):
     def consumers(self) -> int:
         """All consumer warpgroups."""
         return self.tile_warpgroups * self.turns
-
-    @property
-    def scale_warps(self) -> int:
-        """Warps that copy scales, a stage each in turn."""
-        return min(2, self.turns)
 
     @property
     def few(self) -> bool:
@@ -104,7 +99,7 @@ class BlockConfig(KernelConfig):
 
     @property
     def turn_elements(self) -> int:
-        """Sums that all turns but the first leave to it, behind the scales."""
+        """Sums that the second turn leaves to the first, behind the scales."""
         return (self.turns - 1) * self.tile_m * self.tile_n
 
     @property

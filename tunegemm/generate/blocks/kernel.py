@@ -45,7 +45,7 @@ from tunegemm.generate.cute_sm90.kernel.split_k import SplitK, Workspace
 #: The ring's barriers are there for the warp that copies scales. It waits at a barrier of its own: synccheck
 #: takes waits for one barrier in two places of the code for threads that diverge.
 SCALES_BARRIER = START_BARRIER + 1
-#: Of the turns of each warpgroup of a tile: their sums are there, and these were taken.
+#: Between the two turns, for each warpgroup of a tile: sums are there, and they were taken.
 THERE_BARRIER = SCALES_BARRIER + 1
 TAKEN_BARRIER = THERE_BARRIER + 3
 #: Magnitudes of a product of scales by which a block's sum is multiplied at once.
@@ -97,14 +97,20 @@ class Ring(ring.Ring):
         return Ring(found.config, found.full, found.empty, found.signal, found.peer)
 
     @cute.jit
-    def advance_by(self, state, stages: cutlass.Constexpr):
-        """So many stages on, at most all of them."""
+    def advance_turn(self, state):
+        """The next stage of the same turn. Their number is even, so each stage belongs to one turn: who would
+        pass one over could wait for its next round before this one is full.
+        """
         stage, phase = state
-        stage += stages
+        stage += self.config.turns
         if stage >= self.config.stages:
             stage -= self.config.stages
             phase ^= 1
         return ring.RingState(stage, phase)
+
+    def before_turn(self, state, turn):
+        """Stages from here to the first one of a turn."""
+        return (state.stage + turn) & 1
 
 
 @dataclass(frozen=True)
@@ -138,10 +144,11 @@ class ScaleProducer:
                 row, column = origin.column, origin.row
             own = cutlass.min(column // BLOCK + self.lane, ends.columns - 1)
             weights = scales.weights_address + Int64(own) * scales.block_stride * 4
-            end = ring.skip(state, unit.k_tiles)
-            if const_expr(config.scale_warps > 1):
-                state = ring.skip(state, self.turn)
-            for k_tile in cutlass.range(self.turn, unit.k_tiles, config.scale_warps, unroll=1):
+            first, end = Int32(0), state
+            if const_expr(config.turns > 1):
+                first, end = ring.before_turn(state, self.turn), ring.skip(state, unit.k_tiles)
+                state = ring.skip(state, first)
+            for k_tile in cutlass.range(first, unit.k_tiles, config.turns, unroll=1):
                 ring.wait_empty(state)
                 target = first_target + state.stage * (config.stage_scales * 4)
                 step = Int64(block + k_tile)
@@ -158,8 +165,9 @@ class ScaleProducer:
                     source = weights + step * scales.weights_k_stride * 4
                     copy_async(target + config.rows * 4, source, size)
                 cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + state.stage)
-                state = ring.advance_by(state, config.scale_warps)
-            state = end
+                state = ring.advance_turn(state)
+            if const_expr(config.turns > 1):
+                state = end
             unit = schedule.next(unit)
 
 
@@ -183,7 +191,7 @@ class Consumer(consumer.Consumer):
     turn: Any = None
     """Which blocks of k are this warpgroup's."""
     exchange: Any = None
-    """(4, CHUNK, TURN - 1): this thread's place for sums in shared memory; None of one turn."""
+    """(4, CHUNK): where this thread's sums go from one turn to the other; None of one turn."""
 
     @cute.jit
     def run(self, schedule, lane, cta):
@@ -210,9 +218,9 @@ class Consumer(consumer.Consumer):
             sums.fill(0.0)
             count, end = unit.k_tiles, state
             if const_expr(config.turns > 1):
-                end = ring.skip(state, unit.k_tiles)
-                state = ring.skip(state, self.turn)
-                count = (unit.k_tiles - self.turn + (config.turns - 1)) // config.turns
+                before, end = ring.before_turn(state, self.turn), ring.skip(state, unit.k_tiles)
+                state = ring.skip(state, before)
+                count = (unit.k_tiles - before + 1) // 2
             if const_expr(config.parts == 1):
                 for _ in cutlass.range(count, unroll=1):
                     ring.wait_full(state)
@@ -220,59 +228,67 @@ class Consumer(consumer.Consumer):
                         self.multiply(parts[0], fragments, atom, state.stage)
                         last = const_expr(atom == config.atoms_per_warpgroup - 1)
                         self.add(sums, parts[0], ring, state.stage, atom, origin, 0, last)
-                    state = ring.advance_by(state, config.turns)
+                    state = ring.advance_turn(state)
             elif const_expr(config.turns == 1):
                 state = self.sum_alternately(sums, parts, fragments, ring, state, count, origin)
             else:
-                if count > 0:  # of few blocks a turn has none
+                if count > 0:  # of a single block a turn has none
                     self.sum_alternately(sums, parts, fragments, ring, state, count, origin)
             if const_expr(config.turns > 1):
                 state = end
                 self.meet_turns(sums, unit.index != first)
 
-            if self.turn == 0:
-                holds_sum = cutlass.Boolean(True)
-                if schedule.is_split(unit):
-                    holds_sum = self.split_k.add(sums, schedule, unit)
-                if holds_sum:
-                    phases = self.epilogue.store(sums, origin, phases)
+            if const_expr(config.turns == 1):
+                phases = self.store(sums, schedule, unit, origin, phases)
+            else:
+                if self.turn == 0:
+                    phases = self.store(sums, schedule, unit, origin, phases)
             unit = schedule.next(unit)
             if const_expr(config.turns > 1):
                 if self.turn == 0 and schedule.has(unit):
                     self.arrive(TAKEN_BARRIER)
-        if self.turn == 0:
+        if const_expr(config.turns == 1):
             self.epilogue.finish(lane)
+        else:
+            if self.turn == 0:
+                self.epilogue.finish(lane)
+
+    @cute.jit
+    def store(self, sums, schedule, unit, origin, phases):
+        """Add up k splits, and store where this warpgroup then has the total. Returns the next `phases`."""
+        holds_sum = cutlass.Boolean(True)
+        if schedule.is_split(unit):
+            holds_sum = self.split_k.add(sums, schedule, unit)
+        if holds_sum:
+            phases = self.epilogue.store(sums, origin, phases)
+        return phases
 
     @cute.jit
     def meet_turns(self, sums, again):
-        """The first turn adds the sums of the others to its own. again: whether they met before."""
-        config = self.config
-        chunks = config.accumulator_registers // 4
+        """The first turn adds the other's sums to its own. again: whether they met before."""
+        chunks = self.config.accumulator_registers // 4
         own = cute.make_tensor(sums.iterator, cute.make_layout((4, chunks)))  # (4, CHUNK)
         if self.turn == 0:
             self.sync(THERE_BARRIER)
-            for turn in cutlass.range_constexpr(config.turns - 1):
-                for chunk in cutlass.range_constexpr(chunks):
-                    loaded = cute.make_rmem_tensor(4, Float32)
-                    cute.autovec_copy(self.exchange[(None, chunk, turn)], loaded)
-                    for value in cutlass.range_constexpr(4):
-                        own[value, chunk] = own[value, chunk] + loaded[value]
+            for chunk in cutlass.range_constexpr(chunks):
+                loaded = cute.make_rmem_tensor(4, Float32)
+                cute.autovec_copy(self.exchange[(None, chunk)], loaded)
+                for value in cutlass.range_constexpr(4):
+                    own[value, chunk] = own[value, chunk] + loaded[value]
         else:
             if again:
                 self.sync(TAKEN_BARRIER)
             for chunk in cutlass.range_constexpr(chunks):
-                cute.autovec_copy(own[(None, chunk)], self.exchange[(None, chunk, self.turn - 1)])
+                cute.autovec_copy(own[(None, chunk)], self.exchange[(None, chunk)])
             self.arrive(THERE_BARRIER)
 
     def sync(self, barrier):
-        """Wait for the other turns."""
-        threads = self.config.turns * WARPGROUP_THREADS
-        cute.arch.barrier(barrier_id=barrier + self.group, number_of_threads=threads)
+        """Wait for the other turn."""
+        cute.arch.barrier(barrier_id=barrier + self.group, number_of_threads=2 * WARPGROUP_THREADS)
 
     def arrive(self, barrier):
-        """Say to the other turns that this one is there."""
-        threads = self.config.turns * WARPGROUP_THREADS
-        cute.arch.barrier_arrive(barrier_id=barrier + self.group, number_of_threads=threads)
+        """Let the other turn go on."""
+        cute.arch.barrier_arrive(barrier_id=barrier + self.group, number_of_threads=2 * WARPGROUP_THREADS)
 
     @cute.jit
     def sum_alternately(self, sums, parts, fragments, ring, state, k_tiles, origin):
@@ -282,20 +298,20 @@ class Consumer(consumer.Consumer):
         ring.wait_full(state)
         self.multiply(parts[0], fragments, 0, state.stage)
         previous = state.stage
-        state = ring.advance_by(state, self.config.turns)
+        state = ring.advance_turn(state)
         for _ in cutlass.range((k_tiles - 1) // 2, unroll=1):
             for turn in cutlass.range_constexpr(2):
                 ring.wait_full(state)
                 self.multiply(parts[1 - turn], fragments, 0, state.stage)
                 self.add(sums, parts[turn], ring, previous, 0, origin, 1, True)
                 previous = state.stage
-                state = ring.advance_by(state, self.config.turns)
+                state = ring.advance_turn(state)
         if k_tiles % 2 == 0:
             ring.wait_full(state)
             self.multiply(parts[1], fragments, 0, state.stage)
             self.add(sums, parts[0], ring, previous, 0, origin, 1, True)
             self.add(sums, parts[1], ring, state.stage, 0, origin, 0, True)
-            state = ring.advance_by(state, self.config.turns)
+            state = ring.advance_turn(state)
         else:
             self.add(sums, parts[0], ring, previous, 0, origin, 0, True)
         return state
@@ -581,7 +597,7 @@ class Gemm:
 
         load_registers, mma_registers = config.registers
         started = 32 + config.consumers * WARPGROUP_THREADS
-        copying = 32 + 32 * config.scale_warps
+        copying = 32 + 32 * config.turns
         if group == 0:
             cute.arch.setmaxregister_decrease(load_registers)
             if const_expr(config.cluster_size > 1):
@@ -593,11 +609,11 @@ class Gemm:
                     cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
                     cute.arch.barrier_arrive(barrier_id=SCALES_BARRIER, number_of_threads=copying)
                 Producer(config, a, b, sA, sB, ring).run(schedule, l2_hint)
-            if warp_index >= 1 and warp_index <= config.scale_warps:
+            if warp_index >= 1 and warp_index <= config.turns:
                 if const_expr(config.cluster_size == 1):
                     cute.arch.barrier(barrier_id=SCALES_BARRIER, number_of_threads=copying)
-                turn = warp_index - 1
-                ScaleProducer(config, scales, ends, sScales, ring, thread % 32, turn).run(schedule)
+                own = thread % 32, warp_index - 1
+                ScaleProducer(config, scales, ends, sScales, ring, *own).run(schedule)
         else:
             cute.arch.setmaxregister_increase(mma_registers)
             if const_expr(config.cluster_size > 1):
@@ -608,7 +624,7 @@ class Gemm:
             thread, group = thread - WARPGROUP_THREADS, group - 1  # of the consumers
             cta_m, cta_n, _ = cute.arch.block_idx()
             own, lane = thread % WARPGROUP_THREADS, thread % 32
-            turn, exchange = Int32(0), None
+            turn, exchange = None, None
             if const_expr(config.turns > 1):
                 turn, group = group // config.tile_warpgroups, group % config.tile_warpgroups
                 exchange = self.exchange_of(turns_address, group, own)
@@ -634,9 +650,7 @@ class Gemm:
             consumer.run(schedule, lane, (cta_m, cta_n))
 
     def exchange_of(self, address, group, thread):
-        """(4, CHUNK, TURN - 1): a thread's sums, as far apart as a warpgroup's accesses are long."""
-        config = self.config
-        chunks, values = config.accumulator_registers // 4, config.tile_m * config.tile_n
-        own = address + group * (values // config.tile_warpgroups) + thread * 4
-        layout = cute.make_layout((4, chunks, config.turns - 1), stride=(1, 4 * WARPGROUP_THREADS, values))
-        return cute.make_tensor(own, layout)
+        """(4, CHUNK): a thread's sums, chunks as far apart as a warpgroup's accesses are long."""
+        values = self.config.accumulator_registers
+        own = address + group * (values * WARPGROUP_THREADS) + thread * 4
+        return cute.make_tensor(own, cute.make_layout((4, values // 4), stride=(1, 4 * WARPGROUP_THREADS)))
