@@ -58,7 +58,7 @@ METHOD = (
 METHOD_OF_GROUPS = (
     f"{METHOD}; m rows of tokens' experts, sets are divisions of these (skew as in benchmarks.experts), "
     "bf16 is tunegemm.grouped_mm, bytes are those of groups that have rows; contiguous, masked: DeepGEMM's "
-    "m_grouped_fp8_gemm_nt_*, rows laid out before as it wants them (each group padded to its alignment; a "
+    "m-grouped fp8 products, rows laid out before as it wants them (each group padded to its alignment; a "
     "slot of the largest group's rows for each); ratio_to_deepgemm: to the faster of them"
 )
 METHOD_QUANTISING = (
@@ -478,7 +478,7 @@ def peers_of_groups(
         return out
 
     def masked(i: int) -> torch.Tensor:
-        peer.m_grouped_fp8_gemm_nt_masked(masked_rows[i], weights, masked_out, masks[i], expected)
+        peer.fp8_m_grouped_gemm_nt_masked(masked_rows[i], weights, masked_out, masks[i], expected)
         return masked_out
 
     sides = {"contiguous": (contiguous, of_contiguous[0])}

@@ -24,7 +24,7 @@ class BlockConfig(KernelConfig):
     parts: int = 2
     """Blocks whose sums a warpgroup has at a time: of two it adds one up while it multiplies the other."""
     turns: int = 1
-    """1, or 2: two warpgroups that take the blocks of k of the same rows in turn, as a warpgroup waits for most
+    """1, or 2: two warpgroups take the blocks of k of the same rows in turn, as a warpgroup waits for most
     of the time that a block takes it. The number of stages is even then.
     """
 
