@@ -346,8 +346,8 @@ class Consumer(consumer.Consumer):
             if const_expr(last and not self.config.reads_early):
                 ring.release(stage)
         else:
-            rows, columns = self.scales_of(stage, atom, origin)
-            plain = self.are_plain(rows, columns)
+            rows, weights, columns = self.scales_of(stage, atom, origin)
+            plain = self.are_plain(rows, weights)
             warpgroup.wait_group(behind)
             if const_expr(last):
                 ring.release(stage)
@@ -401,9 +401,9 @@ class Consumer(consumer.Consumer):
 
     @cute.jit
     def scales_of(self, stage, atom: cutlass.Constexpr, origin):
-        """(along the kernel's m, along its n): the scales of this thread's values in one WGMMA.
+        """(of rows, of weights, of columns): the scales of this thread's values in one WGMMA.
 
-        Along m two rows 8 apart, or one weight's; along n each of its columns, or a weight's for each 8
+        Of two rows 8 apart; of the blocks of weights that the tile reaches into; and of these for each 8
         columns, or for all of them.
         """
         config, first = self.config, self.first_of(atom)
@@ -414,7 +414,7 @@ class Consumer(consumer.Consumer):
         values = own[row], own[row + 8]
         weights = [own[config.rows + span] for span in range(config.spans)]
         if const_expr(config.spans == 1):
-            return values, tuple(weights)
+            return values, tuple(weights), tuple(weights)
         end = BLOCK - origin.column % BLOCK  # of the first block
         found = []
         for group in cutlass.range_constexpr(groups):
@@ -422,15 +422,15 @@ class Consumer(consumer.Consumer):
                 found.append(weights[group * 8 // BLOCK])
             else:
                 found.append(weights[0] if group * 8 < end else weights[1])
-        return values, tuple(found)
+        return values, tuple(weights), tuple(found)
 
     @cute.jit
-    def are_plain(self, rows, columns):
+    def are_plain(self, rows, weights):
         """Whether each product of two scales is of a usual magnitude, for all threads of a warp."""
         plain = cutlass.Boolean(True)
         for row in cutlass.range_constexpr(len(rows)):
-            for column in cutlass.range_constexpr(len(columns)):
-                product = rows[row] * columns[column]
+            for weight in cutlass.range_constexpr(len(weights)):
+                product = rows[row] * weights[weight]
                 size = cutlass.max(product, -product)
                 plain = cutlass.and_(plain, cutlass.and_(size >= SMALL, size <= LARGE))  # NaN is not
         return cute.arch.vote_all_sync(plain)
@@ -457,11 +457,7 @@ class Consumer(consumer.Consumer):
 
 def scales_at(value, rows, columns):
     """The two scales of an accumulator."""
-    row = rows[value // 2 % 2 if len(rows) == 2 else 0]
-    if len(columns) == 1:
-        return row, columns[0]
-    across = value // 4 * 2 + value % 2 if len(rows) == 1 else value // 4
-    return row, columns[across]
+    return rows[value // 2 % 2], columns[0 if len(columns) == 1 else value // 4]
 
 
 class Gemm:
