@@ -27,6 +27,10 @@ class BlockConfig(KernelConfig):
     """1, or 2: two warpgroups take the blocks of k of the same rows in turn, as a warpgroup waits for most
     of the time that a block takes it. The number of stages is even then.
     """
+    ordered: bool = False
+    """Whether the warpgroups of a tile begin to multiply one after the other, so that each adds up its sums
+    while the tensor cores have another's.
+    """
 
     @property
     def tile_warpgroups(self) -> int:
@@ -123,11 +127,11 @@ class BlockConfig(KernelConfig):
     @property
     def label(self) -> str:
         """``many128x160x128 s5 c2x1 e32 p2``: for how many rows, tile, stages, cluster, epilogue columns,
-        blocks at a time, ``t2`` of two turns, ``g`` where clusters of a GPC take neighbouring tiles, ``sk``
-        of stream-K.
+        blocks at a time, ``t2`` of two turns, ``o`` if ordered, ``g`` where clusters of a GPC take
+        neighbouring tiles, ``sk`` of stream-K.
         """
         kind = "few" if self.few else "many"
-        turns = f" t{self.turns}" if self.turns > 1 else ""
+        turns = f"{f' t{self.turns}' if self.turns > 1 else ''}{' o' if self.ordered else ''}"
         words = f"{turns}{' g' if self.gpc_aware else ''}{' sk' if self.streams else ''}"
         return (
             f"{kind}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} "

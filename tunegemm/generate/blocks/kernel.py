@@ -48,6 +48,8 @@ SCALES_BARRIER = START_BARRIER + 1
 #: Between the two turns, for each warpgroup of a tile: sums are there, and they were taken.
 THERE_BARRIER = SCALES_BARRIER + 1
 TAKEN_BARRIER = THERE_BARRIER + 3
+#: Of ordered warpgroups, which have no turns: this one may begin to multiply.
+NEXT_BARRIER = THERE_BARRIER
 #: Magnitudes of a product of scales by which a block's sum is multiplied at once.
 SMALL, LARGE = 2.0**-100, 2.0**100
 
@@ -210,6 +212,9 @@ class Consumer(consumer.Consumer):
         ring = self.ring.for_consumer(lane, cta)
         phases = Int32(0)
         state = ring.consumer_start()
+        if const_expr(config.ordered):
+            if self.group == config.tile_warpgroups - 1:
+                self.let_next()
         unit = schedule.first()
         first = unit.index
         while schedule.has(unit):
@@ -282,8 +287,18 @@ class Consumer(consumer.Consumer):
                 cute.autovec_copy(own[(None, chunk)], self.exchange[(None, chunk)])
             self.arrive(THERE_BARRIER)
 
+    @cute.jit
+    def let_next(self):
+        """Of ordered warpgroups: the next one may begin to multiply."""
+        following = self.group + 1
+        if following == self.config.tile_warpgroups:
+            following = Int32(0)
+        cute.arch.barrier_arrive(
+            barrier_id=NEXT_BARRIER + following, number_of_threads=2 * WARPGROUP_THREADS
+        )
+
     def sync(self, barrier):
-        """Wait for the other turn."""
+        """Wait for another warpgroup."""
         cute.arch.barrier(barrier_id=barrier + self.group, number_of_threads=2 * WARPGROUP_THREADS)
 
     def arrive(self, barrier):
@@ -320,12 +335,16 @@ class Consumer(consumer.Consumer):
     def multiply(self, part, fragments, atom: cutlass.Constexpr, stage):
         """Begin the WGMMAs of one block of k and one WGMMA's rows."""
         tCrA, tCrB = fragments
+        if const_expr(self.config.ordered):
+            self.sync(NEXT_BARRIER)
         warpgroup.fence()
         for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
             a = cute.append_ones(tCrA[(None, atom, block, stage)])  # (MMA, 1)
             mma = self.tiled_mma if block == 0 else self.adding
             cute.gemm(mma, part, a, tCrB[(None, None, block, stage)], part)
         warpgroup.commit_group()
+        if const_expr(self.config.ordered):
+            self.let_next()
 
     @cute.jit
     def add(
