@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         mm,
         scaled_mm,
     )
+    from tunegemm.torch.quantize import quantize
     from tunegemm.torch.recording import record
     from tunegemm.torch.takeover import disable
     from tunegemm.tuning.progress import Progress, TuneResult
@@ -48,8 +49,8 @@ __all__ = [
     "Candidate", "Database", "Device", "Epilogue", "Failure", "Measurement", "Operation", "Problem",
     "Progress", "Record", "Space", "TuneResult", "TunegemmError", "TunegemmWarning", "addmm", "baddbmm",
     "bmm", "disable", "enable", "experts", "explain", "gated_linear", "grouped_mm", "interleave",
-    "linear", "matmul", "mm", "patch", "policy", "record", "refresh", "scaled_grouped_mm", "scaled_mm",
-    "tune", "unpatch",
+    "linear", "matmul", "mm", "patch", "policy", "quantize", "record", "refresh", "scaled_grouped_mm",
+    "scaled_mm", "tune", "unpatch",
 ]  # fmt: skip
 
 #: The public names, by the modules that have them.
@@ -72,6 +73,7 @@ _HOMES = {
     "store": "Database",
     "store.record": "Record",
     "torch.functions": "addmm baddbmm bmm gated_linear interleave linear matmul mm scaled_mm",
+    "torch.quantize": "quantize",
     "torch.recording": "record",
     "torch.takeover": "disable",
     "tuning.progress": "Progress TuneResult",

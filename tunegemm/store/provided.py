@@ -13,7 +13,7 @@ from typing import Any
 from tunegemm.compile.artifacts import Artifact, ArtifactStore, Key
 from tunegemm.compile.pool import CompilePool
 from tunegemm.errors import PackError
-from tunegemm.generate import along_k, block_groups, blocks, joined, routing
+from tunegemm.generate import along_k, block_groups, blocks, joined, quantize, routing
 from tunegemm.model.block_groups import listed as listed_of_block_groups
 from tunegemm.model.blocks import listed as listed_of_blocks
 from tunegemm.model.grouped import configs, listed_along_k, maker_of
@@ -76,8 +76,9 @@ def provide_joined() -> Provided:
 
 
 def provide_blocks() -> Provided:
-    """The objects of the kernels of block-scaled products (db/blocks.toml, db/block_groups.toml). As
-    `packing.provide`."""
+    """The objects of the kernels of block-scaled products (db/blocks.toml, db/block_groups.toml), and of the
+    kernels that quantise. As `packing.provide`.
+    """
     return provide_keys(_blocks())
 
 
@@ -109,14 +110,16 @@ def _joined() -> dict[str, tuple[str, Key]]:
 
 
 def _blocks() -> dict[str, tuple[str, Key]]:
-    """By its name each kernel of block-scaled products."""
-    return {
+    """By its name each kernel of block-scaled products, and each that quantises."""
+    found = {
         f"blocks {config.label} {config.out_dtype}": ("blocks", blocks.kernel_key(config))
         for config in listed_of_blocks()
-    } | {
-        f"blocks of groups {config.label}": ("block_groups", block_groups.kernel_key(config))
-        for config in listed_of_block_groups()
     }
+    for of_groups in listed_of_block_groups():
+        found[f"blocks of groups {of_groups.label}"] = "block_groups", block_groups.kernel_key(of_groups)
+    for of_rows in quantize.CONFIGS:
+        found[f"quantize {of_rows.label}"] = "quantize", quantize.kernel_key(of_rows)
+    return found
 
 
 def _name(key: Key) -> tuple[tuple[str, str | int], ...]:
