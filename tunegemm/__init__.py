@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tunegemm.errors import TunegemmError, TunegemmWarning
     from tunegemm.groups.gated_experts import experts
     from tunegemm.groups.grouped import grouped_mm
+    from tunegemm.groups.quantize import quantize
     from tunegemm.groups.scaled_groups import scaled_grouped_mm
     from tunegemm.layers.inductor import enable
     from tunegemm.layers.modules import patch, unpatch
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
         mm,
         scaled_mm,
     )
-    from tunegemm.torch.quantize import quantize
     from tunegemm.torch.recording import record
     from tunegemm.torch.takeover import disable
     from tunegemm.tuning.progress import Progress, TuneResult
@@ -73,7 +73,7 @@ _HOMES = {
     "store": "Database",
     "store.record": "Record",
     "torch.functions": "addmm baddbmm bmm gated_linear interleave linear matmul mm scaled_mm",
-    "torch.quantize": "quantize",
+    "groups.quantize": "quantize",
     "torch.recording": "record",
     "torch.takeover": "disable",
     "tuning.progress": "Progress TuneResult",

@@ -273,7 +273,7 @@ def first_use_kinds(data: Data) -> list[str]:
 
 @of_file("dtypes.json")
 def dtypes(data: Data) -> list[str]:
-    """torch's own call and our best kernel for each dtype, with the geometric mean of each."""
+    """Our best kernel beside torch's own call: the geometric mean of each dtype, the least and the most."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in data["rows"]:
         words = [row["dtype"], "" if row["accumulation"] == "fast" else row["accumulation"]]
@@ -281,17 +281,38 @@ def dtypes(data: Data) -> list[str]:
         groups.setdefault(" ".join(word for word in words if word), []).append(row)
     lines = []
     for name, rows in groups.items():
-        found = []
-        for row in rows:
-            torch, ours = row["providers"]["torch"], row["providers"]["tunegemm_cute"]
-            if "ratio" in ours:
-                found.append(ours["ratio"])
-                speeds = (f"{torch['tflops']:.0f}", f"{ours['tflops']:.0f}", f"{ours['ratio']:.3f}")
-                lines.append([name, extents_of(row), clocks_of(row), *speeds])
-        mean = f"**{geometric_mean(found):.3f}**"
-        lines.append([f"*{name}*", f"*geometric mean of {len(found)}*", "", "", "", mean])
-    header = ["dtype", "M x N x K", "clocks", "torch, TFLOP/s", "tunegemm, TFLOP/s", "times torch"]
-    return [markdown_table(header, lines)]
+        rows = [row for row in rows if "ratio" in row["providers"]["tunegemm_cute"]]
+        ratios = {extents_of(row): row["providers"]["tunegemm_cute"]["ratio"] for row in rows}
+        least, most = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
+        ends = [f"{ratios[shape]:.3f} ({shape})" for shape in (least, most)]
+        clocks = ", ".join(dict.fromkeys(map(clocks_of, rows)))
+        lines.append([name, clocks, f"**{geometric_mean(ratios.values()):.3f}** of {len(rows)}", *ends])
+    return [markdown_table(["dtype", "clocks", "times torch", "least", "most"], lines)]
+
+
+def _by_rows(data: Data, sides: dict[str, str]) -> list[str]:
+    """The geometric mean of all layers' ratios to each side, and the least, for each number of rows."""
+    lines = []
+    for count in sorted({row["m"] for row in data["rows"]}):
+        rows = [row for row in data["rows"] if row["m"] == count]
+        line = [f"{count:,}", str(len(rows))]
+        for side in sides:
+            ratios = [row[f"ratio_to_{side}"] for row in rows if row.get(f"ratio_to_{side}")]
+            line.append(f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})" if ratios else "refuses")
+        lines.append(line)
+    return [markdown_table(["rows", "products", *sides.values()], lines)]
+
+
+@of_file("blocks.json")
+def blocks(data: Data) -> list[str]:
+    """Block-scaled fp8 products beside torch's, bf16 ones and DeepGEMM's."""
+    return _by_rows(data, {"torch": "times torch", "bf16": "bf16", "deepgemm": "DeepGEMM"})
+
+
+@of_file("block_groups.json")
+def block_groups(data: Data) -> list[str]:
+    """Groups of rows with block scales beside bf16 ones and DeepGEMM's."""
+    return _by_rows(data, {"bf16": "times bf16", "deepgemm": "DeepGEMM"})
 
 
 @of_file("dispatch.json")

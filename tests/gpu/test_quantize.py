@@ -12,9 +12,9 @@ import torch
 import tunegemm
 from tunegemm.generate import quantize as kernels
 from tunegemm.generate.quantize import BLOCK, CONFIGS, QuantizeConfig, Quantizer
+from tunegemm.groups import quantize
 from tunegemm.store import packs
 from tunegemm.store.provided import Provided, provide_keys
-from tunegemm.torch import quantize
 
 pytestmark = pytest.mark.gpu
 
