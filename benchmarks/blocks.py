@@ -481,7 +481,7 @@ def peers_of_groups(
         peer.fp8_m_grouped_gemm_nt_masked(masked_rows[i], weights, masked_out, masks[i], expected)
         return masked_out
 
-    sides = {"contiguous": (contiguous, of_contiguous[0])}
+    sides: dict[str, tuple[Side, torch.Tensor]] = {"contiguous": (contiguous, of_contiguous[0])}
     room = -(-int(sizes.max()) // 64) * 64
     if groups * room * (k * len(divisions) + 2 * n) < _MASKED_BYTES:
         of_masked = begins_at(torch.full_like(sizes, room))
