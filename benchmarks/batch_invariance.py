@@ -103,14 +103,14 @@ def run(problems: Sequence[Problem], device: Device, options: argparse.Namespace
         begun = time.monotonic()
         if begun - started > options.budget_s:
             break
-        found, said, triton = compare(problem, [*EVERY, *larger()], SAMPLED)
-        differing = sum(map(len, found.values()))
+        result, said, triton = compare(problem, [*EVERY, *larger()], SAMPLED)
+        differing = sum(map(len, result.values()))
         different += differing
         seconds = time.monotonic() - begun
         rows = []
         for m in map(int, options.timed.split(",")):
             row = problem_fields(replace(problem, m=m)) | {"epilogue": problem.epilogue or "none"}
-            row |= {"differing": differing, "differing_m": {mode: ms[:12] for mode, ms in found.items()}}
+            row |= {"differing": differing, "differing_m": {mode: ms[:12] for mode, ms in result.items()}}
             row |= {"triton_differing": triton, "warnings": len(said)}
             rows.append(row | timed(replace(problem, m=m), device, backend, options.rounds))
         left_out.remove(str(problem))
@@ -186,9 +186,9 @@ def compare(
     call, compiled = _product(problem.epilogue, problem.out_dtype)
     kinds = [operand.kind for operand in problem.fused.operands]
 
-    def given(m: int) -> tuple[Any, ...]:
+    def operands_of(m: int) -> tuple[Any, ...]:
         pairs = zip(made.arguments[3:], kinds, strict=True)
-        return made.a[:m], made.b, *(one[:m] if kind in ("m", "matrix") else one for one, kind in pairs)
+        return made.a[:m], made.b, *(item[:m] if kind in ("m", "matrix") else item for item, kind in pairs)
 
     def captured(*operands: Any) -> Any:
         call(*operands)  # plans are made here, and not while a graph is captured
@@ -201,13 +201,15 @@ def compare(
 
     def unlike(how: Callable[..., Any], ms: Iterable[int], whole: Any) -> list[int]:
         return [
-            m for m in ms if m <= problem.m and not torch.equal(how(*given(m)).view(torch.uint8), whole[:m])
+            m
+            for m in ms
+            if m <= problem.m and not torch.equal(how(*operands_of(m)).view(torch.uint8), whole[:m])
         ]
 
     with warnings.catch_warnings(record=True) as said, tunegemm.policy("batch_invariant"), torch.no_grad():
         warnings.simplefilter("always", TunegemmWarning)
-        whole = call(*given(problem.m)).view(torch.uint8)
-        found = {
+        whole = call(*operands_of(problem.m)).view(torch.uint8)
+        results = {
             "eager": unlike(call, rows, whole),
             "graph": unlike(captured, sampled, whole),
             "compiled": unlike(compiled, sampled, whole),
@@ -215,11 +217,11 @@ def compare(
         del whole
         try:
             theirs = fixed_tiles(problem)
-            triton = len(unlike(theirs, sampled, theirs(*given(problem.m)).view(torch.uint8)))
+            triton = len(unlike(theirs, sampled, theirs(*operands_of(problem.m)).view(torch.uint8)))
         except Exception:  # foreign code: the line of its times says what it raised
             triton = None
-    messages = [str(one.message) for one in said if issubclass(one.category, TunegemmWarning)]
-    return found, messages, triton
+    messages = [str(item.message) for item in said if issubclass(item.category, TunegemmWarning)]
+    return results, messages, triton
 
 
 def fixed_tiles(problem: Problem) -> Callable[..., Any]:
@@ -251,7 +253,7 @@ def timed(problem: Problem, device: Device, backend: Any, rounds: int) -> dict[s
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TunegemmWarning)  # of what `fastest` leaves to torch
-        found = interleave(
+        result = interleave(
             problem,
             {
                 "torch": torch_mm(problem), "fastest": under("fastest"),
@@ -259,15 +261,15 @@ def timed(problem: Problem, device: Device, backend: Any, rounds: int) -> dict[s
             },
             backend, l2_bytes=device.l2_bytes, rounds=rounds, min_replay_ms=0.3, settle_s=0.0, turn_ms=0,
         )  # fmt: skip
-    ours, theirs = found.timings["invariant"], found.timings.get("triton")
+    ours, theirs = result.timings["invariant"], result.timings.get("triton")
     return {
-        "ratio_to_fastest": round(ours.ratio_to(found.timings["fastest"]), 4),
-        "ratio_to_torch": round(ours.ratio_to(found.timings["torch"]), 4),
+        "ratio_to_fastest": round(ours.ratio_to(result.timings["fastest"]), 4),
+        "ratio_to_torch": round(ours.ratio_to(result.timings["torch"]), 4),
         "ratio_to_triton": round(ours.ratio_to(theirs), 4) if theirs else None,
         "us": round(ours.median_us, 3),
         "triton_us": round(theirs.median_us, 3) if theirs else None,
-        "triton_skipped": found.skipped.get("triton", ""),
-        "noise": round(found.noise, 5),
+        "triton_skipped": result.skipped.get("triton", ""),
+        "noise": round(result.noise, 5),
     }
 
 

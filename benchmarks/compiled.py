@@ -32,8 +32,8 @@ from tunegemm.testing.suite import accepted
 PORTABLE = ("triton", "triton_tma", "cute_sm80")
 #: One device of each architecture.
 DEVICES = {
-    one.short_name: find_device(next(name for name, part in PARTS.items() if part.capability == key))
-    for key, one in ARCHITECTURES.items()
+    architecture.short_name: find_device(next(name for name, part in PARTS.items() if part.capability == key))
+    for key, architecture in ARCHITECTURES.items()
 }
 _SHAPE = "4096x4096x4096"
 PROBLEMS = (

@@ -32,14 +32,14 @@ def rows(engine: str = "vllm") -> Iterator[dict[str, Any]]:
             path.write_text(json.dumps(model["config"]))
             row = {"model": name, "billions": model.get("billions"), "read": "refused", "matrices": ""}
             try:
-                found = shapes(read_model(str(path)), engine, rows=[16])
+                result = shapes(read_model(str(path)), engine, rows=[16])
             except WorkloadError as error:
                 yield row | {"left_out": str(error).replace(str(path), "config.json")}
                 continue
             yield row | {
-                "read": "in part" if found.refused else "whole",
-                "matrices": ", ".join(f"{count} x {matrix}" for matrix, count in found.layers.items()),
-                "left_out": "; ".join(f"{layer}: {reason}" for layer, reason in found.refused.items()),
+                "read": "in part" if result.refused else "whole",
+                "matrices": ", ".join(f"{count} x {matrix}" for matrix, count in result.layers.items()),
+                "left_out": "; ".join(f"{layer}: {reason}" for layer, reason in result.refused.items()),
             }
 
 

@@ -162,24 +162,24 @@ def run(options: argparse.Namespace) -> int:
         provide_grouped("routing")
         routing.routing = routing.Routing(served=kernels.ALL)
     results = Results(results_path(options.out, device, "expert_layers.json"), meta(device, METHOD))
-    found = []
+    result = []
     vllm = importlib.import_module(_VLLM).fused_experts if options.vllm else None
     made: dict[str, torch.nn.Module] = {}
     for name, tokens in within(options.seconds, [*product(options.models, map(int, options.tokens))]):
         if name not in made:
             made = {name: layer_of(name)}  # in place of the one before
         row = measure(name, made[name], tokens, options.rounds, vllm)
-        found.append(row)
+        result.append(row)
         results.put(row)
         print(
             f"{name} {tokens}: {row['ratio']:.3f} x {row['best_peer']}, eager {row['eager_ratio']:.3f}, "
             f"vLLM {row.get('vllm_ratio', '-')}; "
             f"{row['us']} {row['eager_us']}{'' if row['error'] < 0.02 else ' WRONG'}", flush=True
         )  # fmt: skip
-    if found:
-        ratios = [row["ratio"] for row in found]
+    if result:
+        ratios = [row["ratio"] for row in result]
         print(f"all: {geometric_mean(ratios):.3f} x the best way of transformers, least {min(ratios):.3f}")
-    return 0 if all(row["error"] < 0.02 for row in found) else 1
+    return 0 if all(row["error"] < 0.02 for row in result) else 1
 
 
 @command

@@ -226,14 +226,14 @@ class Case:
             result = grouped.groups(a, b, ends[number], None, self.gate)
             return self.gated(tunegemm.grouped_mm(a, b, offs=ends[number])) if result is None else result
 
-        found: dict[str, Side] = {
+        results: dict[str, Side] = {
             "torch": torchs,
             "torch again": lambda i: torchs(i),
             "tunegemm": ours,
             "loop": loop,
         }
         if "vllm" in peers and not is_fp8:
-            found["vllm"] = self.vllms(out)
+            results["vllm"] = self.vllms(out)
         if "quack" in peers and not is_fp8:
             from quack.gemm_interface import gemm
 
@@ -243,11 +243,11 @@ class Case:
                 # Its own kernel for such products: to tune each takes it up to a minute.
                 return self.gated(gemm(a, b, out=out, cu_seqlens_m=starts[number], tuned=False))
 
-            found["quack"] = quacks
+            results["quack"] = quacks
         if each_kernel:
             blocks = torch.cuda.get_device_properties(a.device).multi_processor_count
             provided = provide_grouped(self.kind, every=True)
-            given = {"bias": scale_b, "scales": scale_a} if is_fp8 else {}
+            arguments = {"bias": scale_b, "scales": scale_a} if is_fp8 else {}
             for config in configs(self.kind).values():
                 maker = maker_of(config)
                 artifact = provided.of(maker.kernel_key(config))
@@ -257,12 +257,12 @@ class Case:
                 for launch in launches(config, a.shape[0]):
 
                     def run(i: int, kernel: Any = kernel, launch: Any = launch) -> torch.Tensor:
-                        kernel.launch(a, weights, gated_out, ends[i], blocks=blocks, **launch, **given)
+                        kernel.launch(a, weights, gated_out, ends[i], blocks=blocks, **launch, **arguments)
                         return gated_out
 
                     how = " ".join(f"{name[0]}{value}" for name, value in launch.items())
-                    found[f"{config.label} {how}"] = run
-        return found
+                    results[f"{config.label} {how}"] = run
+        return results
 
     def vllms(self, out: torch.Tensor) -> Side:
         """vLLM's Triton kernel as its tables, or without one its defaults, say for the layer."""
@@ -311,8 +311,8 @@ class Case:
         major = "n" if self.kind == "n_major" else "k"
         dtype = next(name for name, each in _DTYPES.items() if each is self.a.dtype)
         words: dict[str, Any] = {"gpu": gpu, "dtype": dtype, "gate": self.gate, "major": major}
-        found = choose(count, n, k, len(self.a), **words, every=True)
-        layout, label = "tn" if major == "k" else "nn", found.label if found else "torch"
+        result = choose(count, n, k, len(self.a), **words, every=True)
+        layout, label = "tn" if major == "k" else "nn", result.label if result else "torch"
         return {"dtype": dtype, "epilogue": self.gate, "layout": layout, "kernel": label}
 
     def bound_us(self, device: Device) -> float:
@@ -348,7 +348,7 @@ class AlongKCase(Case):
                 first += size
             return out
 
-        found: dict[str, Side] = {
+        result: dict[str, Side] = {
             "torch": lambda i: torch._grouped_mm(grad.t(), a, offs=ends[i]),
             "torch again": lambda i: torch._grouped_mm(grad.t(), a, offs=ends[i]),
             "tunegemm": lambda i: tunegemm.grouped_mm(grad.t(), a, offs=ends[i]),
@@ -368,8 +368,8 @@ class AlongKCase(Case):
                         kernel.launch(grad, a, out, ends[i], blocks=blocks, swizzle_size=width)
                         return out
 
-                    found[f"{config.label} s{width}"] = run
-        return found
+                    result[f"{config.label} s{width}"] = run
+        return result
 
     def error(self, result: torch.Tensor) -> float:
         """Of the first division, to fp32: of the worst group."""
@@ -385,8 +385,8 @@ class AlongKCase(Case):
     def facts(self, gpu: str) -> dict[str, Any]:
         """What a row says of the product, and the label of the kernel that the table chooses."""
         count, n, k = self.weights.shape
-        found = choose_along_k(count, n, k, len(self.a), gpu=gpu, every=True)
-        label = found.config.label if found else "torch"
+        result = choose_along_k(count, n, k, len(self.a), gpu=gpu, every=True)
+        label = result.config.label if result else "torch"
         return {"dtype": "bf16", "grouping": "k", "epilogue": "", "layout": "nt", "kernel": label}
 
     def bound_us(self, device: Device) -> float:
@@ -399,7 +399,7 @@ class AlongKCase(Case):
 
 def captured(sides: dict[str, Side], divisions: int) -> dict[str, Graph]:
     """Each side; peers that cannot compute this, as cuBLAS some numbers of fp8 rows, are left out."""
-    found = {}
+    result = {}
     for name, side in sides.items():
         why = "no graph holds it"
         try:
@@ -410,10 +410,10 @@ def captured(sides: dict[str, Side], divisions: int) -> dict[str, Graph]:
             why = one_line(error)
         else:
             if graph.is_captured or name not in _OPTIONAL:
-                found[name] = graph
+                result[name] = graph
                 continue
         print(f"without {name}: {why}", flush=True)
-    return found
+    return result
 
 
 def measure(case: Case, skew: str, device: Device, options: argparse.Namespace) -> dict[str, Any]:
@@ -455,13 +455,13 @@ def measure(case: Case, skew: str, device: Device, options: argparse.Namespace) 
 def drawn(count: int, seed: int = 0) -> dict[str, tuple[int, int, int]]:
     """Layers that are in no list: as many, of up to 4 GiB, the same at each call with a seed."""
     chance = random.Random(seed)
-    found: dict[str, tuple[int, int, int]] = {}
-    while len(found) < count:
+    result: dict[str, tuple[int, int, int]] = {}
+    while len(result) < count:
         groups = chance.choice((4, 6, 12, 16, 24, 40, 48, 64, 72, 96, 160, 192, 256))
         n, k = (64 * round(2 ** chance.uniform(2.5, 8)) for _ in range(2))
         if groups * n * k < 1 << 31 and (groups, n, k) not in (LAYERS | UNLISTED).values():
-            found[f"drawn-{groups}x{n}x{k}-up"] = groups, n, k
-    return found
+            result[f"drawn-{groups}x{n}x{k}-up"] = groups, n, k
+    return result
 
 
 def order(layers: Sequence[str], rows: Sequence[str], skews: Sequence[str]) -> Iterator[tuple[str, int, str]]:
@@ -513,18 +513,18 @@ def run(options: argparse.Namespace) -> int:
     if "along_k" in options.kinds:
         name = "experts_along_k.json"
     results = Results(results_path(options.out, device, name), meta(device, METHOD))
-    begun, found = time.monotonic(), []
+    begun, result = time.monotonic(), []
     for number, kind in enumerate(options.kinds):
         until = options.seconds * (number + 1) / len(options.kinds)
         for case, skew in cases(kind, options, device):
             if options.seconds and time.monotonic() - begun > until:
                 print(f"{kind}: stopped after {until} s", flush=True)
                 break
-            found.append(measure(case, skew, device, options))
-            results.put(found[-1])
-            print(_brief(found[-1]), flush=True)
-    print(*_summary(found), sep="\n")
-    return 0 if all(row["right"] for row in found) else 1
+            result.append(measure(case, skew, device, options))
+            results.put(result[-1])
+            print(_brief(result[-1]), flush=True)
+    print(*_summary(result), sep="\n")
+    return 0 if all(row["right"] for row in result) else 1
 
 
 def _brief(row: dict[str, Any]) -> str:
@@ -540,9 +540,9 @@ def _brief(row: dict[str, Any]) -> str:
     return text if row["right"] else f"{text} WRONG"
 
 
-def _summary(found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    for kind in dict.fromkeys((row["dtype"], row["layout"], row["epilogue"]) for row in found):
-        own = [row for row in found if (row["dtype"], row["layout"], row["epilogue"]) == kind]
+def _summary(measured: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for kind in dict.fromkeys((row["dtype"], row["layout"], row["epilogue"]) for row in measured):
+        own = [row for row in measured if (row["dtype"], row["layout"], row["epilogue"]) == kind]
         for rows in sorted({row["rows"] for row in own}):
             for skew in SKEWS:
                 some = [row for row in own if (row["rows"], row["skew"]) == (rows, skew)]

@@ -134,9 +134,9 @@ def shipped(device: Device) -> list[Problem]:
     """The bf16 products of one matrix each that have a shipped record of this GPU."""
     from tunegemm.store.shipped import read_shipped
 
-    records = [one for one in read_shipped()[0] if one.fingerprint.device_name == device.name]
-    found = {one.problem for one in records if one.problem == Problem.parse(one.problem.shape)}
-    return sorted(found)
+    records = [record for record in read_shipped()[0] if record.fingerprint.device_name == device.name]
+    results = {record.problem for record in records if record.problem == Problem.parse(record.problem.shape)}
+    return sorted(results)
 
 
 def some(problems: list[Problem], count: int, seed: int) -> list[Problem]:
@@ -193,12 +193,12 @@ def measure(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TunegemmWarning)  # of every product that falls back: the row says it
         for attempt in range(ATTEMPTS):
-            found = interleave(
+            results = interleave(
                 problem, {"torch": torch_mm(problem), "tunegemm": ours}, backend, l2_bytes=device.l2_bytes,
                 rounds=options.rounds, turns=options.turns, turn_ms=TURN_MS if served else 0.0, settle_s=0.3,
                 seed=attempt + (crc32(problem.shape.encode()) >> 8),  # an order of rounds of its own
             )  # fmt: skip
-            if found.noise <= NOISE:
+            if results.noise <= NOISE:
                 break
     backend.release()
     return problem_fields(problem) | {
@@ -208,11 +208,11 @@ def measure(
         "predicted": selection.outcome in ("predicted", "near"),
         "expected": round(selection.predictions[0].expected, 4) if selection.predictions else None,
         "why": why,
-        "torch_us": round(found.timings["torch"].median_us, 3),
-        "tunegemm_us": round(found.timings["tunegemm"].median_us, 3),
-        "ratio": round(found.timings["tunegemm"].ratio_to(found.timings["torch"]), 4),
-        "noise": round(found.noise, 5),
-        "turn_ms": found.turn_ms,
+        "torch_us": round(results.timings["torch"].median_us, 3),
+        "tunegemm_us": round(results.timings["tunegemm"].median_us, 3),
+        "ratio": round(results.timings["tunegemm"].ratio_to(results.timings["torch"]), 4),
+        "noise": round(results.noise, 5),
+        "turn_ms": results.turn_ms,
         "first_ms": round(first[0], 1),
     }
 

@@ -92,8 +92,8 @@ def of(problem: Problem) -> Callable[..., torch.Tensor]:
             a, b, out, first, second, m, n, k, a.stride(0), b.stride(1), n, inside, tile_m, tile_n, tile_k,
             GROUP, num_stages=STAGES, num_warps=WARPS,
         )  # fmt: skip
-        given = dict(zip(names, operands, strict=True))
-        return reduce(lambda value, step: step(value, given, None), rest, out)
+        values = dict(zip(names, operands, strict=True))
+        return reduce(lambda value, step: step(value, values, None), rest, out)
 
     return call
 

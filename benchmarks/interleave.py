@@ -185,13 +185,13 @@ def _verdict(
     restore(operands)
     results: list[torch.Tensor | None] = []
     try:
-        backend.launch(lambda *given: results.append(run(*given)), operands)
+        backend.launch(lambda *arguments: results.append(run(*arguments)), operands)
     except Exception as error:  # foreign code: whatever it raises, the others are still to be timed
         return one_line(error)
     if isinstance(results[0], torch.Tensor):
         operands = dataclasses.replace(operands, out=results[0])
-    found = check(operands, wanted)
-    return found.objection(limit) or found.relative_error
+    result = check(operands, wanted)
+    return result.objection(limit) or result.relative_error
 
 
 def _holding(run: Run, count: int) -> Launcher:

@@ -133,7 +133,7 @@ def sides_of(case: Case, weights: Weights, device: Device, provided: list[Provid
             return tunegemm.gated_linear(a, interleaved[i])
         return tunegemm.linear(a, merged[i], weights.bias)
 
-    found: dict[str, Side] = {"separate": separate, "merged": of_merged, "today": today}
+    result: dict[str, Side] = {"separate": separate, "merged": of_merged, "today": today}
     out = torch.empty(case.rows, case.columns, device="cuda", dtype=torch.bfloat16)
     for each in candidates(gate=case.gate, bias=case.bias):
         few = isinstance(each.choice.config, GroupedConfig)
@@ -150,8 +150,8 @@ def sides_of(case: Case, weights: Weights, device: Device, provided: list[Provid
             launches[i](a.data_ptr(), out.data_ptr())
             return out
 
-        found[each.choice.name] = run
-    return found
+        result[each.choice.name] = run
+    return result
 
 
 def measure(case: Case, device: Device, provided: list[Provided], rounds: int) -> dict[str, Any]:
@@ -202,11 +202,11 @@ def run(options: argparse.Namespace) -> int:
     ]
     cases.sort(key=lambda case: results.find(_named(case)) is not None)
     provided: list[Provided] = []
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for case in within(options.seconds, cases):
-        found.append(measure(case, device, provided, options.rounds))
-        results.put(found[-1])
-        row = found[-1]
+        result.append(measure(case, device, provided, options.rounds))
+        results.put(result[-1])
+        row = result[-1]
         print(
             f"{case.name} {case.rows}: {row['ratio']:.3f} x separate, {row['ratio_to_merged']:.3f} x merged, "
             f"{row['ratio_to_today']:.3f} x today by {row['chosen']}, best {row['best']} "
@@ -214,10 +214,10 @@ def run(options: argparse.Namespace) -> int:
             f"{' WRONG ' + ','.join(row['wrong']) if row['wrong'] else ''}", flush=True
         )  # fmt: skip
     for words in ("ratio", "ratio_to_merged", "ratio_to_today"):
-        if found:
-            values = [row[words] for row in found]
+        if result:
+            values = [row[words] for row in result]
             print(f"{words}: {geometric_mean(values):.3f}, least {min(values):.3f}")
-    return 0 if not any(row["wrong"] for row in found) else 1
+    return 0 if not any(row["wrong"] for row in result) else 1
 
 
 def _named(case: Case) -> dict[str, Any]:

@@ -292,15 +292,15 @@ def run(options: argparse.Namespace) -> int:
         if options.tiny:
             size = Size(64, 96 if size.intermediate else 0, 4, 2, 16, size.activation)
         try:
-            found = measure(model, size, rows, place, modes, options)
+            result = measure(model, size, rows, place, modes, options)
         except RuntimeError as error:  # such as memory that is not there: other rows may do with less
             print(f"{model} {rows} {','.join(modes)}: {one_line(error)}", flush=True)
-            found, wrong = [], wrong + 1
+            result, wrong = [], wrong + 1
         _clear(place)
-        if results is not None and found:
-            results.put(*found)
-        wrong += sum(not row["right"] for row in found)
-        for row in found:
+        if results is not None and result:
+            results.put(*result)
+        wrong += sum(not row["right"] for row in result)
+        for row in result:
             print(_brief(row), flush=True)
     return 1 if wrong else 0
 
@@ -327,7 +327,7 @@ def measure(
         expected = copy.deepcopy(model).float()(x.float())
     if name.endswith("-whole"):
         model = nn.Sequential(*(Whole(block) for block in model if isinstance(block, Block)))
-    found = []
+    results = []
     for mode in modes:
         steps = _steps(mode, model, x, options.with_inductor)
         errors = {
@@ -344,8 +344,8 @@ def measure(
                 rounds, sample_ms = _HOSTS_ROUNDS * rounds, _HOSTS_SHARE * sample_ms
                 row["host_us"], row["torch_host_us"] = host_us(steps[mode, "tunegemm"], steps[mode, "torch"])
             row |= times(interleave(steps, rounds, sample_ms), mode)
-        found.append(row)
-    return found
+        results.append(row)
+    return results
 
 
 def _steps(
@@ -383,17 +383,17 @@ def _enabled(step: Step) -> Step:
 
 def host_us(*kinds: Step, steps: int = 5, rounds: int = 25) -> list[float]:
     """The host's time for a step of each kind: of a few that the device's queue has room for."""
-    found: list[list[float]] = [[] for _ in kinds]
+    results: list[list[float]] = [[] for _ in kinds]
     with undisturbed():
         for _ in range(rounds):
-            for step, times_of in zip(kinds, found, strict=True):
+            for step, times_of in zip(kinds, results, strict=True):
                 torch.cuda.synchronize()
                 begin = time.perf_counter()
                 for _ in range(steps):
                     step()
                 times_of.append((time.perf_counter() - begin) / steps * 1e6)
     torch.cuda.synchronize()
-    return [round(statistics.median(each), 1) for each in found]
+    return [round(statistics.median(each), 1) for each in results]
 
 
 def _clear(place: torch.device) -> None:

@@ -30,7 +30,7 @@ def record_own(database: Database, tuner: Tuner, problem: Problem, trials: int) 
     measured = [o for o in result.outcomes if isinstance(o, Measurement) and not is_torch(o.candidate)]
     if not measured:
         return False
-    best = min(measured, key=lambda one: one.median_us)
+    best = min(measured, key=lambda item: item.median_us)
     served = replace(best, baseline_us=tuple(_ENOUGH * us for us in best.samples_us))
     database.confirm(problem, tuner.device, served, label=result.labels.get(best.candidate.digest, ""))
     return True

@@ -152,23 +152,23 @@ def measure(
             timed_of[name]["skipped"] = str(skip)
     runs = {key: contender.run for key, (_, contender) in contenders.items()}
     before = backend.telemetry()
-    found = interleave(problem, runs, backend, l2_bytes=device.l2_bytes, rounds=rounds, **durations)
+    result = interleave(problem, runs, backend, l2_bytes=device.l2_bytes, rounds=rounds, **durations)
     for name in chosen:
         keys = [key for key, (owner, _) in contenders.items() if owner == name]
-        timed = [key for key in keys if key in found.timings]
+        timed = [key for key in keys if key in result.timings]
         if timed:
-            best = min(timed, key=lambda key: found.timings[key].median_us)
-            timing, contender = found.timings[best], contenders[best][1]
+            best = min(timed, key=lambda key: result.timings[key].median_us)
+            timing, contender = result.timings[best], contenders[best][1]
             timed_of[name] = {
                 "median_us": round(timing.median_us, 3),
                 "iqr_us": round(timing.iqr_us, 3),
                 "tflops": round(problem.flops / timing.median_us / 1e6, 2),
-                "ratio": round(timing.ratio_to(found.timings["torch 0"]), 4),
+                "ratio": round(timing.ratio_to(result.timings["torch 0"]), 4),
                 "relative_error": timing.relative_error,
             }
-            if found.shared:
+            if result.shared:
                 # Of the same contender: its steady-state time decides which of a provider's is meant.
-                shared = found.shared[best].ratio_to(found.shared["torch 0"])
+                shared = result.shared[best].ratio_to(result.shared["torch 0"])
                 timed_of[name]["ratio_shared"] = round(shared, 4)
             if contender.label:
                 timed_of[name]["label"] = contender.label
@@ -177,7 +177,7 @@ def measure(
             if len(keys) > 1:
                 timed_of[name]["contenders"] = len(timed)
         elif keys:
-            timed_of[name] = {"skipped": found.skipped[keys[0]]}
+            timed_of[name] = {"skipped": result.skipped[keys[0]]}
     after = backend.telemetry()
     del contenders, runs
     gc.collect()  # graphs and compiled functions hold device memory in cycles
@@ -187,11 +187,11 @@ def measure(
         "providers": timed_of,
         "tune_seconds": None,
         "kernel_source": kernel_source_hash("cute_sm90"),
-        "noise": round(found.noise, 5),
-        "rounds": found.rounds,
-        "turn_ms": found.turn_ms,
-        "operand_sets": found.operand_sets,
-        "products_per_replay": found.products_per_replay,
+        "noise": round(result.noise, 5),
+        "rounds": result.rounds,
+        "turn_ms": result.turn_ms,
+        "operand_sets": result.operand_sets,
+        "products_per_replay": result.products_per_replay,
         "clocks": {"before": before, "after": after},
     }
 

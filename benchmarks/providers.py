@@ -73,16 +73,16 @@ def cublaslt(problem: Problem, device: Device, options: Options) -> list[Contend
     family = LIBRARY
     if (missing := family.unavailable()) is not None:
         raise Skip(missing)
-    found = []
+    results = []
     for candidate in family.discover(problem, device):
         if candidate["algorithm"] != "torch.mm":
             with contextlib.suppress(ValueError):  # the library names algorithms that it then refuses
-                found.append(
+                results.append(
                     Contender(family.load(problem, candidate, device, None), family.label(candidate))
                 )
-    if not found:
+    if not results:
         raise Skip("the heuristic names no algorithm")
-    return found
+    return results
 
 
 def quack(problem: Problem, device: Device, options: Options) -> list[Contender]:

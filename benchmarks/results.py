@@ -187,8 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="list the published files whose code has changed since, with the command that renews each",
     )  # fmt: skip
     parser.parse_args(arguments)
-    for one in stale():
-        print(one)
+    for item in stale():
+        print(item)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,9 @@ def by_chance(problem: Problem, values: Values, device: Device, seed: int) -> It
 
 
 def by_model(problem: Problem, values: Values, device: Device, seed: int) -> Iterator[Candidate]:
-    yield from (one.candidate for one in model.alternate_rankings(model.rank(problem, values, device)))
+    yield from (
+        ranking.candidate for ranking in model.alternate_rankings(model.rank(problem, values, device))
+    )
 
 
 def by_sampler(name: str, problem: Problem, values: Values, device: Device, seed: int) -> Iterator[Candidate]:
@@ -98,7 +100,7 @@ def study_of_sweep(
 STRATEGIES: dict[str, Strategy] = {
     "chance": by_chance,
     "model": by_model,
-    **{name: lambda *given, name=name: by_sampler(name, *given) for name in NAMES},
+    **{name: lambda *arguments, name=name: by_sampler(name, *arguments) for name in NAMES},
 }
 #: Seeds of strategies that ask for the same whatever the seed, and of that whose asks take 0.3 s.
 _SEEDS = {"model": 1, "roofline": 1, "gp": 2}
@@ -127,25 +129,25 @@ def recorded_values(sweep: Sweep, family: str) -> dict[Candidate, float | None]:
 def regrets(asked: Iterator[Candidate], values: Values) -> list[float]:
     """After each of `COUNTS`; a strategy that ends early keeps its best."""
     best = max(value for value in values.values() if value is not None)
-    found = [values[candidate] or 0.0 for candidate in islice(asked, max(COUNTS))]
-    return [round(1 - max(found[:count], default=0.0) / best, 5) for count in COUNTS]
+    results = [values[candidate] or 0.0 for candidate in islice(asked, max(COUNTS))]
+    return [round(1 - max(results[:count], default=0.0) / best, 5) for count in COUNTS]
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Of each strategy and timing, over sweeps and seeds: the regret's median and 90th percentile."""
-    found = []
+    results = []
     for timing in dict.fromkeys(row["timing"] for row in rows):
         for name in STRATEGIES:
             mine = [row for row in rows if (row["timing"], row["strategy"]) == (timing, name)]
             if not mine:  # it takes none of these sweeps
                 continue
-            one: dict[str, Any] = {"timing": timing, "strategy": name, "sweeps": len(mine)}
+            item: dict[str, Any] = {"timing": timing, "strategy": name, "sweeps": len(mine)}
             for count in COUNTS:
                 values = sorted(value for row in mine for value in row["regret"][str(count)])
-                one[f"median_{count}"] = round(statistics.median(values), 5)
-                one[f"ninth_{count}"] = round(values[int(0.9 * (len(values) - 1))], 5)
-            found.append(one)
-    return found
+                item[f"median_{count}"] = round(statistics.median(values), 5)
+                item[f"ninth_{count}"] = round(values[int(0.9 * (len(values) - 1))], 5)
+            results.append(item)
+    return results
 
 
 @command
@@ -203,14 +205,15 @@ def run(options: argparse.Namespace) -> None:
             for name in names:
                 seeds = range(min(options.seeds, _SEEDS.get(name, options.seeds)))
                 try:
-                    found = [
+                    result = [
                         regrets(STRATEGIES[name](problem, values, replay.device, s), values) for s in seeds
                     ]
                 except TunegemmError as error:
                     print(f"{problem}: {error}", file=sys.stderr)
                     continue
                 by_count = {
-                    str(count): list(one) for count, one in zip(COUNTS, zip(*found, strict=True), strict=True)
+                    str(count): list(item)
+                    for count, item in zip(COUNTS, zip(*result, strict=True), strict=True)
                 }
                 rows.append(of_sweep | {"strategy": name, "regret": by_count})
             print(f"{problem}, {timing}, {len(values)} candidates", flush=True)
@@ -219,8 +222,8 @@ def run(options: argparse.Namespace) -> None:
         raise TunegemmError(f"no sweep of {options.recorded} has a measured candidate of {options.family}")
     results.summary = {"strategies": summary(results.rows)}
     results.put()
-    for one in results.summary["strategies"]:
-        print(*one.values())
+    for item in results.summary["strategies"]:
+        print(*item.values())
     print(f"written: {results.path}")
 
 

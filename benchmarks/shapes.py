@@ -48,16 +48,16 @@ def select(patterns: list[str], shapes: list[Shape] | None = None) -> list[Probl
     chosen: list[Problem] = [] if patterns else [shape.problem for shape in shapes]
     for pattern in patterns:
         if any(pattern in shape.groups for shape in shapes):
-            found = [shape.problem for shape in shapes if pattern in shape.groups]
+            results = [shape.problem for shape in shapes if pattern in shape.groups]
         else:
             try:
-                found = [shape.problem for shape in shapes if re.fullmatch(pattern, shape.problem.shape)]
+                results = [shape.problem for shape in shapes if re.fullmatch(pattern, shape.problem.shape)]
             except re.error as error:
                 raise ProblemError(f"shapes {pattern!r}: no regular expression: {error}") from None
-            if not found and re.fullmatch(r"\d+(x\d+)+", pattern):
-                found = [Problem.parse(pattern)]
-        if not found:
+            if not results and re.fullmatch(r"\d+(x\d+)+", pattern):
+                results = [Problem.parse(pattern)]
+        if not results:
             groups = ", ".join(dict.fromkeys(name for shape in shapes for name in shape.groups))
             raise ProblemError(f"shapes {pattern!r} names nothing; use a group ({groups}) or MxNxK")
-        chosen += found
+        chosen += results
     return list(dict.fromkeys(chosen))

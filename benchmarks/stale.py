@@ -87,16 +87,16 @@ def hash_of(blobs: Mapping[str, str]) -> str:
 
 def blobs_now(places: Iterable[str], root: Path = ROOT) -> dict[str, str]:
     """The files there, each with git's hash of its content."""
-    found = {}
+    result = {}
     for place in places:
         path = root / place
-        files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+        files = [path] if path.is_file() else [item for item in path.rglob("*") if item.is_file()]
         for file in files:
             if "__pycache__" not in file.parts:
                 content = file.read_bytes()
                 blob = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
-                found[file.relative_to(root).as_posix()] = blob.hexdigest()
-    return found
+                result[file.relative_to(root).as_posix()] = blob.hexdigest()
+    return result
 
 
 def blobs_at(commit: str, places: Iterable[str], root: Path = ROOT) -> dict[str, str]:
@@ -109,7 +109,7 @@ def blobs_at(commit: str, places: Iterable[str], root: Path = ROOT) -> dict[str,
 def stale(folder: Path = RESULTS, root: Path = ROOT) -> list[Stale]:
     """The files of a folder whose code has changed, oldest first."""
     now: dict[tuple[str, ...], dict[str, str]] = {}
-    found = []
+    results = []
     for path, meta in _metas(folder):
         places = measured_by(command := str(meta.get("command", "")))
         if places not in now:
@@ -125,10 +125,10 @@ def stale(folder: Path = RESULTS, root: Path = ROOT) -> list[Stale]:
             is_stale = bool(changed)
         if is_stale:
             earlier = len(meta.get("earlier_commands", ()))
-            found.append(
+            results.append(
                 Stale(path, str(meta.get("date", "")), command, earlier, meta.get("gpu_seconds"), changed)
             )
-    return sorted(found, key=lambda one: (one.date, str(one.path)))
+    return sorted(results, key=lambda result: (result.date, str(result.path)))
 
 
 def _metas(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:

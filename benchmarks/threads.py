@@ -116,13 +116,13 @@ def _of_library(problem: Problem, device: Device) -> list[Case]:
     """cuBLASLt's first algorithm without k splits, and the first of each way that it has to add them."""
     from tunegemm.generate.cublaslt import FAMILY, is_torch
 
-    found: dict[str, Candidate] = {}
+    result: dict[str, Candidate] = {}
     for candidate in FAMILY.discover(problem, device):
         if is_torch(candidate):
             continue
         splits = candidate["split_k"] != 1
-        found.setdefault(str(candidate["reduction_scheme"]).lower() if splits else "none", candidate)
-    return [Case("cublaslt", reduction, problem, one) for reduction, one in sorted(found.items())]
+        result.setdefault(str(candidate["reduction_scheme"]).lower() if splits else "none", candidate)
+    return [Case("cublaslt", reduction, problem, item) for reduction, item in sorted(result.items())]
 
 
 @command

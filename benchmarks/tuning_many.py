@@ -116,7 +116,7 @@ def run(problems: Sequence[Problem], device: Device, results: Results, options: 
             code = interrupted_after(options.budget, words, environment, Path(folder), log)
         seconds = time.time() - started
         compiled = len(ArtifactStore(cache).names())
-    rows = found(database, started, is_one_gpu=not options.devices)
+    rows = stored_rows(database, started, is_one_gpu=not options.devices)
     results.rows = [row for row in results.rows if row.get("mode") != mode]
     results.summary[mode] = {
         "products": len(problems),
@@ -163,7 +163,7 @@ def own_environment(folder: Path) -> dict[str, str]:
     }
 
 
-def found(location: Path, started: float, *, is_one_gpu: bool) -> list[dict[str, Any]]:
+def stored_rows(location: Path, started: float, *, is_one_gpu: bool) -> list[dict[str, Any]]:
     """A row for each product that has a measurement, in the order in which they ended.
 
     started: of the process, by time.time().

@@ -142,8 +142,8 @@ def process(problem: Problem, device: Device, name: str, root: Path) -> dict[str
     ran = subprocess.run(words, cwd=work, env=environment, capture_output=True, text=True, check=False)
     if ran.returncode:
         raise TunegemmError(f"tuning {problem} in a process of its own ended with:\n{ran.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return result
 
 
 if __name__ == "__main__":

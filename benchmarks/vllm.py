@@ -100,13 +100,13 @@ def doors(scratch: Path) -> None:
     root = Path(__file__).parents[1]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]
     group = "vllm.general_plugins"
-    found = {"tunegemm-benchmarks": f"[{group}]\ntunegemm_benchmarks = benchmarks.vllm_engine:settle\n"}
+    result = {"tunegemm-benchmarks": f"[{group}]\ntunegemm_benchmarks = benchmarks.vllm_engine:settle\n"}
     if not entry_points(group=group, name="tunegemm"):
-        found["tunegemm"] = "".join(
+        result["tunegemm"] = "".join(
             f"[{name}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items())
             for name, entries in project.items()
         )
-    for name, text in found.items():
+    for name, text in result.items():
         version = tunegemm.__version__
         folder = scratch / "doors" / f"{name.replace('-', '_')}-{version}.dist-info"
         folder.mkdir(parents=True, exist_ok=True)
@@ -203,7 +203,7 @@ def measure(
         "layers": setting.layers,
         "tokens_per_s": round(statistics.median(samples["tunegemm"]), 1),
         "engine_tokens_per_s": round(statistics.median(samples["vllm"] + samples["again"]), 1),
-        "ratio": round(statistics.median(mine / ((one + two) / 2) for mine, one, two in pairs), 5),
+        "ratio": round(statistics.median(mine / ((item + two) / 2) for mine, item, two in pairs), 5),
         "noise": round(aa_noise(samples["again"], samples["vllm"]), 5),
         "rounds": rounds,
     }
@@ -214,11 +214,11 @@ def compared(theirs: Engine, ours: Engine, is_invariant: bool) -> dict[str, Any]
     first, second = theirs.ask("logits", 4), ours.ask("logits", 4)
     differences = []
     for (their_token, their_bytes), (our_token, our_bytes) in zip(first, second, strict=True):
-        one, two = (np.frombuffer(each, np.float32) for each in (their_bytes, our_bytes))
-        differences.append(float(np.abs(one - two).max() / one.std()))
+        item, two = (np.frombuffer(each, np.float32) for each in (their_bytes, our_bytes))
+        differences.append(float(np.abs(item - two).max() / item.std()))
         if their_token != our_token:
             break
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "positions": len(differences),
         "largest_difference": round(max(differences), 5),
         "finite": all(np.isfinite(np.frombuffer(each, np.float32)).all() for _, each in second),
@@ -226,15 +226,15 @@ def compared(theirs: Engine, ours: Engine, is_invariant: bool) -> dict[str, Any]
     if is_invariant:
         for name, engine, alone in (("vllm", theirs, first), ("tunegemm", ours, second)):
             runs = [alone, *(engine.ask("logits", 4, others) for others in _OTHERS)]
-            found[f"bits_same_{name}"] = all(one == two for one, two in pairwise(runs))
-    return found
+            result[f"bits_same_{name}"] = all(item == two for item, two in pairwise(runs))
+    return result
 
 
 def _summarize(results: Results) -> None:
-    found: dict[tuple[str, ...], list[float]] = {}
+    result: dict[tuple[str, ...], list[float]] = {}
     for row in results.rows:
-        found.setdefault(tuple(row[name] for name in ("dtype", "mode", "phase")), []).append(row["ratio"])
-    for of, ratios in found.items():
+        result.setdefault(tuple(row[name] for name in ("dtype", "mode", "phase")), []).append(row["ratio"])
+    for of, ratios in result.items():
         print(f"{' '.join(of)}: geometric mean {geometric_mean(ratios):.3f}, least {min(ratios):.3f}")
 
 

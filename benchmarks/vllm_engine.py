@@ -284,10 +284,10 @@ def _steps(llm: Any, prompts: Sequence[dict[str, list[int]]], tokens: int) -> li
     while core.scheduler.has_requests() or core.batch_queue:
         outputs, executed = core.step_fn()
         core.post_step(executed)
-        given = sum(len(each.outputs) for each in (outputs or {}).values())
-        if given and not is_over:
-            times.append((time.perf_counter(), given))
-            done += given
+        value = sum(len(each.outputs) for each in (outputs or {}).values())
+        if value and not is_over:
+            times.append((time.perf_counter(), value))
+            done += value
             if tokens == 1 and done >= MOST_PROMPTS:
                 is_over = True
                 core.abort_requests(names)
@@ -308,9 +308,9 @@ def sample(llm: Any, phase: str, sequences: int, at_least: float = SAMPLE_SECOND
         times = _steps(llm, prompts, 1 if is_prefill else GENERATED + 1)
         begin, end = times[0][0], times[-1][0]
         if is_prefill:
-            rates.append(PROMPT * sum(given for _, given in times) / (end - begin))
+            rates.append(PROMPT * sum(value for _, value in times) / (end - begin))
         else:
-            full = [at for at, given in times if given == sequences]
+            full = [at for at, value in times if value == sequences]
             rates += [sequences / (later - earlier) for earlier, later in pairwise(full[1:])]
         spent += end - begin
         runs += 1
@@ -327,12 +327,12 @@ def logits(llm: Any, tokens: int, others: int = 0) -> list[tuple[int, bytes]]:
     prompts = prompts_of(1, 64, 1234) + [prompts_of(1, 16 + i % 64, i)[0] for i in range(others)]
     parameters = [sampling(tokens, logprobs=-1)] + [sampling(tokens) for _ in range(others)]
     output = llm.generate(prompts, parameters, use_tqdm=False)[0].outputs[0]
-    found = []
+    results = []
     for token, position in zip(output.token_ids, output.logprobs, strict=True):
         values = numpy.empty(len(position), numpy.float32)
         values[list(position)] = [each.logprob for each in position.values()]
-        found.append((int(token), values.tobytes()))
-    return found
+        results.append((int(token), values.tobytes()))
+    return results
 
 
 def plans(llm: Any) -> list[str]:
@@ -347,7 +347,7 @@ def _plans(model: Any) -> list[str]:
     """
     from tunegemm.dispatch import api
 
-    found: dict[str, dict[str, set[int]]] = {}
+    result: dict[str, dict[str, set[int]]] = {}
     for key, plan in api.dispatcher.planner.state.plans.items():
         form, a, b, dtype = key[0], key[5], key[9], key[7]
         kind = f"{str(dtype).removeprefix('torch.')} {tuple(b)} {form.text}".rstrip()
@@ -358,10 +358,10 @@ def _plans(model: Any) -> list[str]:
         if plan and plan.record is not None:
             near = "" if plan.record.problem == plan.problem else ", near"
             by = f"{plan.record.candidate.family} {plan.record.label}{near}"
-        found.setdefault(kind, {}).setdefault(by, set()).add(rows)
+        result.setdefault(kind, {}).setdefault(by, set()).add(rows)
     return [
         f"{kind}: {', '.join(map(str, sorted(rows)))} by {by}"
-        for kind, served in sorted(found.items())
+        for kind, served in sorted(result.items())
         for by, rows in sorted(served.items(), key=lambda item: min(item[1]))
     ]
 

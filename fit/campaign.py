@@ -60,11 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.records:
         with Database.open(options.db, read_only=True) as database:
-            found = list(kept(database.records(), options.lost))
-        write_records(best([*read_shipped()[0], *found]), options.records)
+            result = list(kept(database.records(), options.lost))
+        write_records(best([*read_shipped()[0], *result]), options.records)
         return
     rows = [int(m) for m in options.rows.split(",")] if options.rows else None
-    problems = [one for kind in options.kinds.split(",") for one in products(rows, kind)]
+    problems = [product for kind in options.kinds.split(",") for product in products(rows, kind)]
     run(problems, find_device(options.device), options)
 
 
@@ -77,7 +77,7 @@ def products(rows: list[int] | None = None, kind: str = "bf16") -> Iterator[Prob
     listed = tomllib.loads(data_path("db", "products.toml").read_text(encoding="utf-8"))
     layers: dict[str, None] = {}
     for of_model in listed["models"].values():
-        layers |= dict.fromkeys(one for one in of_model if kind != "swiglu" or _down(one) in of_model)
+        layers |= dict.fromkeys(item for item in of_model if kind != "swiglu" or _down(item) in of_model)
     logits = dict.fromkeys(listed["logits"].values()) if kind == "bf16" else {}
     for m in rows or listed["rows"]:
         for layer in layers | (logits if m <= MOST_LOGITS_ROWS else {}):
@@ -106,8 +106,8 @@ def best(records: Iterable[Record]) -> list[Record]:
     """Of each product on each GPU the record of the highest ratio, of equals the earlier."""
     of_product: dict[tuple[Problem, str], Record] = {}
     for record in records:
-        one = of_product.setdefault((record.problem, record.fingerprint.device_name), record)
-        if record.ratio > one.ratio:
+        value = of_product.setdefault((record.problem, record.fingerprint.device_name), record)
+        if record.ratio > value.ratio:
             of_product[record.problem, record.fingerprint.device_name] = record
     return list(of_product.values())
 

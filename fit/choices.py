@@ -131,11 +131,11 @@ def extent_of(chance: random.Random) -> int:
     while True:
         if chance.random() < 0.7:
             unit = chance.choice((64, 128, 128, 256))
-            found = unit * round(2 ** chance.uniform(math.log2(512), math.log2(28672)) / unit)
+            result = unit * round(2 ** chance.uniform(math.log2(512), math.log2(28672)) / unit)
         else:
-            found = 8 * chance.randint(32, 2048)
-        if found not in DIMENSIONS:
-            return found
+            result = 8 * chance.randint(32, 2048)
+        if result not in DIMENSIONS:
+            return result
 
 
 def _two_numbers(option: str, text: str, separator: str) -> tuple[int, int]:
@@ -186,7 +186,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
             file.write(json.dumps(row) + "\n")
             done += 1
             if done <= 3 or done % 20 == 0:
-                best = max((one[5] for one in row["launches"]), default=0)
+                best = max((item[5] for item in row["launches"]), default=0)
                 print(
                     f"{done} in {time.monotonic() - started:.0f} s; {problem.shape}: {row['torch_us']} us, "
                     f"best {best} of {len(row['launches'])}, {row['seconds']} s, failed {row['failed']}",
@@ -271,16 +271,16 @@ def worth_trying(problem: Problem, device: Device) -> shortlist.Choices:
 
     Among those that wait for memory alone the model sees no difference: tiles with fewer empty rows go first.
     """
-    found = shortlist.choices(problem, device)
-    tile_rows = np.where(found.columns.swap_ab, found.columns.tile_n, found.columns.tile_m)
+    result = shortlist.choices(problem, device)
+    tile_rows = np.where(result.columns.swap_ab, result.columns.tile_n, result.columns.tile_m)
     empty = np.maximum(1.0, tile_rows / max(16, problem.m))
-    score = found.terms.total_us * (1 + 0.08 * np.log2(empty))
+    score = result.terms.total_us * (1 + 0.08 * np.log2(empty))
     score /= score.min()
-    other = np.array([shortlist.listed()[number].family != "cute_sm90" for number in found.kernels.tolist()])
-    score = np.where((other | found.columns.streams) & (empty < 2), 0.9 + 0.1 * score, score)
+    other = np.array([shortlist.listed()[number].family != "cute_sm90" for number in result.kernels.tolist()])
+    score = np.where((other | result.columns.streams) & (empty < 2), 0.9 + 0.1 * score, score)
     order = np.argsort(score, kind="stable")
     order = order[score[order] <= SLOWEST]
-    return found.take(order[: MOST if problem.m <= MANY_ROWS else MOST_OF_MANY_ROWS])
+    return result.take(order[: MOST if problem.m <= MANY_ROWS else MOST_OF_MANY_ROWS])
 
 
 def torch_mm(a: Any, b: Any, out: Any) -> None:
@@ -298,13 +298,13 @@ def _check(
     problem: Problem, sets: Sequence[Operands], launchers: Sequence[Any], backend: Backend
 ) -> list[str]:
     """What is wrong with the results of launchers; empty where nothing is."""
-    wanted, found = expected(problem, sets[0]), []
+    wanted, result = expected(problem, sets[0]), []
     for launcher in launchers:
         restore(sets[0])
         backend.launch(launcher, sets[0])
         if objection := check(sets[0], wanted).objection(tolerance(problem)):
-            found.append(objection)
-    return found
+            result.append(objection)
+    return result
 
 
 @cache
@@ -315,10 +315,10 @@ def _object(number: int, dtype: str, device: Device) -> Path:
     kernel = shortlist.listed()[number]
     problem = Problem.parse("64x4096x4096", dtype=dtype)
     family = families.generator(kernel.family)
-    found = packs.find(family.kernel_key(problem, shortlist.launched(problem, kernel), device))
-    if found is None:
+    result = packs.find(family.kernel_key(problem, shortlist.launched(problem, kernel), device))
+    if result is None:
         raise ArtifactError(f"{family.label(kernel)} is not compiled; run `make kernels`")
-    return found.path
+    return result.path
 
 
 def _library_choice(problem: Problem, device: Device) -> list[str]:
@@ -328,7 +328,9 @@ def _library_choice(problem: Problem, device: Device) -> list[str]:
     from tunegemm.generate.cublaslt import library
 
     try:
-        return [library.label(one) for one in library.algorithms(problem, device.index, 2, 32 << 20)]
+        return [
+            library.label(algorithm) for algorithm in library.algorithms(problem, device.index, 2, 32 << 20)
+        ]
     except RuntimeError as error:
         return [f"unknown: {error}"[:120]]
 
@@ -337,13 +339,13 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a file; a run that was killed may have left half of one."""
     if not path.exists():
         return []
-    found = []
+    results = []
     for text in path.read_text().splitlines():
         try:
-            found.append(json.loads(text))
+            results.append(json.loads(text))
         except ValueError:
             continue
-    return found
+    return results
 
 
 def collect(folder: Path, out: Path | None) -> None:

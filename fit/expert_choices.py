@@ -96,12 +96,12 @@ def times(row: Row) -> dict[Choice, float]:
     # Others have choices of their own, which go by rows in all.
     names = {config.label: name for name, config in all_of_kind if type(config) is GroupedConfig}
     if isinstance(row.get("us"), dict):
-        found = {}
+        result = {}
         for text, us in row["us"].items():
             label, _, launch = text.rpartition(" ")
             if label in names:
-                found[names[label], launch] = row["torch_us"] / us
-        return found
+                result[names[label], launch] = row["torch_us"] / us
+        return result
     return {(names[row["kernel"]], ""): row["ratio"]} if row["kernel"] in names else {}
 
 
@@ -117,14 +117,14 @@ class Races:
         """What rows that time a served kernel alone say of it."""
 
     def add(self, row: Row) -> None:
-        found = times(row)
+        result = times(row)
         if isinstance(row.get("us"), dict):
-            self.problems.setdefault((layer_of(row), row["rows"]), {})[row["skew"]] = found
-            for choice, ratio in found.items():
+            self.problems.setdefault((layer_of(row), row["rows"]), {})[row["skew"]] = result
+            for choice, ratio in result.items():
                 made = ratio + row.get("noise", 0.0)
                 self.lost[choice] = min(made, self.lost.get(choice, made))
         else:
-            for (name, _), ratio in found.items():
+            for (name, _), ratio in result.items():
                 self.served.setdefault(name, []).append(ratio)
 
     def means(self, out: Collection[str], worst: float) -> dict[Choice, float]:
@@ -140,7 +140,7 @@ class Races:
                     having.setdefault(choice, []).append(problem)
         means: dict[Choice, float] = {}
         best: Choice | None = None
-        for choice, of in sorted(having.items(), key=lambda one: (-len(one[1]), one[0])):
+        for choice, of in sorted(having.items(), key=lambda item: (-len(item[1]), item[0])):
             if len(of) == len(problems):
                 means[choice] = _mean(of, choice)
                 best = max(means, key=means.__getitem__)
@@ -159,8 +159,8 @@ def _mean(
     """What a choice makes of problems, or what it gains over another: as much by each skew."""
     of_skews: dict[str, list[float]] = {}
     for problem in problems:
-        for skew, found in problem.items():
-            of_skews.setdefault(skew, []).append(found[choice] / (1.0 if to is None else found[to]))
+        for skew, result in problem.items():
+            of_skews.setdefault(skew, []).append(result[choice] / (1.0 if to is None else result[to]))
     return geometric_mean([geometric_mean(ratios) for ratios in of_skews.values()])
 
 
@@ -173,11 +173,11 @@ def drawn(
         for row in of_gpu:
             if row.get("right", True):
                 timed.setdefault(cell_of(row, gpu), Races()).add(row)
-    found: dict[Cell, Choice | None] = {}
+    result: dict[Cell, Choice | None] = {}
     for cell in itertools.starmap(Cell, itertools.product(GPUS, kinds(), K_BANDS, ROWS_BANDS)):
         if cell.rows == SHARED_ROWS and not any(Cell(gpu, *cell[1:]) in timed for gpu in GPUS):
-            if (below := Cell(*cell[:3], _BELOW)) in found:
-                found[cell] = found[below]
+            if (below := Cell(*cell[:3], _BELOW)) in result:
+                result[cell] = result[below]
             continue
         own = timed.get(cell, Races())
         others = [timed.get(Cell(gpu, *cell[1:]), Races()) for gpu in GPUS if cell.rows <= SHARED_ROWS]
@@ -188,8 +188,8 @@ def drawn(
         best = max(means.values(), default=0.0)
         good = {choice: mean for choice, mean in means.items() if mean >= max(least, AS_GOOD * best)}
         known = {name: len(ratios) for name, ratios in own.served.items()}
-        found[cell] = max(good, key=lambda choice: (known.get(choice[0], 0), good[choice]), default=None)
-    return found
+        result[cell] = max(good, key=lambda choice: (known.get(choice[0], 0), good[choice]), default=None)
+    return result
 
 
 def held_out(
@@ -199,27 +199,27 @@ def held_out(
     the mean and the least; torch's is 1."""
     layers = {layer_of(row) for row in itertools.chain.from_iterable(rows.values())}
     for layer in sorted(layers):
-        found = draw({gpu: [row for row in those if layer_of(row) != layer] for gpu, those in rows.items()})
+        result = draw({gpu: [row for row in those if layer_of(row) != layer] for gpu, those in rows.items()})
         for gpu, those in rows.items():
             problems: dict[tuple[Cell, int], list[float]] = {}
             for row in those:
                 if layer_of(row) == layer and isinstance(row.get("us"), dict) and row.get("right", True):
                     cell = cell_of(row, gpu)
-                    ratio = times(row).get(found.get(cell) or ("", ""), 1.0)
+                    ratio = times(row).get(result.get(cell) or ("", ""), 1.0)
                     problems.setdefault((cell, row["rows"]), []).append(ratio)
             for (cell, _), ratios in problems.items():
                 yield cell, geometric_mean(ratios), min(ratios)
 
 
-def text_of(found: Mapping[Cell, Choice | None]) -> Iterator[str]:
+def text_of(choices: Mapping[Cell, Choice | None]) -> Iterator[str]:
     """Tables of TOML: neighbours with the same choice are one. A GPU's are those that are not all GPUs'."""
     bands_of_k = [*zip((1, *(end + 1 for end in K_BANDS)), K_BANDS, strict=False)]
     for gpu, kind, (low_k, k) in itertools.product(GPUS, kinds(), bands_of_k):
         own = {
-            end: found[cell]
+            end: choices[cell]
             for end in ROWS_BANDS
-            if (cell := Cell(gpu, kind, k, end)) in found
-            and (not gpu or found[cell] != found.get(Cell("", *cell[1:]), ""))
+            if (cell := Cell(gpu, kind, k, end)) in choices
+            and (not gpu or choices[cell] != choices.get(Cell("", *cell[1:]), ""))
         }
         low = 0
         for end, following in itertools.zip_longest(ROWS_BANDS, ROWS_BANDS[1:]):
@@ -277,9 +277,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _summary(found: Sequence[tuple[Cell, float, float]]) -> Iterator[str]:
+def _summary(shares: Sequence[tuple[Cell, float, float]]) -> Iterator[str]:
     for gpu, kind in itertools.product(GPUS, kinds()):
-        own = [(mean, least) for cell, mean, least in found if cell[:2] == (gpu, kind)]
+        own = [(mean, least) for cell, mean, least in shares if cell[:2] == (gpu, kind)]
         if own:
             means, least = zip(*own, strict=True)
             yield (

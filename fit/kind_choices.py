@@ -153,7 +153,7 @@ def compile_missing(kinds: Sequence[Problem], device: Device) -> None:
     with CompilePool(ArtifactStore()) as pool:
         futures = {name: pool.submit(family, key) for name, family, key in jobs}
         failed = {
-            name: result.failure for name, one in futures.items() if not (result := one.result()).artifact
+            name: result.failure for name, item in futures.items() if not (result := item.result()).artifact
         }
     print(f"{len(jobs)} kernels compiled in {time.monotonic() - started:.0f} s", flush=True)
     for name, why in failed.items():
@@ -167,20 +167,20 @@ def measure(problem: Problem, device: Device, backend: Any) -> dict[str, Any]:
     from tunegemm.store import packs
 
     listed, large = shortlist.ordered_kernels(problem), shortlist.large_kernels(problem)
-    by_gpc = [one.kernel for one in large]
+    by_gpc = [chosen.kernel for chosen in large]
     runs: dict[str, Any] = {"torch": torch_mm(problem)}
     launches: dict[str, list[Any]] = {}
-    for number, one in enumerate(best_ranked(problem, device)):
-        family = families.generator(one.candidate.family)
-        artifact = packs.find(family.kernel_key(problem, one.candidate, device))
+    for number, pick in enumerate(best_ranked(problem, device)):
+        family = families.generator(pick.candidate.family)
+        artifact = packs.find(family.kernel_key(problem, pick.candidate, device))
         if artifact is None:
             continue  # it cannot be compiled, as was said
-        runs[str(number)] = family.load(problem, one.candidate, device, artifact.path)
-        goes_by_gpc = one.candidate["cluster_order"] == "gpc"
-        place = by_gpc.index(one.kernel) if goes_by_gpc else listed.index(one.kernel)
+        runs[str(number)] = family.load(problem, pick.candidate, device, artifact.path)
+        goes_by_gpc = pick.candidate["cluster_order"] == "gpc"
+        place = by_gpc.index(pick.kernel) if goes_by_gpc else listed.index(pick.kernel)
         launches[str(number)] = [
-            place, int(one.candidate["raster_order"] == "along_n"), one.candidate["swizzle_size"],
-            round(one.expected, 4), None, int(goes_by_gpc), int(one.candidate["l2_hint"] == "streamed"),
+            place, int(pick.candidate["raster_order"] == "along_n"), pick.candidate["swizzle_size"],
+            round(pick.expected, 4), None, int(goes_by_gpc), int(pick.candidate["l2_hint"] == "streamed"),
         ]  # fmt: skip
     if gate := next((GATED[step] for step in problem.fused.steps if step in GATED), None):
         runs[HALVES] = _of_halves(gate)

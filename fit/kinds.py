@@ -83,10 +83,12 @@ class Frame:
             row["kind"], row["alike"] = name_of(problem), _alike(problem)
             row["gated"] = problem.fused.gated
             row["saves"] = kernels_after(problem) > 0
-            launches = [one for one in row["launches"] if one[4] is not None]
+            launches = [item for item in row["launches"] if item[4] is not None]
             library = LibraryChoice(*row["library"]) if row["library"] else None
-            tables.append(features_of(problem, [_ranked(problem, one) for one in launches], device, library))
-            logs.append(np.log([one[4] for one in launches]))
+            tables.append(
+                features_of(problem, [_ranked(problem, launch) for launch in launches], device, library)
+            )
+            logs.append(np.log([launch[4] for launch in launches]))
             product += [number] * len(launches)
         self.table, self.logs, self.product = np.vstack(tables), np.concatenate(logs), np.array(product)
 
@@ -117,9 +119,12 @@ def fit(options: argparse.Namespace) -> None:
     """Validates, fits to everything, and writes both files."""
     frame = Frame(options.gpu)
     frames = [frame, *([Frame(options.also)] if options.also else [])]
-    table, logs = np.vstack([one.table for one in frames]), np.concatenate([one.logs for one in frames])
+    table, logs = (
+        np.vstack([frame.table for frame in frames]),
+        np.concatenate([frame.logs for frame in frames]),
+    )
     weights = np.where(np.arange(len(logs)) < len(frame.logs), 1.0, OF_OTHERS)
-    extents = [extent for one in frames for extent in one.extents]
+    extents = [extent for frame in frames for extent in frame.extents]
 
     def fitted(rows: Mask) -> Any:
         return boosted(table[rows], logs[rows], weights[rows], **SETTINGS)
@@ -142,13 +147,13 @@ def fit(options: argparse.Namespace) -> None:
             margins[kind].append(margin if usable else None)
             served |= mine & usable & (hopes > margin)
     report = {kind: summary(frame, kinds == kind, served, got, m) for kind in margins}
-    for kind, one in report.items():
-        print(kind, margins[kind], json.dumps(one))
+    for kind, item in report.items():
+        print(kind, margins[kind], json.dumps(item))
     data = {
         "gpu": frame.meta["gpu"],
         "fitted_to": {
             "products": len(frame.rows),
-            "of_others": sum(len(one.rows) for one in frames[1:]),
+            "of_others": sum(len(frame.rows) for frame in frames[1:]),
             "date": frame.meta["date"][:10],
         },
         "rows": list(RANGES),
@@ -165,7 +170,7 @@ def fit(options: argparse.Namespace) -> None:
         "sustained_loss": [0.0] * len(RANGES),
         "margins": margins,
         "served": {
-            kind: {name: one[name] for name in ("products", "under_099")} for kind, one in report.items()
+            kind: {name: item[name] for name in ("products", "under_099")} for kind, item in report.items()
         },
         **trees_of(fitted(np.ones(len(logs), dtype=bool))),
     }
@@ -174,10 +179,10 @@ def fit(options: argparse.Namespace) -> None:
         {name: row[name] for name in ("m", "n", "k", "dtype", "epilogue")}
         | {
             "expected": round(float(np.exp(hope)), 4),
-            "got": round(float(np.exp(one)), 4),
+            "got": round(float(np.exp(item)), 4),
             "served": bool(taken),
         }
-        for row, hope, one, taken in zip(frame.rows, hopes, got, served, strict=True)
+        for row, hope, item, taken in zip(frame.rows, hopes, got, served, strict=True)
     ]
     also = f" --also {options.also}" if options.also else ""
     meta = frame.meta | {"command": f"python -m fit.kinds --gpu {options.gpu}{also}"}

@@ -77,12 +77,12 @@ class Frame:
             self.meta[gpu] = head["meta"]["date"][:10]
             for line in lines:
                 problem = Problem.parse(f"{line['m']}x{line['n']}x{line['k']}")
-                whole = [one for one in line["launches"] if is_ordered(problem, one)]
+                whole = [item for item in line["launches"] if is_ordered(problem, item)]
                 if not whole:
                     continue
-                found = launches_of(problem, whole, device)
-                families_of = family_numbers([shortlist.listed()[place] for place in found.kernels])
-                tables.append(features(OF_ORDER, problem, found.columns, found.terms, families_of, device))
+                result = launches_of(problem, whole, device)
+                families_of = family_numbers([shortlist.listed()[place] for place in result.kernels])
+                tables.append(features(OF_ORDER, problem, result.columns, result.terms, families_of, device))
                 log, weight = ratios_and_weights(whole)
                 logs.append(log)
                 weights.append(weight)
@@ -139,11 +139,11 @@ def fitted(frame: Frame, rows: Mask) -> Any:
 def chosen(frame: Frame, expected: Floats) -> list[dict[str, Any]]:
     """Of each product what the trees, the model and hindsight choose."""
     us = frame.table[:, OF_ORDER.index("log_us")]
-    found = []
+    results = []
     for number, line in enumerate(frame.products):
         rows = np.flatnonzero(frame.product == number)
         ratios = np.exp(frame.logs[rows])
-        found.append(
+        results.append(
             {name: line[name] for name in ("gpu", "m", "n", "k")}
             | {
                 "chosen": round(float(ratios[expected[rows].argmax()]), 4),
@@ -151,7 +151,7 @@ def chosen(frame: Frame, expected: Floats) -> list[dict[str, Any]]:
                 "best": round(float(ratios.max()), 4),
             }
         )
-    return found
+    return results
 
 
 def _means(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -174,13 +174,13 @@ def keep(frame: Frame, model: Any, count: int, gated: bool) -> list[str]:
     ]
     table = np.zeros((len(frame.products), len(kernels)))
     for number, line in enumerate(frame.products):
-        found = {
-            one.candidate: one.expected
-            for one in ranked(line["problem"], kernels, line["device"], model.predict)
+        result = {
+            prediction.candidate: prediction.expected
+            for prediction in ranked(line["problem"], kernels, line["device"], model.predict)
         }
         by_kernel = {
-            tuple(one[name] for name in families.get("cute_sm90").parameters["compile"]): log
-            for one, log in found.items()
+            tuple(item[name] for name in families.get("cute_sm90").parameters["compile"]): log
+            for item, log in result.items()
         }
         for place, kernel in enumerate(kernels):
             names = families.get("cute_sm90").parameters["compile"]

@@ -55,15 +55,15 @@ class Job:
 
 def cubin_of(content: bytes) -> bytes:
     """The machine code for the GPU in a compiled object: an ELF file in it. ValueError unless it has one."""
-    found = []
+    results = []
     at = content.find(b"\x7fELF")
     while at >= 0:
         if struct.unpack_from("<H", content, at + 18)[0] == _EM_CUDA:
-            found.append(content[at : at + _elf_size(content, at)])
+            results.append(content[at : at + _elf_size(content, at)])
         at = content.find(b"\x7fELF", at + 1)
-    if len(found) != 1:
-        raise ValueError(f"{len(found)} cubins in an object, not one")
-    return found[0]
+    if len(results) != 1:
+        raise ValueError(f"{len(results)} cubins in an object, not one")
+    return results[0]
 
 
 def _elf_size(content: bytes, at: int) -> int:
@@ -212,9 +212,9 @@ def rekey(same: Mapping[str, bool], sources: Mapping[str, str], folder: Path) ->
 
 
 def _lines(jobs: Sequence[Job], before: Sequence[str], after: Sequence[str]) -> Iterator[str]:
-    for job, one, other in zip(jobs, before, after, strict=True):
-        if one != other:
-            said = [text for text in (one, other) if text.startswith("does not")]
+    for job, item, other in zip(jobs, before, after, strict=True):
+        if item != other:
+            said = [text for text in (item, other) if text.startswith("does not")]
             yield f"differs: {job.name}" + (f" ({'; '.join(said)})" if said else "")
 
 
@@ -230,22 +230,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--judged", metavar="REGEX", help="names of kernels that differ, and were measured to be as fast"
     )
-    given = parser.parse_args(arguments)
-    if not (given.before / "tunegemm").is_dir():
+    value = parser.parse_args(arguments)
+    if not (value.before / "tunegemm").is_dir():
         parser.error(
-            f"{given.before} has no folder tunegemm; give a source tree, as `git worktree add` makes"
+            f"{value.before} has no folder tunegemm; give a source tree, as `git worktree add` makes"
         )
-    jobs = [job for job in shipped() if re.search(given.kernels, job.name)]
-    if given.sample:
-        jobs = random.Random(0).sample(jobs, min(given.sample, len(jobs)))
+    jobs = [job for job in shipped() if re.search(value.kernels, job.name)]
+    if value.sample:
+        jobs = random.Random(0).sample(jobs, min(value.sample, len(jobs)))
     here = Path(__file__).resolve().parents[1]
-    before, after = (compiled(tree.resolve(), jobs, given.workers) for tree in (given.before, here))
+    before, after = (compiled(tree.resolve(), jobs, value.workers) for tree in (value.before, here))
     lines = list(_lines(jobs, before.codes, after.codes))
     print(*lines, f"{len(jobs) - len(lines)} of {len(jobs)} kernels are the same to the byte", sep="\n")
-    if given.rekey:
+    if value.rekey:
         same = {
-            job.key: one == other or bool(given.judged and re.search(given.judged, job.name))
-            for job, one, other in zip(jobs, before.codes, after.codes, strict=True)
+            job.key: item == other or bool(value.judged and re.search(value.judged, job.name))
+            for job, item, other in zip(jobs, before.codes, after.codes, strict=True)
         }
         changed, left = rekey(same, before.sources, here / "db" / "records")
         print(f"{changed} records are of today's sources now, {left} are not: measure these anew")

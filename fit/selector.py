@@ -92,14 +92,14 @@ class Frame:
         for number, (line, device) in enumerate(zip(lines, devices, strict=True)):
             problem = Problem.parse(f"{line['m']}x{line['n']}x{line['k']}")
             launches = line["launches"]
-            found = launches_of(problem, launches, device)
+            result = launches_of(problem, launches, device)
             library = parse_label(line["library"][0]) if line["library"] else None
-            known.append(features_of_choices(problem, found, device, library))
-            unknown.append(features_of_choices(problem, found, device, None))
+            known.append(features_of_choices(problem, result, device, library))
+            unknown.append(features_of_choices(problem, result, device, None))
             log, weight = ratios_and_weights(launches)
             logs.append(log)
             weights.append(weight * (1.0 if self.own[number] else OF_OTHERS))
-            places.append(found.kernels)
+            places.append(result.kernels)
             product += [number] * len(launches)
         self.known, self.unknown = np.vstack(known), np.vstack(unknown)
         self.logs, self.weights = np.concatenate(logs), np.concatenate(weights)
@@ -165,19 +165,21 @@ def fit(options: argparse.Namespace) -> None:
         "margins": margins,
         "served": {
             name: {
-                "products": one["products"],
-                "share": one["share"],
-                "geometric_mean": one["geometric_mean"],
-                "under_099": one["under_099"],
+                "products": item["products"],
+                "share": item["share"],
+                "geometric_mean": item["geometric_mean"],
+                "under_099": item["under_099"],
             }
-            for name, one in report.items()
+            for name, item in report.items()
         },
         **forest,
     }
     check = Forest.of(forest, len(NAMES))(frame.known[:500])
     print("trees as arrays agree to", float(np.abs(check - model.predict(frame.known[:500])).max()))
     put_model(options.out, data["gpu"], "wide" if options.logits else "plain", data)
-    rows = [row | {"torch_known": name == "known"} for name, one in report.items() for row in one.pop("rows")]
+    rows = [
+        row | {"torch_known": name == "known"} for name, item in report.items() for row in item.pop("rows")
+    ]
     also = f" --also {options.also}" if options.also else ""
     logits = " --logits" if options.logits else ""
     head["meta"]["command"] = f"python -m fit.selector{logits} --gpu {gpu}{also}"
@@ -296,10 +298,10 @@ def summary(
             {
                 **{name: frame.rows[number][name] for name in "mnk"},
                 "expected": round(float(np.exp(hope)), 4),
-                "got": round(float(np.exp(one)), 4),
+                "got": round(float(np.exp(item)), 4),
                 "served": bool(taken),
             }
-            for number, hope, one, taken in zip(served.tolist(), hopes, got, takes, strict=True)
+            for number, hope, item, taken in zip(served.tolist(), hopes, got, takes, strict=True)
         ],
     }
 

@@ -93,13 +93,13 @@ def compile_some(count: int) -> None:
     keys = {}
     for shape in _DRAWN_FOR:
         problem = Problem.parse(shape)
-        feasible = [one.candidate for one in kernels.ranked(problem, "cute_sm90").predictions]
+        feasible = [prediction.candidate for prediction in kernels.ranked(problem, "cute_sm90").predictions]
         for candidate in random.Random(shape).sample(feasible, min(count, len(feasible))):
             key = family.kernel_key(problem, candidate, device)
             keys[digest(key)] = key
     with CompilePool(ArtifactStore(), shipped=packs.shipped()) as pool:
         waiting = [pool.submit("cute_sm90", key) for key in keys.values()]
-        refused = sum(one.result().artifact is None for one in waiting)
+        refused = sum(run.result().artifact is None for run in waiting)
     print(f"{len(keys)} kernels in {ArtifactStore().root}, {refused} do not compile")
 
 
@@ -125,7 +125,9 @@ def record(problems: list[Problem], device: Device, options: argparse.Namespace)
             command += " --compiled-only" if options.compiled_only else ""
             # A final race at the power cap was in steady state; such ratios compare with no others.
             sweeps: dict[str, Sequence[Outcome]] = {
-                options.name: [one for one in result.outcomes if not getattr(one, "is_steady", False)]
+                options.name: [
+                    outcome for outcome in result.outcomes if not getattr(outcome, "is_steady", False)
+                ]
             }
             if options.compiled_only and result.best is not None and result.best.is_steady:
                 sweeps[f"{options.name}-steady"] = in_steady_state(tuner, result)
@@ -143,17 +145,21 @@ def in_steady_state(tuner: Tuner, result: TuneResult) -> list[Outcome]:
     """Once more, alone: the first by measured ratio and the first by the model."""
     problem, device = result.problem, tuner.device
     screened = {
-        one.candidate: one.ratio
-        for one in result.outcomes
-        if isinstance(one, Measurement) and not one.is_steady and families.get(one.candidate.family).compiled
+        outcome.candidate: outcome.ratio
+        for outcome in result.outcomes
+        if isinstance(outcome, Measurement)
+        and not outcome.is_steady
+        and families.get(outcome.candidate.family).compiled
     }
     by_ratio = sorted(screened, key=lambda candidate: -screened[candidate])
-    ranked = [one.candidate for one in model.alternate_rankings(model.rank(problem, screened, device))]
+    ranked = [
+        ranking.candidate for ranking in model.alternate_rankings(model.rank(problem, screened, device))
+    ]
     chosen = dict.fromkeys([*by_ratio[:_STEADY_OF_EITHER], *ranked[:_STEADY_OF_EITHER]])
     measurer = tuner.measurer_for(problem)
     assert measurer is not None, "the tuning has measured"
     jobs = [Job(candidate, _object_of(tuner, problem, candidate)) for candidate in chosen]
-    return [one for one in measurer.measure(problem, jobs, _STEADY) if getattr(one, "is_steady", True)]
+    return [item for item in measurer.measure(problem, jobs, _STEADY) if getattr(item, "is_steady", True)]
 
 
 def _object_of(tuner: Tuner, problem: Problem, candidate: Candidate) -> Path | None:

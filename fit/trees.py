@@ -79,7 +79,7 @@ def measured(gpu: str, most_rows: int) -> tuple[dict[str, Any], list[dict[str, A
 def launches_of(problem: Problem, launches: Sequence[Sequence[Any]], device: Device) -> Choices:
     """Launches of `fit.choices` by their numbers: place in the list, splits of k, second, along n,
     swizzle size."""
-    rows = np.array([one[:5] for one in launches], dtype=np.int64).reshape(-1, 5)
+    rows = np.array([launch[:5] for launch in launches], dtype=np.int64).reshape(-1, 5)
     columns = Columns.of(
         [
             shortlist.launched(problem, shortlist.listed()[place], split_k, bool(adds), bool(along), swizzle)
@@ -94,7 +94,7 @@ def ratios_and_weights(launches: Sequence[Sequence[Any]]) -> tuple[Floats, Float
 
     Those that are far behind matter little, and those that were left early are known less.
     """
-    ratios, rounds = (np.array([one[at] for one in launches], dtype=float) for at in (5, 6))
+    ratios, rounds = (np.array([launch[at] for launch in launches], dtype=float) for at in (5, 6))
     behind = np.clip((ratios.max() - ratios) / 0.25, 0, 2)
     return np.log(ratios), np.where(rounds > rounds.min(), 1.0, 0.35) * np.exp(-behind)
 
@@ -121,14 +121,14 @@ def validated(
     numbers = {extent: number for number, extent in enumerate(dict.fromkeys(extents))}
     fold_of = np.random.default_rng(0).permutation(len(numbers)) % FOLDS
     folds = fold_of[[numbers[extent] for extent in extents]]
-    found = [np.zeros(len(extents)) for _ in tables]
+    results = [np.zeros(len(extents)) for _ in tables]
     for fold in range(FOLDS):
         left_out = folds == fold
         model = fit(~left_out)
-        for expected, table in zip(found, tables, strict=True):
+        for expected, table in zip(results, tables, strict=True):
             expected[left_out] = model.predict(table[left_out])
         print(f"fold {fold + 1} of {FOLDS}", flush=True)
-    return found
+    return results
 
 
 def trees_of(model: Any) -> dict[str, Any]:

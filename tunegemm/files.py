@@ -70,9 +70,9 @@ def read_bytes(path: Path, error: type[TunegemmError] = FileError) -> bytes:
         number = descriptor(path)
         opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if number is None else os.dup(number)
         with os.fdopen(opened, "rb") as stream:
-            found = kind(os.fstat(opened).st_mode)
-            if found is not None and (number is None or found == "a folder"):
-                raise error(f"{path}: {found}, not a file; give a file that can be read")
+            result = kind(os.fstat(opened).st_mode)
+            if result is not None and (number is None or result == "a folder"):
+                raise error(f"{path}: {result}, not a file; give a file that can be read")
             content = stream.read(_LARGEST_BYTES + 1)
     if len(content) > _LARGEST_BYTES:
         raise error(f"{path}: over {_LARGEST_BYTES} B; give a smaller file")

@@ -109,18 +109,18 @@ def listed(value: Any, name: str, longest: int = _LONGEST_LIST) -> list[Any]:
 def moment(value: Any, name: str) -> datetime:
     """A past time with a zone, since 1970, in UTC."""
     try:
-        found = datetime.fromisoformat(line(value, name, 40))
+        result = datetime.fromisoformat(line(value, name, 40))
     except ValueError as error:
         if isinstance(error, BadValueError):
             raise
         raise BadValueError(f"{name} {shown(value)} is not an ISO 8601 time") from None
-    if found.tzinfo is None:
+    if result.tzinfo is None:
         raise BadValueError(f"{name} {shown(value)} has no zone")
-    if not 1970 <= found.year <= 9998:  # within a day of either end UTC has no such time
+    if not 1970 <= result.year <= 9998:  # within a day of either end UTC has no such time
         raise BadValueError(f"{name} {shown(value)} is not a time since 1970")
-    if found > datetime.now(UTC) + timedelta(days=1):
+    if result > datetime.now(UTC) + timedelta(days=1):
         raise BadValueError(f"{name} {shown(value)} has not come yet")
-    return found.astimezone(UTC)
+    return result.astimezone(UTC)
 
 
 def tree(value: Any, name: str, depth: int = 0) -> Any:

@@ -75,8 +75,8 @@ def _cell(results: Path, name: str, belongs: Callable[[Row], bool]) -> str:
     if (data := load(results, name)) is None:
         return ""
     rows = even_rows(data["rows"]) if name == "peers.json" else data["rows"]
-    found = [_ratio(row) for row in rows if belongs(row)]
-    return f"{geometric_mean(found):.3f} ({min(found):.3f})" if found else ""
+    result = [_ratio(row) for row in rows if belongs(row)]
+    return f"{geometric_mean(result):.3f} ({min(result):.3f})" if result else ""
 
 
 def _ratio(row: Row) -> float:

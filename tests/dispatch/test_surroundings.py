@@ -264,7 +264,7 @@ def test_tables_that_are_locked_are_not_waited_for(postgres, monkeypatch, device
         connection.execute("LOCK TABLE problems IN ACCESS EXCLUSIVE MODE")
         monkeypatch.setenv("TUNEGEMM_DB", url)
         (line,) = in_time(served_by_database(device))
-    assert "another session locks its tables" in line
+    assert "another session holds its tables' lock" in line
     postgres.drop(url)
 
 

@@ -89,11 +89,11 @@ def test_the_json_schema_describes_the_export(source: Database, tmp_path: Path) 
 
 
 BAD_ROWS: list[tuple[dict[str, Any], str]] = [
-    ({"kind": "record"}, "its kind is not one of"),
+    ({"kind": "record"}, "its kind is not measurement"),
     ({"problem": {"m": 8}}, "its problem lacks n, k"),
     ({"problem": {**document_of(PROBLEM), "extra": 1}}, "has a field 'extra', which is not known"),
     ({"samples_us": []}, "0 samples and 4"),
-    ({"samples_us": [1.0, 2.0]}, "as many of both"),
+    ({"samples_us": [1.0, 2.0]}, "samples but"),
     ({"samples_us": [200.0, "2", 3.0, 4.0]}, "samples_us '2' is not a number"),
     ({"samples_us": [1.0, -2.0, 3.0, 4.0]}, "samples_us -2.0 is not a number from 0.001"),
     ({"baseline_us": None}, "baseline_us: null is not a list"),
@@ -112,7 +112,7 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"measured_at": "yesterday"}, "yesterday"),
     ({"measured_at": "2026-11-20T00:00:00"}, "no zone"),
     ({"measured_at": "2999-01-01T00:00:00+00:00"}, "has not come yet"),
-    ({"evidence": {"source": "replayed"}}, "replayed, so never stored"),
+    ({"evidence": {"source": "replayed"}}, "times were replayed"),
     ({"policy": "x" * 17}, "is not a line of at most 16"),
     ({"label": "two\nlines"}, "is not a line of at most 200 printable"),
     ({"label": "\x1b[31mred"}, "label '\\x1b[31mred' is not a line"),

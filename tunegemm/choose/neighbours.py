@@ -158,7 +158,7 @@ def neighbourhood(
             )
         else:
             offers.append(offer)
-    offers.sort(key=lambda one: (-round(one.record.ratio, 2), abs(one.waves[1] - one.waves[0])))
+    offers.sort(key=lambda offer: (-round(offer.record.ratio, 2), abs(offer.waves[1] - offer.waves[0])))
     return Neighbourhood(tuple(offers), "" if offers else "; ".join(refusals), neighbours)
 
 
@@ -167,8 +167,10 @@ def _brackets(
 ) -> tuple[tuple[Record, ...], tuple[int, int]]:
     """The nearest records in reach below and above in m, and the range of rows that has the same ones."""
     m = problem.m
-    records = [one for one in snapshot.usable(problem, device.fingerprint) if one.problem.m not in (1, m)]
-    place = bisect.bisect(records, m, key=lambda one: one.problem.m)
+    records = [
+        record for record in snapshot.usable(problem, device.fingerprint) if record.problem.m not in (1, m)
+    ]
+    place = bisect.bisect(records, m, key=lambda record: record.problem.m)
     sides = tuple(records[max(place - 1, 0) : place + 1])
     least = records[place - 1].problem.m + 1 if place else 2
     most = records[place].problem.m - 1 if place < len(records) else sys.maxsize
@@ -191,8 +193,8 @@ def _margin(problem: Problem, neighbours: Sequence[Record]) -> float:
     return MARGIN + 2 * MARGIN_PER_DOUBLING * _doublings(neighbours[0].problem.m, problem.m)
 
 
-def _doublings(one: int, other: int) -> float:
-    return abs(math.log2(one / other))
+def _doublings(extent: int, other: int) -> float:
+    return abs(math.log2(extent / other))
 
 
 def tiles_differ(problem: Problem, neighbour: Problem, candidate: Candidate) -> str:
@@ -226,8 +228,8 @@ def _offer(neighbour: Record, problem: Problem, device: Device, least: float, ma
         return f"kernel of {neighbour.problem.shape}: {error}"
     torch = library_us(problem, device) / library_us(neighbour.problem, device)
     expected = min(neighbour.ratio * torch * there.total_us / here.total_us, least)
-    found = replace(neighbour, problem=problem, candidate=candidate, ratio=expected)
-    return Near(found, neighbour, (there.waves, here.waves), margin)
+    result = replace(neighbour, problem=problem, candidate=candidate, ratio=expected)
+    return Near(result, neighbour, (there.waves, here.waves), margin)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -215,9 +215,9 @@ class Fitted:
             logs = self.forest(features_of(problem, ranked, device, library))
             return lambda number: ranked[number].candidate, logs
         modelled = replace(device, spec="model")  # as in the fit: each chip counts its own clusters
-        found = shortlist.choices(problem, modelled, self.kernels)
-        logs = self.forest(features_of_choices(problem, found, modelled, library))
-        return lambda number: found.candidate(problem, number), logs
+        result = shortlist.choices(problem, modelled, self.kernels)
+        logs = self.forest(features_of_choices(problem, result, modelled, library))
+        return lambda number: result.candidate(problem, number), logs
 
     def _basis(self, case: str) -> str:
         validated = self.served[case]
@@ -298,9 +298,9 @@ def digest_of_list() -> str:
     """A digest of the listed kernels in their order: the file refers to them by position."""
     # Spelled out here rather than by a candidate's repr, which may change: fitted files hold the digest.
     listed = "\n".join(
-        f"Candidate(family={one.family!r}, compile_params={one.compile_params!r}, "
-        f"launch_params={one.launch_params!r})"
-        for one in shortlist.listed()
+        f"Candidate(family={candidate.family!r}, compile_params={candidate.compile_params!r}, "
+        f"launch_params={candidate.launch_params!r})"
+        for candidate in shortlist.listed()
     )
     return hashlib.sha256(listed.encode()).hexdigest()[:16]
 

@@ -88,8 +88,8 @@ def select(
 
     ahead = outlook(problem, device, policy.refusal)
     if ahead.options:
-        found = tuple(option.record for option in ahead.options)
-        return Selection("predicted", found, str(ahead.options[0]), predictions=ahead.options)
+        result = tuple(option.record for option in ahead.options)
+        return Selection("predicted", result, str(ahead.options[0]), predictions=ahead.options)
     from tunegemm.choose.neighbours import neighbourhood
 
     why = f"{why}; {ahead.refusal}" if ahead.refusal else why
@@ -170,8 +170,8 @@ def _added(
     product = select(snapshot, replace(problem, epilogue=""), device, policy=policy).options
     ahead = by_the_library(problem, device, product, policy.refusal)
     if ahead.options:
-        found = tuple(option.record for option in ahead.options)
-        return Selection("predicted", found, str(ahead.options[0]), predictions=ahead.options)
+        result = tuple(option.record for option in ahead.options)
+        return Selection("predicted", result, str(ahead.options[0]), predictions=ahead.options)
     why = f"{why}; {around.refusal}; {ahead.refusal}"
     return Selection("miss", (), why, neighbours=around.neighbours)
 
@@ -232,7 +232,7 @@ def _batch_invariant(
         refusal = "it has no record" if record is None else policy.refusal(problem, record.candidate)
         why = f"{policy} refuses the record ({refusal})"
     nears = invariant_options(snapshot, problem, device, policy) if near else ()
-    options = (*own, *(one.record for one in nears))
+    options = (*own, *(near.record for near in nears))
     if own:
         return Selection("hit", options, why, nears)
     if options:
@@ -262,12 +262,12 @@ def _least_energy(record: Record, problem: Problem, usable: Sequence[Record]) ->
 
 def _energy_mj(rival: Record) -> float:
     """The energy of one product in mJ; 0 if it was not measured."""
-    found = rival.telemetry.get("energy_mj")
-    return float(found) if isinstance(found, int | float) else 0.0
+    result = rival.telemetry.get("energy_mj")
+    return float(result) if isinstance(result, int | float) else 0.0
 
 
 def read_rivals(problem: Problem) -> list[Record]:
     """Read every measurement of a problem in the user's and the project's database. Loads SQLAlchemy."""
     from tunegemm.store.layers import of_databases
 
-    return [entry for found in of_databases(lambda d: d.measurements(problem), []) for entry in found]
+    return [entry for database in of_databases(lambda d: d.measurements(problem), []) for entry in database]

@@ -77,9 +77,9 @@ def _usage(error: Any) -> str:
     message = error.format_message().replace("Value error, ", "")
     # Newer versions of Typer read values with pydantic, which says what is wanted but not what was given.
     if (details := getattr(error.__cause__, "errors", None)) is not None:
-        given = details()[0]["input"]
-        if repr(given) not in message:
-            message = message.replace(": ", f": {shown(given)}: ", 1)
+        value = details()[0]["input"]
+        if repr(value) not in message:
+            message = message.replace(": ", f": {shown(value)}: ", 1)
     if message.startswith(("No such option: --m ", "No such option: --n ", "No such option: --k ")):
         message = f"{message.partition(' (')[0]}; --shape has the extents, as --shape 512:4096:512x6144x4096"
     if not message.endswith((".", "?")):

@@ -74,15 +74,15 @@ def expanded(shapes: list[str] | None) -> list[str]:
 
     Raises UsageError for a range that has no value, and for more than a thousand shapes.
     """
-    found: list[str] = []
+    results: list[str] = []
     for text in shapes or ():
         lists = [_values(text, part) for part in re.split(r"x(?![^{]*\})", text)]
-        if len(found) + math.prod(map(len, lists)) > _MOST_SHAPES:
+        if len(results) + math.prod(map(len, lists)) > _MOST_SHAPES:
             raise UsageError(
                 f"--shape {shown(text)}: more than {_MOST_SHAPES} shapes; give fewer, or use --from"
             )
-        found += ["x".join(parts) for parts in itertools.product(*lists)]
-    return found
+        results += ["x".join(parts) for parts in itertools.product(*lists)]
+    return results
 
 
 def _values(text: str, part: str) -> list[str]:
@@ -130,9 +130,9 @@ def parse_gpus(text: str) -> tuple[int, ...]:
     """Numbers of this host's GPUs from ``all`` or ``0,1``. Raises UsageError, DeviceError without a GPU."""
     from tunegemm.describe.device import cuda_device_count
 
-    found = [] if text == "all" else [digits(word.strip()) for word in text.split(",")]
-    numbers = [number for number in found if number is not None]
-    if len(numbers) < len(found):
+    result = [] if text == "all" else [digits(word.strip()) for word in text.split(",")]
+    numbers = [number for number in result if number is not None]
+    if len(numbers) < len(result):
         raise UsageError(f"--devices {shown(text)}: not numbers of GPUs; give all, or such as 0,1")
     for number in numbers:
         if numbers.count(number) > 1:

@@ -126,10 +126,10 @@ class Command(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups = GROUPS.get(" ".join(ctx.command_path.split()[1:]), {})
         listed: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", *groups, "Options")}
-        for one in self.get_params(ctx):
-            if (record := one.get_help_record(ctx)) is not None:
-                title = next((title for title, names in groups.items() if one.name in names), "Options")
-                title = title if one.param_type_name == "option" else "Arguments"
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                title = next((title for title, names in groups.items() if param.name in names), "Options")
+                title = title if param.param_type_name == "option" else "Arguments"
                 listed[title].append((_in_words(record[0]), _in_words(record[1])))
         for title, rows in listed.items():
             if rows:

@@ -24,35 +24,37 @@ class Group:
 
     def parameters(self) -> dict[str, inspect.Parameter]:
         """The options, by their names."""
-        found = dict(inspect.signature(self.of, eval_str=True).parameters)
+        result = dict(inspect.signature(self.of, eval_str=True).parameters)
         for name in self.required:
-            found[name] = found[name].replace(default=inspect.Parameter.empty)
-        return found
+            result[name] = result[name].replace(default=inspect.Parameter.empty)
+        return result
 
 
 def flat(command: Callable[..., None]) -> Callable[..., None]:
     """The command as Typer reads it: the options of its groups are its own."""
     own = inspect.signature(command, eval_str=True).parameters
-    groups = {name: group for name, one in own.items() if (group := _group(one.annotation)) is not None}
+    groups = {
+        name: group for name, parameter in own.items() if (group := _group(parameter.annotation)) is not None
+    }
     shared = {name: group.parameters() for name, group in groups.items()}
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
+    def run(**options: Any) -> None:
         made = {
-            name: group.of(**{option: given.pop(option) for option in shared[name]})
+            name: group.of(**{option: options.pop(option) for option in shared[name]})
             for name, group in groups.items()
         }
-        command(**given, **made)
+        command(**options, **made)
 
-    options = [each for name, one in own.items() for each in shared.get(name, {name: one}).values()]
-    named = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in options]
+    options = [each for name, item in own.items() for each in shared.get(name, {name: item}).values()]
+    named = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in options]
     run.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
     return run
 
 
 def _group(annotation: Any) -> Group | None:
     facts = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
-    return next((one for one in facts if isinstance(one, Group)), None)
+    return next((fact for fact in facts if isinstance(fact, Group)), None)
 
 
 def _positive(parameter: typer.CallbackParam, value: int | None) -> int | None:

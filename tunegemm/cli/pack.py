@@ -64,8 +64,8 @@ def pack_command(
         and (names is None or record.candidate.family in names)
     ]
     if not chosen:
-        found = f"none of {len(records)} records matches" if records else "no record to pack"
-        raise UsageError(f"{found}; see `tunegemm db layers`")
+        result = f"none of {len(records)} records matches" if records else "no record to pack"
+        raise UsageError(f"{result}; see `tunegemm db layers`")
     with replacing(out, PackError) as part:  # which is refused before kernels compile for minutes
         packed = packing.pack(chosen, part, compile_missing=not no_compile, workers=workers)
     for reason, count in packed.left_out.items():

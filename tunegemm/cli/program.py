@@ -128,8 +128,8 @@ class Signals:
         assert pipe is not None
         ready, _, _ = select.select([pipe], [], [], max(0, deadline - time.monotonic()))
         words = pipe.read(4096).split() if ready else []
-        for one, moment in zip(words[::2], words[1::2], strict=True):
-            self._witnessed_s.setdefault(int(one), []).append(float(moment))
+        for item, moment in zip(words[::2], words[1::2], strict=True):
+            self._witnessed_s.setdefault(int(item), []).append(float(moment))
         return bool(words)
 
 

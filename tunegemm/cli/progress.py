@@ -147,7 +147,7 @@ class ProgressView:
     def _render_all(self) -> Group:
         """Called for every refresh, so that clocks run while nothing else happens."""
         now = time.monotonic()
-        return Group(*(self._render(one, now - since) for one, since in list(self._running.values())))
+        return Group(*(self._render(item, now - since) for item, since in list(self._running.values())))
 
     def _render(self, progress: Progress, since_s: float) -> Group:
         done = progress.compiled if progress.stage == "compile" else _done(progress)

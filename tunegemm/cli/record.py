@@ -50,19 +50,19 @@ def _write(words: list[str], parts: str, out: Path) -> None:
     """Adds up what the processes wrote."""
     from tunegemm.describe.workload import Workload, demands, merge
 
-    found = []
+    results = []
     for part in sorted(Path(parts).glob("[!.]*.json")):
         workload, refused = Workload.from_document(decoded(read_text(part)), str(part))
-        found.append(workload)
+        results.append(workload)
         printing.say(*(f"tunegemm: left out: {line}" for line in refused), err=True)
-    if not found:
+    if not results:
         printing.say(
             "tunegemm: nothing recorded: no Python process of the command imported torch with tunegemm "
             "installed beside it (python -I, -E and -S turn recording off, too)",
             err=True,
         )
         return
-    workload = merge(found, words)
+    workload = merge(results, words)
     try:
         workload.write(out)
     except WorkloadError as error:  # the program may have run for hours
@@ -90,10 +90,10 @@ def _show_costliest(workload: Workload) -> None:
     def cost_us(demand: Demand) -> float:
         return demand.calls * (demand.call_us or device.roofline_us(demand.problem))
 
-    found = sorted(demands(workload.products)[0], key=cost_us, reverse=True)
-    whole = sum(map(cost_us, found)) or 1.0
-    which = f"The {_COSTLIEST} costliest of them" if len(found) > _COSTLIEST else "They"
-    timed = "" if all(demand.call_us for demand in found) else ", by the roofline where no GPU timed them"
+    result = sorted(demands(workload.products)[0], key=cost_us, reverse=True)
+    whole = sum(map(cost_us, result)) or 1.0
+    which = f"The {_COSTLIEST} costliest of them" if len(result) > _COSTLIEST else "They"
+    timed = "" if all(demand.call_us for demand in result) else ", by the roofline where no GPU timed them"
 
     columns: dict[str, list[str]] = {
         "product": [],
@@ -102,7 +102,7 @@ def _show_costliest(workload: Workload) -> None:
         "us a call": [],
         "record": [],
     }
-    for demand in found[:_COSTLIEST]:
+    for demand in result[:_COSTLIEST]:
         record = snapshot.find(demand.problem, device.fingerprint)
         torchs = demand.problem.torch_call
         known = "none" if record is None else f"{record.ratio:.3f} x {torchs}"

@@ -51,7 +51,7 @@ def leaderboard(result: TuneResult) -> Leaderboard:
 
     problem, device, labels = result.problem, result.device, result.labels
     if result.predictions:
-        predictions = [(one.candidate, one.total_us) for one in result.predictions]
+        predictions = [(prediction.candidate, prediction.total_us) for prediction in result.predictions]
         return Leaderboard.from_predictions(problem, device, predictions, labels)
     best = result.best.candidate if result.best is not None else None
     return Leaderboard.from_outcomes(
@@ -64,7 +64,10 @@ def each_failure(result: TuneResult) -> list[str]:
     from tunegemm.measure.outcome import Failure
 
     failures = [outcome for outcome in result.outcomes if isinstance(outcome, Failure)]
-    return [f"Failed: {result.label(one.candidate)}: {one.stage}: {one.reason}" for one in failures]
+    return [
+        f"Failed: {result.label(failure.candidate)}: {failure.stage}: {failure.reason}"
+        for failure in failures
+    ]
 
 
 def failure_line(result: TuneResult) -> str:
@@ -147,7 +150,7 @@ def winners_table(results: Sequence[TuneResult]) -> Table:
             torch_us = significant(best.baseline_median_us) if best.baseline_us else ""
             label = result.label(best.candidate)
             return name, f"{best.ratio:.3f}", label, significant(best.median_us), torch_us
-        first = [f"{result.label(one.candidate)} (model)" for one in result.predictions[:1]]
+        first = [f"{result.label(prediction.candidate)} (model)" for prediction in result.predictions[:1]]
         return name, "", *(first or ["none"]), "", ""
 
     columns = zip(*map(row, results), strict=True)
@@ -191,8 +194,8 @@ def document(result: TuneResult) -> dict[str, Any]:
         "device_name": result.device.name,
         "best": outcome_document(result.best) if result.best is not None else None,
         "predictions": [
-            named(one.candidate) | {"predicted_us": one.total_us, "bound": one.bound}
-            for one in result.predictions
+            named(prediction.candidate) | {"predicted_us": prediction.total_us, "bound": prediction.bound}
+            for prediction in result.predictions
         ],
         "outcomes": [
             outcome_document(outcome) | {"tuning_stage": stage}

@@ -94,15 +94,15 @@ def refuse_contradictions(
     if output.quiet and (output.verbose or output.as_json):
         other = "--verbose" if output.verbose else "--json"
         raise arguments.UsageError(f"--quiet and {other}: give one of them")
-    given = given_options(context)
-    of_searches = [flag for name, flag in given.items() if name in ("from_files", *Search.OF_SEARCHES)]
+    value = given_options(context)
+    of_searches = [flag for name, flag in value.items() if name in ("from_files", *Search.OF_SEARCHES)]
     if search.candidate and of_searches:
         raise arguments.UsageError(f"{', '.join(of_searches)} with --candidate, which searches nothing")
     if search.skews is not None and not (from_files or any(problem.groups for problem in asked_for)):
         raise arguments.UsageError("--skews is for rows in groups; give --groups, too")
     if from_files:
         names = {*options.Group(options.parse_problems).parameters(), "with_backward"} - {"shape"}
-        if of_shapes := ", ".join(flag for name, flag in given.items() if name in names):
+        if of_shapes := ", ".join(flag for name, flag in value.items() if name in names):
             raise arguments.UsageError(f"{of_shapes} with --from: the file already says it for each product")
 
 
@@ -114,22 +114,22 @@ def tune_shapes(session: Session, problems: Mapping[Problem, Problem]) -> int:
     from tunegemm.cli import results
     from tunegemm.cli.progress import ProgressView
 
-    output, found = session.output, []
+    output, answer = session.output, []
     budget_s = session.search.budget_s
     with ProgressView(printing.stderr_console(), total=len(problems), budget_s=budget_s) as view:
         for result in tuned(session, list(problems), None if output.is_bare else view.update):
-            found.append(result)
+            answer.append(result)
             with view.ended(result.problem):
                 show(session, result)
-    if cut := [result for result in found if result.interrupted]:
-        done = {result.problem for result in found if not result.interrupted}
+    if cut := [result for result in answer if result.interrupted]:
+        done = {result.problem for result in answer if not result.interrupted}
         left = dict.fromkeys(shape for problem, shape in problems.items() if problem not in done)
         command = again(session.context, list(left))
         printing.say_command(f"{results.interruption(cut)} Go on with:", command, err=True)
         return INTERRUPTED
-    useful = sum(result.best is not None or bool(result.predictions) for result in found)
-    if len(found) > 1 and not output.is_bare:
-        printing.stdout_console().print(results.winners_table(found))
+    useful = sum(result.best is not None or bool(result.predictions) for result in answer)
+    if len(answer) > 1 and not output.is_bare:
+        printing.stdout_console().print(results.winners_table(answer))
     if useful and not (session.is_real or output.is_bare):
         say_gpu_command(session.context, list(dict.fromkeys(problems.values())))
     return DONE if useful == len(problems) else NOTHING_FOUND
@@ -147,8 +147,8 @@ def tuned(
         require_kernels(tuning, problems)
     if not search.candidate:
         requests = [
-            Request(one, search.effort or "quick", search.trials, search.budget_s, following)
-            for one, following in itertools.zip_longest(problems, problems[1:])
+            Request(item, search.effort or "quick", search.trials, search.budget_s, following)
+            for item, following in itertools.zip_longest(problems, problems[1:])
         ]
         return tuning.tune_all(requests, loading_pandas(update) if update is not None else None)
     if not isinstance(tuning, Tuner):
@@ -227,7 +227,7 @@ def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[
     if interrupted:
         printing.say("Interrupted: the measurements are kept; run the same command to continue.", err=True)
         return INTERRUPTED
-    if not any(one.result and (one.result.best or one.result.predictions) for one in current):
+    if not any(run.result and (run.result.best or run.result.predictions) for run in current):
         return NOTHING_FOUND
     if not (session.is_real or output.as_json):
         say_gpu_command(session.context, [])
@@ -239,10 +239,10 @@ def show_shipped(demands: Sequence[Demand], device: Device, as_json: bool) -> No
     from tunegemm.choose.snapshot import read_snapshot
 
     snapshot = read_snapshot()
-    found = {demand: snapshot.find(demand.problem, device.fingerprint) for demand in demands}
+    result = {demand: snapshot.find(demand.problem, device.fingerprint) for demand in demands}
     if as_json:
         names = ("label", "median_us", "ratio", "confirmed")
-        for demand, record in found.items():
+        for demand, record in result.items():
             best = {name: getattr(record, name) for name in names} if record is not None else None
             problem = demand.problem
             facts: dict[str, Any] = {
@@ -253,10 +253,10 @@ def show_shipped(demands: Sequence[Demand], device: Device, as_json: bool) -> No
             facts |= {"calls": demand.calls, "device_name": device.name, "best": best}
             typer.echo(to_json(facts, indent=None))
         return
-    ratios = [record.ratio for record in found.values() if record is not None]
-    line = f"No CUDA GPU here. {len(ratios)} of {len(found)} products ship with records for {device.name}"
+    ratios = [record.ratio for record in result.values() if record is not None]
+    line = f"No CUDA GPU here. {len(ratios)} of {len(result)} products ship with records for {device.name}"
     printing.say(f"{line}, {min(ratios):.2f} to {max(ratios):.2f} x torch.mm:" if ratios else f"{line}.")
-    for demand, record in found.items():
+    for demand, record in result.items():
         known = f"{record.ratio:.3f} x torch.mm, {record.label}" if record is not None else "no record"
         printing.say(f"  {demand.problem} x {demand.calls}: {known}")
 
@@ -313,16 +313,16 @@ def race_named(tuner: Tuner, problems: Sequence[Problem], named: Sequence[str]) 
         elif isinstance(measurer := tuner.measurer_for(problem), ReplayDevice):
             ranked = functools.partial(measurer.fastest_first, problem)  # no other kernel's time is known
         candidates = [candidate_of(text, known, ranked) for text in named]
-        for one in candidates:
-            verdict = tuner.kernels.check(problem, one)
+        for candidate in candidates:
+            verdict = tuner.kernels.check(problem, candidate)
             if not verdict:
-                raise arguments.UsageError(f"--candidate {one} cannot run {problem}: {verdict}")
+                raise arguments.UsageError(f"--candidate {candidate} cannot run {problem}: {verdict}")
         yield tuner.race(problem, [*candidates, *([known] if known is not None else [])])
 
 
 def say_gpu_command(context: typer.Context, asked_for: Sequence[Problem]) -> None:
     """The same command, as it measures on a GPU."""
-    served = " and ".join(dict.fromkeys(f"tunegemm.{one.our_call}" for one in asked_for)) or "its calls"
+    served = " and ".join(dict.fromkeys(f"tunegemm.{item.our_call}" for item in asked_for)) or "its calls"
     printing.say_command(
         f"On your GPU this command measures, and stores the result for {served}:",
         again(context, asked_for, device=None, db=None),
@@ -331,18 +331,18 @@ def say_gpu_command(context: typer.Context, asked_for: Sequence[Problem]) -> Non
 
 def again(context: typer.Context, problems: Sequence[Problem], **changes: object) -> str:
     """The same command line for these problems' shapes."""
-    given = {flag.removeprefix("--"): context.params[name] for name, flag in given_options(context).items()}
+    value = {flag.removeprefix("--"): context.params[name] for name, flag in given_options(context).items()}
     shapes = {"shape": [problem.shape for problem in problems]}
-    return command_line("tune", {"shape": None} | given | shapes | changes)
+    return command_line("tune", {"shape": None} | value | shapes | changes)
 
 
 def given_options(context: typer.Context) -> dict[str, str]:
     """The flags of the options that the command line has, by the options' names."""
     # Where a value comes from, not whether it is the default: versions of Click and Typer hand over another
     # empty list than the one that an option was declared with.
-    sources = {one: context.get_parameter_source(one.name or "") for one in context.command.params}
+    sources = {param: context.get_parameter_source(param.name or "") for param in context.command.params}
     return {
-        one.name or "": next(flag for flag in one.opts if flag.startswith("--"))
-        for one, source in sources.items()
+        option.name or "": next(flag for flag in option.opts if flag.startswith("--"))
+        for option, source in sources.items()
         if source is not None and source.name == "COMMANDLINE"
     }

@@ -99,7 +99,7 @@ class Search:
 
     def tuner_options(self) -> dict[str, Any]:
         """How a `Tuner` is opened. Raises TunegemmError for what cannot be read."""
-        found: dict[str, Any] = {
+        result: dict[str, Any] = {
             "families": arguments.parse_families(self.families), "workers": self.workers, "seed": self.seed,
             "compiled_only": self.compiled_only, "energy": self.energy,
             "matching": arguments.parse_pattern(self.kernels), "sampler": self.sampler, "study": self.study,
@@ -107,12 +107,12 @@ class Search:
         if self.skews is not None:
             from tunegemm.measure.groups import checked_skews
 
-            found["skews"] = checked_skews(self.skews)
+            result["skews"] = checked_skews(self.skews)
         if self.sampler is not None:
             from tunegemm.search.samplers import sampler_of
 
             sampler_of(self.sampler, seed=0)
-        return found
+        return result
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ class Place:
     @property
     def is_named(self) -> bool:
         """Whether a GPU was asked for by name. Raises UsageError where several options name some."""
-        given = {"--device": self.device, "--devices": self.devices, "--ray": self.ray}
-        named = [flag for flag, value in given.items() if value is not None]
+        values = {"--device": self.device, "--devices": self.devices, "--ray": self.ray}
+        named = [flag for flag, value in values.items() if value is not None]
         if len(named) > 1:
             raise arguments.UsageError(f"{' and '.join(named)}: give one of them")
         return bool(named)

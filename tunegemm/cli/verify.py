@@ -92,11 +92,11 @@ def verify_predicted(problems: list[Problem], spec: str | None, db: str | None, 
     with Database.open(db, create=True) as database, Tuner(opened, database, workers=workers) as tuner:
         snapshot = Snapshot(database.records()) if db is not None else read_snapshot()
         for problem in problems:
-            found, why = predictions(snapshot, problem, opened)
-            if not found:
+            result, why = predictions(snapshot, problem, opened)
+            if not result:
                 printing.say(f"{problem}: {why}")
                 continue
-            feedback = measure(tuner, problem, found)
+            feedback = measure(tuner, problem, result)
             printing.say(feedback)
             if feedback.result.interrupted:
                 raise typer.Exit(130)
@@ -113,9 +113,11 @@ def lines(verification: Verification) -> list[str]:
     else:
         outcome = f"{verification.record.label} stays the record"
     reason = verification.judgement.reason or "same software"
-    found = [f"{verification.record.problem}: {outcome}  [{reason}]"]
+    results = [f"{verification.record.problem}: {outcome}  [{reason}]"]
     for move in verification.moves:
         after = move.reason if move.after is None else f"{move.after:.3f}"
         before = "?" if move.before is None else f"{move.before:.3f}"
-        found.append(f"  {'moved' if move.moved else 'same':6} {before} to {after} of torch.mm  {move.label}")
-    return found
+        results.append(
+            f"  {'moved' if move.moved else 'same':6} {before} to {after} of torch.mm  {move.label}"
+        )
+    return results

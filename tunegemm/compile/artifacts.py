@@ -64,8 +64,8 @@ class ArtifactStore:
         if entry is None or "object_sha256" not in entry:
             return None
         try:
-            found = entry["resources"]
-            resources = Resources(**{**found, "warnings": tuple(found["warnings"])})
+            result = entry["resources"]
+            resources = Resources(**{**result, "warnings": tuple(result["warnings"])})
         except (KeyError, TypeError, AttributeError):
             return None  # damaged: it is compiled again
         path = self._path(key, ".o")

@@ -204,6 +204,6 @@ def find_runtime() -> Path | None:
     root = next((parent for parent in Path(spec.origin).parents if parent.name == "nvidia_cutlass_dsl"), None)
     if root is None:
         return None
-    found = {int(path.parts[-3][2:]): path for path in root.glob(f"cu[0-9]*/lib/{RUNTIME}")}
-    newest = driver.cuda_version()[0] or max(found, default=0)
-    return found.get(max((major for major in found if major <= newest), default=0))
+    result = {int(path.parts[-3][2:]): path for path in root.glob(f"cu[0-9]*/lib/{RUNTIME}")}
+    newest = driver.cuda_version()[0] or max(result, default=0)
+    return result.get(max((major for major in result if major <= newest), default=0))

@@ -178,8 +178,8 @@ def build(
         smem_bytes=facts.shared,
         arguments=tuple(_compiled_argument(name, type_name, maps) for name, type_name in arguments.items()),
     )
-    if (found := _parameters(ptx)) != header.parameters:
-        raise RuntimeError(f"triton {triton.__version__} passes {found}, expected {header.parameters}")
+    if (result := _parameters(ptx)) != header.parameters:
+        raise RuntimeError(f"triton {triton.__version__} passes {result}, expected {header.parameters}")
     write_object(out, header, cubin)
     return read_report(report, smem_bytes=facts.shared, compile_seconds=time.perf_counter() - start)
 
@@ -216,22 +216,22 @@ def _compiled_argument(name: str, type_name: str, maps: Any) -> Argument:
 def _parameters(ptx: str) -> tuple[str, ...]:
     """Types of the entry's parameters in the PTX."""
     entry = _ENTRY.search(ptx)
-    found = []
+    results = []
     for line in entry[1].split(",") if entry else ():
         if ".b8" in line:
-            found.append("tensor_map" if "[128]" in line else "bytes")
+            results.append("tensor_map" if "[128]" in line else "bytes")
         elif ".ptr" in line:
-            found.append("pointer")
+            results.append("pointer")
         else:
-            found.append({".u32": "i32", ".u64": "i64"}.get(line.split()[1], line.split()[1]))
-    return tuple(found)
+            results.append({".u32": "i32", ".u64": "i64"}.get(line.split()[1], line.split()[1]))
+    return tuple(results)
 
 
 def _first_error(log: str) -> str:
     """The compiler's first complaint, ptxas's before Triton's about it, without the place in our sources."""
     lines = [line.strip() for line in log.splitlines()]
-    found = (line for word in ("fatal", "error") for line in lines if re.search(rf"\b{word}\b", line, re.I))
-    return re.sub(r"^\S+: (?=error)", "", next(found, ""))
+    result = (line for word in ("fatal", "error") for line in lines if re.search(rf"\b{word}\b", line, re.I))
+    return re.sub(r"^\S+: (?=error)", "", next(result, ""))
 
 
 def _root_cause(error: BaseException) -> BaseException:

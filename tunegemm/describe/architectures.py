@@ -109,7 +109,11 @@ ARCHITECTURES: dict[tuple[int, int], Architecture] = {
 
 def of_target(compile_target: str) -> Architecture:
     """The architecture with this compiler name."""
-    return next(one for one in ARCHITECTURES.values() if one.compile_target == compile_target)
+    return next(
+        architecture
+        for architecture in ARCHITECTURES.values()
+        if architecture.compile_target == compile_target
+    )
 
 
 @dataclass(frozen=True)

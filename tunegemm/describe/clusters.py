@@ -124,7 +124,7 @@ def usual_neighbours(gpcs: Sequence[int]) -> int:
 def gpcs_of_launches(index: int, cluster_size: int, clusters: int, smem_bytes: int) -> tuple[int, ...] | None:
     try:
         with loaded(index, smem_bytes) as (driver, function):
-            found = [multiprocessors_of(driver, function, index, size, smem_bytes) for size in _SIZES]
+            results = [multiprocessors_of(driver, function, index, size, smem_bytes) for size in _SIZES]
             first, again = (
                 multiprocessors_of(driver, function, index, cluster_size, smem_bytes, clusters)
                 for _ in range(2)
@@ -133,7 +133,7 @@ def gpcs_of_launches(index: int, cluster_size: int, clusters: int, smem_bytes: i
         return None
     if not first or first != again:  # other work is on the device, and clusters go where it leaves room
         return None
-    gpc_of = groups([cluster for clusters in found for cluster in clusters])
+    gpc_of = groups([cluster for clusters in results for cluster in clusters])
     return tuple(gpc_of.get(cluster[0], -1 - cluster[0]) for cluster in first)
 
 
@@ -164,8 +164,8 @@ def multiprocessors_of(
     address = ctypes.c_uint64(out.data_ptr())
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(address))
     failed = driver.cuLaunchKernelEx(ctypes.byref(config), function, arguments, None)
-    found: list[list[int]] = out.tolist()
-    return [] if failed else found
+    results: list[list[int]] = out.tolist()
+    return [] if failed else results
 
 
 def _most_active(driver: Any, function: ctypes.c_void_p, size: int, smem_bytes: int) -> int:

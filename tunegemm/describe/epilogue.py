@@ -303,12 +303,12 @@ _OPERANDS: dict[str, tuple[Operand, ...]] = {
 }
 
 _BEFORE: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
-    "alpha": lambda acc, given: acc * given["alpha"],
-    "scale_tensor": lambda acc, given: acc * (given["scale_a"] * given["scale_b"]),
-    "scale_rowwise": lambda acc, given: acc * given["scale_a"] * given["scale_b"],
-    "beta_c": lambda acc, given: acc + _weighted(given["c"], given["beta"]),
-    "bias_n": lambda acc, given: acc + given["bias"],
-    "bias_m": lambda acc, given: acc + given["bias"],
+    "alpha": lambda acc, arguments: acc * arguments["alpha"],
+    "scale_tensor": lambda acc, arguments: acc * (arguments["scale_a"] * arguments["scale_b"]),
+    "scale_rowwise": lambda acc, arguments: acc * arguments["scale_a"] * arguments["scale_b"],
+    "beta_c": lambda acc, arguments: acc + _weighted(arguments["c"], arguments["beta"]),
+    "bias_n": lambda acc, arguments: acc + arguments["bias"],
+    "bias_m": lambda acc, arguments: acc + arguments["bias"],
 }
 
 
@@ -394,14 +394,14 @@ def maximum(x: Any, y: Any) -> Any:
     """The larger of two values, either of which may be a number; NaN if one is NaN, as in torch.maximum."""
     if _is_torch(x, y):
         return _of_tensors("maximum", x, y)
-    return _chosen(x, y, lambda one, other: one > other)
+    return _chosen(x, y, lambda item, other: item > other)
 
 
 def minimum(x: Any, y: Any) -> Any:
     """The smaller of two values, either of which may be a number; NaN if one is NaN, as in torch.minimum."""
     if _is_torch(x, y):
         return _of_tensors("minimum", x, y)
-    return _chosen(x, y, lambda one, other: one < other)
+    return _chosen(x, y, lambda item, other: item < other)
 
 
 def _of_tensors(name: str, x: Any, y: Any) -> Any:
@@ -439,11 +439,11 @@ def operand_dtype(operand: Operand, out_dtype: str) -> str:
     return "bf16" if out_dtype.startswith("fp8") else out_dtype
 
 
-def check_operands(epilogue: Epilogue, given: Sequence[Any]) -> None:
+def check_operands(epilogue: Epilogue, operands: Sequence[Any]) -> None:
     """Raises ProblemError unless as many operands are given as the epilogue takes."""
     names = [operand.name for operand in epilogue.operands]
-    if len(given) != len(names):
+    if len(operands) != len(names):
         raise ProblemError(
             f"epilogue {epilogue} takes {len(names)} operands "
-            f"({', '.join(names) or 'none'}), not {len(given)}"
+            f"({', '.join(names) or 'none'}), not {len(operands)}"
         )

@@ -179,13 +179,13 @@ class Problem:
             except TypeError:
                 whole = -1
             if not (name not in _REMEDIES) <= whole <= _MAX_EXTENT or (name, whole) == ("groups", 1):
-                given = f"{name}={shown(number) if isinstance(number, int) else repr(number)[:40]}"
+                value = f"{name}={shown(number) if isinstance(number, int) else repr(number)[:40]}"
                 if name in _REMEDIES:
-                    raise ProblemError(f"{given}: {_REMEDIES[name]}")
+                    raise ProblemError(f"{value}: {_REMEDIES[name]}")
                 is_batched = type(self.batch) is not int or self.batch != 1
                 extents = (self.m, self.n, self.k, *(self.batch,) * is_batched)
                 where = "x".join(shown(extent) for extent in extents)
-                raise ProblemError(f"{given} in {where}: every extent must be from 1 to {_MAX_EXTENT}")
+                raise ProblemError(f"{value} in {where}: every extent must be from 1 to {_MAX_EXTENT}")
             object.__setattr__(self, name, whole)  # a NumPy integer becomes Python's
         if isinstance(self.epilogue, Epilogue):
             object.__setattr__(self, "epilogue", str(self.epilogue))
@@ -230,14 +230,14 @@ class Problem:
         if self.batch != 1:
             raise ProblemError(f"{self.groups} groups with a batch of {self.batch}: leave one out")
         if self.in_dtype not in _OF_GROUPS:
-            given, known = repr(self.in_dtype), ", ".join(_OF_GROUPS)
-            raise ProblemError(f"in_dtype {given} with {self.groups} groups: use one of {known}")
+            known = ", ".join(_OF_GROUPS)
+            raise ProblemError(f"in_dtype {self.in_dtype!r} with {self.groups} groups: use one of {known}")
         step, scales = self.epilogue, _OF_GROUPS[self.in_dtype]
         if step != scales and (scales or step not in GATED):
-            given = f"epilogue {step!r}" if step else "no epilogue"
+            actual = f"epilogue {step!r}" if step else "no epilogue"
             remedy = scales or f"none, or one of {', '.join(GATED)}"
             raise ProblemError(
-                f"{given} of {self.in_dtype} with {self.groups} groups: use {remedy} (a bias needs no tuning)"
+                f"{actual} of {self.in_dtype} with {self.groups} groups: use {remedy} (biases need no tuning)"
             )
         fixed = {
             "out_dtype": default_out_dtype(self.in_dtype), "a_major": "k", "out_major": "n",
@@ -246,9 +246,9 @@ class Problem:
         if step:  # gate and up, and fp8, are read along k
             fixed["b_major"] = "k"
         for name, value in fixed.items():
-            if (given := getattr(self, name)) != value:
+            if (actual := getattr(self, name)) != value:
                 raise ProblemError(
-                    f"{name} {given!r} with {self.groups} groups: use {value!r}, which is tuned"
+                    f"{name} {actual!r} with {self.groups} groups: use {value!r}, which is tuned"
                 )
 
     @classmethod

@@ -39,8 +39,8 @@ class Served:
     @classmethod
     def together(cls, parts: Iterable[Served]) -> Served:
         """The sum over processes; products that two of them have count twice, as each serves its own."""
-        found = [asdict(part) for part in parts if part.calls]
-        return cls(**{name: sum(part[name] for part in found) for name in asdict(cls())})
+        results = [asdict(part) for part in parts if part.calls]
+        return cls(**{name: sum(part[name] for part in results) for name in asdict(cls())})
 
     @classmethod
     def read(cls, folder: Path) -> Served:

@@ -46,8 +46,8 @@ class Candidate:
         launch_params: Mapping[str, Value] | None = None,
     ) -> Candidate:
         """Make one from mappings, in any order. Raises SpaceError unless given a name and two mappings."""
-        given = (family, str), (compile_params, Mapping), (launch_params or {}, Mapping)
-        for value, expected in given:
+        values = (family, str), (compile_params, Mapping), (launch_params or {}, Mapping)
+        for value, expected in values:
             if not isinstance(value, expected):
                 raise SpaceError(
                     f"{value!r:.40}: a candidate is made of a family's name and mappings of values"
@@ -227,15 +227,15 @@ def _tables(text: str) -> dict[str, Any]:
 
 
 def _check_keys(
-    path: Path, where: str, found: Any, known: tuple[str, ...], required: tuple[str, ...]
+    path: Path, where: str, table: Any, known: tuple[str, ...], required: tuple[str, ...]
 ) -> None:
     import difflib
 
-    for key in found:
+    for key in table:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
             raise SpaceError(f"{path}: {where}unknown key {key!r}; {hint}")
-    missing = [key for key in required if key not in found]
+    missing = [key for key in required if key not in table]
     if missing:
         raise SpaceError(f"{path}: {where}key {missing[0]!r} is missing; add it")

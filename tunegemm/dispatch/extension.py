@@ -108,7 +108,9 @@ class LaunchCache:
             kept = api.dispatcher.planner.state.launches.setdefault(self, {})
             if len(kept) >= MAX_PLANS:
                 kept.clear()
-            others = [one for one in kept.get(key, ()) if one.check is not None and not one.check(*tensors)]
+            others = [
+                item for item in kept.get(key, ()) if item.check is not None and not item.check(*tensors)
+            ]
             kept[key] = (known, *others[: _MOST_ALIKE - 1])
         return known
 
@@ -249,8 +251,8 @@ def recorded(problem: Problem, device: torch.device) -> Record | None:
 def serves_by(form: Form, a: torch.Tensor, b: torch.Tensor, device: torch.device) -> str:
     """The family of the kernel that serves a call of `Dispatcher.fused`, of tensors that need no memory;
     empty where torch computes it."""
-    found = api.dispatcher.planner.expected(form, a, b, device.index or 0)
-    record = found[2].record if found is not None else None
+    result = api.dispatcher.planner.expected(form, a, b, device.index or 0)
+    record = result[2].record if result is not None else None
     return record.candidate.family if record is not None else ""
 
 

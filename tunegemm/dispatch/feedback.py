@@ -37,8 +37,10 @@ class Feedback:
     @property
     def measured(self) -> Measurement | None:
         """What the predicted kernel measured; None where it failed."""
-        found = {one.candidate: one for one in self.result.outcomes if isinstance(one, Measurement)}
-        return found.get(self.predicted.record.candidate)
+        result = {
+            outcome.candidate: outcome for outcome in self.result.outcomes if isinstance(outcome, Measurement)
+        }
+        return result.get(self.predicted.record.candidate)
 
     def __str__(self) -> str:
         """One line for people."""
@@ -70,7 +72,7 @@ def predictions(snapshot: Snapshot, problem: Problem, device: Device) -> tuple[S
         return (), f"not predicted: {selection.why}"
     (record,) = selection.options
     options = () if record.confirmed else outlook(problem, device).options
-    if options and (record.is_torch or record.candidate in [one.record.candidate for one in options]):
+    if options and (record.is_torch or record.candidate in [option.record.candidate for option in options]):
         return options, ""
     return (), f"not predicted: it has a record, {label(record.candidate)}"
 
@@ -82,7 +84,7 @@ def measure(tuner: Tuner, problem: Problem, options: Sequence[Predicted]) -> Fee
     be timed, MeasureError where none of the kernels can run.
     """
     expected = {option.record.candidate: option.expected for option in options}
-    runs: list[Candidate] = [one for one in expected if tuner.kernels.is_feasible(problem, one)]
+    runs: list[Candidate] = [item for item in expected if tuner.kernels.is_feasible(problem, item)]
     if not runs:  # a race of torch.mm alone would make it the record
         raise MeasureError(f"{problem}: {options[0].label} was predicted and cannot run here; leave it out")
     return Feedback(options[0], tuner.race(problem, runs, expected=expected))

@@ -75,12 +75,12 @@ class Form:
     def check(self, operands: Sequence[Any]) -> None:
         """Raises ProblemError if the operands' number or kinds do not match the epilogue."""
         check_operands(self.epilogue, operands)
-        for operand, given in zip(self.epilogue.operands, operands, strict=True):
+        for operand, value in zip(self.epilogue.operands, operands, strict=True):
             wants = Real if operand.kind == "number" else torch.Tensor
-            if not isinstance(given, wants):
+            if not isinstance(value, wants):
                 kind = "a number" if operand.kind == "number" else "a tensor"
                 raise ProblemError(
-                    f"operand {operand.name} of epilogue {self.text} is {kind}, not {given!r:.40}"
+                    f"operand {operand.name} of epilogue {self.text} is {kind}, not {value!r:.40}"
                 )
 
     def join(self, tensors: Sequence[Any], numbers: Sequence[float]) -> list[Any]:

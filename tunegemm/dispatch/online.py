@@ -152,12 +152,12 @@ class OnlineTuning:
             while following.device == first.device:
                 left_s = self._left_s - (time.monotonic() - start)
                 seconds = max(0.0, min(PER_PROBLEM_S, left_s))
-                found, warning = None, ""
+                result, warning = None, ""
                 try:
-                    found = measure(following.problem, following.options, seconds)
+                    result = measure(following.problem, following.options, seconds)
                 except (ProblemError, SpaceError) as error:  # concerns only this product
                     warning = f"tuning {following.problem} online failed ({one_line(error)})"
-                following.notify(found, warning)
+                following.notify(result, warning)
                 with self._changing_queue:
                     self._queue.popleft()
                     if not self._queue:

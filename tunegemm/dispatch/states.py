@@ -129,10 +129,10 @@ class State:
 
     def forget_missing(self, kernel: str) -> None:
         """Forget plans that fell back because this kernel was missing, so that they are made again."""
-        for place, one in list(self.prepared.items()):
-            if isinstance(one, Compiling) and one.kernel == kernel:
+        for place, prediction in list(self.prepared.items()):
+            if isinstance(prediction, Compiling) and prediction.kernel == kernel:
                 del self.prepared[place]
-                for key in one.waiting:
+                for key in prediction.waiting:
                     if not self.plans.get(key, key):
                         del self.plans[key]
         self.forget_checks()
@@ -140,7 +140,7 @@ class State:
     def forget(self, problem: Problem) -> None:
         """Forget the plans of a problem, and all plans that fell back to torch: those name no problem."""
         self.misses.clear()
-        self.prepared = {place: one for place, one in self.prepared.items() if place[0] != problem}
+        self.prepared = {place: item for place, item in self.prepared.items() if place[0] != problem}
         self.plans = {key: plan for key, plan in self.plans.items() if plan and plan.problem != problem}
         self.forget_checks()
 

@@ -151,25 +151,25 @@ def _one_call(
     form: Form, a: Any, b: Any, taken: tuple[str, ...], named: dict[str, Any], out: Any, dtype: Any = None
 ) -> Any:
     """The product and these steps by a single torch call. dtype: an fp8 product's, if not the form's."""
-    given = {} if out is None else {"out": out}
+    arguments = {} if out is None else {"out": out}
     if form.call == LINEAR and out is None and taken in ((), ("bias_n",)):
         return linear(a, b, named["bias"] if taken else None)
     if not taken:
-        return torch.matmul(a, _right(form, b), **given)
+        return torch.matmul(a, _right(form, b), **arguments)
     if taken == ("bias_n",):
         return added(a, _right(form, b), named["bias"], out)
     if taken[0].startswith("scale"):
         return torch._scaled_mm(
             a, _right(form, b), named["scale_a"], named["scale_b"],
             bias=named["bias"] if "bias_n" in taken else None, out_dtype=dtype or form.out_dtype,
-            use_fast_accum=form.accumulation == "fast", **given,
+            use_fast_accum=form.accumulation == "fast", **arguments,
         )  # fmt: skip
     add = torch.addmm if a.ndim == 2 else torch.baddbmm
     scalars = {"beta": named.get("beta", 1), "alpha": named.get("alpha", 1)}
     c = named["c"] if "beta_c" in taken else named.get("bias") if "bias_n" in taken else None
     if c is None:  # torch has no call without C, but does not read it where beta is 0
         c, scalars["beta"] = a.new_zeros(()), 0
-    return add(c, a, _right(form, b), **scalars, **given)
+    return add(c, a, _right(form, b), **scalars, **arguments)
 
 
 def _is_wide(form: Form, a: Any, b: Any, rest: Sequence[str], named: dict[str, Any]) -> bool:

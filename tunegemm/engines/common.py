@@ -203,20 +203,20 @@ def of_engine(path: str, parameters: Sequence[str] = ()) -> tuple[Any, Any]:
         except ModuleNotFoundError:
             module, _, kind = holder.rpartition(".")
             place = getattr(importlib.import_module(module), kind)
-        found = getattr(place, name)
+        result = getattr(place, name)
     except (ImportError, AttributeError):
         raise Misfit(f"there is no {path}") from None
-    if parameters and [*inspect.signature(found).parameters][: len(parameters)] != [*parameters]:
+    if parameters and [*inspect.signature(result).parameters][: len(parameters)] != [*parameters]:
         raise Misfit(f"{path} does not take {', '.join(parameters)}")
-    return place, found
+    return place, result
 
 
 def replace(path: str, parameters: Sequence[str], make: Callable[[Any], Any]) -> None:
     """Replace an engine's function by `make`'s wrapper of it, once. Raises Misfit as `of_engine` does."""
-    place, found = of_engine(path, parameters)
-    if not hasattr(found, "tunegemm_own"):
-        made = make(found)
-        made.tunegemm_own = found
+    place, result = of_engine(path, parameters)
+    if not hasattr(result, "tunegemm_own"):
+        made = make(result)
+        made.tunegemm_own = result
         setattr(place, path.rpartition(".")[2], made)
 
 
@@ -315,13 +315,13 @@ def served(model: torch.nn.Module, most: int, left_out: Sequence[str] = ("VocabP
         if name in at:
             continue
         asks = _asker(layer, right, is_fp8)
-        found = {rows: asks(rows) for rows in sorted({*shown, *ends(most)})}
-        at[name] = {rows for rows in shown if found[rows]}
-        families |= dict.fromkeys(found[rows] for rows in shown if rows in at[name])
-    counts = ", ".join(f"{sum(rows in found for found in at.values())} at {rows}" for rows in shown)
+        result = {rows: asks(rows) for rows in sorted({*shown, *ends(most)})}
+        at[name] = {rows for rows in shown if result[rows]}
+        families |= dict.fromkeys(result[rows] for rows in shown if rows in at[name])
+    counts = ", ".join(f"{sum(rows in result for result in at.values())} at {rows}" for rows in shown)
     line = f"kernels for {counts} rows of {len(at)} kinds of weights"
     line += f", by {', '.join(families)}" if families else ""
-    if lacking := [name for name, found in at.items() if not found]:
+    if lacking := [name for name, result in at.items() if not result]:
         more = len(lacking) - _MOST_NAMED
         line += f"; at none of these {', '.join(lacking[:_MOST_NAMED])}" + (
             f" and {more} more" if more > 0 else ""

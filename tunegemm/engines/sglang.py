@@ -99,8 +99,8 @@ def _scaled_mm(
 
 def _start() -> None:
     # Processes that this one starts inherit the variable.
-    given = os.environ.setdefault(_RECORDS, common.records())
-    if why := common.compared(given):
+    value = os.environ.setdefault(_RECORDS, common.records())
+    if why := common.compared(value):
         _log.warning("tunegemm: %s", why)
     if _SCHEDULER in sys.modules:  # loaded in processes that compute; elsewhere imports would take seconds
         _around(f"{_RUNNER}.ModelRunner.load_model", ("self",), lambda own: _load)

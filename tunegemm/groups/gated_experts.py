@@ -66,10 +66,10 @@ def experts(
         result: torch.Tensor = node_of(error, experts, (x, gate_up, down, index, weights), words)
         return result
     _check(x, gate_up, down, index, weights, activation)
-    given = x, gate_up, down, index, weights, gate_up_bias, down_bias
+    arguments = x, gate_up, down, index, weights, gate_up_bias, down_bias
     if not index.numel():
-        return _of_nothing(*given)
-    return _layer(*given, activation, interleaved, elsewhere)
+        return _of_nothing(*arguments)
+    return _layer(*arguments, activation, interleaved, elsewhere)
 
 
 def is_ordered() -> bool:
@@ -179,9 +179,9 @@ def _numbers(count: int, like: torch.Tensor, plain: bool, step: int = 1) -> torc
     """
     if plain and count <= _MOST_KEPT and like.dtype is torch.int64:
         size = max(_LEAST_KEPT, 1 << (count - 1).bit_length())
-        found = multiples(like.device, torch.int64, step, size)
-        if found is not None:
-            return found[:count]
+        result = multiples(like.device, torch.int64, step, size)
+        if result is not None:
+            return result[:count]
     return torch.arange(0, count * step, step, device=like.device, dtype=like.dtype)
 
 
@@ -222,10 +222,10 @@ _library.define(
 
 
 def _compute(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor:
-    given = a, b, offs, bias, gate, interleaved
-    result = None if deterministic() else grouped.groups.below_autograd(*given)
+    arguments = a, b, offs, bias, gate, interleaved
+    result = None if deterministic() else grouped.groups.below_autograd(*arguments)
     if result is None:
-        result = _recorded(*given)
+        result = _recorded(*arguments)
     if result is None:
         result = _gate(grouped_mm(a, b, offs=offs, bias=bias), GATED[gate], interleaved)
     return result

@@ -47,8 +47,8 @@ def scaled_grouped_mm(
     try:
         of_blocks = block_groups.are_of_blocks(a, b, scale_a, scale_b)
     except TypeError as error:
-        given = a, b, scale_a, scale_b
-        result: torch.Tensor = node_of(error, scaled_grouped_mm, given, words, torch._scaled_grouped_mm)
+        value = a, b, scale_a, scale_b
+        result: torch.Tensor = node_of(error, scaled_grouped_mm, value, words, torch._scaled_grouped_mm)
         return result
     if of_blocks:
         if bias is not None or scale_result is not None:

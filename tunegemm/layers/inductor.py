@@ -144,8 +144,8 @@ def _pays(match: Match, facts: tuple[Any, ...]) -> bool:
         rows *= ops.hint(extent)
     config = sys.modules.get(_CONFIG)
     gate, gpu = GATE_OF[match.words[0]], extension.gpu_of(device)
-    found = joint.chosen(rows, (n, n), k, dtype, gpu, gate=gate)
-    return found is not None and not getattr(config, "cpp_wrapper", False)
+    result = joint.chosen(rows, (n, n), k, dtype, gpu, gate=gate)
+    return result is not None and not getattr(config, "cpp_wrapper", False)
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -61,9 +61,9 @@ def _places_in(forward: FunctionType) -> Places | None:
     result, (own, x) = _result_of(function.body), map(re.escape, names)
     gate, up = rf"{own}\.(?P<act>\w+)\({own}\.(?P<gate>\w+)\({x}\)\)", rf"{own}\.(?P<up>\w+)\({x}\)"
     for product in (rf"{gate} \* {up}", rf"{up} \* {gate}"):
-        found = re.fullmatch(rf"{own}\.(?P<down>\w+)\({product}\)", ast.unparse(result) if result else "")
-        if found is not None:
-            return Places(**found.groupdict())
+        match = re.fullmatch(rf"{own}\.(?P<down>\w+)\({product}\)", ast.unparse(result) if result else "")
+        if match is not None:
+            return Places(**match.groupdict())
     return None
 
 

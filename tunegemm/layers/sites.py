@@ -238,8 +238,8 @@ class Several(Joint):
 
     def by_torch(self, x: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, ...]:
         weights, biases = self.parts(*operands)
-        given = (weights, biases) if biases else (weights,)
-        return tuple([site(x, *each) for site, *each in zip(self._linears, *given, strict=True)])
+        arguments = (weights, biases) if biases else (weights,)
+        return tuple([site(x, *each) for site, *each in zip(self._linears, *arguments, strict=True)])
 
 
 def product(facts: tuple[Any, ...]) -> Callable[..., torch.Tensor]:

@@ -77,8 +77,8 @@ def _fill(
         )
         here = torch.arange(row, row + block.shape[0], device=matrix.device)[:, None]
         chosen = luck < part
-        for one in seen:
-            chosen |= here == one
+        for item in seen:
+            chosen |= here == item
         block.copy_(torch.where(chosen & used, sign, 0.0))
 
 

@@ -81,8 +81,8 @@ def checked_skews(names: Sequence[str] | str) -> tuple[str, ...]:
 
 def measured_skews(telemetry: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the skews of a measurement; all of SKEWS if it does not name them."""
-    found = telemetry.get("skews")
-    return tuple(skew for skew in SKEWS if skew in found) if isinstance(found, Mapping) else SKEWS
+    result = telemetry.get("skews")
+    return tuple(skew for skew in SKEWS if skew in result) if isinstance(result, Mapping) else SKEWS
 
 
 def over_skews(

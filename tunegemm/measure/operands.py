@@ -162,7 +162,7 @@ def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands
         values = (values[0] if batch == 1 else values)[..., :extent]
         return values if row_major else values.mT
 
-    def given(operand: Operand) -> Any:
+    def fused_operand(operand: Operand) -> Any:
         if operand.kind == "number":
             return 0.75 if operand.name == "alpha" else -0.5
         shape = problem.operand_shape(operand)
@@ -181,7 +181,7 @@ def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands
     a_dtype, b_dtype = map(torch_dtype, operand_dtypes(problem.in_dtype))
     a = random(problem.m, problem.k, problem.a_major == "k", a_dtype, problem.batch, spread_of_a)
     b = random(problem.k, problem.n, problem.b_major == "n", b_dtype, problem.groups or problem.batch)
-    operands = tuple(map(given, fused.operands))
+    operands = tuple(map(fused_operand, fused.operands))
     amax = operands[-1] if "amax" in fused.steps else None
     return Operands(a, b, out, guards, operands, amax)
 
@@ -286,7 +286,7 @@ def _of_groups(problem: Problem, operands: Operands) -> torch.Tensor:
     """
     import torch
 
-    ends, *given = operands.fused
+    ends, *arguments = operands.fused
     results = []
     for group, (first, end) in enumerate(pairwise([0, *ends.tolist()])):
         if end > first:
@@ -295,7 +295,7 @@ def _of_groups(problem: Problem, operands: Operands) -> torch.Tensor:
                 product = product.unflatten(1, (2, -1)).mT.flatten(1)
             named = {
                 operand.name: value[first:end] if operand.kind == "m" else value[group]
-                for operand, value in zip(problem.fused.operands, given, strict=True)
+                for operand, value in zip(problem.fused.operands, arguments, strict=True)
             }
             results.append(problem.fused.reference(product, named))
     return torch.cat(results)

@@ -150,7 +150,7 @@ def _ahead(active: Sequence[int], kept: int, samples: list[list[float]], least: 
     """Return the leads of the remaining replays over the baseline that exceed a limit."""
     baseline = fmean(map(fmean, samples[:kept]))
     ahead = (baseline / fmean(samples[index]) - 1 for index in active[kept:])
-    return [one for one in ahead if one > least]
+    return [item for item in ahead if item > least]
 
 
 def _in_doubt(active: Sequence[int], kept: int, samples: list[list[float]], settings: RaceSettings) -> bool:
@@ -158,7 +158,7 @@ def _in_doubt(active: Sequence[int], kept: int, samples: list[list[float]], sett
     if not settings.steady_doubt:
         return False
     least, most = settings.steady_doubt
-    return any(one < most for one in _ahead(active, kept, samples, least))
+    return any(item < most for item in _ahead(active, kept, samples, least))
 
 
 def _groups(order: Sequence[int], most: int) -> list[Sequence[int]]:

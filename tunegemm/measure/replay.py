@@ -209,9 +209,9 @@ class ReplayDevice:
 
     def fastest_first(self, problem: Problem, family: str) -> list[Candidate]:
         """The measured candidates of a family, the highest ratio first."""
-        found = [o for o in self.sweep(problem).outcomes.values() if isinstance(o, Measurement)]
-        of_family = (one for one in found if one.candidate.family == family)
-        return [one.candidate for one in sorted(of_family, key=lambda one: -one.ratio)]
+        results = [o for o in self.sweep(problem).outcomes.values() if isinstance(o, Measurement)]
+        of_family = (result for result in results if result.candidate.family == family)
+        return [measurement.candidate for measurement in sorted(of_family, key=lambda each: -each.ratio)]
 
     def discover(self, problem: Problem) -> list[Candidate]:
         """The recorded candidates of vendor libraries: those without a tile shape."""

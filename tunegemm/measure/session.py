@@ -116,12 +116,12 @@ class Session:
         from tunegemm.generate import families
 
         self._step(None, "load")
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         for name in families.NAMES:
             family = families.get(name)
             if not family.compiled:
-                found += family.discover(problem, self._device)
-        return found
+                candidates += family.discover(problem, self._device)
+        return candidates
 
     def _measure(self, problem: Problem, jobs: tuple[Job, ...], settings: RaceSettings) -> None:
         from tunegemm.generate.cublaslt import TORCH_MM
@@ -398,9 +398,9 @@ class Session:
                     self.measure(request)
                     self._send(Done(seconds=self._seconds))
                 elif isinstance(request, Discover):
-                    found = self.discover(request.problem)
+                    result = self.discover(request.problem)
                     self._end_phase("library")
-                    self._send(Done(found, self._seconds))
+                    self._send(Done(result, self._seconds))
             except _Lost as error:
                 self._send(Broken(self._job, str(error), error.stage))
                 return

@@ -195,8 +195,8 @@ def _roofline(figure: Figure, contents: Contents) -> None:
         texts.append(axes.annotate(f"{memory:g} TB/s, memory", place, offset, ha=align, **beside))
     if len(winners) > NAMED_MARKS:
         for verdict, colour in _COLOURS.items():
-            found = [w for w in winners if w.verdict == verdict]
-            _dots(axes, [(w.record.problem.arithmetic_intensity, w.tflops) for w in found], colour)
+            results = [w for w in winners if w.verdict == verdict]
+            _dots(axes, [(w.record.problem.arithmetic_intensity, w.tflops) for w in results], colour)
     else:
         for row, winner in enumerate(winners):
             x = winner.record.problem.arithmetic_intensity
@@ -253,8 +253,8 @@ def _name_marks(figure: Figure, axes: Axes, winners: Sequence[Winner], texts: It
                 break
 
 
-def _overlap(one: Sequence[float], other: Sequence[float]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def _overlap(box: Sequence[float], other: Sequence[float]) -> bool:
+    return box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
 
 
 def _dots(axes: Axes, points: Sequence[tuple[float, float]], colour: str) -> None:

@@ -61,15 +61,15 @@ def examine(database: str | None = None) -> list[Check]:
 
 def _packages() -> Check:
     versions = {name: package_version(name) for name in _REQUIRED + _TUNING + _OPTIONAL}
-    found = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    result = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     kinds: list[tuple[Status, tuple[str, ...], str]] = [
         ("fail", _REQUIRED, ""), ("note", _TUNING, "'tunegemm[tune]', to tune here"), ("note", _OPTIONAL, "")
     ]  # fmt: skip
     for status, names, extra in kinds:
         if missing := [name for name in names if not versions[name]]:
-            detail = f"missing: {', '.join(missing)}; found: {found}"
+            detail = f"missing: {', '.join(missing)}; found: {result}"
             return Check("packages", status, detail, f"pip install {extra or ' '.join(missing)}")
-    return Check("packages", "ok", found)
+    return Check("packages", "ok", result)
 
 
 def devices() -> list[Check]:

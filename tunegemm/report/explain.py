@@ -171,9 +171,9 @@ class Explanation:
                 "evidence": ahead.basis,
             }
         facts["feedback"] = None
-        if (found := self.feedback) is not None:
-            facts["feedback"] = {name: getattr(found, name) for name in ("label", "ratio", "median_us")}
-            facts["feedback"] |= {"expected_ratio": _expected(found), "won": found.ratio >= 1}
+        if (feedback := self.feedback) is not None:
+            facts["feedback"] = {name: getattr(feedback, name) for name in ("label", "ratio", "median_us")}
+            facts["feedback"] |= {"expected_ratio": _expected(feedback), "won": feedback.ratio >= 1}
         facts["runner_up"] = None
         if (second := self.runner_up) is not None:
             facts["runner_up"] = {name: getattr(second, name) for name in ("label", "ratio", "median_us")}
@@ -237,11 +237,11 @@ class Explanation:
                 yield "evidence", _evidence(record)
                 if skews := over_skews(record.telemetry):
                     yield "", skews
-        if (found := self.feedback) is not None:
+        if (feedback := self.feedback) is not None:
             yield (
                 "predicted",
-                f"{found.label}: {_expected(found):.3f} x torch.mm was expected, {found.ratio:.3f} measured "
-                f"in {_proof(found)}: it {'won' if found.ratio >= 1 else 'lost'}",
+                f"{feedback.label}: {_expected(feedback):.3f} x torch.mm was expected, {feedback.ratio:.3f} "
+                f"measured in {_proof(feedback)}: it {'won' if feedback.ratio >= 1 else 'lost'}",
             )
         if (second := self.runner_up) is not None:
             yield (
@@ -284,8 +284,8 @@ def explain(
 
     if b is None:
         how = {"epilogue": str(epilogue), "accumulation": accumulation}
-        given = how | ({"out_dtype": str(out_dtype)} if out_dtype is not None else {})
-        problem = as_problem(a, **given)  # type: ignore[arg-type]
+        arguments = how | ({"out_dtype": str(out_dtype)} if out_dtype is not None else {})
+        problem = as_problem(a, **arguments)  # type: ignore[arg-type]
         return explain_problem(problem, open_device(), policy=extension.policy())
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         raise ProblemError(
@@ -333,10 +333,12 @@ def explain_problem(
         Snapshot(records), problem, device, near=mode != "exact", policy=policy, rivals=lambda _: entries
     )
     options = selection.options
-    loadable = (one for one in options if not _refusal_to_load(one, device))
+    loadable = (option for option in options if not _refusal_to_load(option, device))
     chosen = next(loadable, options[0] if options else None)
-    near = next((one for one in selection.nears if one.record is chosen), None)
-    predicted = next((one for one in selection.predictions if one.record is chosen), None)
+    near = next((near for near in selection.nears if near.record is chosen), None)
+    predicted = next(
+        (prediction for prediction in selection.predictions if prediction.record is chosen), None
+    )
     record = near.origin if near is not None else None if predicted is not None else chosen
     by_table = chosen is None and selection.outcome == "predicted"
     if record is not None and problem.groups:
@@ -379,7 +381,7 @@ def explain_problem(
 
 def ranked_by_model(problem: Problem, device: Device, family: str) -> Iterable[Candidate]:
     """A family's kernels for a problem in the model's order."""
-    return (one.candidate for one in Space(family, problem, device).ranked())
+    return (ranking.candidate for ranking in Space(family, problem, device).ranked())
 
 
 def candidate_of(
@@ -404,7 +406,7 @@ def candidate_of(
     if not families.get(family).compiled:
         return plain
     if start is None or start.family != family:
-        start = next((one for one in ranked(family) if chosen.items() <= one.params.items()), None)
+        start = next((item for item in ranked(family) if chosen.items() <= item.params.items()), None)
     known = {name: start[name] for name in plain.params if name in start.params} if start is not None else {}
     return chosen_candidate(family, known | chosen)
 
@@ -483,8 +485,8 @@ def _feedback(entries: Sequence[StoredRecord], device: Device) -> StoredRecord |
 
 def _expected(record: StoredRecord) -> float:
     """Its predicted speed relative to torch.mm; 0 if it was not predicted."""
-    found = record.telemetry.get(PREDICTED_RATIO)
-    return float(found) if isinstance(found, int | float) and 0 < found < 1e6 else 0.0
+    result = record.telemetry.get(PREDICTED_RATIO)
+    return float(result) if isinstance(result, int | float) and 0 < result < 1e6 else 0.0
 
 
 def _proof(record: StoredRecord) -> str:
@@ -512,11 +514,11 @@ def _with_skews(record: StoredRecord, entries: Sequence[StoredRecord]) -> Stored
 
 def over_skews(telemetry: Mapping[str, Any]) -> str:
     """What a record for rows in groups says about each division of them; empty for other records."""
-    found = telemetry.get("skews")
-    if not isinstance(found, Mapping) or not all(isinstance(one, float) for one in found.values()):
+    result = telemetry.get("skews")
+    if not isinstance(result, Mapping) or not all(isinstance(item, float) for item in result.values()):
         return ""
-    each = ", ".join(f"{skew} {ratio:.3f}" for skew, ratio in found.items())
-    worst = min(found, key=lambda skew: found[skew])
+    each = ", ".join(f"{skew} {ratio:.3f}" for skew, ratio in result.items())
+    worst = min(result, key=lambda skew: result[skew])
     return f"over divisions of the rows: {each}; worst {worst}"
 
 

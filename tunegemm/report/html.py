@@ -130,7 +130,7 @@ def _shape(details: Details) -> dict[str, Any]:
         "raced": len(tried) < len(details.sequence),
         "convergence": Markup(charts.inline_convergence(details)),
         "gap": analysis.gap(details),
-        "listed": sorted(enumerate(tried, 1), key=lambda one: -one[1].ratio)[:MOST_TRIALS],
+        "listed": sorted(enumerate(tried, 1), key=lambda item: -item[1].ratio)[:MOST_TRIALS],
         "importances": analysis.importances(details.trials),
         "grids": grids,
         "top": max(tiles, key=lambda trial: trial.ratio, default=None),
@@ -157,7 +157,7 @@ def _ticks(limits: tuple[float, float]) -> list[tuple[float, str]]:
     """Places and names of the ticks, 1 first, none closer than its name is wide."""
     from matplotlib.ticker import MaxNLocator
 
-    found: list[tuple[float, str]] = []
+    results: list[tuple[float, str]] = []
     within = (
         t
         for t in MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(*limits)
@@ -165,9 +165,9 @@ def _ticks(limits: tuple[float, float]) -> list[tuple[float, str]]:
     )
     for tick in (1.0, *within):
         place = _place(tick, limits)
-        if all(abs(place - other) >= 14 for other, _ in found):
-            found.append((place, f"{tick:g}"))
-    return found
+        if all(abs(place - other) >= 14 for other, _ in results):
+            results.append((place, f"{tick:g}"))
+    return results
 
 
 def _facts(contents: Contents) -> list[tuple[str, str]]:

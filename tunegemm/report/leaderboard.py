@@ -122,14 +122,14 @@ class Leaderboard:
                     "candidate": candidate.digest,
                     "label": names.get(candidate.digest, str(candidate)),
                     "family": candidate.family,
-                    **{name: getattr(one, name) for name in _FIGURES},
-                    "baseline_spread": replace(one, samples_us=one.baseline_us).spread,
-                    "method": QUALIFYING if one.is_steady else SCREEN,
+                    **{name: getattr(measurement, name) for name in _FIGURES},
+                    "baseline_spread": replace(measurement, samples_us=measurement.baseline_us).spread,
+                    "method": QUALIFYING if measurement.is_steady else SCREEN,
                     "confirmed": False,
                     "origin": "",
                     "chosen": candidate == best,
                 }
-                for candidate, one in latest.items()
+                for candidate, measurement in latest.items()
             ],
             columns=_ROW,
         )
@@ -153,8 +153,15 @@ class Leaderboard:
 
         names = labels or {}
         rows = [
-            (rank, str(problem), names.get(one.digest, str(one)), predicted_us, one.family, device.name)
-            for rank, (one, predicted_us) in enumerate(sorted(predictions, key=lambda pair: pair[1]), 1)
+            (
+                rank,
+                str(problem),
+                names.get(candidate.digest, str(candidate)),
+                predicted_us,
+                candidate.family,
+                device.name,
+            )
+            for rank, (candidate, predicted_us) in enumerate(sorted(predictions, key=lambda pair: pair[1]), 1)
         ]
         columns = ["rank", "problem", "candidate", "predicted_us", "family", "device"]
         note = f"Ranked by a model of {device.name}; nothing was timed, and a model only ranks."
@@ -198,33 +205,33 @@ class Leaderboard:
 
         The vendor's columns are left out if most of their cells would be empty.
         """
-        found = leaders.sort_values([*_PROBLEM_FIELDS, "device_name"], kind="stable")
+        result = leaders.sort_values([*_PROBLEM_FIELDS, "device_name"], kind="stable")
         known = functools.cache(problem_of)
-        problems = [known(*fields) for fields in found[_PROBLEM_FIELDS].itertuples(index=False, name=None)]
+        problems = [known(*fields) for fields in result[_PROBLEM_FIELDS].itertuples(index=False, name=None)]
         flops = [problem.flops for problem in problems]
-        devices = {name: _device_named(name) for name in found["device_name"].unique()}
+        devices = {name: _device_named(name) for name in result["device_name"].unique()}
         floors = [
             devices[name].roofline_us(problem) or math.nan
-            for problem, name in zip(problems, found["device_name"], strict=True)
+            for problem, name in zip(problems, result["device_name"], strict=True)
         ]
         # Where nothing beat torch.mm, that is the best, and the vendor's best is at least that.
-        lost = ~found["confirmed"] & (found["ratio"] < 1)
-        vendor_lost = found["vendor_ratio"] < 1
-        median_us = found["median_us"].where(~lost, found["baseline_median_us"])
-        label = found["label"].where(found["label"] != "", found["family"] + " " + found["candidate"])
-        table = found.assign(
+        lost = ~result["confirmed"] & (result["ratio"] < 1)
+        vendor_lost = result["vendor_ratio"] < 1
+        median_us = result["median_us"].where(~lost, result["baseline_median_us"])
+        label = result["label"].where(result["label"] != "", result["family"] + " " + result["candidate"])
+        table = result.assign(
             problem=list(map(str, problems)),
             candidate=label.where(~lost, BASELINE),
             median_us=median_us,
-            torch_mm_us=found["baseline_median_us"],
+            torch_mm_us=result["baseline_median_us"],
             tflops=flops / median_us / 1e6,
-            ratio_to_torch_mm=found["ratio"].where(~lost, 1.0),
+            ratio_to_torch_mm=result["ratio"].where(~lost, 1.0),
             percent_of_roofline=[100 * floor for floor in floors] / median_us,
-            spread_percent=100 * found["spread"].where(~lost, found["baseline_spread"]),
-            family=found["family"].where(~lost, VENDOR_FAMILY),
-            device=found["device_name"],
-            best_vendor=found["vendor_label"].where(~vendor_lost, BASELINE),
-            best_vendor_ratio=found["vendor_ratio"].where(~vendor_lost, 1.0),
+            spread_percent=100 * result["spread"].where(~lost, result["baseline_spread"]),
+            family=result["family"].where(~lost, VENDOR_FAMILY),
+            device=result["device_name"],
+            best_vendor=result["vendor_label"].where(~vendor_lost, BASELINE),
+            best_vendor_ratio=result["vendor_ratio"].where(~vendor_lost, 1.0),
         )[list(_SUMMARY_COLUMNS)].reset_index(drop=True)
         title = f"Best per problem on {_names(table)}" if len(table) else "Best per problem"
         note = _mean_note(table)
@@ -308,8 +315,8 @@ class Leaderboard:
         hidden |= {"device"} if self.frame["device"].nunique() == 1 else set()
         rows = self.frame.to_dict("records")
         names = [name for name in COLUMNS if name in self.frame.columns and name not in hidden]
-        found = {name: [_cell(name, row) for row in rows] for name in names}
-        return {name: cells for name, cells in found.items() if any(cells) or not rows}
+        result = {name: [_cell(name, row) for row in rows] for name in names}
+        return {name: cells for name, cells in result.items() if any(cells) or not rows}
 
     def sorted_by(self, key: str) -> Leaderboard:
         """The rows in another order of `SORTS`."""
@@ -405,13 +412,13 @@ def problems_of(frame: pandas.DataFrame) -> list[Problem]:
 
 def _groups(frame: pandas.DataFrame) -> list[tuple[Device, pandas.DataFrame]]:
     """The rows to show per device: those of the fingerprint measured last."""
-    found: dict[str, tuple[Any, Device, pandas.DataFrame]] = {}
+    result: dict[str, tuple[Any, Device, pandas.DataFrame]] = {}
     for _, group in frame.groupby("fingerprint", sort=False):
         fingerprint = Fingerprint(*(_python(group.iloc[0][name]) for name in _FINGERPRINT_FIELDS))
         name, latest = fingerprint.device_name, group["measured_at"].max()
-        if name not in found or latest > found[name][0]:
-            found[name] = (latest, known_device(fingerprint), group)
-    return [(shown, group) for _, shown, group in (found[name] for name in sorted(found))]
+        if name not in result or latest > result[name][0]:
+            result[name] = (latest, known_device(fingerprint), group)
+    return [(shown, group) for _, shown, group in (result[name] for name in sorted(result))]
 
 
 def known_device(fingerprint: Fingerprint) -> Device:
@@ -444,11 +451,11 @@ def _how_to_read(rows: pandas.DataFrame) -> str:
         "Each ratio is to torch.mm in the same rounds; times are at the clock of the first row's race. "
         f"= marks ties: closer than the noise, here up to {100 * noise:.1f} %."
     )
-    found = Counter(map(Evidence, by_evidence(rows)["level"]))
-    if len(found) < 2:
+    result = Counter(map(Evidence, by_evidence(rows)["level"]))
+    if len(result) < 2:
         return note
     counts = ", ".join(
-        f"{count} {level.name.lower()}" for level, count in sorted(found.items(), reverse=True)
+        f"{count} {level.name.lower()}" for level, count in sorted(result.items(), reverse=True)
     )
     return f"{note} Ordered by evidence ({counts}): ratios compare among rows of the same only."
 

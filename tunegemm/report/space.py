@@ -192,16 +192,16 @@ def _by_rules(
     launched = kernels.with_launches(passed, launch_values)
     of_launch = launched.rejected(rules, problem, device)
     launches = math.prod(map(len, launch_values.values()))
-    found = []
+    results = []
     for number in range(len(rules)):
         rows, launch_rows = np.flatnonzero(of_kernel == number), np.flatnonzero(of_launch == number)
         firsts = [(int(row), kernels.candidate(int(row))) for row in rows[:1]]
         firsts += [(int(passed[row // launches]), launched.candidate(int(row))) for row in launch_rows[:1]]
         if firsts:
-            place, first = min(firsts, key=lambda one: one[0])
-            found.append((place, (family.check(problem, first, device), len(rows), len(launch_rows))))
+            place, first = min(firsts, key=lambda first: first[0])
+            results.append((place, (family.check(problem, first, device), len(rows), len(launch_rows))))
     feasible = of_launch.reshape(-1, launches) == len(rules)
-    in_order = [one for _, one in sorted(found, key=lambda one: one[0])]
+    in_order = [item for _, item in sorted(results, key=lambda result: result[0])]
     return _Counted(int(feasible.any(axis=1).sum()), int(feasible.sum()), in_order)
 
 

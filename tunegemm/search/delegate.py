@@ -57,7 +57,7 @@ class Delegate:
         self._sampler, self._searches = sampler, {search.family: search for search in searches}
         self._verdict, self._reject = verdict, reject
         self.trials = self._left = trials
-        self._library = [one for one in library if all(one not in search.results for search in searches)]
+        self._library = [item for item in library if all(item not in search.results for search in searches)]
         self.stage: StageName = "library"
         self.note = ""
         """Why the search ended before its trials were spent, or a remark that no suggestion was feasible."""

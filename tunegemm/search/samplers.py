@@ -63,26 +63,26 @@ def _class(sampler: str, module: str, name: str) -> Any:
     from optuna.samplers import BaseSampler
 
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        result = getattr(importlib.import_module(module), name, None)
     except Exception as error:  # whatever a module of the user's raises
         raise SpaceError(
             f"sampler {shown(sampler)}: importing {module} fails ({one_line(error, 150)}); "
             "it must be on the path (PYTHONPATH)"
         ) from None
-    if found is None:
+    if result is None:
         raise SpaceError(f"sampler {shown(sampler)}: {module} has no {name}")
-    if not (inspect.isclass(found) and issubclass(found, BaseSampler)):
+    if not (inspect.isclass(result) and issubclass(result, BaseSampler)):
         raise SpaceError(
             f"sampler {shown(sampler)}: {name} is no sampler; give a class of Optuna's BaseSampler"
         )
-    return found
+    return result
 
 
-def _made(found: Any, sampler: str, seed: int) -> optuna.samplers.BaseSampler:
+def _made(maker: Any, sampler: str, seed: int) -> optuna.samplers.BaseSampler:
     try:
-        takes_seed = "seed" in inspect.signature(found).parameters
+        takes_seed = "seed" in inspect.signature(maker).parameters
         with quiet_optuna():
-            made = found(seed=seed) if takes_seed else found()
+            made = maker(seed=seed) if takes_seed else maker()
     except Exception as error:  # the user's class, or one that is abstract
         raise SpaceError(
             f"sampler {shown(sampler)} cannot be made: {one_line(error, 150)}; "

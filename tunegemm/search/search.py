@@ -359,7 +359,7 @@ class Portfolio:
 
     def _is_near(self, search: Search) -> bool:
         # First rounds compare with first rounds: the first search has seen many more candidates by now.
-        best = {one: self._best_of_first_round(one) for one in self.searches}
+        best = {search: self._best_of_first_round(search) for search in self.searches}
         others = [value for name, own in self._values.items() if name != search.family for value in own]
         least = max((1 - self._margin) * max(best.values()), (1 - self._behind) * max(others, default=0.0))
         return best[search] > 0 and best[search] >= least
@@ -445,9 +445,9 @@ def _check_alike(ranked: Sequence[Candidate]) -> None:
             raise SpaceError(f"one search is over one family's parameters; got {first} and {candidate}")
 
 
-def _same_names(one: Candidate, other: Candidate) -> bool:
-    return [name for name, _ in one.compile_params] == [name for name, _ in other.compile_params]
+def _same_names(candidate: Candidate, other: Candidate) -> bool:
+    return [name for name, _ in candidate.compile_params] == [name for name, _ in other.compile_params]
 
 
-def _differences(one: Candidate, other: Candidate) -> int:
-    return sum(a != b for a, b in zip(one.launch_params, other.launch_params, strict=True))
+def _differences(candidate: Candidate, other: Candidate) -> int:
+    return sum(a != b for a, b in zip(candidate.launch_params, other.launch_params, strict=True))

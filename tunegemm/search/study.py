@@ -83,11 +83,11 @@ class StudySpace:
 
     def params(self, candidate: Candidate) -> dict[str, Any]:
         """Return a candidate as a trial's parameters, without values that no list has."""
-        found: dict[str, Any] = {FAMILY: candidate.family}
+        result: dict[str, Any] = {FAMILY: candidate.family}
         if candidate.family not in self._families:
             place = self._library.setdefault(candidate, len(self._library))
-            return found | {ALGORITHM: min(place, _MOST_ALGORITHMS)}
-        return found | {n: v for n, v in candidate.params.items() if v in self.lists.get(n, ())}
+            return result | {ALGORITHM: min(place, _MOST_ALGORITHMS)}
+        return result | {n: v for n, v in candidate.params.items() if v in self.lists.get(n, ())}
 
     def _distribution(self, name: str) -> BaseDistribution:
         if name not in self._known:
@@ -96,7 +96,7 @@ class StudySpace:
             if name == ALGORITHM:
                 self._known[name] = IntDistribution(0, _MOST_ALGORITHMS)
             elif name == FAMILY:
-                library = {one.family for one in self._library}
+                library = {candidate.family for candidate in self._library}
                 self._known[name] = CategoricalDistribution(sorted({*self._families, *library, "cublaslt"}))
             else:
                 self._known[name] = CategoricalDistribution(self.lists[name])
@@ -307,7 +307,7 @@ def of_family(study: optuna.Study, family: str) -> optuna.Study:
     """Return the trials of one family that have a value, as a study in memory: all have the same parameters,
     as Optuna's importances and some of its charts require. Parameters with a single value are left out.
     """
-    return _alike([one for one in _complete(study) if one.params.get(FAMILY) == family])
+    return _alike([item for item in _complete(study) if item.params.get(FAMILY) == family])
 
 
 def _complete(study: optuna.Study) -> list[FrozenTrial]:
@@ -320,10 +320,10 @@ def _alike(done: Sequence[FrozenTrial]) -> optuna.Study:
     for trial in done:
         for name, value in trial.params.items():
             values.setdefault(name, set()).add(value)
-    names = [n for n, found in values.items() if len(found) > 1 and all(n in t.params for t in done)]
+    names = [n for n, result in values.items() if len(result) > 1 and all(n in t.params for t in done)]
     with quiet_optuna():
-        found = optuna.create_study(direction="maximize")
-    found.add_trials(
+        result = optuna.create_study(direction="maximize")
+    result.add_trials(
         [
             _finished(
                 {name: trial.params[name] for name in names},
@@ -334,7 +334,7 @@ def _alike(done: Sequence[FrozenTrial]) -> optuna.Study:
             for trial in done
         ]
     )
-    return found
+    return result
 
 
 def _finished(
@@ -361,7 +361,7 @@ def finished_trials(results: Iterable[tuple[Candidate, float]]) -> list[FrozenTr
     yet."""
     listed = list(results)
     space = StudySpace([], candidates=[candidate for candidate, _ in listed])
-    return [_finished(space.params(one), space.distributions(one), ratio) for one, ratio in listed]
+    return [_finished(space.params(item), space.distributions(item), ratio) for item, ratio in listed]
 
 
 def importances(trials: optuna.Study | Sequence[FrozenTrial]) -> dict[str, dict[str, float]]:
@@ -373,10 +373,10 @@ def importances(trials: optuna.Study | Sequence[FrozenTrial]) -> dict[str, dict[
     families: dict[str, list[FrozenTrial]] = {}
     for trial in _complete(trials) if isinstance(trials, optuna.Study) else trials:
         families.setdefault(trial.params[FAMILY], []).append(trial)
-    found = {}
+    result = {}
     for family, done in families.items():
         if len(done) >= FEWEST_TRIALS and (own := _alike(done)).get_trials(deepcopy=False)[0].params:
             evaluator = optuna.importance.PedAnovaImportanceEvaluator()
             with quiet_optuna():
-                found[family] = optuna.importance.get_param_importances(own, evaluator=evaluator)
-    return found
+                result[family] = optuna.importance.get_param_importances(own, evaluator=evaluator)
+    return result

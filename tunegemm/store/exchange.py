@@ -98,10 +98,10 @@ def dump(database: Database, problem: Problem | None = None) -> Iterator[Row | B
                 query = query.add_columns(ChoiceRow).join_from(
                     ChoiceRow, MeasurementRow, MeasurementRow.id == ChoiceRow.measurement_id
                 )
-            found = with_keys(query, result).order_by(table.id)
+            results = with_keys(query, result).order_by(table.id)
             if problem is not None:
-                found = where_problem(found, problem)
-            for row in session.execute(found.execution_options(yield_per=1000)):
+                results = where_problem(results, problem)
+            for row in session.execute(results.execution_options(yield_per=1000)):
                 _, _, fingerprint, candidate, *_ = row
                 try:
                     kernel(candidate.json, candidate.digest)
@@ -249,9 +249,9 @@ def _insert(session: Session, parsed: Exported, origin: str) -> tuple[int, bool]
     table, alike = (FailureRow, "stage") if is_failure else (MeasurementRow, "samples_us")
     identity = {**keys, "kernel_source": parsed.kernel_source, "created_at": parsed.measured_at}
     identity[alike] = values[alike]
-    found = session.scalar(select(table.id).filter_by(**identity).limit(1))
-    if found is not None:
-        return found, False
+    result = session.scalar(select(table.id).filter_by(**identity).limit(1))
+    if result is not None:
+        return result, False
     if parsed.label:
         publishing.label_if_none(connection, keys["candidate_id"], parsed.label)
     return publishing.add(connection, keys, values, at=parsed.measured_at), True

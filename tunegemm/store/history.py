@@ -48,14 +48,14 @@ def related(records: Iterable[Record], problem: Problem, fingerprint: Fingerprin
 
     What a product with an epilogue waits for is the product: fast tiles are fast with either.
     """
-    found: list[tuple[tuple[bool | datetime, ...], Candidate]] = []
+    results: list[tuple[tuple[bool | datetime, ...], Candidate]] = []
     for record in records:
-        one, grade = record.problem, judge_stored(record, fingerprint).grade
-        if _product(one) != _product(problem) or grade == Grade.FOREIGN:
+        item, grade = record.problem, judge_stored(record, fingerprint).grade
+        if _product(item) != _product(problem) or grade == Grade.FOREIGN:
             continue
-        alike = one == problem, record.fingerprint.device_name == fingerprint.device_name
-        found.append(((*alike, one.in_dtype == problem.in_dtype, record.measured_at), record.candidate))
-    ordered = sorted(found, key=lambda pair: pair[0], reverse=True)
+        alike = item == problem, record.fingerprint.device_name == fingerprint.device_name
+        results.append(((*alike, item.in_dtype == problem.in_dtype, record.measured_at), record.candidate))
+    ordered = sorted(results, key=lambda pair: pair[0], reverse=True)
     return list(dict.fromkeys(candidate for _, candidate in ordered))[:TOP]
 
 
@@ -106,13 +106,13 @@ def changes(records: Iterable[Record]) -> list[Change | None]:
     steady-state timing.
     """
     latest: dict[tuple[object, ...], Record] = {}
-    found: list[Change | None] = []
+    result: list[Change | None] = []
     for record in records:
-        one = record.fingerprint
-        key = one.device_name, one.mig, one.sm_budget, record.method in STEADY_METHODS
+        fingerprint = record.fingerprint
+        key = fingerprint.device_name, fingerprint.mig, fingerprint.sm_budget, record.method in STEADY_METHODS
         before = latest.get(key)
         is_final = record.evidence is Evidence.FINAL
-        found.append(compare(before, record) if is_final and before is not None else None)
+        result.append(compare(before, record) if is_final and before is not None else None)
         if is_final:
             latest[key] = record
-    return found
+    return result

@@ -39,16 +39,16 @@ def modified() -> tuple[tuple[int, int], ...]:
 
     It takes some microseconds, and does not cover a server's database.
     """
-    found = []
+    results = []
     for location in (user_location(), project_location()):
         if location is not None and "://" not in str(location):
             for suffix in ("", "-wal"):  # the write-ahead log holds the latest records
                 try:
                     facts = Path(f"{os.path.realpath(location)}{suffix}").stat()
-                    found.append((facts.st_size, facts.st_mtime_ns))
+                    results.append((facts.st_size, facts.st_mtime_ns))
                 except OSError:
-                    found.append((0, 0))
-    return tuple(found)
+                    results.append((0, 0))
+    return tuple(results)
 
 
 def absent() -> list[str]:
@@ -67,8 +67,8 @@ def absent() -> list[str]:
 def read_records() -> tuple[list[Record], list[str]]:
     """The records of every layer, and one line for each layer that could not be read."""
     records, warnings = read_texts()
-    for found in of_databases(lambda database: database.records(), warnings):
-        records += found
+    for result in of_databases(lambda database: database.records(), warnings):
+        records += result
     return records, warnings
 
 
@@ -85,9 +85,9 @@ def read_lookups() -> tuple[list[Record], list[Lookup | ShippedLookup], list[str
     warnings = [*shipped.warnings]
     records = [record for pack in packs.loaded(warnings) for record in pack.records]
     for layer, location in _databases(warnings):
-        found = None if "://" in str(location) else read_file(location, layer)
-        if found is not None:
-            lookups.append(found)
+        result = None if "://" in str(location) else read_file(location, layer)
+        if result is not None:
+            lookups.append(result)
         else:
             lookups += _of_database(lambda database: database.lookup(), layer, location, warnings)
     return records, lookups, warnings
@@ -105,7 +105,7 @@ def read_texts() -> tuple[list[Record], list[str]]:
 
 def of_databases(read: Callable[[Database], T], warnings: list[str]) -> list[T]:
     """What is read of the user's and of the project's layer; adds a line for one that cannot be."""
-    return [found for place in _databases(warnings) for found in _of_database(read, *place, warnings)]
+    return [result for place in _databases(warnings) for result in _of_database(read, *place, warnings)]
 
 
 def _of_database(
@@ -141,8 +141,8 @@ def _databases(warnings: list[str]) -> list[tuple[str, Path | str]]:
     if refused := refused_project():
         warnings.append(refused)
     user, project = user_location(), project_location()
-    found: list[tuple[str, Path | str]] = [("user", user)] if _exists(user) else []
-    return found if project is None else [*found, ("project", project)]
+    results: list[tuple[str, Path | str]] = [("user", user)] if _exists(user) else []
+    return results if project is None else [*results, ("project", project)]
 
 
 def _exists(location: Path | str) -> bool:

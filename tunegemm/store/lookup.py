@@ -65,11 +65,11 @@ class Lookup:
 
     def find(self, problem: Problem) -> list[Record]:
         """The problem's records under all fingerprints. One that cannot be read is left out and logged."""
-        found = []
+        results = []
         key = self._keys.get(cells_of(problem), 0)
         for fingerprint, candidate, *cells in self._records.get(key, ()):
             try:
-                found.append(
+                results.append(
                     decode_record(
                         dict(zip(_CELLS, cells, strict=True)),
                         problem,
@@ -80,7 +80,7 @@ class Lookup:
                 )
             except UNREADABLE as error:
                 _log.warning("skipped an unreadable record of %s: %s", problem, error)
-        return found
+        return results
 
 
 def read_lookup(read: Callable[[str], Iterable[Sequence[Any]]], layer: str) -> Lookup:

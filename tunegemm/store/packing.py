@@ -80,27 +80,29 @@ def pack(
             left_out[reason] += 1
         else:
             usable.append(record)
-    found = provide(usable, compile_missing=compile_missing, workers=workers)
+    result = provide(usable, compile_missing=compile_missing, workers=workers)
     left_out.update(
-        f"{record.label}: {found.failures[record]}" for record in usable if record in found.failures
+        f"{record.label}: {result.failures[record]}" for record in usable if record in result.failures
     )
-    chosen = [record for record in usable if record not in found.failures]
+    chosen = [record for record in usable if record not in result.failures]
     if not chosen:
         why = "; ".join(left_out) or "none was given"
         raise PackError(f"no record to pack ({why}); see `tunegemm db layers` and `tunegemm leaderboard`")
     with tempfile.TemporaryDirectory() as folder:
-        for key, artifact in found.artifacts.items():
+        for key, artifact in result.artifacts.items():
             copy(ArtifactStore(folder), dict(key), artifact)
         write_records(chosen, Path(folder, "records"))
-        fingerprints = sorted({record.fingerprint for record in chosen}, key=lambda one: one.digest)
+        fingerprints = sorted(
+            {record.fingerprint for record in chosen}, key=lambda fingerprint: fingerprint.digest
+        )
         digest = packs.write(
             Path(folder),
             out,
             toolchain=toolchain(),
-            fingerprints=[one.asdict() for one in fingerprints],
+            fingerprints=[fingerprint.asdict() for fingerprint in fingerprints],
         )
     gpus = tuple(sorted({record.fingerprint.device_name for record in chosen}))
-    return Packed(out, digest, len(chosen), gpus, len(found.artifacts), found.compiled, left_out)
+    return Packed(out, digest, len(chosen), gpus, len(result.artifacts), result.compiled, left_out)
 
 
 def toolchain() -> dict[str, str]:
@@ -157,7 +159,7 @@ def unfit(record: Record) -> str:
 
 def _distinct(records: Iterable[Record]) -> list[Record]:
     """Per problem and fingerprint the record of the narrowest layer."""
-    ordered = sorted(records, key=lambda one: NARROWNESS.get(one.layer, len(NARROWNESS) + 1))
+    ordered = sorted(records, key=lambda record: NARROWNESS.get(record.layer, len(NARROWNESS) + 1))
     return list({(record.problem, record.fingerprint): record for record in ordered}.values())
 
 

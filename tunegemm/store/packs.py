@@ -120,17 +120,17 @@ def loaded(warnings: list[str]) -> list[Pack]:
 
     That file is unpacked beside the object store when it is first seen. Adds a line for each that is bad.
     """
-    found = {}
+    result = {}
     openings = [functools.partial(_open, folder) for folder in installed()]
     if file := os.environ.get("TUNEGEMM_PACK"):
         openings.append(functools.partial(install, Path(file), ArtifactStore().root.parent / "packs"))
     for opening in openings:
         try:
             pack = opening()
-            found[pack.name] = pack
+            result[pack.name] = pack
         except (PackError, OSError) as error:
             warnings.append(str(error))
-    return list(found.values())
+    return list(result.values())
 
 
 @functools.cache
@@ -156,11 +156,11 @@ def find(key: Key) -> Artifact | None:
 
     Raises as `ArtifactStore.find`.
     """
-    if (found := ArtifactStore().find(key)) is not None:
-        return found
+    if (result := ArtifactStore().find(key)) is not None:
+        return result
     places = (*loaded([]), shipped())
     suited = (pack for pack in places if pack and pack.suits(key))
-    return next((found for pack in suited if (found := pack.find(key)) is not None), None)
+    return next((result for pack in suited if (result := pack.find(key)) is not None), None)
 
 
 def install(file: Path, root: Path | None = None, *, sha256: str | None = None) -> Pack:
@@ -278,8 +278,8 @@ def file_digest(file: Path) -> str:
     """SHA-256 of a file. Raises PackError when it cannot be read."""
     try:
         status = file.stat()
-        if found := kind(status.st_mode):
-            raise PackError(f"{file}: {found}, not a file; give a file that `tunegemm pack` made")
+        if result := kind(status.st_mode):
+            raise PackError(f"{file}: {result}, not a file; give a file that `tunegemm pack` made")
         return _digest(file.absolute(), status.st_mtime_ns, status.st_size)
     except OSError as error:
         raise PackError(f"{file}: {cause(error, 'give a file that `tunegemm pack` made')}") from None

@@ -58,8 +58,8 @@ def provide_keys(
             results = {of: future.result() for of, future in futures.items()}
             failures = {of: result.failure for of, result in results.items() if not result.artifact}
             compiled = pool.compiled
-    found = {_name(key): store.find(key) for of, (_, key) in keys.items() if of not in failures}
-    return Provided({name: one for name, one in found.items() if one is not None}, failures, compiled)
+    answer = {_name(key): store.find(key) for of, (_, key) in keys.items() if of not in failures}
+    return Provided({name: item for name, item in answer.items() if item is not None}, failures, compiled)
 
 
 def provide_grouped(kind: str = "", *, every: bool = False) -> Provided:
@@ -86,17 +86,17 @@ def _grouped(kind: str = "", every: bool = False) -> dict[str, tuple[str, Key]]:
     """By its name each kernel of grouped products, and around them, that ships; or of a kind, or `every` one
     of the table.
     """
-    found = {
+    result = {
         f"grouped {config.label}": (maker_of(config).FAMILY.name, maker_of(config).kernel_key(config))
         for config in (configs(kind).values() if every else listed_of_groups(kind=kind))
     }
     if kind in ("", "along_k"):
         for config in listed_along_k(every=bool(kind)):
-            found[f"along k {config.label}"] = "along_k", along_k.kernel_key(config)
+            result[f"along k {config.label}"] = "along_k", along_k.kernel_key(config)
     for name, key in routing.kernels().items():
         if kind == "routing" or (not kind and name.split()[0] in routing.SERVED):
-            found[name] = "routing", key
-    return found
+            result[name] = "routing", key
+    return result
 
 
 def _joined() -> dict[str, tuple[str, Key]]:

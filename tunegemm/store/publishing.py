@@ -211,8 +211,8 @@ def _record(connection: Connection, keys: Values) -> tuple[Any, Compared | None]
     if record is None:
         return None, None
     confirmed_id = record.measurement_id if record.confirmed else None
-    found = _compared(connection, _OF_MEASUREMENT, {"key": record.measurement_id}, confirmed_id)
-    return record, next(found, None)
+    result = _compared(connection, _OF_MEASUREMENT, {"key": record.measurement_id}, confirmed_id)
+    return record, next(result, None)
 
 
 def _compared(

@@ -90,8 +90,8 @@ def measurement_count(database: Database, device_name: str, shapes: Collection[s
         .subquery()
     )
     query = select(*PROBLEM_COLUMNS, counts.c.count).join(counts, counts.c.problem_id == ProblemRow.id)
-    found = readable(database.read(query), lambda row: (problem_of(*row[:-1]), int(row[-1])), "problem")
-    return sum(count for problem, count in found if not shapes or problem.shape in shapes)
+    result = readable(database.read(query), lambda row: (problem_of(*row[:-1]), int(row[-1])), "problem")
+    return sum(count for problem, count in result if not shapes or problem.shape in shapes)
 
 
 def _fingerprints(device_name: str) -> Select[Any]:

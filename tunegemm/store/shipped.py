@@ -39,10 +39,10 @@ def read_shipped(folder: Path | None = None, *, layer: str = "system") -> tuple[
         try:
             at = path.stat()
         except OSError:  # reading it will report the error
-            found, bad = _read_file.__wrapped__(path, layer, 0, 0)
+            result, bad = _read_file.__wrapped__(path, layer, 0, 0)
         else:
-            found, bad = _read_file(path, layer, at.st_mtime_ns, at.st_size)
-        records += found
+            result, bad = _read_file(path, layer, at.st_mtime_ns, at.st_size)
+        records += result
         problems += bad
     return records, problems
 
@@ -85,13 +85,13 @@ class ShippedLookup:
 
     def find(self, problem: Problem) -> list[Record]:
         """The problem's records of all GPUs. One that cannot be read is left out and logged."""
-        found = []
+        results = []
         for fingerprints, row in self._rows.get(_problem_text(cells_of(problem)), ()):
             try:
-                found.append(decode_shipped(decoded(row), fingerprints, "system"))
+                results.append(decode_shipped(decoded(row), fingerprints, "system"))
             except BAD as error:
                 _log.warning("skipped a shipped record of %s: %s", problem, one_line(error))
-        return found
+        return results
 
 
 #: What `write_records` writes around the records of a file, and the line of one with its problem in it.
@@ -116,9 +116,9 @@ def _undecoded(path: Path) -> tuple[dict[str, Fingerprint], list[tuple[str, str]
     text = read_text(path)
     head, _, body = text.partition(_BEGIN)
     matches = [_LINE.fullmatch(row) for row in body.removesuffix(_END).split(_BETWEEN)]
-    found = [(match["problem"], match[0]) for match in matches if match]
-    if len(found) == len(matches) and body.endswith(_END):
-        return _parts(f"{head}{_BEGIN}]}}")[0], found
+    results = [(match["problem"], match[0]) for match in matches if match]
+    if len(results) == len(matches) and body.endswith(_END):
+        return _parts(f"{head}{_BEGIN}]}}")[0], results
     fingerprints, rows = _parts(text)
     keys = [(key, row) for row in rows if (key := _key(row)) is not None]
     return fingerprints, [(_problem_text(key), json.dumps(row)) for key, row in keys]
@@ -130,8 +130,8 @@ def _key(row: Any) -> tuple[Any, ...] | None:
     if not isinstance(facts, dict):
         return None
     key = tuple(map(facts.get, FIELDS))
-    are_extents = all(type(one) is int and one > 0 for one in key[:3])
-    return key if are_extents and all(isinstance(one, str | int | bool | None) for one in key) else None
+    are_extents = all(type(item) is int and item > 0 for item in key[:3])
+    return key if are_extents and all(isinstance(item, str | int | bool | None) for item in key) else None
 
 
 @lru_cache(maxsize=8)  # a tuning asks again for each product, and a thousand records take 0.2 s
@@ -164,7 +164,7 @@ def _parts(text: str) -> tuple[dict[str, Fingerprint], list[Any]]:
     if data["format"] != FORMAT:
         raise BadValueError(f"format {shown(data['format'])}, not {FORMAT}")
     facts = members(data["fingerprints"], "fingerprints", (), None)
-    fingerprints = {name: decode_fields(Fingerprint, one) for name, one in facts.items()}
+    fingerprints = {name: decode_fields(Fingerprint, item) for name, item in facts.items()}
     return fingerprints, listed(data["records"], "records")
 
 
@@ -200,16 +200,17 @@ def write_records(records: Iterable[Record], folder: Path) -> list[Path]:
     written = []
     for device, group in sorted(by_device.items()):
         distinct = sorted(
-            {record.fingerprint for record in group}, key=lambda one: sorted(one.asdict().items())
+            {record.fingerprint for record in group},
+            key=lambda fingerprint: sorted(fingerprint.asdict().items()),
         )
         names = {fingerprint: f"toolchain-{number}" for number, fingerprint in enumerate(distinct, 1)}
         named = [(record, names[record.fingerprint]) for record in group]
-        lines = sorted(((one.problem, name), encode_shipped(one, name)) for one, name in named)
+        lines = sorted(((record.problem, name), encode_shipped(record, name)) for record, name in named)
         text = (
             "{\n"
             f' "format": {json.dumps(FORMAT)},\n'
             ' "fingerprints": {\n'
-            + ",\n".join(f"  {json.dumps(names[one])}: {json.dumps(one.asdict())}" for one in distinct)
+            + ",\n".join(f"  {json.dumps(names[item])}: {json.dumps(item.asdict())}" for item in distinct)
             + "\n },\n "
             + _BEGIN
             + _BETWEEN.join(f"  {line}" for _, line in lines)

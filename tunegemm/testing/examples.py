@@ -68,8 +68,8 @@ def compile_all(
 ) -> list[CompileResult]:
     """Each candidate compiled for its problem, as many at once as the pool has workers."""
     futures = []
-    for problem, one in pairs:
-        family = families.get(one.family)
+    for problem, candidate in pairs:
+        family = families.get(candidate.family)
         assert family.compiled
-        futures.append(pool.submit(one.family, family.kernel_key(problem, one, device)))
+        futures.append(pool.submit(candidate.family, family.kernel_key(problem, candidate, device)))
     return [future.result() for future in futures]

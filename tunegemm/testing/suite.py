@@ -57,10 +57,10 @@ _FIELDS = [
 ]
 
 
-def agree(rule: Rule, one: Problem, other: Problem) -> bool:
+def agree(rule: Rule, problem: Problem, other: Problem) -> bool:
     """Whether problems agree in all that a rule declares to read of them."""
     read = rule.reads & frozenset(Problem.__dataclass_fields__)
-    return all(getattr(one, name) == getattr(other, name) for name in read)
+    return all(getattr(problem, name) == getattr(other, name) for name in read)
 
 
 def drawn(name: str, count: int) -> Iterator[Candidate]:
@@ -81,13 +81,13 @@ def drawn(name: str, count: int) -> Iterator[Candidate]:
 
 def accepted(name: str, problem: Problem, device: Device, count: int) -> list[Candidate]:
     """Kernels that the rules accept, all of them different."""
-    found: dict[Candidate, None] = {}
+    result: dict[Candidate, None] = {}
     for kernel in drawn(name, 100_000):
         if families.get(name).check(problem, kernel, device):
-            found[kernel] = None
-            if len(found) == count:
+            result[kernel] = None
+            if len(result) == count:
                 break
-    return list(found)
+    return list(result)
 
 
 def launches(name: str, kernel: Candidate) -> list[Candidate]:
@@ -157,9 +157,9 @@ class Suite:
 
     @property
     def generator(self) -> Generator:
-        found = families.get(self._name)
-        assert found.compiled, "a library's family has FamilyTests alone"
-        return found
+        result = families.get(self._name)
+        assert result.compiled, "a library's family has FamilyTests alone"
+        return result
 
     @property
     def known(self) -> Examples:
@@ -206,7 +206,7 @@ class FamilyTests(Suite):
         family = families.get(name)
         assert families.kernel_source_hash(name) == (hash_of_code(family.sources) if family.compiled else "")
         assert bool(families.kernel_source_hash(name)) == family.compiled
-        compiled = [one for one in families.NAMES if families.get(one).compiled]
+        compiled = [name for name in families.NAMES if families.get(name).compiled]
         others = {families.kernel_source_hash(other) for other in compiled if other != name}
         assert not family.compiled or families.kernel_source_hash(name) not in others
 
@@ -291,9 +291,9 @@ class GeneratorTests(FamilyTests):
             asked = _FIELDS
             for rule in family.rules:
                 said = [rule(problem, kernel, h200) is None for problem in asked]
-                for (one, is_allowed), (other, others) in itertools.pairwise(zip(asked, said, strict=True)):
-                    if agree(rule, one, other):
-                        assert is_allowed == others, (rule.name, one, other, kernel)
+                for (item, is_allowed), (other, others) in itertools.pairwise(zip(asked, said, strict=True)):
+                    if agree(rule, item, other):
+                        assert is_allowed == others, (rule.name, item, other, kernel)
                         compared[rule.name] += 1
                 asked = [*itertools.compress(asked, said)]  # a rule is asked what others let pass
         assert sum(map(bool, compared.values())) > len(compared) // 2

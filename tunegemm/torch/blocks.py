@@ -113,15 +113,15 @@ def scaled_mm(
     use_fast_accum: bool,
 ) -> torch.Tensor:
     """`tunegemm.scaled_mm` for scales that are neither for whole operands nor for rows and columns."""
-    given = a, b, scale_a, scale_b
-    if not torch.compiler.is_compiling() and all(type(each) in PLAIN for each in given):
-        check_scales(*given)
-        if a.dtype == b.dtype == _FP8 and are_of_blocks(*given):
-            result = product(*given, out_dtype) if bias is None else None
+    arguments = a, b, scale_a, scale_b
+    if not torch.compiler.is_compiling() and all(type(each) in PLAIN for each in arguments):
+        check_scales(*arguments)
+        if a.dtype == b.dtype == _FP8 and are_of_blocks(*arguments):
+            result = product(*arguments, out_dtype) if bias is None else None
             if result is not None:
                 return result
-            if a.device.type == "cpu" or not torch_takes(*given):
-                return emulated(*given, bias, out_dtype)
+            if a.device.type == "cpu" or not torch_takes(*arguments):
+                return emulated(*arguments, bias, out_dtype)
     return torch._scaled_mm(
         a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum
     )
@@ -144,10 +144,10 @@ def emulated(
 
 def below_autograd(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> torch.Tensor | None:
     """Compute an ATen operator's call by a kernel; None if torch must compute it."""
-    given = block_scales(name, arguments)
-    if given is None or not are_of_blocks(*given[:4]):
+    value = block_scales(name, arguments)
+    if value is None or not are_of_blocks(*value[:4]):
         return None
-    return product(*given, keywords.get("out"))
+    return product(*value, keywords.get("out"))
 
 
 def product(

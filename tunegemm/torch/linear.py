@@ -98,7 +98,7 @@ def untuned(cls: type) -> type:
     A derived class is made anew on each call, because a tool may change the class of one layer, for example
     when it removes a parametrization.
     """
-    ours = next(one for one in cls.__mro__ if "stands_for" in vars(one))
+    ours = next(item for item in cls.__mro__ if "stands_for" in vars(item))
     original: type = vars(ours)["stands_for"]
     if cls is ours:
         return original

@@ -61,8 +61,8 @@ class _Inductor:
         """The node of a call that writes a dense result."""
         dtype = self.graphs.graph.current_node.meta["val"].dtype
         layout = self.ir.FixedLayout(nodes[0].get_device(), dtype, size)
-        found = choice.bind(nodes, layout, **words).output_node()
-        return found[0] if isinstance(found, tuple) else found
+        result = choice.bind(nodes, layout, **words).output_node()
+        return result[0] if isinstance(result, tuple) else result
 
     def register(self, operator: Any, call: Callable[..., Any]) -> None:
         """Make Inductor lower an operator by calling a function."""

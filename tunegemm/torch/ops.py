@@ -180,10 +180,10 @@ def _define_fused() -> None:
         info: Any, in_dims: Any, a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Numbers,
         *form: Any, records: str = "",
     ) -> tuple[torch.Tensor, int]:  # fmt: skip
-        def one(a: torch.Tensor, b: torch.Tensor, operands: Operands) -> torch.Tensor:
+        def unbatched(a: torch.Tensor, b: torch.Tensor, operands: Operands) -> torch.Tensor:
             return unfused(form_of(MATMUL, *form), a, b, operands, numbers)
 
-        return torch.vmap(one, tuple(in_dims[:3]))(a, b, list(operands)), 0
+        return torch.vmap(unbatched, tuple(in_dims[:3]))(a, b, list(operands)), 0
 
     _library.impl("fused", compute, "CompositeExplicitAutograd")
     _library.impl("fused", autograd, "Autograd", with_keyset=True)
@@ -203,11 +203,11 @@ def is_served(form: Form, a: torch.Tensor, b: torch.Tensor, is_trained: bool = F
         for tensor in (a, b)
     ]
     symbolic = any(isinstance(extent, torch.SymInt) for extent in (*a.shape, *b.shape))
-    found = []
+    results = []
 
     def ask(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         index = a.device.index or 0
-        found.append(api.dispatcher.planner.serves(form, left, right, index, any_m=symbolic))
+        results.append(api.dispatcher.planner.serves(form, left, right, index, any_m=symbolic))
         return left.new_empty((*left.shape[:-1], right.shape[-1]))
 
     with _disable_current_modes(), torch.no_grad():
@@ -216,9 +216,9 @@ def is_served(form: Form, a: torch.Tensor, b: torch.Tensor, is_trained: bool = F
             for shape, strides, dtype in places
         )
         result = ask(left, right)
-        if is_trained and not any(found):
+        if is_trained and not any(results):
             gradients(ask, result, (left, right), (a.requires_grad, b.requires_grad))
-    return any(found)
+    return any(results)
 
 
 def may_be_served(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -310,7 +310,7 @@ class _Interception:
         return self._count(
             asked, a, b, tensors, out, compute,
             lambda: named(asked.form, a, b, tensors, out),
-            lambda found, result: _kind(asked, found, a, b, result),
+            lambda results, result: _kind(asked, results, a, b, result),
         )  # fmt: skip
 
     def _count(
@@ -330,9 +330,9 @@ class _Interception:
         for tensor in (*tensors, out) if out is not None else tensors:
             low = tensor.data_ptr() % MAX_ALIGNMENT
             call += (tensor.shape, tensor.stride(), tensor.dtype, low & -low)
-        found = None
+        results = None
         if call not in self._named:  # before it is computed, which may give an output another size
-            found = name()
+            results = name()
         captured = a.is_cuda and torch.cuda.is_current_stream_capturing()
         clock = None if captured or self._timed[call] >= _TIMED else _Clock(a)
         self._inside.on = True
@@ -347,7 +347,7 @@ class _Interception:
         key = (*call, result.dtype, result.stride())
         with self.lock:
             self._timed[call] += clock is not None
-            self._named.setdefault(call, found)
+            self._named.setdefault(call, results)
             if key not in self._kinds:
                 self._kinds[key] = kind(self._named[call], result)
             for recording in self.recordings:
@@ -425,9 +425,9 @@ _interception = _Interception()
 os.register_at_fork(after_in_child=_interception.forget)
 
 
-def _refusal(found: Named | Refusal) -> str:
+def _refusal(call: Named | Refusal) -> str:
     """Why torch computes a call; empty if a kernel may compute it."""
-    return (found.reason or _BEYOND_KERNELS) if isinstance(found, Refusal) else found.words_refusal
+    return (call.reason or _BEYOND_KERNELS) if isinstance(call, Refusal) else call.words_refusal
 
 
 def _activation(name: str, keywords: dict[str, Any]) -> str:
@@ -437,7 +437,7 @@ def _activation(name: str, keywords: dict[str, Any]) -> str:
     return "gelu" if keywords.get("use_gelu") else "relu"
 
 
-def _kind(asked: _Asked, found: Named | Refusal, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Kind:
+def _kind(asked: _Asked, call: Named | Refusal, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Kind:
     """The problem that dispatch would look up; for torch's calls as much of it as can be described."""
     steps = asked.form.epilogue.steps
     words: dict[str, Any] = {
@@ -448,9 +448,9 @@ def _kind(asked: _Asked, found: Named | Refusal, a: torch.Tensor, b: torch.Tenso
         "epilogue": asked.form.text,
         "accumulation": asked.form.accumulation,
     }
-    reason = asked.refusal or _refusal(found)
-    if isinstance(found, Named) and not reason:
-        return Kind(**{name: getattr(found.operands.problem, name) for name in _OF_PROBLEM}, **words)
+    reason = asked.refusal or _refusal(call)
+    if isinstance(call, Named) and not reason:
+        return Kind(**{name: getattr(call.operands.problem, name) for name in _OF_PROBLEM}, **words)
     a_major = mode_of(a, "m", "k", "k")
     b_major = mode_of(b, "k", "n", "k")
     return Kind(

@@ -223,12 +223,12 @@ class Tuner:
                 later = search.order.planned_launches() if skip_slow else []
                 run.compile_ahead([*batch, *later])
                 was_throttled = run.is_throttled
-                found = list(run.evaluate(batch, SCREEN, stage=search.order.stage, skip_slow=skip_slow))
+                results = list(run.evaluate(batch, SCREEN, stage=search.order.stage, skip_slow=skip_slow))
                 # Results from before the clocks fell are told again.
                 if run.is_throttled > was_throttled:
-                    failed = [outcome for outcome in found if isinstance(outcome, Failure)]
-                    found = [*run.screened.values(), *failed]
-                _tell(search, run, found)
+                    failed = [outcome for outcome in results if isinstance(outcome, Failure)]
+                    results = [*run.screened.values(), *failed]
+                _tell(search, run, results)
                 self._keep(search)
             else:
                 _tell(search, run, run.evaluate(run.skipped(), SCREEN, stage=run.stage))
@@ -359,9 +359,9 @@ class Tuner:
         return replace(settings, steady_ms=steady_ms, energy_ms=self._energy_ms)
 
 
-def _tell(search: ProblemStudy, run: Run, found: Iterable[Outcome]) -> None:
-    found = list(found)
-    for outcome, (candidate, value) in zip(found, run.search_values(found), strict=True):
+def _tell(search: ProblemStudy, run: Run, outcomes: Iterable[Outcome]) -> None:
+    outcomes = list(outcomes)
+    for outcome, (candidate, value) in zip(outcomes, run.search_values(outcomes), strict=True):
         search.tell(candidate, value, told_from(outcome, evidence_word(outcome, "screen")))
 
 

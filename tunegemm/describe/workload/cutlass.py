@@ -60,8 +60,8 @@ def _problems(entry: Any) -> list[Problem]:
         raise ProblemError(f"dtypes {a} x {b} -> {d}, accumulated in {sums or 'f32'}: {error}") from None
     if beta != 0 and (c := entry.get("dtype_c")) is not None:
         check_addend(problem, "c", dtype_of(line(c, "dtype_c", 64)))
-    given = [whole(entry.get(name, MAX_ALIGNMENT), name, 1) for name in ("alignment_a", "alignment_b")]
-    return [aligned(problem, given, problem.alignment)]
+    results = [whole(entry.get(name, MAX_ALIGNMENT), name, 1) for name in ("alignment_a", "alignment_b")]
+    return [aligned(problem, results, problem.alignment)]
 
 
 FORMAT = Format("CUTLASS's JSON list of problems", _entries, _problems)
