@@ -317,7 +317,7 @@ class TestExplain:
         place = tmp_path / "absent"
         monkeypatch.setenv(name, str(place))
         run = here("explain", "--shape", SHAPE, "--device", "model:h200", code=2)
-        assert f"{name}={place}: there is no such file; correct" in run.stderr and run.stdout == ""
+        assert f"{name}={place}: no such file; correct" in run.stderr and run.stdout == ""
         checks = json.loads(here("doctor", "--json", code=1).stdout)
         (failed,) = (one for one in checks if one["status"] == "fail")
         assert str(place) in failed["detail"] and "correct" in failed["remedy"]

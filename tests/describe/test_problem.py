@@ -198,7 +198,7 @@ class TestGroups:
         [
             ({"shape": "64x64x64x2"}, "a batch of 2"),
             ({"epilogue": "relu"}, "epilogue 'relu' of bf16 with 4 groups: use none, or one of reglu"),
-            ({"epilogue": "bias_n+swiglu"}, "(a bias needs no tuning)"),
+            ({"epilogue": "bias_n+swiglu"}, "(biases need no tuning)"),
             ({"epilogue": "swiglu", "dtype": "fp8_e4m3"}, "with 4 groups: use scale_rowwise"),
             ({"dtype": "fp8_e5m2"}, "in_dtype 'fp8_e5m2' with 4 groups: use one of bf16, fp16, fp8_e4m3"),
             ({"out_dtype": "fp32"}, "out_dtype 'fp32'"),

@@ -287,7 +287,7 @@ def test_a_server_that_cannot_be_used_is_named(postgres) -> None:
         Database.open(postgres.url("missing"), create=True)
     with pytest.raises(DatabaseError, match=r"rejects this user or password; check the URL"):
         Database.open(postgres.url("postgres").replace("tunegemm@", "nobody-known:secret@"), create=True)
-    with pytest.raises(DatabaseError, match=r"check the address, and that the server runs") as caught:
+    with pytest.raises(DatabaseError, match=r"check the address and that the server is running") as caught:
         Database.open("postgresql://tunegemm:secret@127.0.0.1:9/nothing", create=True)
     assert "secret" not in str(caught.value)
 

@@ -177,7 +177,7 @@ class TestMerge:
         report = merge(sources[::-1] if swapped else sources, into)
         (conflict,) = report.conflicts
         assert (conflict.kept, conflict.other) == (f"{KERNEL.launch_params}", f"{OTHER.launch_params}")
-        assert conflict.reason == "its ratio is the higher"
+        assert conflict.reason == "its ratio is higher"
         with Database.open(into, read_only=True) as database:
             (record,) = database.records()
             assert record.candidate == KERNEL
@@ -227,7 +227,7 @@ class TestMerge:
         (tmp_path / "hard").hardlink_to(b)
         into = {"itself": b, "relative": "./b.sqlite"}.get(name, str(tmp_path / name))
         before = Path(b).read_bytes()
-        with pytest.raises(DatabaseError, match=r"cannot be merged into itself; name another --into"):
+        with pytest.raises(DatabaseError, match=r"cannot be merged into itself; give another --into"):
             merge([a, b], into)
         assert Path(b).read_bytes() == before
 

@@ -255,7 +255,7 @@ class TestLookup:
         path.write_text(json.dumps(data))
         (home / "records" / "broken.json").write_text("{")
         lookup = ShippedLookup()
-        assert len(lookup.warnings) == 1 and "broken.json: not a file of records" in lookup.warnings[0]
+        assert len(lookup.warnings) == 1 and "broken.json: not a records file" in lookup.warnings[0]
         found = {problem: lookup.find(problem) for problem in (PROBLEM, SMALL)}
         assert sorted(map(len, found.values())) == [0, 1]
         assert "skipped a shipped record" in caplog.text and "ratio" in caplog.text
@@ -274,8 +274,8 @@ class TestLookup:
         assert sorted(len(lookup.find(problem)) for problem in (PROBLEM, SMALL)) == [0, 1]
         assert "skipped a shipped record" in caplog.text
         path.write_text(whole.replace('"m": 4096', '"m": 4096e', 1))
-        assert "not a file of records" in "".join(ShippedLookup().warnings)
+        assert "not a records file" in "".join(ShippedLookup().warnings)
         path.write_text(whole[:-40])
-        assert "not a file of records" in "".join(ShippedLookup().warnings)
+        assert "not a records file" in "".join(ShippedLookup().warnings)
         path.write_text(json.dumps(json.loads(whole), indent=2))
         assert [len(ShippedLookup().find(problem)) for problem in (PROBLEM, SMALL)] == [1, 1]

@@ -332,7 +332,7 @@ def test_records_of_other_compilers_and_sources_are_left_out(tmp_path: Path, hom
     assert [reason.partition(" (")[0] for reason in packed.left_out] == [
         "cutlass_dsl 4.2.0", "kernel sources of triton_tma changed since",
     ]  # fmt: skip
-    with pytest.raises(PackError, match=r"no record to pack \(cutlass_dsl 4\.2\.0"):
+    with pytest.raises(PackError, match=r"no record to pack: cutlass_dsl 4\.2\.0"):
         packing.pack(records[:1], tmp_path / "b.pack")
 
 
@@ -343,7 +343,7 @@ def test_a_bad_pack_in_the_environment_costs_only_itself(
     monkeypatch.setenv("TUNEGEMM_PACK", str(home / "none.pack"))
     snapshot = read_snapshot()
     assert len(snapshot) == 3 and snapshot.warnings == (
-        f"{home / 'none.pack'}: No such file or directory; give a file that `tunegemm pack` made",
+        f"{home / 'none.pack'}: No such file or directory; give a file from `tunegemm pack`",
     )
 
 

@@ -1,12 +1,12 @@
-"""The layers of the database: system, pack, user, project; of records worth the same, the narrower wins.
+"""The layers of the database: system, pack, user, project. Of equal records, the narrower layer's wins.
 
 - *system*: `db/records/*.json`, shipped with the package for known GPUs; text, read-only.
-- *pack*: what `tunegemm load` or ``TUNEGEMM_PACK`` brought, with its compiled kernels; read-only.
+- *pack*: loaded by `tunegemm load` or ``TUNEGEMM_PACK``, with its compiled kernels; read-only.
 - *user*: `tunegemm.sqlite` in the user's data folder.
-- *project*: ``TUNEGEMM_DB``, a path or URL; else `tunegemm.sqlite` in the working directory, if there is one
-  that nobody but this user can have written.
+- *project*: ``TUNEGEMM_DB``, a path or URL; else `tunegemm.sqlite` in the working directory, if only this
+  user can have written it.
 
-What is tuned is written to the narrowest: `Database.open()` without a location.
+Tuning writes to the narrowest layer: `Database.open()` without a location.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NARROWNESS = {"system": 1, "pack": 2, "user": 3, "project": 4}
 
 
 def modified() -> tuple[tuple[int, int], ...]:
-    """What changes when another process publishes in a layer that is a file: sizes and times of the files.
+    """Sizes and times of the layers' files, which change when another process publishes into one.
 
     It takes some microseconds, and does not cover a server's database.
     """
@@ -58,7 +58,7 @@ def absent() -> list[str]:
         "TUNEGEMM_DB": "correct it; `tunegemm tune` creates it",
     }
     return [
-        f"{name}={place}: there is no such file; {remedy}"
+        f"{name}={place}: no such file; {remedy}"
         for name, remedy in remedies.items()
         if (place := os.environ.get(name)) and "://" not in place and not os.path.lexists(place)
     ]
@@ -73,9 +73,9 @@ def read_records() -> tuple[list[Record], list[str]]:
 
 
 def read_lookups() -> tuple[list[Record], list[Lookup | ShippedLookup], list[str]]:
-    """As `read_records`: the records of packs, and those of the other layers to look up.
+    """As `read_records`: the records of packs, and look-up tables of the other layers.
 
-    SQLAlchemy is loaded for a server's database only, or one that is not as it should be.
+    SQLAlchemy is loaded only for a server's database, or for a file with a fault.
     """
     from tunegemm.store.lookup import read_file
     from tunegemm.store.shipped import ShippedLookup
@@ -104,7 +104,7 @@ def read_texts() -> tuple[list[Record], list[str]]:
 
 
 def of_databases(read: Callable[[Database], T], warnings: list[str]) -> list[T]:
-    """What is read of the user's and of the project's layer; adds a line for one that cannot be."""
+    """The results of `read` for the user's and the project's layer; warns of unreadable ones."""
     return [result for place in _databases(warnings) for result in _of_database(read, *place, warnings)]
 
 
@@ -114,9 +114,9 @@ def _of_database(
     try:
         with extras.named():
             from tunegemm.store.connection import display, resolve
-            from tunegemm.store.database import Database  # brings SQLAlchemy
+            from tunegemm.store.database import Database  # imports SQLAlchemy
     except ExtraError as error:
-        warnings.append(f"the {layer}'s database needs more than serving does: {error}")
+        warnings.append(f"the {layer}'s database needs a package that serving does not install: {error}")
         return []
 
     def opened() -> Database:
@@ -129,14 +129,14 @@ def _of_database(
         warnings.append(str(error))
     except TimeoutError:
         name = display(resolve(location))
-        warnings.append(f"{name}: no answer in time; check the address, and that the server runs")
+        warnings.append(f"{name}: no answer in time; check the address and that the server is running")
     return []
 
 
 def _databases(warnings: list[str]) -> list[tuple[str, Path | str]]:
-    """The layers that are databases, and where they are; of the user's only one that is there.
+    """The database layers and their locations; the user's only if it exists.
 
-    Adds a line for a project's that is not to be read.
+    Adds a warning for a project's database that must not be read.
     """
     if refused := refused_project():
         warnings.append(refused)
@@ -149,4 +149,4 @@ def _exists(location: Path | str) -> bool:
     try:
         return Path(location).exists()
     except OSError:
-        return True  # in a folder one may not search: opening it says so
+        return True  # the folder may not be searched: opening the database reports that

@@ -1,7 +1,7 @@
-"""Compiled kernels by their keys, and those of the lists in db/grouped.toml, joined.toml, blocks.toml and
-block_groups.toml.
+"""Compiled kernels by key: those of records, and those that db/grouped.toml, joined.toml, blocks.toml and
+block_groups.toml list.
 
-Kernels that are missing in the user's object store are compiled first. No GPU is needed.
+Kernels that the user's object store lacks are compiled first. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tunegemm.model.joined import listed as listed_of_weights
 
 @dataclass(frozen=True)
 class Provided:
-    """The objects of some records, or of other things that have kernels."""
+    """The objects of records or of listed kernels."""
 
     artifacts: Mapping[tuple[tuple[str, str | int], ...], Artifact]
     """By the items of their kernel keys."""
     failures: Mapping[Any, str]
-    """Why a kernel could not be compiled, by what it is of."""
+    """Why a kernel could not be compiled, by the item that needs it."""
     compiled: int
 
     def of(self, key: Key) -> Artifact | None:
@@ -42,14 +42,14 @@ def provide_keys(
     compile_missing: bool = True,
     workers: int | None = None,
 ) -> Provided:
-    """As `packing.provide`, by families and kernel keys. named: what an error calls one."""
+    """As `packing.provide`, by families and kernel keys. named: an item's name for errors."""
     store = ArtifactStore()
     missing = {of: pair for of, pair in keys.items() if store.find(pair[1]) is None}
     failures: dict[Any, str] = {}
     compiled = 0
     if missing and not compile_missing:
         raise PackError(
-            f"{len(missing)} of {len(keys)} kernels are missing in {store.root}, first that of "
+            f"{len(missing)} of {len(keys)} kernels are missing in {store.root}, first "
             f"{named(next(iter(missing)))}; leave out --no-compile, or tune again"
         )
     if missing:
@@ -63,8 +63,8 @@ def provide_keys(
 
 
 def provide_grouped(kind: str = "", *, every: bool = False) -> Provided:
-    """The objects of grouped products' kernels that ship, or of a kind; ``routing``: of those around them;
-    ``along_k``: of those for groups along k, served or not. every: those of a kind that no choice names, too.
+    """The objects of shipped kernels for grouped products, or of one kind. ``routing``: of the kernels around
+    them; ``along_k``: of all kernels for groups along k. every: also those of the kind that no choice names.
     As `packing.provide`.
     """
     return provide_keys(_grouped(kind, every))
@@ -83,8 +83,8 @@ def provide_blocks() -> Provided:
 
 
 def _grouped(kind: str = "", every: bool = False) -> dict[str, tuple[str, Key]]:
-    """By its name each kernel of grouped products, and around them, that ships; or of a kind, or `every` one
-    of the table.
+    """Each shipped kernel for grouped products, or around them, by its name; or those of a kind, or `every`
+    kernel of the table.
     """
     result = {
         f"grouped {config.label}": (maker_of(config).FAMILY.name, maker_of(config).kernel_key(config))
