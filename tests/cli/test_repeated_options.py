@@ -47,7 +47,7 @@ def test_one_that_takes_one_value_is_refused(
     with pytest.raises(SystemExit, match="2"):
         GROUP.main([*path, flag, "1", flag, "2"], prog_name="tunegemm")
     told = capsys.readouterr().err
-    assert told == f"tunegemm: {flag} is given 2 times and takes one value; give it once\n"
+    assert told == f"tunegemm: {flag} takes one value and occurs 2 times; give it once\n"
 
 
 @pytest.mark.parametrize("words", [["--top=3", "--top", "4"], ["--layout", "tn", "--layout=tn"]])

@@ -269,4 +269,4 @@ def test_a_candidate_is_not_searched_for(flag: str, place: Path) -> None:
     value = {"--trials": "2", "--effort": "full", "--budget": "9", "--families": "skinny", "--kernels": "co"}
     words = ["--from", "one.csv"] if flag == "--from" else [*SHAPE, flag, value[flag]]
     done = here("tune", *words, "--candidate", "cublaslt", cwd=place, code=2)
-    assert f"{flag} with --candidate, which searches nothing" in done.stderr
+    assert f"{flag} with --candidate, which does not search" in done.stderr

@@ -259,7 +259,7 @@ def test_a_database_that_is_not_there_is_created_for_predictions_and_nothing_els
     new, shape = tmp_path / "new.sqlite", ("--shape", problem_of().shape)
     refused = here("verify", *shape, "--db", new, code=2).stderr
     assert refused == (
-        f"tunegemm: {new}: no such database; give the path of one that `tunegemm tune` has made\n"
+        f"tunegemm: {new}: no such database; give the path of a database from `tunegemm tune`\n"
     )
     assert not new.exists()
     assert "measured at 0.960: lost" in here("verify", "--predicted", *shape, "--db", new).stdout

@@ -52,5 +52,5 @@ def _explained(
         import torch
 
         with suppress(RuntimeError):  # no memory for a context: predictions have wider margins then
-            torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's library is asked as in a program
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's heuristics need CUDA
     return [explain_problem(problem, opened, candidate=candidate, database=db) for problem in problems]

@@ -1,4 +1,4 @@
-"""`tunegemm history`: what was the record when, and whether it is slower than the one before."""
+"""`tunegemm history`: all records of a shape over time, each compared with the one before."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def history(
         with Database.open(db, read_only=True) as database:
             result = {problem: database.history(problem, samples=True) for problem in problems}
             location = database.name
-    shipped = read_shipped()[0] if db is None else []  # what ships has a history, too
+    shipped = read_shipped()[0] if db is None else []  # shipped records have a history, too
     rows: list[tuple[Record, Change | None]] = []
     for problem in problems:
         if own := result.get(problem):

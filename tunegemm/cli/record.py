@@ -21,7 +21,7 @@ from tunegemm.untrusted import decoded
 if TYPE_CHECKING:
     from tunegemm.describe.workload import Demand, Workload
 
-#: Products that are named at the end.
+#: Number of products to name at the end.
 _COSTLIEST = 10
 
 
@@ -35,9 +35,9 @@ def command(
     try:
         out = out.absolute()
         if not out.parent.is_dir():
-            raise WorkloadError(f"{out}: its folder does not exist; make it first")
+            raise WorkloadError(f"{out}: its folder does not exist; create it first")
         check_target(out, WorkloadError)
-    except OSError as error:  # a deleted working directory, or a folder that one may not search
+    except OSError as error:  # a deleted working directory, or an unsearchable folder
         raise WorkloadError(f"{out}: {cause(error, 'give a full path')}") from None
     with Signals() as signals, program.folder("tunegemm-record-") as parts:
         variables = program.attached(TUNEGEMM_RECORD_PARTS=parts)
@@ -47,7 +47,7 @@ def command(
 
 
 def _write(words: list[str], parts: str, out: Path) -> None:
-    """Adds up what the processes wrote."""
+    """Merges the files of the processes."""
     from tunegemm.describe.workload import Workload, demands, merge
 
     results = []
@@ -57,8 +57,8 @@ def _write(words: list[str], parts: str, out: Path) -> None:
         printing.say(*(f"tunegemm: left out: {line}" for line in refused), err=True)
     if not results:
         printing.say(
-            "tunegemm: nothing recorded: no Python process of the command imported torch with tunegemm "
-            "installed beside it (python -I, -E and -S turn recording off, too)",
+            "tunegemm: recorded nothing: no Python process of the command imported torch with tunegemm "
+            "installed beside it (python -I, -E and -S also disable recording)",
             err=True,
         )
         return
@@ -69,7 +69,7 @@ def _write(words: list[str], parts: str, out: Path) -> None:
         kept = Path(tempfile.mkdtemp(prefix="tunegemm-record-"), out.name)
         workload.write(kept)
         raise WorkloadError(f"{error}; the recorded products are in {kept}") from None
-    with suppress(OSError):  # of a terminal that is gone
+    with suppress(OSError):  # the terminal may be gone
         printing.say(f"tunegemm: {_summary(workload, out)}", err=True)
         if demands(workload.products)[0]:
             _show_costliest(workload)
@@ -79,7 +79,7 @@ def _write(words: list[str], parts: str, out: Path) -> None:
 
 
 def _show_costliest(workload: Workload) -> None:
-    """The products that cost most, and what is known of them, on stderr."""
+    """Prints the products that cost most and their records, on stderr."""
     from tunegemm.choose.snapshot import read_snapshot
     from tunegemm.describe.workload import demands
     from tunegemm.generate.cublaslt import is_torch

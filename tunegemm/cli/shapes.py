@@ -1,4 +1,4 @@
-"""`tunegemm shapes`: write down what an engine will multiply of a model, before it runs."""
+"""`tunegemm shapes`: list the products that an engine will compute for a model, before it runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def command(
     tune = command_line("tune", {"from": out, "budget": "30m"})
     count = len(result.workload.products)
     printing.say(f"tunegemm: wrote {count} products to {out}{_recorded(result.workload)}", err=True)
-    printing.say(f"tunegemm: on the GPU that serves, run: {tune}", err=True)
+    printing.say(f"tunegemm: on the serving GPU, run: {tune}", err=True)
 
 
 def _recorded(workload: Workload) -> str:
@@ -85,5 +85,7 @@ def _rows(text: str | None) -> list[int]:
         return []
     results = [digits(word.strip()) for word in text.split(",")]
     if not all(number is not None and 1 <= number < 2**31 for number in results):
-        raise arguments.UsageError(f"--rows {shown(text)}: not numbers of rows; give such as 1,8,64,8192")
+        raise arguments.UsageError(
+            f"--rows {shown(text)}: not numbers of rows; give numbers such as 1,8,64,8192"
+        )
     return [number for number in dict.fromkeys(results) if number is not None]

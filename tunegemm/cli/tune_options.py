@@ -1,4 +1,4 @@
-"""The options of `tunegemm tune`, in groups: what is tried, where, and what is printed."""
+"""The options of `tunegemm tune`, in groups: what to try, where, and what to print."""
 
 from __future__ import annotations
 
@@ -89,16 +89,16 @@ class Search:
         ),
     ] = None
 
-    #: Options that say nothing where candidates are named.
+    #: Options without effect if candidates are named.
     OF_SEARCHES = ("effort", "trials", "budget", "families", "kernels", "compiled_only")
 
     @property
     def budget_s(self) -> float | None:
-        """Raises UsageError for what is no duration."""
+        """The budget in seconds. Raises UsageError for an invalid duration."""
         return arguments.parse_seconds(self.budget) if self.budget is not None else None
 
     def tuner_options(self) -> dict[str, Any]:
-        """How a `Tuner` is opened. Raises TunegemmError for what cannot be read."""
+        """Keyword arguments of `Tuner`. Raises TunegemmError for an invalid option."""
         result: dict[str, Any] = {
             "families": arguments.parse_families(self.families), "workers": self.workers, "seed": self.seed,
             "compiled_only": self.compiled_only, "energy": self.energy,
@@ -139,7 +139,7 @@ class Place:
 
     @property
     def is_named(self) -> bool:
-        """Whether a GPU was asked for by name. Raises UsageError where several options name some."""
+        """Whether the user named a GPU. Raises UsageError if several options do."""
         values = {"--device": self.device, "--devices": self.devices, "--ray": self.ray}
         named = [flag for flag, value in values.items() if value is not None]
         if len(named) > 1:
@@ -165,5 +165,5 @@ class Output:
 
     @property
     def is_bare(self) -> bool:
-        """Whether nothing is said beside the results."""
+        """Whether to print results only."""
         return self.quiet or self.as_json

@@ -129,10 +129,10 @@ def start_search(
             lists = kernels.space(point.family)
             listed = lists.compile_values.get(name) or lists.launch_values.get(name, ())
             if value not in listed:
-                return Verdict("values", f"{name} {value} is none of {', '.join(map(str, listed))}")
+                return Verdict("values", f"{name} {value} is not among {', '.join(map(str, listed))}")
         result = families.get(point.family).check(problem, point, device)
         if result and swept is not None and point not in swept:
-            return Verdict("recorded", f"{device.spec} has no time of it")
+            return Verdict("recorded", f"{device.spec} has no time for it")
         return result
 
     study = ProblemStudy(

@@ -50,7 +50,7 @@ def bar(callback: Callable[[Progress], None] | None = None) -> Iterator[Callable
     stage = ""
     with tqdm(unit="kernel", leave=False) as shown:
 
-        def told(progress: Progress) -> None:
+        def report(progress: Progress) -> None:
             nonlocal stage
             shown.total = max(progress.planned, 1)
             torchs = progress.problem.torch_call
@@ -65,7 +65,7 @@ def bar(callback: Callable[[Progress], None] | None = None) -> Iterator[Callable
             if callback is not None:
                 callback(progress)
 
-        yield told
+        yield report
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class TuneResult:
         elif self.predictions:
             result = f"ranked by the model, {self.label(self.predictions[0].candidate)} first"
         else:
-            result = "nothing found"
+            result = "no result"
         return f"<TuneResult of {self._title()}: {result}>"
 
     def __str__(self) -> str:

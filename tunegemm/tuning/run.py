@@ -1,6 +1,6 @@
 """One tuning of a problem: it compiles, measures and publishes candidates, and keeps their outcomes.
 
-Then the final race: its finalists, and the choice of the record, unless the GPU did other work meanwhile.
+It also runs the final race: its finalists, and the choice of the record, unless the GPU did other work.
 """
 
 from __future__ import annotations

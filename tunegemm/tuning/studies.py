@@ -117,7 +117,7 @@ class Studies:
                     copied.add(trial.number)
         except StudyError as error:
             del self._studies[name]
-            _log.warning("%s: what follows is not kept there", error)
+            _log.warning("%s: further trials are not kept there", error)
 
     @contextlib.contextmanager
     def translated(self) -> Iterator[None]:
@@ -140,7 +140,7 @@ def translated(location: str) -> Iterator[None]:
         cause = error.__cause__ or error
         text = without_passwords(one_line(cause, 160), location)
         if isinstance(cause, AssertionError | LookupError | TypeError | AttributeError):
-            text = f"{type(cause).__name__}: {text}; it may be damaged, or of a later Optuna"
+            text = f"{type(cause).__name__}: {text}; it may be damaged, or written by a later Optuna"
         if "locked" in str(cause):
             raise StudyError(
                 f"study {_hidden(location)} is locked by another process; wait for it to end"

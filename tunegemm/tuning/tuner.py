@@ -193,7 +193,7 @@ class Tuner:
                 importlib.import_module("tunegemm.search.study")
                 read_texts()
             algorithms, measured = library.result()
-            deadline += run.seconds.get("start", 0.0)  # is no part of the search
+            deadline += run.seconds.get("start", 0.0)  # not part of the search
             search = start_search(
                 run, self.kernels, algorithms,
                 swept=measurer.swept(problem), compiled=self.ahead.compiled(),
