@@ -50,7 +50,7 @@ def test_in_a_process(tmp_path: Path) -> None:
         ((*SHAPE, "--dtype", "fp32"), "input dtype 'fp32' has no kernels; fp32 operands have them"),
         ((*SHAPE, "--out-dtype", "int4"), "dtype 'int4' is not known"),
         ((*SHAPE, "--layout", "rc"), "layout 'rc' is not known; use one of tn, tt, nn, nt"),
-        ((*SHAPE, "--device", "tpu:0"), "device 'tpu:0' is not known; use cuda:N, replay:NAME or model:NAME"),
+        ((*SHAPE, "--device", "tpu:0"), "device 'tpu:0' is unknown; use cuda:N, replay:NAME or model:NAME"),
         ((*SHAPE, "--device", "cuda:77"), "device 'cuda:77': "),
         ((*SHAPE, "--device", "model:gtx970"), "device 'model:gtx970': no such part"),
         ((*SHAPE, "--shap", "1x1x1"), "No such option: --shap"),

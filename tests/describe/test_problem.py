@@ -70,7 +70,7 @@ class TestParse:
             ({"dtype": "int8", "out_dtype": "bf16"}, "output dtype 'bf16' for int8 inputs; use one of int32"),
             ({"dtype": "int32"}, "'int32' has no kernels; use one of bf16, fp16"),
             ({"dtype": "fp32"}, "'fp32' has no kernels; .* --dtype tf32; use one of bf16, fp16"),
-            ({"accumulation": "two_level"}, "'two_level' is for fp8 operands, not bf16"),
+            ({"accumulation": "two_level"}, "'two_level' needs fp8 operands, not bf16"),
             ({"dtype": "e4m3", "accumulation": "exact"}, "'exact' is not known; use one of fast, two_level"),
             ({"out_dtype": "fp8"}, "'fp8'"),
             ({"layout": "kk"}, "layout 'kk' is not known; use one of tn, tt, nn, nt"),

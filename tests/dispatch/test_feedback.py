@@ -162,7 +162,7 @@ def test_explain_says_what_was_expected_and_what_was_measured(
 def test_one_that_lost_to_another_prediction(race: Callable[[Timed], Feedback], database: Database) -> None:
     first, second = predicted()[problem_of()][:2]
     feedback = race(timed(0.96, 1.05, 0.9))
-    assert f"measured at 0.960: the record is {second.label}, predicted, too" in str(feedback)
+    assert f"measured at 0.960: the record is {second.label}, also predicted" in str(feedback)
     record = database.best(problem_of(), DEVICE.fingerprint)
     assert record is not None and record.candidate == second.record.candidate
     assert "it lost" in str(explain_problem(problem_of(), find_device("model:h200")))
@@ -187,7 +187,7 @@ def test_nothing_is_measured_where_nothing_runs_or_is_timed(database: Database, 
     options = predicted()[problem_of()]
     with planted_tuner(DEVICE, database, cache=tmp_path) as tuner:
         tuner.kernels.is_feasible = lambda *_: False  # type: ignore[method-assign,assignment]
-        with pytest.raises(MeasureError, match="was predicted and cannot run here"):
+        with pytest.raises(MeasureError, match="was predicted but cannot run here"):
             measure(tuner, problem_of(), options)
     with (
         planted_tuner(find_device("model:h200"), database, cache=tmp_path) as tuner,

@@ -22,8 +22,8 @@ from tunegemm.describe.problem import Problem
 from tunegemm.errors import DeviceError
 from tunegemm.untrusted import digits, shown
 
-#: Clusters of so many blocks that a GPU holds, where the driver was asked and its chip is less evenly cut
-#: than could be: 120 of the 132 multiprocessors (benchmarks/results/h200/power_roof.json).
+#: Clusters of this size that a GPU holds, from the driver, for a chip that is cut less evenly than possible:
+#: they reach 120 of the 132 multiprocessors (benchmarks/results/h200/power_roof.json).
 _COUNTED_CLUSTERS = {("NVIDIA H200", 4): 30}
 
 
@@ -56,8 +56,8 @@ class Fingerprint:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-#: torch.mm reaches about 70 % of an H200's dense bf16 peak at 4096 and more rows (README, 2026-11-20): what
-#: stands in for a time that is not known.
+#: torch.mm reaches about 70 % of an H200's dense bf16 peak at 4096 and more rows (README, 2026-11-20). This
+#: replaces an unknown time.
 USUAL_EFFICIENCY = 0.7
 
 
@@ -182,7 +182,7 @@ def find_device(spec: str = "cuda:0") -> Device:
             raise DeviceError(f"device {spec!r}: no such part; use model: with one of {', '.join(PARTS)}")
         fingerprint = current_fingerprint(part.device_name, part.sm_count, part.capability)
         return device_from_part(f"model:{name}", part, fingerprint)
-    raise DeviceError(f"device {spec!r} is not known; use cuda:N, replay:NAME or model:NAME")
+    raise DeviceError(f"device {spec!r} is unknown; use cuda:N, replay:NAME or model:NAME")
 
 
 def device_from_part(spec: str, part: Part, fingerprint: Fingerprint) -> Device:
@@ -202,7 +202,7 @@ def _cuda_device(spec: str, name: str) -> Device:
     count = cuda_device_count()
     index = digits(name or "0")
     if index is None:
-        raise DeviceError(f"device {shown(spec)} is not known; use cuda:N with a number")
+        raise DeviceError(f"device {shown(spec)} is unknown; use cuda:N with a number")
     if index >= count:
         remedy = f"use cuda:0 to cuda:{count - 1}" if count else "without a GPU use replay:h200 or model:h200"
         raise DeviceError(f"device {spec!r}: {count} CUDA device(s) here; {remedy}")
@@ -210,7 +210,7 @@ def _cuda_device(spec: str, name: str) -> Device:
 
 
 def _device_of(spec: str, gpu: driver.Properties) -> Device:
-    """The device that the driver describes. Raises DeviceError for one on which nothing here can run."""
+    """The device that the driver describes. Raises DeviceError if no kernel here can run on it."""
     name = f"sm_{''.join(map(str, gpu.capability))}"
     if gpu.capability < min(ARCHITECTURES):
         oldest = ARCHITECTURES[min(ARCHITECTURES)]
@@ -220,13 +220,13 @@ def _device_of(spec: str, gpu: driver.Properties) -> Device:
         )
     if (architecture := ARCHITECTURES.get(gpu.capability)) is None:
         known = ", ".join(architecture.short_name for architecture in ARCHITECTURES.values())
-        raise DeviceError(f"{gpu.name} is {name}, which tunegemm does not know; it knows {known}")
+        raise DeviceError(f"{gpu.name} is {name}, which tunegemm does not support; supported are {known}")
     if refusal := too_old_driver(gpu.name):
         raise DeviceError(refusal)
     part = part_named(gpu.name)
     peak_tflops, bandwidth_gbps = (part.peak_tflops, part.bandwidth_gbps) if part else (0.0, 0.0)
     if part is None and not architecture.wgmma:
-        # A Hopper that is none of `PARTS` is a slice of one, whose share of the memory its clocks do not say.
+        # A Hopper GPU outside `PARTS` is a MIG slice; the clocks do not reveal its share of the memory.
         rate = gpu.sm_count * architecture.rate(gpu.name)
         peak_tflops, bandwidth_gbps = rate * gpu.clock_khz / 1e9, gpu.bandwidth_gbps
     return Device(

@@ -39,8 +39,8 @@ class Extent(NamedTuple):
 
 
 def share_memory(start: int, extent: Extent, other_start: int, other: Extent) -> bool:
-    """Whether two views at these addresses share a byte. Adjacent columns of one buffer share none. For
-    views that interleave their lines in other ways, the answer may be True although they share none.
+    """Whether two views at these addresses share a byte. Adjacent columns of one buffer share none. For views
+    that interleave their lines in other ways, the answer may be a false True.
     """
     if start >= other_start + other.span or other_start >= start + extent.span:
         return False
@@ -100,7 +100,7 @@ class Checked:
             for name, item in zip(self._names, arguments, strict=True)
             if not hasattr(item, "stride")
         )
-        return f"{name} {value!r:.40} is not a tensor; {self._problem} takes one on {self._place}"
+        return f"{name} {value!r:.40} is not a tensor; {self._problem} needs a tensor on {self._place}"
 
     def _check(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         p, place = self._problem, self._place
@@ -119,11 +119,11 @@ class Checked:
             mode = -1 if row_major else -2
             if shape[mode] > 1 and tensor.stride(mode) != 1:
                 raise ProblemError(
-                    f"{name} of strides {tensor.stride()}; {p} takes it contiguous along {major}"
+                    f"{name} has strides {tensor.stride()}; {p} needs it contiguous along {major}"
                 )
         if overlaps_itself(out.shape, out.stride()):
             raise ProblemError(
-                f"out of strides {out.stride()} overlaps itself; give every element its own place"
+                f"out overlaps itself (strides {out.stride()}); give every element its own place"
             )
 
     def _check_fused(self, operands: Sequence[Any]) -> None:
@@ -134,7 +134,7 @@ class Checked:
                     raise ProblemError(f"{described.name} {value!r:.40} is not a number; give a float")
             elif value.device != self._place:
                 raise ProblemError(
-                    f"{described.name} is on {value.device}; {self._problem} takes it on {self._place}"
+                    f"{described.name} is on {value.device}; {self._problem} needs it on {self._place}"
                 )
 
     def _check_apart(

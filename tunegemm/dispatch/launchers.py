@@ -1,4 +1,4 @@
-"""Make launchers from records, and from those the *plan* of a key: the prepared launch of its products.
+"""Makes launchers from records, and from launchers the *plan* of a key: the prepared launch of its products.
 
 Kernels come from the object store; nothing is compiled here.
 """

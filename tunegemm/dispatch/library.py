@@ -17,7 +17,7 @@ from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, Form, form_of
 from tunegemm.dispatch.fx import num_elements, rank
 
-_OF_ANOTHER_DTYPE = "with an out_dtype, as tunegemm.enable serves none"
+_OF_ANOTHER_DTYPE = "with an out_dtype, which tunegemm.enable does not serve"
 _OTHER_SCALES = "unsupported scales: kernels take one per operand, or one per row and column"
 
 #: Values of ATen's ScalingType (ATen/BlasBackend.h); those of blocks are 1x128 and 128x128.
@@ -48,8 +48,8 @@ def addmm_steps(
 
 
 def is_sum(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, dimensions: int) -> bool:
-    """Whether torch takes these operands of ``beta * c + a @ b``, as matrices (2) or batches (3), and what is
-    asked is the sum alone.
+    """Whether torch accepts these operands of ``beta * c + a @ b``, as matrices (2) or batches (3), and the
+    call requests only the sum.
 
     Torch checks the dtype, gradient and class of C even if beta is 0 and C is not read. Raises TypeError if
     an operand is not a tensor.
@@ -140,7 +140,7 @@ def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Op
         if not text:
             refusal = _OTHER_SCALES
         elif not (takes_fp8(a, b) and _has_scales(text, a, out_dtype)):
-            refusal = "torch has no such product of fp8 operands on a GPU"
+            refusal = "torch does not support this product of fp8 operands on a GPU"
         return OperatorCall(form, a, b, tensors, (), out, refusal)
     if name == "_int_mm":
         return OperatorCall(form_of(BELOW_AUTOGRAD, "", torch.int32), a, b, (), (), out, refusal)
@@ -165,7 +165,7 @@ def _names(name: str) -> list[str]:
 def _scaled(
     name: str, a: torch.Tensor, b: torch.Tensor, more: Sequence[Any]
 ) -> tuple[str, tuple[torch.Tensor, ...], torch.dtype | None, bool]:
-    """Epilogue, tensors of it, output dtype and whether sums are kept fast; no epilogue for other scales."""
+    """Epilogue, its tensors, output dtype and whether sums are fast; no epilogue for other scales."""
     arguments = dict(zip(_names(name), more, strict=False))
     scales: tuple[Any, ...] = arguments["scale_a"], arguments["scale_b"]
     bias = arguments.get("bias")

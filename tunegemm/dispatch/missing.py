@@ -80,7 +80,7 @@ def explain_missing(
         answer = Answer(refusal=_missing_package(snapshot, problem, device))
     if answer.refusal:
         notices.warn(
-            f"recorded kernels cannot run on {device.name} and none is compiled: {answer.refusal}; "
+            f"recorded kernels cannot run on {device.name} and are not compiled: {answer.refusal}; "
             "tunegemm falls back to torch for their products",
         )
         return

@@ -505,12 +505,12 @@ class Planner:
         except Exception as error:
             _log.debug("planning failed", exc_info=error)
             if isinstance(error, OSError) and state.snapshot is not None and state.snapshot.warnings:
-                return  # a warning already named what could not be read
-            what = raised(error)
+                return  # a warning already named name could not be read
+            name = raised(error)
             self.notices.warn(
-                f"planning failed ({what}: {one_line(error)}); tunegemm falls back to torch for such "
+                f"planning failed ({name}: {one_line(error)}); tunegemm falls back to torch for such "
                 "products. Logging of `tunegemm` at level DEBUG has the traceback",
-                about=("planning", what),
+                about=("planning", name),
             )
 
     def recorded_groups(self, problem: Problem, index: int) -> Record | None:
@@ -551,7 +551,7 @@ class Planner:
                 seen = self._modified()
             return Snapshot(warnings=[one_line(error)], modified=seen)
         if snapshot.warnings:
-            self.notices.warn(f"{'; '.join(snapshot.warnings)}; {who(name)} goes on without its records")
+            self.notices.warn(f"{'; '.join(snapshot.warnings)}; {who(name)} continues without its records")
         return snapshot
 
     def drop(self, state: State, key: tuple[Any, ...], plan: Plan, a: Any, b: Any, error: Exception) -> None:

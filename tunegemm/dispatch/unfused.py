@@ -276,7 +276,7 @@ def _raise_amax(amax: Any, value: Any) -> None:
 def _check_pairs(form: Form, a: Any, b: Any, value: Any) -> None:
     if form.epilogue.gated and value.shape[-1] % 2:
         raise ProblemError(
-            f"operands {tuple(a.shape)} and {tuple(b.shape)}: gates take pairs of columns, "
+            f"operands {tuple(a.shape)} and {tuple(b.shape)}: gates need an even number of columns, "
             f"not {value.shape[-1]}; interleave gate and up, as tunegemm.interleave does"
         )
 
@@ -315,6 +315,6 @@ def _into(out: Any, value: Any) -> Any:
         raise RuntimeError("out= of a fused product does not support automatic differentiation")
     if out.shape != value.shape or out.dtype != value.dtype:
         raise RuntimeError(
-            f"out of {tuple(out.shape)} {out.dtype} for a result of {tuple(value.shape)} {value.dtype}"
+            f"out is {tuple(out.shape)} {out.dtype}, but the result is {tuple(value.shape)} {value.dtype}"
         )
     return out.copy_(value)

@@ -73,9 +73,9 @@ def checked_skews(names: Sequence[str] | str) -> tuple[str, ...]:
     name is unknown or there is none."""
     names, known = named(names), ", ".join(SKEWS)
     if not names:
-        raise ProblemError(f"skews are none; use some of {known}")
+        raise ProblemError(f"no skews given; use some of {known}")
     if unknown := [name for name in names if name not in SKEWS]:
-        raise ProblemError(f"skew {shown(unknown[0])} is not known; use some of {known}")
+        raise ProblemError(f"skew {shown(unknown[0])} is unknown; use some of {known}")
     return tuple(skew for skew in SKEWS if skew in names)
 
 

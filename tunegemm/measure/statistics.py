@@ -163,7 +163,7 @@ def final_choice(problem: Problem, raced: Sequence[Measurement]) -> Measurement:
         if library is not None and not beats(best, library):
             best = library
     if best is None:
-        raise MeasureError(f"no candidate of {problem} was measured: there is no winner")
+        raise MeasureError(f"no candidate for {problem} was measured, so there is no winner")
     return rounds_of(best, choosing_rounds(best))
 
 
@@ -175,7 +175,7 @@ def winner(problem: Problem, measurements: Sequence[Measurement]) -> Measurement
     object 3.4 us (H200 host, 2026-11-20). Raises MeasureError if there are no measurements.
     """
     if not measurements:
-        raise MeasureError(f"no candidate of {problem} was measured: there is no winner")
+        raise MeasureError(f"no candidate for {problem} was measured, so there is no winner")
     leader = max(measurements, key=lambda m: (m.ratio, m.candidate.digest))
 
     def ties(measurement: Measurement) -> bool:

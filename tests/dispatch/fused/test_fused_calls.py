@@ -154,7 +154,7 @@ def test_wrong_epilogues_name_the_remedy(serve):
         tunegemm.gated_linear(a, b.t(), activation="tanh")
     with pytest.raises(ProblemError, match=r"gate \(3, 8\) .* and up \(2, 8\) .*; give two of one shape"):
         tunegemm.interleave(torch.ones(3, 8), torch.ones(2, 8))
-    said = r"\(4, 8\) and \(5, 8\): gates take pairs of columns, not 5"
+    said = r"\(4, 8\) and \(5, 8\): gates need an even number of columns, not 5"
     with pytest.warns(TunegemmWarning), pytest.raises(ProblemError, match=said):
         tunegemm.gated_linear(torch.ones(4, 8), torch.ones(5, 8))
     with pytest.raises(ProblemError, match=r"model 5 is not a torch.nn.Module"):

@@ -14,7 +14,7 @@ from tunegemm.describe.workload.matrices import Config, Layer, Linear
 from tunegemm.errors import WorkloadError
 from tunegemm.untrusted import shown
 
-#: What a family's code fills in where its config leaves a field out.
+#: Values that a family's code uses for fields that its config omits.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 256},
     "gemma2": {"head_dim": 256},
@@ -27,21 +27,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"head_dim": 128},
     "qwen3": {"head_dim": 128},
 }  # fmt: skip
-#: Beginnings of names: families whose code has a bias in q, k and v, and those with none behind attention.
+#: Prefixes of names: families with a bias in q, k and v, and those without a bias after attention.
 _QKV_BIAS, _NO_OUT_BIAS = ("qwen2",), ("qwen2", "glm", "mimo", "step")
 #: Families that store gate and up as one matrix, and those that store q, k and v so, too.
 _ONE_MLP, _ONE_QKV = ("phi3", "glm", "glm4"), ("phi3",)
 #: Families that keep experts' weights with their columns contiguous.
 _TRANSPOSED = ("gpt_oss",)
 
-#: Activations behind which each block has a gate beside what goes up, as in Llama; and what has none.
+#: Activations after which each block multiplies by a gate, as in Llama; and those without a gate.
 _GATED, _PLAIN = ("silu", "swish"), ("relu2",)
-#: Fields of structures that are not read here: a list without them would be wrong.
+#: Fields of structures that this module does not read: a list without them would be wrong.
 _UNKNOWN = (
     "altup_num_inputs", "block_auto_adjust_ff_dim", "block_configs", "cross_attention_layers",
     "is_encoder_decoder", "laurel_rank", "num_mem_blocks", "o_lora_rank", "zero_expert_num",
 )  # fmt: skip
-#: Families whose structure no field says, though their fields are those of others.
+#: Families that share the fields of others but have another structure, which no field shows.
 _OTHERWISE = frozenset({
     "afmoe", "axk2", "bailing_hybrid", "beam", "bitnet", "doge", "dots3_note", "dots3_note_text", "fuyu",
     "hrm_text", "hy_v4", "minimax_m3_vl_text", "olmo_hybrid", "persimmon", "phi4_multimodal",
@@ -57,8 +57,8 @@ _TYPES = {
     "sliding_attention": "sliding_attention", "linear_attention": "linear_attention", "mamba": "mamba",
     "mamba2": "mamba", "mlp": "mlp", "moe": "moe", "conv": "conv",
 }  # fmt: skip
-#: Layers without products of ours, by the type of their block.
-_LEFT_OUT = {"mamba": "Mamba layers are not read", "conv": "short convolutions are not read"}
+#: Layers without served products, by the type of their block.
+_LEFT_OUT = {"mamba": "Mamba layers are not supported", "conv": "short convolutions are not supported"}
 
 
 def completed(config: Config) -> Config:
@@ -67,8 +67,8 @@ def completed(config: Config) -> Config:
     result = Config({**DEFAULTS.get(config.family, {}), **_present(config)}, config.where)
     if unknown := next((name for name in _UNKNOWN if result.get(name)), None):
         raise WorkloadError(
-            f"{config.where}: models with {unknown} are not known; `tunegemm record` counts the products of "
-            "any program"
+            f"{config.where}: models with {unknown} are not supported; `tunegemm record` counts the products "
+            "of any program"
         )
     return result
 
@@ -96,7 +96,7 @@ _FAMILIES = frozenset({
 def layers_of(config: Config) -> list[Layer]:
     """Linear layers of all blocks, in order."""
     types = block_types(config)
-    # In such a pattern each block has one layer; elsewhere an attention, or what stands for it, and an mlp.
+    # In such a pattern each block has one layer; otherwise an attention, or its replacement, and an mlp.
     is_pattern = not {"mlp", "moe"}.isdisjoint(types)
     results = []
     for index, kind in enumerate(types):
@@ -125,7 +125,7 @@ def layers_of(config: Config) -> list[Layer]:
 
 
 def block_types(config: Config) -> list[str]:
-    """For each block its attention, or what it has instead. Raises WorkloadError for an unknown type."""
+    """The attention of each block, or its replacement. Raises WorkloadError for an unknown type."""
     if pattern := config.word("hybrid_override_pattern"):
         blocks = len(pattern)
         listed: list[Any] = [_LETTERS.get(letter, letter) for letter in pattern]
@@ -154,7 +154,7 @@ def block_types(config: Config) -> list[str]:
         results[-1:] = ["full_attention"]
     if strange := next((result for result in results if result not in _TYPES), None):
         raise WorkloadError(
-            f"{config.where}: blocks of type {shown(strange)} are not known; `tunegemm record` counts the "
+            f"{config.where}: blocks of type {shown(strange)} are unknown; `tunegemm record` counts the "
             "products of any program"
         )
     types = [_TYPES[result] for result in results]
@@ -163,7 +163,7 @@ def block_types(config: Config) -> list[str]:
 
 
 def _of_block(config: Config, index: int, kind: str) -> Config:
-    """The config with what it says of one block alone."""
+    """The config for one block alone."""
     own = config.get("per_layer_config")
     result = dict(own.get(str(index)) or {}) if isinstance(own, dict) else {}
     if kind == "sliding_attention":
@@ -193,7 +193,7 @@ def _layer(name: str, *parts: Linear, **more: Any) -> Layer:
 
 
 def _mixer(config: Config, index: int, kind: str) -> list[Layer]:
-    """A block's attention, or what stands for it."""
+    """A block's attention, or its replacement."""
     if why := _LEFT_OUT.get(kind):
         return [Layer(kind, (), left_out=why)]
     beside = (
@@ -219,7 +219,7 @@ def _attention(config: Config, at: str, kind: str, index: int) -> list[Layer]:
         "attention_bias", "qkv_bias", "use_qkv_bias", "add_qkv_bias", "use_bias", default=begins(_QKV_BIAS)
     )
     out_bias = config.flag("attention_out_bias", default=bias and not begins(_NO_OUT_BIAS))
-    # A gate of what attention gives is the second half of q (Qwen), or has a matrix of its own (Step).
+    # A gate for attention's output is the second half of q (Qwen), or has a separate matrix (Step).
     doubled = 1 + config.flag("attn_output_gate", default=config.get("linear_num_value_heads") is not None)
     q = Linear(f"{at}.q_proj", heads * size * doubled, hidden, bias, "columns", heads)
     k = Linear(f"{at}.k_proj", pairs * size, hidden, bias, "columns", pairs, shared=True)
@@ -331,11 +331,11 @@ def _linear_attention(config: Config, at: str) -> list[Layer]:
             _layer("output_gate", columns("output_gate", width, heads)),
             _layer("linear_o", o),
         ]
-    return [Layer("linear_attention", (), left_out="no field says which linear attention it is")]
+    return [Layer("linear_attention", (), left_out="no field defines its linear attention")]
 
 
 def _feed_forward(config: Config, index: int, kind: str) -> list[Layer]:
-    """A block's dense layer, or its experts with what they share."""
+    """A block's dense layer, or its experts and their shared layers."""
     at = _at(index)
     bias = config.flag("mlp_bias", "use_bias")
     wide = config.number("intermediate_size_mlp", "intermediate_size", default=0)
@@ -402,7 +402,7 @@ def _mlp(config: Config, at: str, width: int, bias: bool = False) -> list[Layer]
 def _experts(config: Config, at: str, size: int) -> list[Layer]:
     each, experts = config.number(*_EACH), config.number(*_EXPERTS)
     common: dict[str, Any] = {"experts": experts, "each": each, "transposed": config.family in _TRANSPOSED}
-    # Latent experts work in fewer features, which a dense layer before and one behind them project to.
+    # Latent experts work with fewer features; a dense layer before and one after them convert.
     hidden = config.number("hidden_size")
     inner = config.number("moe_latent_size", default=hidden)
     layers: list[Layer] = []
@@ -411,7 +411,7 @@ def _experts(config: Config, at: str, size: int) -> list[Layer]:
         layers.append(_layer("latent_up", Linear(f"{at}.fc2_latent_proj", hidden, inner)))
     gate, up = (Linear(f"{at}.{part}_proj", size, inner, False, "columns", size) for part in ("gate", "up"))
     down = Linear(f"{at}.down_proj", inner, size, False, "depth", size)
-    # A gate that is clamped, or is no silu, is none of the kernels'.
+    # Kernels have neither clamped gates nor gates other than silu.
     is_clamped = config.family == "gpt_oss" or config.get("swiglu_limit", "swiglu_limits")
     silu = (config.get("hidden_act", "hidden_activation") or "silu") in _GATED and not is_clamped
     if _gates(config):
@@ -422,7 +422,7 @@ def _experts(config: Config, at: str, size: int) -> list[Layer]:
 
 
 def _shared(config: Config, at: str, size: int, bias: bool) -> list[Layer]:
-    """What every row computes beside its experts."""
+    """The layers that every row passes besides its experts."""
     width = config.count(
         "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "share_expert_dim",
         "shared_intermediate_size",

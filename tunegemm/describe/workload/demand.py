@@ -13,7 +13,7 @@ from tunegemm.errors import ProblemError
 
 @dataclass(frozen=True)
 class Demand:
-    """A problem, and how often a program wants it solved."""
+    """A problem, and how often a program computes it."""
 
     problem: Problem
     calls: int
@@ -64,5 +64,5 @@ def _problem(kind: Kind) -> Problem:
         raise ProblemError("an operand has no contiguous mode, so torch copies it first")
     problem = Problem(**{name: getattr(kind, name) for name in (*FIELDS, "groups")})
     if not problem.fused.is_defined:
-        raise ProblemError(f"epilogue {kind.epilogue} is its program's own: tunegemm.tune tunes it there")
+        raise ProblemError(f"epilogue {kind.epilogue} is a function of its program: call tunegemm.tune there")
     return problem

@@ -55,7 +55,7 @@ ENGINES = {
     "vllm": Engine(True, 64, _vllm_sizes, (1024, 2048, 4096, 8192, 16384), 1024),
     # sglang/srt/server_args.py: chunked_prefill_size 8192.
     "sglang": Engine(True, 64, _sglang_sizes, (1024, 2048, 4096, 8192), 512),
-    # Layers as the model has them; rows are sequences, or their tokens, of whatever program calls it.
+    # Layers as in the model; rows are sequences or tokens of any calling program.
     "transformers": Engine(
         False, 1, lambda _: [1, 2, 4, 8, 16, 32], (512, 1024, 2048, 4096), 1024, experts=True
     ),
@@ -103,7 +103,7 @@ def shapes(
         if layer.left_out:
             refused[layer.name] = layer.left_out
             continue
-        result = arithmetic(layer.parts[0])  # of parts that are merged it is the same
+        result = arithmetic(layer.parts[0])  # equal for all merged parts
         if layer.experts and not isinstance(result, str):
             result = _left(result, engine) or result
         for columns, depth, bias in _matrices(layer, how, ranks):
@@ -131,13 +131,13 @@ def shapes(
                     raise WorkloadError(f"{model.where}: {layer.name}: {error}") from None
                 calls[_kind(problem, bias)] += 1
     if not calls:
-        first = next((f", the first because {reason}" for reason in refused.values()), "")
+        first = next((f"; the first: {reason}" for reason in refused.values()), "")
         raise WorkloadError(f"{model.where}: no layer has kernels{first}")
     return Shapes(Workload(tuple(Product(kind, calls[kind]) for kind in sorted(calls))), layers, refused)
 
 
 def _left(arithmetic: Arithmetic, engine: str) -> str:
-    """Why the engine's own kernels compute experts; empty where tunegemm serves them."""
+    """Why the engine's own kernels compute experts; empty if tunegemm serves them."""
     if not ENGINES[engine].experts:
         return f"{engine} computes experts with its own kernels"
     return f"{engine} computes quantised experts with its own kernels" if arithmetic.epilogue else ""
@@ -153,7 +153,7 @@ def _rows(layer: Layer, engine: Engine, ranks: int, counts: Sequence[int]) -> li
 
 
 def _matrices(layer: Layer, engine: Engine, ranks: int) -> list[tuple[int, int, bool]]:
-    """Columns, depth and bias of what a rank multiplies by. Raises WorkloadError."""
+    """Columns, depth and bias of a rank's matrices. Raises WorkloadError."""
     if layer.name == "logits":
         (head,) = layer.parts
         padded = -(-head.columns // engine.vocabulary) * engine.vocabulary
@@ -184,12 +184,12 @@ def _kind(problem: Problem, bias: bool) -> Kind:
 def _arithmetic(model: Model, plain: str) -> Callable[[Linear], Arithmetic | str]:
     """How each linear layer is computed, or why it has no kernels: by the model's quantisation.
 
-    Logits and what gates experts stay as they are, as engines leave them.
+    Logits and the gates of experts keep their dtype, as in engines.
     """
     usual, config = Arithmetic(plain, plain, ""), model.quantization
     if not config:
         return lambda _: usual
-    if config.get("quant_method") == "mxfp4":  # which is of experts alone
+    if config.get("quant_method") == "mxfp4":  # which quantises experts only
         why = "quantised with mxfp4, which has no kernels"
         return lambda linear: why if ".experts." in linear.path else usual
     names = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
@@ -207,7 +207,7 @@ def _arithmetic(model: Model, plain: str) -> Callable[[Linear], Arithmetic | str
 
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern names a module or one that it is in; ``Linear`` is each, ``re:`` begins a regex."""
+    """Whether a pattern names a module or its parent; ``Linear`` is all, ``re:`` begins a regex."""
     for pattern in patterns:
         if pattern == "Linear":
             return True
@@ -269,12 +269,12 @@ def _modelopt(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Ar
 def _compressed(group: Mapping[str, Any], plain: str) -> Arithmetic | str:
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, dict) or not isinstance(inputs, dict):
-        return "only its weights are quantised, and no kernel takes such weights"
+        return "only its weights are quantised, which kernels do not support"
     formats = {f"{item.get('type')} {item.get('num_bits')}" for item in (weights, inputs)}
     dtype = {"float 8": "fp8_e4m3", "int 8": "int8"}.get(formats.pop())
     if dtype is None or formats:
-        return "its numbers are neither fp8 nor int8, and no other formats have kernels"
+        return "its numbers are neither fp8 nor int8, the only formats with kernels"
     strategies = {str(item.get("strategy")) for item in (weights, inputs)}
     if strategies <= {"tensor", "channel", "token"}:
         return Arithmetic(dtype, plain, "scale_tensor" if strategies == {"tensor"} else "scale_rowwise")
-    return "there are no kernels for scales of groups or blocks"
+    return "kernels do not support scales of groups or blocks"

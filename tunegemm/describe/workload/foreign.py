@@ -34,7 +34,7 @@ def read(path: Path) -> tuple[list[Demand], list[str]]:
 def read_all(paths: Sequence[Path]) -> tuple[list[Demand], list[str]]:
     """`read` for several files, such as one per rank, with the calls of equal problems added up.
 
-    Raises WorkloadError if one is another kind of file, and if none has an entry that can be tuned.
+    Raises WorkloadError for a file of another kind, or if no entry can be tuned.
     """
     result: list[Demand] = []
     refused: list[str] = []
@@ -43,7 +43,7 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Demand], list[str]]:
         result += of_file
         refused += [f"{path}: {reason}" for reason in lines] if len(paths) > 1 else lines
     if not result:
-        first = f", the first because: {refused[0]}" if refused else ""
+        first = f"; the first: {refused[0]}" if refused else ""
         where = ", ".join(map(str, paths))
         raise WorkloadError(f"{where}: no product in it can be tuned ({len(refused)} were left out{first})")
     return total(result), refused
@@ -65,8 +65,8 @@ def _read(path: Path) -> tuple[list[Demand], list[str]]:
     if document is None:
         *names, last = ("the JSON of `tunegemm record`", *(format.name for format in FORMATS))
         first = shown(next(row.strip() for row in text.splitlines() if row.strip()))
-        known = f"known are {', '.join(names)} and {last}"
-        raise WorkloadError(f"{path}: no list of shapes, it begins with {first}; {known}")
+        known = f"supported are {', '.join(names)} and {last}"
+        raise WorkloadError(f"{path}: not a list of shapes: it begins with {first}; {known}")
     if isinstance(document, dict) and not {"architectures", "model_type", "hidden_size"}.isdisjoint(document):
         raise WorkloadError(_is_config(path))
     workload, unreadable = Workload.from_document(document, str(path))
@@ -82,7 +82,7 @@ def _is_config(path: Path) -> str:
 def _collect(
     understand: Callable[[Any], Iterable[Problem]], entries: Entries
 ) -> tuple[list[Demand], list[str]]:
-    """Each entry's problems, and what `understand` raises of the others."""
+    """Each entry's problems, and the errors of `understand` for the other entries."""
     result: list[Demand] = []
     refused = []
     for place, entry in entries:

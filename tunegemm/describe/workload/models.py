@@ -48,7 +48,7 @@ def read_model(name: str) -> Model:
         named = arguments[0] if isinstance(arguments, list) and arguments else arguments
         who = shown(named) if named else "a model without a model_type"
         raise WorkloadError(
-            f"{path}: {who} is not known: its config lacks the fields of a decoder with gated "
+            f"{path}: {who} is not supported: its config lacks the fields of a decoder with gated "
             "layers; use `tunegemm record`, which counts the products of any program"
         )
     layers, values = layers_of(config), config.values
@@ -59,7 +59,7 @@ def read_model(name: str) -> Model:
     text = next(filter(None, texts), "bf16")
     try:
         if (dtype := normalize_dtype(line(text, "dtype", 40))) not in ("bf16", "fp16", "fp32"):
-            raise BadValueError(f"dtype {text} is no model's")
+            raise BadValueError(f"dtype {text} is not a model's dtype")
         quantization = _quantization(document, values) or _beside(path)
     except (BadValueError, ProblemError) as error:
         raise WorkloadError(f"{path}: {error}") from None
@@ -67,7 +67,7 @@ def read_model(name: str) -> Model:
 
 
 def _quantization(*documents: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config says of its quantisation; compressed-tensors used to call it otherwise."""
+    """A config's entry about its quantisation; compressed-tensors used to have another name for it."""
     for document in documents:
         for name in ("quantization_config", "compression_config"):
             if result := document.get(name):
@@ -77,7 +77,7 @@ def _quantization(*documents: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-#: Files beside a config.json that say how its weights are quantised, and by what where they do not say that.
+#: Files beside a config.json that describe its quantisation, and the method if they do not name it.
 _BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
@@ -98,7 +98,7 @@ _NESTED = ("text_config", "language_config", "llm_config", "thinker_config")
 
 
 def _text_model(config: Config) -> Config:
-    """The config of the language model in it, with what that leaves out."""
+    """The config of the language model in it, with inherited fields."""
     inner = next((value for name in _NESTED if isinstance(value := config.get(name), dict)), None)
     if inner is None:
         return completed(config)
@@ -110,7 +110,7 @@ def _find(name: str) -> Path:
     if path.is_dir():
         path = path / "config.json"
     if path.exists() or name.endswith(".json"):
-        return path  # what is wrong with it reading it says
+        return path  # reading reports any fault
     cached = _cache() / f"models--{name.replace('/', '--')}"
     if not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", name, re.ASCII) or not cached.is_dir():
         raise WorkloadError(

@@ -60,7 +60,7 @@ class Kind:
     """Number of groups that divide the m rows, each with its own B; 0 without groups."""
 
     def __post_init__(self) -> None:
-        # Files of before 2026-11-26 say `bias` and `activation` alone.
+        # Files from before 2026-11-26 have only `bias` and `activation`.
         if self.epilogue or self.refusal:
             return
         if self.activation != "none":
