@@ -238,7 +238,7 @@ def test_causes_are_true(tmp_path: Path) -> None:
     assert "tf32" in (said := refused("tune", "--shape", "1x1x1", "--dtype", "bf61")) and "fp32" not in said
     Database.open(tmp_path / "empty.sqlite", create=True).close()
     said = refused("leaderboard", "--db", str(tmp_path / "empty.sqlite"))
-    assert "nothing measured yet" in said and "no measurement of" not in said
+    assert "no measurements yet" in said and "no measurement of" not in said
     assert "is not MxNxK" in refused("tune", "--shape", f"{'9' * 5000}x1x1")
     assert "not a duration" in refused("tune", "--shape", "1x1x1", "--budget", "9" * 5000)
 

@@ -402,12 +402,12 @@ class TestSeveralFiles:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("m,n,k\n1,2,3\n", "not a list of shapes, it begins with 'm,n,k'; known are"),
+        ("m,n,k\n1,2,3\n", "not a list of shapes: it begins with 'm,n,k'; supported are"),
         (
             "\n[2026-01-01 00:00:00][cublasLt][1][Trace] A=0X1\n",
-            "not a list of shapes, it begins with '\\[2026",
+            "not a list of shapes: it begins with '\\[2026",
         ),
-        ("{gemm} 3\n", "not a list of shapes, it begins with '{gemm} 3'"),
+        ("{gemm} 3\n", "not a list of shapes: it begins with '{gemm} 3'"),
         (" \n", "the file is empty; record again"),
         ("[]", "no product in it can be tuned"),
         (" \n", "the file is empty; record again"),
@@ -451,7 +451,7 @@ def test_another_tools_format_is_a_module_and_its_place_in_the_list(
     assert found == [Demand(Problem(64, 32, 16, in_dtype="fp16"), 1)]
     assert refused.startswith("line 3: ") and "complex64" in refused
     path.write_text("a,b\n")
-    with pytest.raises(WorkloadError, match=r"known are .*TunableOp's CSV, CUTLASS's .* and a table"):
+    with pytest.raises(WorkloadError, match=r"supported are .*TunableOp's CSV, CUTLASS's .* and a table"):
         read(path)
 
 

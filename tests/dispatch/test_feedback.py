@@ -124,7 +124,7 @@ def test_what_lost_falls_back_in_a_new_process(
     }, "what was measured is kept"
     after = here("explain", "--shape", shape, "--device", "model:h200").stdout
     assert "dispatch  torch.mm: 10.0 us, 1.000 x torch.mm" in after
-    assert "x torch.mm was expected, 0.960 measured in an interleaved race: it lost" in after
+    assert "x torch.mm was predicted, 0.960 measured in an interleaved race: it lost" in after
     program = (
         "import torch; from tests.dispatch.test_feedback import *; from tests.support.serving import *\n"
         "from tunegemm.dispatch.planning import Planner\n"
@@ -153,7 +153,7 @@ def test_explain_says_what_was_expected_and_what_was_measured(
     race(timed(1.07, 1.02))
     after = explain_problem(problem_of(), device)
     assert after.outcome == "hit" and after.predicted is None
-    expected = f"predicted {first.label}: {first.expected:.3f} x torch.mm was expected"
+    expected = f"predicted {first.label}: {first.expected:.3f} x torch.mm was predicted"
     assert f"{expected}, 1.070 measured in a final race: it won" in str(after)
     facts = json.loads(json.dumps(after.asdict()))["feedback"]
     assert facts["won"] and facts["expected_ratio"] == first.expected

@@ -166,7 +166,7 @@ class TestDatabase:
     def test_an_empty_database(self, tmp_path: Path) -> None:
         with (
             Database.open(tmp_path / "t.sqlite", create=True) as database,
-            pytest.raises(TunegemmError, match="nothing measured yet; run `tunegemm tune"),
+            pytest.raises(TunegemmError, match="no measurements yet; run `tunegemm tune"),
         ):
             from_database(database)
 

@@ -68,7 +68,7 @@ class Forest:
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise TunegemmError(f"no trees: {type(error).__name__}: {error}") from None
         if not (feature.min() >= 0 and feature.max() < width and np.isfinite(leaves).all()):
-            raise TunegemmError("no trees: a node reads a column that there is not, or a leaf is not finite")
+            raise TunegemmError("no trees: a node reads a missing column, or a leaf is not finite")
         return result
 
     def __call__(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -95,7 +95,7 @@ class InvariantOption:
 
     def __str__(self) -> str:
         if self.origin is None:
-            return "of the kernels that ship for this policy"
+            return "a shipped kernel for this policy"
         return f"from {self.origin.problem.shape} ({self.origin.ratio:.3f} x torch there)"
 
 
@@ -305,9 +305,7 @@ def order_here() -> Expects:
     try:
         return order_of(data_path("db", "order.json"))
     except (TunegemmError, OSError) as error:
-        warnings.warn(
-            f"{one_line(error)}; kernels are taken in the model's order", TunegemmWarning, stacklevel=2
-        )
+        warnings.warn(f"{one_line(error)}; kernels keep the model's order", TunegemmWarning, stacklevel=2)
         return lambda table: -table[:, OF_ORDER.index("log_us")]
 
 

@@ -100,7 +100,7 @@ class Near:
         return (
             f"from {self.origin.problem.shape} ({self.origin.ratio:.3f} x torch there, {there} waves; "
             f"{here} here): {self.record.ratio:.3f} x torch expected, "
-            f"{1 + self.margin:.2f} asked for"
+            f"{1 + self.margin:.2f} required"
         )
 
 
@@ -138,9 +138,7 @@ def neighbourhood(
         if "tile_m" not in neighbour.candidate.params:
             return Neighbourhood((), f"a library's kernel won at {neighbour.problem.shape}", neighbours, rows)
         if neighbour.ratio < 1 + margin:
-            refusal = (
-                f"{neighbour.ratio:.3f} x torch at {neighbour.problem.shape}, {1 + margin:.2f} asked for"
-            )
+            refusal = f"{neighbour.ratio:.3f} x torch at {neighbour.problem.shape}, {1 + margin:.2f} required"
             # The margin of a single neighbour grows with the distance.
             return Neighbourhood((), refusal, neighbours, rows if len(neighbours) == 2 else None)
     least = min(neighbour.ratio for neighbour in neighbours)
@@ -154,7 +152,7 @@ def neighbourhood(
         elif offer.record.ratio < 1 + margin:
             refusals.append(
                 f"kernel of {neighbour.problem.shape}: {offer.record.ratio:.3f} x torch expected, "
-                f"{1 + margin:.2f} asked for"
+                f"{1 + margin:.2f} required"
             )
         else:
             offers.append(offer)

@@ -28,7 +28,7 @@ SCALES = (
 )  # fmt: skip
 
 
-_IN_PLACE = "in place, as tunegemm.enable serves none"
+_IN_PLACE = "in place, which tunegemm.enable does not serve"
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Operator:
     absorbs: tuple[tuple[str, ...], ...] = ()
     """The steps that it can compute along with the product."""
     refusal: str = ""
-    """Why `tunegemm.enable` leaves the operator to torch; empty if it serves the operator. `tunegemm.record`
-    records the operator in both cases."""
+    """Why `tunegemm.enable` does not serve the operator; empty if it does. `tunegemm.record` records the
+    operator in both cases."""
 
     @property
     def served(self) -> bool:

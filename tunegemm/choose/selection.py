@@ -140,7 +140,7 @@ def without_record(
 
     choice = chosen(problem, gpu, ordered=ordered)
     if choice is None:
-        return f"{why_not}, and no kernel that ships is known to be faster", False
+        return f"{why_not}, and no shipped kernel is known to be faster", False
     return f"{choice.label}, which db/grouped.toml names for such groups; {why_not}", True
 
 
@@ -151,9 +151,13 @@ def _in_groups(snapshot: Snapshot, problem: Problem, device: Device, near: bool,
     """
     record = recorded(snapshot, problem, device.fingerprint, near=near)
     if record is None or (ordered and record.is_torch):
-        why_not = snapshot.why_not(problem, device.fingerprint) if record is None else "torch's is recorded"
+        why_not = (
+            snapshot.why_not(problem, device.fingerprint)
+            if record is None
+            else "its record is torch's product"
+        )
         if not device.architecture.wgmma:
-            return Selection("miss", (), f"{why_not}; kernels for groups are Hopper's")
+            return Selection("miss", (), f"{why_not}; kernels for groups need Hopper")
         name = device.fingerprint.device_name
         why, is_ours = without_record(problem, name, why_not, ordered=ordered)
         return Selection("predicted" if is_ours else "miss", (), why)
@@ -220,7 +224,7 @@ def _batch_invariant(
     from tunegemm.choose.invariance import invariant_options
 
     if not device.architecture.wgmma:
-        why = f"{policy}: which kernels give the same bits was measured on Hopper alone, not on {device.name}"
+        why = f"{policy}: equal bits were tested on Hopper only, not on {device.name}"
         return Selection("miss", (), why)
     if record is not None and not policy.refusal(problem, record.candidate):
         own: tuple[Record, ...] = (record,)

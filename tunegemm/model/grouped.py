@@ -293,6 +293,6 @@ def _rule(words: Mapping[str, Any], kernels: Collection[str], kinds: Collection[
     is_few = bool(rest.pop("few", False))
     for names, known in ((rest, _FACTS), (of, kinds), ([kernel] if kernel else [], kernels)):
         if unknown := sorted(set(names) - set(known)):
-            raise ValueError(f"{unknown[0]} is none of {', '.join(known)}")
+            raise ValueError(f"{unknown[0]} is not among {', '.join(known)}")
     bounds = tuple((name, float(low), float(high)) for name, (low, high) in rest.items())
     return _Rule(bounds, tuple(of), gpu, kernel, launch, is_few)

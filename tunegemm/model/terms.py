@@ -151,7 +151,7 @@ class Columns:
         for candidate in candidates:
             for name in _REQUIRED:
                 if name not in candidate.params:
-                    raise SpaceError(f"the model ranks tiles, and {candidate} has no {name}")
+                    raise SpaceError(f"the model ranks tiles, but {candidate} has no {name}")
 
         def ints(name: str, default: int = 1) -> Ints:
             return np.array([p.get(name, default) for p in params], dtype=np.int64)

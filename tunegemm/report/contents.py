@@ -180,7 +180,7 @@ def from_database(
     name = queries.latest_device(database) if device is None else named_device(device, names)
     if name is None:
         raise TunegemmError(
-            f"{place}: nothing measured yet; run `tunegemm tune --shape MxNxK` on a GPU, or look at the "
+            f"{place}: no measurements yet; run `tunegemm tune --shape MxNxK` on a GPU, or look at the "
             "recorded one with `--device replay:h200`"
         )
     stored = queries.records(database, name)

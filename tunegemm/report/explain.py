@@ -1,8 +1,9 @@
-"""The roofline of a problem and of one candidate for it, what dispatch would do, and what would change that.
+"""The roofline of a problem and of one candidate for it, the choice of dispatch, and how to change that
+choice.
 
-Arithmetic intensity counts twice: *globally*, every operand once through device memory, and *per tile*, what
-a block must bring into shared memory for the flops of one step of k. The second bounds a kernel without an
-L2; the truth lies between the two. See S. Williams et al., "Roofline", CACM 52(4), 2009.
+Arithmetic intensity counts twice: *globally*, with every operand moved once through device memory, and *per
+tile*, with the bytes that a block loads into shared memory for one step of k. The second bounds a kernel
+without an L2; the truth lies between the two. See S. Williams et al., "Roofline", CACM 52(4), 2009.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ class Explanation:
     roofline_tflops: float
     """The rate at that floor."""
     tile: TileFacts | None
-    """How the candidate in question divides the problem, or else the kernel that dispatch would launch; None
-    if there are no tiles."""
+    """How the given candidate, or else the kernel that dispatch would launch, divides the problem; None if
+    there are no tiles."""
     outcome: Outcome
     """Outcome of dispatch for the problem: ``hit``, ``predicted``, ``near`` or ``miss``."""
     record: StoredRecord | None
@@ -240,7 +241,7 @@ class Explanation:
         if (feedback := self.feedback) is not None:
             yield (
                 "predicted",
-                f"{feedback.label}: {_expected(feedback):.3f} x torch.mm was expected, {feedback.ratio:.3f} "
+                f"{feedback.label}: {_expected(feedback):.3f} x torch.mm was predicted, {feedback.ratio:.3f} "
                 f"measured in {_proof(feedback)}: it {'won' if feedback.ratio >= 1 else 'lost'}",
             )
         if (second := self.runner_up) is not None:
@@ -450,8 +451,7 @@ def _tile(problem: Problem, candidate: Candidate, device: Device) -> TileFacts:
 def _read(problem: Problem, location: str | None) -> tuple[list[StoredRecord], list[StoredRecord], list[str]]:
     """Records and further measurements of the problem, in all layers or in one database; and warnings.
 
-    Raises DatabaseError for one database that cannot be read; of the layers, as dispatch does, the others
-    serve.
+    Raises DatabaseError if the one database cannot be read; an unreadable layer is skipped, as by dispatch.
     """
     if location is None:
         if missing := absent():  # report a missing file that the user named
@@ -476,8 +476,8 @@ def _runner_up(
 
 
 def _feedback(entries: Sequence[StoredRecord], device: Device) -> StoredRecord | None:
-    """The kernel that was predicted and measured, and of several the one of which most was expected: it
-    would be served.
+    """The predicted kernel that was measured; among several the one with the highest prediction, which
+    dispatch would serve.
     """
     of_predicted = [e for e in entries if _expected(e) and judge_stored(e, device.fingerprint).usable]
     return max(leaders(of_predicted), key=_expected, default=None)
@@ -497,7 +497,7 @@ def _proof(record: StoredRecord) -> str:
 def _refusal_to_load(record: StoredRecord, device: Device) -> str:
     if is_torch(record.candidate) or not device.is_real:
         return ""
-    from tunegemm.dispatch.launchers import find_object  # brings torch
+    from tunegemm.dispatch.launchers import find_object  # imports torch
 
     try:
         find_object(record, device)
@@ -507,13 +507,13 @@ def _refusal_to_load(record: StoredRecord, device: Device) -> str:
 
 
 def _with_skews(record: StoredRecord, entries: Sequence[StoredRecord]) -> StoredRecord:
-    """The record with what its measurement says of each division of the rows, where that is stored."""
+    """The record with its measurement's figures for each division of the rows, if they are stored."""
     same = [entry for entry in entries if entry.candidate == record.candidate and "skews" in entry.telemetry]
     return replace(record, telemetry=leaders(same)[0].telemetry) if same else record
 
 
 def over_skews(telemetry: Mapping[str, Any]) -> str:
-    """What a record for rows in groups says about each division of them; empty for other records."""
+    """A grouped record's figures for each division of the rows; empty for other records."""
     result = telemetry.get("skews")
     if not isinstance(result, Mapping) or not all(isinstance(item, float) for item in result.values()):
         return ""
@@ -545,7 +545,7 @@ def _change(problem: Problem, selection: Selection, record: StoredRecord | None,
         return f"{command}: its own record"
     if why_not:
         meanwhile = ", as its first call does in the background" if read_compile(lambda _: None) else ""
-        return f"{command}: compiles what is missing{meanwhile}"
+        return f"{command}: compiles the missing kernel{meanwhile}"
     if selection.why.startswith("to be verified"):
         return f"tunegemm verify: {selection.why}"
     if not record.confirmed:

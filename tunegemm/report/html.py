@@ -33,7 +33,7 @@ _ASSETS = Path(__file__).parent / "assets"
 #: Rows of the table and of the failures; the roofline and the figures at the top count all.
 MOST_ROWS, MOST_REASONS = 2_000, 100
 
-#: Trials of a search that are listed, the fastest.
+#: Listed trials of a search: the fastest ones.
 MOST_TRIALS = 300
 #: The fields of a fingerprint that are not the device itself.
 _SOFTWARE = [field.name for field in fields(Fingerprint) if field.name not in ("device_name", "sm_count")]
@@ -100,12 +100,12 @@ def _shown(value: Any) -> Any:
 
 
 def _headline(contents: Contents) -> str:
-    """The mean gain; of a recording that of the records in steady state, where there are any."""
+    """The mean gain; for a recording, of the records in steady state, if there are any."""
     ratios = list(contents.steady.values()) or [winner.record.ratio for winner in contents.winners]
     count, mean = len(ratios), statistics.geometric_mean(ratios)
-    what = f"{count:,} tuned product{'s run' if count != 1 else ' runs'}"
+    runs = f"{count:,} tuned product{'s run' if count != 1 else ' runs'}"
     how = "as fast as torch.mm" if 0.995 < mean < 1.005 else f"at {mean:.3f} \u00d7 the speed of torch.mm"
-    return f"{what} {how} on {contents.device.name}{' in steady state' if contents.steady else ''}"
+    return f"{runs} {how} on {contents.device.name}{' in steady state' if contents.steady else ''}"
 
 
 def _choices(values: Iterable[str]) -> list[tuple[str, str]]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Format = Literal["table", "csv", "json", "md"]
 
-_NOTHING = "Nothing was measured for this device and software."
+_NOTHING = "There are no measurements for this device and software."
 
 #: The baseline's name, in tables and as the label of the candidate that calls it.
 BASELINE = "torch.mm"
@@ -44,8 +44,8 @@ BASELINE = "torch.mm"
 VENDOR_FAMILY = "cublaslt"
 
 
-#: How each column is shown to people: its heading, and the digits after the point; none for text, -1 for a
-#: time, which gets four significant digits.
+#: How to show each column: its heading, and the digits after the point; None for text, -1 for a time, which
+#: gets four significant digits.
 COLUMNS: Mapping[str, tuple[str, int | None]] = {
     "rank": ("rank", 0),
     "problem": ("problem", None),
@@ -68,8 +68,8 @@ SORTS: Mapping[str, tuple[str, bool]] = {
     "problem": ("", True), "ratio": ("ratio_to_torch_mm", False), "time": ("median_us", False),
 }  # fmt: skip
 
-#: What a narrow terminal goes without, in this order, so that candidates stay readable: the title names the
-#: device, the label tells the family, and the other figures follow from those that stay.
+#: Columns that a narrow terminal omits, in this order, so that candidates stay readable: the title names the
+#: device, the label shows the family, and the other figures follow from those that stay.
 _DISPENSABLE = (
     "family", "best_vendor", "spread_percent", "percent_of_roofline", "tflops", "best_vendor_ratio",
     "torch_mm_us", "device",
@@ -214,7 +214,7 @@ class Leaderboard:
             devices[name].roofline_us(problem) or math.nan
             for problem, name in zip(problems, result["device_name"], strict=True)
         ]
-        # Where nothing beat torch.mm, that is the best, and the vendor's best is at least that.
+        # If nothing beat torch.mm, it is the best, and the vendor's best is at least that.
         lost = ~result["confirmed"] & (result["ratio"] < 1)
         vendor_lost = result["vendor_ratio"] < 1
         median_us = result["median_us"].where(~lost, result["baseline_median_us"])
@@ -306,11 +306,11 @@ class Leaderboard:
         if format == "json":
             return to_json(self.as_dict(top)) + "\n"
         if format not in get_args(Format):
-            raise TunegemmError(f"format {format!r} is not known; use one of {', '.join(get_args(Format))}")
+            raise TunegemmError(f"format {format!r} is unknown; use one of {', '.join(get_args(Format))}")
         return self.csv(top) if format == "csv" else self.markdown(top)
 
     def _cells(self) -> dict[str, list[str]]:
-        """The columns as people read them, without those that are empty or that the title tells."""
+        """The columns in readable form, without empty ones and those that the title covers."""
         hidden = {"problem"} if "rank" in self.frame else set()
         hidden |= {"device"} if self.frame["device"].nunique() == 1 else set()
         rows = self.frame.to_dict("records")
@@ -348,18 +348,18 @@ _ROW = [
 
 
 def _ranked(frame: pandas.DataFrame, problem: Problem, device: Device) -> pandas.DataFrame:
-    """The board of one problem on one device. frame: of `_ROW`; what is `confirmed` is chosen if not said."""
+    """The board of one problem on one device. frame: of `_ROW`; `chosen` defaults to `confirmed`."""
     import pandas
 
     unnamed = frame["family"] + " " + frame["candidate"]
     label = frame["label"].where(frame["label"] != "", unnamed)
     chosen = frame.get("chosen", frame["confirmed"]).astype(bool)
-    # Timed as a candidate beside itself, torch.mm is off 1 by noise.
+    # torch.mm as a candidate beside itself differs from 1 by the noise.
     ratio = frame["ratio"].where(label != BASELINE, 1.0)
     torch_us = frame["baseline_median_us"].where(label != BASELINE, frame["median_us"])
     rows = _placed(frame.assign(label=label, chosen=chosen, ratio=ratio, baseline_median_us=torch_us))
     if len(rows) and not rows["label"].eq(BASELINE).any():
-        # The leader's interleave is the one whose baseline can stand beside the leader's time.
+        # Take the interleave of the leader, whose baseline belongs to the leader's time.
         baseline = rows.iloc[[0]].assign(label=BASELINE, family=VENDOR_FAMILY, ratio=1.0, chosen=False)
         baseline = baseline.assign(median_us=rows["baseline_median_us"], spread=rows["baseline_spread"])
         rows = _placed(pandas.concat([rows, baseline], ignore_index=True))
@@ -370,8 +370,8 @@ def _ranked(frame: pandas.DataFrame, problem: Problem, device: Device) -> pandas
         alike = (row.own, row.level) == (first.own, first.level)
         ranks.append(ranks[-1] if ranks and alike and tie(row, first) else position + 1)
     if len(rows):
-        # Races are of other clocks: the leader's own time stands, and others are what their ratio makes of
-        # it.
+        # Races run at other clocks: the leader keeps its own time, and the others' times follow from their
+        # ratios.
         torch_us = rows["baseline_median_us"].iloc[0]
         rows = rows.assign(
             median_us=(torch_us / rows["ratio"]).where(rows.index > 0, rows["median_us"]),
@@ -399,7 +399,7 @@ def _ranked(frame: pandas.DataFrame, problem: Problem, device: Device) -> pandas
 
 
 def _placed(rows: pandas.DataFrame) -> pandas.DataFrame:
-    """By what is dispatched, then the evidence, then the ratio."""
+    """Sorted by dispatch, then evidence, then ratio."""
     ordered = by_evidence(rows.sort_values("label", ascending=False), "ratio", first="chosen")
     return ordered[::-1].reset_index(drop=True)
 
@@ -443,7 +443,7 @@ def _names(frame: pandas.DataFrame) -> str:
 
 
 def _how_to_read(rows: pandas.DataFrame) -> str:
-    """What ties are, and what to make of rows whose ratios do not compare with those before them."""
+    """The meaning of ties, and of rows whose ratios do not compare with those before them."""
     if rows.empty:
         return ""
     noise = max(NOISE_FLOOR, rows["noise"].max())
@@ -457,7 +457,7 @@ def _how_to_read(rows: pandas.DataFrame) -> str:
     counts = ", ".join(
         f"{count} {level.name.lower()}" for level, count in sorted(result.items(), reverse=True)
     )
-    return f"{note} Ordered by evidence ({counts}): ratios compare among rows of the same only."
+    return f"{note} Ordered by evidence ({counts}): compare ratios only within one kind."
 
 
 def _stored_note(rows: pandas.DataFrame, groups: list[tuple[Device, pandas.DataFrame]]) -> str:
@@ -477,7 +477,7 @@ def _stored_note(rows: pandas.DataFrame, groups: list[tuple[Device, pandas.DataF
         parts.append(f"Imported: {imported} of the rows.")
     parts.append(_how_to_read(shown_rows))
     if left_out := len(rows) - len(shown_rows):
-        parts.append(f"Rows of other devices or software versions, left out: {left_out}.")
+        parts.append(f"Rows of other devices or software versions, not shown: {left_out}.")
     return " ".join(parts)
 
 
@@ -488,7 +488,7 @@ def _mean_note(table: pandas.DataFrame) -> str:
     note = f"Geometric mean over {len(table)} rows, to torch.mm: {mean:.3f}."
     vendors = table["best_vendor_ratio"].dropna()
     if vendors.empty:
-        return f"{note} None of the vendor's other algorithms was measured."
+        return f"{note} The vendor's other algorithms were not measured."
     which = "each row" if len(vendors) == len(table) else f"the {len(vendors)} rows where one was measured"
     return f"{note} The best of the vendor's algorithms on {which}: {geometric_mean(vendors):.3f}."
 

@@ -95,9 +95,9 @@ class Space:
 
 
 def candidate(family: str, chosen: Mapping[str, Value]) -> Candidate:
-    """A family's candidate with these parameters; those that are not given have the space's first value.
+    """A family's candidate with these parameters; the others have the space's first value.
 
-    Raises SpaceError for a family or a parameter that is not known, and for a value that it cannot have.
+    Raises SpaceError for an unknown family or parameter, and for an impossible value.
     """
     space = families.load_space(family)
     known = {**space.compile_values, **space.launch_values}
@@ -134,7 +134,7 @@ class Census:
     rejected: Mapping[str, int]
     """Per rule the number of candidates that it was the first to reject, most first."""
     examples: Mapping[str, str]
-    """Per rule the reason given for the first candidate it rejected."""
+    """For each rule, its reason for rejecting its first candidate."""
 
     @property
     def size(self) -> int:
@@ -148,8 +148,8 @@ class Census:
 
 
 def take_census(space: SearchSpace, problem: Problem, device: Device) -> Census:
-    """What is said of every kernel of a space, and of every launch of those that pass whose verdict may
-    differ.
+    """Counts the verdicts on every kernel of a space, and on every launch of passing kernels whose verdict
+    may differ.
     """
     family = families.get(space.family)
     # Most launch parameters never decide on feasibility, and their product has millions of candidates.

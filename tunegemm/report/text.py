@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-#: Letters of a value that are shown; a candidate with all its parameters has some 300.
+#: Most letters of a shown value; a candidate with all its parameters has some 300.
 LONGEST = 500
 
 
