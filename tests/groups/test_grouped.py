@@ -358,7 +358,7 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "ends": (lambda a, b, offs: tunegemm.grouped_mm(a, b, offs=offs[:3]), r"shape \(3,\), b has 4 groups"),
     "k": (lambda a, b, offs: tunegemm.grouped_mm(a[:, :32], b, offs=offs), r"a has k 32 and b 64"),
     "none": (
-        lambda a, b, offs: tunegemm.grouped_mm(a, b[:0], offs=offs[:0]), r"\(0, 64, 48\), without a group",
+        lambda a, b, offs: tunegemm.grouped_mm(a, b[:0], offs=offs[:0]), r"\(0, 64, 48\), without groups",
     ),
     "bias": (
         lambda a, b, offs: tunegemm.grouped_mm(a, b, offs=offs, bias=torch.ones(N, GROUPS, dtype=BF16)),

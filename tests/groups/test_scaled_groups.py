@@ -231,7 +231,7 @@ def test_a_policy_that_block_scales_break_is_said(monkeypatch: pytest.MonkeyPatc
         ({"a": torch.ones(9, 400, dtype=BF16)}, "a is torch.bfloat16"),
         ({"offs": None}, "offs is missing"),
         ({"offs": torch.tensor([4, 4, 9])}, "torch.int64; give the end of each of 3 groups as int32"),
-        ({"bias": torch.ones(3, 136)}, "take no bias"),
+        ({"bias": torch.ones(3, 136)}, "support neither bias"),
         ({"a": torch.ones(9, 128).to(torch.float8_e4m3fn)}, "a has k 128 and b 400"),
     ],
 )

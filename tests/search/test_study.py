@@ -163,7 +163,7 @@ def test_a_sampler_of_infeasible_points_ends_and_says_which_rule_it_was() -> Non
     assert len(tried) <= 4 + len(LIBRARY)
     assert "suggestions are infeasible" in study.order.note and "smem_capacity" in study.order.note
     assert str(sum(t.state == TrialState.PRUNED for t in study.study.trials)) in study.order.note
-    assert study.order.note.endswith("; another --sampler goes on")
+    assert study.order.note.endswith("; another --sampler continues")
 
 
 def test_infeasible_suggestions_of_a_search_that_had_its_trials_are_told_as_such() -> None:
@@ -272,8 +272,8 @@ def test_importances_of_few_trials_tell_nothing() -> None:
         ("optuna.samplers:NoSampler", "optuna.samplers has no NoSampler"),
         ("optuna.pruners:MedianPruner", "MedianPruner is no sampler"),
         ("collections:OrderedDict", "OrderedDict is no sampler"),
-        ("optuna.samplers:GridSampler", "make it in Python: tunegemm.tune"),
-        ("optuna.samplers:BaseSampler", "cannot be made"),
+        ("optuna.samplers:GridSampler", "create it in Python: tunegemm.tune"),
+        ("optuna.samplers:BaseSampler", "cannot be created"),
         ("optuna.samplers:", "package.module:Class"),
         ("", "package.module:Class"),
         (7, "an object of a class"),

@@ -233,12 +233,12 @@ def install(engine: str, log: logging.Logger, parts: dict[str, Callable[[], None
         log.warning("tunegemm serves nothing: %s", one_line(error))
         return
     failed = []
-    for what, put in parts.items():
+    for part, put in parts.items():
         try:
             put()
         except Exception as error:
-            log.debug("tunegemm: %s", what, exc_info=error)
-            failed.append(f"{what} ({one_line(error)})")
+            log.debug("tunegemm: %s", part, exc_info=error)
+            failed.append(f"{part} ({one_line(error)})")
     if failed:
         log.warning("this version of %s is unknown to tunegemm, so it keeps: %s", engine, "; ".join(failed))
 
@@ -256,10 +256,10 @@ def records() -> str:
     return extension.fingerprint(anywhere=True)
 
 
-def said(engine: str, what: str) -> str:
-    """The startup line. engine: name and version. what: the text about served weights."""
+def said(engine: str, text: str) -> str:
+    """The startup line. engine: name and version. text: the text about served weights."""
     now = f"policy {extension.policy()}, records {records()}"
-    return f"tunegemm {tunegemm.__version__} in {engine}: {what}; {now}"
+    return f"tunegemm {tunegemm.__version__} in {engine}: {text}; {now}"
 
 
 def compared(theirs: object) -> str:

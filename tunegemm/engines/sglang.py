@@ -116,7 +116,7 @@ def _report(runner: Any) -> None:
     _, version = of_engine("sglang.__version__")
     step = runner.server_args.chunked_prefill_size
     most = step if isinstance(step, int) and step > 0 else _STEP
-    what = common.served(runner.model, most, left_out=("VocabParallelEmbedding", "ParallelLMHead"))
+    summary = common.served(runner.model, most, left_out=("VocabParallelEmbedding", "ParallelLMHead"))
     _, ranks = of_engine("sglang.srt.runtime_context.get_parallel")
     if not ranks().tp_rank:
-        _log.info(common.said(f"SGLang {version}", f"{what}, logits by its own"))
+        _log.info(common.said(f"SGLang {version}", f"{summary}, logits by its own"))

@@ -163,7 +163,7 @@ def _layer(
             nobodys = (torch.arange(order.shape[0], device=x.device) >= ends[-1])[:, None]
     if nobodys is not None:
         of_rows = of_rows.masked_fill(nobodys, 0)
-    if elsewhere:  # whatever the weight is, as in `combine`
+    if elsewhere:  # whatever the weights are, as in `combine`
         weights = weights.masked_fill((index < 0) | (index >= count), 0)
     return _combined(of_rows, order, weights, plain).to(x.dtype)
 
@@ -299,5 +299,5 @@ def check_index(index: torch.Tensor, count: int) -> None:
     if least < 0 or most >= count:
         raise ProblemError(
             f"index names expert {least if least < 0 else most} of {count}; give numbers from 0 on; for "
-            "experts of other processes also pass elsewhere=True"
+            "experts of other processes pass elsewhere=True, too"
         )

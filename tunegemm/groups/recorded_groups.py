@@ -95,7 +95,9 @@ class GroupedCall:
             return "its groups do not divide a's rows, as the kernels need"
         scaled = self.scale_a is not None
         if scaled and (self.bias is not None or self.scale_result is not None or not self.use_fast_accum):
-            return "kernels of scaled groups take no bias, no scale of the result, and use_fast_accum=True"
+            return (
+                "kernels of scaled groups need use_fast_accum=True, without a bias or a scale of the result"
+            )
         out_dtype = "bf16" if scaled else dtype_of(a)
         if self.out_dtype is not None and normalize_dtype(self.out_dtype) != out_dtype:
             return f"grouped kernels store {out_dtype}, not {self.out_dtype}"

@@ -129,12 +129,12 @@ class Routing:
             if not extension.may_load(device):
                 return None
             planned = None if any(map(is_lazy, tensors)) else plan(*tensors, *numbers)
-            launch, waits = self._found(planned, device.index or 0)
+            launch, waits = self._launch_for(planned, device.index or 0)
             known = self.launches.keep(key, launch, *tensors, waits=waits)
         result: Launch | None = known.launch
         return result
 
-    def _found(self, planned: Planned | None, index: int) -> tuple[Launch | None, bool]:
+    def _launch_for(self, planned: Planned | None, index: int) -> tuple[Launch | None, bool]:
         """The launch, or None if torch should compute the step; and whether a kernel is being compiled."""
         if planned is None:
             return None, False
@@ -175,7 +175,7 @@ class Routing:
 
 
 def _in_two(tally: Launch, spread: Launch, ctas: int) -> Launch:
-    """`route`'s launch for many choices: the first kernel writes counts into memory of its own."""
+    """`route`'s launch for many choices: the first kernel writes counts into temporary memory."""
 
     def launch(index: Any, x: Any, place: Any, ends: Any, rows: Any) -> None:
         counts = place.new_empty(ctas * kernels.BINS)
@@ -310,7 +310,7 @@ def few(
 def _warn(error: Exception) -> None:
     extension.warn(
         f"kernels around products of groups cannot run ({one_line(error)}); tunegemm.experts falls back to "
-        "torch for what they do"
+        "torch for their steps"
     )
 
 

@@ -43,7 +43,7 @@ def value(node: Any) -> Any:
 
 
 def calls(node: Any, name: str) -> tuple[Any, Any] | None:
-    """The two operands of a call of what `_SAME` lists, as a function, an operator or a method; else None."""
+    """The two operands of a call to a function, operator or method that `_SAME` lists; else None."""
     if not isinstance(node, Node) or node.kwargs or len(node.args) != 2:
         return None
     is_method = node.op == "call_method" and node.target == name
@@ -78,7 +78,7 @@ def product_of(node: Any) -> tuple[Node, ...] | None:
 
 
 def transposed_of(node: Any) -> Node | None:
-    """The matrix of which a node is the transposed view, however it is written; else None."""
+    """The matrix behind a transposed view, however the view is written; else None."""
     result = value(node)
     if result is None or result.ndim != 2 or not node.args or not isinstance(node.args[0], Node):
         return None
@@ -135,7 +135,7 @@ _NEEDS_LAYOUT = frozenset(("as_strided", "set_", "data_ptr", "untyped_storage", 
 def takes_views(node: Node) -> bool:
     """Whether the users of a layer's result compute the same if its rows have gaps.
 
-    Views of the result must be made again for such rows, which fails where torch itself could not. A result
+    Views of the result must be made again for such rows, which fails only where torch itself fails. A result
     of the whole graph keeps its layout, and so does an argument of a function outside torch.
     """
     result = value(node)
@@ -205,7 +205,7 @@ class Order:
         self._nodes = [*graph.nodes]
         self._place = {node: place for place, node in enumerate(self._nodes)}
         results = {"placeholder", "get_attr"}
-        self._given = {
+        self._inputs = {
             storage_of(result)
             for node in self._nodes
             if node.op in results and isinstance(result := value(node), torch.Tensor)
@@ -233,7 +233,7 @@ class Order:
             for written in writes(node):
                 result = value(written) if isinstance(written, Node) else None
                 # What the caller gave may share memory in ways that the graph does not show.
-                if result is None or (place := storage_of(result)) in read or place in self._given:
+                if result is None or (place := storage_of(result)) in read or place in self._inputs:
                     return False
         return True
 
@@ -283,7 +283,7 @@ _IN_PLACE = frozenset(
 @cache
 def _only_computes(target: Callable[..., Any]) -> bool:
     """Whether a function computes from its operands alone: torch's functions do, and Python's operators;
-    functions that change a state of torch's, and any other, may not."""
+    functions that change torch's state may not, and neither may any other function."""
     module = str(getattr(target, "__module__", None) or "")
     name = str(getattr(target, "__name__", ""))
     if module in ("_operator", "operator", "builtins", "math"):

@@ -56,7 +56,7 @@ _METHODS = {
     *("lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_or", "logical_not"),
     *("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"),  # as Dynamo of torch 2.11 has some
 }
-#: Sets of extents that one mask remembers. Steps of an engine have ever other ones.
+#: Sets of extents that one mask remembers. Steps of an engine keep bringing new ones.
 _MOST = 4096
 
 
@@ -133,8 +133,8 @@ def _mask_of(node: Node) -> Node | None:
 
 
 def _computed(mask: Node) -> tuple[list[Node], list[Node]] | None:
-    """The nodes that compute a mask, in the graph's order, and the extents they begin with; None where they
-    begin with a tensor that the graph was given."""
+    """The nodes that compute a mask, in the graph's order, and the extents they start from; None if they
+    start from an input tensor of the graph."""
     nodes, extents, left = set[Node](), dict[Node, None](), [mask]
     while left:
         node = left.pop()
@@ -152,7 +152,7 @@ def _computed(mask: Node) -> tuple[list[Node], list[Node]] | None:
 
 
 def _is_written(graph: Graph, nodes: Iterable[Node]) -> bool:
-    """Whether anything in the graph may write to what these nodes compute."""
+    """Whether anything in the graph may write to the results of these nodes."""
     places = {storage_of(result) for node in nodes if (result := value(node)) is not None}
     return any(
         (result := value(read)) is not None and storage_of(result) in places

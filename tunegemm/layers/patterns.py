@@ -62,7 +62,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Pattern:
-    """One thing that is recognised."""
+    """A pattern that the pass recognises."""
 
     name: str
     match: Callable[[Node], Match | None]
@@ -88,9 +88,10 @@ def gate(node: Node) -> Match | None:
 
 
 def half_gate(node: Node, layer: Callable[[Node], Layer | None] = linear_of) -> Match | None:
-    """The same for the halves of one layer's result, or for every other column, however they are taken.
+    """As the pattern above, for the halves of one layer's result, or for alternating columns, however they
+    are split.
 
-    layer: says which linear layer a node is; the graphs of engines spell layers differently.
+    layer: returns a node's linear layer; the graphs of engines spell layers differently.
     """
     for activated, other in _both_ways(calls(node, "mul")):
         result, upper = activation_of(activated), _part_of(other)
@@ -160,7 +161,7 @@ def several(node: Node) -> Match | None:
 
 
 def linear(node: Node) -> Match | None:
-    """A linear layer on its own."""
+    """A single linear layer."""
     if (layer := linear_of(node)) is None:
         return None
     x, weight, bias = layer
@@ -202,11 +203,11 @@ class _Part:
     whole: Node
     part: str
     nodes: tuple[Node, ...]
-    """Those that take it."""
+    """The nodes that split it."""
 
 
 def _part_of(node: Any) -> _Part | None:
-    """Which columns of a node's result another one is: a half, or every other."""
+    """The columns of a node's result that another node selects: a half, or every other column."""
     if not isinstance(node, Node) or node.op != "call_function" or node.target is not operator.getitem:
         return None
     source, index = node.args
@@ -262,7 +263,7 @@ def _both_ways(pair: tuple[Any, Any] | None) -> list[tuple[Any, Any]]:
 
 
 def _ends_in_linear(node: Node) -> bool:
-    """Whether a node is a layer, its activation, or a dropout of either that is off, for one user alone."""
+    """Whether a node is a layer, its activation, or a disabled dropout of either, with one user only."""
     if len(node.users) != 1:
         return False
     inner = node
@@ -274,7 +275,7 @@ def _ends_in_linear(node: Node) -> bool:
 
 
 def _lie_alike(first: Node, second: Node) -> bool:
-    """Whether two weights have one layout and dtype, but for their numbers of rows."""
+    """Whether two weights have the same layout and dtype; their numbers of rows may differ."""
     left, right = value(first), value(second)
     if left is None or right is None or not (is_matrix(left) and is_matrix(right)):
         return False

@@ -136,7 +136,7 @@ EFFORTS: Mapping[Effort, Profile] = MappingProxyType(
 def profile(effort: Effort) -> Profile:
     """Return the numbers of an effort. Raises SpaceError if the effort is unknown."""
     if not isinstance(effort, str) or effort not in EFFORTS:
-        raise SpaceError(f"effort {effort!r} is not known; use one of {', '.join(EFFORTS)}")
+        raise SpaceError(f"effort {effort!r} is unknown; use one of {', '.join(EFFORTS)}")
     return EFFORTS[effort]
 
 
@@ -234,5 +234,5 @@ def _shown(value: object) -> str:
     try:
         text = repr(value)
     except ValueError:
-        return "a number of thousands of digits"
+        return "a number with thousands of digits"
     return text if len(text) <= 40 else text[:37] + "..."

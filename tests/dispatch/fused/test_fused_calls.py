@@ -152,7 +152,9 @@ def test_wrong_epilogues_name_the_remedy(serve):
             tunegemm.matmul(a, b, **keywords)
     with pytest.raises(ProblemError, match="has no gated form; use one of"):
         tunegemm.gated_linear(a, b.t(), activation="tanh")
-    with pytest.raises(ProblemError, match=r"gate \(3, 8\) .* and up \(2, 8\) .*; give two of one shape"):
+    with pytest.raises(
+        ProblemError, match=r"gate \(3, 8\) .* and up \(2, 8\) .*; give both with the same shape"
+    ):
         tunegemm.interleave(torch.ones(3, 8), torch.ones(2, 8))
     said = r"\(4, 8\) and \(5, 8\): gates need an even number of columns, not 5"
     with pytest.warns(TunegemmWarning), pytest.raises(ProblemError, match=said):
