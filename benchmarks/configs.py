@@ -1,10 +1,10 @@
-"""What `tunegemm shapes` gives for each public config in tests/data/model_configs.json.
+"""Lists the result of `tunegemm shapes` for each public config in tests/data/model_configs.json.
 
     python -m benchmarks.configs [vllm|sglang|transformers] > configs.csv
 
 One row per model: its published size in billions of parameters, and whether its config is read whole, in part
-or refused. Then the matrices, each with the number of layers that have it, and the layers that are left out,
-each with the reason. For a refused config the message. Needs no GPU.
+or rejected. Then the matrices, each with its number of layers, and the skipped layers, each with the reason.
+For a rejected config the message. Needs no GPU.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ SHAPES = (
     "64x4096x4096", "4096x28672x4096",
 )  # fmt: skip
 
-#: Input dtype, how sums are kept, epilogue. torch's calls: `torch.mm` for fp16 and, where it is allowed,
-#: tf32; `torch._scaled_mm` with two scales or one for each row and column, fast accumulation or not;
-#: `torch._int_mm`, and with scales, which make its output bf16, what a user writes behind it.
+#: Input dtype, accumulation, epilogue. torch's calls: `torch.mm` for fp16 and, where it is allowed, tf32;
+#: `torch._scaled_mm` with two scales or one for each row and column, with fast accumulation or without;
+#: `torch._int_mm`, and with scales, which make its output bf16, a user's operations after it.
 KINDS = {
     "fp16": ("fp16", "fast", ""),
     "fp8": ("fp8_e4m3", "fast", "scale_tensor"),

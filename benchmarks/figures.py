@@ -1,4 +1,4 @@
-"""How the benchmarks' figures are drawn: one style, and files that are the same for the same rows."""
+"""Draws the benchmarks' figures in one style, as files that depend on the rows only."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def products(rows: Rows) -> Figure:
 
 
 def first_uses(rows: Rows) -> Figure:
-    """What was expected of products that were served by prediction, and what they got (first_use.json)."""
+    """Predicted and measured gains of products served by prediction (first_use.json)."""
     from matplotlib.figure import Figure
 
     figure = Figure((7.6, 5.2))

@@ -1,12 +1,12 @@
-"""Times one A with several weights where they lie: q, k and v; gate and up. Every kernel of db/joined.toml.
+"""Times one A with several weights in place: q, k and v; gate and up. Every kernel of db/joined.toml.
 
     python -m benchmarks.joined                        # five models, six numbers of rows: two minutes
-    python -m benchmarks.joined --seconds 60           # so long; the next run begins with what is missing
+    python -m benchmarks.joined --seconds 60           # for so long; the next run continues with missing rows
     python -m benchmarks.joined --rows 1,16 --models Llama-3-8B
 
-Beside them, in CUDA graphs and in one interleave: torch's products one by one (`separate`, and what makes a
-gate of two), torch's of the weights merged (`merged`), and tunegemm's of the weights merged or interleaved
-(`today`). `chosen` is the kernel that `tunegemm.model.joined.choose` names. Writes results/GPU/joined.json
+Compares them, in CUDA graphs and in one interleave, with torch's separate products (`separate`, plus the gate
+of two), torch's product of merged weights (`merged`), and tunegemm's of merged or interleaved weights
+(`today`). `chosen` is the kernel that `tunegemm.model.joined.choose` returns. Writes results/GPU/joined.json
 after each row.
 """
 
@@ -54,7 +54,7 @@ ROWS = ("1", "16", "64", "256", "1024", "4096")
 _STEADY_ROWS = 1024
 _TURN_MS = 24.0
 _GRAPH: dict[str, Any] = {"short_ms": 0.5, "most": 200}
-#: Kernels for few rows are timed up to so many, those for many from so many on.
+#: Kernels for few rows are timed up to this many, kernels for many from this many on.
 _MOST_FEW, _LEAST_MANY = 256, 64
 _ERROR = 8e-3
 
@@ -115,7 +115,7 @@ def kernel_of(listed: Listed, provided: list[Provided]) -> JoinedKernel | None:
 
 
 def sides_of(case: Case, weights: Weights, device: Device, provided: list[Provided]) -> dict[str, Side]:
-    """What is timed, by name; each takes the number of a set of weights."""
+    """The timed sides, by name; each takes the number of a set of weights."""
     a = torch.randn(case.rows, case.k, device="cuda", dtype=torch.bfloat16)
     n, apart, merged, interleaved = case.ns[0], weights.apart, weights.merged, weights.interleaved
     biases: Sequence[Any] = weights.biases or [None] * len(case.ns)
@@ -185,13 +185,13 @@ def measure(case: Case, device: Device, provided: list[Provided], rounds: int) -
 
 
 def error_of(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """Relative to torch's own of bf16, which is as far off."""
+    """Relative to torch's own bf16 result, which has the same error."""
     return float((result.float() - reference).norm() / reference.norm())
 
 
 @torch.no_grad()
 def run(options: argparse.Namespace) -> int:
-    """Prints and writes a row for each case, those that the file lacks first; 1 where a result is wrong."""
+    """Prints and writes a row for each case, missing rows first; returns 1 if a result is wrong."""
     device = begin(options.device)
     results = Results(results_path(options.out, device, "joined.json"), meta(device, METHOD))
     cases = [

@@ -5,9 +5,9 @@
     python -m benchmarks.peers --shapes '512x.*' --peers cublaslt,tunegemm
 
 Writes results/GPU/peers.json after each shape and adds to what is there, so that it can run in slices. A
-provider that is not installed, fails or gives a wrong result is skipped on that shape, and named with
-its reason. Ratios are meant within a row: its providers were timed together, so a row is always replaced
-as a whole. quack tunes 20 to 60 s a shape; QUACK_CACHE_AUTOTUNING=1 makes it remember what it chose.
+provider that is not installed, fails or is wrong is skipped for that shape, with its reason. Ratios are valid
+within a row only: its providers were timed together, so a row is always replaced as a whole. quack tunes 20
+to 60 s a shape; QUACK_CACHE_AUTOTUNING=1 makes it store its choice.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
     ]
     chosen = list(dict.fromkeys(chosen))
     if unknown := [name for name in chosen if name not in PROVIDERS]:
-        raise ProblemError(f"peer {unknown[0]!r} is not known; use {', '.join(PROVIDERS)}")
+        raise ProblemError(f"peer {unknown[0]!r} is unknown; use {', '.join(PROVIDERS)}")
     if options.rounds < 3:
         raise ProblemError(f"--rounds {options.rounds}: at least 3, and 15 for figures to keep")
     if options.db is not None:
@@ -95,9 +95,10 @@ def compared(
     tuner: Tuner | None, effort: Effort = "quick", trials: int | None = None,
     known: Mapping[str, Provider] | None = None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """The row of each problem, tuned before where there is a tuner and no confirmed record of these kernels.
+    """The row of each problem. With a tuner, problems without a confirmed record of these kernels are tuned
+    first.
 
-    known: the providers by name, torch among them.
+    known: the providers by name, including torch.
     """
     from benchmarks.providers import is_settled
     from tunegemm.measure.backend import CudaBackend
@@ -118,7 +119,9 @@ def compared(
 
 
 def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """The rows as a table with its means and losses, as documents have it, and what was skipped and why."""
+    """The rows as a table with means and losses, as in the documents, then the skipped providers with
+    reasons.
+    """
     names = dict.fromkeys(name for row in rows for name in row["providers"] if name != "torch")
     yield from filter(None, providers(rows, tuple(names)))
     skipped: dict[tuple[str, str], list[str]] = {}
@@ -135,8 +138,8 @@ def measure(
     problem: Problem, device: Device, backend: Backend, chosen: list[str], settings: Options, rounds: int,
     known: Mapping[str, Provider] | None = None, **durations: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """The row of one problem, without its tuning time. known: the providers by name, torch among them.
-    durations: those of the interleave that are to be others than its own.
+    """The row of one problem, without its tuning time. known: the providers by name. durations: those of the
+    interleave that differ from its defaults.
     """
     from benchmarks.interleave import interleave
     from benchmarks.providers import PROVIDERS, Contender, Skip

@@ -1,4 +1,4 @@
-"""The families that run on every GPU since Ampere beside torch.mm, over 40 products, within a time.
+"""Times the families that run on every GPU since Ampere beside torch.mm, on 40 products, within a time limit.
 
     python -m benchmarks.portable --seconds 140
     python -m benchmarks.portable --seconds 60 --shapes 4096x4096x4096,4096x4096x4097
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 GENERATORS = ("triton", "cute_sm80")
 #: Squares, projections of Llama-3-8B and 70B at prefill and decode, DeepSeek-V3's, tails of waves; then lines
-#: that are no whole vectors: odd K, odd N, strides that TMA refuses.
+#: that are not whole vectors: odd K, odd N, strides that TMA rejects.
 SHAPES = (
     "4096x4096x4096", "8192x8192x8192", "2048x2048x2048", "1024x1024x1024", "512x512x512", "256x256x16384",
     "4096x6144x4096", "4096x4096x14336", "4096x28672x4096", "2048x6144x4096", "512x6144x4096",
@@ -123,7 +123,7 @@ def first_kernels(problem: Problem, kernels: Kernels, count: int) -> list[Candid
 def raced(
     problem: Problem, device: Device, backend: CudaBackend, objects: Mapping[Candidate, CompileResult]
 ) -> dict[str, Any]:
-    """The row of a product: of each family the best, timed beside torch.mm; and what was wrong."""
+    """The row of a product: the best of each family, timed beside torch.mm; and the faulty kernels."""
     from benchmarks.interleave import interleave
     from benchmarks.peers import measure
     from benchmarks.providers import PROVIDERS, Contender, Options
@@ -155,7 +155,7 @@ def raced(
 
 
 def algorithms(problem: Problem, device: Device) -> list[Contender]:
-    """The library's: those that its heuristic names, and one of each id that it accepts."""
+    """The library's algorithms: those of its heuristic, and one of each id that it accepts."""
     from benchmarks.providers import Contender
     from tunegemm.generate.cublaslt import FAMILY, TORCH_MM, library
 

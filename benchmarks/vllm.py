@@ -3,10 +3,10 @@
     python -m benchmarks.vllm                                # bf16, fp8, then VLLM_BATCH_INVARIANT=1
     python -m benchmarks.vllm --only bf16 --seconds 230      # one kind in a stated time
 
-The model is Llama-3-8B; nothing is downloaded. Of a quarter of its layers a decode step is 1 ms of the GPU
-and 2 of the host's scheduling: no kernel shows there. The three engines of a kind, two of them without the
-plug-in, start together, have CPUs of their own, and work in turns. Prefill is of prompts of 512 tokens in
-steps of 8192; decode are 64 tokens of each sequence behind prompts of 16, in CUDA graphs. Writes
+The model is Llama-3-8B; nothing is downloaded. With a quarter of its layers, a decode step would take 1 ms of
+the GPU and 2 of the host's scheduling, which hides kernels. The three engines of a kind, two of them without
+the plug-in, start together, have separate CPUs, and alternate. Prefill uses prompts of 512 tokens in steps of
+8192; decode uses 64 tokens of each sequence after prompts of 16, in CUDA graphs. Writes
 results/GPU/vllm.json.
 """
 
@@ -52,9 +52,9 @@ METHOD = (
 )
 KINDS = ("bf16", "fp8", "invariant")
 PHASES = ("decode", "prefill")
-#: What is done before samples, and rounds of samples that there are at least.
+#: Work before samples, and the least number of rounds of samples.
 WARM_SECONDS, LEAST_ROUNDS = 0.3, 3
-#: Prompts that are computed beside one whose logits are compared, where bits are to be the same.
+#: Prompts that run beside the prompt whose logits are compared, if bits must be the same.
 _OTHERS = (15, 63, 255)
 
 
@@ -84,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def settings_of(kind: str, layers: int) -> tuple[Setting, Setting, Setting]:
-    """Two equal engines without the plug-in, and the one with it."""
+    """Two equal engines without the plug-in, and one with it."""
+
     is_invariant = kind == "invariant"
     dtype = "bf16" if is_invariant else kind
     return (

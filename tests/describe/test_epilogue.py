@@ -54,7 +54,7 @@ class TestText:
     @pytest.mark.parametrize(
         ("text", "said"),
         [
-            ("gelo", "step 'gelo' in 'gelo' is not known; use some of alpha"),
+            ("gelo", "step 'gelo' in 'gelo' is unknown; use some of alpha"),
             ("gelu+bias_n", r"'gelu\+bias_n': use the order alpha"),
             ("relu+gelu", "one step of each group"),
             ("bias_n+", "step '' in"),
