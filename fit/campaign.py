@@ -5,10 +5,10 @@
     python -m fit.campaign --budget 600 --kinds swiglu,fp8           # not plain bf16, but these
     python -m fit.campaign --records db/records --lost benchmarks/results/h200/first_use.json
 
-The last one writes what was found beside what ships already, but for what gains under 1 %, and what lost when
-`benchmarks.first_use` measured it once more. What a run reaches is in its database; the next one, given that
-database, goes on. Kernels lie in the object store (TUNEGEMM_CACHE_DIR). Writes results/GPU/campaign.json: for
-each product how long its tuning took.
+The last one writes the tuned records beside the shipped ones, without records that gain under 1 % or that
+lost when `benchmarks.first_use` measured them again. A run's results are in its database; the next run with
+that database continues. Kernels are in the object store (TUNEGEMM_CACHE_DIR). Writes
+results/GPU/campaign.json: for each product the time of its tuning.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from tunegemm.store.shipped import read_shipped, write_records
 from tunegemm.tuning.progress import Request
 from tunegemm.tuning.tuner import Tuner
 
-#: A record under that is within what a final race at the power cap can be wrong by.
+#: Records below this ratio are within the error of a final race at the power cap.
 LEAST = 1.01
-#: A product that was slower than that when it was measured again.
+#: A product that was slower than this in a second measurement.
 LOST = 0.99
-#: Rows up to which logits are tuned: those of each sequence's last token.
+#: Most rows for which logits are tuned: those of each sequence's last token.
 MOST_LOGITS_ROWS = 256
 
 METHOD = "Tuner.tune_all of one process, quick; seconds of wall time each"
@@ -69,10 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def products(rows: list[int] | None = None, kind: str = "bf16") -> Iterator[Problem]:
-    """The list's products in the order in which they are tuned: all layers of the first rows, then others.
+    """The list's products in the order of tuning: all layers of the first rows, then of the others.
 
-    kind: a key of `KINDS`. swiglu is of those layers alone whose half another layer of the model brings back
-    to where they came from. Raises ProblemError for a kind that is none.
+    kind: a key of `KINDS`. swiglu covers only layers whose half is the input of another layer of the model
+    with the reverse extents. Raises ProblemError for an unknown kind.
     """
     listed = tomllib.loads(data_path("db", "products.toml").read_text(encoding="utf-8"))
     layers: dict[str, None] = {}
@@ -91,8 +91,8 @@ def _down(layer: str) -> str:
 
 
 def kept(records: list[Record], measured_again: Path | None) -> Iterator[Record]:
-    """Those that are worth to be shipped; torch.mm's, too, as they say that nothing is faster. Not what a
-    tuning has left that did not come to its end.
+    """Records worth shipping, including those of torch.mm, which show that nothing is faster. Excludes
+    records of an unfinished tuning.
     """
     rows = json.loads(measured_again.read_text())["rows"] if measured_again else []
     lost = {Problem.parse(f"{row['m']}x{row['n']}x{row['k']}") for row in rows if row["ratio"] < LOST}

@@ -1,15 +1,15 @@
-"""Fits the gains of shipped kernels on fp8 and fused products to what `fit.kind_choices` measured.
+"""Fits the gains of shipped kernels on fp8 and fused products to the measurements of `fit.kind_choices`.
 
     python -m fit.kinds                  # into db/predictions-h200.jsonl, results/h200/kinds.json
     python -m fit.kinds --gpu h100-80gb-hbm3 --also h200
 
-The second one fits to what was measured on another GPU, too, at half the weight, and validates on its own.
-Boosted trees (scikit-learn, needed here only) predict the logarithm of each launch's ratio to torch's own
-operations from `model.features.OF_GAIN`. Validation leaves out all products of a fold of (N, K), fits to
-the others and lets the trees choose among the launches of a product: what the chosen one got against what was
-expected of it gives the margins, by kind and rows: with them no product of the GPU's own that is served is
-under 0.98 of torch. Where a kernel of torch is saved that is all that is asked, since its start is gained on
-top; of others at most one in a hundred may be under 0.99.
+The second command also fits to another GPU's measurements, at half the weight, and validates on the GPU's
+own. Boosted trees (scikit-learn, needed here only) predict the logarithm of each launch's ratio to torch's
+own operations from `model.features.OF_GAIN`. Validation leaves out all products of a fold of (N, K), fits to
+the others and lets the trees choose among a product's launches. The chosen launch's measured ratio against
+the predicted one gives the margins, by kind and rows: with them, no served product of the GPU is below 0.98
+of torch. Kernels that save one of torch's need no more, because they also save its start; of the others at
+most one in a hundred may be below 0.99.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from tunegemm.describe.problem import Problem
 from tunegemm.generate.cublaslt.choice import LibraryChoice
 from tunegemm.model import shortlist
 
-#: Ends of the ranges of rows that have margins of their own, by kind.
+#: Ends of the ranges of rows with separate margins, by kind.
 RANGES = (16, 64, 256, 16384)
-#: Products that a range must have been measured on to be served. Where a kind has fewer than `OWN`, those of
-#: kinds alike count, too, and a margin is at least the standard deviation of what was missing.
+#: Products that must have been measured in a range before it is served. If a kind has fewer than `OWN`,
+#: similar kinds count, too, and a margin is at least the standard deviation of the errors.
 FEWEST, OWN = 20, 60
-#: Least margin that is tried, in log: of these kinds there are fewer products than of plain ones.
+#: Least margin to try, in log: these kinds have fewer products than plain ones.
 LEAST_MARGIN = 0.04
-#: No product that is served may be slower, in validation.
+#: A served product may not be slower than this in validation.
 SLOWEST = 0.98
 SETTINGS: dict[str, Any] = {
     "max_iter": 150, "learning_rate": 0.08, "min_samples_leaf": 15, "max_features": 0.5
@@ -157,7 +157,7 @@ def fit(options: argparse.Namespace) -> None:
             "date": frame.meta["date"][:10],
         },
         "rows": list(RANGES),
-        # Of gates, which are two weights as one, too few are wider than other products.
+        # Few gates, which are two weights in one, are wider than other products.
         "extents": [
             [
                 int(extreme(row[name] for row in frame.rows if not row["gated"] for name in "nk"))
@@ -190,9 +190,9 @@ def fit(options: argparse.Namespace) -> None:
 
 
 def margin_of(frame: Frame, mine: Mask, alike: Mask, hopes: Floats, got: Floats) -> float:
-    """The margin of a kind's products of some rows, in log; `MOST_MARGIN` where nothing is to be served.
+    """The margin of a kind's products with some rows, in log; `MOST_MARGIN` if none may be served.
 
-    mine: which products. alike: those of kinds alike among them.
+    mine: which products. alike: those of similar kinds among them.
     """
     least = LEAST_MARGIN
     if mine.sum() < OWN:
@@ -210,7 +210,7 @@ def margin_of(frame: Frame, mine: Mask, alike: Mask, hopes: Floats, got: Floats)
 
 
 def summary(frame: Frame, mine: Mask, served: Mask, got: Floats, m: NDArray[np.int64]) -> dict[str, Any]:
-    """Of a kind's products in validation: how many are served, and what all of them have then."""
+    """A kind's products in validation: the number served, and the resulting figures of all."""
     final = np.where(served, got, 0.0)
 
     def of(rows: Mask) -> dict[str, Any]:

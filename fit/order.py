@@ -1,13 +1,13 @@
-"""Fits the order in which policy `batch_invariant` takes kernels, to what `fit.choices` measured.
+"""Fits the order in which policy `batch_invariant` tries kernels to the measurements of `fit.choices`.
 
     python -m fit.order                  # db/order.json, results/order.json
     python -m fit.order --keep 28        # prints lines for db/invariant.toml, too
 
-Boosted trees (scikit-learn, needed here only) expect of each launch that leaves k whole how far it is behind
-the best such launch of its product, in log, from `model.features.OF_ORDER`. The products of all measured
-GPUs are fitted together. Validation leaves out a fold of all (N, K), fits to the others and lets the trees
-choose: rows `{gpu, m, n, k, chosen, by_model, best}` of times as fast as torch.mm, where the best is
-that of all measured launches of the class.
+Boosted trees (scikit-learn, needed here only) predict for each launch with undivided k its lag behind the
+best such launch of its product, in log, from `model.features.OF_ORDER`. The products of all measured GPUs are
+fitted together. Validation leaves out a fold of all (N, K), fits to the others and lets the trees choose:
+rows `{gpu, m, n, k, chosen, by_model, best}` of speeds relative to torch.mm, where the best is that of all
+measured launches of the class.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from tunegemm.resources import data_path
 
 GPUS = ("h200", "h100-80gb-hbm3")
 MOST_ROWS = 16384
-#: A launch that is further behind than that is as good as any other such.
+#: Beyond this lag, all launches count as equal.
 FARTHEST = -0.5
 SETTINGS: dict[str, Any] = {
     "max_iter": 400, "learning_rate": 0.08, "min_samples_leaf": 20, "max_features": 0.5
 }  # fmt: skip
-#: Ends of the ranges of rows that are summed up.
+#: Ends of the ranges of rows in the summary.
 RANGES = (16, 64, 256, 1024, MOST_ROWS)
 
 
@@ -137,7 +137,7 @@ def fitted(frame: Frame, rows: Mask) -> Any:
 
 
 def chosen(frame: Frame, expected: Floats) -> list[dict[str, Any]]:
-    """Of each product what the trees, the model and hindsight choose."""
+    """The choices of the trees, of the model and of hindsight for each product."""
     us = frame.table[:, OF_ORDER.index("log_us")]
     results = []
     for number, line in enumerate(frame.products):
@@ -163,8 +163,8 @@ def _means(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def keep(frame: Frame, model: Any, count: int, gated: bool) -> list[str]:
-    """Lines of the kernels that serve best together, each adding most to those before; what was not measured
-    of a product is as the trees expect."""
+    """Lines of the kernels that serve best together, each adding most to those before; unmeasured figures of
+    a product come from the trees."""
     kernels = [
         kernel
         for kernel in shortlist.listed()

@@ -1,14 +1,15 @@
-"""Which kernels are the same machine code in two source trees: what one measured holds for the other.
+"""Finds kernels with the same machine code in two source trees, so that measurements of one hold for the
+other.
 
     git worktree add /tmp/before COMMIT
-    python -m fit.same_code /tmp/before            # every kernel that ships: twice a second of a core
-    python -m fit.same_code /tmp/before --rekey    # and says so in db/records
+    python -m fit.same_code /tmp/before            # every shipped kernel: twice a second of a core
+    python -m fit.same_code /tmp/before --rekey    # and updates db/records
     python -m fit.same_code /tmp/before --kernels 'relu|amax' --sample 12
     python -m fit.same_code /tmp/before --rekey --judged 'residual'   # these, too, by a measurement
 
 Either tree compiles a kernel from a problem and a candidate, and the cubins are compared byte by byte:
-compilers give the same bytes for the same source. `--rekey` gives the records of kernels that are the same
-the hash of today's sources; records of others keep theirs: they are seeds until they are measured anew.
+compilers give the same bytes for the same source. `--rekey` gives the records of equal kernels the hash of
+today's sources; other records keep theirs: they are seeds until they are measured again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 _EM_CUDA = 190
 _DEVICE = "model:h200"
-#: How the other half of this module is run, by the other tree's modules.
+#: The program that runs the other half of this module with the other tree's modules.
 _OBJECTS = "--objects-of"
 
 
@@ -54,7 +55,7 @@ class Job:
 
 
 def cubin_of(content: bytes) -> bytes:
-    """The machine code for the GPU in a compiled object: an ELF file in it. ValueError unless it has one."""
+    """The machine code for the GPU in a compiled object: an ELF file. Raises ValueError without one."""
     results = []
     at = content.find(b"\x7fELF")
     while at >= 0:
@@ -67,7 +68,7 @@ def cubin_of(content: bytes) -> bytes:
 
 
 def _elf_size(content: bytes, at: int) -> int:
-    """Of a 64-bit ELF file: to the end of its last section, or of the tables of sections and segments."""
+    """The size of a 64-bit ELF file, up to the end of its last section, section table or segment table."""
     segments, sections = struct.unpack_from("<QQ", content, at + 32)
     segment_bytes, segment_count, section_bytes, section_count = struct.unpack_from("<HHHH", content, at + 54)
     ends = [segments + segment_bytes * segment_count, sections + section_bytes * section_count]
@@ -122,7 +123,7 @@ class Compiled(NamedTuple):
     """What a source tree makes of kernels."""
 
     codes: list[str]
-    """Of each the hash of its cubin, or why there is none."""
+    """The hash of each cubin, or the reason why there is none."""
     sources: dict[str, str]
     """By the name of a family the hash of its kernels' sources."""
 
@@ -132,7 +133,7 @@ def compiled(tree: Path, jobs: Sequence[Job], workers: int) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "jobs.json"), Path(folder, "answers.json")
         asked.write_text(json.dumps([asdict(job) for job in jobs]))
-        path = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))  # packages may come by it
+        path = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))  # it may provide packages
         subprocess.run(
             [sys.executable, "-P", __file__, _OBJECTS, str(asked), str(answered), str(workers)],
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), *path])}, cwd=folder, check=True,
@@ -141,7 +142,7 @@ def compiled(tree: Path, jobs: Sequence[Job], workers: int) -> Compiled:
 
 
 def _compile_here(asked: Path, answered: Path, workers: int) -> None:
-    """The other half: by the modules of the tree that is on the path."""
+    """The other half: runs with the modules of the tree on the path."""
     from tunegemm.describe.device import find_device
     from tunegemm.describe.problem import Problem
     from tunegemm.describe.space import Candidate
@@ -179,7 +180,7 @@ def _compile_here(asked: Path, answered: Path, workers: int) -> None:
 
 
 def _from(name: str, *modules: str) -> Any:
-    """That name of the first of the modules that there is. Raises ImportError where there is none."""
+    """The name from the first of the modules that exists. Raises ImportError if none has it."""
     for module in modules:
         with suppress(ModuleNotFoundError):
             return getattr(importlib.import_module(module), name)
@@ -187,11 +188,11 @@ def _from(name: str, *modules: str) -> Any:
 
 
 def rekey(same: Mapping[str, bool], sources: Mapping[str, str], folder: Path) -> tuple[int, int]:
-    """Give a folder's records whose kernels are the same the hash of today's sources. How many got it, and
+    """Give a folder's records with equal kernels the hash of today's sources. Returns how many changed, and
     how many did not.
 
-    same: by the key of a job. sources: by the family, of the tree that it was compared with: a record of
-    others says nothing of either.
+    same: by the key of a job. sources: by family, of the compared tree: the comparison does not cover records
+    of other sources.
     """
     from tunegemm.generate.families import kernel_source_hash
     from tunegemm.store.shipped import read_shipped, write_records
@@ -248,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for job, item, other in zip(jobs, before.codes, after.codes, strict=True)
         }
         changed, left = rekey(same, before.sources, here / "db" / "records")
-        print(f"{changed} records are of today's sources now, {left} are not: measure these anew")
+        print(f"{changed} records now have today's sources, {left} do not: measure those again")
     return 1 if lines else 0
 
 

@@ -28,9 +28,9 @@ from tunegemm.store.shipped import read_shipped
 def ship(folder: Path) -> tuple[int, Mapping[str, str]]:
     """Compile the kernels of all shipped records and of the lists into `folder`, replaced as a whole.
 
-    Returns how many kernels it holds, and by problem or kernel why one is not among them.
-    Kernels that the user's object store holds are not compiled again. Raises PackError where a record's
-    sources or compilers are not those that are here: its kernel would not be the one that was measured.
+    Returns the number of kernels, and by problem or kernel why one is missing. Kernels in the user's object
+    store are not compiled again. Raises PackError if a record's sources or compilers differ from those here:
+    its kernel would not be the measured one.
     """
     records = [record for record in read_shipped()[0] if families.get(record.candidate.family).compiled]
     failures = {str(record.problem): reason for record in records if (reason := unfit(record))}
@@ -40,7 +40,7 @@ def ship(folder: Path) -> tuple[int, Mapping[str, str]]:
     ]
     if outdated:
         raise PackError(
-            f"{len(outdated)} shipped records belong to other kernel sources, first {outdated[0].problem}; "
+            f"{len(outdated)} shipped records belong to other kernel sources, such as {outdated[0].problem}; "
             "tune them again, or re-key them if their kernels are the same"
         )
     every = (

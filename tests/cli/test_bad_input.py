@@ -214,7 +214,7 @@ def test_a_pack_that_cannot_be_written_is_refused_before_it_is_made(tmp_path: Pa
     with Database.open():  # else a line says that there is none
         pass
     line = refused("pack", "--out", tmp_path / out)  # which else compiles a hundred kernels first
-    assert "Is a directory; name a file in it" in line or "No such file or directory" in line
+    assert "Is a directory; give a file in it" in line or "No such file or directory" in line
 
 
 def test_devices_without_a_name() -> None:

@@ -81,7 +81,7 @@ class TestTune:
         database = tmp_path / "tuning.sqlite"
         here(*TUNE, "--db", str(database))
         run = here("leaderboard", "--db", str(database), code=2)
-        assert "nothing measured yet; run `tunegemm tune --shape MxNxK` on a GPU first" in run.stderr
+        assert "no measurements yet; run `tunegemm tune --shape MxNxK` on a GPU first" in run.stderr
 
     @pytest.mark.slow
     def test_modelled_is_labelled(self) -> None:

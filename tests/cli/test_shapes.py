@@ -70,7 +70,7 @@ def test_what_has_no_kernels_is_said(config: Path, tmp_path: Path) -> None:
         (("config.json", "--tp", "0"), "--tp 0: must be 1 or more"),
         (("config.json", "--tp", "3"), "has 32 heads; give a divisor of them"),
         (("config.json", "--engine", "trt"), "'trt' is not one of"),
-        (("config.json", "--out", "."), "is a directory; name a file in it"),
+        (("config.json", "--out", "."), "is a directory; give a file in it"),
     ],
 )
 def test_bad_input(config: Path, tmp_path: Path, words: tuple[str, ...], said: str) -> None:

@@ -407,7 +407,7 @@ class TestOut:
         [
             ("/nowhere/x.json", "No such file or directory"),
             ("/dev/full", "No space left on device; make room"),
-            (".", "Is a directory; name a file in it"),
+            (".", "Is a directory; give a file in it"),
             ("/etc/passwd/x", "Not a directory"),
         ],
     )  # fmt: skip

@@ -202,7 +202,7 @@ class TestShippedFiles:
         ("change", "named"),
         [
             ({"m": 0}, "m=0"), ({"m": "4096"}, "m '4096'"), ({"m": True}, "m True"),
-            ({"in_dtype": "int3"}, "'int3'"), ({"extra": 1}, "has a field 'extra', which is not known"),
+            ({"in_dtype": "int3"}, "'int3'"), ({"extra": 1}, "has an unknown field 'extra'"),
         ],
     )  # fmt: skip
     def test_a_bad_record_is_named_and_left_out(self, home: Path, change: dict, named: str) -> None:

@@ -64,9 +64,9 @@ def agree(rule: Rule, problem: Problem, other: Problem) -> bool:
 
 
 def drawn(name: str, count: int) -> Iterator[Candidate]:
-    """Kernels of the space by chance, feasible or not, without listing it; each is made when it is asked for.
+    """Random kernels of the space, feasible or not, made on demand without listing the space.
 
-    Where there are no more than `count`, each once.
+    If there are no more than `count`, each once.
     """
     space, generator = families.load_space(name), random.Random(0)
     size = space.compile_size
@@ -99,14 +99,14 @@ def launches(name: str, kernel: Candidate) -> list[Candidate]:
 
 
 def module_of(name: str) -> str:
-    """Where the entry point of a family says that it is."""
+    """The module that a family's entry point names."""
     points = importlib.metadata.entry_points(group=families.GROUP)
     return families.SHIPPED.get(name) or next(point.module for point in points if point.name == name)
 
 
 @functools.cache
 def made_up(name: str) -> Examples:
-    """Examples of a family that gives none: a kernel that its rules accept."""
+    """Examples for a family without any: a kernel that its rules accept."""
     device = find_device("model:h200")
     for problem in (Problem.parse("4096x4096x4096"), Problem.parse("16x4096x4096", dtype="fp16")):
         for kernel in accepted(name, problem, device, 1):
@@ -132,7 +132,7 @@ class Suite:
     """What the classes of tests share. A subclass names its family, by `examples` if it has them."""
 
     family: ClassVar[str] = ""
-    """The name, where there are no examples."""
+    """The name, if there are no examples."""
     examples: ClassVar[Examples | None] = None
 
     @property
@@ -151,7 +151,7 @@ class Suite:
 
     @pytest.fixture(scope="class")
     def compile_pool(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilePool]:
-        """What compiles; may be overridden by one that keeps what it compiled."""
+        """The compile pool; may be overridden by one that keeps its objects."""
         with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects"))) as pool:
             yield pool
 
@@ -163,12 +163,12 @@ class Suite:
 
     @property
     def known(self) -> Examples:
-        """The examples; of a family that has none a kernel that its rules accept."""
+        """The examples; for a family without any, a kernel that its rules accept."""
         return self.examples or made_up(self._name)
 
     @property
     def usual(self) -> Problem:
-        """The problem of which every good kernel of the family is feasible: of 4096 rows, or of few."""
+        """The problem for which every good kernel of the family is feasible: of 4096 rows, or of few."""
         return self.known.problems[0]
 
 
@@ -211,7 +211,7 @@ class FamilyTests(Suite):
         assert not family.compiled or families.kernel_source_hash(name) not in others
 
     def test_rules_answer_for_every_problem(self, name: str, h200: Device) -> None:
-        """A verdict is one line, whatever is asked; and what a rule refuses for all, it refuses for each."""
+        """A verdict is always one line; and a rule that rejects all rejects each."""
         family, kernels = families.get(name), [*drawn(name, 40)]
         rules = family.rules if family.compiled else ()
         names = {rule.name for rule in rules}
@@ -233,7 +233,7 @@ class FamilyTests(Suite):
 
 
 class GeneratorTests(FamilyTests):
-    """For a family whose kernels are compiled: what its rules, keys and labels have to keep, too.
+    """For a family whose kernels are compiled: further requirements on its rules, keys and labels.
 
     One good kernel is compiled. `CompileTests` compile many.
     """
@@ -260,7 +260,8 @@ class GeneratorTests(FamilyTests):
         assert verdict or verdict.rule in ("architecture", "shared_memory", "smem", "registers"), verdict
 
     def test_rules_read_no_parameter_that_they_do_not_declare(self, name: str, h200: Device) -> None:
-        """Candidates that agree in what a rule declares get the same from it; no other shows what it says."""
+        """Candidates that agree in a rule's declared parameters get the same verdict from it; no other
+        parameter appears in its reason."""
         family, space, draw = self.generator, families.load_space(name), random.Random(0)
         problems = [problem for problem in _FIELDS if not refusal(family.rules, name, problem)]
         for problem in draw.sample(problems, 5):
@@ -348,11 +349,11 @@ class GeneratorTests(FamilyTests):
             assert any(character.isdigit() for character in verdict.reason), verdict
 
     def test_every_rule_can_object(self, name: str) -> None:
-        """No rule is dead: each has an example, or a test elsewhere. Those of epilogues and of rows in groups
-        come by themselves.
+        """No rule is dead: each has an example, or a test elsewhere. Rules of epilogues and of rows in groups
+        need none.
         """
         if self.examples is None:
-            pytest.skip(f'{name} has no Examples; CONTRIBUTING.md, "Adding things", says what they are')
+            pytest.skip(f'{name} has no Examples; CONTRIBUTING.md, "Adding things", explains them')
         examples, rules = self.examples, self.generator.rules
         seen = {case.rule for case in examples.rejected} | {rule for rule, *_ in examples.objections}
         assert {rule.name for rule in rules} - {"epilogue", "rows_together"} == seen | examples.elsewhere
