@@ -48,7 +48,7 @@ def chosen(text: str, known: Sequence[str], option: str) -> list[str]:
     """The names in a text such as ``a,b``. Raises TunegemmError for an unknown name."""
     names = [name for name in text.split(",") if name] or [""]
     if unknown := [name for name in names if name not in known]:
-        raise TunegemmError(f"--{option} {unknown[0]!r} is unknown; use some of {','.join(known)}")
+        raise TunegemmError(f"--{option} {unknown[0]!r} is not known; use some of {','.join(known)}")
     return names
 
 

@@ -67,7 +67,7 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
     ]
     chosen = list(dict.fromkeys(chosen))
     if unknown := [name for name in chosen if name not in PROVIDERS]:
-        raise ProblemError(f"peer {unknown[0]!r} is unknown; use {', '.join(PROVIDERS)}")
+        raise ProblemError(f"peer {unknown[0]!r} is not known; use {', '.join(PROVIDERS)}")
     if options.rounds < 3:
         raise ProblemError(f"--rounds {options.rounds}: at least 3, and 15 for figures to keep")
     if options.db is not None:

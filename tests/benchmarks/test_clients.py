@@ -62,7 +62,7 @@ def test_a_wrong_result_is_told(capsys: pytest.CaptureFixture[str], monkeypatch:
     ("words", "named"),
     [
         (("--modes", "graph"), "--modes graph needs a GPU"),
-        (("--modes", "fast"), "--modes 'fast' is unknown; use some of eager,graph,compile"),
+        (("--modes", "fast"), "--modes 'fast' is not known; use some of eager,graph,compile"),
         (("--workloads", "serve"), "--workloads 'serve' is not known"),
     ],
 )

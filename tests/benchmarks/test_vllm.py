@@ -24,7 +24,7 @@ from tunegemm.dispatch.planning import Planner
 
 def test_an_unknown_kind_is_named(capsys):
     assert vllm.main(["--only", "bf16,int4"]) == 2
-    assert "--only 'int4' is unknown; use some of bf16,fp8" in capsys.readouterr().err
+    assert "--only 'int4' is not known; use some of bf16,fp8" in capsys.readouterr().err
 
 
 def test_entry_points_lead_to_the_plug_in_and_to_what_settles(tmp_path, monkeypatch):

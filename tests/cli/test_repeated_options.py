@@ -53,7 +53,7 @@ def test_one_that_takes_one_value_is_refused(
 @pytest.mark.parametrize("words", [["--top=3", "--top", "4"], ["--layout", "tn", "--layout=tn"]])
 def test_however_it_is_written(words: list[str]) -> None:
     told = here("tune", "--shape", "8x8x8", *words, code=2).stderr
-    assert "is given 2 times" in told and len(told.splitlines()) == 1
+    assert "occurs 2 times" in told and len(told.splitlines()) == 1
 
 
 def test_a_flag_may_be_said_twice_and_what_follows_dashes_is_the_programs(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class TestFindDevice:
         [
             ("model:h300", "device 'model:h300': no such part; use model: with one of h200, h100-sxm"),
             ("model", "device 'model': no such part"),
-            ("tpu:0", "device 'tpu:0' is unknown; use cuda:N, replay:NAME or model:NAME"),
+            ("tpu:0", "device 'tpu:0' is not known; use cuda:N, replay:NAME or model:NAME"),
             ("", "device '' is not known"),
             ("cuda:99", "device 'cuda:99': .* CUDA device"),
             ("cuda:9999999999999", "CUDA device"),
@@ -53,7 +53,7 @@ class TestFindDevice:
 
     @pytest.mark.parametrize("spec", ["cuda:x", "cuda:-1", "cuda:0.5", "cuda:0:1"])
     def test_ordinals_that_are_none(self, spec: str) -> None:
-        with pytest.raises(DeviceError, match=rf"device '{spec}' is unknown; use cuda:N with a number"):
+        with pytest.raises(DeviceError, match=rf"device '{spec}' is not known; use cuda:N with a number"):
             find_device(spec)
 
     def test_without_a_gpu_the_message_says_what_else_there_is(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def test_compiling_in_the_background_is_on_unless_the_environment_says_0(monkeyp
     for text, expected in (("", True), ("1", True), ("0", False), ("no", True)):
         monkeypatch.setenv("TUNEGEMM_COMPILE", text)
         assert read_compile(said.append) is expected
-    assert said == ["TUNEGEMM_COMPILE='no' is unknown and has no effect; use 0 or 1 or unset it"]
+    assert said == ["TUNEGEMM_COMPILE='no' is not known and has no effect; use 0 or 1 or unset it"]
 
 
 def test_a_near_hit_is_silent_and_takes_the_next_option_where_an_object_is_missing(device, kernel):

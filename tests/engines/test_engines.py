@@ -286,7 +286,7 @@ def test_a_switch_turns_an_engine_off(monkeypatch, caplog) -> None:
     assert install() == []
     monkeypatch.setenv("TUNEGEMM_VLLM", "no")
     assert install() == ["layers"]
-    assert caplog.messages == ["TUNEGEMM_VLLM='no' is unknown and has no effect; use 0 or 1 or unset it"]
+    assert caplog.messages == ["TUNEGEMM_VLLM='no' is not known and has no effect; use 0 or 1 or unset it"]
 
 
 def test_what_an_engine_does_not_have_costs_one_part_and_one_line(monkeypatch, caplog) -> None:

@@ -90,7 +90,7 @@ def test_every_setting_is_judged(monkeypatch: pytest.MonkeyPatch, check: Callabl
     for said in (
         "TUNEGEMM_ONLINE_BUDGET='abc'",
         "did you mean TUNEGEMM_CACHE_DIR?",
-        "TUNEGEMM_WORKERS is unknown; known variables are TUNEGEMM_CACHE_DIR, TUNEGEMM_CHECK_GROUPS",
+        "TUNEGEMM_WORKERS is not known; known variables are TUNEGEMM_CACHE_DIR, TUNEGEMM_CHECK_GROUPS",
         "TUNEGEMM_RECORD is not",
     ):
         assert said in found.detail

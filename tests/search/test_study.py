@@ -191,7 +191,7 @@ def test_a_sampler_that_raises_in_any_of_its_parts_is_named(hook: str) -> None:
         raise KeyError("a fault\nof mine")
 
     theirs = type("Theirs", (optuna.samplers.RandomSampler,), {hook: fail})
-    with pytest.raises(SpaceError, match=r"^the sampler Theirs failed: .*a fault.*; use another$"):
+    with pytest.raises(SpaceError, match=r"^the sampler Theirs failed: .*a fault.*; use another sampler$"):
         run(study_of_landscape(sampler=theirs()))
 
 
@@ -270,14 +270,14 @@ def test_importances_of_few_trials_tell_nothing() -> None:
         ("luck", "roofline, tpe, gp, random, cmaes or package.module:Class"),
         ("no.such.module:Sampler", "importing no.such.module fails"),
         ("optuna.samplers:NoSampler", "optuna.samplers has no NoSampler"),
-        ("optuna.pruners:MedianPruner", "MedianPruner is no sampler"),
-        ("collections:OrderedDict", "OrderedDict is no sampler"),
+        ("optuna.pruners:MedianPruner", "MedianPruner is not a sampler"),
+        ("collections:OrderedDict", "OrderedDict is not a sampler"),
         ("optuna.samplers:GridSampler", "create it in Python: tunegemm.tune"),
         ("optuna.samplers:BaseSampler", "cannot be created"),
         ("optuna.samplers:", "package.module:Class"),
         ("", "package.module:Class"),
-        (7, "an object of a class"),
-        (optuna.samplers.TPESampler, "an object of a class"),
+        (7, "an instance of Optuna's"),
+        (optuna.samplers.TPESampler, "an instance of Optuna's"),
     ],
 )
 def test_what_is_no_sampler_is_refused(name: Any, says: str) -> None:

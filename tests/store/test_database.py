@@ -622,7 +622,9 @@ class TestPermissions:
     def test_a_file_one_may_not_read(self, folder: Path, mode: str) -> None:
         (folder / "t.sqlite").chmod(0o000)
         folder.chmod(0o755)
-        assert "t.sqlite: you may not read it; change its permissions" in self.run(folder / "t.sqlite", mode)
+        assert "t.sqlite: no permission to read it; change its permissions" in self.run(
+            folder / "t.sqlite", mode
+        )
 
 
 class TestReleasedSchemas:

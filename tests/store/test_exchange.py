@@ -92,7 +92,7 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"kind": "record"}, "its kind is not measurement"),
     ({"problem": {"m": 8}}, "its problem lacks n, k"),
     ({"problem": {**document_of(PROBLEM), "extra": 1}}, "has an unknown field 'extra'"),
-    ({"samples_us": []}, "0 samples and 4"),
+    ({"samples_us": []}, "0 samples but 4"),
     ({"samples_us": [1.0, 2.0]}, "samples but"),
     ({"samples_us": [200.0, "2", 3.0, 4.0]}, "samples_us '2' is not a number"),
     ({"samples_us": [1.0, -2.0, 3.0, 4.0]}, "samples_us -2.0 is not a number from 0.001"),

@@ -212,7 +212,7 @@ class TestShippedFiles:
         path.write_text(json.dumps(data))
         records, problems = read_shipped(home / "records")
         assert [record.problem for record in records] == [PROBLEM]
-        assert len(problems) == 1 and "record 1 is left out" in problems[0] and named in problems[0]
+        assert len(problems) == 1 and "skipped record 1" in problems[0] and named in problems[0]
 
     @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "tunegemm-records/99"}'])
     def test_a_bad_file_is_named(self, home: Path, text: str) -> None:

@@ -214,7 +214,7 @@ def link(entries: Entries) -> None:
         (edited(2, lambda content: content + b" "), r"entry objects/\w\w/\w+\.o is missing or was changed"),
         (edited(-2, lambda content: content.replace(b"512", b"513")), r"entry records/NVIDIA-H200\.json was"),
         (lambda entries: entries.pop(3), r"entry objects/\w\w/\w+\.json is missing"),
-        (lambda entries: entries.append(entries[-2]), r"holds more than manifest\.json lists"),
+        (lambda entries: entries.append(entries[-2]), r"has entries that manifest\.json does not list"),
         (lambda entries: entries.pop(), r"manifest\.json was changed, or the end is missing"),
         (manifest(lambda data: data.update(tunegemm="9")), r"manifest\.json was changed"),
         (lambda entries: entries.reverse(), "not a pack, or repacked"),

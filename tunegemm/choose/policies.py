@@ -34,7 +34,7 @@ class Policy:
     def __post_init__(self) -> None:
         if not isinstance(self.prefer, str) or self.prefer not in get_args(Preference):
             raise PolicyError(
-                f"policy {self.prefer!r} is unknown; use one of {', '.join(get_args(Preference))}"
+                f"policy {self.prefer!r} is not known; use one of {', '.join(get_args(Preference))}"
             )
         if self.max_sms is not None:
             is_whole = isinstance(self.max_sms, Integral) and not isinstance(self.max_sms, bool)
@@ -176,7 +176,7 @@ def read_mode(warn: Callable[[str], None]) -> Mode:
     mode = os.environ.get("TUNEGEMM_MODE", "") or DEFAULT
     if mode not in get_args(Mode):
         remedy = f"use one of {', '.join(get_args(Mode))} or unset it"
-        warn(f"TUNEGEMM_MODE={mode!r} is unknown and has no effect; {remedy}")
+        warn(f"TUNEGEMM_MODE={mode!r} is not known and has no effect; {remedy}")
         return DEFAULT
     return cast(Mode, mode)
 
@@ -210,7 +210,7 @@ def _switch(name: str, default: bool, warn: Callable[[str], None]) -> bool:
     """Read a variable that is 0 or 1; for any other value, warn and return the default."""
     text = os.environ.get(name, "")
     if text not in ("", "0", "1"):
-        warn(f"{name}={text!r} is unknown and has no effect; use 0 or 1 or unset it")
+        warn(f"{name}={text!r} is not known and has no effect; use 0 or 1 or unset it")
     return text == "1" if text in ("0", "1") else default
 
 

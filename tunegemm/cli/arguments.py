@@ -43,7 +43,7 @@ def problem_filter(
         default_out_dtype(in_dtype)  # raises for one without kernels
     out = normalize_dtype(out_dtype) if out_dtype is not None else None
     if layout is not None and layout.lower() not in LAYOUTS:
-        raise ProblemError(f"layout {layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
+        raise ProblemError(f"layout {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
     return lambda problem: (
         (not extents or problem.shape in extents)
         and in_dtype in (None, problem.in_dtype)

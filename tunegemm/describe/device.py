@@ -182,7 +182,7 @@ def find_device(spec: str = "cuda:0") -> Device:
             raise DeviceError(f"device {spec!r}: no such part; use model: with one of {', '.join(PARTS)}")
         fingerprint = current_fingerprint(part.device_name, part.sm_count, part.capability)
         return device_from_part(f"model:{name}", part, fingerprint)
-    raise DeviceError(f"device {spec!r} is unknown; use cuda:N, replay:NAME or model:NAME")
+    raise DeviceError(f"device {spec!r} is not known; use cuda:N, replay:NAME or model:NAME")
 
 
 def device_from_part(spec: str, part: Part, fingerprint: Fingerprint) -> Device:
@@ -202,7 +202,7 @@ def _cuda_device(spec: str, name: str) -> Device:
     count = cuda_device_count()
     index = digits(name or "0")
     if index is None:
-        raise DeviceError(f"device {shown(spec)} is unknown; use cuda:N with a number")
+        raise DeviceError(f"device {shown(spec)} is not known; use cuda:N with a number")
     if index >= count:
         remedy = f"use cuda:0 to cuda:{count - 1}" if count else "without a GPU use replay:h200 or model:h200"
         raise DeviceError(f"device {spec!r}: {count} CUDA device(s) here; {remedy}")

@@ -260,7 +260,7 @@ def define(source: str) -> Custom:
     for operand in operands:
         if operand.annotation not in KINDS.values():
             raise ProblemError(
-                f"operand {operand.name!r} of epilogue {name!r} lacks an annotation of its kind;  "
+                f"operand {operand.name!r} of epilogue {name!r} lacks an annotation of its kind; "
                 f"use one of {', '.join(KINDS)}"
             )
     described = tuple(Operand(o.name, o.annotation, fp32=o.annotation == "scalar") for o in operands)
@@ -283,7 +283,7 @@ def _parse(text: str) -> Epilogue:
         place = next((i for i, group in enumerate(_ORDER) if step in group), None)
         if place is None:
             known = ", ".join(name for group in _ORDER for name in group)
-            raise ProblemError(f"epilogue step {step!r} in {text!r} is unknown; use some of {known}")
+            raise ProblemError(f"epilogue step {step!r} in {text!r} is not known; use some of {known}")
         places.append(place)
     if places != sorted(set(places)):
         order = ", ".join("|".join(group) for group in _ORDER)

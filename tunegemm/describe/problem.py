@@ -90,7 +90,7 @@ def normalize_dtype(name: str | torch.dtype, offered: Iterable[str] = DTYPE_BYTE
     short = str(name).lower().removeprefix("torch.")
     short = _ALIASES.get(short, short)
     if short not in DTYPE_BYTES:
-        raise ProblemError(f"dtype {name!r} is unknown; use one of {', '.join(offered)}")
+        raise ProblemError(f"dtype {name!r} is not known; use one of {', '.join(offered)}")
     return short
 
 
@@ -206,7 +206,7 @@ class Problem:
             raise ProblemError(f"output major {self.out_major!r}: use 'n' or 'm'")
         if self.accumulation not in ACCUMULATIONS:
             raise ProblemError(
-                f"accumulation {self.accumulation!r} is unknown; use one of {', '.join(ACCUMULATIONS)}"
+                f"accumulation {self.accumulation!r} is not known; use one of {', '.join(ACCUMULATIONS)}"
             )
         if self.accumulation != "fast" and not self.in_dtype.startswith("fp8"):
             raise ProblemError(f"accumulation {self.accumulation!r} needs fp8 operands, not {self.in_dtype}")
@@ -284,7 +284,7 @@ class Problem:
         if match is None:
             raise ProblemError(f"shape {shape!r:.60} is not MxNxK or MxNxKxL; for example 4096x4096x4096")
         if str(layout).lower() not in LAYOUTS:
-            raise ProblemError(f"layout {layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
+            raise ProblemError(f"layout {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
         m, n, k, batch = (int(group) if group else 1 for group in match.groups())
         in_dtype = normalize_dtype(dtype, OUTPUT_DTYPES)
         groups = 0 if groups == 1 else groups

@@ -88,9 +88,9 @@ def objection(problem: Problem, operands: Operands, wanted: torch.Tensor) -> str
     limit = data.tolerance(problem)
     if problem.fused:
         if (said := checked.objection(limit)) is not None:
-            return f"with exact sums:  {said}"
+            return f"with exact sums: {said}"
         if not checked.element_error <= (most := data.ELEMENT_FACTOR / 4 * limit):
-            return f"with exact sums:  one element is off by {checked.element_error:.3g} rms > {most:.3g}"
+            return f"with exact sums: one element is off by {checked.element_error:.3g} rms > {most:.3g}"
         return None
     if not checked.guards_intact:
         return "wrote outside its output"

@@ -75,7 +75,7 @@ def checked_skews(names: Sequence[str] | str) -> tuple[str, ...]:
     if not names:
         raise ProblemError(f"no skews given; use some of {known}")
     if unknown := [name for name in names if name not in SKEWS]:
-        raise ProblemError(f"skew {shown(unknown[0])} is unknown; use some of {known}")
+        raise ProblemError(f"skew {shown(unknown[0])} is not known; use some of {known}")
     return tuple(skew for skew in SKEWS if skew in names)
 
 

@@ -278,7 +278,7 @@ def _refusal_to_write(folder: Path) -> str:
             file.write(b"tunegemm")
             file.flush()  # a full disk accepts files, but no content
     except OSError as error:
-        return f"{place} is not writable:  {error.strerror}"
+        return f"{place} is not writable: {error.strerror}"
     return ""
 
 
@@ -313,7 +313,7 @@ def _environment() -> Check:
                 if near
                 else f"known variables are {', '.join(VARIABLES[:-2])}"
             )
-            warnings.append(f"{name} is unknown; {hint}")
+            warnings.append(f"{name} is not known; {hint}")
     if warnings:
         return Check("dispatch", "note", "; ".join(warnings), "they have no effect: correct or unset them")
     return Check("dispatch", "ok", f"mode {mode}, policy {policy}")

@@ -306,7 +306,7 @@ class Leaderboard:
         if format == "json":
             return to_json(self.as_dict(top)) + "\n"
         if format not in get_args(Format):
-            raise TunegemmError(f"format {format!r} is unknown; use one of {', '.join(get_args(Format))}")
+            raise TunegemmError(f"format {format!r} is not known; use one of {', '.join(get_args(Format))}")
         return self.csv(top) if format == "csv" else self.markdown(top)
 
     def _cells(self) -> dict[str, list[str]]:

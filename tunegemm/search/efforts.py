@@ -136,7 +136,7 @@ EFFORTS: Mapping[Effort, Profile] = MappingProxyType(
 def profile(effort: Effort) -> Profile:
     """Return the numbers of an effort. Raises SpaceError if the effort is unknown."""
     if not isinstance(effort, str) or effort not in EFFORTS:
-        raise SpaceError(f"effort {effort!r} is unknown; use one of {', '.join(EFFORTS)}")
+        raise SpaceError(f"effort {effort!r} is not known; use one of {', '.join(EFFORTS)}")
     return EFFORTS[effort]
 
 

@@ -85,7 +85,7 @@ def _made(maker: Any, sampler: str, seed: int) -> optuna.samplers.BaseSampler:
             made = maker(seed=seed) if takes_seed else maker()
     except Exception as error:  # a user's class may raise anything or be abstract
         raise SpaceError(
-            f"sampler {shown(sampler)} cannot be created:  {one_line(error, 150)}; "
-            "create it in Python:  tunegemm.tune(sampler=...)"
+            f"sampler {shown(sampler)} cannot be created: {one_line(error, 150)}; "
+            "create it in Python: tunegemm.tune(sampler=...)"
         ) from None
     return made

@@ -209,7 +209,7 @@ def decode_failure(row: Sequence[Any]) -> Failure:
     """A failure from a row: the candidate's JSON and digest, the stage and the reason."""
     json_text, digest, stage, reason = row
     if stage not in get_args(Stage):
-        raise ValueError(f"stage {stage!r:.40} is unknown")
+        raise ValueError(f"stage {stage!r:.40} is not known")
     return Failure(decode_candidate(json_text, digest), stage, text(reason))
 
 

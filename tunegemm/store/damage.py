@@ -55,7 +55,7 @@ def damaged_rows(database: Database) -> list[str]:
         if not isinstance(row.evidence, dict | None):
             raise ValueError("evidence is not an object")
         if row.policy not in METHODS:
-            raise ValueError(f"policy {row.policy!r} is unknown")
+            raise ValueError(f"policy {row.policy!r} is not known")
 
     def failed(row: Any) -> None:
         _check(row, codec.text, "stage", "reason")

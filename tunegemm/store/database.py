@@ -134,7 +134,7 @@ class Database:
         """
         codec.require(outcome, Measurement | Failure, "outcome")
         if not isinstance(method, str) or method not in METHODS:
-            raise DatabaseError(f"method {shown(method)} is unknown; use one of {', '.join(METHODS)}")
+            raise DatabaseError(f"method {shown(method)} is not known; use one of {', '.join(METHODS)}")
         values = codec.encode_outcome(outcome, resources, method)
         with self._publication(problem, device, outcome.candidate, label) as (connection, keys):
             row_id = publishing.add(connection, keys, values)

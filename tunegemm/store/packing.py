@@ -174,7 +174,7 @@ def _key(record: Record) -> Key:
 def _device(fingerprint: Fingerprint) -> Device:
     """The measured device. Raises PackError for an unknown architecture."""
     if (device := device_of(fingerprint)) is None:
-        raise PackError(f"{fingerprint.device_name}: capability {fingerprint.capability!r} is unknown here")
+        raise PackError(f"{fingerprint.device_name}: capability {fingerprint.capability!r} is not known here")
     return device
 
 

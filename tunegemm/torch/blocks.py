@@ -83,7 +83,7 @@ def check_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_
     if are_of_blocks(a, b, scale_a, scale_b):
         for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
             if scale.dtype != torch.float32:
-                raise ProblemError(f"{name} is {scale.dtype}; give float32 block scales:  {name}.float()")
+                raise ProblemError(f"{name} is {scale.dtype}; give float32 block scales: {name}.float()")
         return
     if scale_a.dtype != torch.float32 or scale_b.dtype != torch.float32 or b.shape[0] != k:
         return

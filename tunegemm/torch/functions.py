@@ -315,7 +315,7 @@ def _text(activation: str | None, no_bias: bool, no_residual: bool) -> str:
     except (KeyError, TypeError):  # unknown, or not even hashable
         is_gate = isinstance(activation, str) and activation in GATED
         remedy = "gated_linear applies it" if is_gate else f"use one of {', '.join(ACTIVATIONS)}"
-        raise ProblemError(f"activation {activation!r} is unknown; {remedy}") from None
+        raise ProblemError(f"activation {activation!r} is not known; {remedy}") from None
 
 
 def _present(bias: Any, residual: Any) -> tuple[Any, ...]:

@@ -67,7 +67,7 @@ def completed(config: Config) -> Config:
     result = Config({**DEFAULTS.get(config.family, {}), **_present(config)}, config.where)
     if unknown := next((name for name in _UNKNOWN if result.get(name)), None):
         raise WorkloadError(
-            f"{config.where}: models with {unknown} are not supported; `tunegemm record` counts the products "
+            f"{config.where}: models with {unknown} are not known; `tunegemm record` counts the products "
             "of any program"
         )
     return result
@@ -154,7 +154,7 @@ def block_types(config: Config) -> list[str]:
         results[-1:] = ["full_attention"]
     if strange := next((result for result in results if result not in _TYPES), None):
         raise WorkloadError(
-            f"{config.where}: blocks of type {shown(strange)} are unknown; `tunegemm record` counts the "
+            f"{config.where}: blocks of type {shown(strange)} are not known; `tunegemm record` counts the "
             "products of any program"
         )
     types = [_TYPES[result] for result in results]

@@ -131,7 +131,7 @@ def shapes(
                     raise WorkloadError(f"{model.where}: {layer.name}: {error}") from None
                 calls[_kind(problem, bias)] += 1
     if not calls:
-        first = next((f"; the first: {reason}" for reason in refused.values()), "")
+        first = next((f", the first because {reason}" for reason in refused.values()), "")
         raise WorkloadError(f"{model.where}: no layer has kernels{first}")
     return Shapes(Workload(tuple(Product(kind, calls[kind]) for kind in sorted(calls))), layers, refused)
 

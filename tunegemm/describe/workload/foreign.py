@@ -43,7 +43,7 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Demand], list[str]]:
         result += of_file
         refused += [f"{path}: {reason}" for reason in lines] if len(paths) > 1 else lines
     if not result:
-        first = f"; the first: {refused[0]}" if refused else ""
+        first = f", the first because: {refused[0]}" if refused else ""
         where = ", ".join(map(str, paths))
         raise WorkloadError(f"{where}: no product in it can be tuned ({len(refused)} were left out{first})")
     return total(result), refused

@@ -48,7 +48,7 @@ def read_model(name: str) -> Model:
         named = arguments[0] if isinstance(arguments, list) and arguments else arguments
         who = shown(named) if named else "a model without a model_type"
         raise WorkloadError(
-            f"{path}: {who} is not supported: its config lacks the fields of a decoder with gated "
+            f"{path}: {who} is not known: its config lacks the fields of a decoder with gated "
             "layers; use `tunegemm record`, which counts the products of any program"
         )
     layers, values = layers_of(config), config.values
