@@ -59,7 +59,7 @@ _OF_NEIGHBOURS = 0.02
 FEW_ROWS = 256
 #: Launches that the trees evaluate: those expected to be nearest to the best.
 ASKED = 4
-#: Launch options by GPC: whether tiles go along n, and whether L2 first evicts what a group does not share.
+#: Launch options by GPC: whether tiles go along n, and whether L2 first evicts the unshared operand.
 _BY_GPC = tuple({"along_n": n, "streamed": s} for n, s in itertools.product((False, True), repeat=2))
 _SIXTEEN_BITS = 2
 

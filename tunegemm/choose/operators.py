@@ -1,4 +1,4 @@
-"""ATen's operators that multiply matrices, and what torch's library computes along with each product.
+"""ATen's operators that multiply matrices, and the steps that torch's library computes with each product.
 
 One table for the code that serves, counts or replaces these operators, and for what a kernel has to beat. In
 eager code it has to beat torch's kernels, launched one by one; recorded ratios compare with these. A compiler

@@ -62,7 +62,7 @@ def select(
     policy: Policy = FASTEST,
     rivals: Callable[[Problem], Sequence[Record]] = lambda problem: (),
 ) -> Selection:
-    """Select what a problem launches on a device: a hit, a prediction, a near hit, or a miss.
+    """Select the kernels that a problem launches on a device: a hit, a prediction, a near hit, or a miss.
 
     near: whether predictions and neighbours may serve it. Predictions come first, if the device's kind was
     measured; neighbours decide about all other products, and if a prediction promises no gain. rivals:
@@ -134,7 +134,7 @@ def without_record(
     """Look up a grouped product without a record in the table that ships, for a GPU with a name.
 
     Returns a clause that says what computes it, and whether that is one of our kernels. why_not: no record,
-    or what is wrong with it. ordered: as for `tunegemm.model.grouped.choose`.
+    or the fault of the record. ordered: as for `tunegemm.model.grouped.choose`.
     """
     from tunegemm.model.grouped import chosen
 

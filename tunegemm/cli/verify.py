@@ -1,4 +1,4 @@
-"""`tunegemm verify`: race the stored top five again and report what moved, or what was predicted."""
+"""`tunegemm verify`: race the stored top five, or predicted kernels, again and report changes."""
 
 from __future__ import annotations
 

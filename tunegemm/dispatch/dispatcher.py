@@ -78,7 +78,7 @@ class Dispatcher:
     known.
 
     `product`, `fused` and `compiled` each spell out what forbids a launch now (modes, deterministic
-    algorithms, another current device) and what a launch is. The repetition is deliberate: a shared
+    algorithms, another current device) and the launch itself. The repetition is deliberate: a shared
     function would cost every call one more Python call. Change all three together.
     """
 

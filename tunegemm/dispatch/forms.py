@@ -1,4 +1,4 @@
-"""A form says what a call computes; `named` describes the product that it requests for its operands.
+"""A form defines the computation of a call; `named` describes the product that it requests for its operands.
 
 Dispatch looks up this description, and recordings store it for tuning. It depends only on shapes, strides,
 dtypes and the alignment of addresses, so one answer holds for every later call with the same key.
@@ -231,7 +231,7 @@ class Operands:
 
     problem: Problem
     out_shape: tuple[int, ...]
-    """Shape of what torch.matmul returns."""
+    """Shape of torch.matmul's result."""
     views: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
     """The shapes in which a kernel sees a, b and the output: matrices, or batches of equally many matrices.
     """

@@ -175,7 +175,7 @@ def make_plan(
 ) -> Plan:
     """The plan of a launcher that takes these operands (`refusal_of`); b is (k, n).
 
-    Raises what the launcher raises for unsuitable strides.
+    Raises the launcher's errors for unsuitable strides.
     """
     operands, shapes = asked.operands, asked.shapes
     problem, launch, views = operands.problem, prepared.launch, operands.views

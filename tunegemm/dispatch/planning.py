@@ -100,7 +100,7 @@ class Planner:
         """Makes outputs, from (shape, strides, dtype)."""
         self.observe: Observe | None = None
         self.observe_groups: Callable[..., Any] | None = None
-        """Observers that compute products by torch while planning is suspended, and record what was asked."""
+        """Observers that compute products by torch while planning is suspended, and record the requests."""
         _planners.add(self)
 
     def refresh(self) -> None:

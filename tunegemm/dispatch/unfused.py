@@ -68,8 +68,8 @@ def unfused(
 ) -> Any:
     """The form's result for ``a @ b``, or for ``a @ b.mT`` if its call is LINEAR.
 
-    multiply, biased: replace torch's products if no single torch call takes the steps. Raises what torch's
-    functions raise.
+    multiply, biased: replace torch's products if no single torch call takes the steps. Raises the errors of
+    torch's functions.
     """
     operands = form.join(tensors, numbers)
     named = dict(zip((operand.name for operand in form.epilogue.operands), operands, strict=True))

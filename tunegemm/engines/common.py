@@ -223,8 +223,8 @@ def replace(path: str, parameters: Sequence[str], make: Callable[[Any], Any]) ->
 def install(engine: str, log: logging.Logger, parts: dict[str, Callable[[], None]]) -> None:
     """Install each part in an engine, unless the engine's variable or mode ``off`` forbids it.
 
-    parts: functions that install, by the name of what they serve. An exception costs only its part: one line
-    names the part, and the engine continues with its own code.
+    parts: functions that install, by the name of the served layers. An exception costs only its part: one
+    line names the part, and the engine continues with its own code.
     """
     try:
         if not read_engine(engine, log.warning) or extension.is_off():

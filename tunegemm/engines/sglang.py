@@ -2,7 +2,7 @@
 
 Hooks wrap the 16-bit linear layers and the fp8 product with a scale for each row and column. SGLang computes
 logits with `torch.matmul`, which `tunegemm.enable` serves. This plug-in has not been timed on any GPU; it
-stays as a test of what a second engine needs from `common`.
+stays as a test of the parts of `common` that a second engine needs.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _start() -> None:
 
 
 def _load(own: Any, runner: Any) -> None:
-    """Load the model. The first rank then logs what is served, and all ranks learn what is not."""
+    """Load the model. The first rank then logs the served weights, and all ranks learn the others."""
     own(runner)
     common.attempt(_log, lambda: _report(runner))
 

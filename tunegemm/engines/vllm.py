@@ -2,7 +2,7 @@
 
 16-bit linear layers and logits call `default_unquantized_gemm`, a name in vLLM's module that its layers look
 up; `VLLM_BATCH_INVARIANT` has a separate function. fp8 layers take the first kernel class in a list that can
-do what a layer needs. Only calls with CUDA tensors are served.
+compute a layer. Only calls with CUDA tensors are served.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def _facts(config: Any) -> dict[str, Any]:
 
 
 def _report(wrapper: Any) -> None:
-    """Before a worker's first step: the first rank logs what is served, and all ranks learn what is not."""
+    """Before a worker's first step: the first rank logs served weights, and all ranks learn the others."""
     _, version = of_engine("vllm.__version__")
     most = wrapper.vllm_config.scheduler_config.max_num_batched_tokens
     what = common.served(wrapper.worker.get_model(), most)

@@ -81,7 +81,7 @@ def grouped_mm(
     for other divisions of the same number of rows, and contains our kernel if the call ran once before.
     torch.compile traces the call as the operator `tunegemm::grouped_mm`.
 
-    Raises what torch raises, or a ProblemError that says what is wrong with the groups or the bias. `offs` is
+    Raises torch's errors, or a ProblemError that names the fault of the groups or the bias. `offs` is
     on the device and is not checked unless ``TUNEGEMM_CHECK_GROUPS=1``; whatever it holds, no kernel reads or
     writes beyond the rows.
     """

@@ -239,7 +239,7 @@ class Order:
 
 
 def writes(node: Node) -> Iterator[Any]:
-    """The nodes that a node writes to; None in place of what is unknown, such as changed state."""
+    """The nodes that a node writes to; None for an unknown effect, such as changed state."""
     if node.op in ("placeholder", "get_attr", "output"):
         return
     if node.op == "call_method":

@@ -1,4 +1,4 @@
-"""The patterns that the pass looks for: each says what it matches, what replaces it, and what it needs.
+"""The patterns that the pass looks for, each with its match, its replacement and its requirements.
 
 To add one: write a function that returns a `Match` for a node, or None; add a site for it in `sites` (and for
 Inductor a function in `inductor`); and put the pattern into `PATTERNS`, before patterns that match parts of

@@ -267,7 +267,7 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def expected(problem: Problem, operands: Operands) -> torch.Tensor:
-    """Return what a correct kernel stores, in fp32: the product after the problem's epilogue."""
+    """Return a correct kernel's result, in fp32: the product after the problem's epilogue."""
     if problem.groups:
         return _of_groups(problem, operands)
     product = reference(operands.a, operands.b)

@@ -78,11 +78,9 @@ def inline_roofline(contents: Contents) -> str:
         kind, row = match[1], int(match[2])
         if kind != "mark":
             return f'<g data-row="{row}"'
-        told = escape(_told(winners[row]))
+        tip = escape(_winner_tip(winners[row]))
         verdict = winners[row].verdict
-        return (
-            f'<g class="mark m-{verdict}" data-row="{row}" data-tip="{told}" role="img" aria-label="{told}"'
-        )
+        return f'<g class="mark m-{verdict}" data-row="{row}" data-tip="{tip}" role="img" aria-label="{tip}"'
 
     return re.sub(r'<g id="(mark|base|name)-(\d+)"', attributes, text)
 
@@ -122,11 +120,11 @@ def heat_class(ratio: float) -> str:
     return kinds[bisect_right((0.7, 0.85, 0.95, 1.0, 1.01, 1.03), ratio)]
 
 
-def trial_told(trial: Record) -> str:
+def trial_tip(trial: Record) -> str:
     return f"{clean(trial.label)}\n{trial.ratio:.3f} \u00d7 torch.mm, {significant(trial.median_us)} \u00b5s"
 
 
-def _told(winner: Winner) -> str:
+def _winner_tip(winner: Winner) -> str:
     share = f", {winner.percent_of_roofline:.0f} % of the roofline" if winner.percent_of_roofline else ""
     return (
         f"{clean(winner.record.problem)}\n{clean(winner.record.label)}\n"

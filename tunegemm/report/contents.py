@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Verdict = Literal["faster", "equal", "slower"]
 
-#: Most shapes whose trials a page shows unless told otherwise, and most trials read of one.
+#: Most shapes whose trials a page shows by default, and most trials read of one.
 DETAILED, MOST_TRIALS = 12, 20_000
 
 

@@ -75,7 +75,7 @@ def report(contents: Contents, *, command: str = "tunegemm report") -> str:
         forest=lambda winner: _forest(winner, limits),
         significant=significant,
         heat=charts.heat_class,
-        told=lambda trial: Markup(escape(charts.trial_told(trial))),  # of several lines, which are kept
+        tip=lambda trial: Markup(escape(charts.trial_tip(trial))),  # of several lines, which are kept
         roofline=Markup(charts.inline_roofline(contents)),
         named=len(winners) <= charts.NAMED_MARKS,
         replayed=any(details.sequence != details.trials for details in contents.details),

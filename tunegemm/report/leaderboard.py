@@ -91,9 +91,9 @@ class Leaderboard:
     """The rows. Columns of one problem: ``rank``, ``tie`` (closer to the first of its rank than the noise),
     ``problem``, ``ratio_to_torch_mm``, ``candidate`` (its label), ``median_us``, ``torch_mm_us`` (torch's
     time in the same rounds), ``tflops``, ``percent_of_roofline``, ``spread_percent``, ``family``,
-    ``device``, ``evidence`` (``screen`` to ``final``; the better comes first), ``chosen`` (what is
+    ``device``, ``evidence`` (``screen`` to ``final``; the better comes first), ``chosen`` (whether it is
     dispatched),
-    ``origin`` (what it was imported from).
+    ``origin`` (source of an import).
     A modelled one has ``predicted_us`` in place of all figures, since a model only ranks."""
 
     @classmethod

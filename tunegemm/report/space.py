@@ -1,4 +1,4 @@
-"""`tunegemm.Space`, what a kernel family may try for one product and what the model expects of each kernel;
+"""`tunegemm.Space`: the candidates of a kernel family for one product, and the model's predictions for them;
 and its `Census`, which counts candidates before and after feasibility and by rule."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Space:
         return families.get(candidate.family).check(self.problem, candidate, self.device)
 
     def census(self) -> Census:
-        """How many kernels and candidates there are, how many are feasible, and what each rule rejects."""
+        """Counts kernels and candidates, the feasible ones, and the rejections of each rule."""
         return take_census(families.load_space(self.family), self.problem, self.device)
 
     def predict(self, candidate: Candidate) -> model.Prediction:

@@ -202,7 +202,7 @@ def checked_seconds(budget_seconds: float | None) -> float:
 def online_budget() -> tuple[float, str]:
     """Return the seconds that ``TUNEGEMM_MODE=online`` may tune in a process, from TUNEGEMM_ONLINE_BUDGET.
 
-    The second value says in one line what is wrong with that variable; it is empty if the variable is valid.
+    The second value is a one-line complaint about that variable; it is empty if the variable is valid.
     """
     text = os.environ.get("TUNEGEMM_ONLINE_BUDGET", "")
     try:

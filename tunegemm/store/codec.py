@@ -1,10 +1,10 @@
 """Encodes records for storage and decodes them: no other module converts stored data to values.
 
 A measurement is stored as the cells of a row, by their names, or as a JSON object: a line of shipped
-records, or a row of an export (db/exchange.schema.json). `decode_` makes values, `encode_` what is stored.
-A cell may hold anything, because SQLite keeps text in columns of numbers and users edit files by hand: an
-impossible value raises one of `UNREADABLE`. JSON is untrusted: malformed JSON raises one of `BAD`. The module
-does not load SQLAlchemy, because dispatch reads records.
+records, or a row of an export (db/exchange.schema.json). `decode_` makes values, `encode_` makes cells or
+JSON. A cell may hold anything, because SQLite keeps text in columns of numbers and users edit files by hand:
+an impossible value raises one of `UNREADABLE`. JSON is untrusted: malformed JSON raises one of `BAD`. The
+module does not load SQLAlchemy, because dispatch reads records.
 """
 
 from __future__ import annotations

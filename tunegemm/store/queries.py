@@ -58,7 +58,7 @@ def device_names(database: Database) -> list[str]:
 def records(database: Database, device_name: str) -> list[Record]:
     """The records of one device with samples, of each problem the one measured last, smallest problem first.
 
-    Where times were replayed from a recording, the time is that of the recording.
+    For times replayed from a recording, the time of the recording counts.
     """
     query = records_query(samples=True).where(FingerprintRow.device_name == device_name)
     query = query.order_by(None).order_by(MeasurementRow.created_at, MeasurementRow.id)

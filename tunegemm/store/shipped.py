@@ -185,7 +185,7 @@ def latest_confirmed(records: Iterable[Record]) -> list[Record]:
 def write_records(records: Iterable[Record], folder: Path) -> list[Path]:
     """One sorted file per GPU, replaced as a whole: the same records give the same bytes.
 
-    GPUs whose names differ only in what a file's name cannot have get files of their own. Without records
+    GPUs whose names differ only in characters that file names cannot have get separate files. Without records
     nothing is written. Raises FileError.
     """
     by_device: dict[str, list[Record]] = {}
@@ -232,5 +232,5 @@ def _is_text(record: Record) -> bool:
 
 
 def _file_name(device: str) -> str:
-    """A device's name as that of a file, which begins with a letter or digit, as a pack's entries do."""
+    """A device's name as a file name, which begins with a letter or digit, as a pack's entries do."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", device[:100]).strip("-.") or "unnamed"

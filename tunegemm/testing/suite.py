@@ -363,7 +363,7 @@ class GeneratorTests(FamilyTests):
 
 
 class CompileTests(Suite):
-    """For a family whose kernels are compiled: what its rules accept and reject, compiled: some minutes."""
+    """For a family whose kernels are compiled: compiles accepted and rejected kernels, for some minutes."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Each rejected example is a test."""

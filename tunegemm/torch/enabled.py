@@ -1,4 +1,5 @@
-"""`TUNEGEMM_ENABLE` calls `enable` when a process or its children import torch, and reports what was served.
+"""`TUNEGEMM_ENABLE` calls `enable` when a process or its children import torch, and reports the served
+products.
 
 It counts the products of ATen's calls, which costs some microseconds each.
 """
@@ -25,7 +26,7 @@ from tunegemm.dispatch import api
 from tunegemm.errors import ProblemError, TunegemmError
 from tunegemm.torch.processes import Writer
 
-#: Names the folder in which each process of `tunegemm run` writes what it served.
+#: Names the folder in which each process of `tunegemm run` writes its counts.
 PARTS = "TUNEGEMM_ENABLE_PARTS"
 
 _Key = tuple[Any, ...]

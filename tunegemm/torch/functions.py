@@ -1,5 +1,5 @@
-"""The functions that users call. Each means what torch's function of the same name means; `gated_linear` is a
-common step of a layer."""
+"""The functions that users call. Each has the meaning of torch's function with the same name; `gated_linear`
+is a common step of a layer."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def matmul(
     ``TUNEGEMM_MODE=off``, read on the first call, torch computes everything.
 
     The call runs on the current stream of the operands' device. During CUDA-graph capture it uses the kernels
-    of shapes that were called before. Raises what torch.matmul raises, and ProblemError for an unknown
+    of shapes that were called before. Raises torch.matmul's errors, and ProblemError for an unknown
     epilogue or one that takes other operands.
     """
     try:

@@ -5,10 +5,10 @@ the graph runs. Eager code does not use them, because the path to an operator wr
 than the dispatcher does. `fused` stays in a graph only if a kernel is recorded for it when the graph is made.
 Otherwise the graph holds torch's operators, which a compiler fuses with their surroundings.
 
-torch.compile caches its results on disk under the graph that Dynamo traced. Records decide later what is
-served, so the graph must contain them: the operators' argument `records` is a short text that changes with
-the records. Once that decision is made, the operators become `CALLS`. Two graphs with the same decision share
-Inductor's code.
+torch.compile caches its results on disk under the graph that Dynamo traced. Records decide later which
+products are served, so the graph must contain them: the operators' argument `records` is a short text that
+changes with the records. Once that decision is made, the operators become `CALLS`. Two graphs with the same
+decision share Inductor's code.
 """
 
 from __future__ import annotations

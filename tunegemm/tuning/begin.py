@@ -1,7 +1,7 @@
 """The start of a search: known results, the best candidates from elsewhere, the library's algorithms, and
 every generator's kernels in the model's order. If nothing can be timed, that order is the result.
 
-`Ahead` compiles early what the searches of this problem and the next will ask for.
+`Ahead` compiles kernels before the searches of this problem and the next request them.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class Ahead:
         self._ready.pop(problem, None)
 
     def ranked_by(self, problem: Problem, effort: Effort, limit: int | None, urgency: Urgency) -> Named:
-        """Submit what the searches ask for first, as far as that does not depend on the database. Also
+        """Submit the first requests of the searches, as far as that does not depend on the database. Also
         submit, for idle cores, and return the kernels that a quick search may ask for later.
         """
         kernels = self._kernels

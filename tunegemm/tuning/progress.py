@@ -125,7 +125,7 @@ class TuneResult:
     study: optuna.Study | None = field(default=None, compare=False, repr=False)
     """The search as an Optuna study, in memory; None if nothing was timed or another process tuned."""
     note: str = ""
-    """One sentence for the user: what was not done, and how to go on."""
+    """One sentence for the user: missing steps, and how to continue."""
     stages: tuple[str, ...] = ()
     """The stage of each outcome: ``library``, ``screen``, ... and ``final``."""
 

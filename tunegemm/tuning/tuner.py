@@ -1,8 +1,8 @@
 """Tuning one problem: `Tuner.tune` is the whole story, from a search's first candidate to the record.
 
-What it calls, in the order of its steps: `begin` (known results, seeds, kernels in the model's order),
-`ahead` (what is compiled before it is asked for), `search` (what to try next), `run` (compile, measure,
-publish) and `final` (the race that chooses the record). They exchange plain data.
+Its helpers, in the order of its steps: `begin` (known results, seeds, kernels in the model's order), `ahead`
+(compiling before a request), `search` (the next candidates), `run` (compile, measure, publish) and `final`
+(the race that chooses the record). They exchange plain data.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class Tuner:
                 run.compile_ahead([*batch, *later])
                 was_throttled = run.is_throttled
                 results = list(run.evaluate(batch, SCREEN, stage=search.order.stage, skip_slow=skip_slow))
-                # Results from before the clocks fell are told again.
+                # Tell the study again the results from before the clocks fell.
                 if run.is_throttled > was_throttled:
                     failed = [outcome for outcome in results if isinstance(outcome, Failure)]
                     results = [*run.screened.values(), *failed]
@@ -394,7 +394,7 @@ def tune(
     Returns a `TuneResult`; print it for a short table. `best` is the winner, a measurement with its
     `candidate`, `ratio` to torch.mm, `median_us` and `baseline_median_us`. `outcomes` has every measurement
     and failure, `labels` their short names, `predictions` the model's ranking if nothing could be timed,
-    `note` what was not done, `study` the search as an Optuna study. Ctrl-C ends it early; `interrupted` says
+    `note` the missing steps, `study` the search as an Optuna study. Ctrl-C ends it early; `interrupted` says
     so.
 
     Raises ProblemError for an invalid problem and for operands that exceed the device's memory; SpaceError
