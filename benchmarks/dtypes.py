@@ -1,6 +1,6 @@
 """Every dtype beside torch's own call for it, one interleave per product.
 
-    python -m benchmarks.dtypes                            # tunes what is not recorded
+    python -m benchmarks.dtypes                            # tunes products without a record
     python -m benchmarks.dtypes --dtypes int8,tf32 --shapes 4096x4096x4096 --trials 24
 
 Writes results/GPU/dtypes.json after each product and adds to what is there, so that it can run in slices: per

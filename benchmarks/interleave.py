@@ -209,6 +209,6 @@ def _holding(run: Run, count: int) -> Launcher:
 
 
 def one_line(error: BaseException) -> str:
-    """The error's class and first line, cut to what a table can take."""
+    """The error's class and first line, cut to the width of a table."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]

@@ -1,7 +1,7 @@
 """Compares tunegemm with torch, cuBLASLt, quack and Inductor, one interleave per shape.
 
     python -m benchmarks.peers                                   # every shape of shapes.toml
-    python -m benchmarks.peers --tune --shapes llama-3-8b        # a group; tunes what is not recorded
+    python -m benchmarks.peers --tune --shapes llama-3-8b        # a group; tunes shapes without a record
     python -m benchmarks.peers --shapes '512x.*' --peers cublaslt,tunegemm
 
 Writes results/GPU/peers.json after each shape and adds to what is there, so that it can run in slices. A

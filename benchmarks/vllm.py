@@ -145,7 +145,7 @@ def run(
     scratch: Path,
     out: Path | None,
 ) -> None:
-    """Times what was asked for; prints and writes a row for each kind, phase and number of sequences.
+    """Times the requested kinds; prints and writes a row for each kind, phase and number of sequences.
 
     points: phases, with numbers of sequences.
     """
@@ -211,7 +211,7 @@ def measure(
 
 
 def compared(theirs: Engine, ours: Engine, is_invariant: bool) -> dict[str, Any]:
-    """How far logits are apart, and, of a batch-invariant engine, whether bits change with what is beside."""
+    """How far apart logits are; for a batch-invariant engine also whether bits change with other prompts."""
     first, second = theirs.ask("logits", 4), ours.ask("logits", 4)
     differences = []
     for (their_token, their_bytes), (our_token, our_bytes) in zip(first, second, strict=True):

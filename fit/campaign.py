@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--compiled-only", action="store_true", help="only kernels of the object store")
     parser.add_argument("--rows", help="M,... in place of the list's")
     parser.add_argument("--kinds", default="bf16", help=f"of {', '.join(KINDS)}; default: %(default)s")
-    parser.add_argument("--again", action="store_true", help="tune what has a shipped record, too")
+    parser.add_argument("--again", action="store_true", help="tune products with a shipped record, too")
     parser.add_argument("--db", type=Path, default=Path("campaign.sqlite"))
     options = parser.parse_args(arguments)
     if options.records:

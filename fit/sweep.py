@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def compile_some(count: int) -> None:
-    """Into the store: kernels of `cute_sm90`, by chance of those that two products can have."""
+    """Compiles kernels of `cute_sm90` into the store, drawn from those of two products."""
     device = find_device("model:h200")
     kernels, family = Kernels(device, ["cute_sm90"]), families.generator("cute_sm90")
     keys = {}

@@ -29,7 +29,7 @@ def write_sweep(
     to 0.001 us. Raises DeviceError if the device cannot measure, or if the folder belongs to another GPU.
     """
     if not device.is_real:
-        raise DeviceError(f"{device.spec} cannot measure: record sweeps on a cuda device")
+        raise DeviceError(f"{device.spec} measures nothing: record sweeps on a cuda device")
     if recorded_at.tzinfo is None:
         raise ValueError(f"recorded_at {recorded_at} has no time zone")
     folder = root / name

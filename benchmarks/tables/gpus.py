@@ -1,4 +1,4 @@
-"""The tables of GPUs: what each architecture has, and what of it was compiled, run by proxy, or run."""
+"""The tables of GPUs: each architecture's features, and which of them was compiled, run by proxy, or run."""
 
 from __future__ import annotations
 

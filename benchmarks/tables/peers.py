@@ -1,4 +1,4 @@
-"""Tables of products beside what a user could pick instead, and where tunegemm loses."""
+"""Tables of products beside a user's alternatives, and the products on which tunegemm loses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PEERS = (BASELINE, "cublaslt", "quack", "inductor")
 
 @of_file("peers.json")
 def peers(data: Data) -> list[str]:
-    """The providers over all shapes but the odd ones, their geometric means, and where tunegemm loses."""
+    """The providers over all shapes but the odd ones, their geometric means, and tunegemm's losses."""
     rows = even_rows(data["rows"])
     return [*providers(rows, MAIN), missing_shapes(rows)]
 

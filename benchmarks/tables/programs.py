@@ -28,7 +28,7 @@ _POWER = {"at the cap": True, "below it": False, "": None}
 
 @of_file("tuning_time.json")
 def tuning_time(data: Data) -> list[str]:
-    """How long one product takes in a process of its own: nothing compiled, and with its kernels."""
+    """Times of one product's tuning in a separate process: without compiled kernels, and with its kernels."""
     lines = []
     for row in data["rows"]:
         seconds = [f"{row[key]:.1f}" for key in ("cold_s", "first_s", "warm_s", "searched_s", "next_s")]
@@ -43,7 +43,7 @@ def tuning_time(data: Data) -> list[str]:
 
 
 def _tuned_many(data: Data) -> list[str]:
-    """How long the command took for the products of several models, and what peers took for one each."""
+    """The command's time for the products of several models, and peers' times for one product each."""
     commands, products = [], []
     for mode in dict.fromkeys(row["mode"] for row in data["rows"]):
         item, rows = data[mode], [row for row in data["rows"] if row["mode"] == mode]
@@ -85,7 +85,7 @@ def search(data: Data) -> list[str]:
     return [markdown_table(header, lines)]
 
 
-#: What the replay calls what explores behind the model's first candidates.
+#: The explorers after the model's first candidates, by their names in the replay.
 _EXPLORERS = {"model": "none: the model's next", "own": "our process", "gp": "`GPSampler`"}
 
 
@@ -132,7 +132,7 @@ def campaign(data: Data) -> list[str]:
 
 @of_file("first_use.json")
 def first_use(data: Data) -> list[str]:
-    """What an installed package gains with nothing tuned: shipped products, and others."""
+    """The gains of an installed package with nothing tuned: shipped products, and others."""
     listed = [row for row in data["rows"] if row["listed"]]
     unseen = [row for row in data["rows"] if not row["listed"]]
     groups = {
@@ -228,9 +228,9 @@ def expert_layers(data: Data) -> list[str]:
     return [markdown_table(header, lines), mean]
 
 
-#: A table of all numbers of rows tells those up to that from those above.
+#: A table of all numbers of rows separates those up to this from those above.
 FEW_ROWS = 256
-#: Of torch's speed: no product that a package serves without tuning may be slower.
+#: Relative to torch's speed: no product that a package serves without tuning may be slower.
 LEAST = 0.98
 
 
@@ -296,7 +296,7 @@ def dtypes(data: Data) -> list[str]:
 
 @of_file("dispatch.json")
 def dispatch(data: Data) -> list[str]:
-    """What a call costs the host, beside torch's own."""
+    """The host's time for a call, beside torch's own."""
     lines = [
         [row["call"], f"{row['torch_us']:.2f}", f"{row['tunegemm_us']:.2f}", f"{row['ratio']:.3f}"]
         for row in data["rows"]
@@ -404,7 +404,7 @@ _MODES = {"fastest": "", "batch_invariant": ", batch-invariant"}
 def vllm(data: Data) -> list[str]:
     """An engine with and without the plug-in: tokens per second by phase and number of sequences."""
     lines: list[list[str]] = []
-    told: dict[bool, list[str]] = {True: [], False: []}
+    outcomes: dict[bool, list[str]] = {True: [], False: []}
     ratios: dict[str, list[float]] = {}
     for row in data["rows"]:
         kind = row["dtype"] + _MODES[row["mode"]]
@@ -415,15 +415,15 @@ def vllm(data: Data) -> list[str]:
         lines.append([shown, str(row["sequences"]), *rates, *share])
         ratios.setdefault(name, []).append(row["ratio"])
         if abs(row["ratio"] - 1) > row["noise"]:
-            told[row["ratio"] > 1].append(f"{name} of {row['sequences']} ({row['ratio']:.3f})")
+            outcomes[row["ratio"] > 1].append(f"{name} of {row['sequences']} ({row['ratio']:.3f})")
     header = [
         "what", "sequences", "vLLM, tokens/s", "with tunegemm, tokens/s", "times vLLM", "noise",
     ]  # fmt: skip
     means = (f"{name} {geometric_mean(some):.3f}, least {min(some):.3f}" for name, some in ratios.items())
     said = (
         f"Geometric means: {'; '.join(means)}. "
-        f"Slower than vLLM by more than the noise: {', '.join(told[False]) or 'none'}; faster: "
-        f"{len(told[True])} of {len(data['rows'])}."
+        f"Slower than vLLM by more than the noise: {', '.join(outcomes[False]) or 'none'}; faster: "
+        f"{len(outcomes[True])} of {len(data['rows'])}."
     )
     for way, where in ((False, "no product"), (True, "each product")):
         others = [row for row in data.get("other_rows", ()) if row["gates"] is way]

@@ -500,9 +500,9 @@ def test_a_record_that_cannot_run_is_told_of_and_is_torchs(
 
 #: Ends of 4 groups of 10 rows, and what a look at them says.
 WRONG_ENDS = {
-    "descend": ([8, 3, 8, 10], r"offs\[1\] is 3, behind 8 and of 10 rows; give ends that ascend"),
-    "exceed": ([3, 8, 8, 14], r"offs\[3\] is 14, behind 8 and of 10 rows"),
-    "negative": ([-1, 3, 8, 10], r"offs\[0\] is -1, behind 0"),
+    "descend": ([8, 3, 8, 10], r"offs\[1\] is 3, after 8 and with 10 rows; give ascending ends"),
+    "exceed": ([3, 8, 8, 14], r"offs\[3\] is 14, after 8 and with 10 rows"),
+    "negative": ([-1, 3, 8, 10], r"offs\[0\] is -1, after 0"),
 }
 
 

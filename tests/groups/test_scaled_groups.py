@@ -247,7 +247,7 @@ def test_ends_of_block_scales_are_cut_at_the_rows_or_checked(monkeypatch: pytest
     monkeypatch.setenv("TUNEGEMM_CHECK_GROUPS", "1")
     tunegemm.refresh()
     tunegemm.scaled_grouped_mm(**words)
-    with pytest.raises(ProblemError, match=r"offs\[2\] is 99, behind 4 and of 9 rows"):
+    with pytest.raises(ProblemError, match=r"offs\[2\] is 99, after 4 and with 9 rows"):
         tunegemm.scaled_grouped_mm(**beyond)
     monkeypatch.delenv("TUNEGEMM_CHECK_GROUPS")
     tunegemm.refresh()

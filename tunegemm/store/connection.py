@@ -377,7 +377,7 @@ _EXPLANATIONS = (
     ("SQLITE_PERM", "cannot be opened; check that you may read and write the file and its folder"),
     (
         "SQLITE_BUSY",
-        "another process holds the lock for too long; end that process, then try again",
+        "locked by another process for too long; end that process, then try again",
     ),
     ("SQLITE_IOERR", "the file system cannot read or write it; check the disk or choose another path"),
 )

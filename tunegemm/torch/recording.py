@@ -171,7 +171,7 @@ def record(path: str | os.PathLike[str] | None = None) -> Recording:
     if path is None:
         return Recording()
     if impossible(path) or not str(path):
-        raise WorkloadError(f"path {path!r:.60} is not a file name; give a path such as shapes.json")
+        raise WorkloadError(f"path {path!r:.60} is not a file name; give one such as shapes.json")
     return Recording(Path(path))
 
 
