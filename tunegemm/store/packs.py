@@ -199,8 +199,8 @@ def _loaded_from(folder: Path) -> str:
 
 
 def remove(name: str) -> str:
-    """Delete a loaded pack and return its name. name: the pack's name or its beginning, or the name of the file
-    that it was loaded from, with or without the suffix.
+    """Delete a loaded pack and return its name. name: the pack's name or its beginning, or that of the file that
+    it was loaded from, with or without the suffix.
 
     Raises PackError, which lists the loaded packs.
     """
@@ -259,8 +259,8 @@ def _manifest(
 def write(folder: Path, out: Path, *, toolchain: Mapping[str, str], fingerprints: Iterable[Any]) -> str:
     """Write the entries of a folder as a pack and return its SHA-256. `out` is replaced as a whole.
 
-    fingerprints: of its records, as JSON objects. Raises PackError if the pack cannot be written; the previous
-    file stays.
+    fingerprints: of its records, as JSON objects. Raises PackError if the pack cannot be written; the
+    previous file stays.
     """
     contents, text = _manifest(folder, out, toolchain, fingerprints)
     with replacing(out, PackError) as part:

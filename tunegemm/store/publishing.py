@@ -203,8 +203,8 @@ def adopt(
 def _record(connection: Connection, keys: Values) -> tuple[Any, Compared | None]:
     """The record of a problem and fingerprint, if there is one, and its measurement, unless it is damaged.
 
-    On a server the problem's row is locked first, so that nobody else chooses before this transaction ends and
-    the choice sees every measurement published before.
+    On a server the problem's row is locked first. So nobody else chooses before this transaction ends, and the
+    choice sees every measurement published before.
     """
     connection.execute(_LOCK, keys)
     record = connection.execute(_FIND_RECORD, {**keys, "policy": FASTEST}).one_or_none()
