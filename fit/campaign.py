@@ -71,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def products(rows: list[int] | None = None, kind: str = "bf16") -> Iterator[Problem]:
     """The list's products in the order of tuning: all layers of the first rows, then of the others.
 
-    kind: a key of `KINDS`. swiglu covers only layers whose half is the input of another layer of the model
-    with the reverse extents. Raises ProblemError for an unknown kind.
+    kind: a key of `KINDS`. swiglu covers only layers whose halved result is the input of another layer of the
+    model with the reverse extents. Raises ProblemError for an unknown kind.
     """
     listed = tomllib.loads(data_path("db", "products.toml").read_text(encoding="utf-8"))
     layers: dict[str, None] = {}

@@ -65,9 +65,9 @@ class Form:
     is_plain: bool
     """Whether the product is stored unchanged, in the operands' dtype."""
     torchs: Callable[..., Any] | None
-    """Torch's one function of the call's tensors alone, where one computes the whole form. Where the caller
-    has torch's function and all its arguments it returns None: for those below autograd, and for ADDMM, whose
-    C is not among the tensors where it is not read."""
+    """Torch's single function of the call's tensors that computes the whole form, if there is one. If the
+    caller has torch's function and all its arguments, it returns None: for those below autograd, and for
+    ADDMM, whose C is not among the tensors if it is not read."""
     tag: int
     """Identifies the form when joined with an address: a plain form's call, else a number above all bits of
     an address."""

@@ -154,7 +154,7 @@ def _ahead(active: Sequence[int], kept: int, samples: list[list[float]], least: 
 
 
 def _in_doubt(active: Sequence[int], kept: int, samples: list[list[float]], settings: RaceSettings) -> bool:
-    """Whether a remaining replay may or may not be faster than the baseline."""
+    """Whether it is undecided that a remaining replay beats the baseline."""
     if not settings.steady_doubt:
         return False
     least, most = settings.steady_doubt

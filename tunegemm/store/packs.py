@@ -199,10 +199,10 @@ def _loaded_from(folder: Path) -> str:
 
 
 def remove(name: str) -> str:
-    """Delete a loaded pack and return its name. name: the pack's name or its beginning, or that of the file that
-    it was loaded from, with or without the suffix.
+    """Delete a loaded pack and return its name.
 
-    Raises PackError, which lists the loaded packs.
+    name: the pack's name or its beginning, or the name of the file that it was loaded from, with or without
+    the suffix. Raises PackError, which lists the loaded packs.
     """
     files = {folder: _loaded_from(folder) for folder in installed()}
     chosen = [

@@ -203,7 +203,7 @@ def adopt(
 def _record(connection: Connection, keys: Values) -> tuple[Any, Compared | None]:
     """The record of a problem and fingerprint, if there is one, and its measurement, unless it is damaged.
 
-    On a server the problem's row is locked first. So nobody else chooses before this transaction ends, and the
+    On a server the problem's row is locked first: nobody else chooses before this transaction ends, and the
     choice sees every measurement published before.
     """
     connection.execute(_LOCK, keys)

@@ -93,12 +93,12 @@ def _beside(path: Path) -> Mapping[str, Any]:
     return {}
 
 
-#: Where the config of a model that sees or hears, too, has its language model.
+#: The fields of a multimodal model's config that hold its language model.
 _NESTED = ("text_config", "language_config", "llm_config", "thinker_config")
 
 
 def _text_model(config: Config) -> Config:
-    """The config of the language model in it, with inherited fields."""
+    """The config of the language model in it, completed with omitted fields."""
     inner = next((value for name in _NESTED if isinstance(value := config.get(name), dict)), None)
     if inner is None:
         return completed(config)
