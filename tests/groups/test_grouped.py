@@ -535,7 +535,7 @@ WRONG_LINES: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
         lambda a, b: (a, torch.randn(4, 48, 128).bfloat16()[..., ::2].mT),
         r"b has strides \(6144, 2, 128\); give one with k or n contiguous",
     ),
-    "dtypes": (lambda a, b: (a, b.half()), r"a is torch.bfloat16, b torch.float16; give both of one dtype"),
+    "dtypes": (lambda a, b: (a, b.half()), r"a is torch.bfloat16, b torch.float16; give both the same dtype"),
     "one row": (lambda a, b: (a[0], b), r"a has shape \(64,\); give \(rows, k\)"),
 }  # fmt: skip
 

@@ -40,7 +40,7 @@ def problem_filter(
     extents = parse_shapes(shapes)
     in_dtype = normalize_dtype(dtype, OUTPUT_DTYPES) if dtype is not None else None
     if in_dtype is not None:
-        default_out_dtype(in_dtype)  # raises for one without kernels
+        default_out_dtype(in_dtype)  # raises for a dtype without kernels
     out = normalize_dtype(out_dtype) if out_dtype is not None else None
     if layout is not None and layout.lower() not in LAYOUTS:
         raise ProblemError(f"layout {layout!r} is not known; use one of {', '.join(LAYOUTS)}")

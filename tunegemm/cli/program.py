@@ -94,7 +94,7 @@ class Signals:
             signal.signal(number, handler)
 
     def run(self, start: Callable[[], subprocess.Popen[Any]]) -> int:
-        """Starts a program and waits for it: its exit code, negative for one that a signal ended."""
+        """Starts a program and waits for it: its exit code, negative if a signal ended it."""
         self._program = start()
         for number in self._early:
             self._program.send_signal(number)

@@ -61,7 +61,7 @@ class Checked:
             3 + number for number, index in enumerate(self._tensors) if fused[index].kind == "matrix"
         }
         self._known: dict[Any, tuple[Extent, ...]] = {}
-        #: Pairs of indices: a written operand, and one that it must not overlap.
+        #: Pairs of indices: a written operand, and an operand that it must not overlap.
         self._pairs = [(2, other) for other in range(len(self._names)) if other != 2]
         if "amax" in self._names:
             amax = self._names.index("amax")

@@ -23,7 +23,7 @@ from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt.eager import step_of
 from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
 
-#: Replace torch's functions: a product of (a, b) as the form's call means it; one with a column bias.
+#: Replace torch's functions: a product of (a, b) as the form's call defines it; a product with a column bias.
 Multiply = Callable[[Any, Any], Any]
 MultiplyAndAdd = Callable[[Any, Any, Any], Any]
 
@@ -43,8 +43,8 @@ def by_torch(form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequen
 
 @cache
 def one_function_into(form: Form) -> Callable[..., Any] | None:
-    """Torch's one function of two matrices, a bias of one dimension if any, and ``out=``, which compiled code
-    calls; None if no such function exists."""
+    """Torch's single function of two matrices, a bias of one dimension if any, and ``out=``, which compiled
+    code calls; None if no such function exists."""
     if form.call != MATMUL or form.out_dtype is not None:
         return None
     functions: dict[str, Callable[..., Any]] = {"": torch.mm, "bias_n": _added_into}

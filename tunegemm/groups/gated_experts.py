@@ -278,7 +278,7 @@ def _check(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, activation
         raise ProblemError(f"gate_up {tuple(gate_up.shape)} has no experts; give at least one")
     if x.dtype is not gate_up.dtype or down.dtype is not gate_up.dtype:
         raise ProblemError(
-            f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; give all of one dtype"
+            f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; give all the same dtype"
         )
     if index.ndim != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
         raise ProblemError(

@@ -436,7 +436,7 @@ def _wrong_groups(a: Any, b: Any, offs: Any) -> str:
     if a.ndim != 2:
         return "" if a.ndim == 3 else f"a has shape {tuple(a.shape)}; give (rows, k)"
     if offs.dtype is not torch.int32:
-        return f"offs are {offs.dtype}; give int32 ones: offs.to(torch.int32)"
+        return f"offs are {offs.dtype}; give int32: offs.to(torch.int32)"
     if offs.shape != b.shape[:1]:
         return f"offs have shape {tuple(offs.shape)}, b has {b.shape[0]} groups; give the end of each group"
     if offs.device != a.device or b.device != a.device:
@@ -444,7 +444,7 @@ def _wrong_groups(a: Any, b: Any, offs: Any) -> str:
     if a.shape[1] != b.shape[1]:
         return f"a has k {a.shape[1]} and b {b.shape[1]}; give a (rows, k) and b (groups, k, n)"
     if a.dtype is not b.dtype:
-        return f"a is {a.dtype}, b {b.dtype}; give both of one dtype"
+        return f"a is {a.dtype}, b {b.dtype}; give both the same dtype"
     for name, each in (("a", a), ("b", b)):
         if (address := _address(each)) % ALIGNMENT:
             return f"{name} begins at {address:#x}, not a multiple of {ALIGNMENT} bytes; clone() it"
