@@ -505,7 +505,7 @@ class Planner:
         except Exception as error:
             _log.debug("planning failed", exc_info=error)
             if isinstance(error, OSError) and state.snapshot is not None and state.snapshot.warnings:
-                return  # a warning already named name could not be read
+                return  # a warning already names the unreadable source
             name = raised(error)
             self.notices.warn(
                 f"planning failed ({name}: {one_line(error)}); tunegemm falls back to torch for such "
