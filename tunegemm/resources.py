@@ -21,7 +21,7 @@ def data_path(*parts: str) -> Path:
     for path in tried:
         if path.exists():
             return path
-    raise FileNotFoundError(f"{'/'.join(parts)} is missing in both {tried[0]} and {tried[1]}")
+    raise FileNotFoundError(f"{'/'.join(parts)} is in neither {tried[0]} nor {tried[1]}")
 
 
 def user_path(kind: Literal["data", "cache"]) -> Path:
