@@ -111,15 +111,15 @@ def _joined() -> dict[str, tuple[str, Key]]:
 
 def _blocks() -> dict[str, tuple[str, Key]]:
     """By its name each kernel of block-scaled products, and each that quantises."""
-    found = {
+    result = {
         f"blocks {config.label} {config.out_dtype}": ("blocks", blocks.kernel_key(config))
         for config in listed_of_blocks()
     }
     for of_groups in listed_of_block_groups():
-        found[f"blocks of groups {of_groups.label}"] = "block_groups", block_groups.kernel_key(of_groups)
+        result[f"blocks of groups {of_groups.label}"] = "block_groups", block_groups.kernel_key(of_groups)
     for of_rows in quantize.CONFIGS:
-        found[f"quantize {of_rows.label}"] = "quantize", quantize.kernel_key(of_rows)
-    return found
+        result[f"quantize {of_rows.label}"] = "quantize", quantize.kernel_key(of_rows)
+    return result
 
 
 def _name(key: Key) -> tuple[tuple[str, str | int], ...]:
