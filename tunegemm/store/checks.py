@@ -44,8 +44,8 @@ def check_roofline(problem: Problem, fingerprint: Fingerprint, *medians_us: floa
         )
 
 
-#: Plausible speeds relative to torch.mm. Shipped records lie between 0.96 and 5.1; tuning stops waiting for a
-#: kernel long before it takes 50 times as long as torch.mm.
+#: Plausible speeds relative to torch.mm. Shipped records lie between 0.96 and 5.1; tuning does not wait for a
+#: kernel that takes 50 times as long as torch.mm.
 _LEAST_RATIO, _MOST_RATIO = 1e-3, 1e3
 #: How far an error may exceed today's tolerance: older releases had another.
 _OLDER = 2.0
