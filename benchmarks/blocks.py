@@ -1,20 +1,20 @@
-"""Times products of fp8 with scales of blocks, 1x128 of A and 128x128 of the weights.
+"""Times fp8 products with block scales, 1x128 of A and 128x128 of the weights.
 
     python -m benchmarks.blocks                      # DeepSeek-V3's and Qwen3-235B's layers, 1 to 8192 rows
-    python -m benchmarks.blocks --seconds 60         # so long; the next run begins with what is missing
+    python -m benchmarks.blocks --seconds 60         # for so long; the next run continues with missing rows
     python -m benchmarks.blocks --rows 1,16 --every  # every kernel of db/blocks.toml, in all k splits
     python -m benchmarks.blocks --with-quantising    # from bf16 activations
     python -m benchmarks.blocks --groups             # their layers of experts, 1 to 4096 tokens
 
-Beside `tunegemm.scaled_mm` torch's own of the same operands and scales, torch's of bf16 weights, and
-DeepGEMM's where `deep_gemm` is installed (sgl-deep-gemm: it compiles by nvcc at each kernel's first call).
-Operands are quantised before: activations take as long for all. With `--groups` `tunegemm.scaled_grouped_mm`
-beside `tunegemm.grouped_mm` of bf16 weights. Writes results/GPU/blocks.json, or block_groups.json, after each
-row.
+Compares `tunegemm.scaled_mm` with torch's own product of the same operands and scales, torch's product of
+bf16 weights, and DeepGEMM's if `deep_gemm` is installed (sgl-deep-gemm: it compiles by nvcc at each kernel's
+first call). Operands are quantised in advance, because that takes as long for all. With `--groups` compares
+`tunegemm.scaled_grouped_mm` with `tunegemm.grouped_mm` of bf16 weights. Writes results/GPU/blocks.json, or
+block_groups.json, after each row.
 
 With `--with-quantising` each side begins with bf16 activations, and rows go to blocks-quantising.json: ours
-calls `tunegemm.quantize`, DeepGEMM's launches the same kernel into scales of its layout, torch's takes the
-operations that a user writes.
+calls `tunegemm.quantize`, DeepGEMM's launches the same kernel into scales of its layout, torch's uses a
+user's operations.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ LAYERS = {
     "Qwen3-235B gate+up": (3072, 4096),
     "Qwen3-235B down": (4096, 1536),
 }
-#: Experts, those of a token, N and K.
+#: Experts, experts per token, N and K.
 GROUPS = {
     "DeepSeek-V3 experts gate+up": (256, 8, 4096, 7168),
     "DeepSeek-V3 experts down": (256, 8, 7168, 2048),
@@ -126,7 +126,7 @@ class Case(NamedTuple):
 
 
 class Operands:
-    """A, in bf16 too, and as many sets of weights, with their scales as torch takes them."""
+    """A, in bf16 too, and several sets of weights with their scales in torch's layout."""
 
     def __init__(self, case: Case, sets: int, quantising: bool) -> None:
         """quantising: whether A is made of the bf16 activations."""
@@ -138,7 +138,7 @@ class Operands:
             self.a = _drawn(case.rows, case.k)
             self.scale_a = (torch.rand(along, case.rows, device="cuda") + 0.5).t() * 1e-2
         self.weights = [_drawn(case.n, case.k) for _ in range(sets)]
-        # torch wants lines of K blocks that begin at multiples of 16 bytes.
+        # torch requires lines of K blocks that begin at multiples of 16 bytes.
         self.scales = [
             (torch.rand(across, -(-along // 4) * 4, device="cuda") + 0.5)[:, :along].t() for _ in range(sets)
         ]
@@ -165,7 +165,7 @@ def _drawn(*shape: int) -> torch.Tensor:
 
 
 def quantised_by_torch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and scales, by torch's operations as a user writes them."""
+    """Values and scales, by torch's operations in a user's code."""
     blocks = x.float().unflatten(1, (-1, BLOCK))
     scales = blocks.abs().amax(2).clamp(min=1e-10) / 448
     return (blocks / scales.unsqueeze(2)).to(FP8).flatten(1), scales.t().contiguous().t()
@@ -174,7 +174,7 @@ def quantised_by_torch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantiser(
     x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, provided: Provided
 ) -> Callable[[], None]:
-    """The launch of `tunegemm.quantize`'s kernel for bf16 into these tensors, in whatever layout they are."""
+    """The launch of `tunegemm.quantize`'s kernel for bf16 into these tensors, in any layout."""
     config = QuantizeConfig("bf16")
     artifact = provided.of(kernel_key(config))
     assert artifact is not None
@@ -185,11 +185,11 @@ def quantiser(
 def sides_of(
     case: Case, operands: Operands, device: Device, provided: Provided, every: bool, quantising: bool
 ) -> dict[str, Side]:
-    """What is timed, by name; each takes the number of a set of weights. every: all kernels. quantising:
+    """The timed sides, by name; each takes the number of a set of weights. every: all kernels. quantising:
     whether each begins with bf16 activations."""
     a, scale_a, wide = operands.a, operands.scale_a, operands.wide
     weights, scales = operands.weights, operands.scales
-    # Of bf16 half as many sets are as many bytes.
+    # Half as many bf16 sets have as many bytes.
     plain = [
         torch.randn(case.n, case.k, device="cuda", dtype=torch.bfloat16)
         for _ in weights[: -(-len(weights) // 2)]
@@ -206,25 +206,25 @@ def sides_of(
         left = tunegemm.quantize(wide) if quantising else (a, scale_a)
         return tunegemm.scaled_mm(left[0], weights[i].t(), left[1], scales[i], out_dtype=torch.bfloat16)
 
-    found: dict[str, Side] = {"torch": of_torch, "bf16": bf16, "tunegemm": ours}
+    result: dict[str, Side] = {"torch": of_torch, "bf16": bf16, "tunegemm": ours}
     choice = choose(case.rows, case.n, case.k, gpu=device.name)
     out = torch.empty(case.rows, case.n, device="cuda", dtype=torch.bfloat16)
     if (peer := deep_gemm()) is not None:
         layout = importlib.import_module("deep_gemm.utils.layout")
-        given = a, layout.get_mn_major_tma_aligned_tensor(scale_a.contiguous())
-        quantise = quantiser(wide, *given, provided) if quantising else None
+        arguments = a, layout.get_mn_major_tma_aligned_tensor(scale_a.contiguous())
+        quantise = quantiser(wide, *arguments, provided) if quantising else None
         own = [each.t().contiguous() for each in scales]
 
         def deepgemm(i: int) -> torch.Tensor:
             if quantise is not None:
                 quantise()
-            peer.fp8_gemm_nt(given, (weights[i], own[i]), out)
+            peer.fp8_gemm_nt(arguments, (weights[i], own[i]), out)
             return out
 
-        found["deepgemm"] = deepgemm
+        result["deepgemm"] = deepgemm
     if quantising:
-        found["quantize"] = lambda _: tunegemm.quantize(wide)
-        return found
+        result["quantize"] = lambda _: tunegemm.quantize(wide)
+        return result
     for each in candidates():
         if not each.first_row <= case.rows <= each.last_row:
             continue
@@ -244,10 +244,10 @@ def sides_of(
                 return out
 
             if chosen and choice is not None and split == choice.split_k:
-                found["kernel"] = run
+                result["kernel"] = run
             if every:
-                found[f"{each.name} k{split}"] = run
-    return found
+                result[f"{each.name} k{split}"] = run
+    return result
 
 
 @cache
@@ -388,14 +388,14 @@ def measure_groups(
         sides[config.label] = kernel
 
     def error(result: torch.Tensor) -> float:
-        found: list[float] = []
+        results: list[float] = []
         start = 0
         for group, size in enumerate(divisions[0]):
             part = slice(start, start + min(size, 256))
-            if size and len(found) < 4:
-                found.append(error_of(result[part], a[part], scale_a[part], weights[group], scales[group]))
+            if size and len(results) < 4:
+                results.append(error_of(result[part], a[part], scale_a[part], weights[group], scales[group]))
             start += size
-        return max(found)
+        return max(results)
 
     refused: dict[str, str] = {}
     errors: dict[str, float] = {}
@@ -423,7 +423,7 @@ def measure_groups(
         "bandwidth_share": round(moved / own * 1e-3 / copied, 4),
         "tflops": round(2 * rows * n * k / own * 1e-6, 1), "chosen": choice.label,
         "error": round(errors["tunegemm"], 6), "us": {name: round(value, 2) for name, value in us.items()},
-        "wrong": [name for name, found in errors.items() if not found < _ERROR], "turn_ms": turn_ms,
+        "wrong": [name for name, result in errors.items() if not result < _ERROR], "turn_ms": turn_ms,
     }  # fmt: skip
     if refused:
         row["refused"] = refused
@@ -436,8 +436,8 @@ def measure_groups(
 def peers_of_groups(
     experts: Experts, a: torch.Tensor, scale_a: torch.Tensor, divisions: list[list[int]]
 ) -> dict[str, tuple[Side, torch.Tensor]]:
-    """DeepGEMM's two products of groups, each with the rows of its first division's result that are those of
-    `a`; none where it is missing.
+    """DeepGEMM's two products of groups, each with the rows of its first division's result that belong to
+    `a`; empty if it is missing.
     """
     if (peer := deep_gemm()) is None:
         return {}
@@ -448,7 +448,7 @@ def peers_of_groups(
     group_of = [torch.arange(groups).repeat_interleave(division).cuda() for division in sizes]
 
     def begins_at(room: torch.Tensor) -> list[torch.Tensor]:
-        """Where each row of `a` lies if group g has room for room[g] rows."""
+        """The place of each row of `a` if group g has room for room[g] rows."""
         return [
             torch.arange(rows, device="cuda")
             + (own.cumsum(0) - own - division.cumsum(0) + division).cuda()[group]
@@ -499,7 +499,7 @@ def peers_of_groups(
 
 @torch.no_grad()
 def run(options: argparse.Namespace) -> int:
-    """Prints and writes a row for each case, those that the file lacks first; 1 where a result is wrong."""
+    """Prints and writes a row for each case, missing rows first; returns 1 if a result is wrong."""
     device = begin(options.device)
     name, method = "blocks", METHOD
     if options.groups:
@@ -511,9 +511,9 @@ def run(options: argparse.Namespace) -> int:
     copied = copied_gbs()
     print(f"{device.name}: a copy moves {copied:.0f} GB/s", flush=True)
     words: Any = device, provided, options.every, options.rounds, copied
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for row in (_rows_of_groups if options.groups else _rows)(options, results, words):
-        found.append(row)
+        result.append(row)
         results.put(row)
         shown = {name: us for name, us in row["us"].items() if name in _SHOWN}
         ratios = ", ".join(f"{row[name]} x {name[9:]}" for name in _RATIOS if name in row)
@@ -526,13 +526,13 @@ def run(options: argparse.Namespace) -> int:
             flush=True,
         )  # fmt: skip
     for name in _RATIOS:
-        if values := [row[name] for row in found if row.get(name)]:
+        if values := [row[name] for row in result if row.get(name)]:
             print(f"{name}: {geometric_mean(values):.3f}, least {min(values):.3f}")
-    return 0 if not any(row["wrong"] for row in found) else 1
+    return 0 if not any(row["wrong"] for row in result) else 1
 
 
 def _rows(options: argparse.Namespace, results: Results, words: Any) -> Iterator[dict[str, Any]]:
-    """words: what `measure` is given after the case, but for `quantising`."""
+    """words: further arguments of `measure`, except `quantising`."""
     cases = [Case(layer, rows) for rows in map(int, options.rows) for layer in options.layers]
     cases.sort(key=lambda case: results.find(_named(case)) is not None)
     words = (*words, options.with_quantising)
@@ -541,7 +541,7 @@ def _rows(options: argparse.Namespace, results: Results, words: Any) -> Iterator
 
 
 def _rows_of_groups(options: argparse.Namespace, results: Results, words: Any) -> Iterator[dict[str, Any]]:
-    """Layer by layer: drawing one's weights takes longer than a row."""
+    """Layer by layer, because drawing its weights takes longer than a row."""
     cases = [
         GroupCase(layer, int(tokens), skew)
         for layer in options.layers for tokens in options.rows for skew in SKEWS_OF_GROUPS
@@ -551,7 +551,7 @@ def _rows_of_groups(options: argparse.Namespace, results: Results, words: Any) -
     layer, experts = "", None
     for case in within(options.seconds, cases):
         if case.layer != layer or experts is None:
-            experts = None  # before there are others
+            experts = None  # frees memory before the next ones
             layer, experts = case.layer, Experts(case.layer)
         yield measure_groups(case, experts, *words)
 

@@ -54,11 +54,11 @@ METHOD = (
 )
 MODES = ("eager", "graph", "compile")
 CONTEXT = 512
-#: A sample is made of as many steps as take so long, unless `--sample-ms` says otherwise, and so are those
-#: before it that are not timed: a chip at its power cap takes some 60 ms to find a new work's clocks
+#: A sample has as many steps as fill this time, unless `--sample-ms` is given, and so have the untimed steps
+#: before it: a chip at its power cap takes some 60 ms to settle at the clocks of new work
 #: (docs/decisions/0012).
 _SAMPLE_MS = 100.0
-#: A result may be this much further from fp32 than torch's own.
+#: A result may be this much further from fp32 than torch's result.
 _TOLERANCE = 1.25
 
 Step = Callable[[], torch.Tensor]
@@ -89,7 +89,9 @@ class Size:
 
     @classmethod
     def of(cls, model: str, layers: int | None, sequences: int = 1) -> Size:
-        """8B, of which two layers by default; 1B; or tiny, for a test of the parts: says nothing of speed."""
+        """8B, by default with two layers; 1B; or tiny, for a test of the parts that shows nothing about
+        speed.
+        """
         if model == "tiny":
             return cls(layers or 2, 128, 256, 4, 2, 512, 64, 16, sequences=sequences)
         if model == "1B":
@@ -99,7 +101,7 @@ class Size:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 where a result is further from fp32 than torch's allows."""
+    """Returns 1 if a result is further from fp32 than torch's error allows."""
     parser = parser_of("benchmarks.clients", __doc__)
     parser.add_argument("--model", choices=("8B", "1B"), default="8B", help="default: %(default)s")
     parser.add_argument("--layers", type=int, help="decoder layers (default: 2 of the 32 of 8B, all of 1B)")
@@ -121,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Checks and times what was asked for, a row for each workload and mode; prints and writes them."""
+    """Checks and times the requested workloads and modes; prints and writes a row for each."""
     place = torch.device(options.device)
     size = Size.of(options.model, options.layers, options.sequences)
     results = None
@@ -133,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
         name = "clients_training.json" if options.workloads == ["train"] else "clients.json"
         results = Results(results_path(options.out, device, name), facts)
     model = build(size, place)
-    # The same weights under tuned layers: nothing has to be switched on and off between steps.
+    # The same weights under tuned layers, so that nothing is switched on and off between steps.
     tuned = _twin(model)
     print(f"{tunegemm.patch(tuned)} linear layers patched", flush=True)
     wrong, begun = 0, time.monotonic()
@@ -192,9 +194,9 @@ def prefill(model: LlamaForCausalLM, size: Size, place: torch.device) -> Step:
 def decode(
     batch: int, model: LlamaForCausalLM, size: Size, place: torch.device, of: int | None = None
 ) -> Step:
-    """The next token of each sequence; the same one each time, at the end of a full cache.
+    """The next token of each sequence; the same token each time, at the end of a full cache.
 
-    of: how many sequences there are, of which the last ones are decoded; all by default.
+    of: number of sequences, of which the last ones are decoded; all by default.
     """
     ids = _tokens((of or batch, 1), size, place)[-batch:].clone()
     positions = torch.full((batch, 1), size.context, device=place)
@@ -210,8 +212,8 @@ def decode(
 def train(
     model: LlamaForCausalLM, size: Size, place: torch.device, optimizer: torch.optim.Optimizer | None = None
 ) -> Step:
-    """Forward, backward and an optimizer's step, if there is one; the gradient of the first layer's first
-    weight."""
+    """Forward, backward and an optimizer's step, if there is one; returns the gradient of the first layer's
+    first weight."""
     ids = _tokens((size.sequences, size.prompt), size, place)
     watched = model.model.layers[0].self_attn.q_proj.weight
 
@@ -227,7 +229,7 @@ def train(
 
 
 def adamw(model: LlamaForCausalLM, place: torch.device) -> torch.optim.Optimizer:
-    """A learning rate of 0 does all the work and leaves the weights as they are, for the next variant."""
+    """A learning rate of 0 does all the work but keeps the weights for the next variant."""
     on_gpu = place.type == "cuda"
     return torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True, capturable=on_gpu)
 
@@ -246,7 +248,7 @@ def _tokens(shape: tuple[int, int], size: Size, place: torch.device) -> torch.Te
 
 @cache
 def _full_layer() -> Any:
-    """The class of a layer of such a cache: one, or torch.compile would begin anew with each cache."""
+    """The class of one layer of such a cache, shared because torch.compile would recompile for each cache."""
     from transformers.cache_utils import CacheLayerMixin
 
     class Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -273,7 +275,7 @@ def _full_layer() -> Any:
 
 
 def _context(model: LlamaForCausalLM, batch: int, size: Size, place: torch.device, of: int) -> Cache:
-    """A cache that is full but for the last token, which each step writes anew: of the last of so many
+    """A cache that is full except for the last token, which each step rewrites: of the last of so many
     sequences."""
     from transformers.cache_utils import Cache
 
@@ -354,7 +356,7 @@ def measure(
 
 
 def peak_mib(step: Step, model: torch.nn.Module) -> float:
-    """What the model takes at most in a step, but for its optimizer's state; other models may lie there."""
+    """The model's peak memory in a step, without its optimizer's state; other models may be in memory."""
     torch.cuda.synchronize()
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [each.grad for each in model.parameters() if each.grad is not None]
@@ -399,7 +401,7 @@ def captured(step: Step) -> _Replay:
 
 @dataclass
 class _Replay:
-    """A captured step. The graph reads what the step holds, such as its tokens, where they were."""
+    """A captured step. The graph reads the step's data, such as its tokens, at their original addresses."""
 
     graph: Any
     result: torch.Tensor
@@ -411,7 +413,7 @@ class _Replay:
 
 
 class Compiled:
-    """A compiled model whose parts are found as those of the model it was made of."""
+    """A compiled model whose parts have the same names as those of the original model."""
 
     def __init__(self, model: Any, compiled: Callable[..., Any]) -> None:
         self._model, self._compiled = model, compiled
@@ -448,7 +450,7 @@ def interleave(
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """This thread stays on one core, and garbage where it is."""
+    """Keeps this thread on one core, and stops garbage collection."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cores)})
     gc.collect()

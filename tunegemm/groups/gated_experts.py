@@ -75,12 +75,12 @@ def experts(
         }  # fmt: skip
         result: torch.Tensor = node_of(error, experts, (x, gate_up, down, index, weights), words)
         return result
-    given = x, gate_up, down, index, weights, gate_up_bias, down_bias
+    arguments = x, gate_up, down, index, weights, gate_up_bias, down_bias
     scales = gate_up_scale, down_scale
-    _check(*given, *scales, activation)
+    _check(*arguments, *scales, activation)
     if not index.numel():
-        return _of_nothing(*given)
-    return _layer(*given, *scales, activation, interleaved, elsewhere)
+        return _of_nothing(*arguments)
+    return _layer(*arguments, *scales, activation, interleaved, elsewhere)
 
 
 def is_ordered() -> bool:
@@ -157,7 +157,7 @@ def _layer(
             nobodys = (torch.arange(order.shape[0], device=x.device) >= ends[-1])[:, None]
     if nobodys is not None:
         of_rows = of_rows.masked_fill(nobodys, 0)
-    if elsewhere:  # whatever the weight is, as in `combine`
+    if elsewhere:  # whatever the weights are, as in `combine`
         weights = weights.masked_fill((index < 0) | (index >= count), 0)
     return _combined(of_rows, order, weights, plain).to(x.dtype)
 
@@ -223,9 +223,9 @@ def _numbers(count: int, like: torch.Tensor, plain: bool, step: int = 1) -> torc
     """
     if plain and count <= _MOST_KEPT and like.dtype is torch.int64:
         size = max(_LEAST_KEPT, 1 << (count - 1).bit_length())
-        found = multiples(like.device, torch.int64, step, size)
-        if found is not None:
-            return found[:count]
+        result = multiples(like.device, torch.int64, step, size)
+        if result is not None:
+            return result[:count]
     return torch.arange(0, count * step, step, device=like.device, dtype=like.dtype)
 
 
@@ -266,10 +266,10 @@ _library.define(
 
 
 def _compute(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor:
-    given = a, b, offs, bias, gate, interleaved
-    result = None if deterministic() else grouped.groups.below_autograd(*given)
+    arguments = a, b, offs, bias, gate, interleaved
+    result = None if deterministic() else grouped.groups.below_autograd(*arguments)
     if result is None:
-        result = _recorded(*given)
+        result = _recorded(*arguments)
     if result is None:
         result = _gate(grouped_mm(a, b, offs=offs, bias=bias), GATED[gate], interleaved)
     return result
@@ -327,7 +327,7 @@ def _check(
         _check_blocks(x, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
     elif x.dtype is not gate_up.dtype or down.dtype is not gate_up.dtype:
         raise ProblemError(
-            f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; give all of one dtype"
+            f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; give all the same dtype"
         )
     if index.ndim != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
         raise ProblemError(
@@ -369,5 +369,5 @@ def check_index(index: torch.Tensor, count: int) -> None:
     if least < 0 or most >= count:
         raise ProblemError(
             f"index names expert {least if least < 0 else most} of {count}; give numbers from 0 on; for "
-            "experts of other processes also pass elsewhere=True"
+            "experts of other processes pass elsewhere=True, too"
         )

@@ -1,4 +1,4 @@
-"""Quantises activations to fp8 with a scale for each 1x128, as `scaled_mm` takes them, in one launch."""
+"""Quantises activations to fp8 with a scale for each 1x128, for `scaled_mm`, in one launch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _quantized(x: torch.Tensor, gate: str | None, power_of_two: bool) -> Quantiz
 
 
 def _check(x: torch.Tensor, gate: str | None) -> None:
-    """Raises ProblemError for what is not quantised."""
+    """Raises ProblemError for unsuitable input."""
     if gate not in _GATES:
         raise ProblemError(f"gate {gate!r:.40} is not known; use 'swiglu', or None for none")
     if x.dtype not in _DTYPES:
@@ -76,7 +76,7 @@ def _check(x: torch.Tensor, gate: str | None) -> None:
 
 
 def by_torch(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized:
-    """By torch's operations: step by step what the kernel does."""
+    """As the kernel, step by step, by torch's operations."""
     if gated:
         first, second = x.chunk(2, 1)
         x = torch.nn.functional.silu(first) * second
@@ -132,8 +132,9 @@ _launches = LaunchCache()
 
 
 def _bind(x: Any, values: Any, scales: Any, gated: bool, power_of_two: bool) -> tuple[Launch | None, bool]:
-    """The launch for tensors that are laid out as these, None where torch quantises; and whether a kernel is
-    being compiled."""
+    """The launch for tensors with this layout, None if torch quantises; and whether a kernel is being
+    compiled."""
+
     if is_lazy(x) or kernels.refusal(x, gated):
         return None, False
     try:
@@ -162,8 +163,8 @@ def _above_autograd(keyset: Any, x: torch.Tensor, gate: str | None, power_of_two
     _check(x, gate)
     with torch._C._AutoDispatchBelowAutograd():
         below = keyset & torch._C._after_autograd_keyset
-        found: Quantized = torch.ops.tunegemm.quantize.default.redispatch(below, x, gate, power_of_two)
-    return found
+        quantized: Quantized = torch.ops.tunegemm.quantize.default.redispatch(below, x, gate, power_of_two)
+    return quantized
 
 
 _library = torch.library.Library("tunegemm", "FRAGMENT")

@@ -83,8 +83,8 @@ def _set(config: Any) -> None:
 
 @cache
 def _known_to_inductor() -> Any:
-    """The class, derived from Inductor's own: only such passes are asked for an `uuid`, without which nothing
-    is cached."""
+    """The class, derived from Inductor's own: Inductor asks only such passes for a `uuid`, without which it
+    caches nothing."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     def __reduce__(self: Fusion) -> tuple[Any, ...]:  # of a class that no module has by its name
@@ -121,7 +121,7 @@ class _AfterImport:
 
 
 def _function_of(match: Match, facts: tuple[Any, ...]) -> Callable[..., torch.Tensor] | None:
-    """What Inductor's graph calls for a match; None where its own operations are better."""
+    """The function that Inductor's graph calls for a match; None if its own operations are better."""
     if match.kind == "linear":
         return _linear
     if match.kind == "chain":
@@ -144,8 +144,8 @@ def _pays(match: Match, facts: tuple[Any, ...]) -> bool:
         rows *= ops.hint(extent)
     config = sys.modules.get(_CONFIG)
     gate, gpu = GATE_OF[match.words[0]], extension.gpu_of(device)
-    found = joint.chosen(rows, (n, n), k, dtype, gpu, gate=gate)
-    return found is not None and not getattr(config, "cpp_wrapper", False)
+    result = joint.chosen(rows, (n, n), k, dtype, gpu, gate=gate)
+    return result is not None and not getattr(config, "cpp_wrapper", False)
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -178,7 +178,7 @@ def _gate(
     from tunegemm.layers import sites
 
     if only_checks_operators():
-        # Were this first call torch's, a CUDA graph of the next one would hold torch's products for good.
+        # If torch computed this first call, a CUDA graph of the next call would keep torch's products.
         with _disable_current_modes():
             return _gate(x, gate, up, activation, records, site)
     facts = (*gate.shape, gate.stride(0), x.dtype, x.device)

@@ -27,7 +27,7 @@ class _AfterTorch:
     ) -> importlib.machinery.ModuleSpec | None:
         if name != "torch" or self._asked:
             return None
-        self._asked = True  # the other finders are asked now
+        self._asked = True  # now ask the other finders
         try:
             spec = importlib.util.find_spec("torch")
         finally:
@@ -37,7 +37,7 @@ class _AfterTorch:
         loader: Any = spec.loader
         load = loader.exec_module
 
-        # A program may ask for the spec and not import it, as libraries do to see what is installed.
+        # A program may look for the spec without importing it, as libraries do to check for a package.
         def load_and_begin(module: ModuleType) -> None:
             load(module)
             sys.meta_path.remove(self)
@@ -53,7 +53,7 @@ def _is_wanted() -> bool:
 
 
 def _begin() -> None:
-    if not _is_wanted():  # one of tunegemm's own commands, which has unset it
+    if not _is_wanted():  # one of tunegemm's own commands, which unset it
         return
     try:
         if folder := os.environ.get("TUNEGEMM_RECORD_PARTS"):
@@ -64,7 +64,7 @@ def _begin() -> None:
             from tunegemm.torch.enabled import serve_process
 
             serve_process()
-    except ImportError:  # an interpreter without tunegemm: the command says so when nothing came
+    except ImportError:  # an interpreter without tunegemm: the command reports missing results
         return
 
 
