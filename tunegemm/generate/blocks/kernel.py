@@ -293,9 +293,7 @@ class Consumer(consumer.Consumer):
         following = self.group + 1
         if following == self.config.tile_warpgroups:
             following = Int32(0)
-        cute.arch.barrier_arrive(
-            barrier_id=NEXT_BARRIER + following, number_of_threads=2 * WARPGROUP_THREADS
-        )
+        cute.arch.barrier_arrive(barrier_id=NEXT_BARRIER + following, number_of_threads=2 * WARPGROUP_THREADS)
 
     def sync(self, barrier):
         """Wait for another warpgroup."""
