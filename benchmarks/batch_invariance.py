@@ -1,4 +1,4 @@
-"""Policy `batch_invariant`: whether a row's bits depend on how many rows there are, and what that costs.
+"""Policy `batch_invariant`: tests whether a row's bits depend on the number of rows, and measures the cost.
 
     python -m benchmarks.batch_invariance                       # by the kernels that ship with the records
     python -m benchmarks.batch_invariance --kinds bf16 --shapes 4096x4096 --budget-s 30 --out /tmp/look
@@ -7,10 +7,10 @@
 For each N x K, dtype and epilogue the first M rows are multiplied alone and compared, bit by bit, with the
 same rows of the largest batch: for every M up to 300 and 40 larger ones. Some of these M are captured in CUDA
 graphs and computed by compiled code as well. Then few M are timed beside the policy `fastest`, torch and
-what is written in Triton for the same end (`benchmarks.fixed_tiles`). Writes
+a Triton kernel written for the same purpose (`benchmarks.fixed_tiles`). Writes
 results/GPU/batch_invariance.json, a row `{m, n, k, dtype, epilogue, differing, ratio_to_fastest,
-ratio_to_torch, ratio_to_triton}` of each timed M; `differing` is of all M and modes of its N x K, dtype and
-epilogue.
+ratio_to_torch, ratio_to_triton}` for each timed M; `differing` counts over all M and modes of its N x K,
+dtype and epilogue.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ METHOD = (
     "tile for all M, over operand sets that together pass 3x the L2, in shuffled order in each of {rounds} "
     "rounds: ratios of times, above 1 where batch_invariant is faster"
 )
-#: Dtypes and epilogues, by what the command line calls them.
+#: Dtypes and epilogues, by their names on the command line.
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "bf16": {},
     "fp16": {"dtype": "fp16"},
@@ -52,20 +52,20 @@ SHAPES = (
 )  # fmt: skip
 LARGEST, MORE = 16384, 40
 EVERY = range(1, 301)
-#: M that are captured and compiled, too, and M that are timed.
+#: M for CUDA graphs and compiled code, too, and M to time.
 SAMPLED = (1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 65, 100, 127, 128, 129, 200, 256, 300, 1111, LARGEST)
 TIMED = (1, 16, 256, 4096)
 
 
 def of_kind(shape: str, name: str, kinds: Mapping[str, Mapping[str, Any]] = KINDS) -> Problem:
-    """A product by the name of its kind. Raises ProblemError for a kind that is none."""
+    """A product by the name of its kind. Raises ProblemError for an unknown kind."""
     if name not in kinds:
         raise ProblemError(f"--kinds {name}: use {', '.join(kinds)}")
     return Problem.parse(shape, **kinds[name])
 
 
 def larger(count: int = MORE, largest: int = LARGEST) -> list[int]:
-    """So many M above those that are all tried, evenly in their logarithm; the last is the largest."""
+    """So many M above the exhaustive ones, evenly spaced in their logarithm; the last is the largest."""
     step = (largest / EVERY[-1]) ** (1 / count)
     return [round(EVERY[-1] * step**number) for number in range(1, count + 1)]
 
@@ -103,25 +103,25 @@ def run(problems: Sequence[Problem], device: Device, options: argparse.Namespace
         begun = time.monotonic()
         if begun - started > options.budget_s:
             break
-        found, said, triton = compare(problem, [*EVERY, *larger()], SAMPLED)
-        differing = sum(map(len, found.values()))
+        result, said, triton = compare(problem, [*EVERY, *larger()], SAMPLED)
+        differing = sum(map(len, result.values()))
         different += differing
         seconds = time.monotonic() - begun
         rows = []
         for m in map(int, options.timed.split(",")):
             row = problem_fields(replace(problem, m=m)) | {"epilogue": problem.epilogue or "none"}
-            row |= {"differing": differing, "differing_m": {mode: ms[:12] for mode, ms in found.items()}}
+            row |= {"differing": differing, "differing_m": {mode: ms[:12] for mode, ms in result.items()}}
             row |= {"triton_differing": triton, "warnings": len(said)}
             rows.append(row | timed(replace(problem, m=m), device, backend, options.rounds))
         left_out.remove(str(problem))
         results.put(*rows)
         backend.release()
-        told = "; ".join(
+        ratios = "; ".join(
             f"{row['ratio_to_fastest']:.3f} of fastest, {row['ratio_to_torch']:.3f} of torch, "
             f"{row['ratio_to_triton'] or math.nan:.3f} of Triton"
             for row in rows
         )
-        print(f"{problem}: {differing} differ, {len(said)} warnings, {seconds:.1f} s; {told}", flush=True)
+        print(f"{problem}: {differing} differ, {len(said)} warnings, {seconds:.1f} s; {ratios}", flush=True)
         for line in filter(None, [*said[:1], *dict.fromkeys(row["triton_skipped"] for row in rows)]):
             print(f"  {line}", flush=True)
     results.summary = summed(results.rows) | {"left_out": left_out}
@@ -131,7 +131,7 @@ def run(problems: Sequence[Problem], device: Device, options: argparse.Namespace
 
 
 def summed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Differences, and what the policy costs by geometric means, of all rows of the file."""
+    """Differences, and the policy's cost as geometric means, over all rows of the file."""
     return {
         "differing": sum(row["differing"] for row in rows),
         **{
@@ -144,7 +144,7 @@ def summed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def product(problem: Problem) -> Callable[..., Any]:
-    """The call of (a, b, *operands) that is dispatched for such problems."""
+    """The call of (a, b, *operands) that dispatch gets for such problems."""
     return _product(problem.epilogue, problem.out_dtype)[0]
 
 
@@ -172,10 +172,10 @@ def _product(text: str, out_dtype: str) -> tuple[Callable[..., Any], Callable[..
 def compare(
     problem: Problem, rows: Iterable[int], sampled: Iterable[int]
 ) -> tuple[dict[str, list[int]], list[str], int | None]:
-    """By mode the M whose rows differ in a bit from the same rows of the whole problem; what was warned of;
-    of how many sampled M the Triton kernel's rows differ, None where it does not run.
+    """By mode the M whose rows differ in a bit from the same rows of the whole problem; the warnings; and the
+    number of sampled M for which the Triton kernel's rows differ, None if it does not run.
 
-    rows: M that are tried eagerly; sampled: those in CUDA graphs and compiled code.
+    rows: M to try eagerly; sampled: those in CUDA graphs and compiled code.
     """
     import torch
 
@@ -186,9 +186,9 @@ def compare(
     call, compiled = _product(problem.epilogue, problem.out_dtype)
     kinds = [operand.kind for operand in problem.fused.operands]
 
-    def given(m: int) -> tuple[Any, ...]:
+    def operands_of(m: int) -> tuple[Any, ...]:
         pairs = zip(made.arguments[3:], kinds, strict=True)
-        return made.a[:m], made.b, *(one[:m] if kind in ("m", "matrix") else one for one, kind in pairs)
+        return made.a[:m], made.b, *(item[:m] if kind in ("m", "matrix") else item for item, kind in pairs)
 
     def captured(*operands: Any) -> Any:
         call(*operands)  # plans are made here, and not while a graph is captured
@@ -201,13 +201,15 @@ def compare(
 
     def unlike(how: Callable[..., Any], ms: Iterable[int], whole: Any) -> list[int]:
         return [
-            m for m in ms if m <= problem.m and not torch.equal(how(*given(m)).view(torch.uint8), whole[:m])
+            m
+            for m in ms
+            if m <= problem.m and not torch.equal(how(*operands_of(m)).view(torch.uint8), whole[:m])
         ]
 
     with warnings.catch_warnings(record=True) as said, tunegemm.policy("batch_invariant"), torch.no_grad():
         warnings.simplefilter("always", TunegemmWarning)
-        whole = call(*given(problem.m)).view(torch.uint8)
-        found = {
+        whole = call(*operands_of(problem.m)).view(torch.uint8)
+        results = {
             "eager": unlike(call, rows, whole),
             "graph": unlike(captured, sampled, whole),
             "compiled": unlike(compiled, sampled, whole),
@@ -215,11 +217,11 @@ def compare(
         del whole
         try:
             theirs = fixed_tiles(problem)
-            triton = len(unlike(theirs, sampled, theirs(*given(problem.m)).view(torch.uint8)))
-        except Exception:  # foreign code: the line of its times says what it raised
+            triton = len(unlike(theirs, sampled, theirs(*operands_of(problem.m)).view(torch.uint8)))
+        except Exception:  # foreign code may raise anything; the line of its times reports it
             triton = None
-    messages = [str(one.message) for one in said if issubclass(one.category, TunegemmWarning)]
-    return found, messages, triton
+    messages = [str(item.message) for item in said if issubclass(item.category, TunegemmWarning)]
+    return results, messages, triton
 
 
 def fixed_tiles(problem: Problem) -> Callable[..., Any]:
@@ -230,7 +232,7 @@ def fixed_tiles(problem: Problem) -> Callable[..., Any]:
 
 
 def timed(problem: Problem, device: Device, backend: Any, rounds: int) -> dict[str, Any]:
-    """How fast the policy is beside `fastest`, torch's own operations and the Triton kernel."""
+    """The policy's speed beside `fastest`, torch's own operations and the Triton kernel."""
     from benchmarks.interleave import interleave
     from tunegemm.choose.policies import Preference
     from tunegemm.generate.cublaslt.eager import torch_mm
@@ -250,8 +252,8 @@ def timed(problem: Problem, device: Device, backend: Any, rounds: int) -> dict[s
         return fixed_tiles(problem)(a, b, *operands)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TunegemmWarning)  # of what `fastest` leaves to torch
-        found = interleave(
+        warnings.simplefilter("ignore", TunegemmWarning)  # for products that `fastest` leaves to torch
+        result = interleave(
             problem,
             {
                 "torch": torch_mm(problem), "fastest": under("fastest"),
@@ -259,15 +261,15 @@ def timed(problem: Problem, device: Device, backend: Any, rounds: int) -> dict[s
             },
             backend, l2_bytes=device.l2_bytes, rounds=rounds, min_replay_ms=0.3, settle_s=0.0, turn_ms=0,
         )  # fmt: skip
-    ours, theirs = found.timings["invariant"], found.timings.get("triton")
+    ours, theirs = result.timings["invariant"], result.timings.get("triton")
     return {
-        "ratio_to_fastest": round(ours.ratio_to(found.timings["fastest"]), 4),
-        "ratio_to_torch": round(ours.ratio_to(found.timings["torch"]), 4),
+        "ratio_to_fastest": round(ours.ratio_to(result.timings["fastest"]), 4),
+        "ratio_to_torch": round(ours.ratio_to(result.timings["torch"]), 4),
         "ratio_to_triton": round(ours.ratio_to(theirs), 4) if theirs else None,
         "us": round(ours.median_us, 3),
         "triton_us": round(theirs.median_us, 3) if theirs else None,
-        "triton_skipped": found.skipped.get("triton", ""),
-        "noise": round(found.noise, 5),
+        "triton_skipped": result.skipped.get("triton", ""),
+        "noise": round(result.noise, 5),
     }
 
 

@@ -1,15 +1,20 @@
-"""Times products of fp8 with scales of blocks, 1x128 of A and 128x128 of the weights.
+"""Times fp8 products with block scales, 1x128 of A and 128x128 of the weights.
 
     python -m benchmarks.blocks                      # DeepSeek-V3's and Qwen3-235B's layers, 1 to 8192 rows
-    python -m benchmarks.blocks --seconds 60         # so long; the next run begins with what is missing
+    python -m benchmarks.blocks --seconds 60         # for so long; the next run continues with missing rows
     python -m benchmarks.blocks --rows 1,16 --every  # every kernel of db/blocks.toml, in all k splits
+    python -m benchmarks.blocks --with-quantising    # from bf16 activations
     python -m benchmarks.blocks --groups             # their layers of experts, 1 to 4096 tokens
 
-Beside `tunegemm.scaled_mm` torch's own of the same operands and scales, torch's of bf16 weights, and
-DeepGEMM's where `deep_gemm` is installed (sgl-deep-gemm: it compiles by nvcc at each kernel's first call).
-Operands are quantised before: activations take as long for all. With `--groups` `tunegemm.scaled_grouped_mm`
-beside `tunegemm.grouped_mm` of bf16 weights. Writes results/GPU/blocks.json, or block_groups.json, after each
-row.
+Compares `tunegemm.scaled_mm` with torch's own product of the same operands and scales, torch's product of
+bf16 weights, and DeepGEMM's if `deep_gemm` is installed (sgl-deep-gemm: it compiles by nvcc at each kernel's
+first call). Operands are quantised in advance, because that takes as long for all. With `--groups` compares
+`tunegemm.scaled_grouped_mm` with `tunegemm.grouped_mm` of bf16 weights. Writes results/GPU/blocks.json, or
+block_groups.json, after each row.
+
+With `--with-quantising` each side begins with bf16 activations, and rows go to blocks-quantising.json: ours
+calls `tunegemm.quantize`, DeepGEMM's launches the same kernel into scales of its layout, torch's uses a
+user's operations.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ from tunegemm.errors import one_line
 from tunegemm.generate import block_groups, blocks
 from tunegemm.generate.block_groups import BlockGroupKernel
 from tunegemm.generate.blocks import BLOCK, BlockKernel
+from tunegemm.generate.quantize import QuantizeConfig, Quantizer, kernel_key
 from tunegemm.model.block_groups import choose as choose_of_groups
 from tunegemm.model.block_groups import listed as listed_of_groups
 from tunegemm.model.blocks import candidates, choose, splits_of
@@ -51,7 +57,13 @@ METHOD = (
 )
 METHOD_OF_GROUPS = (
     f"{METHOD}; m rows of tokens' experts, sets are divisions of these (skew as in benchmarks.experts), "
-    "bf16 is tunegemm.grouped_mm, bytes are those of groups that have rows"
+    "bf16 is tunegemm.grouped_mm, bytes are those of groups that have rows; contiguous, masked: DeepGEMM's "
+    "m-grouped fp8 products, rows laid out before as it wants them (each group padded to its alignment; a "
+    "slot of the largest group's rows for each); ratio_to_deepgemm: to the faster of them"
+)
+METHOD_QUANTISING = (
+    f"{METHOD}; activations are bf16: tunegemm and deepgemm quantise by the kernel of tunegemm.quantize, "
+    "torch by its operations; quantize: the kernel alone"
 )
 #: N and K of each layer's products.
 LAYERS = {
@@ -68,12 +80,15 @@ LAYERS = {
     "Qwen3-235B gate+up": (3072, 4096),
     "Qwen3-235B down": (4096, 1536),
 }
-#: Experts, those of a token, N and K.
+#: Experts, experts per token, N and K.
 GROUPS = {
     "DeepSeek-V3 experts gate+up": (256, 8, 4096, 7168),
     "DeepSeek-V3 experts down": (256, 8, 7168, 2048),
     "Qwen3-235B experts gate+up": (128, 8, 3072, 4096),
     "Qwen3-235B experts down": (128, 8, 4096, 1536),
+    # One of eight GPUs that share the experts gets as many rows as there are tokens.
+    "DeepSeek-V3 32 experts gate+up": (32, 1, 4096, 7168),
+    "DeepSeek-V3 32 experts down": (32, 1, 7168, 2048),
 }
 TOKENS = ("1", "16", "128", "1024", "4096")
 SKEWS_OF_GROUPS = ("uniform", "typical")
@@ -82,8 +97,10 @@ _STEADY_ROWS = 2048
 _TURN_MS = 24.0
 _GRAPH: dict[str, Any] = {"short_ms": 0.5, "most": 200}
 _MOST_DIVISIONS = 24
+_MASKED_BYTES = 8 << 30
+"""DeepGEMM's masked product has room for the largest group in all groups: it is timed up to so many bytes."""
 _ERROR = 4e-3
-_SHOWN = ("torch", "bf16", "deepgemm", "tunegemm", "kernel")
+_SHOWN = ("torch", "bf16", "deepgemm", "contiguous", "masked", "tunegemm", "kernel", "quantize")
 _RATIOS = ("ratio_to_torch", "ratio_to_deepgemm", "ratio_to_bf16")
 FP8 = torch.float8_e4m3fn
 
@@ -109,14 +126,19 @@ class Case(NamedTuple):
 
 
 class Operands:
-    """A and as many sets of weights, with their scales as torch takes them."""
+    """A, in bf16 too, and several sets of weights with their scales in torch's layout."""
 
-    def __init__(self, case: Case, sets: int) -> None:
+    def __init__(self, case: Case, sets: int, quantising: bool) -> None:
+        """quantising: whether A is made of the bf16 activations."""
         across, along = case.blocks
-        self.a = _drawn(case.rows, case.k)
-        self.scale_a = (torch.rand(along, case.rows, device="cuda") + 0.5).t() * 1e-2
+        self.wide = torch.randn(case.rows, case.k, device="cuda", dtype=torch.bfloat16)
+        if quantising:
+            self.a, self.scale_a = tunegemm.quantize(self.wide)
+        else:
+            self.a = _drawn(case.rows, case.k)
+            self.scale_a = (torch.rand(along, case.rows, device="cuda") + 0.5).t() * 1e-2
         self.weights = [_drawn(case.n, case.k) for _ in range(sets)]
-        # torch wants lines of K blocks that begin at multiples of 16 bytes.
+        # torch requires lines of K blocks that begin at multiples of 16 bytes.
         self.scales = [
             (torch.rand(across, -(-along // 4) * 4, device="cuda") + 0.5)[:, :along].t() for _ in range(sets)
         ]
@@ -142,41 +164,67 @@ def _drawn(*shape: int) -> torch.Tensor:
     return (torch.randn(*shape, device="cuda", dtype=torch.float16) * 40).to(FP8)
 
 
+def quantised_by_torch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scales, by torch's operations in a user's code."""
+    blocks = x.float().unflatten(1, (-1, BLOCK))
+    scales = blocks.abs().amax(2).clamp(min=1e-10) / 448
+    return (blocks / scales.unsqueeze(2)).to(FP8).flatten(1), scales.t().contiguous().t()
+
+
+def quantiser(
+    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, provided: Provided
+) -> Callable[[], None]:
+    """The launch of `tunegemm.quantize`'s kernel for bf16 into these tensors, in any layout."""
+    config = QuantizeConfig("bf16")
+    artifact = provided.of(kernel_key(config))
+    assert artifact is not None
+    launch = Quantizer.load(config, artifact.path).bound(x, values, scales)
+    return lambda: launch(x.data_ptr(), values.data_ptr(), scales.data_ptr())
+
+
 def sides_of(
-    case: Case, operands: Operands, device: Device, provided: Provided, every: bool
+    case: Case, operands: Operands, device: Device, provided: Provided, every: bool, quantising: bool
 ) -> dict[str, Side]:
-    """What is timed, by name; each takes the number of a set of weights. every: all kernels."""
-    a, scale_a = operands.a, operands.scale_a
+    """The timed sides, by name; each takes the number of a set of weights. every: all kernels. quantising:
+    whether each begins with bf16 activations."""
+    a, scale_a, wide = operands.a, operands.scale_a, operands.wide
     weights, scales = operands.weights, operands.scales
-    wide = torch.randn(case.rows, case.k, device="cuda", dtype=torch.bfloat16)
-    # Of bf16 half as many sets are as many bytes.
+    # Half as many bf16 sets have as many bytes.
     plain = [
         torch.randn(case.n, case.k, device="cuda", dtype=torch.bfloat16)
         for _ in weights[: -(-len(weights) // 2)]
     ]
 
     def of_torch(i: int) -> torch.Tensor:
-        return torch._scaled_mm(a, weights[i].t(), scale_a, scales[i], out_dtype=torch.bfloat16)
+        left = quantised_by_torch(wide) if quantising else (a, scale_a)
+        return torch._scaled_mm(left[0], weights[i].t(), left[1], scales[i], out_dtype=torch.bfloat16)
 
     def bf16(i: int) -> torch.Tensor:
         return torch.mm(wide, plain[i % len(plain)].t())
 
     def ours(i: int) -> torch.Tensor:
-        return tunegemm.scaled_mm(a, weights[i].t(), scale_a, scales[i], out_dtype=torch.bfloat16)
+        left = tunegemm.quantize(wide) if quantising else (a, scale_a)
+        return tunegemm.scaled_mm(left[0], weights[i].t(), left[1], scales[i], out_dtype=torch.bfloat16)
 
-    found: dict[str, Side] = {"torch": of_torch, "bf16": bf16, "tunegemm": ours}
+    result: dict[str, Side] = {"torch": of_torch, "bf16": bf16, "tunegemm": ours}
     choice = choose(case.rows, case.n, case.k, gpu=device.name)
     out = torch.empty(case.rows, case.n, device="cuda", dtype=torch.bfloat16)
     if (peer := deep_gemm()) is not None:
         layout = importlib.import_module("deep_gemm.utils.layout")
-        own_a = layout.get_mn_major_tma_aligned_tensor(scale_a.contiguous())
+        arguments = a, layout.get_mn_major_tma_aligned_tensor(scale_a.contiguous())
+        quantise = quantiser(wide, *arguments, provided) if quantising else None
         own = [each.t().contiguous() for each in scales]
 
         def deepgemm(i: int) -> torch.Tensor:
-            peer.fp8_gemm_nt((a, own_a), (weights[i], own[i]), out)
+            if quantise is not None:
+                quantise()
+            peer.fp8_gemm_nt(arguments, (weights[i], own[i]), out)
             return out
 
-        found["deepgemm"] = deepgemm
+        result["deepgemm"] = deepgemm
+    if quantising:
+        result["quantize"] = lambda _: tunegemm.quantize(wide)
+        return result
     for each in candidates():
         if not each.first_row <= case.rows <= each.last_row:
             continue
@@ -192,15 +240,14 @@ def sides_of(
             )  # fmt: skip
 
             def run(i: int, launch: Callable[..., None] = launch) -> torch.Tensor:
-                given = a, weights[i], scale_a, scales[i], out
-                launch(*(tensor.data_ptr() for tensor in given))
+                launch(*(each.data_ptr() for each in (a, weights[i], scale_a, scales[i], out)))
                 return out
 
             if chosen and choice is not None and split == choice.split_k:
-                found["kernel"] = run
+                result["kernel"] = run
             if every:
-                found[f"{each.name} k{split}"] = run
-    return found
+                result[f"{each.name} k{split}"] = run
+    return result
 
 
 @cache
@@ -222,19 +269,20 @@ def copied_gbs() -> float:
 
 
 def measure(
-    case: Case, device: Device, provided: Provided, every: bool, rounds: int, copied: float
-) -> dict[str, Any]:
+    case: Case, device: Device, provided: Provided, every: bool, rounds: int, copied: float,
+    quantising: bool,
+) -> dict[str, Any]:  # fmt: skip
     """A row."""
     steady = case.rows >= _STEADY_ROWS
     sets = 1 if steady else max(1, math.ceil(3 * device.l2_bytes / (case.n * case.k)))
-    operands = Operands(case, sets)
-    sides = sides_of(case, operands, device, provided, every)
+    operands = Operands(case, sets, quantising)
+    sides = sides_of(case, operands, device, provided, every, quantising)
     refused: dict[str, str] = {}
     errors: dict[str, float] = {}
     for name, side in list(sides.items()):
         try:
             result = side(0)
-            if name != "bf16":
+            if name not in ("bf16", "quantize"):
                 errors[name] = operands.error_of(result, case)
         except (RuntimeError, ValueError) as error:
             refused[name] = str(error).partition("\n")[0]
@@ -247,10 +295,11 @@ def measure(
     kernels = [name for name in us if name not in _SHOWN]
     choice = choose(case.rows, case.n, case.k, gpu=device.name)
     across, along = case.blocks
-    moved = case.n * case.k + case.rows * (case.k + 2 * case.n) + 4 * along * (across + case.rows)
+    of_rows = 2 * case.k if quantising else case.k + 4 * along
+    moved = case.n * case.k + 4 * along * across + case.rows * (of_rows + 2 * case.n)
     row = {
         "model": case.layer, "m": case.rows, "n": case.n, "k": case.k, "block": [BLOCK, BLOCK],
-        "with_quantising": False,
+        "with_quantising": quantising,
         "ratio_to_torch": round(us["torch"] / own, 4) if "torch" in us else None,
         "ratio_to_deepgemm": round(us["deepgemm"] / own, 4) if "deepgemm" in us else None,
         "ratio_to_bf16": round(us["bf16"] / own, 4),
@@ -321,6 +370,8 @@ def measure_groups(
         return tunegemm.grouped_mm(wide, plain.mT, offs=ends[i])
 
     sides: dict[str, Side] = {"bf16": bf16, "tunegemm": ours}
+    peers = peers_of_groups(experts, a, scale_a, divisions)
+    sides |= {name: side for name, (side, _) in peers.items()}
     choice = choose_of_groups(rows, groups)
     for config in listed_of_groups() if every else ():
         artifact = provided.of(block_groups.kernel_key(config))
@@ -337,48 +388,132 @@ def measure_groups(
         sides[config.label] = kernel
 
     def error(result: torch.Tensor) -> float:
-        found: list[float] = []
+        results: list[float] = []
         start = 0
         for group, size in enumerate(divisions[0]):
             part = slice(start, start + min(size, 256))
-            if size and len(found) < 4:
-                found.append(error_of(result[part], a[part], scale_a[part], weights[group], scales[group]))
+            if size and len(results) < 4:
+                results.append(error_of(result[part], a[part], scale_a[part], weights[group], scales[group]))
             start += size
-        return max(found)
+        return max(results)
 
-    errors = {name: error(side(0)) for name, side in sides.items() if name != "bf16"}
+    refused: dict[str, str] = {}
+    errors: dict[str, float] = {}
+    for name, side in list(sides.items()):
+        try:
+            result = side(0)
+            if name in peers:
+                result = result.reshape(-1, n)[peers[name][1]]
+            if name != "bf16":
+                errors[name] = error(result)
+        except (RuntimeError, ValueError) as failure:
+            refused[name] = one_line(failure)
+            del sides[name]
     graphs = {name: Graph.capture(side, len(divisions), **_GRAPH) for name, side in sides.items()}
     turn_ms = _TURN_MS if steady else 0.0
     samples = in_rounds(graphs, max(3, rounds // 3) if steady else rounds, lambda _: turn_ms)
     us = {name: statistics.median(times) for name, times in samples.items()}
     own, (across, along) = us["tunegemm"], scales.shape[1:]
     moved = used / len(divisions) * (n * k + 4 * across * along) + rows * (k + 2 * n + 4 * along)
+    of_peers = [us[name] for name in peers if name in us]
     row = _named_group(case) | {
-        "block": [BLOCK, BLOCK], "with_quantising": False, "ratio_to_bf16": round(us["bf16"] / own, 4),
+        "block": [BLOCK, BLOCK], "with_quantising": False,
+        "ratio_to_deepgemm": round(min(of_peers) / own, 4) if of_peers else None,
+        "ratio_to_bf16": round(us["bf16"] / own, 4),
         "bandwidth_share": round(moved / own * 1e-3 / copied, 4),
         "tflops": round(2 * rows * n * k / own * 1e-6, 1), "chosen": choice.label,
         "error": round(errors["tunegemm"], 6), "us": {name: round(value, 2) for name, value in us.items()},
-        "wrong": [name for name, found in errors.items() if not found < _ERROR], "turn_ms": turn_ms,
+        "wrong": [name for name, result in errors.items() if not result < _ERROR], "turn_ms": turn_ms,
     }  # fmt: skip
+    if refused:
+        row["refused"] = refused
     if every:
         best = min((name for name in us if name not in _SHOWN), key=us.__getitem__)
         row |= {"best": best, "best_to_chosen": round(own / us[best], 4)}
     return row
 
 
+def peers_of_groups(
+    experts: Experts, a: torch.Tensor, scale_a: torch.Tensor, divisions: list[list[int]]
+) -> dict[str, tuple[Side, torch.Tensor]]:
+    """DeepGEMM's two products of groups, each with the rows of its first division's result that belong to
+    `a`; empty if it is missing.
+    """
+    if (peer := deep_gemm()) is None:
+        return {}
+    layout = importlib.import_module("deep_gemm.utils.layout")
+    (groups, n, k), (rows, along) = experts.weights.shape, scale_a.shape
+    weights = experts.weights, experts.scales
+    sizes = torch.tensor(divisions)
+    group_of = [torch.arange(groups).repeat_interleave(division).cuda() for division in sizes]
+
+    def begins_at(room: torch.Tensor) -> list[torch.Tensor]:
+        """The place of each row of `a` if group g has room for room[g] rows."""
+        return [
+            torch.arange(rows, device="cuda")
+            + (own.cumsum(0) - own - division.cumsum(0) + division).cuda()[group]
+            for own, division, group in zip(room, sizes, group_of, strict=True)
+        ]
+
+    def spread(places: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values = torch.zeros(count, k, device="cuda", dtype=torch.uint8)
+        values[places] = a.view(torch.uint8)
+        scales = torch.zeros(count, along, device="cuda")
+        scales[places] = scale_a
+        return values.view(FP8), scales
+
+    unit = layout.get_mk_alignment_for_contiguous_layout()
+    padded = -(-sizes // unit) * unit
+    of_contiguous = begins_at(padded)
+    contiguous_rows = [
+        (values, layout.get_mn_major_tma_aligned_tensor(scales))
+        for values, scales in map(spread, of_contiguous, padded.sum(1).tolist())
+    ]
+    indices = [torch.arange(groups).repeat_interleave(own).to(torch.int32).cuda() for own in padded]
+    contiguous_out = torch.empty(int(padded.sum(1).max()), n, device="cuda", dtype=torch.bfloat16)
+
+    def contiguous(i: int) -> torch.Tensor:
+        out = contiguous_out[: len(indices[i])]
+        peer.m_grouped_fp8_gemm_nt_contiguous(contiguous_rows[i], weights, out, indices[i])
+        return out
+
+    def masked(i: int) -> torch.Tensor:
+        peer.fp8_m_grouped_gemm_nt_masked(masked_rows[i], weights, masked_out, masks[i], expected)
+        return masked_out
+
+    sides: dict[str, tuple[Side, torch.Tensor]] = {"contiguous": (contiguous, of_contiguous[0])}
+    room = -(-int(sizes.max()) // 64) * 64
+    if groups * room * (k * len(divisions) + 2 * n) < _MASKED_BYTES:
+        of_masked = begins_at(torch.full_like(sizes, room))
+        masked_rows = []
+        for places in of_masked:
+            values, scales = spread(places, groups * room)
+            own = layout.get_mn_major_tma_aligned_tensor(scales.view(groups, room, along))
+            masked_rows.append((values.view(groups, room, k), own))
+        masks = list(sizes.to(torch.int32).cuda())
+        masked_out = torch.empty(groups, room, n, device="cuda", dtype=torch.bfloat16)
+        expected = -(-rows // max(1, int((sizes[0] > 0).sum())))
+        sides["masked"] = masked, of_masked[0]
+    return sides
+
+
 @torch.no_grad()
 def run(options: argparse.Namespace) -> int:
-    """Prints and writes a row for each case, those that the file lacks first; 1 where a result is wrong."""
+    """Prints and writes a row for each case, missing rows first; returns 1 if a result is wrong."""
     device = begin(options.device)
-    name, method = ("block_groups", METHOD_OF_GROUPS) if options.groups else ("blocks", METHOD)
+    name, method = "blocks", METHOD
+    if options.groups:
+        name, method = "block_groups", METHOD_OF_GROUPS
+    elif options.with_quantising:
+        name, method = "blocks-quantising", METHOD_QUANTISING
     results = Results(results_path(options.out, device, f"{name}.json"), meta(device, method))
     provided = provide_blocks()
     copied = copied_gbs()
     print(f"{device.name}: a copy moves {copied:.0f} GB/s", flush=True)
     words: Any = device, provided, options.every, options.rounds, copied
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for row in (_rows_of_groups if options.groups else _rows)(options, results, words):
-        found.append(row)
+        result.append(row)
         results.put(row)
         shown = {name: us for name, us in row["us"].items() if name in _SHOWN}
         ratios = ", ".join(f"{row[name]} x {name[9:]}" for name in _RATIOS if name in row)
@@ -391,21 +526,22 @@ def run(options: argparse.Namespace) -> int:
             flush=True,
         )  # fmt: skip
     for name in _RATIOS:
-        if values := [row[name] for row in found if row.get(name)]:
+        if values := [row[name] for row in result if row.get(name)]:
             print(f"{name}: {geometric_mean(values):.3f}, least {min(values):.3f}")
-    return 0 if not any(row["wrong"] for row in found) else 1
+    return 0 if not any(row["wrong"] for row in result) else 1
 
 
 def _rows(options: argparse.Namespace, results: Results, words: Any) -> Iterator[dict[str, Any]]:
-    """words: what `measure` is given after the case."""
+    """words: further arguments of `measure`, except `quantising`."""
     cases = [Case(layer, rows) for rows in map(int, options.rows) for layer in options.layers]
     cases.sort(key=lambda case: results.find(_named(case)) is not None)
+    words = (*words, options.with_quantising)
     for case in within(options.seconds, cases):
         yield measure(case, *words)
 
 
 def _rows_of_groups(options: argparse.Namespace, results: Results, words: Any) -> Iterator[dict[str, Any]]:
-    """Layer by layer: drawing one's weights takes longer than a row."""
+    """Layer by layer, because drawing its weights takes longer than a row."""
     cases = [
         GroupCase(layer, int(tokens), skew)
         for layer in options.layers for tokens in options.rows for skew in SKEWS_OF_GROUPS
@@ -415,7 +551,7 @@ def _rows_of_groups(options: argparse.Namespace, results: Results, words: Any) -
     layer, experts = "", None
     for case in within(options.seconds, cases):
         if case.layer != layer or experts is None:
-            experts = None  # before there are others
+            experts = None  # frees memory before the next ones
             layer, experts = case.layer, Experts(case.layer)
         yield measure_groups(case, experts, *words)
 
@@ -436,6 +572,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a result is wrong."""
     parser = parser_of("benchmarks.blocks", __doc__)
     parser.add_argument("--groups", action="store_true", help="time layers of experts; --rows counts tokens")
+    parser.add_argument("--with-quantising", action="store_true", help="begin with bf16 activations")
     parser.add_argument("--layers", help="default: all")
     parser.add_argument("--rows", help=f"default: {','.join(ROWS)}; of groups {','.join(TOKENS)}")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds; a third with turns")
@@ -444,6 +581,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--every", action="store_true", help="time every kernel, too, in every number of k splits"
     )
     options = parser.parse_args(arguments)
+    if options.with_quantising and (options.groups or options.every):
+        parser.error("--with-quantising is of served dense products; leave out --groups and --every")
     layers, rows = (GROUPS, TOKENS) if options.groups else (LAYERS, ROWS)
     options.layers, options.rows = options.layers or ",".join(layers), options.rows or ",".join(rows)
     choose_names(options, layers=tuple(layers), rows=rows)

@@ -76,7 +76,9 @@ class Size:
 
     @classmethod
     def of(cls, model: str, layers: int | None, sequences: int = 1) -> Size:
-        """8B, of which two layers by default; 1B; or tiny, for a test of the parts: says nothing of speed."""
+        """8B, by default with two layers; 1B; or tiny, for a test of the parts that shows nothing about
+        speed.
+        """
         if model == "tiny":
             return cls(layers or 2, 128, 256, 4, 2, 512, 64, 16, sequences=sequences)
         if model == "1B":
@@ -86,7 +88,7 @@ class Size:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 where a result is further from fp32 than torch's allows."""
+    """Returns 1 if a result is further from fp32 than torch's error allows."""
     parser = harness.model_parser("benchmarks.clients", __doc__, rounds=11)
     parser.add_argument("--model", choices=("8B", "1B"), default="8B", help="default: %(default)s")
     parser.add_argument("--layers", type=int, help="decoder layers (default: 2 of the 32 of 8B, all of 1B)")
@@ -103,12 +105,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Checks and times what was asked for, a row for each workload and mode; prints and writes them."""
+    """Checks and times the requested workloads and modes; prints and writes a row for each."""
     name = "clients_training.json" if options.workloads == ["train"] else "clients.json"
     place, results = harness.opened(options, name, METHOD.format(f"{options.sample_ms:g}"), "transformers")
     size = Size.of(options.model, options.layers, options.sequences)
     model = build(size, place)
-    # The same weights under tuned layers: nothing has to be switched on and off between steps.
+    # The same weights under tuned layers, so that nothing is switched on and off between steps.
     tuned, wrong = harness.twin(model), 0
     print(f"{tunegemm.patch(tuned)} linear layers patched", flush=True)
     for name in within(options.within, options.workloads):
@@ -155,9 +157,9 @@ def prefill(model: LlamaForCausalLM, size: Size, place: torch.device) -> Step:
 def decode(
     batch: int, model: LlamaForCausalLM, size: Size, place: torch.device, of: int | None = None
 ) -> Step:
-    """The next token of each sequence; the same one each time, at the end of a full cache.
+    """The next token of each sequence; the same token each time, at the end of a full cache.
 
-    of: how many sequences there are, of which the last ones are decoded; all by default.
+    of: number of sequences, of which the last ones are decoded; all by default.
     """
     ids = _tokens((of or batch, 1), size, place)[-batch:].clone()
     positions = torch.full((batch, 1), size.context, device=place)
@@ -173,8 +175,8 @@ def decode(
 def train(
     model: LlamaForCausalLM, size: Size, place: torch.device, optimizer: torch.optim.Optimizer | None = None
 ) -> Step:
-    """Forward, backward and an optimizer's step, if there is one; the gradient of the first layer's first
-    weight."""
+    """Forward, backward and an optimizer's step, if there is one; returns the gradient of the first layer's
+    first weight."""
     ids = _tokens((size.sequences, size.prompt), size, place)
     watched = model.model.layers[0].self_attn.q_proj.weight
 
@@ -190,7 +192,7 @@ def train(
 
 
 def adamw(model: LlamaForCausalLM, place: torch.device) -> torch.optim.Optimizer:
-    """A learning rate of 0 does all the work and leaves the weights as they are, for the next variant."""
+    """A learning rate of 0 does all the work but keeps the weights for the next variant."""
     on_gpu = place.type == "cuda"
     return torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True, capturable=on_gpu)
 
@@ -209,7 +211,7 @@ def _tokens(shape: tuple[int, int], size: Size, place: torch.device) -> torch.Te
 
 @cache
 def _full_layer() -> Any:
-    """The class of a layer of such a cache: one, or torch.compile would begin anew with each cache."""
+    """The class of one layer of such a cache, shared because torch.compile would recompile for each cache."""
     from transformers.cache_utils import CacheLayerMixin
 
     class Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -236,7 +238,7 @@ def _full_layer() -> Any:
 
 
 def _context(model: LlamaForCausalLM, batch: int, size: Size, place: torch.device, of: int) -> Cache:
-    """A cache that is full but for the last token, which each step writes anew: of the last of so many
+    """A cache that is full except for the last token, which each step rewrites: of the last of so many
     sequences."""
     from transformers.cache_utils import Cache
 
@@ -315,7 +317,7 @@ def measure(
 
 
 def peak_mib(step: Step, model: torch.nn.Module) -> float:
-    """What the model takes at most in a step, but for its optimizer's state; other models may lie there."""
+    """The model's peak memory in a step, without its optimizer's state; other models may be in memory."""
     torch.cuda.synchronize()
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [each.grad for each in model.parameters() if each.grad is not None]

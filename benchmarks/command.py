@@ -10,14 +10,14 @@ from pathlib import Path
 
 from tunegemm.errors import TunegemmError
 
-#: Given the words after the module's name or, for None, those of this process.
+#: Takes the arguments after the module's name; None: this process's arguments.
 Main = Callable[[Sequence[str] | None], int | None]
 
 
 def parser_of(name: str, text: str | None, *, gpu: bool = True) -> argparse.ArgumentParser:
-    """The parser of the module of that name, such as benchmarks.peers, whose docstring is the text.
+    """The parser of the module with that name, such as benchmarks.peers; text: the module's docstring.
 
-    gpu: whether it measures on one: it takes `--device` then, and `--out`, which the module may explain anew.
+    gpu: whether it measures on a GPU: it then has `--device` and `--out`, whose help the module may replace.
     """
     description = (text or "").partition("\n")[0]
     parser = argparse.ArgumentParser(
@@ -30,8 +30,8 @@ def parser_of(name: str, text: str | None, *, gpu: bool = True) -> argparse.Argu
 
 
 def command(main: Main) -> Callable[..., int]:
-    """A command line that ends with 0 where `main` returns nothing, and for bad input or without a GPU with 2
-    and one line that says so."""
+    """A command line that ends with 0 if `main` returns nothing, and with 2 and a one-line message for bad
+    input or without a GPU."""
 
     @functools.wraps(main)
     def run(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def command(main: Main) -> Callable[..., int]:
 
 
 def chosen(text: str, known: Sequence[str], option: str) -> list[str]:
-    """The names of a text such as ``a,b``. Raises TunegemmError for one that is not known."""
+    """The names in a text such as ``a,b``. Raises TunegemmError for an unknown name."""
     names = [name for name in text.split(",") if name] or [""]
     if unknown := [name for name in names if name not in known]:
         raise TunegemmError(f"--{option} {unknown[0]!r} is not known; use some of {','.join(known)}")
@@ -53,6 +53,6 @@ def chosen(text: str, known: Sequence[str], option: str) -> list[str]:
 
 
 def choose_names(options: argparse.Namespace, **known: Sequence[str]) -> None:
-    """Makes the `chosen` names of the text of each option of these names."""
+    """Replaces the text of each of these options by its `chosen` names."""
     for name, those in known.items():
         setattr(options, name, chosen(getattr(options, name), those, name))

@@ -1,11 +1,11 @@
-"""What of the listed kernels compiles for each architecture, as planned and without spills; without a GPU.
+"""Compiles listed kernels for each architecture and checks them for spills and planned memory; without a GPU.
 
     python -m benchmarks.compiled --kernels 12                    # of each family for each architecture
     python -m benchmarks.compiled --kernels 1000000 --families triton --architectures sm_80
 
-Draws so many kernels that the rules accept, the same each time, over problems of all dtypes and alignments,
-and compiles them for every architecture. Writes results/compiled.json: a row for each family, architecture
-and version of the compiler, which the next run replaces; of no kernels where rules came to refuse all.
+Draws so many kernels that the rules accept, the same ones each time, over problems of all dtypes and
+alignments, and compiles them for every architecture. Writes results/compiled.json: a row for each family,
+architecture and compiler version, which the next run replaces; a row has no kernels if the rules reject all.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tunegemm.testing.suite import accepted
 PORTABLE = ("triton", "triton_tma", "cute_sm80")
 #: One device of each architecture.
 DEVICES = {
-    one.short_name: find_device(next(name for name, part in PARTS.items() if part.capability == key))
-    for key, one in ARCHITECTURES.items()
+    architecture.short_name: find_device(next(name for name, part in PARTS.items() if part.capability == key))
+    for key, architecture in ARCHITECTURES.items()
 }
 _SHAPE = "4096x4096x4096"
 PROBLEMS = (
@@ -93,7 +93,7 @@ def compiled(pool: CompilePool, family: str, device: Device, count: int) -> dict
         resources, planned = result.artifact.resources, generator.smem_bytes(problem, kernel)
         if resources.spill_bytes or resources.warnings:
             wrong[f"{resources.spill_bytes} B spilled {' '.join(resources.warnings)}".strip()] += 1
-        # Blackwell's barriers are not counted, and nothing is copied ahead for its tensor memory.
+        # Blackwell's barriers are not counted, and its tensor memory needs no copies in advance.
         elif resources.smem_bytes != planned and not device.architecture.tcgen05:
             wrong[f"shared memory {resources.smem_bytes} B, planned {planned} B"] += 1
         elif resources.smem_bytes > device.architecture.smem_bytes_per_block:

@@ -1,10 +1,10 @@
-"""What `tunegemm shapes` gives for each public config in tests/data/model_configs.json.
+"""Lists the result of `tunegemm shapes` for each public config in tests/data/model_configs.json.
 
     python -m benchmarks.configs [vllm|sglang|transformers] > configs.csv
 
 One row per model: its published size in billions of parameters, and whether its config is read whole, in part
-or refused. Then the matrices, each with the number of layers that have it, and the layers that are left out,
-each with the reason. For a refused config the message. Needs no GPU.
+or rejected. Then the matrices, each with its number of layers, and the skipped layers, each with the reason.
+For a rejected config the message. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def rows(engine: str = "vllm") -> Iterator[dict[str, Any]]:
             path.write_text(json.dumps(model["config"]))
             row = {"model": name, "billions": model.get("billions"), "read": "refused", "matrices": ""}
             try:
-                found = shapes(read_model(str(path)), engine, rows=[16])
+                result = shapes(read_model(str(path)), engine, rows=[16])
             except WorkloadError as error:
                 yield row | {"left_out": str(error).replace(str(path), "config.json")}
                 continue
             yield row | {
-                "read": "in part" if found.refused else "whole",
-                "matrices": ", ".join(f"{count} x {matrix}" for matrix, count in found.layers.items()),
-                "left_out": "; ".join(f"{layer}: {reason}" for layer, reason in found.refused.items()),
+                "read": "in part" if result.refused else "whole",
+                "matrices": ", ".join(f"{count} x {matrix}" for matrix, count in result.layers.items()),
+                "left_out": "; ".join(f"{layer}: {reason}" for layer, reason in result.refused.items()),
             }
 
 

@@ -37,7 +37,7 @@ from tunegemm.store.schema import FASTEST
 OUT = RESULTS / "cpu" / "database.json"
 
 SHAPES, TOOLCHAINS, MEASURED = 5_000, 10, 10
-#: As many as a screen takes; every tenth row is of a final race.
+#: As many as in a screen; every tenth row belongs to a final race.
 _SCREEN_SAMPLES, _FINAL_SAMPLES = 7, 21
 
 
@@ -116,7 +116,7 @@ def _candidates() -> Iterator[dict[str, Any]]:
 def _measurements(
     chance: random.Random, shapes: int, fingerprints: int, measured: int, records: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Rows of the sizes that real ones have; fills the records on the way."""
+    """Rows of realistic sizes; also fills the records."""
     evidence = json.dumps(
         {"aa_ratio": 1.0021334, "interleaved": 32, "l2_bytes": 62914560, "operand_bytes": 402653184,
          "operand_sets": 4, "power_w_before": 512.331, "products_per_replay": 13, "rounds": 7, "seed": 0,
@@ -161,7 +161,7 @@ _POOL: dict[int, list[tuple[str, str, float]]] = {}
 
 
 def _samples(chance: random.Random, count: int) -> tuple[str, str, float]:
-    """One of a thousand pairs of sample lists as JSON, and its ratio: to draw each anew takes minutes."""
+    """One of a thousand pairs of sample lists as JSON, and its ratio; drawing all anew takes minutes."""
     if count not in _POOL:
         draws = []
         for _ in range(1000):
@@ -209,7 +209,7 @@ def scale(path: Path) -> list[dict[str, Any]]:
 
 
 def _median_s(call: Callable[[], Any]) -> dict[str, float]:
-    """Wall and CPU time of a call, seconds: where they differ the machine was busy with other things."""
+    """Wall and CPU time of a call, seconds; if they differ, the machine did other work."""
     walls, cpus = [], []
     for _ in range(5):
         wall, cpu = time.perf_counter(), time.process_time()
@@ -220,7 +220,7 @@ def _median_s(call: Callable[[], Any]) -> dict[str, float]:
 
 
 def meta() -> dict[str, Any]:
-    """How the figures come about."""
+    """How the figures were measured."""
     cpus = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
             if line.startswith("model name")]  # fmt: skip
     return {

@@ -1,4 +1,4 @@
-"""What a call costs the host, beside torch's own; what the first call and the import cost.
+"""Measures the host time of a call beside torch's own, and the cost of the first call and of the import.
 
     python -m benchmarks.dispatch                        # 128x128x64: the GPU never keeps the host waiting
     python -m benchmarks.dispatch --shape 64x512x256 --families cute_sm90,gluon_wgmma
@@ -35,7 +35,7 @@ from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
 
-#: Calls between two synchronisations: fewer than the launch queue takes, so that no call waits for the GPU.
+#: Calls between two synchronisations: fewer than the launch queue holds, so that no call waits for the GPU.
 CALLS = 100
 ROUNDS = 101
 METHOD = (
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
         place(Path(folder))
         tune(related(problem), device, options.families.split(","), options.trials)
-        # First, while nothing that a first call loads is mapped here: only then can it be cold.
+        # First, before this process maps the files of a first call: only then can it be cold.
         first_call = fresh_processes(problem, device, options.records)
         run(problem, device, options.rounds, results)
         results.summary |= first_call
@@ -97,7 +97,7 @@ def related(problem: Problem) -> list[Problem]:
 
 
 def tune(problems: list[Problem], device: Device, families: list[str], trials: int) -> None:
-    """Records for these problems; of generators alone, so that no tie goes to the library."""
+    """Tunes these problems with generators only, so that the library wins no tie."""
     from benchmarks.own_records import record_own
     from tunegemm.store import Database
     from tunegemm.tuning.tuner import Tuner
@@ -236,7 +236,7 @@ def calls(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
 
 
 def fall_backs(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]:
-    """As `calls`, of the problem with 8 more columns, of which nothing is recorded."""
+    """As `calls`, for the problem with 8 more columns, which has no record."""
     import warnings
 
     import torch

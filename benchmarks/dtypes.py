@@ -1,6 +1,6 @@
 """Every dtype beside torch's own call for it, one interleave per product.
 
-    python -m benchmarks.dtypes                            # tunes what is not recorded
+    python -m benchmarks.dtypes                            # tunes products without a record
     python -m benchmarks.dtypes --dtypes int8,tf32 --shapes 4096x4096x4096 --trials 24
 
 Writes results/GPU/dtypes.json after each product and adds to what is there, so that it can run in slices: per
@@ -32,9 +32,9 @@ SHAPES = (
     "64x4096x4096", "4096x28672x4096",
 )  # fmt: skip
 
-#: Input dtype, how sums are kept, epilogue. torch's calls: `torch.mm` for fp16 and, where it is allowed,
-#: tf32; `torch._scaled_mm` with two scales or one for each row and column, fast accumulation or not;
-#: `torch._int_mm`, and with scales, which make its output bf16, what a user writes behind it.
+#: Input dtype, accumulation, epilogue. torch's calls: `torch.mm` for fp16 and, where it is allowed, tf32;
+#: `torch._scaled_mm` with two scales or one for each row and column, with fast accumulation or without;
+#: `torch._int_mm`, and with scales, which make its output bf16, a user's operations after it.
 KINDS = {
     "fp16": ("fp16", "fast", ""),
     "fp8": ("fp8_e4m3", "fast", "scale_tensor"),

@@ -1,12 +1,12 @@
-"""Times layers of experts of transformers' models: `tunegemm.experts` beside transformers' own ways.
+"""Times layers of experts of transformers' models: `tunegemm.experts` beside transformers' own methods.
 
     python -m benchmarks.expert_layers              # all models and numbers of tokens: a minute
     python -m benchmarks.expert_layers --tokens 16  # some of them
     python -m benchmarks.expert_layers --vllm       # beside vLLM's Triton method, too, if vLLM is installed
 
-One layer of each model, random weights of its size, a router that chooses by chance. Needs transformers. A
-row has the time of a CUDA graph's replay (`us`), as servers decode, and of eager calls (`eager_us`), as a
-program that calls the model does. Writes results/GPU/expert_layers.json after each row.
+One layer of each model, with random weights of its size and a random router. Needs transformers. A row has
+the time of a CUDA graph's replay (`us`), as when servers decode, and of eager calls (`eager_us`), as in a
+program that calls the model. Writes results/GPU/expert_layers.json after each row.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def layer_of(name: str) -> torch.nn.Module:
         made: torch.nn.Module = getattr(importlib.import_module(f"transformers.models.{module}"), cls)(config)
     torch.set_default_dtype(torch.float32)
     for parameter in made.parameters():
-        for part in parameter:  # which transformers leaves as the memory was
+        for part in parameter:  # transformers leaves it uninitialised
             part.normal_(std=0.02)
     return made
 
@@ -88,12 +88,12 @@ def graph_of(run: Callable[[int], Any]) -> torch.cuda.CUDAGraph:
 
 
 def timed(run: Callable[[], Any], times: int) -> float:
-    """us of one."""
+    """Microseconds of one run."""
     return timed_ms(lambda: [run() for _ in range(times)]) * 1e3 / times
 
 
 def sampled(replay: Callable[[], Any], turn_ms: float) -> float:
-    """us of a replay: of three, or of as many as a turn takes, behind as many that do not count."""
+    """Microseconds of a replay: of three, or of as many as fill a turn, after as many untimed ones."""
     if not turn_ms:
         return timed(replay, 3)
     calls = max(1, round(turn_ms / (timed(replay, 1) / 1e3)))
@@ -113,7 +113,7 @@ def measure(name: str, layer: torch.nn.Module, tokens: int, rounds: int, vllm: A
     ways = ["grouped_mm", "tunegemm"] + (["batched_mm"] if tokens <= _MOST_BATCHED else [])
     if vllm is not None and not getattr(layer, "is_transposed", False):
         ways.append("vllm")
-        # As vLLM's router leaves them.
+        # In the form of vLLM's router.
         theirs_routes = [(weights.float(), index.int()) for index, weights in routes]
     results, graphs = {}, {}
     samples: dict[str, list[float]] = {way: [] for way in ways}
@@ -133,7 +133,7 @@ def measure(name: str, layer: torch.nn.Module, tokens: int, rounds: int, vllm: A
     for _ in range(rounds):
         for way in random.sample(ways, len(ways)):
             samples[way].append(sampled(graphs[way].replay, turn_ms / 2) / _DRAWS)
-            # The first call of some after other work is slower: what a program sees is the rest.
+            # The first calls after other work are slower: a program sees the speed of the others.
             timed(lambda way=way: run(way, 0), 2)  # type: ignore[misc]
             eager[way].append(timed(lambda way=way: run(way, 0), 10 if tokens < 256 else 3))  # type: ignore[misc]
     us, eager_us = ({w: statistics.median(t) for w, t in of.items()} for of in (samples, eager))
@@ -162,24 +162,24 @@ def run(options: argparse.Namespace) -> int:
         provide_grouped("routing")
         routing.routing = routing.Routing(served=kernels.ALL)
     results = Results(results_path(options.out, device, "expert_layers.json"), meta(device, METHOD))
-    found = []
+    result = []
     vllm = importlib.import_module(_VLLM).fused_experts if options.vllm else None
     made: dict[str, torch.nn.Module] = {}
     for name, tokens in within(options.seconds, [*product(options.models, map(int, options.tokens))]):
         if name not in made:
-            made = {name: layer_of(name)}  # in place of the one before
+            made = {name: layer_of(name)}  # replaces the previous one
         row = measure(name, made[name], tokens, options.rounds, vllm)
-        found.append(row)
+        result.append(row)
         results.put(row)
         print(
             f"{name} {tokens}: {row['ratio']:.3f} x {row['best_peer']}, eager {row['eager_ratio']:.3f}, "
             f"vLLM {row.get('vllm_ratio', '-')}; "
             f"{row['us']} {row['eager_us']}{'' if row['error'] < 0.02 else ' WRONG'}", flush=True
         )  # fmt: skip
-    if found:
-        ratios = [row["ratio"] for row in found]
+    if result:
+        ratios = [row["ratio"] for row in result]
         print(f"all: {geometric_mean(ratios):.3f} x the best way of transformers, least {min(ratios):.3f}")
-    return 0 if all(row["error"] < 0.02 for row in found) else 1
+    return 0 if all(row["error"] < 0.02 for row in result) else 1
 
 
 @command

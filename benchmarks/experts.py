@@ -11,12 +11,12 @@
     python -m benchmarks.experts --kinds along_k           # weights' gradients, served or not
     python -m benchmarks.experts --peers quack,vllm        # their kernels, too, if they are installed
 
-A skew is how a router divides the rows: *uniform*, *typical* (shares of a gamma distribution), *hot* (one
+A skew is a router's division of the rows: *uniform*, *typical* (shares of a gamma distribution), *hot* (one
 expert has most). Nothing is tuned. Writes results/GPU/experts.json after each row, so that it can run in
-slices: all layers take turns, each with other rows and another skew, so that `--seconds`, which kinds share
-evenly, ends it with as many of each. Weights' gradients, products of groups along k, go to
-experts_along_k.json. quack's kernel is its own for such products, untuned; vLLM's the Triton
-one as its tables say, for which the rows of each block are found before. With `--kernels` it writes
+slices: layers alternate, each with other rows and another skew, so that `--seconds`, which kinds share
+evenly, leaves as many rows of each. Weights' gradients, products of groups along k, go to
+experts_along_k.json. quack's kernel is its untuned default for such products; vLLM's is the Triton kernel
+from its tables, for which the rows of each block are sorted in advance. With `--kernels` it writes
 experts_kernels.json, from which `fit.expert_choices` draws.
 """
 
@@ -78,7 +78,7 @@ MODELS = {
     "glm-4.5-air": (128, 4096, 1408, 8),
     "glm-4.5-ep8": (20, 5120, 1536, 1),
 }
-#: The same of models that stay out of the choices of db/grouped.toml, to show what these are worth.
+#: The same for models that the choices of db/grouped.toml exclude, to show how well these generalise.
 UNLISTED_MODELS = {
     "mixtral-8x22b": (8, 6144, 16384, 2),
     "olmoe": (64, 2048, 1024, 8),
@@ -102,10 +102,10 @@ ANCHOR = tuple(LAYERS)[:6]
 ROWS = ("1", "8", "16", "64", "208", "256", "512", "1024", "4096", "16384", "32768")
 SKEWS = ("uniform", "typical", "hot")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, FP8: torch.float8_e4m3fn}
-#: What of the datasheet's bandwidth copies reach, B/s, and what dense products keep up, flop/s.
+#: The bandwidth that copies reach, B/s, and the rate that dense products sustain, flop/s.
 _BANDWIDTH = {"H100": 3.0e12, "H200": 4.3e12}
 _FLOPS = 720e12
-#: Peers that have to be installed, and all beside torch's grouped product: some rows do without.
+#: Peers that need to be installed, and all peers beside torch's grouped product: some rows leave them out.
 PEERS = {"quack": "quack-kernels", "vllm": "vllm"}
 _OPTIONAL = ("loop", *PEERS)
 _VLLM = "vllm.model_executor.layers.fused_moe.fused_moe"
@@ -113,15 +113,15 @@ _STEADY_ROWS = 4096
 _TURN_MS, _RACE_TURN_MS = 120.0, 30.0
 _SHORT_MS = 1.5
 _MOST_DIVISIONS = 24
-#: Relative to fp32: what rounding to bf16 leaves.
+#: Relative to fp32: the error of rounding to bf16.
 _ERROR = 4e-3
 
 
 def is_raced(config: GroupedConfig, rows: int, groups: int) -> bool:
-    """Whether a kernel may be the best one for so many rows."""
+    """Whether a kernel may be the best for so many rows."""
     if isinstance(config, PartedConfig):  # each of its tiles reads weights again
         return rows <= 4 * config.tile_n
-    if isinstance(config, DrawnConfig):  # few tiles are not drawn: each block has one or two
+    if isinstance(config, DrawnConfig):  # drawing does not help few tiles: each block has one or two
         return rows >= _STEADY_ROWS
     return config.tile_n >= 64 or (rows < _STEADY_ROWS and rows / groups < 4 * 64)
 
@@ -174,7 +174,7 @@ class Case:
     def make(
         cls, weights: torch.Tensor, rows: int, skew: str, least_bytes: int, kind: str, name: str
     ) -> Case:
-        """As many divisions as together read so many bytes of weights."""
+        """Enough divisions to read that many bytes of weights together."""
         count, n, k = weights.shape
         divisions: list[list[int]] = []
         used = 0
@@ -193,7 +193,7 @@ class Case:
         return torch.nn.functional.silu(gate) * up
 
     def sides(self, *, each_kernel: bool = False, peers: Sequence[str] = ()) -> dict[str, Side]:
-        """What is timed, by name; each takes the number of a division."""
+        """The timed sides, by name; each takes the number of a division."""
         a, weights = self.a, self.weights
         b = weights.mT
         is_fp8, (scale_a, scale_b) = self.kind == "fp8", self.scales
@@ -226,28 +226,28 @@ class Case:
             result = grouped.groups(a, b, ends[number], None, self.gate)
             return self.gated(tunegemm.grouped_mm(a, b, offs=ends[number])) if result is None else result
 
-        found: dict[str, Side] = {
+        results: dict[str, Side] = {
             "torch": torchs,
             "torch again": lambda i: torchs(i),
             "tunegemm": ours,
             "loop": loop,
         }
         if "vllm" in peers and not is_fp8:
-            found["vllm"] = self.vllms(out)
+            results["vllm"] = self.vllms(out)
         if "quack" in peers and not is_fp8:
             from quack.gemm_interface import gemm
 
             starts = [torch.nn.functional.pad(each, (1, 0)) for each in ends]
 
             def quacks(number: int) -> torch.Tensor:
-                # Its own kernel for such products: to tune each takes it up to a minute.
+                # Its default kernel for such products: tuning each would take up to a minute.
                 return self.gated(gemm(a, b, out=out, cu_seqlens_m=starts[number], tuned=False))
 
-            found["quack"] = quacks
+            results["quack"] = quacks
         if each_kernel:
             blocks = torch.cuda.get_device_properties(a.device).multi_processor_count
             provided = provide_grouped(self.kind, every=True)
-            given = {"bias": scale_b, "scales": scale_a} if is_fp8 else {}
+            arguments = {"bias": scale_b, "scales": scale_a} if is_fp8 else {}
             for config in configs(self.kind).values():
                 maker = maker_of(config)
                 artifact = provided.of(maker.kernel_key(config))
@@ -257,15 +257,15 @@ class Case:
                 for launch in launches(config, a.shape[0]):
 
                     def run(i: int, kernel: Any = kernel, launch: Any = launch) -> torch.Tensor:
-                        kernel.launch(a, weights, gated_out, ends[i], blocks=blocks, **launch, **given)
+                        kernel.launch(a, weights, gated_out, ends[i], blocks=blocks, **launch, **arguments)
                         return gated_out
 
                     how = " ".join(f"{name[0]}{value}" for name, value in launch.items())
-                    found[f"{config.label} {how}"] = run
-        return found
+                    results[f"{config.label} {how}"] = run
+        return results
 
     def vllms(self, out: torch.Tensor) -> Side:
-        """vLLM's Triton kernel as its tables, or without one its defaults, say for the layer."""
+        """vLLM's Triton kernel with the settings of its tables, or else its defaults, for the layer."""
         theirs = importlib.import_module(_VLLM)
         count, n, k = self.weights.shape
         model, _, part = self.name.rpartition("-")
@@ -306,17 +306,17 @@ class Case:
         return float((result.float() - reference).norm() / reference.norm())
 
     def facts(self, gpu: str) -> dict[str, Any]:
-        """What a row says of the product, and the label of the kernel that the table chooses."""
+        """The product's fields of a row, and the label of the kernel that the table chooses."""
         count, n, k = self.weights.shape
         major = "n" if self.kind == "n_major" else "k"
         dtype = next(name for name, each in _DTYPES.items() if each is self.a.dtype)
         words: dict[str, Any] = {"gpu": gpu, "dtype": dtype, "gate": self.gate, "major": major}
-        found = choose(count, n, k, len(self.a), **words, every=True)
-        layout, label = "tn" if major == "k" else "nn", found.label if found else "torch"
+        result = choose(count, n, k, len(self.a), **words, every=True)
+        layout, label = "tn" if major == "k" else "nn", result.label if result else "torch"
         return {"dtype": dtype, "epilogue": self.gate, "layout": layout, "kernel": label}
 
     def bound_us(self, device: Device) -> float:
-        """The larger of the times of bytes and flops, in the mean over divisions."""
+        """The larger of the times of bytes and flops, as the mean over divisions."""
         n, k = self.weights.shape[1:]
         rows = self.a.shape[0]
         used = statistics.mean(sum(size > 0 for size in sizes) for sizes in self.divisions)
@@ -332,7 +332,7 @@ class AlongKCase(Case):
     """
 
     def sides(self, *, each_kernel: bool = False, peers: Sequence[str] = ()) -> dict[str, Side]:
-        """What is timed, by name; each takes the number of a division."""
+        """The timed sides, by name; each takes the number of a division."""
         a, out = self.a, self.weights
         grad = torch.randn(len(a), out.shape[1], device=a.device, dtype=a.dtype)
         self.grad = grad
@@ -348,7 +348,7 @@ class AlongKCase(Case):
                 first += size
             return out
 
-        found: dict[str, Side] = {
+        result: dict[str, Side] = {
             "torch": lambda i: torch._grouped_mm(grad.t(), a, offs=ends[i]),
             "torch again": lambda i: torch._grouped_mm(grad.t(), a, offs=ends[i]),
             "tunegemm": lambda i: tunegemm.grouped_mm(grad.t(), a, offs=ends[i]),
@@ -368,8 +368,8 @@ class AlongKCase(Case):
                         kernel.launch(grad, a, out, ends[i], blocks=blocks, swizzle_size=width)
                         return out
 
-                    found[f"{config.label} s{width}"] = run
-        return found
+                    result[f"{config.label} s{width}"] = run
+        return result
 
     def error(self, result: torch.Tensor) -> float:
         """Of the first division, to fp32: of the worst group."""
@@ -383,10 +383,10 @@ class AlongKCase(Case):
         return worst
 
     def facts(self, gpu: str) -> dict[str, Any]:
-        """What a row says of the product, and the label of the kernel that the table chooses."""
+        """The product's fields of a row, and the label of the kernel that the table chooses."""
         count, n, k = self.weights.shape
-        found = choose_along_k(count, n, k, len(self.a), gpu=gpu, every=True)
-        label = found.config.label if found else "torch"
+        result = choose_along_k(count, n, k, len(self.a), gpu=gpu, every=True)
+        label = result.config.label if result else "torch"
         return {"dtype": "bf16", "grouping": "k", "epilogue": "", "layout": "nt", "kernel": label}
 
     def bound_us(self, device: Device) -> float:
@@ -398,22 +398,24 @@ class AlongKCase(Case):
 
 
 def captured(sides: dict[str, Side], divisions: int) -> dict[str, Graph]:
-    """Each side; peers that cannot compute this, as cuBLAS some numbers of fp8 rows, are left out."""
-    found = {}
+    """Each side as a graph; peers that cannot compute this are left out, as cuBLAS for some numbers of fp8
+    rows.
+    """
+    result = {}
     for name, side in sides.items():
-        why = "no graph holds it"
+        why = "it cannot be captured"
         try:
             graph = Graph.capture(side, divisions, short_ms=_SHORT_MS, most=400, may_wait=True)
-        except Exception as error:  # whatever a peer raises
+        except Exception as error:  # a peer may raise anything
             if name not in _OPTIONAL:
                 raise
             why = one_line(error)
         else:
             if graph.is_captured or name not in _OPTIONAL:
-                found[name] = graph
+                result[name] = graph
                 continue
         print(f"without {name}: {why}", flush=True)
-    return found
+    return result
 
 
 def measure(case: Case, skew: str, device: Device, options: argparse.Namespace) -> dict[str, Any]:
@@ -421,7 +423,7 @@ def measure(case: Case, skew: str, device: Device, options: argparse.Namespace) 
     each_kernel, rounds = options.kernels, options.rounds
     sides = case.sides(each_kernel=each_kernel, peers=options.peers)
     error = case.error(sides["tunegemm"](0))
-    # Tensor cores add up fp8 in fewer bits than fp32 has, torch's as ours.
+    # Tensor cores add fp8 products with fewer bits than fp32, for torch's kernel and for ours.
     right = error < _ERROR or (case.kind == "fp8" and error < 1.2 * case.error(sides["torch"](0)))
     graphs = captured(sides, len(case.divisions))
     rows = case.a.shape[0]
@@ -453,15 +455,15 @@ def measure(case: Case, skew: str, device: Device, options: argparse.Namespace) 
 
 
 def drawn(count: int, seed: int = 0) -> dict[str, tuple[int, int, int]]:
-    """Layers that are in no list: as many, of up to 4 GiB, the same at each call with a seed."""
+    """So many layers that are in no list, of up to 4 GiB, the same at each call with a seed."""
     chance = random.Random(seed)
-    found: dict[str, tuple[int, int, int]] = {}
-    while len(found) < count:
+    result: dict[str, tuple[int, int, int]] = {}
+    while len(result) < count:
         groups = chance.choice((4, 6, 12, 16, 24, 40, 48, 64, 72, 96, 160, 192, 256))
         n, k = (64 * round(2 ** chance.uniform(2.5, 8)) for _ in range(2))
         if groups * n * k < 1 << 31 and (groups, n, k) not in (LAYERS | UNLISTED).values():
-            found[f"drawn-{groups}x{n}x{k}-up"] = groups, n, k
-    return found
+            result[f"drawn-{groups}x{n}x{k}-up"] = groups, n, k
+    return result
 
 
 def order(layers: Sequence[str], rows: Sequence[str], skews: Sequence[str]) -> Iterator[tuple[str, int, str]]:
@@ -513,18 +515,18 @@ def run(options: argparse.Namespace) -> int:
     if "along_k" in options.kinds:
         name = "experts_along_k.json"
     results = Results(results_path(options.out, device, name), meta(device, METHOD))
-    begun, found = time.monotonic(), []
+    begun, result = time.monotonic(), []
     for number, kind in enumerate(options.kinds):
         until = options.seconds * (number + 1) / len(options.kinds)
         for case, skew in cases(kind, options, device):
             if options.seconds and time.monotonic() - begun > until:
                 print(f"{kind}: stopped after {until} s", flush=True)
                 break
-            found.append(measure(case, skew, device, options))
-            results.put(found[-1])
-            print(_brief(found[-1]), flush=True)
-    print(*_summary(found), sep="\n")
-    return 0 if all(row["right"] for row in found) else 1
+            result.append(measure(case, skew, device, options))
+            results.put(result[-1])
+            print(_brief(result[-1]), flush=True)
+    print(*_summary(result), sep="\n")
+    return 0 if all(row["right"] for row in result) else 1
 
 
 def _brief(row: dict[str, Any]) -> str:
@@ -540,9 +542,9 @@ def _brief(row: dict[str, Any]) -> str:
     return text if row["right"] else f"{text} WRONG"
 
 
-def _summary(found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    for kind in dict.fromkeys((row["dtype"], row["layout"], row["epilogue"]) for row in found):
-        own = [row for row in found if (row["dtype"], row["layout"], row["epilogue"]) == kind]
+def _summary(measured: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for kind in dict.fromkeys((row["dtype"], row["layout"], row["epilogue"]) for row in measured):
+        own = [row for row in measured if (row["dtype"], row["layout"], row["epilogue"]) == kind]
         for rows in sorted({row["rows"] for row in own}):
             for skew in SKEWS:
                 some = [row for row in own if (row["rows"], row["skew"]) == (rows, skew)]

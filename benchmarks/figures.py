@@ -1,4 +1,4 @@
-"""How the benchmarks' figures are drawn: one style, and files that are the same for the same rows."""
+"""Draws the benchmarks' figures in one style, as files that depend on the rows only."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def products(rows: Rows) -> Figure:
 
     from benchmarks.tables.reading import ratios, shape_of
 
-    found = sorted(((shape_of(row), ratios(row)) for row in rows), key=lambda item: item[1]["tunegemm"])
-    figure = Figure((7.6, 0.2 * len(found) + 1.5))
+    result = sorted(((shape_of(row), ratios(row)) for row in rows), key=lambda item: item[1]["tunegemm"])
+    figure = Figure((7.6, 0.2 * len(result) + 1.5))
     axes = figure.add_axes((0.21, 0.08, 0.75, 0.82))
-    places = range(len(found))
-    ours = [one["tunegemm"] for _, one in found]
-    library = [one.get("cublaslt", float("nan")) for _, one in found]
+    places = range(len(result))
+    ours = [item["tunegemm"] for _, item in result]
+    library = [item.get("cublaslt", float("nan")) for _, item in result]
     axes.axvline(1, color=INK, lw=1)
     axes.hlines(places, library, ours, color=LINE, lw=2)
     axes.plot(library, places, "D", color="#b98900", ms=4, label="best of cuBLASLt")
     axes.plot(ours, places, "o", color=FASTER, ms=5.5, label="tunegemm")
-    axes.set_yticks(list(places), [shape for shape, _ in found], fontsize=8)
-    axes.set(xlabel="speed relative to torch.mm", ylim=(-0.7, len(found) - 0.3))
+    axes.set_yticks(list(places), [shape for shape, _ in result], fontsize=8)
+    axes.set(xlabel="speed relative to torch.mm", ylim=(-0.7, len(result) - 0.3))
     axes.grid(axis="x")
     axes.legend(frameon=False, loc="lower right", fontsize=9)
     figure.text(0.02, 0.965, "bf16 products, M x N x K, NVIDIA H200", weight="bold", fontsize=12, va="center")
@@ -66,18 +66,18 @@ def products(rows: Rows) -> Figure:
 
 
 def first_uses(rows: Rows) -> Figure:
-    """What was expected of products that were served by prediction, and what they got (first_use.json)."""
+    """Predicted and measured gains of products served by prediction (first_use.json)."""
     from matplotlib.figure import Figure
 
     figure = Figure((7.6, 5.2))
     axes = figure.add_axes((0.1, 0.11, 0.86, 0.76))
-    found = [row for row in rows if row["expected"]]
+    results = [row for row in rows if row["expected"]]
     low, high = 0.75, 1.6
     axes.plot((low, high), (low, high), color=LINE, lw=2)
     axes.axhline(1, color=INK, lw=1)
     axes.plot(
-        [row["expected"] for row in found], [row["ratio"] for row in found], "o", color=FASTER, ms=3.5,
-        alpha=0.6, mew=0, label=f"served: {len(found)}",
+        [row["expected"] for row in results], [row["ratio"] for row in results], "o", color=FASTER, ms=3.5,
+        alpha=0.6, mew=0, label=f"served: {len(results)}",
     )  # fmt: skip
     axes.set(
         xlim=(low, high),

@@ -1,10 +1,10 @@
-"""What `import tunegemm` and its first product cost, in processes of their own.
+"""Measures the cost of `import tunegemm` and of its first product, in separate processes.
 
 A part of `benchmarks.dispatch`.
 
-Each process has torch imported, CUDA started and one `torch.mm` done before the clock starts. Modules are
-compiled to bytecode beforehand, as an installer leaves them. *Cold* is with the files that it reads dropped
-from the page cache, as far as no other process has them open; `read_mb` says what then came from the disk.
+Each process imports torch, starts CUDA and runs one `torch.mm` before the clock starts. Modules are compiled
+to bytecode beforehand, as by an installer. *Cold* drops the files that it reads from the page cache, unless
+another process has them open; `read_mb` counts the bytes then read from the disk.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ import tunegemm
 print(json.dumps({"import_ms": 1e3 * (time.perf_counter() - start)}))
 """
 
-#: Prints milliseconds of each part; then whether a tuned kernel was launched, what was read from the disk,
-#: and the files that the process had open or loaded since torch was imported.
+#: Prints milliseconds of each part; then whether a tuned kernel was launched, the bytes read from the disk,
+#: and the files that the process opened or loaded since it imported torch.
 _FIRST_CALL = """
 import json, os, sys, time, torch
 m, n, k, spec = *map(int, sys.argv[1:4]), sys.argv[4]
@@ -108,7 +108,7 @@ print(json.dumps({"bytes": tracemalloc.get_traced_memory()[0], "records": len(sn
 
 
 def fresh_processes(problem: Problem, device: Device, records: int = RECORDS) -> dict[str, Any]:
-    """Medians of `PROCESSES` processes each; with the records that are there, then with `records` more."""
+    """Medians of `PROCESSES` processes each; with the existing records, then with `records` more."""
     extents = (str(problem.m), str(problem.n), str(problem.k), device.spec)
     _python(_FIRST_CALL, *extents)  # compiles the bytecode
     imports = [_python(_IMPORT) for _ in range(PROCESSES)]
@@ -145,7 +145,7 @@ def add_records(count: int) -> None:
 
 
 def drop_from_page_cache(files: list[str]) -> None:
-    """As far as the kernel does it for one who is not root: not for pages that a process has mapped."""
+    """Drops files as far as the kernel allows without root: not pages that a process has mapped."""
     for file in files:
         with suppress(OSError), Path(file).open("rb") as stream:
             os.fsync(stream.fileno())
@@ -160,7 +160,7 @@ def _medians(samples: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _python(code: str, *arguments: str) -> dict[str, Any]:
-    """The object that a program prints on its last line; Python may keep bytecode, as it does by default."""
+    """The object that a program prints on its last line; Python may write bytecode, as by default."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

@@ -1,17 +1,18 @@
-"""What a user has who installed the package and tuned nothing: `tunegemm.matmul` beside torch.mm.
+"""Measures the experience of a user who installed the package and tuned nothing: `tunegemm.matmul` beside
+torch.mm.
 
-    python -m benchmarks.first_use                       # the shipped products, and as many that nobody tuned
+    python -m benchmarks.first_use                       # the shipped products, and as many untuned ones
     python -m benchmarks.first_use --unseen 300 --seed 1
-    python -m benchmarks.first_use --unseen 300 --seed 1 --listed 0 --skip 113     # went so far before
+    python -m benchmarks.first_use --unseen 300 --seed 1 --listed 0 --skip 113     # continues an earlier run
     python -m benchmarks.first_use --kinds fp16,fp8,gelu,swiglu --unseen 40 --most-rows 256 --within 300
 
 *Listed* products are bf16 ones with a shipped record of this GPU; *unseen* ones are drawn by seed: N and K
 from dimensions of published models or random multiples of 8, M log-uniform from 1 to 16384. Nothing is tuned
-and nothing compiled: databases and kernels of the user's are left out. Writes results/GPU/first_use.json: a
-row `{m, n, k, listed, served, ratio, predicted, expected}` each, with `first_ms`, what the first call took.
-With `--kinds` so many unseen products of each are beside what a user of torch would write for them, operation
-by operation, in results/GPU/first_use_kinds.json: a product of each kind, then the next one of each, so that
-`--within` leaves as many of all.
+and compiled: the user's databases and kernels are ignored. Writes results/GPU/first_use.json: a row
+`{m, n, k, listed, served, ratio, predicted, expected}` each, with `first_ms`, the time of the first call.
+With `--kinds`, compares so many unseen products of each kind with the operations that a user of torch would
+write for them, in results/GPU/first_use_kinds.json: one product of each kind, then the next one of each, so
+that `--within` leaves as many of all.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ KINDS = {
 }
 TURN_MS = 160.0
 MOST_ROWS = 16384
-#: Timed again, so often, where two captures of torch.mm differ by more: the clocks moved meanwhile. One of
-#: 300 products was at 0.93 of itself, with a noise of 0.11.
+#: Repeats a timing, so often, if two captures of torch.mm differ by more: the clocks changed meanwhile. One
+#: of 300 products was at 0.93 of itself, with a noise of 0.11.
 NOISE, ATTEMPTS = 0.02, 3
 #: Hidden sizes, projections and vocabularies of published models; none is a width of db/products.toml.
 DIMENSIONS = (
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(device: Device, options: argparse.Namespace) -> None:
-    """Times all products, writes the row of each at once and prints a line of each kind."""
+    """Times all products, writes each row immediately and prints a line for each kind."""
     from tunegemm.measure.backend import CudaBackend
 
     method = METHOD.format(rounds=options.rounds, turns=options.turns)
@@ -134,9 +135,9 @@ def shipped(device: Device) -> list[Problem]:
     """The bf16 products of one matrix each that have a shipped record of this GPU."""
     from tunegemm.store.shipped import read_shipped
 
-    records = [one for one in read_shipped()[0] if one.fingerprint.device_name == device.name]
-    found = {one.problem for one in records if one.problem == Problem.parse(one.problem.shape)}
-    return sorted(found)
+    records = [record for record in read_shipped()[0] if record.fingerprint.device_name == device.name]
+    results = {record.problem for record in records if record.problem == Problem.parse(record.problem.shape)}
+    return sorted(results)
 
 
 def some(problems: list[Problem], count: int, seed: int) -> list[Problem]:
@@ -145,13 +146,13 @@ def some(problems: list[Problem], count: int, seed: int) -> list[Problem]:
 
 
 def _of_kind(problem: Problem, name: str) -> Problem:
-    """As torch takes it: rows of fp8 operands are multiples of 16 bytes."""
+    """In torch's form: rows of fp8 operands are multiples of 16 bytes."""
     n, k = (-(-extent // 16) * 16 for extent in (problem.n, problem.k))
     return of_kind(f"{problem.m}x{n}x{k}", name, KINDS)
 
 
 def drawn(count: int, seed: int, most_rows: int = MOST_ROWS) -> list[Problem]:
-    """Products that nobody tuned."""
+    """Untuned products."""
     chance = random.Random(seed)
 
     def extent() -> int:
@@ -191,14 +192,16 @@ def measure(
         return result if problem.epilogue else None
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TunegemmWarning)  # of every product that falls back: the row says it
+        warnings.simplefilter(
+            "ignore", TunegemmWarning
+        )  # for every product that falls back; the row records it
         for attempt in range(ATTEMPTS):
-            found = interleave(
+            results = interleave(
                 problem, {"torch": torch_mm(problem), "tunegemm": ours}, backend, l2_bytes=device.l2_bytes,
                 rounds=options.rounds, turns=options.turns, turn_ms=TURN_MS if served else 0.0, settle_s=0.3,
-                seed=attempt + (crc32(problem.shape.encode()) >> 8),  # an order of rounds of its own
+                seed=attempt + (crc32(problem.shape.encode()) >> 8),  # a different order of rounds
             )  # fmt: skip
-            if found.noise <= NOISE:
+            if results.noise <= NOISE:
                 break
     backend.release()
     return problem_fields(problem) | {
@@ -208,11 +211,11 @@ def measure(
         "predicted": selection.outcome in ("predicted", "near"),
         "expected": round(selection.predictions[0].expected, 4) if selection.predictions else None,
         "why": why,
-        "torch_us": round(found.timings["torch"].median_us, 3),
-        "tunegemm_us": round(found.timings["tunegemm"].median_us, 3),
-        "ratio": round(found.timings["tunegemm"].ratio_to(found.timings["torch"]), 4),
-        "noise": round(found.noise, 5),
-        "turn_ms": found.turn_ms,
+        "torch_us": round(results.timings["torch"].median_us, 3),
+        "tunegemm_us": round(results.timings["tunegemm"].median_us, 3),
+        "ratio": round(results.timings["tunegemm"].ratio_to(results.timings["torch"]), 4),
+        "noise": round(results.noise, 5),
+        "turn_ms": results.turn_ms,
         "first_ms": round(first[0], 1),
     }
 

@@ -1,9 +1,9 @@
 """A Triton product whose bits do not depend on the batch: one tile for every M, k in one piece.
 
-The method is that of the package batch_invariant_ops (Thinking Machines), and so are the tiles of bf16 and
-fp16: a persistent kernel of 8 warps with 3 stages, whose operands come by pointers. The package has nothing
-for fp8, whose tiles have as many bytes along k here. A bias and scales of rows and columns are applied to the
-sums; what else follows a product is torch's operation.
+The method is that of the package batch_invariant_ops (Thinking Machines), and so are the tiles for bf16 and
+fp16: a persistent kernel of 8 warps with 3 stages, whose operands come by pointers. The package does not
+support fp8; the fp8 tiles here have as many bytes along k. The kernel applies a bias and scales of rows and
+columns to the sums; torch's operations apply all other steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tunegemm.measure.operands import torch_dtype
 #: Tile m, n and k.
 TILES = {"bf16": (128, 128, 64), "fp16": (128, 256, 64), "fp8_e4m3": (128, 128, 128)}
 GROUP, STAGES, WARPS = 8, 3, 8
-#: Steps of an epilogue that the kernel takes.
+#: Steps of an epilogue that the kernel applies.
 INSIDE = ("bias_n", "scale_rowwise")
 
 
@@ -92,8 +92,8 @@ def of(problem: Problem) -> Callable[..., torch.Tensor]:
             a, b, out, first, second, m, n, k, a.stride(0), b.stride(1), n, inside, tile_m, tile_n, tile_k,
             GROUP, num_stages=STAGES, num_warps=WARPS,
         )  # fmt: skip
-        given = dict(zip(names, operands, strict=True))
-        return reduce(lambda value, step: step(value, given, None), rest, out)
+        values = dict(zip(names, operands, strict=True))
+        return reduce(lambda value, step: step(value, values, None), rest, out)
 
     return call
 

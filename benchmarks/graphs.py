@@ -14,7 +14,7 @@ import torch
 from tunegemm.describe.device import Device, find_device
 
 Side = Callable[[int], Any]
-"""What is timed; takes the number of a set of operands."""
+"""A timed side; takes the number of a set of operands."""
 _T = TypeVar("_T")
 
 
@@ -28,10 +28,10 @@ class Graph:
 
     @classmethod
     def capture(cls, side: Side, sets: int, *, short_ms: float, most: int, may_wait: bool = False) -> Graph:
-        """A graph of some `short_ms`, of at most so many calls.
+        """A graph of some `short_ms`, with at most so many calls.
 
-        may_wait: whether a side that no graph holds is timed as it is called. Raises RuntimeError for a side
-        that does not compute this.
+        may_wait: whether to time a side without a graph if it cannot be captured. Raises RuntimeError for a
+        side that does not support the product.
         """
 
         def all_of(again: int) -> None:
@@ -46,7 +46,7 @@ class Graph:
         try:
             with torch.cuda.graph(graph):
                 all_of(again)
-        except RuntimeError:  # torch's grouped product of fp16 asks the device for the sizes
+        except RuntimeError:  # torch's grouped product of fp16 reads the sizes from the device
             if not may_wait:
                 raise
             torch.cuda.synchronize()
@@ -55,7 +55,7 @@ class Graph:
         return cls(graph.replay, again * sets)
 
     def us(self, turn_ms: float) -> float:
-        """us a call: of one replay, or of the second half of a turn."""
+        """Microseconds per call: of one replay, or of the second half of a turn."""
         replays = 1
         if turn_ms:
             replays = max(1, math.ceil(turn_ms / 2 / timed_ms(self.replay)))
@@ -70,7 +70,7 @@ class Graph:
 
 
 def timed_ms(run: Callable[[], Any]) -> float:
-    """What the GPU takes for it."""
+    """Its time on the GPU."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()
@@ -91,7 +91,7 @@ def in_rounds(
 
 
 def begin(spec: str) -> Device:
-    """Makes a GPU torch's current one, and draws from now on the same each time."""
+    """Makes a GPU torch's current device, and seeds torch so that each run draws the same numbers."""
     device = find_device(spec)
     torch.cuda.set_device(device.index)
     torch.manual_seed(0)
@@ -100,7 +100,7 @@ def begin(spec: str) -> Device:
 
 
 def within(seconds: float, cases: Sequence[_T]) -> Iterator[_T]:
-    """The cases that begin before so many seconds are over, or all for 0; says how many are left."""
+    """The cases that begin within so many seconds, or all for 0; prints how many are left."""
     begun = time.monotonic()
     for number, case in enumerate(cases):
         if seconds and time.monotonic() - begun > seconds:

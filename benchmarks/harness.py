@@ -24,12 +24,12 @@ from tunegemm.measure.statistics import aa_noise
 
 Step = Callable[[], torch.Tensor]
 
-#: By default a sample is made of as many steps as take so long, and so are those before it that are not
-#: timed: a chip at its power cap takes some 60 ms to find a new work's clocks (docs/decisions/0012).
+#: By default a sample has as many steps as fill this time, and so have the untimed steps before it: a chip at
+#: its power cap takes some 60 ms to settle at the clocks of new work (docs/decisions/0012).
 SAMPLE_MS = 100.0
 #: Name of torch's second timing in a round, for the noise.
 AGAIN = "again"
-#: A result may be this much further from fp32 than torch's own.
+#: A result may be this much further from fp32 than torch's result.
 _TOLERANCE = 1.25
 
 
@@ -64,7 +64,7 @@ def twin(model: Any) -> Any:
 
 
 def clear(place: torch.device) -> None:
-    """The memory and the code of a model that is over, also of one that failed."""
+    """Frees the memory and the code of a finished or failed model."""
     torch.compiler.reset()
     gc.collect()
     if place.type == "cuda":
@@ -88,7 +88,7 @@ def captured(step: Step) -> Replay:
 
 @dataclass
 class Replay:
-    """A captured step. The graph reads what the step holds, such as its tokens, where they were."""
+    """A captured step. The graph reads the step's data, such as its tokens, at their original addresses."""
 
     graph: Any
     result: torch.Tensor
@@ -100,7 +100,7 @@ class Replay:
 
 
 class Compiled:
-    """A compiled model whose parts are found as those of the model it was made of."""
+    """A compiled model whose parts have the same names as those of the original model."""
 
     def __init__(self, model: Any, compiled: Callable[..., Any]) -> None:
         self._model, self._compiled = model, compiled
@@ -133,7 +133,7 @@ def interleave(
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """This thread stays on one core, and garbage where it is."""
+    """Keeps this thread on one core, and stops garbage collection."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cores)})
     gc.collect()
@@ -155,14 +155,14 @@ def _time_us(step: Step, calls: int) -> float:
 
 
 def ratio_of(others: Sequence[float], ours: Sequence[float]) -> float:
-    """How many times as fast ours are: the median over rounds."""
+    """The speed-up over the others: the median over rounds."""
     return round(statistics.median(other / our for other, our in zip(others, ours, strict=True)), 4)
 
 
 def compared(
     torchs: Sequence[float], again: Sequence[float], ours: Sequence[float], **others: Sequence[float]
 ) -> dict[str, Any]:
-    """A row's times, of samples in us, one a round. others: of further libraries, by their names."""
+    """A row's times, from samples in us, one per round. others: samples of further libraries, by name."""
     return {
         "torch_ms": round(statistics.median(torchs) / 1e3, 4),
         "ratio": ratio_of(torchs, ours),
@@ -173,17 +173,17 @@ def compared(
 
 
 def error_of(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative to what fp32 gives."""
+    """The error relative to the result of fp32."""
     return ((result.float() - expected).norm() / expected.norm()).item()
 
 
 def quality(torchs: float, ours: float) -> dict[str, Any]:
-    """What a row says of errors."""
+    """A row's errors, and whether ours is small enough."""
     return {"torch_error": torchs, "tunegemm_error": ours, "right": ours <= max(_TOLERANCE * torchs, 1e-6)}
 
 
 def line(name: str, row: Mapping[str, Any], *more: str) -> str:
-    """A row in one line. more: what else it says of the row."""
+    """A row in one line. more: further facts of the row."""
     words = [*more]
     if "ratio" in row:
         torch_ms = row["torch_ms"] if "torch_ms" in row else row["torch_us"] / 1e3
@@ -195,7 +195,7 @@ def line(name: str, row: Mapping[str, Any], *more: str) -> str:
 
 
 def put(results: Results | None, rows: Sequence[dict[str, Any]], brief: Callable[[Any], str]) -> int:
-    """Writes rows, if there is a file, and prints them; how many are wrong."""
+    """Writes rows, if there is a file, and prints them; returns the number of wrong ones."""
     if results is not None and rows:
         results.put(*rows)
     for row in rows:

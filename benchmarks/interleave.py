@@ -34,7 +34,7 @@ from tunegemm.measure.race import Runner, SteadyState, race
 from tunegemm.measure.settings import RaceSettings
 from tunegemm.measure.statistics import aa_noise
 
-#: Takes what a launcher takes and computes the product into out, or returns a tensor of its own with it.
+#: Takes a launcher's arguments and computes the product into out, or returns a new tensor with it.
 Run = Callable[..., Any]
 
 METHOD = (
@@ -47,9 +47,9 @@ METHOD = (
     "first set"
 )
 
-#: A chip that meets its power cap first lowers its clocks too far, and a first round flatters whoever comes
-#: early: of 196 products whose two sides had the same kernel the second one was at 0.972, in the mean, in
-#: three rounds without this and in one order for all (H200, 2026-11-23).
+#: A chip that reaches its power cap first lowers its clocks too far, so the first round flatters the sides
+#: that come early: for 196 products with the same kernel on both sides, the mean of the second side was 0.972
+#: in three rounds of one order without this (H200, 2026-11-23).
 _SETTLE_STEADY_S = 0.7
 
 #: Name of the baseline's second capture.
@@ -80,7 +80,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Interleave:
-    """What came of one problem."""
+    """The result for one problem."""
 
     timings: Mapping[str, Timing]
     skipped: Mapping[str, str]
@@ -93,7 +93,7 @@ class Interleave:
     turn_ms: float = 0.0
     """How long each had the chip to itself in a round; 0 where the chip held its clocks."""
     shared: Mapping[str, Timing] = field(default_factory=dict)
-    """Where each had: what one replay in turn with the others took before, at clocks that all shared."""
+    """For timing in turns: the result of one replay each before, at shared clocks."""
 
 
 def interleave(
@@ -111,12 +111,12 @@ def interleave(
     seed: int = 0,
     tolerances: Mapping[str, float] | None = None,
 ) -> Interleave:
-    """Checks every callable against fp32, captures those that are right, and times them together.
+    """Checks every callable against fp32, captures the correct ones, and times them together.
 
-    The first of `runs` is the baseline: it is captured twice, which gives the noise. A replay runs all
-    operand sets as often as the baseline needs for `min_replay_ms`. On a chip that lowered its clocks by then
-    a round gives each `turn_ms` to itself, `turns` times (docs/decisions/0012); turn_ms 0: nowhere. `backend`
-    has been opened. Raises RuntimeError when the baseline itself fails.
+    The first of `runs` is the baseline: it is captured twice, which yields the noise. A replay runs all
+    operand sets as often as the baseline needs for `min_replay_ms`. If the chip has then lowered its clocks,
+    a round gives each `turn_ms` alone, `turns` times (docs/decisions/0012); turn_ms 0: never. `backend` is
+    open. Raises RuntimeError if the baseline itself fails.
     """
     count = count_sets(problem, l2_bytes, backend.free_bytes())
     sets = [make_operands(problem, backend.torch_device, seed + index) for index in range(count)]
@@ -140,14 +140,14 @@ def interleave(
     for name, launcher in launchers.items():
         try:
             replays[name] = backend.capture(launcher, sets, passes)
-        except Exception as error:  # foreign code: whatever it raises, the others are still to be timed
+        except Exception as error:  # foreign code may raise anything; the others still run
             skipped[name] = f"no CUDA graph: {one_line(error)}"
     if baseline in skipped:
         raise RuntimeError(f"the baseline {baseline} failed on {problem}: {skipped[baseline]}")
 
-    # The clock falls for a second of dense work, until the chip is at its power cap: samples from before
-    # that are of another chip than a busy program has. Without this, torch.mm's own samples at 4096^3 had an
-    # interquartile range of 13 % (results/h200/peers.json); that this mends it is not shown yet.
+    # The clock falls during a second of dense work, until the chip is at its power cap; earlier samples do
+    # not represent a busy program. Without this, torch.mm's own samples at 4096^3 had an interquartile range
+    # of 13 % (results/h200/peers.json); it is not shown yet that this mends it.
     def settle(seconds: float) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -181,24 +181,24 @@ def interleave(
 def _verdict(
     limit: float, run: Run, operands: Operands, wanted: torch.Tensor, backend: Backend
 ) -> float | str:
-    """The relative error of a right result, or why there is none. This call is also the warm-up."""
+    """The relative error of a correct result, or the reason for a failure. This call is also the warm-up."""
     restore(operands)
     results: list[torch.Tensor | None] = []
     try:
-        backend.launch(lambda *given: results.append(run(*given)), operands)
-    except Exception as error:  # foreign code: whatever it raises, the others are still to be timed
+        backend.launch(lambda *arguments: results.append(run(*arguments)), operands)
+    except Exception as error:  # foreign code may raise anything; the others still run
         return one_line(error)
     if isinstance(results[0], torch.Tensor):
         operands = dataclasses.replace(operands, out=results[0])
-    found = check(operands, wanted)
-    return found.objection(limit) or found.relative_error
+    result = check(operands, wanted)
+    return result.objection(limit) or result.relative_error
 
 
 def _holding(run: Run, count: int) -> Launcher:
-    """A launcher that holds the last results which a callable allocated.
+    """A launcher that keeps the last results of an allocating callable.
 
-    Freed at once, the next product would be written to the same place, still in the L2, where the other
-    providers write to another operand set's output.
+    If they were freed immediately, the next product would go to the same place, still in the L2, whereas the
+    other providers write to another operand set's output.
     """
     held: deque[Any] = deque(maxlen=count)
 
@@ -209,6 +209,6 @@ def _holding(run: Run, count: int) -> Launcher:
 
 
 def one_line(error: BaseException) -> str:
-    """The error's class and first line, cut to what a table can take."""
+    """The error's class and first line, cut to the width of a table."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]

@@ -1,12 +1,12 @@
-"""Times one A with several weights where they lie: q, k and v; gate and up. Every kernel of db/joined.toml.
+"""Times one A with several weights in place: q, k and v; gate and up. Every kernel of db/joined.toml.
 
     python -m benchmarks.joined                        # five models, six numbers of rows: two minutes
-    python -m benchmarks.joined --seconds 60           # so long; the next run begins with what is missing
+    python -m benchmarks.joined --seconds 60           # for so long; the next run continues with missing rows
     python -m benchmarks.joined --rows 1,16 --models Llama-3-8B
 
-Beside them, in CUDA graphs and in one interleave: torch's products one by one (`separate`, and what makes a
-gate of two), torch's of the weights merged (`merged`), and tunegemm's of the weights merged or interleaved
-(`today`). `chosen` is the kernel that `tunegemm.model.joined.choose` names. Writes results/GPU/joined.json
+Compares them, in CUDA graphs and in one interleave, with torch's separate products (`separate`, plus the gate
+of two), torch's product of merged weights (`merged`), and tunegemm's of merged or interleaved weights
+(`today`). `chosen` is the kernel that `tunegemm.model.joined.choose` returns. Writes results/GPU/joined.json
 after each row.
 """
 
@@ -54,7 +54,7 @@ ROWS = ("1", "16", "64", "256", "1024", "4096")
 _STEADY_ROWS = 1024
 _TURN_MS = 24.0
 _GRAPH: dict[str, Any] = {"short_ms": 0.5, "most": 200}
-#: Kernels for few rows are timed up to so many, those for many from so many on.
+#: Kernels for few rows are timed up to this many, kernels for many from this many on.
 _MOST_FEW, _LEAST_MANY = 256, 64
 _ERROR = 8e-3
 
@@ -115,7 +115,7 @@ def kernel_of(listed: Listed, provided: list[Provided]) -> JoinedKernel | None:
 
 
 def sides_of(case: Case, weights: Weights, device: Device, provided: list[Provided]) -> dict[str, Side]:
-    """What is timed, by name; each takes the number of a set of weights."""
+    """The timed sides, by name; each takes the number of a set of weights."""
     a = torch.randn(case.rows, case.k, device="cuda", dtype=torch.bfloat16)
     n, apart, merged, interleaved = case.ns[0], weights.apart, weights.merged, weights.interleaved
     biases: Sequence[Any] = weights.biases or [None] * len(case.ns)
@@ -133,7 +133,7 @@ def sides_of(case: Case, weights: Weights, device: Device, provided: list[Provid
             return tunegemm.gated_linear(a, interleaved[i])
         return tunegemm.linear(a, merged[i], weights.bias)
 
-    found: dict[str, Side] = {"separate": separate, "merged": of_merged, "today": today}
+    result: dict[str, Side] = {"separate": separate, "merged": of_merged, "today": today}
     out = torch.empty(case.rows, case.columns, device="cuda", dtype=torch.bfloat16)
     for each in candidates(gate=case.gate, bias=case.bias):
         few = isinstance(each.choice.config, GroupedConfig)
@@ -150,8 +150,8 @@ def sides_of(case: Case, weights: Weights, device: Device, provided: list[Provid
             launches[i](a.data_ptr(), out.data_ptr())
             return out
 
-        found[each.choice.name] = run
-    return found
+        result[each.choice.name] = run
+    return result
 
 
 def measure(case: Case, device: Device, provided: list[Provided], rounds: int) -> dict[str, Any]:
@@ -185,13 +185,13 @@ def measure(case: Case, device: Device, provided: list[Provided], rounds: int) -
 
 
 def error_of(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """Relative to torch's own of bf16, which is as far off."""
+    """Relative to torch's own bf16 result, which has the same error."""
     return float((result.float() - reference).norm() / reference.norm())
 
 
 @torch.no_grad()
 def run(options: argparse.Namespace) -> int:
-    """Prints and writes a row for each case, those that the file lacks first; 1 where a result is wrong."""
+    """Prints and writes a row for each case, missing rows first; returns 1 if a result is wrong."""
     device = begin(options.device)
     results = Results(results_path(options.out, device, "joined.json"), meta(device, METHOD))
     cases = [
@@ -202,11 +202,11 @@ def run(options: argparse.Namespace) -> int:
     ]
     cases.sort(key=lambda case: results.find(_named(case)) is not None)
     provided: list[Provided] = []
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for case in within(options.seconds, cases):
-        found.append(measure(case, device, provided, options.rounds))
-        results.put(found[-1])
-        row = found[-1]
+        result.append(measure(case, device, provided, options.rounds))
+        results.put(result[-1])
+        row = result[-1]
         print(
             f"{case.name} {case.rows}: {row['ratio']:.3f} x separate, {row['ratio_to_merged']:.3f} x merged, "
             f"{row['ratio_to_today']:.3f} x today by {row['chosen']}, best {row['best']} "
@@ -214,10 +214,10 @@ def run(options: argparse.Namespace) -> int:
             f"{' WRONG ' + ','.join(row['wrong']) if row['wrong'] else ''}", flush=True
         )  # fmt: skip
     for words in ("ratio", "ratio_to_merged", "ratio_to_today"):
-        if found:
-            values = [row[words] for row in found]
+        if result:
+            values = [row[words] for row in result]
             print(f"{words}: {geometric_mean(values):.3f}, least {min(values):.3f}")
-    return 0 if not any(row["wrong"] for row in found) else 1
+    return 0 if not any(row["wrong"] for row in result) else 1
 
 
 def _named(case: Case) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.layers                                    # all models, rows and modes
     python -m benchmarks.layers --models llama-3-8b --rows d16,4096 --modes graph
-    python -m benchmarks.layers --within 150 --sample-ms 20        # what there is time for, in order
+    python -m benchmarks.layers --within 150 --sample-ms 20        # in order, until the time is over
     python -m benchmarks.layers --device cpu --tiny --modes backend  # without a GPU: results, no times
 
 Two layers in plain torch with random weights: modules of modules, or (a name that ends with `-whole`) all
@@ -50,10 +50,10 @@ METHOD = (
     "for; errors are relative to the same layers in fp32"
 )
 MODES = ("backend", "graph", "inductor")
-#: What ratios are also to, where it was timed.
+#: Further libraries that rows have ratios to, if they were timed.
 OTHERS = ("merged", "inductor")
 LAYERS = 2
-#: Of mode backend, where the host's time counts: times as many rounds, and how short.
+#: For mode backend, where the host's time matters: how many times as many rounds, and how much shorter.
 _HOSTS_ROUNDS, _HOSTS_SHARE = 3, 1 / 3
 
 
@@ -75,7 +75,7 @@ SIZES = {
     "qwen3-32b": Size(5120, 25600, 64, 8),
     "gemma-2-9b": Size(3584, 14336, 16, 8, 256, "gelu_tanh"),
     "mixtral-attention": Size(4096, 0, 32, 8),
-    # In no list that records, kernels or predictions come from.
+    # Not in the lists behind records, kernels or predictions.
     "llama-3.2-3b-whole": Size(3072, 8192, 24, 8),
     "mistral-nemo-12b-whole": Size(5120, 14336, 32, 8),
     "granite-3.3-8b": Size(4096, 12800, 32, 8),
@@ -91,7 +91,7 @@ class Attention(nn.Module):
     past: torch.Tensor
 
     def __init__(self, size: Size, sequences: int) -> None:
-        """sequences: that are decoded; 0 for a prompt."""
+        """sequences: how many are decoded; 0 for a prompt."""
         super().__init__()
         self.size = size
         self.register_buffer("past", torch.randn(2, sequences, size.kv_heads, CONTEXT, size.head))
@@ -167,7 +167,7 @@ class MergedMLP(nn.Module):
 
 @cache
 def _gate(is_silu: bool, compiles: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Of gate and up beside each other. One for all rows and models, which would take seconds each."""
+    """For gate and up side by side. Shared by all rows and models, because each would take seconds."""
 
     def gated(both: torch.Tensor) -> torch.Tensor:
         gate, up = both.chunk(2, -1)
@@ -190,7 +190,7 @@ class Block(nn.Module):
 
 
 class Whole(nn.Module):
-    """The same layer, all in one forward."""
+    """The same layer in a single forward."""
 
     def __init__(self, block: Block) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def build(size: Size, place: torch.device, sequences: int) -> nn.Sequential:
 
 
 def merged(model: nn.Sequential, *, compiles: bool) -> nn.Sequential:
-    """The same layers with merged weights; compiles: their gates, where nothing else does."""
+    """The same layers with merged weights; compiles: whether to compile the gates, if nothing else is."""
     blocks = [_copied(block) for block in model]
     for block in blocks:
         assert isinstance(block.attention, Attention)
@@ -235,7 +235,7 @@ def merged(model: nn.Sequential, *, compiles: bool) -> nn.Sequential:
 
 
 def _copied(block: Any) -> Any:
-    """A block with the same modules, of which others may take the places."""
+    """A block with the same modules, some of which may be replaced."""
     made = copy.copy(block)
     made._modules = dict(block._modules)
     return made
@@ -243,7 +243,7 @@ def _copied(block: Any) -> Any:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 where a result is further from fp32 than torch's allows."""
+    """Returns 1 if a result is further from fp32 than torch's error allows."""
     parser = harness.model_parser("benchmarks.layers", __doc__, rounds=9)
     parser.add_argument("--models", default=",".join(SIZES), help="default: all of %(default)s")
     parser.add_argument(
@@ -277,12 +277,12 @@ def run(options: argparse.Namespace) -> int:
         if options.tiny:
             size = Size(64, 96 if size.intermediate else 0, 4, 2, 16, size.activation)
         try:
-            found = measure(model, size, rows, place, modes, options)
-        except RuntimeError as error:  # such as memory that is not there: other rows may do with less
+            result = measure(model, size, rows, place, modes, options)
+        except RuntimeError as error:  # such as missing memory: other rows may need less
             print(f"{model} {rows} {','.join(modes)}: {one_line(error)}", flush=True)
-            found, wrong = [], wrong + 1
+            result, wrong = [], wrong + 1
         harness.clear(place)
-        wrong += harness.put(results, found, _brief)
+        wrong += harness.put(results, result, _brief)
     return 1 if wrong else 0
 
 
@@ -308,7 +308,7 @@ def measure(
         expected = copy.deepcopy(model).float()(x.float())
     if name.endswith("-whole"):
         model = nn.Sequential(*(Whole(block) for block in model if isinstance(block, Block)))
-    found = []
+    results = []
     for mode in modes:
         steps = _steps(mode, model, x, options.with_inductor)
         errors = {library: harness.error_of(step(), expected) for (_, library), step in steps.items()}
@@ -321,14 +321,14 @@ def measure(
                 rounds, sample_ms = _HOSTS_ROUNDS * rounds, _HOSTS_SHARE * sample_ms
                 row["host_us"], row["torch_host_us"] = host_us(steps[mode, "tunegemm"], steps[mode, "torch"])
             row |= times(harness.interleave(steps, rounds, sample_ms), mode)
-        found.append(row)
-    return found
+        results.append(row)
+    return results
 
 
 def _steps(
     mode: str, model: nn.Sequential, x: torch.Tensor, with_inductor: int
 ) -> dict[tuple[str, str], Step]:
-    """The warm steps to time beside each other, by mode and library."""
+    """The warmed-up steps to time beside each other, by mode and library."""
     sides: dict[str, Step] = {}
     if mode == "inductor":
         sides["torch"] = _step(x, torch.compile(model, dynamic=False))
@@ -362,17 +362,17 @@ def _enabled(step: Step) -> Step:
 
 def host_us(*kinds: Step, steps: int = 5, rounds: int = 25) -> list[float]:
     """The host's time for a step of each kind: of a few that the device's queue has room for."""
-    found: list[list[float]] = [[] for _ in kinds]
+    results: list[list[float]] = [[] for _ in kinds]
     with harness.undisturbed():
         for _ in range(rounds):
-            for step, times_of in zip(kinds, found, strict=True):
+            for step, times_of in zip(kinds, results, strict=True):
                 torch.cuda.synchronize()
                 begin = time.perf_counter()
                 for _ in range(steps):
                     step()
                 times_of.append((time.perf_counter() - begin) / steps * 1e6)
     torch.cuda.synchronize()
-    return [round(statistics.median(each), 1) for each in found]
+    return [round(statistics.median(each), 1) for each in results]
 
 
 def _step(x: torch.Tensor, model: Any) -> Step:
@@ -384,7 +384,7 @@ def _step(x: torch.Tensor, model: Any) -> Step:
 
 
 def times(samples: dict[tuple[str, str], list[float]], mode: str) -> dict[str, Any]:
-    """Of samples in us, by mode and library, one a round."""
+    """Times from samples in us, by mode and library, one per round."""
     others = {name: samples[mode, name] for name in OTHERS if (mode, name) in samples}
     of = (samples[mode, name] for name in ("torch", harness.AGAIN, "tunegemm"))
     return harness.compared(*of, **others)

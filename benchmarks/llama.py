@@ -1,4 +1,4 @@
-"""Times a Llama-like model of `transformers` as a program has it: patched, or compiled by one line.
+"""Times a Llama-like model of `transformers` as users run it: patched, or compiled by one line.
 
     python -m benchmarks.llama                              # all workloads, then the first calls
     python -m benchmarks.llama --workloads generate-1 --first-calls ""
@@ -6,9 +6,9 @@
 
 Eight layers of an 8B model with random weights and a vocabulary of 32000; nothing is downloaded or tuned.
 *Forward* is one prompt, without a cache; *generate* makes 32 tokens for each of so many prompts of 128 tokens
-by `model.generate`, as it comes. Modes: *patch* is ``tunegemm.patch(model, fuse=True)``, *backend*
-``model.compile(backend="tunegemm")``. *First calls* are those of a model of so many layers that is compiled
-anew, by the backend and by Inductor with its caches off: seconds, and graphs that Dynamo made. Writes
+by an unmodified `model.generate`. Modes: *patch* is ``tunegemm.patch(model, fuse=True)``, *backend*
+``model.compile(backend="tunegemm")``. *First calls* time a model of so many layers that is compiled from
+scratch, by the backend and by Inductor without its caches: seconds, and Dynamo's graphs. Writes
 results/GPU/llama.json after each workload, so that it can run in slices.
 """
 
@@ -57,7 +57,7 @@ def forward(tokens: int, model: Any, size: Size, place: torch.device) -> Step:
 
 
 def generate(sequences: int, model: Any, size: Size, place: torch.device) -> Step:
-    """The tokens that follow so many prompts, the likeliest each time."""
+    """Greedy generation of the tokens after so many prompts."""
     ids = _prompts(sequences, PROMPT, size, place)
     mask = torch.ones_like(ids)
 
@@ -79,7 +79,7 @@ WORKLOADS: Mapping[str, tuple[Callable[..., Step], int]] = {
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 where a result is further from fp32 than torch's allows."""
+    """Returns 1 if a result is further from fp32 than torch's error allows."""
     parser = harness.model_parser("benchmarks.llama", __doc__, rounds=7)
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: all of %(default)s")
     parser.add_argument("--layers", type=int, default=8, help="default: %(default)s")
@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             row = first_call(workload, mode, dataclasses.replace(size, layers=layers), place)
             harness.put(results, [row], _brief)
-        except RuntimeError as error:  # such as memory that is not there: others may do with less
+        except RuntimeError as error:  # such as missing memory: others may need less
             print(f"first {workload} of {layers} layers by {mode}: {one_line(error)}", flush=True)
         harness.clear(place)
     return 1 if wrong else 0
@@ -152,7 +152,7 @@ def measure(
 
 
 def first_call(workload: str, mode: str, size: Size, place: torch.device) -> dict[str, Any]:
-    """How long the first call of a model that is compiled takes, and how many graphs Dynamo makes of it."""
+    """Seconds of a compiled model's first call, and the number of graphs that Dynamo makes."""
     from torch._dynamo.utils import counters
     from torch._inductor import config
 

@@ -10,27 +10,28 @@ from tunegemm.measure.outcome import Measurement
 from tunegemm.store import Database
 from tunegemm.tuning.tuner import Tuner
 
-#: What a kernel that is slower than torch.mm is stored with, so that dispatch serves it all the same.
+#: The stored figures of a kernel that is slower than torch.mm, so that dispatch serves it anyway.
 _ENOUGH = 1.01
 
 
 def record_own(database: Database, tuner: Tuner, problem: Problem, trials: int) -> bool:
-    """Tune a problem and make the tuner's fastest kernel its record, however fast; whether there is one.
+    """Tune a problem and make the tuner's fastest kernel its record, however fast. Returns whether there is
+    one.
 
-    A winner that gains less than dispatch asks for, as beside other work on the GPU, is stored as one that
-    does.
+    A winner that gains less than dispatch requires, for example beside other work on the GPU, is stored with
+    a sufficient gain.
 
-    database: a scratch one, since the stored ratio of a kernel that lost is made up.
+    database: a scratch one, because the stored ratio of a losing kernel is made up.
     """
     result = tuner.tune(problem, trials=trials)
-    # Not what the tuning found best: a race that noise decided leaves the record to torch.
+    # Not the tuning's best: a race decided by noise leaves the record to torch.
     record = database.best(problem, tuner.device.fingerprint)
     if record is not None and not is_torch(record.candidate) and record.ratio >= _ENOUGH:
         return True
     measured = [o for o in result.outcomes if isinstance(o, Measurement) and not is_torch(o.candidate)]
     if not measured:
         return False
-    best = min(measured, key=lambda one: one.median_us)
+    best = min(measured, key=lambda item: item.median_us)
     served = replace(best, baseline_us=tuple(_ENOUGH * us for us in best.samples_us))
     database.confirm(problem, tuner.device, served, label=result.labels.get(best.candidate.digest, ""))
     return True

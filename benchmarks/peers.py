@@ -1,13 +1,13 @@
 """Compares tunegemm with torch, cuBLASLt, quack and Inductor, one interleave per shape.
 
     python -m benchmarks.peers                                   # every shape of shapes.toml
-    python -m benchmarks.peers --tune --shapes llama-3-8b        # a group; tunes what is not recorded
+    python -m benchmarks.peers --tune --shapes llama-3-8b        # a group; tunes shapes without a record
     python -m benchmarks.peers --shapes '512x.*' --peers cublaslt,tunegemm
 
 Writes results/GPU/peers.json after each shape and adds to what is there, so that it can run in slices. A
-provider that is not installed, fails or gives a wrong result is skipped on that shape, and named with
-its reason. Ratios are meant within a row: its providers were timed together, so a row is always replaced
-as a whole. quack tunes 20 to 60 s a shape; QUACK_CACHE_AUTOTUNING=1 makes it remember what it chose.
+provider that is not installed, fails or is wrong is skipped for that shape, with its reason. Ratios are valid
+within a row only: its providers were timed together, so a row is always replaced as a whole. quack tunes 20
+to 60 s a shape; QUACK_CACHE_AUTOTUNING=1 makes it store its choice.
 """
 
 from __future__ import annotations
@@ -95,9 +95,10 @@ def compared(
     tuner: Tuner | None, effort: Effort = "quick", trials: int | None = None,
     known: Mapping[str, Provider] | None = None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """The row of each problem, tuned before where there is a tuner and no confirmed record of these kernels.
+    """The row of each problem. With a tuner, problems without a confirmed record of these kernels are tuned
+    first.
 
-    known: the providers by name, torch among them.
+    known: the providers by name, including torch.
     """
     from benchmarks.providers import is_settled
     from tunegemm.measure.backend import CudaBackend
@@ -118,7 +119,9 @@ def compared(
 
 
 def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """The rows as a table with its means and losses, as documents have it, and what was skipped and why."""
+    """The rows as a table with means and losses, as in the documents, then the skipped providers with
+    reasons.
+    """
     names = dict.fromkeys(name for row in rows for name in row["providers"] if name != "torch")
     yield from filter(None, providers(rows, tuple(names)))
     skipped: dict[tuple[str, str], list[str]] = {}
@@ -135,8 +138,8 @@ def measure(
     problem: Problem, device: Device, backend: Backend, chosen: list[str], settings: Options, rounds: int,
     known: Mapping[str, Provider] | None = None, **durations: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """The row of one problem, without its tuning time. known: the providers by name, torch among them.
-    durations: those of the interleave that are to be others than its own.
+    """The row of one problem, without its tuning time. known: the providers by name. durations: those of the
+    interleave that differ from its defaults.
     """
     from benchmarks.interleave import interleave
     from benchmarks.providers import PROVIDERS, Contender, Skip
@@ -152,23 +155,23 @@ def measure(
             timed_of[name]["skipped"] = str(skip)
     runs = {key: contender.run for key, (_, contender) in contenders.items()}
     before = backend.telemetry()
-    found = interleave(problem, runs, backend, l2_bytes=device.l2_bytes, rounds=rounds, **durations)
+    result = interleave(problem, runs, backend, l2_bytes=device.l2_bytes, rounds=rounds, **durations)
     for name in chosen:
         keys = [key for key, (owner, _) in contenders.items() if owner == name]
-        timed = [key for key in keys if key in found.timings]
+        timed = [key for key in keys if key in result.timings]
         if timed:
-            best = min(timed, key=lambda key: found.timings[key].median_us)
-            timing, contender = found.timings[best], contenders[best][1]
+            best = min(timed, key=lambda key: result.timings[key].median_us)
+            timing, contender = result.timings[best], contenders[best][1]
             timed_of[name] = {
                 "median_us": round(timing.median_us, 3),
                 "iqr_us": round(timing.iqr_us, 3),
                 "tflops": round(problem.flops / timing.median_us / 1e6, 2),
-                "ratio": round(timing.ratio_to(found.timings["torch 0"]), 4),
+                "ratio": round(timing.ratio_to(result.timings["torch 0"]), 4),
                 "relative_error": timing.relative_error,
             }
-            if found.shared:
+            if result.shared:
                 # Of the same contender: its steady-state time decides which of a provider's is meant.
-                shared = found.shared[best].ratio_to(found.shared["torch 0"])
+                shared = result.shared[best].ratio_to(result.shared["torch 0"])
                 timed_of[name]["ratio_shared"] = round(shared, 4)
             if contender.label:
                 timed_of[name]["label"] = contender.label
@@ -177,7 +180,7 @@ def measure(
             if len(keys) > 1:
                 timed_of[name]["contenders"] = len(timed)
         elif keys:
-            timed_of[name] = {"skipped": found.skipped[keys[0]]}
+            timed_of[name] = {"skipped": result.skipped[keys[0]]}
     after = backend.telemetry()
     del contenders, runs
     gc.collect()  # graphs and compiled functions hold device memory in cycles
@@ -187,11 +190,11 @@ def measure(
         "providers": timed_of,
         "tune_seconds": None,
         "kernel_source": kernel_source_hash("cute_sm90"),
-        "noise": round(found.noise, 5),
-        "rounds": found.rounds,
-        "turn_ms": found.turn_ms,
-        "operand_sets": found.operand_sets,
-        "products_per_replay": found.products_per_replay,
+        "noise": round(result.noise, 5),
+        "rounds": result.rounds,
+        "turn_ms": result.turn_ms,
+        "operand_sets": result.operand_sets,
+        "products_per_replay": result.products_per_replay,
         "clocks": {"before": before, "after": after},
     }
 

@@ -1,4 +1,4 @@
-"""The families that run on every GPU since Ampere beside torch.mm, over 40 products, within a time.
+"""Times the families that run on every GPU since Ampere beside torch.mm, on 40 products, within a time limit.
 
     python -m benchmarks.portable --seconds 140
     python -m benchmarks.portable --seconds 60 --shapes 4096x4096x4096,4096x4096x4097
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 GENERATORS = ("triton", "cute_sm80")
 #: Squares, projections of Llama-3-8B and 70B at prefill and decode, DeepSeek-V3's, tails of waves; then lines
-#: that are no whole vectors: odd K, odd N, strides that TMA refuses.
+#: that are not whole vectors: odd K, odd N, strides that TMA rejects.
 SHAPES = (
     "4096x4096x4096", "8192x8192x8192", "2048x2048x2048", "1024x1024x1024", "512x512x512", "256x256x16384",
     "4096x6144x4096", "4096x4096x14336", "4096x28672x4096", "2048x6144x4096", "512x6144x4096",
@@ -84,10 +84,12 @@ def run(problems: Sequence[Problem], device: Device, options: argparse.Namespace
         compiled: dict[Problem, dict[Candidate, Future[CompileResult]]] = {}
         for problem in problems:
             keys = {
-                one: families.generator(one.family).kernel_key(problem, one, device)
-                for one in first_kernels(problem, kernels, options.kernels)
+                kernel: families.generator(kernel.family).kernel_key(problem, kernel, device)
+                for kernel in first_kernels(problem, kernels, options.kernels)
             }
-            compiled[problem] = {one: pool.submit(one.family, key) for one, key in keys.items()}
+            compiled[problem] = {
+                candidate: pool.submit(candidate.family, key) for candidate, key in keys.items()
+            }
         backend = CudaBackend(device)
         backend.open()
         results = Results(
@@ -97,7 +99,7 @@ def run(problems: Sequence[Problem], device: Device, options: argparse.Namespace
             if time.monotonic() > deadline:
                 print(f"{len(problems) - index} products are left: the time is over", flush=True)
                 break
-            objects = {one: future.result() for one, future in compiled[problem].items()}
+            objects = {item: future.result() for item, future in compiled[problem].items()}
             row = raced(problem, device, backend, objects)
             wrong += len(row["wrong"])
             results.summary = means(results.rows)
@@ -111,17 +113,17 @@ def run(problems: Sequence[Problem], device: Device, options: argparse.Namespace
 
 def first_kernels(problem: Problem, kernels: Kernels, count: int) -> list[Candidate]:
     """So many kernels of each generator with the launch that the model would give them, best by it first."""
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     for name in GENERATORS:
         ranked = model.alternate_rankings(kernels.ranked(problem, name, most=256).predictions)
-        found += {one.candidate.kernel: one.candidate for one in reversed(ranked[:count])}.values()
-    return found
+        candidates += {trial.candidate.kernel: trial.candidate for trial in reversed(ranked[:count])}.values()
+    return candidates
 
 
 def raced(
     problem: Problem, device: Device, backend: CudaBackend, objects: Mapping[Candidate, CompileResult]
 ) -> dict[str, Any]:
-    """The row of a product: of each family the best, timed beside torch.mm; and what was wrong."""
+    """The row of a product: the best of each family, timed beside torch.mm; and the faulty kernels."""
     from benchmarks.interleave import interleave
     from benchmarks.peers import measure
     from benchmarks.providers import PROVIDERS, Contender, Options
@@ -138,34 +140,36 @@ def raced(
         launch = family.load(problem, candidate, device, result.artifact.path)
         contenders.setdefault(candidate.family, []).append(Contender(launch, label))
     contenders["cublaslt"] = algorithms(problem, device)
-    runs = {f"{name} {one.label}": one.run for name, each in contenders.items() for one in each}
+    runs = {f"{name} {item.label}": item.run for name, each in contenders.items() for item in each}
     first = interleave(problem, runs, backend, l2_bytes=device.l2_bytes, **_FIRST)
     wrong += [f"{name}: {why}" for name, why in first.skipped.items()]
     best: dict[str, Provider] = {}
     for name, each in contenders.items():
-        times = {timed.median_us: one for one in each if (timed := first.timings.get(f"{name} {one.label}"))}
+        times = {
+            timed.median_us: item for item in each if (timed := first.timings.get(f"{name} {item.label}"))
+        }
         if times:
-            best[name] = functools.partial(lambda one, *_: [one], times[min(times)])
+            best[name] = functools.partial(lambda item, *_: [item], times[min(times)])
     row = measure(problem, device, backend, [*best], options, _ROUNDS, best, **_SECOND)
     return row | {"contenders": len(runs), "wrong": wrong}
 
 
 def algorithms(problem: Problem, device: Device) -> list[Contender]:
-    """The library's: those that its heuristic names, and one of each id that it accepts."""
+    """The library's algorithms: those of its heuristic, and one of each id that it accepts."""
     from benchmarks.providers import Contender
     from tunegemm.generate.cublaslt import FAMILY, TORCH_MM, library
 
     named = FAMILY.discover(problem, device)
     if len(named) > 1:  # the library has algorithms for such operands
         named += library.one_of_each_id(problem, device.index, _WORKSPACE_BYTES)
-    found = []
+    results = []
     for candidate in dict.fromkeys(named):
         if candidate != TORCH_MM:
             with suppress(ValueError):  # the library names algorithms that it then refuses
-                found.append(
+                results.append(
                     Contender(FAMILY.load(problem, candidate, device, None), FAMILY.label(candidate))
                 )
-    return found
+    return results
 
 
 def is_aligned(row: Mapping[str, Any]) -> bool:
@@ -183,8 +187,8 @@ def means(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 ratios.setdefault(f"{name}, {'aligned' if is_aligned(row) else 'other'}", []).append(
                     timed["ratio"]
                 )
-    found = {name: [round(geometric_mean(each), 4), len(each)] for name, each in sorted(ratios.items())}
-    return {"means": found}
+    result = {name: [round(geometric_mean(each), 4), len(each)] for name, each in sorted(ratios.items())}
+    return {"means": result}
 
 
 def brief(row: Mapping[str, Any]) -> str:
@@ -194,7 +198,7 @@ def brief(row: Mapping[str, Any]) -> str:
         for name, timed in row["providers"].items()
         if name != "torch"
     ]
-    return "  ".join([*words, *(f"WRONG {one}" for one in row["wrong"])])
+    return "  ".join([*words, *(f"WRONG {item}" for item in row["wrong"])])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The providers of a product that `benchmarks.peers` compares: torch, the vendor's library, peers, and us.
+"""The providers of a product that `benchmarks.peers` compares: torch, the vendor's library, peers, tunegemm.
 
-Each is a function of (problem, device, options) that returns its contenders, or raises `Skip` with the
-reason why there is none. Of several contenders the fastest in the interleave is reported.
+Each is a function of (problem, device, options) that returns its contenders, or raises `Skip` with a reason.
+The fastest of several contenders in the interleave is reported.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 class Skip(Exception):
-    """Why a provider has nothing for a problem, in one line."""
+    """Why a provider does not support a problem, in one line."""
 
 
 class OutOfTime(BaseException):
-    """Not an Exception: tuners catch those of their candidates and go on."""
+    """Not an Exception: tuners catch their candidates' exceptions and continue."""
 
 
 @dataclass(frozen=True)
@@ -63,26 +63,26 @@ Provider = Callable[[Problem, Device, Options], list[Contender]]
 
 
 def torch_mm(problem: Problem, device: Device, options: Options) -> list[Contender]:
-    """torch.mm with a given output; torch.bmm for a batch."""
+    """torch.mm with a preallocated output; torch.bmm for a batch."""
     product = torch.mm if problem.batch == 1 else torch.bmm
     return [Contender(lambda a, b, out: product(a, b, out=out))]
 
 
 def cublaslt(problem: Problem, device: Device, options: Options) -> list[Contender]:
-    """Every algorithm that cuBLASLt's heuristic names, each on its own."""
+    """Every algorithm of cuBLASLt's heuristic, separately."""
     family = LIBRARY
     if (missing := family.unavailable()) is not None:
         raise Skip(missing)
-    found = []
+    results = []
     for candidate in family.discover(problem, device):
         if candidate["algorithm"] != "torch.mm":
             with contextlib.suppress(ValueError):  # the library names algorithms that it then refuses
-                found.append(
+                results.append(
                     Contender(family.load(problem, candidate, device, None), family.label(candidate))
                 )
-    if not found:
-        raise Skip("the heuristic names no algorithm")
-    return found
+    if not results:
+        raise Skip("the heuristic returns no algorithm")
+    return results
 
 
 def quack(problem: Problem, device: Device, options: Options) -> list[Contender]:
@@ -99,7 +99,7 @@ def quack(problem: Problem, device: Device, options: Options) -> list[Contender]
 
 
 def inductor(problem: Problem, device: Device, options: Options) -> list[Contender]:
-    """torch.compile's max-autotune, its Triton templates alone: cuBLAS is a provider of its own."""
+    """torch.compile's max-autotune with its Triton templates only: cuBLAS is a separate provider."""
     return _compiled(problem, device, options, max_autotune_gemm_backends="TRITON")
 
 
@@ -127,7 +127,7 @@ def _compiled(problem: Problem, device: Device, options: Options, **settings: st
 
 
 def family_best(name: str) -> Provider:
-    """The provider of one of our kernel families alone: its candidate with the best stored evidence."""
+    """The provider of a single kernel family of ours: its candidate with the best stored evidence."""
 
     def provider(problem: Problem, device: Device, options: Options) -> list[Contender]:
         from tunegemm.compile.artifacts import ArtifactStore
@@ -162,7 +162,7 @@ def family_best(name: str) -> Provider:
 
 
 def is_settled(database: Database, problem: Problem, device: Device) -> bool:
-    """Whether a problem has a confirmed record that is served here: of this software and these kernels."""
+    """Whether a problem has a confirmed record, by this software and these kernels, that is served here."""
     from tunegemm.store.validity import judge_stored
 
     record = database.best(problem, device.fingerprint)
@@ -170,7 +170,7 @@ def is_settled(database: Database, problem: Problem, device: Device) -> bool:
 
 
 def tunegemm(problem: Problem, device: Device, options: Options) -> list[Contender]:
-    """What a user gets: tunegemm.matmul, with whatever it dispatches to as the label."""
+    """The user's view: tunegemm.matmul, with the dispatched kernel as the label."""
     from tunegemm.dispatch.api import refresh
     from tunegemm.store import Database
     from tunegemm.torch.functions import matmul
@@ -211,7 +211,7 @@ PROVIDERS: Mapping[str, Provider] = types.MappingProxyType(
 
 
 def tuned(run: Run, problem: Problem, device: Device, options: Options) -> float:
-    """Seconds of the first call, in which a peer tunes. Raises Skip when it fails or takes too long."""
+    """Seconds of the first call, in which a peer tunes. Raises Skip if it fails or takes too long."""
     operands = make_operands(problem, torch.device("cuda", device.index), 0)
     start = time.perf_counter()
     try:
@@ -220,14 +220,14 @@ def tuned(run: Run, problem: Problem, device: Device, options: Options) -> float
             torch.cuda.synchronize()
     except OutOfTime:
         raise Skip(f"still tuning after {options.tune_cap:g} s") from None
-    except Exception as error:  # foreign code: whatever it raises is the reason
+    except Exception as error:  # foreign code may raise anything: that is the reason
         raise Skip(one_line(error)) from None
     return time.perf_counter() - start
 
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raises OutOfTime in the main thread when the body takes longer."""
+    """Raises OutOfTime in the main thread if the body takes longer."""
 
     def expire(number: int, frame: types.FrameType | None) -> None:
         raise OutOfTime

@@ -1,4 +1,4 @@
-"""Result files: rows under a `meta` that says how they came about, and the peers' table made of them.
+"""Result files: rows under a `meta` that describes their origin, and the peers' table made from them.
 
 A file holds rows of one machine state only: same GPU, driver, packages and method. A run adds to it or
 replaces rows of the same problem, and writes after each, so that a run that is cut short loses nothing.
@@ -41,7 +41,7 @@ _PLACES = ("--out", "--database", "--scratch")
 
 
 class ResultsError(TunegemmError):
-    """A result file that cannot take the rows of this run."""
+    """A result file that cannot accept the rows of this run."""
 
 
 def results_path(out: Path | None, device: Device, name: str) -> Path:
@@ -55,7 +55,7 @@ def folder_of(gpu: str) -> Path:
 
 
 def meta(device: Device, method: str) -> dict[str, Any]:
-    """How the rows of this run come about."""
+    """How this run measures its rows."""
     command = command_line(sys.argv)
     return {
         "command": command,
@@ -71,7 +71,7 @@ def meta(device: Device, method: str) -> dict[str, Any]:
 
 
 def command_line(arguments: list[str]) -> str:
-    """What to type to run this again. Where its files went says nothing about a figure, and is left out."""
+    """The command that repeats this run, without the place of its files, which does not affect a figure."""
     program = Path(arguments[0])
     words = ["python", "-m", f"{program.parent.name}.{program.stem}"]
     rest = iter(arguments[1:])
@@ -113,9 +113,9 @@ class Results:
         self._earlier_s: float | None = 0.0
         self.rows: list[dict[str, Any]] = []
         self.summary: dict[str, Any] = {}
-        """Further entries of the file, beside `meta` and `rows`, of this run alone."""
+        """Further entries of the file, beside `meta` and `rows`, from this run only."""
         self.earlier_summary: dict[str, Any] = {}
-        """Those that the file has, for a run of one part to keep."""
+        """The entries that the file already has, for a partial run to keep."""
         if path.exists():
             old = _read(path)
             foreign = [name for name in SHARED if old["meta"].get(name) != self.meta.get(name)]
@@ -139,7 +139,7 @@ class Results:
         return next((old for old in self.rows if _key(old) == _key(row)), None)
 
     def put(self, *rows: dict[str, Any]) -> None:
-        """Adds rows, or replaces those of the same problems in their places, and writes the file."""
+        """Adds rows, or replaces rows of the same problems in place, and writes the file."""
         for row in rows:
             old = self.find(row)
             if old is None:
@@ -180,15 +180,15 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints what is stale, oldest first."""
+    """Prints stale files, oldest first."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.results", description=main.__doc__)
     parser.add_argument(
         "--stale", action="store_true", required=True,
         help="list the published files whose code has changed since, with the command that renews each",
     )  # fmt: skip
     parser.parse_args(arguments)
-    for one in stale():
-        print(one)
+    for item in stale():
+        print(item)
 
 
 if __name__ == "__main__":

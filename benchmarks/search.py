@@ -3,9 +3,9 @@
     python -m benchmarks.search                                   # results/h200/search.json
     python -m benchmarks.search --recorded h100-drawn --strategies chance,model,roofline --seeds 3
 
-Every strategy may ask for the recorded candidates of one family and gets the recorded ratio to torch.mm; no
-GPU is used. *Regret* after a number of them is what their best lacks to the best of the whole sweep, as a
-part of that. Sweeps named NAME-steady were timed in steady state.
+Every strategy may request the recorded candidates of one family and gets the recorded ratio to torch.mm; no
+GPU is used. *Regret* after a number of candidates is the gap between their best and the best of the whole
+sweep, as a fraction of the latter. Sweeps named NAME-steady were timed in steady state.
 
 - chance: a uniform draw without repeats
 - model: the model's order, cycles and energy in turn, each kernel at its recorded launches
@@ -43,7 +43,7 @@ from tunegemm.search.study import ProblemStudy, StudySpace
 
 COUNTS = (8, 16, 32, 64)
 STEADY = "-steady"
-#: Sweeps that everybody may replay, and those that only searches are compared on.
+#: Sweeps that everybody may replay, and those that are used only to compare searches.
 FOLDERS = ("db/sweeps", "benchmarks/sweeps")
 METHOD = (
     "recorded ratios to torch.mm of one family's candidates; regret: 1 less the best of the first so many "
@@ -52,7 +52,7 @@ METHOD = (
 
 #: The value of each candidate; None where it failed.
 Values = Mapping[Candidate, float | None]
-#: A strategy yields candidates without end or to the last one, most promising first.
+#: A strategy yields candidates, most promising first, endlessly or up to the last.
 Strategy = Callable[[Problem, Values, Device, int], Iterator[Candidate]]
 
 
@@ -61,7 +61,9 @@ def by_chance(problem: Problem, values: Values, device: Device, seed: int) -> It
 
 
 def by_model(problem: Problem, values: Values, device: Device, seed: int) -> Iterator[Candidate]:
-    yield from (one.candidate for one in model.alternate_rankings(model.rank(problem, values, device)))
+    yield from (
+        ranking.candidate for ranking in model.alternate_rankings(model.rank(problem, values, device))
+    )
 
 
 def by_sampler(name: str, problem: Problem, values: Values, device: Device, seed: int) -> Iterator[Candidate]:
@@ -74,7 +76,7 @@ def by_sampler(name: str, problem: Problem, values: Values, device: Device, seed
 
 
 def search_of(order: Sequence[Candidate], values: Values, trials: int) -> Search:
-    """A quick search of the recorded candidates, which come in the model's order."""
+    """A quick search of the recorded candidates, which are in the model's order."""
     lists = value_lists(values)
     launch_names = {name for candidate in values for name, _ in candidate.launch_params}
     return Search(
@@ -86,7 +88,7 @@ def search_of(order: Sequence[Candidate], values: Values, trials: int) -> Search
 def study_of_sweep(
     problem: Problem, values: Values, device: Device, *, sampler: str, trials: int, seed: int = 0
 ) -> ProblemStudy:
-    """The study of a tuning that has the recorded candidates of one family, and no others."""
+    """The study of a tuning with the recorded candidates of one family only."""
     search = search_of(list(by_model(problem, values, device, seed)), values, trials)
     return ProblemStudy(
         Portfolio([search], EFFORTS["quick"].plan), StudySpace([], candidates=values),
@@ -98,9 +100,9 @@ def study_of_sweep(
 STRATEGIES: dict[str, Strategy] = {
     "chance": by_chance,
     "model": by_model,
-    **{name: lambda *given, name=name: by_sampler(name, *given) for name in NAMES},
+    **{name: lambda *arguments, name=name: by_sampler(name, *arguments) for name in NAMES},
 }
-#: Seeds of strategies that ask for the same whatever the seed, and of that whose asks take 0.3 s.
+#: Seeds of strategies that ignore the seed, and of the strategy whose requests take 0.3 s.
 _SEEDS = {"model": 1, "roofline": 1, "gp": 2}
 
 
@@ -125,27 +127,27 @@ def recorded_values(sweep: Sweep, family: str) -> dict[Candidate, float | None]:
 
 
 def regrets(asked: Iterator[Candidate], values: Values) -> list[float]:
-    """After each of `COUNTS`; a strategy that ends early keeps its best."""
+    """After each of `COUNTS`; a strategy that ends early keeps its best value."""
     best = max(value for value in values.values() if value is not None)
-    found = [values[candidate] or 0.0 for candidate in islice(asked, max(COUNTS))]
-    return [round(1 - max(found[:count], default=0.0) / best, 5) for count in COUNTS]
+    results = [values[candidate] or 0.0 for candidate in islice(asked, max(COUNTS))]
+    return [round(1 - max(results[:count], default=0.0) / best, 5) for count in COUNTS]
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Of each strategy and timing, over sweeps and seeds: the regret's median and 90th percentile."""
-    found = []
+    results = []
     for timing in dict.fromkeys(row["timing"] for row in rows):
         for name in STRATEGIES:
             mine = [row for row in rows if (row["timing"], row["strategy"]) == (timing, name)]
-            if not mine:  # it takes none of these sweeps
+            if not mine:  # it supports none of these sweeps
                 continue
-            one: dict[str, Any] = {"timing": timing, "strategy": name, "sweeps": len(mine)}
+            item: dict[str, Any] = {"timing": timing, "strategy": name, "sweeps": len(mine)}
             for count in COUNTS:
                 values = sorted(value for row in mine for value in row["regret"][str(count)])
-                one[f"median_{count}"] = round(statistics.median(values), 5)
-                one[f"ninth_{count}"] = round(values[int(0.9 * (len(values) - 1))], 5)
-            found.append(one)
-    return found
+                item[f"median_{count}"] = round(statistics.median(values), 5)
+                item[f"ninth_{count}"] = round(values[int(0.9 * (len(values) - 1))], 5)
+            results.append(item)
+    return results
 
 
 @command
@@ -168,9 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Writes after every sweep; rows of other strategies stay, so that they can run one by one.
+    """Writes after every sweep; rows of other strategies stay, so that strategies can run separately.
 
-    Raises TunegemmError for a strategy that is none, and where no sweep has the family.
+    Raises TunegemmError for an unknown strategy, and if no sweep has the family.
     """
     names = options.strategies.split(",")
     for name in names:
@@ -182,20 +184,20 @@ def run(options: argparse.Namespace) -> None:
         replays["steady"] = open_replay(options.recorded + STEADY, root=root)
     device = replays["interleaved"].device
     results = Results(results_path(options.out, device, "search.json"), meta_of(replays["interleaved"]))
-    # Of strategies that there are still, as far as they were compared after as many candidates.
+    # Keep rows of existing strategies that were compared after as many candidates.
     wanted = {str(count) for count in COUNTS}
     results.rows = [
         row for row in results.rows if row["strategy"] in STRATEGIES and row["regret"].keys() == wanted
     ]
     results.summary = results.earlier_summary  # until all are there
-    told = False
+    printed = False
     for timing, replay in replays.items():
         for problem in replay.problems():
             sweep = replay.sweep(problem)
             values = recorded_values(sweep, options.family)
             if not any(values.values()):
                 continue
-            told = True
+            printed = True
             of_sweep = problem_fields(problem) | {
                 "timing": timing, "recorded": sweep.recorded_at[:10], "candidates": len(values)
             }  # fmt: skip
@@ -203,29 +205,30 @@ def run(options: argparse.Namespace) -> None:
             for name in names:
                 seeds = range(min(options.seeds, _SEEDS.get(name, options.seeds)))
                 try:
-                    found = [
+                    result = [
                         regrets(STRATEGIES[name](problem, values, replay.device, s), values) for s in seeds
                     ]
                 except TunegemmError as error:
                     print(f"{problem}: {error}", file=sys.stderr)
                     continue
                 by_count = {
-                    str(count): list(one) for count, one in zip(COUNTS, zip(*found, strict=True), strict=True)
+                    str(count): list(item)
+                    for count, item in zip(COUNTS, zip(*result, strict=True), strict=True)
                 }
                 rows.append(of_sweep | {"strategy": name, "regret": by_count})
             print(f"{problem}, {timing}, {len(values)} candidates", flush=True)
             results.put(*rows)
-    if not told:
+    if not printed:
         raise TunegemmError(f"no sweep of {options.recorded} has a measured candidate of {options.family}")
     results.summary = {"strategies": summary(results.rows)}
     results.put()
-    for one in results.summary["strategies"]:
-        print(*one.values())
+    for item in results.summary["strategies"]:
+        print(*item.values())
     print(f"written: {results.path}")
 
 
 def meta_of(replay: ReplayDevice) -> dict[str, Any]:
-    """How rows of a recording come about: its GPU and driver, and today's packages."""
+    """The origin of rows from a recording: its GPU and driver, and today's packages."""
     versions = {name: package_version(name) for name in ("tunegemm", "optuna")}
     return {
         "command": command_line(sys.argv), "date": datetime.now(UTC).isoformat(timespec="seconds"),

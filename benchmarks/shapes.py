@@ -23,7 +23,7 @@ class Shape:
 
 
 def load(path: Path = FILE) -> list[Shape]:
-    """Every shape of the file, once, in its order. Raises ProblemError for what is no group of shapes."""
+    """Every shape of the file, once, in its order. Raises ProblemError for an invalid group of shapes."""
     groups: dict[Problem, list[str]] = {}
     for name, table in tomllib.loads(path.read_text()).items():
         if not isinstance(table, dict) or not table.keys() <= _KEYS:
@@ -42,22 +42,22 @@ def select(patterns: list[str], shapes: list[Shape] | None = None) -> list[Probl
     """The problems that any pattern names, in the file's order; all of them without a pattern.
 
     A pattern is a group's name, a shape MxNxK (which need not be in the file), or a regular expression
-    that is to match a whole shape. Raises ProblemError when one names nothing.
+    that must match a whole shape. Raises ProblemError if a pattern matches nothing.
     """
     shapes = load() if shapes is None else shapes
     chosen: list[Problem] = [] if patterns else [shape.problem for shape in shapes]
     for pattern in patterns:
         if any(pattern in shape.groups for shape in shapes):
-            found = [shape.problem for shape in shapes if pattern in shape.groups]
+            results = [shape.problem for shape in shapes if pattern in shape.groups]
         else:
             try:
-                found = [shape.problem for shape in shapes if re.fullmatch(pattern, shape.problem.shape)]
+                results = [shape.problem for shape in shapes if re.fullmatch(pattern, shape.problem.shape)]
             except re.error as error:
-                raise ProblemError(f"shapes {pattern!r}: no regular expression: {error}") from None
-            if not found and re.fullmatch(r"\d+(x\d+)+", pattern):
-                found = [Problem.parse(pattern)]
-        if not found:
+                raise ProblemError(f"shapes {pattern!r}: not a regular expression: {error}") from None
+            if not results and re.fullmatch(r"\d+(x\d+)+", pattern):
+                results = [Problem.parse(pattern)]
+        if not results:
             groups = ", ".join(dict.fromkeys(name for shape in shapes for name in shape.groups))
-            raise ProblemError(f"shapes {pattern!r} names nothing; use a group ({groups}) or MxNxK")
-        chosen += found
+            raise ProblemError(f"shapes {pattern!r} matches nothing; use a group ({groups}) or MxNxK")
+        chosen += results
     return list(dict.fromkeys(chosen))

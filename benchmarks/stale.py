@@ -1,7 +1,7 @@
-"""Which published results are of other code than there is now: ``python -m benchmarks.results --stale``.
+"""Lists published results that other code than today's produced: ``python -m benchmarks.results --stale``.
 
-A result is of the files that its benchmark measures (`MEASURED`), by a hash of their contents. A file without
-a hash in its `meta` is of the commit that changed it last.
+A result belongs to the files that its benchmark measures (`MEASURED`), by a hash of their contents. A file
+without a hash in its `meta` belongs to the commit that last changed it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FITTED = ("tunegemm/model", "fit/trees.py")
 
 #: How modules of benchmarks and fits begin.
 _FOLDERS = ("benchmarks.", "fit.")
-#: The files and folders that each benchmark measures, beside its own file; of others `SERVED`.
+#: The files and folders that each benchmark measures, besides its own file; `SERVED` for the others.
 MEASURED: dict[str, tuple[str, ...]] = {
     "blocks": (*SERVED, "tunegemm/groups/block_groups.py", "db/block_groups.toml", _GRAPHS),
     "campaign": _TUNED, "choices": _KERNELS, "clients": (*SERVED, _HARNESS), "database": ("tunegemm/store",),
@@ -54,11 +54,11 @@ class Stale:
     date: str
     """When it was measured."""
     command: str
-    """What measures it anew: the last command that wrote it."""
+    """The command that renews it: the last one that wrote it."""
     earlier: int
     """How many commands wrote others of its rows."""
     gpu_s: float | None
-    """What these took; None where that is not known."""
+    """Their GPU time; None if it is unknown."""
     changed: tuple[str, ...]
     """Files that differ; empty where only the hash is known."""
 
@@ -73,7 +73,7 @@ class Stale:
 
 
 def measured_by(command: str) -> tuple[str, ...]:
-    """What a command line measures, such as ``python -m benchmarks.peers --tune``."""
+    """The files that a command line measures, such as ``python -m benchmarks.peers --tune``."""
     name = next((word.split(".")[1] for word in command.split() if word.startswith(_FOLDERS)), "")
     places = [f"{folder}{name}.py" for folder in ("benchmarks/", "fit/")]
     own = [place for place in places if (ROOT / place).is_file()]
@@ -88,16 +88,16 @@ def hash_of(blobs: Mapping[str, str]) -> str:
 
 def blobs_now(places: Iterable[str], root: Path = ROOT) -> dict[str, str]:
     """The files there, each with git's hash of its content."""
-    found = {}
+    result = {}
     for place in places:
         path = root / place
-        files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+        files = [path] if path.is_file() else [item for item in path.rglob("*") if item.is_file()]
         for file in files:
             if "__pycache__" not in file.parts:
                 content = file.read_bytes()
                 blob = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
-                found[file.relative_to(root).as_posix()] = blob.hexdigest()
-    return found
+                result[file.relative_to(root).as_posix()] = blob.hexdigest()
+    return result
 
 
 def blobs_at(commit: str, places: Iterable[str], root: Path = ROOT) -> dict[str, str]:
@@ -110,7 +110,7 @@ def blobs_at(commit: str, places: Iterable[str], root: Path = ROOT) -> dict[str,
 def stale(folder: Path = RESULTS, root: Path = ROOT) -> list[Stale]:
     """The files of a folder whose code has changed, oldest first."""
     now: dict[tuple[str, ...], dict[str, str]] = {}
-    found = []
+    results = []
     for path, meta in _metas(folder):
         places = measured_by(command := str(meta.get("command", "")))
         if places not in now:
@@ -126,17 +126,17 @@ def stale(folder: Path = RESULTS, root: Path = ROOT) -> list[Stale]:
             is_stale = bool(changed)
         if is_stale:
             earlier = len(meta.get("earlier_commands", ()))
-            found.append(
+            results.append(
                 Stale(path, str(meta.get("date", "")), command, earlier, meta.get("gpu_seconds"), changed)
             )
-    return sorted(found, key=lambda one: (one.date, str(one.path)))
+    return sorted(results, key=lambda result: (result.date, str(result.path)))
 
 
 def _metas(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     for path in sorted(folder.rglob("*.json*")):
         content = path.read_bytes()
         text = (lzma.decompress(content) if path.suffix == ".xz" else content).decode()
-        first, _ = json.JSONDecoder().raw_decode(text)  # of some it is a line before those of the rows
+        first, _ = json.JSONDecoder().raw_decode(text)  # in some files it is a line before the rows
         yield path, first.get("meta", first)
 
 

@@ -1,14 +1,14 @@
-"""Whether threads that share streams get their own products, of every family and reduction.
+"""Tests whether threads that share streams get their own products, for every family and reduction.
 
     python -m benchmarks.threads                # 1,000,000 calls or a little more
     python -m benchmarks.threads --calls 50000
 
-Eight threads call `tunegemm.matmul`, each with operands of its own and one weight, on one stream or on four,
-without and with a ninth thread that captures the product in CUDA graphs and replays them. Beside four streams
-the default stream is kept busy. Products of rows in groups, along k, and with a gate are called, too. Every
-result is compared, bit by bit, with that of the same operands computed alone. Writes
+Eight threads call `tunegemm.matmul`, each with separate operands and a shared weight, on one stream or on
+four, without and with a ninth thread that captures the product in CUDA graphs and replays them. With four
+streams the default stream is kept busy, too. Products of rows in groups, along k, and with a gate are also
+called. Every result is compared, bit by bit, with that of the same operands computed alone. Writes
 results/GPU/threads.json: a row `{family, reduction, threads, streams, captures, calls, wrong, host_us}` for
-each, the last being the host's time of one call of a single thread.
+each; the last is the host time of one call from a single thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tunegemm.errors import TunegemmError
 THREADS = 8
 #: Calls of a thread between two comparisons.
 AT_ONCE = 50
-#: In which the host's time of every kernel is taken, in shuffled order.
+#: Rounds that measure the host time of every kernel, in shuffled order.
 ROUNDS = 31
 METHOD = (
     f"{THREADS} threads, operands of their own, {AT_ONCE} calls between comparisons; a result is wrong where "
@@ -85,7 +85,9 @@ class Case:
 
 
 def cases(device: Device) -> list[Case]:
-    """One kernel of each family and way to add k splits; of the library those that it names here."""
+    """One kernel of each family and way to add k splits; for the library, the algorithms that it returns
+    here.
+    """
     small, few, wide = Problem(64, 512, 2048), Problem(8, 512, 4096), Problem(640, 1024, 1024)
     listed: list[tuple[str, str, Problem, dict[str, Value], dict[str, Value]]] = [
         ("cute_sm90", "none", small, _CUTE, _CUTE_LAUNCH),
@@ -116,13 +118,13 @@ def _of_library(problem: Problem, device: Device) -> list[Case]:
     """cuBLASLt's first algorithm without k splits, and the first of each way that it has to add them."""
     from tunegemm.generate.cublaslt import FAMILY, is_torch
 
-    found: dict[str, Candidate] = {}
+    result: dict[str, Candidate] = {}
     for candidate in FAMILY.discover(problem, device):
         if is_torch(candidate):
             continue
         splits = candidate["split_k"] != 1
-        found.setdefault(str(candidate["reduction_scheme"]).lower() if splits else "none", candidate)
-    return [Case("cublaslt", reduction, problem, one) for reduction, one in sorted(found.items())]
+        result.setdefault(str(candidate["reduction_scheme"]).lower() if splits else "none", candidate)
+    return [Case("cublaslt", reduction, problem, item) for reduction, item in sorted(result.items())]
 
 
 @command
@@ -149,7 +151,7 @@ def run(device: Device, calls: int, results: Results) -> int:
     settings = [(streams, captures) for streams in (1, 4) for captures in (False, True)]
     rows, total = [], 0
     trials: list[Trial] = [Product(case, device) for case in compiled]
-    trials += [Groups(what, extents, device) for what, *extents in GROUPS]
+    trials += [Groups(product, extents, device) for product, *extents in GROUPS]
     each = -(-calls // (len(trials) * len(settings) * THREADS * AT_ONCE)) * AT_ONCE
     took = host_times(
         {str(index): trial.call for index, trial in enumerate(trials)}, ROUNDS, torch.cuda.synchronize
@@ -190,7 +192,7 @@ def prepare(case: Case, device: Device) -> None:
 
 
 class Trial:
-    """A kernel, operands for each thread, and what it makes of them alone."""
+    """A kernel, operands for each thread, and their products computed alone."""
 
     def __init__(
         self, family: str, reduction: str, label: str, extents: Mapping[str, int], device: Device
@@ -201,7 +203,7 @@ class Trial:
         self._expected: list[Any] = []
 
     def _take(self, inputs: Sequence[Any], exact: Callable[[Any], Any]) -> None:
-        """Operands of each thread, whose products are to be those of `exact`, which computes in fp32."""
+        """Stores each thread's operands, whose products must equal those of `exact`, computed in fp32."""
         self._inputs = list(inputs)
         self._expected = [self._product(x).clone() for x in self._inputs]
         for x, result in zip(self._inputs, self._expected, strict=True):
@@ -223,7 +225,7 @@ class Trial:
         """Raises unless all products were the kernel's."""
 
     def wrong(self, calls: int, streams: int, captures: bool) -> int:
-        """Of so many calls of each thread; those of graphs beside count where they are wrong."""
+        """Wrong results among so many calls of each thread, and among those of concurrent graphs."""
         import torch
 
         made = [torch.cuda.Stream(self._place) for _ in range(streams)] if streams > 1 else [None]
@@ -292,7 +294,7 @@ class Trial:
 
 
 class Product(Trial):
-    """A kernel of a product, served alone: every product of its problem is launched by it."""
+    """A kernel of a product, served alone: it launches every product of its problem."""
 
     def __init__(self, case: Case, device: Device) -> None:
         import torch
@@ -347,18 +349,18 @@ GROUPS = (
 class Groups(Trial):
     """A product of groups by the kernel that the shipped table names for it."""
 
-    def __init__(self, what: str, extents: Sequence[int], device: Device) -> None:
+    def __init__(self, product: str, extents: Sequence[int], device: Device) -> None:
         import torch
 
         from tunegemm.groups import grouped
 
         rows, groups, n, k = extents
-        super().__init__("grouped", what, "", {"m": rows, "n": n, "k": k, "batch": groups}, device)
-        self._gate = "swiglu" if what == "gate" else ""
+        super().__init__("grouped", product, "", {"m": rows, "n": n, "k": k, "batch": groups}, device)
+        self._gate = "swiglu" if product == "gate" else ""
         self._groups = grouped.Groups()
         torch.manual_seed(0)
         made: dict[str, Any] = {"dtype": torch.bfloat16, "device": self._place}
-        along = what == "along k"
+        along = product == "along k"
         self._weight = torch.randn(rows, n, **made) if along else torch.randn(groups, n, k, **made).mT
         starts = [rows * i // groups for i in range(groups + 1)]
         self._ends = torch.tensor(starts[1:], dtype=torch.int32, device=self._place)

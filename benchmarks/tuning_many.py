@@ -1,16 +1,16 @@
-"""How long it takes to tune the products of several models: `tunegemm tune --from benchmarks/many.json`.
+"""Measures how long tuning the products of several models takes: `tunegemm tune --from benchmarks/many.json`.
 
     python -m benchmarks.tuning_many                               # on a GPU
     python -m benchmarks.tuning_many --devices all --without-library --budget 500
     python -m benchmarks.tuning_many --only-peers --peers 10 --peer-s 60
 
-Runs the command in a process of its own, with an empty kernel cache and an empty database, and reads from
-that database afterwards what was found; the command's words are in a .log beside it. --budget ends the
-command by SIGINT, as Ctrl-C would. Writes results/GPU/tuning_many.json, a summary and rows for each `mode`.
-`first_s` and `last_s` of a product are when its first and last measurement came, since the process was
-started; `seconds` is what it took since the product before it was done (null where several GPUs work);
-`measured` counts candidates. Rows of the modes `inductor` and `quack` are of peers: a process of its own for
-each product, nothing in any cache of theirs; `seconds` is their first call, in which they tune.
+Runs the command in a separate process, with an empty kernel cache and an empty database, and then reads the
+results from that database; the command's output is in a .log beside it. --budget ends the command by SIGINT,
+as Ctrl-C would. Writes results/GPU/tuning_many.json, a summary and rows for each `mode`. `first_s` and
+`last_s` of a product are the times of its first and last measurement since the process started; `seconds` is
+the time since the previous product was done (null if several GPUs work); `measured` counts candidates. Rows
+of the modes `inductor` and `quack` belong to peers: a separate process for each product, with empty caches;
+`seconds` is their first call, in which they tune.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ METHOD = (
 )
 PEERS = ("inductor", "quack")
 
-#: What the command may take to end after SIGINT, seconds: a batch is measured to its end.
+#: Most seconds for the command to end after SIGINT: it finishes measuring a batch.
 _ENDING_S = 60.0
-#: What a peer's process may take beside its tuning: imports, torch.mm, the interleave.
+#: Most seconds for a peer's process besides its tuning: imports, torch.mm, the interleave.
 _BESIDE_S = 60.0
 
 _WITH_LIBRARY = ("-m", "tunegemm")
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     problems = [demand.problem for demand in read(options.list)[0]]
     device = open_device(options.device)
     if not device.is_real and options.out is None:
-        raise TunegemmError(f"device {options.device!r} measures nothing; give --out to try this there")
+        raise TunegemmError(f"device {options.device!r} measures nothing; give --out to try it anyway")
     if options.without_library and options.devices:
         raise TunegemmError(
             "--without-library with --devices: other workers find the package's kernels; "
@@ -94,10 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
 
 
 def run(problems: Sequence[Problem], device: Device, results: Results, options: argparse.Namespace) -> int:
-    """Runs the command and writes what it found; 1 where the command failed."""
+    """Runs the command and writes its results; returns 1 if the command failed."""
     database = (options.database or results.path.with_suffix(".sqlite")).absolute()
     if database.exists():
-        raise TunegemmError(f"{database} exists, and a new database is wanted; remove it or name another")
+        raise TunegemmError(f"{database} exists, but this needs a new database; remove it or give another")
     database.parent.mkdir(parents=True, exist_ok=True)
     mode = "without library" if options.without_library or packs.shipped() is None else "as installed"
     where = ["--device", options.device]
@@ -116,7 +116,7 @@ def run(problems: Sequence[Problem], device: Device, results: Results, options: 
             code = interrupted_after(options.budget, words, environment, Path(folder), log)
         seconds = time.time() - started
         compiled = len(ArtifactStore(cache).names())
-    rows = found(database, started, is_one_gpu=not options.devices)
+    rows = stored_rows(database, started, is_one_gpu=not options.devices)
     results.rows = [row for row in results.rows if row.get("mode") != mode]
     results.summary[mode] = {
         "products": len(problems),
@@ -140,8 +140,8 @@ def run(problems: Sequence[Problem], device: Device, results: Results, options: 
 def interrupted_after(
     budget: float | None, words: Sequence[str], environment: Mapping[str, str], folder: Path, log: Any
 ) -> int:
-    """The exit code of a process that gets SIGINT when its time is over, and SIGKILL if it goes on."""
-    # A shell starts what it puts in the background with SIGINT ignored, and that is inherited.
+    """The exit code of a process that gets SIGINT when its time is over, and SIGKILL if it continues."""
+    # A shell starts background processes with SIGINT ignored, which children inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(words, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
     try:
@@ -156,14 +156,14 @@ def interrupted_after(
 
 
 def own_environment(folder: Path) -> dict[str, str]:
-    """Nothing of the user's is found, and the same packages are."""
+    """Hides the user's data, but keeps the same packages."""
     return os.environ | {
         "XDG_DATA_HOME": str(folder / "data"),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path])),
     }
 
 
-def found(location: Path, started: float, *, is_one_gpu: bool) -> list[dict[str, Any]]:
+def stored_rows(location: Path, started: float, *, is_one_gpu: bool) -> list[dict[str, Any]]:
     """A row for each product that has a measurement, in the order in which they ended.
 
     started: of the process, by time.time().
@@ -219,7 +219,7 @@ def run_peer(name: str, problems: Sequence[Problem], device: Device, results: Re
 
 
 def peer(name: str, problem: Problem, device: Device, most_s: float) -> dict[str, Any]:
-    """Seconds and speed of a peer's first choice, in a process of its own; or why there are none."""
+    """Seconds and speed of a peer's first choice, in a separate process; or why there are none."""
     none = {"seconds": None, "ratio": None}
     with tempfile.TemporaryDirectory(prefix="tunegemm-", ignore_cleanup_errors=True) as folder:
         places = (
@@ -236,7 +236,7 @@ def peer(name: str, problem: Problem, device: Device, most_s: float) -> dict[str
         try:
             out, errors = process.communicate(timeout=most_s + _BESIDE_S)
         except subprocess.TimeoutExpired:
-            return none | {"skipped": f"not at its end {_BESIDE_S:g} s after the limit of {most_s:g} s"}
+            return none | {"skipped": f"still running {_BESIDE_S:g} s after the limit of {most_s:g} s"}
         finally:
             _end(process)
         process_s = round(time.monotonic() - started, 2)
@@ -254,7 +254,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def print_peer(name: str, shape: str, spec: str, most_s: str) -> None:
-    """In the peer's process: its tuning, then one interleave with torch.mm, as one line of JSON."""
+    """Runs in the peer's process: its tuning, then one interleave with torch.mm, as one line of JSON."""
     from benchmarks.peers import measure
     from benchmarks.providers import PROVIDERS, Options, max_autotune
     from tunegemm.measure.backend import CudaBackend

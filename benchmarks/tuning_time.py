@@ -1,16 +1,16 @@
-"""How long a tuning takes: a process that tunes one product, nothing compiled, and again with its kernels.
+"""Measures a tuning's time: a process tunes one product without compiled kernels, another one with them.
 
     python -m benchmarks.tuning_time                             # on a GPU
     python -m benchmarks.tuning_time --shapes 16x4096x4096 --shapes 8192x8192x8192
 
-Writes results/GPU/tuning_time.json. For each product two processes in empty folders, so that nothing of the
-user's and nothing that ships is used but the package: `cold_s` is the first one from its start to its end,
-imports included. The second has the kernels of the first and tries no others (`--compiled-only`): `first_s`
-from its start to the first measurements of our own kernels, imports included (the library's algorithms are
-measured before); `warm_s` its tuning but for its own imports; `ready_s` from its start until the process that
-measures has its imports, too, and a CUDA context; `searched_s`, which is `imports_s + warm_s - ready_s`, the
-tuning but for the imports of both; `next_s` the tuning once more in that process. Each has an empty database.
-`measured` and `compiled` are of the first.
+Writes results/GPU/tuning_time.json. For each product two processes run in empty folders, so that they use the
+package but none of the user's files and none of the shipped kernels: `cold_s` is the first process from start
+to end, including imports. The second has the kernels of the first and tries no others (`--compiled-only`):
+`first_s` from its start to the first measurements of our own kernels, including imports (the library's
+algorithms are measured before); `warm_s` its tuning without its own imports; `ready_s` from its start until
+the measuring process has its imports, too, and a CUDA context; `searched_s`, which is `imports_s + warm_s -
+ready_s`, the tuning without the imports of both; `next_s` a second tuning in that process. Each has an empty
+database. `measured` and `compiled` belong to the first process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHAPES = (
 
 METHOD = "wall time of processes of their own, quick; see benchmarks/tuning_time.py"
 
-#: Prints times since the process was started (argv[4], by time.time()), and what was found.
+#: Prints times since the process was started (argv[4], by time.time()), and the results.
 _PROCESS = """
 import json, sys, threading, time
 from tunegemm.measure.worker import Child
@@ -128,7 +128,7 @@ def timed(problem: Problem, device: Device) -> dict[str, Any]:
 
 
 def process(problem: Problem, device: Device, name: str, root: Path) -> dict[str, Any]:
-    """What it printed. Its databases are its own; the kernels under `root` are the next one's, too."""
+    """The process's output. Its databases are its own; the next process shares the kernels under `root`."""
     work = root / name
     work.mkdir()
     paths = os.pathsep.join(filter(None, sys.path))
@@ -141,9 +141,9 @@ def process(problem: Problem, device: Device, name: str, root: Path) -> dict[str
     words = [sys.executable, "-c", _PROCESS, problem.shape, device.spec, name, str(time.time())]
     ran = subprocess.run(words, cwd=work, env=environment, capture_output=True, text=True, check=False)
     if ran.returncode:
-        raise TunegemmError(f"tuning {problem} in a process of its own ended with:\n{ran.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return found
+        raise TunegemmError(f"tuning {problem} in a separate process ended with:\n{ran.stderr[-2000:]}")
+    result: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return result
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
     python -m benchmarks.vllm                                # bf16, fp8, then VLLM_BATCH_INVARIANT=1
     python -m benchmarks.vllm --only bf16 --seconds 230      # one kind in a stated time
 
-The model is Llama-3-8B; nothing is downloaded. Of a quarter of its layers a decode step is 1 ms of the GPU
-and 2 of the host's scheduling: no kernel shows there. The three engines of a kind, two of them without the
-plug-in, start together, have CPUs of their own, and work in turns. Prefill is of prompts of 512 tokens in
-steps of 8192; decode are 64 tokens of each sequence behind prompts of 16, in CUDA graphs. Writes
+The model is Llama-3-8B; nothing is downloaded. With a quarter of its layers, a decode step would take 1 ms of
+the GPU and 2 of the host's scheduling, which hides kernels. The three engines of a kind, two of them without
+the plug-in, start together, have separate CPUs, and alternate. Prefill uses prompts of 512 tokens in steps of
+8192; decode uses 64 tokens of each sequence after prompts of 16, in CUDA graphs. Writes
 results/GPU/vllm.json.
 """
 
@@ -52,9 +52,9 @@ METHOD = (
 )
 KINDS = ("bf16", "fp8", "invariant")
 PHASES = ("decode", "prefill")
-#: What is done before samples, and rounds of samples that there are at least.
+#: Work before samples, and the least number of rounds of samples.
 WARM_SECONDS, LEAST_ROUNDS = 0.3, 3
-#: Prompts that are computed beside one whose logits are compared, where bits are to be the same.
+#: Prompts that run beside the prompt whose logits are compared, if bits must be the same.
 _OTHERS = (15, 63, 255)
 
 
@@ -84,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def settings_of(kind: str, layers: int) -> tuple[Setting, Setting, Setting]:
-    """Two equal engines without the plug-in, and the one with it."""
+    """Two equal engines without the plug-in, and one with it."""
+
     is_invariant = kind == "invariant"
     dtype = "bf16" if is_invariant else kind
     return (
@@ -100,13 +101,13 @@ def doors(scratch: Path) -> None:
     root = Path(__file__).parents[1]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]
     group = "vllm.general_plugins"
-    found = {"tunegemm-benchmarks": f"[{group}]\ntunegemm_benchmarks = benchmarks.vllm_engine:settle\n"}
+    result = {"tunegemm-benchmarks": f"[{group}]\ntunegemm_benchmarks = benchmarks.vllm_engine:settle\n"}
     if not entry_points(group=group, name="tunegemm"):
-        found["tunegemm"] = "".join(
+        result["tunegemm"] = "".join(
             f"[{name}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items())
             for name, entries in project.items()
         )
-    for name, text in found.items():
+    for name, text in result.items():
         version = tunegemm.__version__
         folder = scratch / "doors" / f"{name.replace('-', '_')}-{version}.dist-info"
         folder.mkdir(parents=True, exist_ok=True)
@@ -144,7 +145,7 @@ def run(
     scratch: Path,
     out: Path | None,
 ) -> None:
-    """Times what was asked for; prints and writes a row for each kind, phase and number of sequences.
+    """Times the requested kinds; prints and writes a row for each kind, phase and number of sequences.
 
     points: phases, with numbers of sequences.
     """
@@ -203,22 +204,22 @@ def measure(
         "layers": setting.layers,
         "tokens_per_s": round(statistics.median(samples["tunegemm"]), 1),
         "engine_tokens_per_s": round(statistics.median(samples["vllm"] + samples["again"]), 1),
-        "ratio": round(statistics.median(mine / ((one + two) / 2) for mine, one, two in pairs), 5),
+        "ratio": round(statistics.median(mine / ((item + two) / 2) for mine, item, two in pairs), 5),
         "noise": round(aa_noise(samples["again"], samples["vllm"]), 5),
         "rounds": rounds,
     }
 
 
 def compared(theirs: Engine, ours: Engine, is_invariant: bool) -> dict[str, Any]:
-    """How far logits are apart, and, of a batch-invariant engine, whether bits change with what is beside."""
+    """How far apart logits are; for a batch-invariant engine also whether bits change with other prompts."""
     first, second = theirs.ask("logits", 4), ours.ask("logits", 4)
     differences = []
     for (their_token, their_bytes), (our_token, our_bytes) in zip(first, second, strict=True):
-        one, two = (np.frombuffer(each, np.float32) for each in (their_bytes, our_bytes))
-        differences.append(float(np.abs(one - two).max() / one.std()))
+        item, two = (np.frombuffer(each, np.float32) for each in (their_bytes, our_bytes))
+        differences.append(float(np.abs(item - two).max() / item.std()))
         if their_token != our_token:
             break
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "positions": len(differences),
         "largest_difference": round(max(differences), 5),
         "finite": all(np.isfinite(np.frombuffer(each, np.float32)).all() for _, each in second),
@@ -226,15 +227,15 @@ def compared(theirs: Engine, ours: Engine, is_invariant: bool) -> dict[str, Any]
     if is_invariant:
         for name, engine, alone in (("vllm", theirs, first), ("tunegemm", ours, second)):
             runs = [alone, *(engine.ask("logits", 4, others) for others in _OTHERS)]
-            found[f"bits_same_{name}"] = all(one == two for one, two in pairwise(runs))
-    return found
+            result[f"bits_same_{name}"] = all(item == two for item, two in pairwise(runs))
+    return result
 
 
 def _summarize(results: Results) -> None:
-    found: dict[tuple[str, ...], list[float]] = {}
+    result: dict[tuple[str, ...], list[float]] = {}
     for row in results.rows:
-        found.setdefault(tuple(row[name] for name in ("dtype", "mode", "phase")), []).append(row["ratio"])
-    for of, ratios in found.items():
+        result.setdefault(tuple(row[name] for name in ("dtype", "mode", "phase")), []).append(row["ratio"])
+    for of, ratios in result.items():
         print(f"{' '.join(of)}: geometric mean {geometric_mean(ratios):.3f}, least {min(ratios):.3f}")
 
 

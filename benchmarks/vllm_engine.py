@@ -1,10 +1,10 @@
-"""One vLLM engine in processes of its own, which does what its owner sends it: what `benchmarks.vllm` times.
+"""One vLLM engine in separate processes, controlled by its owner: the engine that `benchmarks.vllm` times.
 
-Whoever starts several has them in turns: an engine without work takes nothing of the GPU but memory.
+An owner of several engines uses them in turns: an idle engine uses nothing of the GPU but memory.
 
-What is timed are the steps of vLLM's `EngineCore`: its scheduler and its worker, as in the process of an
-engine. That process is this one here, and whatever is outside the core, what reads prompts and what hands
-tokens out, has no part in it: it works beside the core, and delays single steps by more than is looked for.
+It times the steps of vLLM's `EngineCore`: its scheduler and its worker, as in an engine's process, which is
+this process. The parts outside the core, which read prompts and return tokens, are excluded: they run beside
+the core, and delay single steps by more than the effect to be measured.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tunegemm.errors import TunegemmError
 
 #: vLLM's name of the model.
 ARCHITECTURE = "LlamaForCausalLM"
-#: Numbers of sequences that are timed, and have CUDA graphs.
+#: Numbers of sequences to time, with CUDA graphs.
 SEQUENCES = (1, 16, 64, 256)
 #: Tokens of a prompt, where prompts are timed and where the tokens behind them are.
 PROMPT, SHORT = 512, 16
-#: Tokens that each sequence generates in a run where that is timed.
+#: Tokens that each sequence generates in a timed run.
 GENERATED = 64
 #: Prompts of a run at most: they are four steps, and more prompts are more of the same steps.
 MOST_PROMPTS = 64
@@ -44,8 +44,8 @@ STEP = 8192
 CAPTURED = (*SEQUENCES, PROMPT)
 #: Of an engine's cache of keys and values, for each layer: 32,768 tokens.
 CACHE_BYTES = 128 << 20
-#: What makes a sample. The GPU's and the host's clocks change within seconds: many short samples in turns
-#: say more than few long ones.
+#: The length of a sample. The GPU's and the host's clocks change within seconds: many short alternating
+#: samples are better than few long ones.
 SAMPLE_SECONDS = 0.25
 #: Where a process waits for the engine, which compiles as it starts.
 START_SECONDS = 240.0
@@ -72,7 +72,7 @@ FP8 = {
 
 @dataclass(frozen=True)
 class Setting:
-    """An engine that is to be started."""
+    """An engine to start."""
 
     dtype: str
     served: bool
@@ -80,7 +80,7 @@ class Setting:
     is_invariant: bool = False
     layers: int = 32
     again: bool = False
-    """Whether it is the second of two equal ones."""
+    """Whether it is the second of two equal engines."""
 
     @property
     def name(self) -> str:
@@ -89,7 +89,7 @@ class Setting:
 
 
 def model_config(setting: Setting) -> dict[str, Any]:
-    """Of a model like Llama-3-8B with so many layers, as `transformers` reads it."""
+    """The config of a model like Llama-3-8B with so many layers, for `transformers`."""
     facts: dict[str, Any] = {
         "architectures": [ARCHITECTURE], "model_type": "llama", "hidden_size": 4096,
         "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -101,17 +101,17 @@ def model_config(setting: Setting) -> dict[str, Any]:
 
 
 class EngineError(TunegemmError):
-    """An engine that did not start, or ended; says where its output is."""
+    """An engine that did not start, or ended; names the file with its output."""
 
 
 class Engine:
-    """Owner's side: starts the processes and asks them, one question at a time."""
+    """The owner's side: starts the processes and sends them one request at a time."""
 
     def __init__(
         self, setting: Setting, folder: Path, variables: dict[str, str], cores: Sequence[int] = ()
     ) -> None:
-        """folder: gets the model's config and the output. variables: of the environment. cores: the CPUs that
-        it stays on; all where there are none."""
+        """folder: gets the model's config and the output. variables: of the environment. cores: the CPUs to
+        run on; all if empty."""
         self.setting = setting
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "log"
@@ -129,9 +129,9 @@ class Engine:
         self._receive(START_SECONDS - (time.monotonic() - self._began))
         self.seconds = time.monotonic() - self._began
 
-    def ask(self, what: str, *arguments: Any) -> Any:
-        """Calls a function below by its name. Raises EngineError for what it raises."""
-        self._pipe.send((what, arguments))
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """Calls a function below by its name. Raises EngineError if it fails."""
+        self._pipe.send((name, arguments))
         return self._receive(WORK_SECONDS)
 
     def _receive(self, seconds: float) -> Any:
@@ -146,7 +146,7 @@ class Engine:
         return answer
 
     def stop(self) -> None:
-        """Ends it and what it started. It has nothing to save."""
+        """Ends the engine and its child processes. It has nothing to save."""
         if (pid := self._process.pid) is not None:
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
@@ -154,7 +154,7 @@ class Engine:
         self._process.join(10)
 
     def said(self) -> list[str]:
-        """The plug-in's lines in the output, each once, without what vLLM puts before them."""
+        """The plug-in's lines in the output, each once, without vLLM's prefix."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         lines = [
             re.sub(r"^.*?(?=tunegemm[ :])", "", line) for line in text.splitlines() if "tunegemm" in line
@@ -167,8 +167,8 @@ class Engine:
 
 
 def settle() -> None:
-    """A plug-in of vLLM's, for a shorter start: kernels of routers, which this model has none of, stay
-    uncompiled, and the model's class is not looked at in a process of its own."""
+    """A plug-in for vLLM that shortens the start: it leaves kernels of routers uncompiled, because this model
+    has no routers, and inspects the model's class in this process."""
     with contextlib.suppress(ImportError):
         routers: Any = importlib.import_module("vllm.model_executor.kernels.linear.cute_dsl.ll_bf16")
         routers._cutedsl_available = False
@@ -195,8 +195,8 @@ def _live(
         gc.disable()  # between samples it collects
         pipe.send((True, None))
         while True:
-            what, arguments = pipe.recv()
-            pipe.send((True, WORK[what](llm, *arguments)))
+            name, arguments = pipe.recv()
+            pipe.send((True, WORK[name](llm, *arguments)))
     except EOFError:
         pass
     except BaseException as error:
@@ -228,8 +228,8 @@ def _start(setting: Setting, folder: Path) -> Any:
 
 
 def fill(model: Any) -> None:
-    """Gives a model weights as of a trained one's size, in place: vLLM's own are near nothing. Sent to the
-    processes that compute, so it imports what it needs."""
+    """Gives a model weights as large as a trained model's, in place: vLLM's own are almost zero. Sent to the
+    computing processes, so it imports its own modules."""
     import torch
 
     generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
@@ -242,7 +242,7 @@ def fill(model: Any) -> None:
                 data.fill_(1.0)
             elif data.is_floating_point() and data.dim() == 2:
                 size = 32.0 if data.dtype.itemsize == 1 else 0.02
-                # In memory's order, as fp8 ones are transposed; by parts, for the sake of memory.
+                # In the order of memory, because fp8 weights are transposed; in parts, to save memory.
                 for part in (data if data.is_contiguous() else data.t()).split(8192):
                     values = torch.randn(part.shape, generator=generator, device=data.device)
                     part.copy_((values * size).to(data.dtype))
@@ -264,10 +264,10 @@ _names = count()
 
 
 def _steps(llm: Any, prompts: Sequence[dict[str, list[int]]], tokens: int) -> list[tuple[float, int]]:
-    """Has the core generate tokens behind prompts that are all there at once; the time at which each of its
-    steps gave tokens, in seconds, and to how many prompts: first the time at which it began, and none.
+    """Lets the core generate tokens after prompts that all arrive at once. Returns the time at which each
+    step yielded tokens, in seconds, and for how many prompts; the first entry is the start, with none.
 
-    Ends what is left once `MOST_PROMPTS` have a single token that was asked for.
+    Ends early once `MOST_PROMPTS` have their token, if only one token is requested.
     """
     api: Any = importlib.import_module("vllm.v1.engine")
     client = llm.llm_engine.engine_core
@@ -284,10 +284,10 @@ def _steps(llm: Any, prompts: Sequence[dict[str, list[int]]], tokens: int) -> li
     while core.scheduler.has_requests() or core.batch_queue:
         outputs, executed = core.step_fn()
         core.post_step(executed)
-        given = sum(len(each.outputs) for each in (outputs or {}).values())
-        if given and not is_over:
-            times.append((time.perf_counter(), given))
-            done += given
+        value = sum(len(each.outputs) for each in (outputs or {}).values())
+        if value and not is_over:
+            times.append((time.perf_counter(), value))
+            done += value
             if tokens == 1 and done >= MOST_PROMPTS:
                 is_over = True
                 core.abort_requests(names)
@@ -296,9 +296,9 @@ def _steps(llm: Any, prompts: Sequence[dict[str, list[int]]], tokens: int) -> li
 
 
 def sample(llm: Any, phase: str, sequences: int, at_least: float = SAMPLE_SECONDS) -> float:
-    """Tokens per second: of prompts in prefill, of what is generated behind the first tokens in decode.
+    """Tokens per second: of prompts in prefill, of tokens generated after the first ones in decode.
 
-    Of decode the median over steps of all sequences, of prefill that over runs of all prompts.
+    For decode the median over steps of all sequences, for prefill that over runs of all prompts.
     at_least: seconds of the engine's work.
     """
     gc.collect()
@@ -308,9 +308,9 @@ def sample(llm: Any, phase: str, sequences: int, at_least: float = SAMPLE_SECOND
         times = _steps(llm, prompts, 1 if is_prefill else GENERATED + 1)
         begin, end = times[0][0], times[-1][0]
         if is_prefill:
-            rates.append(PROMPT * sum(given for _, given in times) / (end - begin))
+            rates.append(PROMPT * sum(value for _, value in times) / (end - begin))
         else:
-            full = [at for at, given in times if given == sequences]
+            full = [at for at, value in times if value == sequences]
             rates += [sequences / (later - earlier) for earlier, later in pairwise(full[1:])]
         spent += end - begin
         runs += 1
@@ -320,34 +320,34 @@ def sample(llm: Any, phase: str, sequences: int, at_least: float = SAMPLE_SECOND
 def logits(llm: Any, tokens: int, others: int = 0) -> list[tuple[int, bytes]]:
     """For each of some tokens that follow one prompt, the token and all logits, as float32.
 
-    others: prompts of different lengths that are computed beside it.
+    others: prompts of different lengths that run beside it.
     """
     import numpy
 
     prompts = prompts_of(1, 64, 1234) + [prompts_of(1, 16 + i % 64, i)[0] for i in range(others)]
     parameters = [sampling(tokens, logprobs=-1)] + [sampling(tokens) for _ in range(others)]
     output = llm.generate(prompts, parameters, use_tqdm=False)[0].outputs[0]
-    found = []
+    results = []
     for token, position in zip(output.token_ids, output.logprobs, strict=True):
         values = numpy.empty(len(position), numpy.float32)
         values[list(position)] = [each.logprob for each in position.values()]
-        found.append((int(token), values.tobytes()))
-    return found
+        results.append((int(token), values.tobytes()))
+    return results
 
 
 def plans(llm: Any) -> list[str]:
-    """The products that the plug-in was asked for in the first worker, with what serves each."""
+    """The products that the plug-in met in the first worker, with the kernel of each."""
     return llm.apply_model(_plans)[0]
 
 
 def _plans(model: Any) -> list[str]:
-    """For each kind of product, which rows are served by which kernel, and which are the engine's own.
+    """For each kind of product, the rows that each kernel serves, and the rows that stay with the engine.
 
-    Of plans, and not of what was found for them: a kernel that the strides forbid serves nothing.
+    Reads plans, not selections: a kernel that the strides forbid serves nothing.
     """
     from tunegemm.dispatch import api
 
-    found: dict[str, dict[str, set[int]]] = {}
+    result: dict[str, dict[str, set[int]]] = {}
     for key, plan in api.dispatcher.planner.state.plans.items():
         form, a, b, dtype = key[0], key[5], key[9], key[7]
         kind = f"{str(dtype).removeprefix('torch.')} {tuple(b)} {form.text}".rstrip()
@@ -358,10 +358,10 @@ def _plans(model: Any) -> list[str]:
         if plan and plan.record is not None:
             near = "" if plan.record.problem == plan.problem else ", near"
             by = f"{plan.record.candidate.family} {plan.record.label}{near}"
-        found.setdefault(kind, {}).setdefault(by, set()).add(rows)
+        result.setdefault(kind, {}).setdefault(by, set()).add(rows)
     return [
         f"{kind}: {', '.join(map(str, sorted(rows)))} by {by}"
-        for kind, served in sorted(found.items())
+        for kind, served in sorted(result.items())
         for by, rows in sorted(served.items(), key=lambda item: min(item[1]))
     ]
 
@@ -370,7 +370,7 @@ WORK: dict[str, Callable[..., Any]] = {"sample": sample, "logits": logits, "plan
 
 
 def variables(setting: Setting, scratch: Path) -> dict[str, str]:
-    """What an engine's processes have in their environment: caches of their own, nothing from a network."""
+    """The environment of an engine's processes: separate caches, no network."""
     cache = scratch / "caches" / setting.name
     return {
         "TUNEGEMM_VLLM": "1" if setting.served else "0",

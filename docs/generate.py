@@ -29,6 +29,8 @@ from benchmarks.tables.gpus import gpus, parts
 from benchmarks.tables.peers import even_rows, peers, peers_odd, summary
 from benchmarks.tables.programs import (
     batch_invariance,
+    block_groups,
+    blocks,
     campaign,
     clients,
     clients_training,
@@ -244,6 +246,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "llama": llama,
     "vllm": vllm,
     "dtypes": dtypes,
+    "blocks": blocks,
+    "block-groups": block_groups,
     "dispatch": dispatch,
     "batch-invariance": batch_invariance,
     "gpus": gpus,

@@ -1,4 +1,4 @@
 """Makes the data in db/: run its modules from the checkout's root, such as ``python -m fit.campaign``.
 
-README.md says in which order.
+README.md gives the order.
 """

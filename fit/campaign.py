@@ -5,10 +5,10 @@
     python -m fit.campaign --budget 600 --kinds swiglu,fp8           # not plain bf16, but these
     python -m fit.campaign --records db/records --lost benchmarks/results/h200/first_use.json
 
-The last one writes what was found beside what ships already, but for what gains under 1 %, and what lost when
-`benchmarks.first_use` measured it once more. What a run reaches is in its database; the next one, given that
-database, goes on. Kernels lie in the object store (TUNEGEMM_CACHE_DIR). Writes results/GPU/campaign.json: for
-each product how long its tuning took.
+The last one writes the tuned records beside the shipped ones, without records that gain under 1 % or that
+lost when `benchmarks.first_use` measured them again. A run's results are in its database; the next run with
+that database continues. Kernels are in the object store (TUNEGEMM_CACHE_DIR). Writes
+results/GPU/campaign.json: for each product the time of its tuning.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from tunegemm.store.shipped import read_shipped, write_records
 from tunegemm.tuning.progress import Request
 from tunegemm.tuning.tuner import Tuner
 
-#: A record under that is within what a final race at the power cap can be wrong by.
+#: Records below this ratio are within the error of a final race at the power cap.
 LEAST = 1.01
-#: A product that was slower than that when it was measured again.
+#: A product that was slower than this in a second measurement.
 LOST = 0.99
-#: Rows up to which logits are tuned: those of each sequence's last token.
+#: Most rows for which logits are tuned: those of each sequence's last token.
 MOST_LOGITS_ROWS = 256
 
 METHOD = "Tuner.tune_all of one process, quick; seconds of wall time each"
@@ -55,29 +55,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--compiled-only", action="store_true", help="only kernels of the object store")
     parser.add_argument("--rows", help="M,... in place of the list's")
     parser.add_argument("--kinds", default="bf16", help=f"of {', '.join(KINDS)}; default: %(default)s")
-    parser.add_argument("--again", action="store_true", help="tune what has a shipped record, too")
+    parser.add_argument("--again", action="store_true", help="tune products with a shipped record, too")
     parser.add_argument("--db", type=Path, default=Path("campaign.sqlite"))
     options = parser.parse_args(arguments)
     if options.records:
         with Database.open(options.db, read_only=True) as database:
-            found = list(kept(database.records(), options.lost))
-        write_records(best([*read_shipped()[0], *found]), options.records)
+            result = list(kept(database.records(), options.lost))
+        write_records(best([*read_shipped()[0], *result]), options.records)
         return
     rows = [int(m) for m in options.rows.split(",")] if options.rows else None
-    problems = [one for kind in options.kinds.split(",") for one in products(rows, kind)]
+    problems = [product for kind in options.kinds.split(",") for product in products(rows, kind)]
     run(problems, find_device(options.device), options)
 
 
 def products(rows: list[int] | None = None, kind: str = "bf16") -> Iterator[Problem]:
-    """The list's products in the order in which they are tuned: all layers of the first rows, then others.
+    """The list's products in the order of tuning: all layers of the first rows, then of the others.
 
-    kind: a key of `KINDS`. swiglu is of those layers alone whose half another layer of the model brings back
-    to where they came from. Raises ProblemError for a kind that is none.
+    kind: a key of `KINDS`. swiglu covers only layers whose halved result is the input of another layer of the
+    model with the reverse extents. Raises ProblemError for an unknown kind.
     """
     listed = tomllib.loads(data_path("db", "products.toml").read_text(encoding="utf-8"))
     layers: dict[str, None] = {}
     for of_model in listed["models"].values():
-        layers |= dict.fromkeys(one for one in of_model if kind != "swiglu" or _down(one) in of_model)
+        layers |= dict.fromkeys(item for item in of_model if kind != "swiglu" or _down(item) in of_model)
     logits = dict.fromkeys(listed["logits"].values()) if kind == "bf16" else {}
     for m in rows or listed["rows"]:
         for layer in layers | (logits if m <= MOST_LOGITS_ROWS else {}):
@@ -91,8 +91,8 @@ def _down(layer: str) -> str:
 
 
 def kept(records: list[Record], measured_again: Path | None) -> Iterator[Record]:
-    """Those that are worth to be shipped; torch.mm's, too, as they say that nothing is faster. Not what a
-    tuning has left that did not come to its end.
+    """Records worth shipping, including those of torch.mm, which show that nothing is faster. Excludes
+    records of an unfinished tuning.
     """
     rows = json.loads(measured_again.read_text())["rows"] if measured_again else []
     lost = {Problem.parse(f"{row['m']}x{row['n']}x{row['k']}") for row in rows if row["ratio"] < LOST}
@@ -106,8 +106,8 @@ def best(records: Iterable[Record]) -> list[Record]:
     """Of each product on each GPU the record of the highest ratio, of equals the earlier."""
     of_product: dict[tuple[Problem, str], Record] = {}
     for record in records:
-        one = of_product.setdefault((record.problem, record.fingerprint.device_name), record)
-        if record.ratio > one.ratio:
+        value = of_product.setdefault((record.problem, record.fingerprint.device_name), record)
+        if record.ratio > value.ratio:
             of_product[record.problem, record.fingerprint.device_name] = record
     return list(of_product.values())
 

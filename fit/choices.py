@@ -1,14 +1,14 @@
-"""The listed kernels beside torch.mm on products drawn by seed: what the selector is fitted to.
+"""Times the listed kernels beside torch.mm on products drawn by seed, for the fit of the selector.
 
     python -m fit.choices --device cuda:0 --part 0/2 --budget 200 --out build/choices
     python -m fit.choices --device cuda:1 --part 1/2 --budget 200 --out build/choices
     python -m fit.choices --logits --seed logits --budget 50 --out build/choices
     python -m fit.choices --collect build/choices    # adds their rows to results/GPU/choices.json.xz
 
-All kernels of db/selector.toml that suit a product race torch.mm in one interleave, each at the launches that
-suit it; those that are near the fastest go on for longer. A line is written after each product, so that a run
-that ends early loses nothing, and goes on where it is run again. N and K are no dimensions of
-`benchmarks.first_use`. With `--logits` products are as wide as vocabularies, of few rows. The kernels are
+All kernels of db/selector.toml that suit a product race torch.mm in one interleave, each at suitable
+launches; those near the fastest continue for longer. A line is written after each product, so that an
+interrupted run loses nothing and a second run continues it. N and K are not dimensions of
+`benchmarks.first_use`. With `--logits`, products are as wide as vocabularies, with few rows. The kernels are
 those of `make kernels`; none is compiled here.
 """
 
@@ -60,20 +60,21 @@ METHOD = (
     "those within {margin:.0%} of the fastest; ratio: median over the last rounds of torch's sample to the "
     "kernel's"
 )
-#: Rounds with all launches and with those that are near the fastest, and what near is.
+#: Rounds with all launches, rounds with those near the fastest, and the definition of near.
 SCREEN, ROUNDS, MARGIN = 2, 9, 0.12
 MIN_REPLAY_MS = 0.35
-#: Most launches that are timed of a product, and that go on; of many rows, where a product takes long, fewer.
+#: Most launches to time per product, and most that continue; fewer for many rows, where a product takes long.
 MOST, MOST_NEAR, MOST_OF_MANY_ROWS = 52, 14, 24
 MANY_ROWS = 1024
-#: Slowest launch that is tried, by the model, relative to its fastest.
+#: Slowest launch to try, by the model, relative to its fastest.
 SLOWEST = 1.7
 #: Longest product, in floating-point operations, and largest, in bytes.
 MAX_FLOP, MAX_BYTES = 4e12, 3e9
-#: Of products as wide as vocabularies: N and K, from and to, and rows, of which each range is as frequent.
+#: For products as wide as vocabularies: ranges of N and K, and of rows; all ranges of rows are equally
+#: frequent.
 LOGITS = (WIDE, 262_144), (1024, 8192)
 ROWS_OF_LOGITS = (1, 8), (9, 32), (33, 64)
-#: A product that takes longer hangs; the process ends, and goes on with the next one where it is run again.
+#: A product that takes longer hangs; the process ends, and a second run continues with the next product.
 HANGS_S = 30.0
 
 
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def drawn(seed: str) -> Iterator[Problem]:
-    """Products without end, other ones than first_use's; the same for each seed.
+    """Products without end, different from those of first_use; the same for each seed.
 
     Most have 256 rows or fewer, log-uniform; N and K are mostly multiples of 64 or 128, else of 8.
     """
@@ -131,11 +132,11 @@ def extent_of(chance: random.Random) -> int:
     while True:
         if chance.random() < 0.7:
             unit = chance.choice((64, 128, 128, 256))
-            found = unit * round(2 ** chance.uniform(math.log2(512), math.log2(28672)) / unit)
+            result = unit * round(2 ** chance.uniform(math.log2(512), math.log2(28672)) / unit)
         else:
-            found = 8 * chance.randint(32, 2048)
-        if found not in DIMENSIONS:
-            return found
+            result = 8 * chance.randint(32, 2048)
+        if result not in DIMENSIONS:
+            return result
 
 
 def _two_numbers(option: str, text: str, separator: str) -> tuple[int, int]:
@@ -147,16 +148,16 @@ def _two_numbers(option: str, text: str, separator: str) -> tuple[int, int]:
 
 
 def run(device: Device, options: argparse.Namespace) -> None:
-    """Times this part's products until the budget is spent, and writes a line of each.
+    """Times this part's products until the budget is spent, and writes a line for each.
 
-    Raises TunegemmError for a part or rows that are none.
+    Raises TunegemmError for an invalid part or invalid rows.
     """
     from tunegemm.measure.backend import CudaBackend
 
     part, parts = _two_numbers("--part", options.part, "/")
     fewest, most = _two_numbers("--rows", options.rows, "-")
     if not (part < parts and 1 <= fewest <= most <= 16384):
-        raise TunegemmError(f"--part {options.part} --rows {options.rows}: nothing is left to measure")
+        raise TunegemmError(f"--part {options.part} --rows {options.rows}: there is nothing to measure")
     started = time.monotonic()
     path = options.out / f"{options.seed}-{part}-of-{parts}.jsonl"
     begun = {tuple(line["begin"]) for line in _lines(path) if "begin" in line}
@@ -186,7 +187,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
             file.write(json.dumps(row) + "\n")
             done += 1
             if done <= 3 or done % 20 == 0:
-                best = max((one[5] for one in row["launches"]), default=0)
+                best = max((item[5] for item in row["launches"]), default=0)
                 print(
                     f"{done} in {time.monotonic() - started:.0f} s; {problem.shape}: {row['torch_us']} us, "
                     f"best {best} of {len(row['launches'])}, {row['seconds']} s, failed {row['failed']}",
@@ -267,20 +268,20 @@ def measure(problem: Problem, device: Device, backend: Backend) -> dict[str, Any
 
 
 def worth_trying(problem: Problem, device: Device) -> shortlist.Choices:
-    """The launches that the model takes for fast, and the kernels that it knows little of.
+    """The launches that the model predicts to be fast, and the kernels that it knows little about.
 
-    Among those that wait for memory alone the model sees no difference: tiles with fewer empty rows go first.
+    The model cannot separate launches that only wait for memory: tiles with fewer empty rows go first.
     """
-    found = shortlist.choices(problem, device)
-    tile_rows = np.where(found.columns.swap_ab, found.columns.tile_n, found.columns.tile_m)
+    result = shortlist.choices(problem, device)
+    tile_rows = np.where(result.columns.swap_ab, result.columns.tile_n, result.columns.tile_m)
     empty = np.maximum(1.0, tile_rows / max(16, problem.m))
-    score = found.terms.total_us * (1 + 0.08 * np.log2(empty))
+    score = result.terms.total_us * (1 + 0.08 * np.log2(empty))
     score /= score.min()
-    other = np.array([shortlist.listed()[number].family != "cute_sm90" for number in found.kernels.tolist()])
-    score = np.where((other | found.columns.streams) & (empty < 2), 0.9 + 0.1 * score, score)
+    other = np.array([shortlist.listed()[number].family != "cute_sm90" for number in result.kernels.tolist()])
+    score = np.where((other | result.columns.streams) & (empty < 2), 0.9 + 0.1 * score, score)
     order = np.argsort(score, kind="stable")
     order = order[score[order] <= SLOWEST]
-    return found.take(order[: MOST if problem.m <= MANY_ROWS else MOST_OF_MANY_ROWS])
+    return result.take(order[: MOST if problem.m <= MANY_ROWS else MOST_OF_MANY_ROWS])
 
 
 def torch_mm(a: Any, b: Any, out: Any) -> None:
@@ -297,14 +298,14 @@ def _ratio(baseline: Sequence[float], own: Sequence[float]) -> float:
 def _check(
     problem: Problem, sets: Sequence[Operands], launchers: Sequence[Any], backend: Backend
 ) -> list[str]:
-    """What is wrong with the results of launchers; empty where nothing is."""
-    wanted, found = expected(problem, sets[0]), []
+    """The error in the results of launchers; empty if all are right."""
+    wanted, result = expected(problem, sets[0]), []
     for launcher in launchers:
         restore(sets[0])
         backend.launch(launcher, sets[0])
         if objection := check(sets[0], wanted).objection(tolerance(problem)):
-            found.append(objection)
-    return found
+            result.append(objection)
+    return result
 
 
 @cache
@@ -315,10 +316,10 @@ def _object(number: int, dtype: str, device: Device) -> Path:
     kernel = shortlist.listed()[number]
     problem = Problem.parse("64x4096x4096", dtype=dtype)
     family = families.generator(kernel.family)
-    found = packs.find(family.kernel_key(problem, shortlist.launched(problem, kernel), device))
-    if found is None:
+    result = packs.find(family.kernel_key(problem, shortlist.launched(problem, kernel), device))
+    if result is None:
         raise ArtifactError(f"{family.label(kernel)} is not compiled; run `make kernels`")
-    return found.path
+    return result.path
 
 
 def _library_choice(problem: Problem, device: Device) -> list[str]:
@@ -328,31 +329,33 @@ def _library_choice(problem: Problem, device: Device) -> list[str]:
     from tunegemm.generate.cublaslt import library
 
     try:
-        return [library.label(one) for one in library.algorithms(problem, device.index, 2, 32 << 20)]
+        return [
+            library.label(algorithm) for algorithm in library.algorithms(problem, device.index, 2, 32 << 20)
+        ]
     except RuntimeError as error:
         return [f"unknown: {error}"[:120]]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file; a run that was killed may have left half of one."""
+    """The complete lines of a file; a killed run may have left half a line."""
     if not path.exists():
         return []
-    found = []
+    results = []
     for text in path.read_text().splitlines():
         try:
-            found.append(json.loads(text))
+            results.append(json.loads(text))
         except ValueError:
             continue
-    return found
+    return results
 
 
 def collect(folder: Path, out: Path | None) -> None:
     """Adds the rows of all lines of a folder to the file of their GPU, with the `meta` of the first run and
-    the `commands` of all. Raises TunegemmError where they are not of one GPU and one list of kernels."""
+    the `commands` of all. Raises TunegemmError unless all lines have the same GPU and list of kernels."""
     added = [(path, _lines(path)) for path in sorted(folder.glob("*.jsonl"))]
     gpu = next((line["meta"]["gpu"] for _, lines in added for line in lines if "meta" in line), None)
     if gpu is None:
-        raise TunegemmError(f"{folder} has no lines of this command")
+        raise TunegemmError(f"{folder} has no lines from this command")
     path = (out or folder_of(gpu)) / "choices.json.xz"
     there = lzma.decompress(path.read_bytes()).decode().splitlines() if path.exists() else []
     runs: list[dict[str, Any]] = []
@@ -366,13 +369,11 @@ def collect(folder: Path, out: Path | None) -> None:
                 commands += line["meta"].get("commands") or [line["meta"]["command"]]
                 kernels = kernels or line["kernels"]
                 if kernels != line["kernels"] or gpu != line["meta"]["gpu"]:
-                    raise TunegemmError(
-                        f"{source}: its list of kernels or its GPU is another one; leave it out"
-                    )
+                    raise TunegemmError(f"{source}: its list of kernels or its GPU differs; leave it out")
             elif "m" in line:
                 rows[line["m"], line["n"], line["k"]] = line
     if not rows:
-        raise TunegemmError(f"{folder} has no lines of this command")
+        raise TunegemmError(f"{folder} has no lines from this command")
     head = json.dumps({"meta": runs[0] | {"commands": commands}, "kernels": kernels})
     lines = [head, *(json.dumps(rows[key], separators=(",", ":")) for key in sorted(rows))]
     path.parent.mkdir(parents=True, exist_ok=True)

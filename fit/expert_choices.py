@@ -3,18 +3,18 @@
     python -m benchmarks.experts --kernels --layers anchor --kinds fp8,n_major  # times each kernel on a GPU
     python -m fit.expert_choices          # draws of results/*/experts_kernels.json and experts.json
     python -m fit.expert_choices --write  # into db/grouped.toml, between its two marks
-    python -m fit.expert_choices --held-out  # what it is worth for layers that it has not seen
+    python -m fit.expert_choices --held-out  # how well it generalises to unseen layers
 
-A cell is a GPU, a kind of product, a band of rows a group, which bounds how often a tile of weights is used,
-and one of K: the longer, the less a tile's store costs. Its kernel is the one with the best geometric mean to
-torch over the races of the GPU's own problems, uniform, typical and hot divisions weighing the same; of those
-that are as good but for 2 % the one that was timed most where it serves; torch's where none gains as much as
-`--least`. Up to 256 rows a group, where weights bound a product, a GPU without enough races goes by
-another's; beyond, an H100 lost what an H200 gained. Out are kernels that lose any race, of whatever division,
-by more than `--worst` and the race's noise say, and those that lost on that GPU in the mean of the rows that
-time what is served. Layers of `benchmarks.experts.UNLISTED` say nothing here. A cell without races is left to
-the table's other choices; rows that fill a tile of 256 but not one of 192 go by those below. Held out, each
-layer goes by what is drawn of the others.
+A cell is a GPU, a kind of product, a band of rows per group, which bounds the reuse of a tile of weights, and
+a band of K: the longer, the less a tile's store costs. Its kernel has the best geometric mean relative to
+torch over the races of the GPU's own problems, with equal weights for uniform, typical and hot divisions;
+among kernels within 2 % of the best, it is the one that was timed most where it serves; it is torch's if no
+kernel gains as much as `--least`. Up to 256 rows per group, where weights bound a product, a GPU without
+enough races uses another's; beyond, an H100 lost what an H200 gained. Excluded are kernels that lose any
+race, of whatever division, by more than `--worst` and the race's noise allow, and those that lost on that GPU
+in the mean of the rows that time the served kernel. Layers of `benchmarks.experts.UNLISTED` do not count. A
+cell without races leaves products to the table's other choices; rows that fill a tile of 256 but not one of
+192 count with those below. For held-out results, each layer uses choices drawn from the others.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ TABLE = Path(__file__).parent.parent / "db" / "grouped.toml"
 BEGIN = "# Drawn by `python -m fit.expert_choices --write` of rows of each kind's own:\n"
 END = "# Of all other:\n"
 _ALL = 2**31 - 1
-#: Rows a group, and K, up to which a band goes.
+#: Upper ends of the bands of rows per group, and of K.
 ROWS_BANDS = (12, 64, 192, 256, 1023, _ALL)
 K_BANDS = (3072, _ALL)
 #: What a GPU's name contains, and its folder of results. Those that the table does not name go by the last.
 GPUS = {"H200": "h200", "": "h100-80gb-hbm3"}
-#: What a kernel gains in the mean, and makes of each race; and what of the best mean is as good.
+#: Required mean gain, required result of each race, and the fraction of the best mean that counts as equal.
 LEAST, WORST, AS_GOOD = 1.05, 0.98, 0.98
-#: Races that a GPU has of its own, to go by them; else another's count, up to so many rows a group.
+#: Races that a GPU needs to use its own; else another's count, up to so many rows per group.
 ENOUGH, SHARED_ROWS = 2, 256
-#: The band whose choice serves up to `SHARED_ROWS`, too, for kinds that were not raced there.
+#: The band whose choice also serves up to `SHARED_ROWS`, for kinds that were not raced there.
 _BELOW = 192
 FILES = ("experts_kernels.json", "experts.json")
 #: What a row calls a launch, and its word in the table.
@@ -58,7 +58,7 @@ Row = Mapping[str, Any]
 Layer = tuple[int, int, int]
 """Groups, N and K."""
 Choice = tuple[str, str]
-"""A kernel's name in the table, and its launch as rows call it, such as s4."""
+"""A kernel's name in the table, and its launch as rows write it, such as s4."""
 
 
 class Cell(NamedTuple):
@@ -90,18 +90,18 @@ def layer_of(row: Row) -> Layer:
 
 
 def times(row: Row) -> dict[Choice, float]:
-    """Torch's time to that of each choice that a row has; the launch is empty where a row times what is
-    served."""
+    """Torch's time relative to that of each choice in a row; the launch is empty if a row times the served
+    kernel."""
     all_of_kind = configs(kind_of(row)).items()
     # Others have choices of their own, which go by rows in all.
     names = {config.label: name for name, config in all_of_kind if type(config) is GroupedConfig}
     if isinstance(row.get("us"), dict):
-        found = {}
+        result = {}
         for text, us in row["us"].items():
             label, _, launch = text.rpartition(" ")
             if label in names:
-                found[names[label], launch] = row["torch_us"] / us
-        return found
+                result[names[label], launch] = row["torch_us"] / us
+        return result
     return {(names[row["kernel"]], ""): row["ratio"]} if row["kernel"] in names else {}
 
 
@@ -114,23 +114,25 @@ class Races:
         self.lost: dict[Choice, float] = {}
         """The least that each choice made of a race, the race's noise added."""
         self.served: dict[str, list[float]] = {}
-        """What rows that time a served kernel alone say of it."""
+        """The results of rows that time only a served kernel."""
 
     def add(self, row: Row) -> None:
-        found = times(row)
+        result = times(row)
         if isinstance(row.get("us"), dict):
-            self.problems.setdefault((layer_of(row), row["rows"]), {})[row["skew"]] = found
-            for choice, ratio in found.items():
+            self.problems.setdefault((layer_of(row), row["rows"]), {})[row["skew"]] = result
+            for choice, ratio in result.items():
                 made = ratio + row.get("noise", 0.0)
                 self.lost[choice] = min(made, self.lost.get(choice, made))
         else:
-            for (name, _), ratio in found.items():
+            for (name, _), ratio in result.items():
                 self.served.setdefault(name, []).append(ratio)
 
     def means(self, out: Collection[str], worst: float) -> dict[Choice, float]:
-        """Of each choice of no kernel in `out` that loses no race: its geometric mean, skews weighing alike.
+        """The geometric mean of each choice that loses no race and whose kernel is not in `out`; skews have
+        equal weights.
 
-        Of one that up to half of the races lack, as a newer kernel, those are as of the best that all have.
+        Races that a choice lacks, at most half of them, such as those of a newer kernel, count as the best of
+        the choices that have all races.
         """
         problems = list(self.problems.values())
         having: dict[Choice, list[dict[str, dict[Choice, float]]]] = {}
@@ -140,7 +142,7 @@ class Races:
                     having.setdefault(choice, []).append(problem)
         means: dict[Choice, float] = {}
         best: Choice | None = None
-        for choice, of in sorted(having.items(), key=lambda one: (-len(one[1]), one[0])):
+        for choice, of in sorted(having.items(), key=lambda item: (-len(item[1]), item[0])):
             if len(of) == len(problems):
                 means[choice] = _mean(of, choice)
                 best = max(means, key=means.__getitem__)
@@ -149,35 +151,35 @@ class Races:
         return means
 
     def slower(self) -> set[str]:
-        """Kernels that are slower than torch where they serve."""
+        """Kernels that are slower than torch for products that they serve."""
         return {name for name, ratios in self.served.items() if geometric_mean(ratios) < 1}
 
 
 def _mean(
     problems: Sequence[Mapping[str, Mapping[Choice, float]]], choice: Choice, to: Choice | None = None
 ) -> float:
-    """What a choice makes of problems, or what it gains over another: as much by each skew."""
+    """A choice's result on problems, or its gain over another; skews have equal weights."""
     of_skews: dict[str, list[float]] = {}
     for problem in problems:
-        for skew, found in problem.items():
-            of_skews.setdefault(skew, []).append(found[choice] / (1.0 if to is None else found[to]))
+        for skew, result in problem.items():
+            of_skews.setdefault(skew, []).append(result[choice] / (1.0 if to is None else result[to]))
     return geometric_mean([geometric_mean(ratios) for ratios in of_skews.values()])
 
 
 def drawn(
     rows: Mapping[str, Sequence[Row]], least: float = LEAST, worst: float = WORST
 ) -> dict[Cell, Choice | None]:
-    """The choice of each cell that has races, of rows by GPU; None: torch's."""
+    """The choice of each cell with races, from rows by GPU; None: torch's."""
     timed: dict[Cell, Races] = {}
     for gpu, of_gpu in rows.items():
         for row in of_gpu:
             if row.get("right", True):
                 timed.setdefault(cell_of(row, gpu), Races()).add(row)
-    found: dict[Cell, Choice | None] = {}
+    result: dict[Cell, Choice | None] = {}
     for cell in itertools.starmap(Cell, itertools.product(GPUS, kinds(), K_BANDS, ROWS_BANDS)):
         if cell.rows == SHARED_ROWS and not any(Cell(gpu, *cell[1:]) in timed for gpu in GPUS):
-            if (below := Cell(*cell[:3], _BELOW)) in found:
-                found[cell] = found[below]
+            if (below := Cell(*cell[:3], _BELOW)) in result:
+                result[cell] = result[below]
             continue
         own = timed.get(cell, Races())
         others = [timed.get(Cell(gpu, *cell[1:]), Races()) for gpu in GPUS if cell.rows <= SHARED_ROWS]
@@ -188,38 +190,38 @@ def drawn(
         best = max(means.values(), default=0.0)
         good = {choice: mean for choice, mean in means.items() if mean >= max(least, AS_GOOD * best)}
         known = {name: len(ratios) for name, ratios in own.served.items()}
-        found[cell] = max(good, key=lambda choice: (known.get(choice[0], 0), good[choice]), default=None)
-    return found
+        result[cell] = max(good, key=lambda choice: (known.get(choice[0], 0), good[choice]), default=None)
+    return result
 
 
 def held_out(
     rows: Mapping[str, Sequence[Row]], draw: Callable[[Any], Mapping[Cell, Choice | None]] = drawn
 ) -> Iterator[tuple[Cell, float, float]]:
-    """The cell of each problem that was raced, and what choices drawn without its layer make of its skews:
-    the mean and the least; torch's is 1."""
+    """The cell of each raced problem, and the mean and least result over its skews of choices drawn without
+    its layer, relative to torch."""
     layers = {layer_of(row) for row in itertools.chain.from_iterable(rows.values())}
     for layer in sorted(layers):
-        found = draw({gpu: [row for row in those if layer_of(row) != layer] for gpu, those in rows.items()})
+        result = draw({gpu: [row for row in those if layer_of(row) != layer] for gpu, those in rows.items()})
         for gpu, those in rows.items():
             problems: dict[tuple[Cell, int], list[float]] = {}
             for row in those:
                 if layer_of(row) == layer and isinstance(row.get("us"), dict) and row.get("right", True):
                     cell = cell_of(row, gpu)
-                    ratio = times(row).get(found.get(cell) or ("", ""), 1.0)
+                    ratio = times(row).get(result.get(cell) or ("", ""), 1.0)
                     problems.setdefault((cell, row["rows"]), []).append(ratio)
             for (cell, _), ratios in problems.items():
                 yield cell, geometric_mean(ratios), min(ratios)
 
 
-def text_of(found: Mapping[Cell, Choice | None]) -> Iterator[str]:
-    """Tables of TOML: neighbours with the same choice are one. A GPU's are those that are not all GPUs'."""
+def text_of(choices: Mapping[Cell, Choice | None]) -> Iterator[str]:
+    """Tables of TOML; neighbours with the same choice are merged. A GPU's tables omit choices of all GPUs."""
     bands_of_k = [*zip((1, *(end + 1 for end in K_BANDS)), K_BANDS, strict=False)]
     for gpu, kind, (low_k, k) in itertools.product(GPUS, kinds(), bands_of_k):
         own = {
-            end: found[cell]
+            end: choices[cell]
             for end in ROWS_BANDS
-            if (cell := Cell(gpu, kind, k, end)) in found
-            and (not gpu or found[cell] != found.get(Cell("", *cell[1:]), ""))
+            if (cell := Cell(gpu, kind, k, end)) in choices
+            and (not gpu or choices[cell] != choices.get(Cell("", *cell[1:]), ""))
         }
         low = 0
         for end, following in itertools.zip_longest(ROWS_BANDS, ROWS_BANDS[1:]):
@@ -277,9 +279,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _summary(found: Sequence[tuple[Cell, float, float]]) -> Iterator[str]:
+def _summary(shares: Sequence[tuple[Cell, float, float]]) -> Iterator[str]:
     for gpu, kind in itertools.product(GPUS, kinds()):
-        own = [(mean, least) for cell, mean, least in found if cell[:2] == (gpu, kind)]
+        own = [(mean, least) for cell, mean, least in shares if cell[:2] == (gpu, kind)]
         if own:
             means, least = zip(*own, strict=True)
             yield (

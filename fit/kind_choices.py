@@ -1,15 +1,15 @@
-"""Shipped kernels of fp8 and fused products beside torch: what their expected gains are fitted to.
+"""Times shipped kernels of fp8 and fused products beside torch, for the fit of their predicted gains.
 
     python -m fit.kind_choices --budget 120          # on a GPU, with the kernels of `make kernels`
     python -m fit.kind_choices --kinds residual,swiglu --least-rows 257 --most-rows 16384
     python -m fit.kind_choices --seed 1 --count 100 --out build/other
 
-Of kinds of db/invariant.toml products are drawn: N and K as `fit.choices` draws them, half of the
-gates twice as wide, M mostly up to 256 rows. The kernels that predictions would ask about
-(`choose.invariance.best_ranked`) race torch's own operations in one interleave; of over 256 rows, where the
-chip lowers its clocks, in steady state. Torch also computes gates of two halves, as one merged product and
-two views of it. Writes results/GPU/kind_choices.json: a row for each product with `launches`, the best
-expected first. What is not compiled is compiled at the start.
+Draws products of the kinds of db/invariant.toml: N and K as in `fit.choices`, half of the gates twice as
+wide, M mostly up to 256 rows. The kernels that predictions would consider (`choose.invariance.best_ranked`)
+race torch's own operations in one interleave; above 256 rows, where the chip lowers its clocks, in steady
+state. Torch also computes gates of two halves, as one merged product and two views of it. Writes
+results/GPU/kind_choices.json: a row for each product with `launches`, the best predicted first. Missing
+kernels are compiled at the start.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ from tunegemm.generate.cublaslt.choice import first_choice
 from tunegemm.generate.cublaslt.eager import torch_mm
 from tunegemm.model import shortlist
 
-#: Rounds of few rows, and of many rows before those in steady state.
+#: Rounds for few rows, and for many rows before the steady-state rounds.
 ROUNDS, ROUNDS_OF_MANY_ROWS = 7, 5
 #: The round of torch twice, and three launches: three turns at thirds of the controller's swing of 950 ms
 #: (docs/decisions/0023).
 TURNS, TURN_MS = 3, 65.0
-#: Dense work after which the chip says whether it has lowered its clocks, and before turns that are timed. It
-#: has just multiplied another product.
+#: Dense work before the test for lowered clocks, and before timed turns. The chip has just multiplied another
+#: product.
 SETTLE_S, SETTLE_STEADY_S = 0.15, 0.2
 #: fp8 rows are whole multiples of 16 bytes; gates and all others follow.
 UNIT = 16
 MAX_FLOP, MAX_BYTES = 2e12, 2e9
-#: cuBLASLt takes these scales itself: of 30 products its kernels were 3 % ahead of these, and behind in few.
+#: cuBLASLt supports these scales itself: for 30 products its kernels were 3 % ahead of these; few were
+#: behind.
 LEFT_OUT = "scale_tensor"
 #: Torch's gate of two halves.
 HALVES = "halves"
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def kinds_of(words: str) -> list[Problem]:
     """Kinds by their epilogues, in this order and as often; by default all.
 
-    Raises TunegemmError for one that no kernels ship for.
+    Raises TunegemmError for a kind without shipped kernels.
     """
     by_name = {
         kind.epilogue: kind
@@ -90,8 +91,7 @@ def kinds_of(words: str) -> list[Problem]:
 def drawn(
     seed: str, kinds: Sequence[Problem], least_rows: int = 1, most_rows: int = 1 << 13
 ) -> Iterator[Problem]:
-    """Products without end, of one kind after the other; the same for each seed and choice of kinds and
-    rows."""
+    """Products without end, one kind after the other; the same for each seed and choice of kinds and rows."""
     chance = random.Random(f"kinds {seed}")
     low, high = math.log2(least_rows), math.log2(most_rows)
     ranges = [
@@ -135,7 +135,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
 
 
 def compile_missing(kinds: Sequence[Problem], device: Device) -> None:
-    """Compiles the kernels of the kinds that neither ship nor were compiled; prints why one cannot be."""
+    """Compiles the missing kernels of the kinds; prints why one cannot be compiled."""
     from tunegemm.compile.artifacts import ArtifactStore
     from tunegemm.compile.pool import CompilePool
     from tunegemm.store import packs
@@ -153,7 +153,7 @@ def compile_missing(kinds: Sequence[Problem], device: Device) -> None:
     with CompilePool(ArtifactStore()) as pool:
         futures = {name: pool.submit(family, key) for name, family, key in jobs}
         failed = {
-            name: result.failure for name, one in futures.items() if not (result := one.result()).artifact
+            name: result.failure for name, item in futures.items() if not (result := item.result()).artifact
         }
     print(f"{len(jobs)} kernels compiled in {time.monotonic() - started:.0f} s", flush=True)
     for name, why in failed.items():
@@ -161,26 +161,26 @@ def compile_missing(kinds: Sequence[Problem], device: Device) -> None:
 
 
 def measure(problem: Problem, device: Device, backend: Any) -> dict[str, Any]:
-    """The row of one product. Its `launches`: place among the kernels that ship for the kind, whether tiles
-    go along n, swizzle size, how far behind the best it is expected to be, in log, its ratio to torch,
-    whether it goes by GPC (a place among those of many rows then), whether L2 lets go of what streams."""
+    """The row of one product. Its `launches`: place in the kind's list of shipped kernels, whether tiles go
+    along n, swizzle size, predicted lag behind the best, in log, ratio to torch, whether it goes by GPC (then
+    a place in the list for many rows), whether L2 evicts streamed operands first."""
     from tunegemm.store import packs
 
     listed, large = shortlist.ordered_kernels(problem), shortlist.large_kernels(problem)
-    by_gpc = [one.kernel for one in large]
+    by_gpc = [chosen.kernel for chosen in large]
     runs: dict[str, Any] = {"torch": torch_mm(problem)}
     launches: dict[str, list[Any]] = {}
-    for number, one in enumerate(best_ranked(problem, device)):
-        family = families.generator(one.candidate.family)
-        artifact = packs.find(family.kernel_key(problem, one.candidate, device))
+    for number, pick in enumerate(best_ranked(problem, device)):
+        family = families.generator(pick.candidate.family)
+        artifact = packs.find(family.kernel_key(problem, pick.candidate, device))
         if artifact is None:
-            continue  # it cannot be compiled, as was said
-        runs[str(number)] = family.load(problem, one.candidate, device, artifact.path)
-        goes_by_gpc = one.candidate["cluster_order"] == "gpc"
-        place = by_gpc.index(one.kernel) if goes_by_gpc else listed.index(one.kernel)
+            continue  # it cannot be compiled, as reported above
+        runs[str(number)] = family.load(problem, pick.candidate, device, artifact.path)
+        goes_by_gpc = pick.candidate["cluster_order"] == "gpc"
+        place = by_gpc.index(pick.kernel) if goes_by_gpc else listed.index(pick.kernel)
         launches[str(number)] = [
-            place, int(one.candidate["raster_order"] == "along_n"), one.candidate["swizzle_size"],
-            round(one.expected, 4), None, int(goes_by_gpc), int(one.candidate["l2_hint"] == "streamed"),
+            place, int(pick.candidate["raster_order"] == "along_n"), pick.candidate["swizzle_size"],
+            round(pick.expected, 4), None, int(goes_by_gpc), int(pick.candidate["l2_hint"] == "streamed"),
         ]  # fmt: skip
     if gate := next((GATED[step] for step in problem.fused.steps if step in GATED), None):
         runs[HALVES] = _of_halves(gate)

@@ -1,15 +1,15 @@
-"""Fits the gains of shipped kernels on fp8 and fused products to what `fit.kind_choices` measured.
+"""Fits the gains of shipped kernels on fp8 and fused products to the measurements of `fit.kind_choices`.
 
     python -m fit.kinds                  # into db/predictions-h200.jsonl, results/h200/kinds.json
     python -m fit.kinds --gpu h100-80gb-hbm3 --also h200
 
-The second one fits to what was measured on another GPU, too, at half the weight, and validates on its own.
-Boosted trees (scikit-learn, needed here only) predict the logarithm of each launch's ratio to torch's own
-operations from `model.features.OF_GAIN`. Validation leaves out all products of a fold of (N, K), fits to
-the others and lets the trees choose among the launches of a product: what the chosen one got against what was
-expected of it gives the margins, by kind and rows: with them no product of the GPU's own that is served is
-under 0.98 of torch. Where a kernel of torch is saved that is all that is asked, since its start is gained on
-top; of others at most one in a hundred may be under 0.99.
+The second command also fits to another GPU's measurements, at half the weight, and validates on the GPU's
+own. Boosted trees (scikit-learn, needed here only) predict the logarithm of each launch's ratio to torch's
+own operations from `model.features.OF_GAIN`. Validation leaves out all products of a fold of (N, K), fits to
+the others and lets the trees choose among a product's launches. The chosen launch's measured ratio against
+the predicted one gives the margins, by kind and rows: with them, no served product of the GPU is below 0.98
+of torch. Kernels that save one of torch's need no more, because they also save its start; of the others at
+most one in a hundred may be below 0.99.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from tunegemm.describe.problem import Problem
 from tunegemm.generate.cublaslt.choice import LibraryChoice
 from tunegemm.model import shortlist
 
-#: Ends of the ranges of rows that have margins of their own, by kind.
+#: Ends of the ranges of rows with separate margins, by kind.
 RANGES = (16, 64, 256, 16384)
-#: Products that a range must have been measured on to be served. Where a kind has fewer than `OWN`, those of
-#: kinds alike count, too, and a margin is at least the standard deviation of what was missing.
+#: Products that must have been measured in a range before it is served. If a kind has fewer than `OWN`,
+#: similar kinds count, too, and a margin is at least the standard deviation of the errors.
 FEWEST, OWN = 20, 60
-#: Least margin that is tried, in log: of these kinds there are fewer products than of plain ones.
+#: Least margin to try, in log: these kinds have fewer products than plain ones.
 LEAST_MARGIN = 0.04
-#: No product that is served may be slower, in validation.
+#: A served product may not be slower than this in validation.
 SLOWEST = 0.98
 SETTINGS: dict[str, Any] = {
     "max_iter": 150, "learning_rate": 0.08, "min_samples_leaf": 15, "max_features": 0.5
@@ -83,10 +83,12 @@ class Frame:
             row["kind"], row["alike"] = name_of(problem), _alike(problem)
             row["gated"] = problem.fused.gated
             row["saves"] = kernels_after(problem) > 0
-            launches = [one for one in row["launches"] if one[4] is not None]
+            launches = [item for item in row["launches"] if item[4] is not None]
             library = LibraryChoice(*row["library"]) if row["library"] else None
-            tables.append(features_of(problem, [_ranked(problem, one) for one in launches], device, library))
-            logs.append(np.log([one[4] for one in launches]))
+            tables.append(
+                features_of(problem, [_ranked(problem, launch) for launch in launches], device, library)
+            )
+            logs.append(np.log([launch[4] for launch in launches]))
             product += [number] * len(launches)
         self.table, self.logs, self.product = np.vstack(tables), np.concatenate(logs), np.array(product)
 
@@ -117,9 +119,12 @@ def fit(options: argparse.Namespace) -> None:
     """Validates, fits to everything, and writes both files."""
     frame = Frame(options.gpu)
     frames = [frame, *([Frame(options.also)] if options.also else [])]
-    table, logs = np.vstack([one.table for one in frames]), np.concatenate([one.logs for one in frames])
+    table, logs = (
+        np.vstack([frame.table for frame in frames]),
+        np.concatenate([frame.logs for frame in frames]),
+    )
     weights = np.where(np.arange(len(logs)) < len(frame.logs), 1.0, OF_OTHERS)
-    extents = [extent for one in frames for extent in one.extents]
+    extents = [extent for frame in frames for extent in frame.extents]
 
     def fitted(rows: Mask) -> Any:
         return boosted(table[rows], logs[rows], weights[rows], **SETTINGS)
@@ -142,17 +147,17 @@ def fit(options: argparse.Namespace) -> None:
             margins[kind].append(margin if usable else None)
             served |= mine & usable & (hopes > margin)
     report = {kind: summary(frame, kinds == kind, served, got, m) for kind in margins}
-    for kind, one in report.items():
-        print(kind, margins[kind], json.dumps(one))
+    for kind, item in report.items():
+        print(kind, margins[kind], json.dumps(item))
     data = {
         "gpu": frame.meta["gpu"],
         "fitted_to": {
             "products": len(frame.rows),
-            "of_others": sum(len(one.rows) for one in frames[1:]),
+            "of_others": sum(len(frame.rows) for frame in frames[1:]),
             "date": frame.meta["date"][:10],
         },
         "rows": list(RANGES),
-        # Of gates, which are two weights as one, too few are wider than other products.
+        # Few gates, which are two weights in one, are wider than other products.
         "extents": [
             [
                 int(extreme(row[name] for row in frame.rows if not row["gated"] for name in "nk"))
@@ -165,7 +170,7 @@ def fit(options: argparse.Namespace) -> None:
         "sustained_loss": [0.0] * len(RANGES),
         "margins": margins,
         "served": {
-            kind: {name: one[name] for name in ("products", "under_099")} for kind, one in report.items()
+            kind: {name: item[name] for name in ("products", "under_099")} for kind, item in report.items()
         },
         **trees_of(fitted(np.ones(len(logs), dtype=bool))),
     }
@@ -174,10 +179,10 @@ def fit(options: argparse.Namespace) -> None:
         {name: row[name] for name in ("m", "n", "k", "dtype", "epilogue")}
         | {
             "expected": round(float(np.exp(hope)), 4),
-            "got": round(float(np.exp(one)), 4),
+            "got": round(float(np.exp(item)), 4),
             "served": bool(taken),
         }
-        for row, hope, one, taken in zip(frame.rows, hopes, got, served, strict=True)
+        for row, hope, item, taken in zip(frame.rows, hopes, got, served, strict=True)
     ]
     also = f" --also {options.also}" if options.also else ""
     meta = frame.meta | {"command": f"python -m fit.kinds --gpu {options.gpu}{also}"}
@@ -185,9 +190,9 @@ def fit(options: argparse.Namespace) -> None:
 
 
 def margin_of(frame: Frame, mine: Mask, alike: Mask, hopes: Floats, got: Floats) -> float:
-    """The margin of a kind's products of some rows, in log; `MOST_MARGIN` where nothing is to be served.
+    """The margin of a kind's products with some rows, in log; `MOST_MARGIN` if none may be served.
 
-    mine: which products. alike: those of kinds alike among them.
+    mine: which products. alike: those of similar kinds among them.
     """
     least = LEAST_MARGIN
     if mine.sum() < OWN:
@@ -205,7 +210,7 @@ def margin_of(frame: Frame, mine: Mask, alike: Mask, hopes: Floats, got: Floats)
 
 
 def summary(frame: Frame, mine: Mask, served: Mask, got: Floats, m: NDArray[np.int64]) -> dict[str, Any]:
-    """Of a kind's products in validation: how many are served, and what all of them have then."""
+    """A kind's products in validation: the number served, and the resulting figures of all."""
     final = np.where(served, got, 0.0)
 
     def of(rows: Mask) -> dict[str, Any]:

@@ -1,13 +1,13 @@
-"""Fits the order in which policy `batch_invariant` takes kernels, to what `fit.choices` measured.
+"""Fits the order in which policy `batch_invariant` tries kernels to the measurements of `fit.choices`.
 
     python -m fit.order                  # db/order.json, results/order.json
     python -m fit.order --keep 28        # prints lines for db/invariant.toml, too
 
-Boosted trees (scikit-learn, needed here only) expect of each launch that leaves k whole how far it is behind
-the best such launch of its product, in log, from `model.features.OF_ORDER`. The products of all measured
-GPUs are fitted together. Validation leaves out a fold of all (N, K), fits to the others and lets the trees
-choose: rows `{gpu, m, n, k, chosen, by_model, best}` of times as fast as torch.mm, where the best is
-that of all measured launches of the class.
+Boosted trees (scikit-learn, needed here only) predict for each launch with undivided k its lag behind the
+best such launch of its product, in log, from `model.features.OF_ORDER`. The products of all measured GPUs are
+fitted together. Validation leaves out a fold of all (N, K), fits to the others and lets the trees choose:
+rows `{gpu, m, n, k, chosen, by_model, best}` of speeds relative to torch.mm, where the best is that of all
+measured launches of the class.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from tunegemm.resources import data_path
 
 GPUS = ("h200", "h100-80gb-hbm3")
 MOST_ROWS = 16384
-#: A launch that is further behind than that is as good as any other such.
+#: Beyond this lag, all launches count as equal.
 FARTHEST = -0.5
 SETTINGS: dict[str, Any] = {
     "max_iter": 400, "learning_rate": 0.08, "min_samples_leaf": 20, "max_features": 0.5
 }  # fmt: skip
-#: Ends of the ranges of rows that are summed up.
+#: Ends of the ranges of rows in the summary.
 RANGES = (16, 64, 256, 1024, MOST_ROWS)
 
 
@@ -77,12 +77,12 @@ class Frame:
             self.meta[gpu] = head["meta"]["date"][:10]
             for line in lines:
                 problem = Problem.parse(f"{line['m']}x{line['n']}x{line['k']}")
-                whole = [one for one in line["launches"] if is_ordered(problem, one)]
+                whole = [item for item in line["launches"] if is_ordered(problem, item)]
                 if not whole:
                     continue
-                found = launches_of(problem, whole, device)
-                families_of = family_numbers([shortlist.listed()[place] for place in found.kernels])
-                tables.append(features(OF_ORDER, problem, found.columns, found.terms, families_of, device))
+                result = launches_of(problem, whole, device)
+                families_of = family_numbers([shortlist.listed()[place] for place in result.kernels])
+                tables.append(features(OF_ORDER, problem, result.columns, result.terms, families_of, device))
                 log, weight = ratios_and_weights(whole)
                 logs.append(log)
                 weights.append(weight)
@@ -137,13 +137,13 @@ def fitted(frame: Frame, rows: Mask) -> Any:
 
 
 def chosen(frame: Frame, expected: Floats) -> list[dict[str, Any]]:
-    """Of each product what the trees, the model and hindsight choose."""
+    """The choices of the trees, of the model and of hindsight for each product."""
     us = frame.table[:, OF_ORDER.index("log_us")]
-    found = []
+    results = []
     for number, line in enumerate(frame.products):
         rows = np.flatnonzero(frame.product == number)
         ratios = np.exp(frame.logs[rows])
-        found.append(
+        results.append(
             {name: line[name] for name in ("gpu", "m", "n", "k")}
             | {
                 "chosen": round(float(ratios[expected[rows].argmax()]), 4),
@@ -151,7 +151,7 @@ def chosen(frame: Frame, expected: Floats) -> list[dict[str, Any]]:
                 "best": round(float(ratios.max()), 4),
             }
         )
-    return found
+    return results
 
 
 def _means(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -163,8 +163,8 @@ def _means(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def keep(frame: Frame, model: Any, count: int, gated: bool) -> list[str]:
-    """Lines of the kernels that serve best together, each adding most to those before; what was not measured
-    of a product is as the trees expect."""
+    """Lines of the kernels that serve best together, each adding most to those before; unmeasured figures of
+    a product come from the trees."""
     kernels = [
         kernel
         for kernel in shortlist.listed()
@@ -174,13 +174,13 @@ def keep(frame: Frame, model: Any, count: int, gated: bool) -> list[str]:
     ]
     table = np.zeros((len(frame.products), len(kernels)))
     for number, line in enumerate(frame.products):
-        found = {
-            one.candidate: one.expected
-            for one in ranked(line["problem"], kernels, line["device"], model.predict)
+        result = {
+            prediction.candidate: prediction.expected
+            for prediction in ranked(line["problem"], kernels, line["device"], model.predict)
         }
         by_kernel = {
-            tuple(one[name] for name in families.get("cute_sm90").parameters["compile"]): log
-            for one, log in found.items()
+            tuple(item[name] for name in families.get("cute_sm90").parameters["compile"]): log
+            for item, log in result.items()
         }
         for place, kernel in enumerate(kernels):
             names = families.get("cute_sm90").parameters["compile"]

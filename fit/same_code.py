@@ -1,14 +1,15 @@
-"""Which kernels are the same machine code in two source trees: what one measured holds for the other.
+"""Finds kernels with the same machine code in two source trees, so that measurements of one hold for the
+other.
 
     git worktree add /tmp/before COMMIT
-    python -m fit.same_code /tmp/before            # every kernel that ships: twice a second of a core
-    python -m fit.same_code /tmp/before --rekey    # and says so in db/records
+    python -m fit.same_code /tmp/before            # every shipped kernel: twice a second of a core
+    python -m fit.same_code /tmp/before --rekey    # and updates db/records
     python -m fit.same_code /tmp/before --kernels 'relu|amax' --sample 12
     python -m fit.same_code /tmp/before --rekey --judged 'residual'   # these, too, by a measurement
 
 Either tree compiles a kernel from a problem and a candidate, and the cubins are compared byte by byte:
-compilers give the same bytes for the same source. `--rekey` gives the records of kernels that are the same
-the hash of today's sources; records of others keep theirs: they are seeds until they are measured anew.
+compilers give the same bytes for the same source. `--rekey` gives the records of equal kernels the hash of
+today's sources; other records keep theirs: they are seeds until they are measured again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 _EM_CUDA = 190
 _DEVICE = "model:h200"
-#: How the other half of this module is run, by the other tree's modules.
+#: The program that runs the other half of this module with the other tree's modules.
 _OBJECTS = "--objects-of"
 
 
@@ -54,20 +55,20 @@ class Job:
 
 
 def cubin_of(content: bytes) -> bytes:
-    """The machine code for the GPU in a compiled object: an ELF file in it. ValueError unless it has one."""
-    found = []
+    """The machine code for the GPU in a compiled object: an ELF file. Raises ValueError without one."""
+    results = []
     at = content.find(b"\x7fELF")
     while at >= 0:
         if struct.unpack_from("<H", content, at + 18)[0] == _EM_CUDA:
-            found.append(content[at : at + _elf_size(content, at)])
+            results.append(content[at : at + _elf_size(content, at)])
         at = content.find(b"\x7fELF", at + 1)
-    if len(found) != 1:
-        raise ValueError(f"{len(found)} cubins in an object, not one")
-    return found[0]
+    if len(results) != 1:
+        raise ValueError(f"{len(results)} cubins in an object, not one")
+    return results[0]
 
 
 def _elf_size(content: bytes, at: int) -> int:
-    """Of a 64-bit ELF file: to the end of its last section, or of the tables of sections and segments."""
+    """The size of a 64-bit ELF file, up to the end of its last section, section table or segment table."""
     segments, sections = struct.unpack_from("<QQ", content, at + 32)
     segment_bytes, segment_count, section_bytes, section_count = struct.unpack_from("<HHHH", content, at + 54)
     ends = [segments + segment_bytes * segment_count, sections + section_bytes * section_count]
@@ -122,7 +123,7 @@ class Compiled(NamedTuple):
     """What a source tree makes of kernels."""
 
     codes: list[str]
-    """Of each the hash of its cubin, or why there is none."""
+    """The hash of each cubin, or the reason why there is none."""
     sources: dict[str, str]
     """By the name of a family the hash of its kernels' sources."""
 
@@ -132,7 +133,7 @@ def compiled(tree: Path, jobs: Sequence[Job], workers: int) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "jobs.json"), Path(folder, "answers.json")
         asked.write_text(json.dumps([asdict(job) for job in jobs]))
-        path = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))  # packages may come by it
+        path = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))  # it may provide packages
         subprocess.run(
             [sys.executable, "-P", __file__, _OBJECTS, str(asked), str(answered), str(workers)],
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), *path])}, cwd=folder, check=True,
@@ -141,7 +142,7 @@ def compiled(tree: Path, jobs: Sequence[Job], workers: int) -> Compiled:
 
 
 def _compile_here(asked: Path, answered: Path, workers: int) -> None:
-    """The other half: by the modules of the tree that is on the path."""
+    """The other half: runs with the modules of the tree on the path."""
     from tunegemm.describe.device import find_device
     from tunegemm.describe.problem import Problem
     from tunegemm.describe.space import Candidate
@@ -179,7 +180,7 @@ def _compile_here(asked: Path, answered: Path, workers: int) -> None:
 
 
 def _from(name: str, *modules: str) -> Any:
-    """That name of the first of the modules that there is. Raises ImportError where there is none."""
+    """The name from the first of the modules that exists. Raises ImportError if none has it."""
     for module in modules:
         with suppress(ModuleNotFoundError):
             return getattr(importlib.import_module(module), name)
@@ -187,11 +188,11 @@ def _from(name: str, *modules: str) -> Any:
 
 
 def rekey(same: Mapping[str, bool], sources: Mapping[str, str], folder: Path) -> tuple[int, int]:
-    """Give a folder's records whose kernels are the same the hash of today's sources. How many got it, and
+    """Give a folder's records with equal kernels the hash of today's sources. Returns how many changed, and
     how many did not.
 
-    same: by the key of a job. sources: by the family, of the tree that it was compared with: a record of
-    others says nothing of either.
+    same: by the key of a job. sources: by family, of the compared tree: the comparison does not cover records
+    of other sources.
     """
     from tunegemm.generate.families import kernel_source_hash
     from tunegemm.store.shipped import read_shipped, write_records
@@ -212,9 +213,9 @@ def rekey(same: Mapping[str, bool], sources: Mapping[str, str], folder: Path) ->
 
 
 def _lines(jobs: Sequence[Job], before: Sequence[str], after: Sequence[str]) -> Iterator[str]:
-    for job, one, other in zip(jobs, before, after, strict=True):
-        if one != other:
-            said = [text for text in (one, other) if text.startswith("does not")]
+    for job, item, other in zip(jobs, before, after, strict=True):
+        if item != other:
+            said = [text for text in (item, other) if text.startswith("does not")]
             yield f"differs: {job.name}" + (f" ({'; '.join(said)})" if said else "")
 
 
@@ -230,25 +231,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--judged", metavar="REGEX", help="names of kernels that differ, and were measured to be as fast"
     )
-    given = parser.parse_args(arguments)
-    if not (given.before / "tunegemm").is_dir():
+    value = parser.parse_args(arguments)
+    if not (value.before / "tunegemm").is_dir():
         parser.error(
-            f"{given.before} has no folder tunegemm; give a source tree, as `git worktree add` makes"
+            f"{value.before} has no folder tunegemm; give a source tree, as `git worktree add` makes"
         )
-    jobs = [job for job in shipped() if re.search(given.kernels, job.name)]
-    if given.sample:
-        jobs = random.Random(0).sample(jobs, min(given.sample, len(jobs)))
+    jobs = [job for job in shipped() if re.search(value.kernels, job.name)]
+    if value.sample:
+        jobs = random.Random(0).sample(jobs, min(value.sample, len(jobs)))
     here = Path(__file__).resolve().parents[1]
-    before, after = (compiled(tree.resolve(), jobs, given.workers) for tree in (given.before, here))
+    before, after = (compiled(tree.resolve(), jobs, value.workers) for tree in (value.before, here))
     lines = list(_lines(jobs, before.codes, after.codes))
     print(*lines, f"{len(jobs) - len(lines)} of {len(jobs)} kernels are the same to the byte", sep="\n")
-    if given.rekey:
+    if value.rekey:
         same = {
-            job.key: one == other or bool(given.judged and re.search(given.judged, job.name))
-            for job, one, other in zip(jobs, before.codes, after.codes, strict=True)
+            job.key: item == other or bool(value.judged and re.search(value.judged, job.name))
+            for job, item, other in zip(jobs, before.codes, after.codes, strict=True)
         }
         changed, left = rekey(same, before.sources, here / "db" / "records")
-        print(f"{changed} records are of today's sources now, {left} are not: measure these anew")
+        print(f"{changed} records now have today's sources, {left} do not: measure those again")
     return 1 if lines else 0
 
 

@@ -1,16 +1,16 @@
-"""Fits the selector to what `fit.choices` measured, and validates it on products that it has not seen.
+"""Fits the selector to the measurements of `fit.choices`, and validates it on unseen products.
 
     python -m fit.selector            # into db/predictions-h200.jsonl, results/h200/selector.json
     python -m fit.selector --gpu h100-80gb-hbm3 --also h200
     python -m fit.selector --logits --also h100-80gb-hbm3     # the model `wide`, logits.json
 
-The second one fits to what was measured on another GPU, too, at half the weight, and validates on its own.
-Boosted trees (scikit-learn, needed here only) predict the logarithm of each launch's ratio to torch.mm from
-`model.features`. Every product is fitted once as it is, and once as if torch's kernel were not known.
-Validation leaves out all products of a folder of (N, K), fits to the others, and lets it choose: what the
-*chosen* launch got, against what was expected of it, gives the margins by rows. Choosing the best expected of
-many is optimistic, and this counts it. With `--logits` products that are wider than all others are fitted to,
-too, and validated on alone.
+The second command also fits to another GPU's measurements, at half the weight, and validates on the GPU's
+own. Boosted trees (scikit-learn, needed here only) predict the logarithm of each launch's ratio to torch.mm
+from `model.features`. Every product is fitted twice: as it is, and as if torch's kernel were unknown.
+Validation leaves out all products of a folder of (N, K), fits to the others, and lets the trees choose: the
+*chosen* launch's measured ratio against the predicted one gives the margins by rows. Choosing the best
+prediction among many is optimistic, and this includes that. With `--logits`, the fit includes products that
+are wider than all others, and validation uses only these.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ from tunegemm.generate.cublaslt.choice import parse_label
 from tunegemm.model import shortlist
 from tunegemm.model.features import NAMES, features_of_choices
 
-#: Rows up to which products are fitted to, and up to which they are served: of 129 to 256 rows one in seven
-#: would gain, 1 % in all, and some lost 0.06 in validation. Beyond 256, lasting work runs at the power cap,
-#: where leads in an interleave do not hold.
+#: Most rows of fitted products, and most rows that are served: of 129 to 256 rows one in seven products would
+#: gain, 1 % in all, and some lost 0.06 in validation. Beyond 256, lasting work runs at the power cap, where
+#: leads in an interleave do not hold.
 FITTED_ROWS, SERVED_ROWS = 256, 128
-#: Kernels of the list that are kept for serving: each adds what the ones before lack.
+#: Kernels of the list to keep for serving: each covers products that the ones before do not.
 KERNELS = 40
-#: Ends of the ranges of rows that have a margin of their own.
+#: Ends of the ranges of rows with separate margins.
 RANGES = (8, 32, 64, 128)
-#: What lasting work takes from a lead, in log, by range: 14 of first_use's listed products of 64 rows that
-#: were timed in steady state were 0.017 below their records, the 13 in an interleave 0.
+#: How much lasting work reduces a lead, in log, by range: 14 of first_use's listed products with 64 rows,
+#: timed in steady state, were 0.017 below their records; the 13 in an interleave 0.
 SUSTAINED_LOSS = (0.0, 0.0, 0.02, 0.02)
-#: The slowest that is wanted, and the most of all products that may be slower, in validation. The ranges
-#: together are half of all products.
+#: The slowest acceptable product, and the largest fraction of all products that may be slower, in validation.
+#: The ranges together are half of all products.
 SLOWEST, SLOWER = 0.972, 0.002
-#: Least margin that is tried, in log.
+#: Least margin to try, in log.
 LEAST_MARGIN = 0.03
 SETTINGS: dict[str, Any] = {
     "max_iter": 320, "learning_rate": 0.07, "min_samples_leaf": 15, "max_features": 0.4
@@ -85,21 +85,21 @@ class Frame:
     """All launches of all products as rows."""
 
     def __init__(self, lines: list[dict[str, Any]], devices: list[Device]) -> None:
-        """devices: of each line; those of the first one's count as this GPU's own."""
+        """devices: of each line; those of the first line's device count as this GPU's own."""
         self.rows = lines
         self.own = np.array([device == devices[0] for device in devices])
         known, unknown, logs, weights, places, product = [], [], [], [], [], []
         for number, (line, device) in enumerate(zip(lines, devices, strict=True)):
             problem = Problem.parse(f"{line['m']}x{line['n']}x{line['k']}")
             launches = line["launches"]
-            found = launches_of(problem, launches, device)
+            result = launches_of(problem, launches, device)
             library = parse_label(line["library"][0]) if line["library"] else None
-            known.append(features_of_choices(problem, found, device, library))
-            unknown.append(features_of_choices(problem, found, device, None))
+            known.append(features_of_choices(problem, result, device, library))
+            unknown.append(features_of_choices(problem, result, device, None))
             log, weight = ratios_and_weights(launches)
             logs.append(log)
             weights.append(weight * (1.0 if self.own[number] else OF_OTHERS))
-            places.append(found.kernels)
+            places.append(result.kernels)
             product += [number] * len(launches)
         self.known, self.unknown = np.vstack(known), np.vstack(unknown)
         self.logs, self.weights = np.concatenate(logs), np.concatenate(weights)
@@ -165,19 +165,21 @@ def fit(options: argparse.Namespace) -> None:
         "margins": margins,
         "served": {
             name: {
-                "products": one["products"],
-                "share": one["share"],
-                "geometric_mean": one["geometric_mean"],
-                "under_099": one["under_099"],
+                "products": item["products"],
+                "share": item["share"],
+                "geometric_mean": item["geometric_mean"],
+                "under_099": item["under_099"],
             }
-            for name, one in report.items()
+            for name, item in report.items()
         },
         **forest,
     }
     check = Forest.of(forest, len(NAMES))(frame.known[:500])
     print("trees as arrays agree to", float(np.abs(check - model.predict(frame.known[:500])).max()))
     put_model(options.out, data["gpu"], "wide" if options.logits else "plain", data)
-    rows = [row | {"torch_known": name == "known"} for name, one in report.items() for row in one.pop("rows")]
+    rows = [
+        row | {"torch_known": name == "known"} for name, item in report.items() for row in item.pop("rows")
+    ]
     also = f" --also {options.also}" if options.also else ""
     logits = " --logits" if options.logits else ""
     head["meta"]["command"] = f"python -m fit.selector{logits} --gpu {gpu}{also}"
@@ -186,12 +188,12 @@ def fit(options: argparse.Namespace) -> None:
 
 
 def is_wide(row: dict[str, Any]) -> bool:
-    """Whether a product is one of those that `fit.choices --logits` draws, beyond all others."""
+    """Whether a product is one of the wide ones that `fit.choices --logits` draws."""
     return bool(row["n"] > WIDE)
 
 
 def keep(frame: Frame) -> list[int]:
-    """Places in the list: each kernel adds most to the best of those before, on products that are served."""
+    """Places in the list: each kernel adds most to the best of those before, on served products."""
     products = np.flatnonzero(frame.own & (frame.m <= SERVED_ROWS))
     best = np.zeros((len(frame.rows), len(shortlist.listed())))
     np.maximum.at(best, (frame.product, frame.places), frame.logs)
@@ -205,7 +207,7 @@ def keep(frame: Frame) -> list[int]:
 
 
 def fitted(frame: Frame, rows: Mask) -> Any:
-    """A model of some rows, each with and without what is known of torch's kernel."""
+    """A model of some rows, each with and without the knowledge of torch's kernel."""
     return boosted(
         np.vstack([frame.known[rows], frame.unknown[rows]]), np.concatenate([frame.logs[rows]] * 2),
         np.concatenate([frame.weights[rows], 0.5 * frame.weights[rows]]), **SETTINGS,
@@ -213,16 +215,16 @@ def fitted(frame: Frame, rows: Mask) -> Any:
 
 
 def choose(frame: Frame, expected: Floats, number: int, kept: list[int]) -> int:
-    """The row of the product's launch that is expected to be best."""
+    """The row of the product's launch with the best prediction."""
     rows = np.flatnonzero((frame.product == number) & np.isin(frame.places, kept))
     return int(rows[expected[rows].argmax()])
 
 
 def calibrate(m: NDArray[np.int64], expected: Floats, got: Floats) -> list[float]:
-    """By range of rows, how much of what is expected of a chosen launch may be missing.
+    """For each range of rows, how far a chosen launch may fall short of its prediction.
 
-    A range keeps the bound of losers by itself. The bound of those that lose much is kept by all together:
-    a range has too few products to tell two in a thousand.
+    Each range keeps the bound for slight losers by itself. All ranges together keep the bound for heavy
+    losers: a single range has too few products to detect two in a thousand.
     """
     ranges = np.searchsorted(RANGES, m)
     got = got - np.array(SUSTAINED_LOSS)[ranges]
@@ -238,8 +240,8 @@ def calibrate(m: NDArray[np.int64], expected: Floats, got: Floats) -> list[float
 
 
 def least_margin(expected: Floats, got: Floats, floor: float, slower: float = 1.0) -> float:
-    """The least from `floor` on with which few lose in validation, and at most the part `slower` of all loses
-    much; `MOST_MARGIN` where none is."""
+    """The least margin from `floor` on with few losers in validation, and with heavy losers at most the
+    fraction `slower` of all; `MOST_MARGIN` if there is none."""
     for margin in np.arange(floor, MOST_MARGIN, MARGIN_STEP):
         final = np.where(expected > margin, got, 0.0)
         if (final < np.log(0.99)).mean() <= LOSERS and (final < np.log(SLOWEST)).mean() <= slower:
@@ -296,10 +298,10 @@ def summary(
             {
                 **{name: frame.rows[number][name] for name in "mnk"},
                 "expected": round(float(np.exp(hope)), 4),
-                "got": round(float(np.exp(one)), 4),
+                "got": round(float(np.exp(item)), 4),
                 "served": bool(taken),
             }
-            for number, hope, one, taken in zip(served.tolist(), hopes, got, takes, strict=True)
+            for number, hope, item, taken in zip(served.tolist(), hopes, got, takes, strict=True)
         ],
     }
 

@@ -28,24 +28,26 @@ from tunegemm.store.shipped import read_shipped
 def ship(folder: Path) -> tuple[int, Mapping[str, str]]:
     """Compile the kernels of all shipped records and of the lists into `folder`, replaced as a whole.
 
-    Returns how many kernels it holds, and by problem or kernel why one is not among them.
-    Kernels that the user's object store holds are not compiled again. Raises PackError where a record's
-    sources or compilers are not those that are here: its kernel would not be the one that was measured.
+    Returns the number of kernels, and by problem or kernel why one is missing. Kernels in the user's object
+    store are not compiled again. Raises PackError if a record's sources or compilers differ from those here:
+    its kernel would not be the measured one.
     """
     records = [record for record in read_shipped()[0] if families.get(record.candidate.family).compiled]
     failures = {str(record.problem): reason for record in records if (reason := unfit(record))}
     usable = [record for record in records if str(record.problem) not in failures]
-    outdated = [one for one in usable if one.kernel_source != kernel_source_hash(one.candidate.family)]
+    outdated = [
+        record for record in usable if record.kernel_source != kernel_source_hash(record.candidate.family)
+    ]
     if outdated:
         raise PackError(
-            f"{len(outdated)} shipped records belong to other kernel sources, first {outdated[0].problem}; "
+            f"{len(outdated)} shipped records belong to other kernel sources, such as {outdated[0].problem}; "
             "tune them again, or re-key them if their kernels are the same"
         )
     every = (
         provide(usable), provide_keys(_shortlisted()), provide_grouped(), provide_joined(), provide_blocks()
     )  # fmt: skip
-    failures |= {str(getattr(of, "problem", of)): why for one in every for of, why in one.failures.items()}
-    artifacts = {key: artifact for one in every for key, artifact in one.artifacts.items()}
+    failures |= {str(getattr(of, "problem", of)): why for item in every for of, why in item.failures.items()}
+    artifacts = {key: artifact for item in every for key, artifact in item.artifacts.items()}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as scratch:
         fresh = Path(scratch, "kernels")
@@ -62,7 +64,7 @@ def ship(folder: Path) -> tuple[int, Mapping[str, str]]:
 
 def _shortlisted() -> dict[str, tuple[str, Key]]:
     """By its name each kernel of the lists. Of Hopper GPUs any will do: they run the same objects."""
-    device, found = find_device("model:h200"), {}
+    device, result = find_device("model:h200"), {}
     plain = (Problem.parse("64x4096x4096", dtype=dtype) for dtype in shortlist.DTYPES)
     kinds = (
         (problem, kernel) for problem, kernels in shortlist.ordered_lists().items() for kernel in kernels
@@ -73,8 +75,8 @@ def _shortlisted() -> dict[str, tuple[str, Key]]:
     for problem, launch in itertools.chain(launches, large):
         family = families.generator(launch.family)
         key = family.kernel_key(problem, launch, device)
-        found[f"{family.label(launch)} {problem}"] = launch.family, key
-    return found
+        result[f"{family.label(launch)} {problem}"] = launch.family, key
+    return result
 
 
 def main() -> int:

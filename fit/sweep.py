@@ -1,14 +1,14 @@
-"""Records sweeps of this GPU: what `replay:NAME` answers with on machines that have none.
+"""Records sweeps of this GPU, from which `replay:NAME` answers on machines without one.
 
     python -m fit.sweep --name h200 --shapes 4096x4096x4096 --shapes 512x6144x4096
     python -m fit.sweep --compile 640                  # without a GPU, into TUNEGEMM_CACHE_DIR
     python -m fit.sweep --name h100-drawn --compiled-only --trials 700 --shapes drawn
 
 Every feasible kernel is measured at its model-best launch, and the whole launch grid on the leaders; with
---compiled-only of the kernels that ship or are in the store. `--shapes drawn` are those of `DRAWN`. Where
-lasting work lowers the chip's clocks, --compiled-only also times the first of either order, of the one that
-was measured and the model's, in steady state, into NAME-steady. The files go to db/sweeps/NAME/; see
-db/sweeps/README.md for their format. A product that has a file there is left out.
+--compiled-only of the kernels that ship or are in the store. `--shapes drawn` are those of `DRAWN`. If
+lasting work lowers the chip's clocks, --compiled-only also times the first candidates of either order, the
+measured one and the model's, in steady state, into NAME-steady. The files go to db/sweeps/NAME/; see
+db/sweeps/README.md for their format. Products that have a file there are skipped.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from tunegemm.tuning.tuner import Tuner
 SHAPES = (
     "4096x4096x4096", "8192x8192x8192", "512x6144x4096", "4096x2112x7168", "8448x9216x256", "128x7168x16384",
 )  # fmt: skip
-#: Of the kernels drawn by chance: to which the model was not fitted, but for three of `SHAPES`.
+#: For kernels drawn by chance: the model was not fitted to them, except for three of `SHAPES`.
 DRAWN = (
     "16x4096x4096", "1024x1024x1024", "64x24576x1536", "128x7168x16384", "4096x4096x4096", "2048x8192x3584",
     "1x6144x4096", "32x28672x4096", "256x4096x14336", "512x6144x4096", "64x5120x25600", "1024x8192x1280",
     "3072x3072x3072", "4096x14336x4096", "4096x6144x4096", "8192x8192x8192",
 )  # fmt: skip
-#: Of whose feasible kernels so many are drawn: of many rows and of few.
+#: How many feasible kernels to draw: for many rows and for few.
 _DRAWN_FOR = "4096x4096x4096", "64x4096x4096"
-#: Candidates of either order that are timed in steady state, and how.
+#: Candidates of either order to time in steady state, and the settings.
 _STEADY_OF_EITHER = 32
 _STEADY = replace(FINAL, rounds=9, steady_groups=(8, 8), race_margin=10.0, interleave=2 * _STEADY_OF_EITHER)
 
@@ -87,19 +87,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def compile_some(count: int) -> None:
-    """Into the store: kernels of `cute_sm90`, by chance of those that two products can have."""
+    """Compiles kernels of `cute_sm90` into the store, drawn from those of two products."""
     device = find_device("model:h200")
     kernels, family = Kernels(device, ["cute_sm90"]), families.generator("cute_sm90")
     keys = {}
     for shape in _DRAWN_FOR:
         problem = Problem.parse(shape)
-        feasible = [one.candidate for one in kernels.ranked(problem, "cute_sm90").predictions]
+        feasible = [prediction.candidate for prediction in kernels.ranked(problem, "cute_sm90").predictions]
         for candidate in random.Random(shape).sample(feasible, min(count, len(feasible))):
             key = family.kernel_key(problem, candidate, device)
             keys[digest(key)] = key
     with CompilePool(ArtifactStore(), shipped=packs.shipped()) as pool:
         waiting = [pool.submit("cute_sm90", key) for key in keys.values()]
-        refused = sum(one.result().artifact is None for one in waiting)
+        refused = sum(run.result().artifact is None for run in waiting)
     print(f"{len(keys)} kernels in {ArtifactStore().root}, {refused} do not compile")
 
 
@@ -123,9 +123,11 @@ def record(problems: list[Problem], device: Device, options: argparse.Namespace)
             command = f"python -m fit.sweep --name {options.name} --shapes {problem.shape}"
             command += f" --trials {options.trials}" if options.trials is not None else ""
             command += " --compiled-only" if options.compiled_only else ""
-            # A final race at the power cap was in steady state; such ratios compare with no others.
+            # A final race at the power cap was in steady state; such ratios compare with no other ratios.
             sweeps: dict[str, Sequence[Outcome]] = {
-                options.name: [one for one in result.outcomes if not getattr(one, "is_steady", False)]
+                options.name: [
+                    outcome for outcome in result.outcomes if not getattr(outcome, "is_steady", False)
+                ]
             }
             if options.compiled_only and result.best is not None and result.best.is_steady:
                 sweeps[f"{options.name}-steady"] = in_steady_state(tuner, result)
@@ -143,17 +145,21 @@ def in_steady_state(tuner: Tuner, result: TuneResult) -> list[Outcome]:
     """Once more, alone: the first by measured ratio and the first by the model."""
     problem, device = result.problem, tuner.device
     screened = {
-        one.candidate: one.ratio
-        for one in result.outcomes
-        if isinstance(one, Measurement) and not one.is_steady and families.get(one.candidate.family).compiled
+        outcome.candidate: outcome.ratio
+        for outcome in result.outcomes
+        if isinstance(outcome, Measurement)
+        and not outcome.is_steady
+        and families.get(outcome.candidate.family).compiled
     }
     by_ratio = sorted(screened, key=lambda candidate: -screened[candidate])
-    ranked = [one.candidate for one in model.alternate_rankings(model.rank(problem, screened, device))]
+    ranked = [
+        ranking.candidate for ranking in model.alternate_rankings(model.rank(problem, screened, device))
+    ]
     chosen = dict.fromkeys([*by_ratio[:_STEADY_OF_EITHER], *ranked[:_STEADY_OF_EITHER]])
     measurer = tuner.measurer_for(problem)
     assert measurer is not None, "the tuning has measured"
     jobs = [Job(candidate, _object_of(tuner, problem, candidate)) for candidate in chosen]
-    return [one for one in measurer.measure(problem, jobs, _STEADY) if getattr(one, "is_steady", True)]
+    return [item for item in measurer.measure(problem, jobs, _STEADY) if getattr(item, "is_steady", True)]
 
 
 def _object_of(tuner: Tuner, problem: Problem, candidate: Candidate) -> Path | None:

@@ -25,9 +25,8 @@ def write_sweep(
 ) -> Path:  # fmt: skip
     """Record one problem's outcomes under ``root/name/`` and return the file.
 
-    The same input gives the same bytes. Of several outcomes of one candidate the last one stays. Samples
-    are kept to 0.001 us. Raises DeviceError when the device is none to measure on, or when the
-    folder belongs to another GPU.
+    The same input gives the same bytes. The last of several outcomes of one candidate stays. Samples are kept
+    to 0.001 us. Raises DeviceError if the device cannot measure, or if the folder belongs to another GPU.
     """
     if not device.is_real:
         raise DeviceError(f"{device.spec} measures nothing: record sweeps on a cuda device")

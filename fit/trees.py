@@ -1,6 +1,6 @@
-"""What the fits of predictions share: reading what was measured, boosted trees, folds, and result files.
+"""Shared code of the fits of predictions: reading measurements, boosted trees, folds, and result files.
 
-Boosted trees (scikit-learn, needed by fits only) expect the logarithm of a ratio of each launch. Validation
+Boosted trees (scikit-learn, needed by fits only) predict the logarithm of each launch's ratio. Validation
 leaves out a fold of all (N, K), fits to the others and lets the trees choose.
 """
 
@@ -31,9 +31,9 @@ from tunegemm.model.terms import Columns, terms
 FOLDS = 8
 #: Weight of a launch that was measured on another GPU.
 OF_OTHERS = 0.5
-#: Most of the products that are served that may be under 0.99 of torch, in validation.
+#: Largest fraction of served products that may be below 0.99 of torch, in validation.
 LOSERS = 0.01
-#: Margins that are tried, in log: the last one, at which nothing is served, and the step.
+#: Margins to try, in log: the last one, at which nothing is served, and the step.
 MOST_MARGIN, MARGIN_STEP = 0.3, 0.0025
 
 Floats = NDArray[np.float64]
@@ -57,17 +57,17 @@ def device_of(meta: Mapping[str, Any]) -> Device:
 
 
 def source(gpu: str, name: str) -> Path:
-    """A GPU's file of what was measured. Raises TunegemmError where it is not there."""
+    """A GPU's file of measurements. Raises TunegemmError if it is missing."""
     path = RESULTS / gpu / name
     if not path.exists():
-        raise TunegemmError(f"{path} is not there; `python -m fit.{name.split('.')[0]}` writes it")
+        raise TunegemmError(f"{path} is missing; `python -m fit.{name.split('.')[0]}` writes it")
     return path
 
 
 def measured(gpu: str, most_rows: int) -> tuple[dict[str, Any], list[dict[str, Any]], Device]:
-    """The head of a GPU's file of `fit.choices`, its products of so many rows at most, and the GPU.
+    """The head of a GPU's file of `fit.choices`, its products with at most so many rows, and the GPU.
 
-    Raises TunegemmError where there is no such file.
+    Raises TunegemmError if the file is missing.
     """
     content = lzma.decompress(source(gpu, "choices.json.xz").read_bytes()).decode()
     head, *rest = map(json.loads, content.splitlines())
@@ -79,7 +79,7 @@ def measured(gpu: str, most_rows: int) -> tuple[dict[str, Any], list[dict[str, A
 def launches_of(problem: Problem, launches: Sequence[Sequence[Any]], device: Device) -> Choices:
     """Launches of `fit.choices` by their numbers: place in the list, splits of k, second, along n,
     swizzle size."""
-    rows = np.array([one[:5] for one in launches], dtype=np.int64).reshape(-1, 5)
+    rows = np.array([launch[:5] for launch in launches], dtype=np.int64).reshape(-1, 5)
     columns = Columns.of(
         [
             shortlist.launched(problem, shortlist.listed()[place], split_k, bool(adds), bool(along), swizzle)
@@ -90,11 +90,11 @@ def launches_of(problem: Problem, launches: Sequence[Sequence[Any]], device: Dev
 
 
 def ratios_and_weights(launches: Sequence[Sequence[Any]]) -> tuple[Floats, Floats]:
-    """Launches' ratios to torch.mm, in log, and what each counts.
+    """Launches' ratios to torch.mm, in log, and their weights.
 
-    Those that are far behind matter little, and those that were left early are known less.
+    Launches far behind matter little, and those that stopped early are less certain.
     """
-    ratios, rounds = (np.array([one[at] for one in launches], dtype=float) for at in (5, 6))
+    ratios, rounds = (np.array([launch[at] for launch in launches], dtype=float) for at in (5, 6))
     behind = np.clip((ratios.max() - ratios) / 0.25, 0, 2)
     return np.log(ratios), np.where(rounds > rounds.min(), 1.0, 0.35) * np.exp(-behind)
 
@@ -114,21 +114,21 @@ def boosted(table: Floats, logs: Floats, weights: Floats, **settings: Any) -> An
 def validated(
     extents: Sequence[tuple[int, int]], fit: Callable[[Mask], Any], *tables: Floats
 ) -> list[Floats]:
-    """By table, what models expect of launches whose N and K they have not seen.
+    """By table, the models' predictions for launches with unseen N and K.
 
-    extents: N and K of each launch. fit: a model of some launches.
+    extents: N and K of each launch. fit: makes a model from some launches.
     """
     numbers = {extent: number for number, extent in enumerate(dict.fromkeys(extents))}
     fold_of = np.random.default_rng(0).permutation(len(numbers)) % FOLDS
     folds = fold_of[[numbers[extent] for extent in extents]]
-    found = [np.zeros(len(extents)) for _ in tables]
+    results = [np.zeros(len(extents)) for _ in tables]
     for fold in range(FOLDS):
         left_out = folds == fold
         model = fit(~left_out)
-        for expected, table in zip(found, tables, strict=True):
+        for expected, table in zip(results, tables, strict=True):
             expected[left_out] = model.predict(table[left_out])
         print(f"fold {fold + 1} of {FOLDS}", flush=True)
-    return found
+    return results
 
 
 def trees_of(model: Any) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def trees_of(model: Any) -> dict[str, Any]:
 
 
 def _add_nodes(nodes: Any, at: int, inner: list[list[float]], leaves: list[float]) -> int:
-    """Adds the nodes and leaves from a node on; bits of the leaves below it."""
+    """Adds a node and all nodes and leaves below it; returns the bits of these leaves."""
     node = nodes[at]
     if node["is_leaf"]:
         leaves.append(round(float(node["value"]), 7))

@@ -31,8 +31,8 @@ PUBLIC = [
     "Candidate", "Database", "Device", "Epilogue", "Failure", "Measurement", "Operation", "Problem",
     "Progress", "Record", "Space", "TuneResult", "TunegemmError", "TunegemmWarning", "addmm", "baddbmm",
     "bmm", "disable", "enable", "experts", "explain", "gated_linear", "grouped_mm", "interleave", "linear",
-    "matmul", "mm", "patch", "policy", "record", "refresh", "scaled_grouped_mm", "scaled_mm", "tune",
-    "unpatch",
+    "matmul", "mm", "patch", "policy", "quantize", "record", "refresh", "scaled_grouped_mm", "scaled_mm",
+    "tune", "unpatch",
 ]  # fmt: skip
 
 

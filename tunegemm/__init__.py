@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tunegemm.errors import TunegemmError, TunegemmWarning
     from tunegemm.groups.gated_experts import experts
     from tunegemm.groups.grouped import grouped_mm
+    from tunegemm.groups.quantize import quantize
     from tunegemm.groups.scaled_groups import scaled_grouped_mm
     from tunegemm.layers.inductor import enable
     from tunegemm.layers.modules import patch, unpatch
@@ -48,8 +49,8 @@ __all__ = [
     "Candidate", "Database", "Device", "Epilogue", "Failure", "Measurement", "Operation", "Problem",
     "Progress", "Record", "Space", "TuneResult", "TunegemmError", "TunegemmWarning", "addmm", "baddbmm",
     "bmm", "disable", "enable", "experts", "explain", "gated_linear", "grouped_mm", "interleave",
-    "linear", "matmul", "mm", "patch", "policy", "record", "refresh", "scaled_grouped_mm", "scaled_mm",
-    "tune", "unpatch",
+    "linear", "matmul", "mm", "patch", "policy", "quantize", "record", "refresh", "scaled_grouped_mm",
+    "scaled_mm", "tune", "unpatch",
 ]  # fmt: skip
 
 #: The public names, by the modules that have them.
@@ -72,6 +73,7 @@ _HOMES = {
     "store": "Database",
     "store.record": "Record",
     "torch.functions": "addmm baddbmm bmm gated_linear interleave linear matmul mm scaled_mm",
+    "groups.quantize": "quantize",
     "torch.recording": "record",
     "torch.takeover": "disable",
     "tuning.progress": "Progress TuneResult",

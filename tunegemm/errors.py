@@ -1,7 +1,7 @@
 """The exception tree. Every error a user can cause names the value and the remedy, on one line.
 
-What goes wrong with *one candidate* is data, not an exception: see `tunegemm.measure.outcome.Failure`.
-What makes dispatch fall back to torch is a `TunegemmWarning`, given once.
+A failure of *one candidate* is data, not an exception: see `tunegemm.measure.outcome.Failure`. A fall-back to
+torch is a `TunegemmWarning`, issued once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
-#: Letters of a word that a message holds whole; of a longer value its ends say which it was.
+#: Letters up to which a message shows a word whole; a longer value is shown by its ends.
 _LONGEST_WORD = 400
 
 
@@ -39,11 +39,11 @@ class FileError(TunegemmError):
 
 
 class ExtraError(TunegemmError, ImportError):
-    """A package that only tuning, the command line or a report needs, and that is not installed."""
+    """A missing package that only tuning, the command line or a report needs."""
 
 
 class BadValueError(TunegemmError, ValueError):
-    """A value in a file, a pack or a damaged database that is not what it should be."""
+    """An invalid value in a file, a pack or a damaged database."""
 
 
 class ProblemError(TunegemmError, ValueError):
@@ -51,7 +51,7 @@ class ProblemError(TunegemmError, ValueError):
 
 
 class DeviceError(TunegemmError):
-    """A device that is absent, unknown, or cannot do what was asked."""
+    """A device that is absent, unknown, or unable to do the requested work."""
 
 
 class WorkloadError(TunegemmError):
@@ -59,7 +59,7 @@ class WorkloadError(TunegemmError):
 
 
 class PolicyError(TunegemmError, ValueError):
-    """A policy of dispatch that is not known, or a number that it cannot have."""
+    """An unknown policy of dispatch, or an impossible number in one."""
 
 
 class SpaceError(TunegemmError, ValueError):
@@ -67,7 +67,7 @@ class SpaceError(TunegemmError, ValueError):
 
 
 class ArtifactError(TunegemmError):
-    """A compiled object that is missing, was changed on disk, or belongs to someone else."""
+    """A compiled object that is missing, was changed on disk, or belongs to another user."""
 
 
 class PackError(ArtifactError):
@@ -95,7 +95,7 @@ class MeasureError(TunegemmError):
 
 
 class StudyError(TunegemmError):
-    """A study of Optuna's that is locked, of another problem or space, or a tuning database."""
+    """An Optuna study that is locked, belongs to another problem or space, or is a tuning database."""
 
 
 class DatabaseError(TunegemmError):
@@ -125,20 +125,21 @@ def named_arguments(function: Callable[Given, Result]) -> Callable[Given, Result
 
 def unknown_argument(function: str, name: str, known: Sequence[str]) -> ArgumentError:
     """The error of a keyword that a function does not have; it names the nearest."""
-    # A part of a name, such as `budget`, is nearer than what is spelt alike.
+    # A part of a name, such as `budget`, is nearer than a similar spelling.
     near = [word for word in known if name in word or word in name]
     near = near or difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
     return ArgumentError(f"{function}() has no argument {name!r}; {hint}")
 
 
-#: An operating system's errors that are the machine's at some moment.
+#: Errors of the operating system that depend on the machine's current state.
 _TRANSIENT_ERRNO = (
     errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOSPC,
     errno.EDQUOT, errno.EIO, errno.EROFS, errno.ETXTBSY, errno.ESTALE, errno.EPIPE,
 )  # fmt: skip
-#: What the reason of a failure says that is the machine's: memory, files, processes or the GPU were not to be
-#: had, or somebody ended the process. Of signals those that come from outside, not a program's own faults.
+#: Texts of failures that depend on the machine's current state: memory, files, processes or the GPU were
+#: unavailable, or somebody ended the process. Only signals from outside count, not those of a program's
+#: faults.
 _TRANSIENT = re.compile(
     r"out[ _]of[ _](host[ _])?memory|memoryerror|bad_alloc|memory allocation fail|alloc_failed"
     r"|failed to allocate|busy or unavailable|ecc error|launch timed out|took longer than|no answer within"
@@ -159,14 +160,14 @@ def is_transient(error: BaseException | str) -> bool:
 
 
 def one_line(error: BaseException | str, limit: int = 300) -> str:
-    """The first line of a message that says something, cut to a length."""
+    """The first meaningful line of a message, cut to a length."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def raised(error: BaseException) -> str:
-    """What was raised and where, such as ``KeyError at planning.py:12``: the same each time it happens."""
+    """The error's type and place, such as ``KeyError at planning.py:12``: equal each time it happens."""
     trace, place = error.__traceback__, ""
     while trace is not None:
         place = f" at {trace.tb_frame.f_code.co_filename.rpartition('/')[2]}:{trace.tb_lineno}"

@@ -1,9 +1,9 @@
-"""What `pip install tunegemm` leaves out, and the extra that brings it.
+"""Packages that `pip install tunegemm` leaves out, and the extra that installs each.
 
-A host that serves needs torch, the compilers' runtimes, the command line and little more; searching, tables
-and pages come with extras of pyproject.toml. Code imports what it needs where it needs it; the doors (the
-public
-names of `tunegemm`, the command, `Tuner`, the layers of dispatch) say in one line what is missing.
+A host that serves needs torch, the compilers' runtimes, the command line and little more; extras of
+pyproject.toml add packages for searching, tables and pages. Code imports packages where it needs them; the
+entry points (public names of `tunegemm`, the command, `Tuner`, the layers of dispatch) report a missing one
+in one line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.util import find_spec
 
 from tunegemm.errors import ExtraError
 
-#: The packages of each extra, as they are imported; an extra includes those named before it, up to `report`.
+#: The packages of each extra, by import name; an extra includes those before it, up to `report`.
 EXTRAS = {
     "tune": ("alembic", "optuna", "pandas", "psutil", "sqlalchemy"),
     "report": ("jinja2", "matplotlib"),
@@ -40,7 +40,7 @@ def lack(error: ImportError) -> ExtraError | None:
 
 @contextmanager
 def named() -> Iterator[None]:
-    """Within it a package of an extra that is missing raises ExtraError."""
+    """A context in which a missing package of an extra raises ExtraError."""
     try:
         yield
     except ModuleNotFoundError as error:

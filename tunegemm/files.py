@@ -1,7 +1,7 @@
-"""The one place where files are opened for reading and replaced when written.
+"""The only module that opens files for reading and replaces them when writing.
 
-What cannot be read or written is one line with the true cause and a remedy, of the error class that the
-caller names. Text is UTF-8 whatever the locale says.
+An error is one line with the true cause and a remedy, of the class that the caller names. Text is UTF-8
+whatever the locale is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tunegemm.errors import FileError, TunegemmError
 
-#: No file of ours comes near: a million measurements are some 1.2 GB of JSON.
+#: No file of this project comes near: a million measurements are some 1.2 GB of JSON.
 _LARGEST_BYTES = 4 * 1024**3
 
 #: How long to wait for a reader of a named pipe before writing to it.
@@ -30,30 +30,30 @@ _KINDS = {
     stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
 }  # fmt: skip
 
-#: What to do first about some errors; what else can be done, the caller says.
+#: First remedies for some errors; the caller adds others.
 _REMEDIES = {
     errno.ENOSPC: "make room there",
     errno.EDQUOT: "make room there",
     errno.EACCES: "change the permissions of it or of its folders",
     errno.EPERM: "change the permissions of it or of its folders",
-    errno.EISDIR: "name a file in it",
+    errno.EISDIR: "give a file in it",
     errno.ENXIO: "start the program that reads the pipe first",
 }
 
 
 def cause(error: OSError, remedy: str) -> str:
-    """What the system says is wrong, what helps against just that, and `remedy`."""
+    """The system's message, the remedy for that error, and `remedy`."""
     first = _REMEDIES.get(error.errno or 0)
     return f"{error.strerror or error}; {first + ', or ' if first else ''}{remedy}"
 
 
 def kind(mode: int) -> str | None:
-    """What a file is that is not a regular one, such as ``a folder``; None for a regular one."""
+    """The kind of a file that is not regular, such as ``a folder``; None for a regular one."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "something else")
 
 
 def foreign(path: Path, status: os.stat_result, owners: Collection[int]) -> str:
-    """Why others may change a file or folder, by its owner and its mode; empty where they may not."""
+    """Why others may change a file or folder, by its owner and its mode; empty if they may not."""
     if status.st_uid not in owners:
         return f"{path}: owned by another user (uid {status.st_uid})"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -62,17 +62,17 @@ def foreign(path: Path, status: os.stat_result, owners: Collection[int]) -> str:
 
 
 def read_bytes(path: Path, error: type[TunegemmError] = FileError) -> bytes:
-    """A regular file's content, or what an open descriptor (``/dev/stdin``, ``<(command)``) yields.
+    """The content of a regular file or of an open descriptor (``/dev/stdin``, ``<(command)``).
 
-    Devices and named pipes, which may never end, are refused. Raises `error`.
+    Devices and named pipes, which may never end, are rejected. Raises `error`.
     """
     with _explained(path, error, "give a file that can be read"):
         number = descriptor(path)
         opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if number is None else os.dup(number)
         with os.fdopen(opened, "rb") as stream:
-            found = kind(os.fstat(opened).st_mode)
-            if found is not None and (number is None or found == "a folder"):
-                raise error(f"{path}: {found}, not a file; give a file that can be read")
+            result = kind(os.fstat(opened).st_mode)
+            if result is not None and (number is None or result == "a folder"):
+                raise error(f"{path}: {result}, not a file; give a file that can be read")
             content = stream.read(_LARGEST_BYTES + 1)
     if len(content) > _LARGEST_BYTES:
         raise error(f"{path}: over {_LARGEST_BYTES} B; give a smaller file")
@@ -94,13 +94,13 @@ def write_text(path: Path, text: str, error: type[TunegemmError] = FileError) ->
 
 
 def make_folder(path: Path) -> None:
-    """Creates a folder and those above it, where missing. Raises FileError."""
+    """Creates a folder and its missing parents. Raises FileError."""
     with _explained(path, FileError, "choose another --out"):
         path.mkdir(parents=True, exist_ok=True)
 
 
 def check_target(path: Path, error: type[TunegemmError] = FileError) -> None:
-    """Raises `error` for a folder, and for a SQLite database: it may be the one that is read."""
+    """Raises `error` for a folder, and for a SQLite database, which may be the one that is read."""
     with _explained(path, error, "choose another --out"):
         old = _status(path)
         if old is None or descriptor(path) is not None:
@@ -113,11 +113,11 @@ def check_target(path: Path, error: type[TunegemmError] = FileError) -> None:
 
 @contextmanager
 def replacing(path: Path, error: type[TunegemmError] = FileError) -> Iterator[Path]:
-    """A path to write to, of the same suffix; what is written takes the place of `path` at the end.
+    """A path to write to, with the same suffix; the written file replaces `path` at the end.
 
-    If an exception passes, `path` is what it was. A regular file is replaced atomically and keeps its owner
-    and mode; a link stays, and what it names is replaced. A pipe, a device, an open descriptor such as
-    ``/dev/stdout``, and a file in a folder that takes no other, get the content when it is complete.
+    If an exception passes, `path` stays as it was. A regular file is replaced atomically and keeps its owner
+    and mode; a link stays, and its target is replaced. A pipe, a device, an open descriptor such as
+    ``/dev/stdout``, and a file in a folder that accepts no new files, get the content when it is complete.
     Raises `error`, as `check_target` does before anything is computed.
     """
     with _explained(path, error, "choose another --out"):
@@ -125,7 +125,7 @@ def replacing(path: Path, error: type[TunegemmError] = FileError) -> Iterator[Pa
         check_target(path, error)  # now, not when all is computed
         target = path if number is not None or (old and kind(old.st_mode)) else path.resolve()
         if target is path and not path.is_absolute():
-            target = Path.cwd() / path  # the working directory may change meanwhile
+            target = Path.cwd() / path  # the working directory may change before the end
         if number is None and (old is None or not kind(old.st_mode)) and os.access(target.parent, os.W_OK):
             part = target.with_name(f".{os.getpid()}-{threading.get_ident()}.{target.name[-64:]}")
             try:
@@ -138,7 +138,7 @@ def replacing(path: Path, error: type[TunegemmError] = FileError) -> Iterator[Pa
                 with suppress(OSError):
                     part.unlink(missing_ok=True)
             return
-        if number is None and old is None:  # in a folder that is missing or takes no files
+        if number is None and old is None:  # in a folder that is missing or accepts no new files
             os.close(os.open(target, os.O_WRONLY | os.O_CREAT, 0o666))
         with tempfile.TemporaryDirectory() as folder:
             part = Path(folder, target.name[-64:])
@@ -148,7 +148,7 @@ def replacing(path: Path, error: type[TunegemmError] = FileError) -> Iterator[Pa
 
 
 def _is_database(path: Path, status: os.stat_result) -> bool:
-    if kind(status.st_mode):  # opening a pipe would wait, or take from it
+    if kind(status.st_mode):  # opening a pipe would block, or consume its data
         return False
     try:
         with path.open("rb") as file:
@@ -158,7 +158,7 @@ def _is_database(path: Path, status: os.stat_result) -> bool:
 
 
 def _create(part: Path, old: os.stat_result | None) -> None:
-    """An empty file of the old one's mode and owner, before there is anything in it to see."""
+    """An empty file with the old one's mode and owner, before it has any content."""
     mode = 0o666 if old is None else stat.S_IMODE(old.st_mode)
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
@@ -182,7 +182,7 @@ def _writable(path: Path, number: int | None) -> int:
         except OSError as error:
             if error.errno != errno.ENXIO or time.monotonic() > deadline:
                 raise
-            time.sleep(0.02)  # then asked again: nothing says when a pipe gets its reader
+            time.sleep(0.02)  # then try again: nothing signals a pipe's new reader
 
 
 def _status(path: Path) -> os.stat_result | None:
@@ -197,7 +197,7 @@ def descriptor(path: Path) -> int | None:
 
     None for every other path.
 
-    Opening such a path again would write over the beginning of a file that a shell appends to.
+    Opening such a path again would overwrite the beginning of a file that a shell appends to.
     """
     for _ in range(8):
         if path.name.isdecimal() and os.path.realpath(path.parent) == f"/proc/{os.getpid()}/fd":
@@ -209,13 +209,13 @@ def descriptor(path: Path) -> int | None:
 
 
 def impossible(path: object) -> str:
-    """Why no file can have that path; empty for one that some file could have."""
+    """Why no file can have that path; empty if one can."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         return "not a path"
     try:
         return "a path has no NUL" if b"\0" in os.fsencode(path) else ""
     except UnicodeEncodeError:
-        return "it has letters that no file's name has"
+        return "it has characters that file names cannot have"
 
 
 @contextmanager

@@ -25,10 +25,9 @@ def data_path(*parts: str) -> Path:
 
 
 def user_path(kind: Literal["data", "cache"]) -> Path:
-    """The user's own folder for data that is kept or for what can be made again, whether or not it exists.
+    """The user's folder for data to keep (data) or to recreate (cache), whether or not it exists.
 
-    Where the user has no home folder, as a container's uid without an entry in passwd, a path that nothing is
-    at, nor can be.
+    If the user has no home folder, as a container's uid without an entry in passwd, a path that cannot exist.
     """
     import platformdirs  # dispatch of a library's kernels does without
 
@@ -37,5 +36,5 @@ def user_path(kind: Literal["data", "cache"]) -> Path:
         place = find("tunegemm")
     except (RuntimeError, LookupError, OSError):
         place = "~"
-    # Older versions leave the `~` as it is, which would be a folder of that name in the working directory.
+    # Older versions keep the `~`, which would name a folder in the working directory.
     return Path(os.devnull, "no home folder") if place.startswith("~") else Path(place)

@@ -1,7 +1,8 @@
-"""Values from outside: what files, packs and damaged cells hold comes in through these readers alone.
+"""Validates values from outside: all values from files, packs and damaged cells pass these readers.
 
 Each takes a value and its name, and returns the value, within bounds that the columns, SQLite, PostgreSQL,
-JSON, UTC and a terminal can all take; or raises BadValueError: the name, the value in short, what is wanted.
+JSON, UTC and a terminal all support; or raises BadValueError: the name, a short form of the value, the
+requirement.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from tunegemm.errors import BadValueError
 
-#: What a 32-bit column, and a kernel's argument, holds.
+#: The largest integer of a 32-bit column and of a kernel's argument.
 LARGEST_INT = 2**31 - 1
 
 _LONGEST_LINE = 4096
@@ -29,12 +30,12 @@ def decoded(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise BadValueError("nested too deep") from None
-    except ValueError as error:  # of the syntax, of bytes that are not UTF-8, of a number of 5,000 digits
+    except ValueError as error:  # bad syntax, bytes that are not UTF-8, a number with 5,000 digits
         raise BadValueError(printable(str(error).split("; use")[0], 200)) from None
 
 
 def shown(value: Any) -> str:
-    """A value in a message: a few printable letters, whatever it is."""
+    """A short printable form of any value, for a message."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     if type(value) is int and value.bit_length() > 64:
@@ -45,21 +46,21 @@ def shown(value: Any) -> str:
 
 
 def printable(text: str, longest: int = _LONGEST_LINE) -> str:
-    """A line of what others wrote, such as a compiler or a library's error, that `line` takes."""
+    """A line of foreign text, such as an error of a compiler or a library, that `line` accepts."""
     return "".join(letter if letter.isprintable() else " " for letter in text)[:longest]
 
 
 def members(
     value: Any, name: str, required: Collection[str], optional: Collection[str] | None = ()
 ) -> dict[str, Any]:
-    """An object with all required fields, and no other than those and the optional ones; None: any."""
+    """An object with all required fields and no fields beyond the optional ones; None allows any."""
     if not isinstance(value, dict):
         raise BadValueError(f"{name} {shown(value)} is not an object")
     if missing := [field for field in required if field not in value]:
         raise BadValueError(f"{name} lacks {', '.join(missing)}")
     known = value if optional is None else {*required, *optional}
     if unknown := [field for field in value if field not in known]:
-        raise BadValueError(f"{name} has a field {shown(unknown[0])}, which is not known")
+        raise BadValueError(f"{name} has an unknown field {shown(unknown[0])}")
     return value
 
 
@@ -71,8 +72,7 @@ def whole(value: Any, name: str, least: int = 0, most: int = LARGEST_INT) -> int
 
 
 def named(names: Iterable[str] | str) -> tuple[str, ...]:
-    """Names that a call gives as a sequence, or one alone; as on a command line with commas between
-    several."""
+    """Names from a call: a sequence, a single name, or several names with commas, as on a command line."""
     if isinstance(names, str):
         return tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     return tuple(names)
@@ -109,18 +109,18 @@ def listed(value: Any, name: str, longest: int = _LONGEST_LIST) -> list[Any]:
 def moment(value: Any, name: str) -> datetime:
     """A past time with a zone, since 1970, in UTC."""
     try:
-        found = datetime.fromisoformat(line(value, name, 40))
+        result = datetime.fromisoformat(line(value, name, 40))
     except ValueError as error:
         if isinstance(error, BadValueError):
             raise
         raise BadValueError(f"{name} {shown(value)} is not an ISO 8601 time") from None
-    if found.tzinfo is None:
-        raise BadValueError(f"{name} {shown(value)} has no zone")
-    if not 1970 <= found.year <= 9998:  # within a day of either end UTC has no such time
+    if result.tzinfo is None:
+        raise BadValueError(f"{name} {shown(value)} has no time zone")
+    if not 1970 <= result.year <= 9998:  # within a day of either end UTC has no such time
         raise BadValueError(f"{name} {shown(value)} is not a time since 1970")
-    if found > datetime.now(UTC) + timedelta(days=1):
-        raise BadValueError(f"{name} {shown(value)} has not come yet")
-    return found.astimezone(UTC)
+    if result > datetime.now(UTC) + timedelta(days=1):
+        raise BadValueError(f"{name} {shown(value)} is in the future")
+    return result.astimezone(UTC)
 
 
 def tree(value: Any, name: str, depth: int = 0) -> Any:

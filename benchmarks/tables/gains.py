@@ -27,7 +27,7 @@ def _vllm(dtype: str, mode: str, phase: str) -> Callable[[Row], bool]:
     return lambda row: (row["dtype"], row["mode"], row["phase"]) == (dtype, mode, phase)
 
 
-#: Each line: what it says, its result file, and which of the file's rows it sums up.
+#: Each line: its caption, its result file, and the rows of the file that it sums up.
 LINES: tuple[tuple[str, str, Callable[[Row], bool]], ...] = (
     ("one product, tuned, up to 64 rows", "peers.json", _tuned(1, 64)),
     ("one product, tuned, 128 to 512 rows", "peers.json", _tuned(128, 512)),
@@ -75,8 +75,8 @@ def _cell(results: Path, name: str, belongs: Callable[[Row], bool]) -> str:
     if (data := load(results, name)) is None:
         return ""
     rows = even_rows(data["rows"]) if name == "peers.json" else data["rows"]
-    found = [_ratio(row) for row in rows if belongs(row)]
-    return f"{geometric_mean(found):.3f} ({min(found):.3f})" if found else ""
+    result = [_ratio(row) for row in rows if belongs(row)]
+    return f"{geometric_mean(result):.3f} ({min(result):.3f})" if result else ""
 
 
 def _ratio(row: Row) -> float:

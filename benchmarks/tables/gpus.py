@@ -1,4 +1,4 @@
-"""The tables of GPUs: what each architecture has, and what of it was compiled, run by proxy, or run."""
+"""The tables of GPUs: each architecture's features, and which of them was compiled, run by proxy, or run."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ def gpus(results: Path) -> str:
         counts.setdefault(row["architecture"], []).append(row)
     proxy = any((folder / "portable.json").exists() for folder in results.parent.iterdir())
     lines = []
-    for one in ARCHITECTURES.values():
-        part = next(name for name, part in PARTS.items() if part.capability == one.capability)
+    for architecture in ARCHITECTURES.values():
+        part = next(name for name, part in PARTS.items() if part.capability == architecture.capability)
         tried = ", ".join(f"`{name}`" for name in families.of_device(find_device(part)))
         lines.append([
-            one.short_name, one.name, f"{one.smem_bytes_per_block // 1024} KiB",
-            ", ".join(one.instructions) or "none of these", tried,
-            _compiled(counts.get(one.short_name, [])), _ran(one, proxy),
+            architecture.short_name, architecture.name, f"{architecture.smem_bytes_per_block // 1024} KiB",
+            ", ".join(architecture.instructions) or "none of these", tried,
+            _compiled(counts.get(architecture.short_name, [])), _ran(architecture, proxy),
         ])  # fmt: skip
     header = ["", "generation", "shared memory", "has", "families", "compiled without it", "run"]
     return markdown_table(header, lines)
 
 
 def _compiled(rows: list[dict[str, Any]]) -> str:
-    found = [
+    results = [
         f"{row['family']} ({row['version']}) {row['clean']} of {row['kernels']}" for row in rows
         if row["kernels"]
     ]  # fmt: skip
-    return "; ".join(found) or "not counted"
+    return "; ".join(results) or "not counted"
 
 
-def _ran(one: Architecture, proxy: bool) -> str:
-    if here := _MEASURED.get(one.capability):
+def _ran(architecture: Architecture, proxy: bool) -> str:
+    if here := _MEASURED.get(architecture.capability):
         return here
     return "by proxy: the same source on a Hopper" if proxy else "no"
 
@@ -53,7 +53,7 @@ def parts(_: Path) -> str:
     named = {name: [alias for alias, whole in ALIASES.items() if whole == name] for name in PARTS}
     lines = [
         [
-            ", ".join(f"`{one}`" for one in [name, *named[name]]), part.device_name,
+            ", ".join(f"`{item}`" for item in [name, *named[name]]), part.device_name,
             ARCHITECTURES[part.capability].short_name, str(part.sm_count), f"{part.peak_tflops:g}",
             f"{part.bandwidth_gbps:g}", f"{part.peak_tflops * 1e3 / part.bandwidth_gbps:.0f}",
             part.source, part.compared or "none",

@@ -1,4 +1,4 @@
-"""Tables of products beside what a user could pick instead, and where tunegemm loses."""
+"""Tables of products beside a user's alternatives, and the products on which tunegemm loses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PEERS = (BASELINE, "cublaslt", "quack", "inductor")
 
 @of_file("peers.json")
 def peers(data: Data) -> list[str]:
-    """The providers over all shapes but the odd ones, their geometric means, and where tunegemm loses."""
+    """The providers over all shapes but the odd ones, their geometric means, and tunegemm's losses."""
     rows = even_rows(data["rows"])
     return [*providers(rows, MAIN), missing_shapes(rows)]
 
@@ -42,9 +42,9 @@ def peers_odd(data: Data) -> list[str]:
     """The same over the odd shapes."""
     odd = odd_shapes()
     rows = [row for row in data["rows"] if shape_of(row) in odd]
-    found = [ratios(row) for row in rows]
-    best = max((one.get("inductor", 0) for one in found), default=0)
-    ours = geometric_mean([one["tunegemm"] for one in found if "tunegemm" in one])
+    results = [ratios(row) for row in rows]
+    best = max((result.get("inductor", 0) for result in results), default=0)
+    ours = geometric_mean([result["tunegemm"] for result in results if "tunegemm" in result])
     said = (
         f"Inductor is up to {best:.1f} times as fast as `torch.mm`, `tunegemm` {ours:.2f} times on average."
     )
@@ -55,21 +55,21 @@ def peers_odd(data: Data) -> list[str]:
 def summary(data: Data) -> list[str]:
     """A few products and the geometric means over all of them, for the README."""
     rows = even_rows(data["rows"])
-    found = {shape_of(row): ratios(row) for row in rows}
+    result = {shape_of(row): ratios(row) for row in rows}
     names = [
         name
         for name in ("cublaslt", "quack", "inductor", "tunegemm")
-        if any(name in r for r in found.values())
+        if any(name in r for r in result.values())
     ]
-    chosen = [shape for shape in SUMMARY if shape in found]
+    chosen = [shape for shape in SUMMARY if shape in result]
     lines = [
-        [shape, *(f"{found[shape][n]:.2f}" if n in found[shape] else "" for n in names)] for shape in chosen
+        [shape, *(f"{result[shape][n]:.2f}" if n in result[shape] else "" for n in names)] for shape in chosen
     ]
     means = ["*geometric mean*"]
     for name in names:
-        values = [one[name] for one in found.values() if name in one]
+        values = [item[name] for item in result.values() if name in item]
         means.append(f"{geometric_mean(values):.3f} ({len(values)})")
-    own = {shape: one["tunegemm"] for shape, one in found.items() if "tunegemm" in one}
+    own = {shape: item["tunegemm"] for shape, item in result.items() if "tunegemm" in item}
     slower = sorted((ratio, shape) for shape, ratio in own.items() if ratio < 1)
     losses = ", ".join(f"{shape} {ratio:.3f}" for ratio, shape in slower) or "none"
     gpu, date = data.get("meta", {}).get("gpu", ""), str(data.get("meta", {}).get("date", ""))[:10]
@@ -96,29 +96,29 @@ def missing_shapes(rows: list[dict[str, Any]]) -> str:
     """Which of the benchmarks' shapes have no row."""
     from benchmarks.shapes import select
 
-    found = {shape_of(row) for row in rows} | odd_shapes()
-    missing = [problem.shape for problem in select([]) if problem.shape not in found]
+    result = {shape_of(row) for row in rows} | odd_shapes()
+    missing = [problem.shape for problem in select([]) if problem.shape not in result]
     return f"Not timed in this run: {', '.join(missing)}." if missing else ""
 
 
 def providers(rows: list[dict[str, Any]], columns: Sequence[str]) -> list[str]:
     """The paragraphs on some rows of peers.json."""
     all_ratios = [ratios(row) for row in rows]
-    names = [name for name in columns if any(name in found for found in all_ratios)]
+    names = [name for name in columns if any(name in ratio for ratio in all_ratios)]
     in_turns = [row for row in rows if row.get("turn_ms")]
     lines = []
-    for row, found in zip(rows, all_ratios, strict=True):
+    for row, result in zip(rows, all_ratios, strict=True):
         us = row["providers"][BASELINE]["median_us"]
         flops = 2 * row["m"] * row["n"] * row["k"] * row.get("batch", 1)
-        best = max(found[name] for name in (BASELINE, *names) if name in found)
+        best = max(result[name] for name in (BASELINE, *names) if name in result)
         cells = [f"{us:.1f} us, {flops / us * 1e-6:.0f}"]
         for name in names:
-            ratio = f"{found[name]:.3f}" if name in found else ""
-            cells.append(f"**{ratio}**" if ratio and found[name] == best else ratio)
+            ratio = f"{result[name]:.3f}" if name in result else ""
+            cells.append(f"**{ratio}**" if ratio and result[name] == best else ratio)
         lines.append([shape_of(row), *cells, *shared_clocks(row, in_turns)])
     means = []
     for name in names:
-        values = [found[name] for found in all_ratios if name in found]
+        values = [ratio[name] for ratio in all_ratios if name in ratio]
         means.append(
             f"{geometric_mean(values):.3f}" + ("" if len(values) == len(rows) else f" ({len(values)})")
         )
@@ -126,9 +126,9 @@ def providers(rows: list[dict[str, Any]], columns: Sequence[str]) -> list[str]:
     means += [f"{geometric_mean(shared):.3f} ({len(shared)})"] if shared else []
     lines.append(["*geometric mean*", "", *means])
     rivals = [
-        found["tunegemm"] / max(found[name] for name in PEERS if name in found)
-        for found in all_ratios
-        if "tunegemm" in found
+        ratio["tunegemm"] / max(ratio[name] for name in PEERS if name in ratio)
+        for ratio in all_ratios
+        if "tunegemm" in ratio
     ]
     said = ""
     if rivals:
@@ -140,7 +140,7 @@ def providers(rows: list[dict[str, Any]], columns: Sequence[str]) -> list[str]:
     )
     if in_turns:
         header.append("tunegemm, interleaved")
-        own = [found["tunegemm"] for row, found in zip(rows, all_ratios, strict=True) if row.get("turn_ms")]
+        own = [result["tunegemm"] for row, result in zip(rows, all_ratios, strict=True) if row.get("turn_ms")]
         said += (
             f" Over the {len(own)} shapes at the power cap it reaches {geometric_mean(own):.3f} of "
             f"`torch.mm`, interleaved {geometric_mean(shared):.3f}."
@@ -167,29 +167,29 @@ def shared_clocks(row: dict[str, Any], in_turns: list[dict[str, Any]]) -> list[s
 
 def losses(rows: list[dict[str, Any]], all_ratios: list[dict[str, float]]) -> str:
     """Where tunegemm is slower than torch.mm, than a peer, or than one of its own families, by how much."""
-    if not any("tunegemm" in found for found in all_ratios):
+    if not any("tunegemm" in ratio for ratio in all_ratios):
         return ""
     slower: list[str] = []
     beaten: list[str] = []
     tied: list[str] = []
     missed: list[str] = []
-    for row, found in zip(rows, all_ratios, strict=True):
-        own = found.get("tunegemm")
+    for row, result in zip(rows, all_ratios, strict=True):
+        own = result.get("tunegemm")
         if own is None:
             continue
         shape, noise = shape_of(row), row.get("noise", 0.0)
         if own < 1:
             slower.append(f"{shape} ({own:.4f})")
-        rival = max((name for name in PEERS if name in found), key=lambda name: found[name])
-        if found[rival] > own:
-            (beaten if found[rival] > own * (1 + noise) else tied).append(
-                f"{shape} ({rival}: {100 * (found[rival] / own - 1):.1f} % faster)"
+        rival = max((name for name in PEERS if name in result), key=lambda name: result[name])
+        if result[rival] > own:
+            (beaten if result[rival] > own * (1 + noise) else tied).append(
+                f"{shape} ({rival}: {100 * (result[rival] / own - 1):.1f} % faster)"
             )
         family = max(
-            (name for name in found if name not in (*PEERS, "tunegemm")), key=lambda n: found[n], default=""
+            (name for name in result if name not in (*PEERS, "tunegemm")), key=lambda n: result[n], default=""
         )
-        if family and found[family] > own * (1 + noise):
-            missed.append(f"{shape} ({family}: {100 * (found[family] / own - 1):.1f} %)")
+        if family and result[family] > own * (1 + noise):
+            missed.append(f"{shape} ({family}: {100 * (result[family] / own - 1):.1f} %)")
     if not beaten:
         parts = ["No peer is faster than tunegemm by more than the noise of its race."]
     else:

@@ -28,7 +28,7 @@ _POWER = {"at the cap": True, "below it": False, "": None}
 
 @of_file("tuning_time.json")
 def tuning_time(data: Data) -> list[str]:
-    """How long one product takes in a process of its own: nothing compiled, and with its kernels."""
+    """Times of one product's tuning in a separate process: without compiled kernels, and with its kernels."""
     lines = []
     for row in data["rows"]:
         seconds = [f"{row[key]:.1f}" for key in ("cold_s", "first_s", "warm_s", "searched_s", "next_s")]
@@ -43,17 +43,17 @@ def tuning_time(data: Data) -> list[str]:
 
 
 def _tuned_many(data: Data) -> list[str]:
-    """How long the command took for the products of several models, and what peers took for one each."""
+    """The command's time for the products of several models, and peers' times for one product each."""
     commands, products = [], []
     for mode in dict.fromkeys(row["mode"] for row in data["rows"]):
-        one, rows = data[mode], [row for row in data["rows"] if row["mode"] == mode]
-        done = f"{one['done']} of {one['products']}"
-        mean = f"{one['geometric_mean']:.3f}" if one["geometric_mean"] else "-"
-        if "seconds" in one:
-            first, compiled = f"{one['first_s']:.1f}", str(one["compiled"])
+        item, rows = data[mode], [row for row in data["rows"] if row["mode"] == mode]
+        done = f"{item['done']} of {item['products']}"
+        mean = f"{item['geometric_mean']:.3f}" if item["geometric_mean"] else "-"
+        if "seconds" in item:
+            first, compiled = f"{item['first_s']:.1f}", str(item["compiled"])
             last = max(row["last_s"] for row in rows if row["done"])
-            each = f"{(last - one['first_s']) / one['done']:.2f}"
-            commands.append([mode, f"{one['seconds']:.0f}", done, first, each, compiled, mean])
+            each = f"{(last - item['first_s']) / item['done']:.2f}"
+            commands.append([mode, f"{item['seconds']:.0f}", done, first, each, compiled, mean])
         groups = {name: [row for row in rows if row.get("at_cap") is at] for name, at in _POWER.items()}
         for name, group in groups.items():
             if seconds := sorted(row["seconds"] for row in group if row["seconds"] is not None):
@@ -76,16 +76,16 @@ def search(data: Data) -> list[str]:
     """By strategy, how far behind the best of a sweep the best of its first candidates is."""
     lines = [
         [
-            one["strategy"], one["timing"], str(one["sweeps"]),
-            *(_regret(one, count) for count in (16, 32, 64)),
+            item["strategy"], item["timing"], str(item["sweeps"]),
+            *(_regret(item, count) for count in (16, 32, 64)),
         ]
-        for one in data["strategies"]
+        for item in data["strategies"]
     ]  # fmt: skip
     header = ["strategy", "timing", "sweeps", "after 16", "after 32", "after 64"]
     return [markdown_table(header, lines)]
 
 
-#: What the replay calls what explores behind the model's first candidates.
+#: The explorers after the model's first candidates, by their names in the replay.
 _EXPLORERS = {"model": "none: the model's next", "own": "our process", "gp": "`GPSampler`"}
 
 
@@ -94,20 +94,20 @@ def explorers(data: Data) -> list[str]:
     """By recorded sweeps, the regret after 64 candidates of each explorer and the CPU time of its asks."""
     lines = [
         [
-            one["of"], _EXPLORERS[one["strategy"]], str(one["replays"]), f"{one['mean_64']:.2%}",
-            f"{one['ninth_64']:.2%}", f"{one['ask_ms']:.0f} ms" if "ask_ms" in one else "",
+            item["of"], _EXPLORERS[item["strategy"]], str(item["replays"]), f"{item['mean_64']:.2%}",
+            f"{item['ninth_64']:.2%}", f"{item['ask_ms']:.0f} ms" if "ask_ms" in item else "",
         ]
-        for one in data["strategies"] if one["of"] in ("all", "h100-drawn")
+        for item in data["strategies"] if item["of"] in ("all", "h100-drawn")
     ]  # fmt: skip
     header = ["sweeps", "explorer", "replays", "mean", "90th percentile", "CPU of a suggestion"]
     return [markdown_table(header, lines)]
 
 
-def _regret(one: Mapping[str, Any], count: int) -> str:
+def _regret(strategy: Mapping[str, Any], count: int) -> str:
     """Median and ninth decile; a dash where an older run did not go so far."""
-    if f"median_{count}" not in one:
+    if f"median_{count}" not in strategy:
         return "-"
-    return f"{one[f'median_{count}']:.2%}/{one[f'ninth_{count}']:.2%}"
+    return f"{strategy[f'median_{count}']:.2%}/{strategy[f'ninth_{count}']:.2%}"
 
 
 @of_file("campaign.json")
@@ -132,7 +132,7 @@ def campaign(data: Data) -> list[str]:
 
 @of_file("first_use.json")
 def first_use(data: Data) -> list[str]:
-    """What an installed package gains with nothing tuned: shipped products, and others."""
+    """The gains of an installed package with nothing tuned: shipped products, and others."""
     listed = [row for row in data["rows"] if row["listed"]]
     unseen = [row for row in data["rows"] if not row["listed"]]
     groups = {
@@ -143,15 +143,15 @@ def first_use(data: Data) -> list[str]:
     }
     lines = []
     for name, rows in groups.items():
-        if found := [row["ratio"] for row in rows]:
+        if results := [row["ratio"] for row in rows]:
             served = sum(row["served"] for row in rows)
             below = ", ".join(f"{shape_of(row)} {row['ratio']:.3f}" for row in rows if row["ratio"] < 0.99)
-            mean, worst = f"{geometric_mean(found):.3f}", f"{min(found):.3f}"
+            mean, worst = f"{geometric_mean(results):.3f}", f"{min(results):.3f}"
             lines.append([name, str(len(rows)), str(served), mean, worst, below or "none"])
     header = ["products", "timed", "served", "times torch.mm", "worst", "below 0.99"]
     said = ""
-    if found := [row for row in unseen if row.get("expected")]:
-        expected, got = (geometric_mean([row[name] for row in found]) for name in ("expected", "ratio"))
+    if results := [row for row in unseen if row.get("expected")]:
+        expected, got = (geometric_mean([row[name] for row in results]) for name in ("expected", "ratio"))
         said = f"Predicted products: {expected:.3f} expected, {got:.3f} measured. "
     first, *others = data["rows"]
     said += f"The process's first product took {first['first_ms']:.0f} ms after the benchmark's imports, any "
@@ -201,8 +201,8 @@ def experts_served(_: Path) -> str:
     lines: dict[tuple[str, ...], list[str]] = {}
     for (kind, words), k, gpu in itertools.product(kinds.items(), (2048, 7168), columns):
         counts = {rows: min(32, 16384 // rows) for rows in at.values()}
-        found = [choose(count, 4096, k, count * rows, gpu=gpu, **words) for rows, count in counts.items()]
-        labels = [each.label.split() if each else ["torch's"] for each in found]
+        results = [choose(count, 4096, k, count * rows, gpu=gpu, **words) for rows, count in counts.items()]
+        labels = [each.label.split() if each else ["torch's"] for each in results]
         tiles = [f"{each[0]} drawn" if "drawn" in each else each[0] for each in labels]
         lines.setdefault((kind, "more" if k > 3072 else "to 3072", *tiles), []).append(columns[gpu])
     header = ["product", "K", *(f"rows a group {word}" for word in at), "on"]
@@ -223,14 +223,14 @@ def expert_layers(data: Data) -> list[str]:
         "layer", "tokens", "best of transformers", "its us", "tunegemm's us", "times in a graph",
         "times in eager calls", "times vLLM's in a graph",
     ]  # fmt: skip
-    found = [row["ratio"] for row in data["rows"]]
-    mean = f"Geometric mean in a graph {geometric_mean(found):.3f}, lowest {min(found):.3f}."
+    results = [row["ratio"] for row in data["rows"]]
+    mean = f"Geometric mean in a graph {geometric_mean(results):.3f}, lowest {min(results):.3f}."
     return [markdown_table(header, lines), mean]
 
 
-#: A table of all numbers of rows tells those up to that from those above.
+#: A table of all numbers of rows separates those up to this from those above.
 FEW_ROWS = 256
-#: Of torch's speed: no product that a package serves without tuning may be slower.
+#: Relative to torch's speed: no product that a package serves without tuning may be slower.
 LEAST = 0.98
 
 
@@ -273,7 +273,7 @@ def first_use_kinds(data: Data) -> list[str]:
 
 @of_file("dtypes.json")
 def dtypes(data: Data) -> list[str]:
-    """torch's own call and our best kernel for each dtype, with the geometric mean of each."""
+    """Our best kernel beside torch's own call: the geometric mean of each dtype, the least and the most."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in data["rows"]:
         words = [row["dtype"], "" if row["accumulation"] == "fast" else row["accumulation"]]
@@ -281,22 +281,43 @@ def dtypes(data: Data) -> list[str]:
         groups.setdefault(" ".join(word for word in words if word), []).append(row)
     lines = []
     for name, rows in groups.items():
-        found = []
-        for row in rows:
-            torch, ours = row["providers"]["torch"], row["providers"]["tunegemm_cute"]
-            if "ratio" in ours:
-                found.append(ours["ratio"])
-                speeds = (f"{torch['tflops']:.0f}", f"{ours['tflops']:.0f}", f"{ours['ratio']:.3f}")
-                lines.append([name, extents_of(row), clocks_of(row), *speeds])
-        mean = f"**{geometric_mean(found):.3f}**"
-        lines.append([f"*{name}*", f"*geometric mean of {len(found)}*", "", "", "", mean])
-    header = ["dtype", "M x N x K", "clocks", "torch, TFLOP/s", "tunegemm, TFLOP/s", "times torch"]
-    return [markdown_table(header, lines)]
+        rows = [row for row in rows if "ratio" in row["providers"]["tunegemm_cute"]]
+        ratios = {extents_of(row): row["providers"]["tunegemm_cute"]["ratio"] for row in rows}
+        least, most = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
+        ends = [f"{ratios[shape]:.3f} ({shape})" for shape in (least, most)]
+        clocks = ", ".join(dict.fromkeys(map(clocks_of, rows)))
+        lines.append([name, clocks, f"**{geometric_mean(ratios.values()):.3f}** of {len(rows)}", *ends])
+    return [markdown_table(["dtype", "clocks", "times torch", "least", "most"], lines)]
+
+
+def _by_rows(data: Data, sides: dict[str, str]) -> list[str]:
+    """The geometric mean of all layers' ratios to each side, and the least, for each number of rows."""
+    lines = []
+    for count in sorted({row["m"] for row in data["rows"]}):
+        rows = [row for row in data["rows"] if row["m"] == count]
+        line = [f"{count:,}", str(len(rows))]
+        for side in sides:
+            ratios = [row[f"ratio_to_{side}"] for row in rows if row.get(f"ratio_to_{side}")]
+            line.append(f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})" if ratios else "refuses")
+        lines.append(line)
+    return [markdown_table(["rows", "products", *sides.values()], lines)]
+
+
+@of_file("blocks.json")
+def blocks(data: Data) -> list[str]:
+    """Block-scaled fp8 products beside torch's, bf16 ones and DeepGEMM's."""
+    return _by_rows(data, {"torch": "times torch", "bf16": "bf16", "deepgemm": "DeepGEMM"})
+
+
+@of_file("block_groups.json")
+def block_groups(data: Data) -> list[str]:
+    """Groups of rows with block scales beside bf16 ones and DeepGEMM's."""
+    return _by_rows(data, {"bf16": "times bf16", "deepgemm": "DeepGEMM"})
 
 
 @of_file("dispatch.json")
 def dispatch(data: Data) -> list[str]:
-    """What a call costs the host, beside torch's own."""
+    """The host's time for a call, beside torch's own."""
     lines = [
         [row["call"], f"{row['torch_us']:.2f}", f"{row['tunegemm_us']:.2f}", f"{row['ratio']:.3f}"]
         for row in data["rows"]
@@ -404,7 +425,7 @@ _MODES = {"fastest": "", "batch_invariant": ", batch-invariant"}
 def vllm(data: Data) -> list[str]:
     """An engine with and without the plug-in: tokens per second by phase and number of sequences."""
     lines: list[list[str]] = []
-    told: dict[bool, list[str]] = {True: [], False: []}
+    outcomes: dict[bool, list[str]] = {True: [], False: []}
     ratios: dict[str, list[float]] = {}
     for row in data["rows"]:
         kind = row["dtype"] + _MODES[row["mode"]]
@@ -415,30 +436,30 @@ def vllm(data: Data) -> list[str]:
         lines.append([shown, str(row["sequences"]), *rates, *share])
         ratios.setdefault(name, []).append(row["ratio"])
         if abs(row["ratio"] - 1) > row["noise"]:
-            told[row["ratio"] > 1].append(f"{name} of {row['sequences']} ({row['ratio']:.3f})")
+            outcomes[row["ratio"] > 1].append(f"{name} of {row['sequences']} ({row['ratio']:.3f})")
     header = [
         "what", "sequences", "vLLM, tokens/s", "with tunegemm, tokens/s", "times vLLM", "noise",
     ]  # fmt: skip
     means = (f"{name} {geometric_mean(some):.3f}, least {min(some):.3f}" for name, some in ratios.items())
     said = (
         f"Geometric means: {'; '.join(means)}. "
-        f"Slower than vLLM by more than the noise: {', '.join(told[False]) or 'none'}; faster: "
-        f"{len(told[True])} of {len(data['rows'])}."
+        f"Slower than vLLM by more than the noise: {', '.join(outcomes[False]) or 'none'}; faster: "
+        f"{len(outcomes[True])} of {len(data['rows'])}."
     )
     for way, where in ((False, "no product"), (True, "each product")):
         others = [row for row in data.get("other_rows", ()) if row["gates"] is way]
         apart = ", ".join(f"{row['phase']} of {row['sequences']} {row['ratio']:.3f}" for row in others)
         said += f" A run with the gate in {where}: {apart}." if others else ""
-    for key, found in data.items():
+    for key, result in data.items():
         if key.startswith("logits_"):
-            apart = found["largest_difference"]
+            apart = result["largest_difference"]
             what = f"differ by at most {apart:g} of their standard deviation" if apart else "are the same"
             said += f" Logits of {key.removeprefix('logits_')} {what}."
             said += "".join(
                 f" With other prompts beside them {'no bit' if same else 'bits'} of {who}'s "
                 f"{'differs' if same else 'differ'}."
                 for who in ("vllm", "tunegemm")
-                if (same := found.get(f"bits_same_{who}")) is not None
+                if (same := result.get(f"bits_same_{who}")) is not None
             )
     return [markdown_table(header, lines), said]
 
@@ -459,12 +480,12 @@ def batch_invariance(data: Data) -> list[str]:
         shapes = {(row["n"], row["k"], row["dtype"], row["epilogue"]): row for row in group}
         cells = [name, str(len(group)), str(sum(row["differing"] for row in shapes.values()))]
         for other in _OTHERS:
-            found = [row for row in group if row.get(f"ratio_to_{other}")]
-            if not found:
+            results = [row for row in group if row.get(f"ratio_to_{other}")]
+            if not results:
                 cells += ["", ""]
                 continue
-            ratios = [row[f"ratio_to_{other}"] for row in found]
-            worst = min(found, key=lambda row: row[f"ratio_to_{other}"])
+            ratios = [row[f"ratio_to_{other}"] for row in results]
+            worst = min(results, key=lambda row: row[f"ratio_to_{other}"])
             where = " ".join(
                 filter(None, (extents_of(worst), "" if _epilogue(worst) in name else _epilogue(worst)))
             )
@@ -487,12 +508,12 @@ def batch_invariance(data: Data) -> list[str]:
 
 def _slower(rows: Sequence[Mapping[str, Any]], *names: str) -> str:
     """The rows that are slower than torch by more than their noise, by the fields that name them."""
-    found = [
+    results = [
         f"{' '.join(str(row[name]) for name in names)} ({row['ratio']:.3f})"
         for row in rows
         if "ratio" in row and 1 - row["ratio"] > row["noise"]
     ]
-    return ", ".join(found) or "none"
+    return ", ".join(results) or "none"
 
 
 def _epilogue(row: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BASELINE = "torch"
-#: Of a result file: `meta`, `rows`, and what else it sums up.
+#: A result file's `meta`, `rows`, and other summaries.
 Data = dict[str, Any]
 NOT_MEASURED = "*Nothing measured yet: `{path}` is not there.*"
 
@@ -20,7 +20,7 @@ class DocsError(Exception):
 
 
 def load(results: Path, name: str) -> dict[str, Any] | None:
-    """A result file, or None where it is not there yet. Raises DocsError for one that is no result file."""
+    """A result file, or None if it does not exist yet. Raises DocsError for an invalid file."""
     path = results / name
     if not path.exists():
         return None
@@ -42,7 +42,7 @@ def not_measured(results: Path, name: str) -> str:
 def of_file(
     name: str, *, machine: bool = True
 ) -> Callable[[Callable[[Data], list[str]]], Callable[[Path], str]]:
-    """Makes a block, which is given a folder of result files, of what tells the paragraphs of a file's data.
+    """Makes a block's function of a folder of result files from a function of one file's data.
 
     machine: whether a line on the GPU and its software comes first.
     """
@@ -68,7 +68,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def shape_of(row: dict[str, Any]) -> str:
-    """``MxNxK``, and what differs from one bf16 tn product without an epilogue."""
+    """``MxNxK``, and its differences from one bf16 tn product without an epilogue."""
     text = f"{row['m']}x{row['n']}x{row['k']}" + (f"x{row['batch']}" if row.get("batch", 1) != 1 else "")
     usual = {"dtype": "bf16", "layout": "tn", "epilogue": "none"}
     return " ".join([text, *(str(row[key]) for key in usual if row.get(key) not in (None, "", usual[key]))])
@@ -93,7 +93,7 @@ def ratios(row: dict[str, Any]) -> dict[str, float]:
 
 
 def clocks_of(row: dict[str, Any]) -> str:
-    """How a row was timed: in steady state with clocks of its own, below the cap, or interleaved."""
+    """How a row was timed: in steady state at separate clocks, below the cap, or interleaved."""
     if "turn_ms" not in row:
         return "shared"
     return "own" if row["turn_ms"] else "below the cap"
@@ -104,7 +104,8 @@ _NAMED = ("tunegemm", "torch", "cuda", "nvidia-cublas", "vllm", "transformers", 
 
 
 def machine_line(meta: dict[str, Any]) -> str:
-    """On what, with what and when the rows of a result file were measured, as far as its meta says."""
+    """The machine, software and date of a result file's rows, as far as its meta names them."""
+
     facts = [
         meta.get("gpu"),
         meta.get("driver") and f"driver {meta['driver']}",

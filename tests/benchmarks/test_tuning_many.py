@@ -74,13 +74,13 @@ def test_rows_say_what_the_database_has(tmp_path: Path) -> None:
         database.confirm(FIRST, device, best, label="best")
         turn = Measurement(kernels[2], (2.0,) * 3, (2.2,) * 3, 1e-3, 0.002, steady)
         database.publish(SECOND, device, turn, method="steady_final")
-    first, second = tuning_many.found(path, started, is_one_gpu=True)
+    first, second = tuning_many.stored_rows(path, started, is_one_gpu=True)
     assert (first["m"], first["done"], first["ratio"], first["best"]) == (64, True, 1.25, "best")
     assert first["measured"] == 3 and not first["at_cap"]
     assert 100 <= first["first_s"] <= first["last_s"] == first["seconds"]
     assert (second["m"], second["done"], second["measured"], second["at_cap"]) == (4096, False, 1, True)
     assert second["seconds"] == pytest.approx(second["last_s"] - first["last_s"], abs=0.02)
-    assert tuning_many.found(path, started, is_one_gpu=False)[0]["seconds"] is None
+    assert tuning_many.stored_rows(path, started, is_one_gpu=False)[0]["seconds"] is None
 
 
 @pytest.mark.slow

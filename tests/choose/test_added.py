@@ -73,4 +73,4 @@ def test_policies_judge_the_algorithm(device: Device, monkeypatch: pytest.Monkey
 def test_a_library_that_names_nothing_is_a_miss(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predictions, "as_torch_chooses", lambda problem, index: None)
     found = select(Snapshot(), PROBLEM, device)
-    assert found.outcome == "miss" and "names no algorithm" in found.why
+    assert found.outcome == "miss" and "has no algorithm" in found.why

@@ -90,7 +90,7 @@ def test_few_rows_of_fp8_are_served(device: Device) -> None:
 def test_gates_and_residuals_of_many_rows_are_served_where_they_were_measured(device: Device) -> None:
     tanh = Problem.parse("4096x18432x2560", epilogue="geglu_tanh")
     assert select(Snapshot(), tanh, device).outcome == "predicted"
-    assert "nothing is predicted" in select(Snapshot(), tanh, find_device("model:h100-sxm")).why
+    assert "no predictions" in select(Snapshot(), tanh, find_device("model:h100-sxm")).why
     stream = Problem.parse("4096x3072x4096", epilogue="residual")
     assert select(Snapshot(), stream, device).predictions[0].bound > 1
     wide = Problem.parse("2048x57344x2560", epilogue="swiglu")
@@ -188,7 +188,7 @@ def test_a_damaged_file_is_refused_and_is_one_warning(
     monkeypatch.setattr(predictions, "data_path", lambda *parts: tmp_path.joinpath(*parts[1:]))
     load.cache_clear()
     try:
-        with pytest.warns(TunegemmWarning, match="nothing is predicted until then") as said:
+        with pytest.warns(TunegemmWarning, match="there are no predictions until then") as said:
             assert select(Snapshot(), SERVED, device).outcome == "miss"
         assert len(said) == 1
         with warnings.catch_warnings():

@@ -106,7 +106,7 @@ def test_both_sides_must_have_won_by_the_margin(rows, device):
             assert found.options[0].ratio <= min(below, above)  # never more than both have shown
             assert found.options[0].problem == problem
         else:
-            assert "1.03 asked for" in found.why and not found.advises_tuning
+            assert "1.03 required" in found.why and not found.advises_tuning
 
 
 def test_the_margin_grows_with_the_gap_and_wide_gaps_are_silent(rows, device):

@@ -59,7 +59,7 @@ def test_copies_of_operands_are_a_workspace():
 
 @pytest.mark.parametrize("text", ["quickest", "fastest,sms=3", "fastest,max_sms=many", "fastest,max_sms=0"])
 def test_bad_policies_say_what_is_known(text):
-    with pytest.raises(PolicyError, match=r"use one of|is not max_sms=NUMBER|from 1"):
+    with pytest.raises(PolicyError, match=r"use one of|is not max_sms=NUMBER|give 1 or more"):
         parse_policy(text)
 
 

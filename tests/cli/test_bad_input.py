@@ -47,7 +47,7 @@ def test_in_a_process(tmp_path: Path) -> None:
         (("--shape", "4096"), "shape '4096' is not MxNxK or MxNxKxL; for example 4096x4096x4096"),
         (("--shape", "64x64x64", "--shape", "9x9"), "shape '9x9' is not"),
         ((*SHAPE, "--dtype", "int4"), "dtype 'int4' is not known; use one of bf16, fp16, tf32"),
-        ((*SHAPE, "--dtype", "fp32"), "input dtype 'fp32' has no kernels; fp32 operands have them"),
+        ((*SHAPE, "--dtype", "fp32"), "input dtype 'fp32' has no kernels; fp32 operands have kernels"),
         ((*SHAPE, "--out-dtype", "int4"), "dtype 'int4' is not known"),
         ((*SHAPE, "--layout", "rc"), "layout 'rc' is not known; use one of tn, tt, nn, nt"),
         ((*SHAPE, "--device", "tpu:0"), "device 'tpu:0' is not known; use cuda:N, replay:NAME or model:NAME"),
@@ -86,13 +86,13 @@ def test_no_shape() -> None:
             "sampler 'luck': use roofline, tpe, gp, random, cmaes or package.module:Class",
         ),
         (("--sampler", "no.such:Class"), "importing no.such fails"),
-        (("--sampler", "collections:OrderedDict"), "OrderedDict is no sampler"),
+        (("--sampler", "collections:OrderedDict"), "OrderedDict is not a sampler"),
         (("--study", "."), "study .: a folder; give a file in it"),
         (("--study", "nonsense://x"), "study nonsense://"),
         (("--workers", "-1"), "--workers -1: must be 1 or more"),
         (("--budget", "soon"), "budget 'soon' is not a duration; for example 90, 90s, 10m or 1h30m"),
         (("--families", "cutlas"), "kernel family 'cutlas' is not known; use one of cute_sm90"),
-        (("--families", ","), "families ',' names none"),
+        (("--families", ","), "families ',' names no family"),
     ],
 )
 def test_arguments_of_tune(arguments: tuple[str, ...], named: str) -> None:
@@ -144,11 +144,11 @@ def test_a_time_is_told_by_its_own_option() -> None:
     ("given", "said"),
     [
         (("--devices", "0,1,0"), "--devices '0,1,0': names GPU 0 twice; name each once"),
-        (("--devices", "0;1"), "--devices '0;1': not numbers of GPUs; give all, or such as 0,1"),
-        (("--devices", "9" * 5000), "not numbers of GPUs; give all"),
+        (("--devices", "0;1"), "--devices '0;1': not GPU numbers; give all, or numbers such as 0,1"),
+        (("--devices", "9" * 5000), "not GPU numbers; give all"),
         (("--device", "cuda:" + "9" * 5000), "use cuda:N with a number"),
         (("--ray", "h:" + "9" * 5000), "not HOST:PORT"),
-        (("--devices", ""), "--devices '': not numbers of GPUs; give all, or such as 0,1"),
+        (("--devices", ""), "--devices '': not GPU numbers; give all, or numbers such as 0,1"),
         (("--devices", "0,1", "--ray"), "--devices and --ray: give one of them"),
         (("--device", "cuda:0", "--devices", "all"), "--device and --devices: give one of them"),
         (("--ray", "ray://head:10001"), "Ray address 'ray://head:10001': not HOST:PORT, such as"),
@@ -214,7 +214,7 @@ def test_a_pack_that_cannot_be_written_is_refused_before_it_is_made(tmp_path: Pa
     with Database.open():  # else a line says that there is none
         pass
     line = refused("pack", "--out", tmp_path / out)  # which else compiles a hundred kernels first
-    assert "Is a directory; name a file in it" in line or "No such file or directory" in line
+    assert "Is a directory; give a file in it" in line or "No such file or directory" in line
 
 
 def test_devices_without_a_name() -> None:
@@ -231,7 +231,7 @@ def test_devices_without_a_name() -> None:
         (("--predicted", "--shape", "8x9"), "shape '8x9' is not MxNxK"),
         (("--predicted", "--from", "nowhere.json"), "nowhere.json"),
         (("--predicted", *SHAPE, "--all"), "--predicted and --all: give one of them"),
-        (("--from", "x.json"), "--from x.json: is for --predicted; name records by --shape"),
+        (("--from", "x.json"), "--from x.json: works with --predicted only; select records with --shape"),
         (("--predicted", *SHAPE, "--device", "replay:h200"), "measures nothing, and this needs measurements"),
         (("--predicted", *SHAPE, "--device", "cuda:77"), "device 'cuda:77': "),
     ],

@@ -87,7 +87,7 @@ def test_a_file_that_is_cut_off_gives_its_whole_rows(database: Path, tmp_path: P
     file.write_text(file.read_text()[:-40])
     stdout, stderr = run("db", "import", file, "--db", into)
     assert "1 rows added, 0 known already, 2 left out" in stdout
-    assert "left out: row 2: " in stderr and "row 3: the file is cut off here" in stderr
+    assert "left out: row 2: " in stderr and "row 3: the file ends within this row" in stderr
 
 
 def test_an_import_of_nothing_usable_is_told_by_its_exit_code(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_an_import_beside_what_ships(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder = ROOT / "db" / "records"
     stdout, stderr = run("db", "import", *sorted(folder.glob("*.json")), code=2)
     assert stdout.count("0 rows added, not read") == len(list(folder.glob("*.json"))) == stderr.count("\n")
-    assert "it has records as they ship, without the samples that an import checks" in stderr
+    assert "it is a file of shipped records, which lack the samples that an import checks" in stderr
     assert not (tmp_path / "own.sqlite").exists()
 
     known = {one.problem: one for one in read_shipped()[0] if one.fingerprint.device_name == DEVICE.name}

@@ -117,8 +117,8 @@ def test_out(database: Path, form: str, tmp_path: Path) -> None:
     ("arguments", "named"),
     [
         (("--shape", "1x2x3"), "run `tunegemm tune --shape 1x2x3 --dtype bf16 --layout tn` on a GPU first"),
-        (("--shape", SHAPES[1], "--dtype", "fp16"), f"no measurement of {SHAPES[1]} fp16; measured are"),
-        (("--layout", "nt"), "no measurement of nt; measured are"),
+        (("--shape", SHAPES[1], "--dtype", "fp16"), f"no measurement of {SHAPES[1]} fp16; the database has"),
+        (("--layout", "nt"), "no measurement of nt; the database has"),
         (("--dtype", "int4"), "dtype 'int4' is not known"),
         (("--out-dtype", "int4"), "dtype 'int4' is not known"),
         (("--layout", "zz"), "layout 'zz' is not known"),

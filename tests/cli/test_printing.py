@@ -233,12 +233,12 @@ def test_causes_are_true(tmp_path: Path) -> None:
 
     path = str(fill(tmp_path / "t.sqlite", SHAPES[:1], each=4))
     said = refused("leaderboard", "--db", path, "--shape", SHAPES[1], "--dtype", "fp16", "--layout", "nt")
-    assert f"measured are {SHAPES[0]} bf16 tn" in said
+    assert f"the database has {SHAPES[0]} bf16 tn" in said
     assert f"tunegemm tune --shape {SHAPES[1]} --dtype fp16 --layout nt" in said
     assert "tf32" in (said := refused("tune", "--shape", "1x1x1", "--dtype", "bf61")) and "fp32" not in said
     Database.open(tmp_path / "empty.sqlite", create=True).close()
     said = refused("leaderboard", "--db", str(tmp_path / "empty.sqlite"))
-    assert "nothing measured yet" in said and "no measurement of" not in said
+    assert "no measurements yet" in said and "no measurement of" not in said
     assert "is not MxNxK" in refused("tune", "--shape", f"{'9' * 5000}x1x1")
     assert "not a duration" in refused("tune", "--shape", "1x1x1", "--budget", "9" * 5000)
 

@@ -223,7 +223,7 @@ def test_another_sitecustomize_still_runs(tmp_path: Path) -> None:
     program = [sys.executable, "-c", "import sys; print(sys.was_customized, 'torch' in sys.modules)"]
     run = process("record", "--", *program, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path})
     assert run.stdout == "True False\n"
-    assert "nothing recorded" in run.stderr and not (tmp_path / "shapes.json").exists()
+    assert "recorded nothing" in run.stderr and not (tmp_path / "shapes.json").exists()
 
 
 def test_bad_input(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_bad_input(tmp_path: Path) -> None:
     told = process("record", "--out", "taken", "--", *program, code=2, **beside).stderr
     assert calls(Path(told.strip().rpartition(" are in ")[2])) == {"8x24x16": 3}, told
     told = here("record", "--out", "taken", "--", "touch", "ran", code=2, cwd=tmp_path).stderr
-    assert "Is a directory; name a file in it" in told and not (tmp_path / "ran").exists()
+    assert "Is a directory; give a file in it" in told and not (tmp_path / "ran").exists()
     assert "folder does not exist" in here("record", "--out", "no/x", "true", code=2, cwd=tmp_path).stderr
 
 

@@ -47,13 +47,13 @@ def test_one_that_takes_one_value_is_refused(
     with pytest.raises(SystemExit, match="2"):
         GROUP.main([*path, flag, "1", flag, "2"], prog_name="tunegemm")
     told = capsys.readouterr().err
-    assert told == f"tunegemm: {flag} is given 2 times and takes one value; give it once\n"
+    assert told == f"tunegemm: {flag} takes one value and occurs 2 times; give it once\n"
 
 
 @pytest.mark.parametrize("words", [["--top=3", "--top", "4"], ["--layout", "tn", "--layout=tn"]])
 def test_however_it_is_written(words: list[str]) -> None:
     told = here("tune", "--shape", "8x8x8", *words, code=2).stderr
-    assert "is given 2 times" in told and len(told.splitlines()) == 1
+    assert "occurs 2 times" in told and len(told.splitlines()) == 1
 
 
 def test_a_flag_may_be_said_twice_and_what_follows_dashes_is_the_programs(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_the_layers_and_the_file(config: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert done.stderr == (
         "tunegemm: wrote 10 products to shapes.json\n"
-        "tunegemm: on the GPU that serves, run: tunegemm tune --from shapes.json --budget 30m\n"
+        "tunegemm: on the serving GPU, run: tunegemm tune --from shapes.json --budget 30m\n"
     )
     demands, refused = read(tmp_path / "shapes.json")
     assert not refused and {demand.problem.in_dtype for demand in demands} == {"fp16"}
@@ -62,12 +62,15 @@ def test_what_has_no_kernels_is_said(config: Path, tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("no/model",), "neither a config.json, a folder with one, nor a model in"),
-        (("config.json", "--rows", "1,x"), "--rows '1,x': not numbers of rows; give such as 1,8,64,8192"),
+        (
+            ("config.json", "--rows", "1,x"),
+            "--rows '1,x': not numbers of rows; give numbers such as 1,8,64,8192",
+        ),
         (("config.json", "--rows", "0"), "not numbers of rows"),
         (("config.json", "--tp", "0"), "--tp 0: must be 1 or more"),
         (("config.json", "--tp", "3"), "has 32 heads; give a divisor of them"),
         (("config.json", "--engine", "trt"), "'trt' is not one of"),
-        (("config.json", "--out", "."), "is a directory; name a file in it"),
+        (("config.json", "--out", "."), "is a directory; give a file in it"),
     ],
 )
 def test_bad_input(config: Path, tmp_path: Path, words: tuple[str, ...], said: str) -> None:

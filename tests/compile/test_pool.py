@@ -258,7 +258,7 @@ def test_a_truncated_entry_is_a_miss_and_folders_are_private(store: ArtifactStor
 def test_a_cache_that_cannot_be_written_names_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store = ArtifactStore(tmp_path / "file")
-    with pytest.raises(ArtifactError, match="name another folder with TUNEGEMM_CACHE_DIR"):
+    with pytest.raises(ArtifactError, match="choose another folder by TUNEGEMM_CACHE_DIR"):
         store.scratch()
     assert store.find(key("a")) is None, "what is no folder holds nothing"
 

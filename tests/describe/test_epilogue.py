@@ -55,8 +55,8 @@ class TestText:
         ("text", "said"),
         [
             ("gelo", "step 'gelo' in 'gelo' is not known; use some of alpha"),
-            ("gelu+bias_n", r"'gelu\+bias_n': steps come in the order alpha"),
-            ("relu+gelu", "one of each group"),
+            ("gelu+bias_n", r"'gelu\+bias_n': use the order alpha"),
+            ("relu+gelu", "one step of each group"),
             ("bias_n+", "step '' in"),
             ("custom:f@0", "is not known"),
         ],
@@ -69,7 +69,7 @@ class TestText:
         problem = Problem(32, 64, 128, epilogue="swiglu")
         assert (problem.out_n, problem.flops) == (32, replace(problem, epilogue="").flops)
         assert problem.bytes == replace(problem, epilogue="").bytes - 32 * 32 * 2
-        with pytest.raises(ProblemError, match="n=63 with epilogue swiglu: gates take pairs"):
+        with pytest.raises(ProblemError, match="n=63 with epilogue swiglu: gates need an even number"):
             Problem(32, 63, 128, epilogue="swiglu")
 
     def test_matrices_are_read(self) -> None:
@@ -100,7 +100,9 @@ class TestCustom:
         def f(acc):  # type: ignore[no-untyped-def]
             return torch.tanh(acc)
 
-        with pytest.raises(ProblemError, match="epilogue 'f' uses 'torch', which no kernel knows; use exp"):
+        with pytest.raises(
+            ProblemError, match="epilogue 'f' uses 'torch', which kernels do not have; use exp"
+        ):
             Epilogue.custom(f)
 
     def test_operands_need_a_kind(self) -> None:
@@ -109,7 +111,7 @@ class TestCustom:
 
         with pytest.raises(
             ProblemError,
-            match="operand 'bias' of epilogue 'f' is not annotated by its kind; use one of Number",
+            match="operand 'bias' of epilogue 'f' lacks an annotation of its kind; use one of Number",
         ):
             Epilogue.custom(f)
 
@@ -131,7 +133,7 @@ class TestCustom:
         def tanh(acc):  # type: ignore[no-untyped-def]
             return acc
 
-        with pytest.raises(ProblemError, match="'tanh' has the name of a function that it may call"):
+        with pytest.raises(ProblemError, match="'tanh' has the same name as a built-in function"):
             Epilogue.custom(tanh)
 
     def test_too_many_operands_are_refused(self) -> None:

@@ -70,7 +70,7 @@ class TestParse:
             ({"dtype": "int8", "out_dtype": "bf16"}, "output dtype 'bf16' for int8 inputs; use one of int32"),
             ({"dtype": "int32"}, "'int32' has no kernels; use one of bf16, fp16"),
             ({"dtype": "fp32"}, "'fp32' has no kernels; .* --dtype tf32; use one of bf16, fp16"),
-            ({"accumulation": "two_level"}, "'two_level' is for fp8 operands, not bf16"),
+            ({"accumulation": "two_level"}, "'two_level' needs fp8 operands, not bf16"),
             ({"dtype": "e4m3", "accumulation": "exact"}, "'exact' is not known; use one of fast, two_level"),
             ({"out_dtype": "fp8"}, "'fp8'"),
             ({"layout": "kk"}, "layout 'kk' is not known; use one of tn, tt, nn, nt"),
@@ -198,7 +198,7 @@ class TestGroups:
         [
             ({"shape": "64x64x64x2"}, "a batch of 2"),
             ({"epilogue": "relu"}, "epilogue 'relu' of bf16 with 4 groups: use none, or one of reglu"),
-            ({"epilogue": "bias_n+swiglu"}, "(a bias needs no tuning)"),
+            ({"epilogue": "bias_n+swiglu"}, "(biases need no tuning)"),
             ({"epilogue": "swiglu", "dtype": "fp8_e4m3"}, "with 4 groups: use scale_rowwise"),
             ({"dtype": "fp8_e5m2"}, "in_dtype 'fp8_e5m2' with 4 groups: use one of bf16, fp16, fp8_e4m3"),
             ({"out_dtype": "fp32"}, "out_dtype 'fp32'"),

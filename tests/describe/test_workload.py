@@ -101,8 +101,8 @@ class TestDemands:
         assert found == []
         assert refused == [
             "addmm 512x6144x4096: in place: addmm_ is torch's",
-            "linear 512x6144x4096: epilogue custom:capped@0123456789abcdef is its program's own: "
-            "tunegemm.tune tunes it there",
+            "linear 512x6144x4096: epilogue custom:capped@0123456789abcdef is a function of its program: "
+            "call tunegemm.tune there",
         ]
 
     def test_files_from_before_epilogues_were_recorded(self, tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ class TestCutlass:
         [
             ({"dtype_a": "u8", "dtype_b": "u8"}, "dtype 'u8' is not known"),
             ({"dtype_a": "f32", "dtype_b": "f32", "dtype_d": "f32"}, "input dtype 'fp32' has no kernels"),
-            ({"dtype_acc": "f16"}, "accumulated in f16: kernels keep sums of bf16 products otherwise"),
+            ({"dtype_acc": "f16"}, "accumulated in f16: kernels sum bf16 products in another dtype"),
             ({"dtype_c": "f32", "beta": 1}, "a c of fp32 beside an output of bf16: kernels add bf16"),
             ({"use_fast_acc": "yes"}, "use_fast_acc 'yes' is neither true nor false"),
         ],
@@ -402,9 +402,12 @@ class TestSeveralFiles:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("m,n,k\n1,2,3\n", "no list of shapes, it begins with 'm,n,k'; known are"),
-        ("\n[2026-01-01 00:00:00][cublasLt][1][Trace] A=0X1\n", "no list of shapes, it begins with '\\[2026"),
-        ("{gemm} 3\n", "no list of shapes, it begins with '{gemm} 3'"),
+        ("m,n,k\n1,2,3\n", "not a list of shapes: it begins with 'm,n,k'; supported are"),
+        (
+            "\n[2026-01-01 00:00:00][cublasLt][1][Trace] A=0X1\n",
+            "not a list of shapes: it begins with '\\[2026",
+        ),
+        ("{gemm} 3\n", "not a list of shapes: it begins with '{gemm} 3'"),
         (" \n", "the file is empty; record again"),
         ("[]", "no product in it can be tuned"),
         (" \n", "the file is empty; record again"),
@@ -441,14 +444,14 @@ def test_another_tools_format_is_a_module_and_its_place_in_the_list(
     """What CONTRIBUTING.md says of adding one, done here."""
     path = tmp_path / "shapes.csv"
     path.write_text("m,n,k,dtype\n64,32,16,Float16\n64,32,16,complex64\n")
-    with pytest.raises(WorkloadError, match="no list of shapes"):
+    with pytest.raises(WorkloadError, match="not a list of shapes"):
         read(path)
     monkeypatch.setattr(foreign, "FORMATS", [*foreign.FORMATS, Format("a table", entries, problems)])
     found, (refused,) = read(path)
     assert found == [Demand(Problem(64, 32, 16, in_dtype="fp16"), 1)]
     assert refused.startswith("line 3: ") and "complex64" in refused
     path.write_text("a,b\n")
-    with pytest.raises(WorkloadError, match=r"known are .*TunableOp's CSV, CUTLASS's .* and a table"):
+    with pytest.raises(WorkloadError, match=r"supported are .*TunableOp's CSV, CUTLASS's .* and a table"):
         read(path)
 
 

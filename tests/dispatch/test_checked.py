@@ -156,13 +156,13 @@ class TestPlacesAndKinds:
         arguments = given(problem)
         place = 3 + [one.name for one in problem.fused.operands].index(name)
         arguments[place] = arguments[place].to("meta")
-        with pytest.raises(ProblemError, match=f"{name} is on meta; .* takes it on cpu"):
+        with pytest.raises(ProblemError, match=f"{name} is on meta; .* needs it on cpu"):
             run(problem, arguments)
 
     def test_no_tensor_and_no_number(self) -> None:
         problem = Problem(40, 48, 64, epilogue="alpha+bias_n")
         a, b, out, alpha, bias = given(problem)
-        with pytest.raises(ProblemError, match=r"bias 1.0 is not a tensor; .* takes one on cpu"):
+        with pytest.raises(ProblemError, match=r"bias 1.0 is not a tensor; .* needs a tensor on cpu"):
             run(problem, [a, b, out, alpha, 1.0])
         check = Checked(problem, CPU)
         check(a, b, out, [alpha, bias])

@@ -124,7 +124,7 @@ def test_what_lost_falls_back_in_a_new_process(
     }, "what was measured is kept"
     after = here("explain", "--shape", shape, "--device", "model:h200").stdout
     assert "dispatch  torch.mm: 10.0 us, 1.000 x torch.mm" in after
-    assert "x torch.mm was expected, 0.960 measured in an interleaved race: it lost" in after
+    assert "x torch.mm was predicted, 0.960 measured in an interleaved race: it lost" in after
     program = (
         "import torch; from tests.dispatch.test_feedback import *; from tests.support.serving import *\n"
         "from tunegemm.dispatch.planning import Planner\n"
@@ -153,7 +153,7 @@ def test_explain_says_what_was_expected_and_what_was_measured(
     race(timed(1.07, 1.02))
     after = explain_problem(problem_of(), device)
     assert after.outcome == "hit" and after.predicted is None
-    expected = f"predicted {first.label}: {first.expected:.3f} x torch.mm was expected"
+    expected = f"predicted {first.label}: {first.expected:.3f} x torch.mm was predicted"
     assert f"{expected}, 1.070 measured in a final race: it won" in str(after)
     facts = json.loads(json.dumps(after.asdict()))["feedback"]
     assert facts["won"] and facts["expected_ratio"] == first.expected
@@ -162,7 +162,7 @@ def test_explain_says_what_was_expected_and_what_was_measured(
 def test_one_that_lost_to_another_prediction(race: Callable[[Timed], Feedback], database: Database) -> None:
     first, second = predicted()[problem_of()][:2]
     feedback = race(timed(0.96, 1.05, 0.9))
-    assert f"measured at 0.960: the record is {second.label}, predicted, too" in str(feedback)
+    assert f"measured at 0.960: the record is {second.label}, also predicted" in str(feedback)
     record = database.best(problem_of(), DEVICE.fingerprint)
     assert record is not None and record.candidate == second.record.candidate
     assert "it lost" in str(explain_problem(problem_of(), find_device("model:h200")))
@@ -187,7 +187,7 @@ def test_nothing_is_measured_where_nothing_runs_or_is_timed(database: Database, 
     options = predicted()[problem_of()]
     with planted_tuner(DEVICE, database, cache=tmp_path) as tuner:
         tuner.kernels.is_feasible = lambda *_: False  # type: ignore[method-assign,assignment]
-        with pytest.raises(MeasureError, match="was predicted and cannot run here"):
+        with pytest.raises(MeasureError, match="was predicted but cannot run here"):
             measure(tuner, problem_of(), options)
     with (
         planted_tuner(find_device("model:h200"), database, cache=tmp_path) as tuner,
@@ -259,7 +259,7 @@ def test_a_database_that_is_not_there_is_created_for_predictions_and_nothing_els
     new, shape = tmp_path / "new.sqlite", ("--shape", problem_of().shape)
     refused = here("verify", *shape, "--db", new, code=2).stderr
     assert refused == (
-        f"tunegemm: {new}: no such database; give the path of one that `tunegemm tune` has made\n"
+        f"tunegemm: {new}: no such database; give the path of a database from `tunegemm tune`\n"
     )
     assert not new.exists()
     assert "measured at 0.960: lost" in here("verify", "--predicted", *shape, "--db", new).stdout

@@ -177,7 +177,7 @@ def test_a_kernel_that_does_not_compile_is_said_once_and_summed_up() -> None:
         until(lambda: family(a, b) is not None and family.decided and said.list)
     family(a[:8], b)  # warnings are errors here
     assert [line.partition(",")[0] for line in api.dispatcher.planner.notices.summary()] == [
-        f"torch computed {Problem(32, 48, 64)} and others of 8 rows and more"
+        f"torch computed {Problem(32, 48, 64)} and other numbers of rows from 8 up"
     ]
 
 

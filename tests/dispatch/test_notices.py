@@ -91,4 +91,4 @@ def test_a_program_that_asks_for_it_gets_a_summary(asked: str, forks: Forks, tmp
         assert not lines
         return
     (line,) = lines
-    assert "700x48x64" in line and "of 3 rows and more" in line and "tunegemm tune --shape 700x48x64" in line
+    assert "700x48x64" in line and "from 3 up" in line and "tunegemm tune --shape 700x48x64" in line

@@ -182,7 +182,7 @@ class TestRefusals:
         operation = Operation(PROBLEM, HOPPER.with_launch(split_k=8), gpu, store=store)
         with pytest.raises(OperationError, match=r"workspace on cpu; co128x64x64 .* runs on cuda:0"):
             operation.initialize(torch.empty(operation.workspace_bytes, dtype=torch.uint8))
-        with pytest.raises(OperationError, match=r"workspace 65536 is not a tensor; give one on cuda:0"):
+        with pytest.raises(OperationError, match=r"workspace 65536 is not a tensor; give a tensor on cuda:0"):
             operation.initialize(0x10000)  # type: ignore[arg-type]
 
 

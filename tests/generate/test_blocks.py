@@ -36,7 +36,24 @@ def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
     assert "cute_sm90" in names
 
 
-@pytest.mark.parametrize("config", [FEW, MANY], ids=lambda config: config.label)
+def test_two_turns_need_an_even_number_of_stages() -> None:
+    """A stage then belongs to the same turn in each round of the ring."""
+    parameters = {
+        "form": "many", "tile_m": 64, "tile_n": 64, "stages": 12, "cluster_m": 1, "cluster_n": 1, "epi_n": 32,
+        "parts": 2, "turns": 2, "gpc_aware": False, "stream_k": False,
+    }  # fmt: skip
+    config = blocks.config_of(parameters)
+    assert (config.consumers, config.tile_warpgroups, config.threads) == (2, 1, 384)
+    with pytest.raises(ValueError, match="even number of stages"):
+        blocks.config_of(parameters | {"stages": 11})
+    assert all(each.stages % each.turns == 0 and not (each.ordered and each.turns > 1) for each in CONFIGS)
+
+
+TURNS = next(config for config in CONFIGS if config.turns > 1 and not config.few)
+ORDERED = next(config for config in CONFIGS if config.ordered and not config.few)
+
+
+@pytest.mark.parametrize("config", [FEW, MANY, TURNS, ORDERED], ids=lambda config: config.label)
 def test_it_compiles_without_warnings(config: BlockConfig, tmp_path: Path) -> None:
     """Warning C7511: ptxas serialises WGMMAs."""
     if (missing := blocks.FAMILY.unavailable()) is not None:

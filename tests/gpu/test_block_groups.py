@@ -15,6 +15,8 @@ from tunegemm.generate import block_groups
 from tunegemm.generate.block_groups import BlockGroupKernel
 from tunegemm.generate.block_groups.config import BlockGroupConfig
 from tunegemm.generate.takes import NotTaken
+from tunegemm.groups import block_groups as own
+from tunegemm.groups import quantize
 from tunegemm.model.block_groups import listed
 from tunegemm.store import packs
 from tunegemm.store.provided import Provided, provide_blocks
@@ -126,6 +128,47 @@ def test_addresses_and_layouts_that_no_kernel_takes_are_refused() -> None:
         kernel.launch(moved, *others, blocks=blocks)
     with pytest.raises(NotTaken, match="scale_a"):
         kernel.launch(a, others[0], groups.scale_a[:, :1], *others[2:], blocks=blocks)
+
+
+def test_a_layer_of_experts_is_what_a_cpu_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kernels alone, `elsewhere` too, and in a graph that follows the router."""
+    torch.manual_seed(3)
+    count, hidden, inner, fp8 = 12, 640, 384, torch.float8_e4m3fn
+    weights = {
+        "gate_up": (torch.randn(count, 2 * inner, hidden) * 20).to(fp8),
+        "down": (torch.randn(count, hidden, inner) * 20).to(fp8),
+        "gate_up_scale": torch.rand(count, 6, 5) * 2e-3 + 1e-3,
+        "down_scale": torch.rand(count, 5, 3) * 2e-3 + 1e-3,
+    }
+    cases = []
+    for tokens in (1, 33, 33, 300):
+        chosen = torch.rand(tokens, count + 2).argsort(1)[:, :3]  # two are of other processes
+        x = torch.randn(tokens, hidden).bfloat16()
+        given = {"x": x, "index": chosen, "weights": torch.rand(tokens, 3).bfloat16()}
+        cases.append((given, tunegemm.experts(**given, **weights, elsewhere=True)))
+    compiled()  # no call waits for a kernel
+    monkeypatch.delattr(own, "emulated")
+    monkeypatch.delattr(quantize, "by_torch")
+    there = {name: each.to(WHERE) for name, each in weights.items()}
+
+    def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+        expected = expected.to(WHERE).float()
+        return bool((found.float() - expected).abs().max() < 0.02 * expected.abs().max())
+
+    for given, expected in cases:
+        moved = {name: each.to(WHERE) for name, each in given.items()}
+        assert close(tunegemm.experts(**moved, **there, elsewhere=True), expected)
+    (given, expected), (others, of_others) = cases[1:3]
+    moved = {name: each.to(WHERE) for name, each in given.items()}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = tunegemm.experts(**moved, **there, elsewhere=True)
+    graph.replay()
+    assert close(found, expected)
+    for name, each in others.items():
+        moved[name].copy_(each)
+    graph.replay()
+    assert close(found, of_others)
 
 
 def scaled(groups: Groups) -> Any:

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.gpu
 def device() -> Device:
     device = open_device("cuda:0")
     if Fitted.of("plain", device.name) is None:
-        pytest.skip(f"nothing is predicted for {device.name}")
+        pytest.skip(f"there are no predictions for {device.name}")
     torch.cuda.init()  # so that the library is asked, as in the command
     return device
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support import processes, sanitized
 from tests.support.kernels import Kernels
+from tunegemm.generate import quantize
 from tunegemm.model.grouped import kinds, listed_along_k
 from tunegemm.store.provided import provide_blocks, provide_grouped, provide_joined
 
@@ -63,6 +64,7 @@ def test_nothing_is_found(compiled: Path, tool: str) -> None:
     assert done.stdout.count("joined") == len(sanitized.joined_kernels())
     assert done.stdout.count("blocks") == len(sanitized.block_kernels())
     assert done.stdout.count("scaled groups") == len(sanitized.listed_of_block_groups())
+    assert done.stdout.count("quantize") == len(quantize.CONFIGS)
 
 
 def test_memory_that_is_too_small_is_found(compiled: Path) -> None:

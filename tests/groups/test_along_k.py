@@ -163,5 +163,5 @@ def test_ends_are_checked_against_rows(along: Along, monkeypatch: pytest.MonkeyP
     api.refresh()
     a, b = operands()
     tunegemm.grouped_mm(a.t(), b, offs=ENDS)
-    with pytest.raises(ProblemError, match=r"offs\[3\] is 14, behind 12 and of 13 rows"):
+    with pytest.raises(ProblemError, match=r"offs\[3\] is 14, after 12 and with 13 rows"):
         tunegemm.grouped_mm(a.t(), b, offs=ENDS + torch.tensor([0, 0, 0, 1], dtype=torch.int32))

@@ -358,7 +358,7 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "ends": (lambda a, b, offs: tunegemm.grouped_mm(a, b, offs=offs[:3]), r"shape \(3,\), b has 4 groups"),
     "k": (lambda a, b, offs: tunegemm.grouped_mm(a[:, :32], b, offs=offs), r"a has k 32 and b 64"),
     "none": (
-        lambda a, b, offs: tunegemm.grouped_mm(a, b[:0], offs=offs[:0]), r"\(0, 64, 48\), without a group",
+        lambda a, b, offs: tunegemm.grouped_mm(a, b[:0], offs=offs[:0]), r"\(0, 64, 48\), without groups",
     ),
     "bias": (
         lambda a, b, offs: tunegemm.grouped_mm(a, b, offs=offs, bias=torch.ones(N, GROUPS, dtype=BF16)),
@@ -500,9 +500,9 @@ def test_a_record_that_cannot_run_is_told_of_and_is_torchs(
 
 #: Ends of 4 groups of 10 rows, and what a look at them says.
 WRONG_ENDS = {
-    "descend": ([8, 3, 8, 10], r"offs\[1\] is 3, behind 8 and of 10 rows; give ends that ascend"),
-    "exceed": ([3, 8, 8, 14], r"offs\[3\] is 14, behind 8 and of 10 rows"),
-    "negative": ([-1, 3, 8, 10], r"offs\[0\] is -1, behind 0"),
+    "descend": ([8, 3, 8, 10], r"offs\[1\] is 3, after 8 and with 10 rows; give ascending ends"),
+    "exceed": ([3, 8, 8, 14], r"offs\[3\] is 14, after 8 and with 10 rows"),
+    "negative": ([-1, 3, 8, 10], r"offs\[0\] is -1, after 0"),
 }
 
 
@@ -535,7 +535,7 @@ WRONG_LINES: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
         lambda a, b: (a, torch.randn(4, 48, 128).bfloat16()[..., ::2].mT),
         r"b has strides \(6144, 2, 128\); give one with k or n contiguous",
     ),
-    "dtypes": (lambda a, b: (a, b.half()), r"a is torch.bfloat16, b torch.float16; give both of one dtype"),
+    "dtypes": (lambda a, b: (a, b.half()), r"a is torch.bfloat16, b torch.float16; give both the same dtype"),
     "one row": (lambda a, b: (a[0], b), r"a has shape \(64,\); give \(rows, k\)"),
 }  # fmt: skip
 

@@ -231,7 +231,7 @@ def test_a_policy_that_block_scales_break_is_said(monkeypatch: pytest.MonkeyPatc
         ({"a": torch.ones(9, 400, dtype=BF16)}, "a is torch.bfloat16"),
         ({"offs": None}, "offs is missing"),
         ({"offs": torch.tensor([4, 4, 9])}, "torch.int64; give the end of each of 3 groups as int32"),
-        ({"bias": torch.ones(3, 136)}, "take no bias"),
+        ({"bias": torch.ones(3, 136)}, "support neither bias"),
         ({"a": torch.ones(9, 128).to(torch.float8_e4m3fn)}, "a has k 128 and b 400"),
     ],
 )
@@ -247,7 +247,7 @@ def test_ends_of_block_scales_are_cut_at_the_rows_or_checked(monkeypatch: pytest
     monkeypatch.setenv("TUNEGEMM_CHECK_GROUPS", "1")
     tunegemm.refresh()
     tunegemm.scaled_grouped_mm(**words)
-    with pytest.raises(ProblemError, match=r"offs\[2\] is 99, behind 4 and of 9 rows"):
+    with pytest.raises(ProblemError, match=r"offs\[2\] is 99, after 4 and with 9 rows"):
         tunegemm.scaled_grouped_mm(**beyond)
     monkeypatch.delenv("TUNEGEMM_CHECK_GROUPS")
     tunegemm.refresh()

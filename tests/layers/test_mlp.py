@@ -219,7 +219,10 @@ def test_a_report_tells_recognised_from_served() -> None:
     (line,) = report.of("fused")
     assert line.name == "mlp"
     rows = ", ".join(map(str, ROWS))
-    assert line.why == f"gate_proj, up_proj and their gate are recognised: has a kernel here for {rows} rows"
+    assert (
+        line.why
+        == f"gate_proj, up_proj and their gate form a known pattern: has a kernel here for {rows} rows"
+    )
     assert [line.name for line in report.of("served")] == ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     assert {line.why for line in report.of("served")} == {
         f"calls tunegemm.linear: has a kernel here for {rows} rows"

@@ -155,7 +155,7 @@ def test_unknown_names_list_the_known(replay: ReplayDevice, tmp_path: Path) -> N
     assert replay_names(tmp_path) == ["h200"]
     with pytest.raises(DeviceError, match="'replay:h100': no such recording; recorded: h200"):
         open_replay("h100", root=tmp_path)
-    with pytest.raises(DeviceError, match="none is recorded; use model:h200"):
+    with pytest.raises(DeviceError, match="there are no recordings; use model:h200"):
         open_replay("h200", root=tmp_path / "empty")
     with pytest.raises(DeviceError, match="no such recording"):
         open_replay("../h200", root=tmp_path)

@@ -198,8 +198,8 @@ def test_weights_gradients_are_served_where_they_were_timed() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
-        ('"large"', '"larger"', "larger is none of small, large"),
-        ("swizzle_size = 4", "swizzle = 4", "swizzle is none of groups"),
+        ('"large"', '"larger"', "larger is not among small, large"),
+        ("swizzle_size = 4", "swizzle = 4", "swizzle is not among groups"),
         ("5, 2, 1, 64]", "5]", "zip"),
     ],
 )
@@ -215,8 +215,8 @@ def test_a_damaged_table_of_groups_along_k_is_named(
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
-        ('kinds = ["n_major"]', 'kinds = ["m_major"]', "m_major is none of bf16, gated"),
-        ("rows = [9", "lines = [9", "lines is none of groups, n, k, rows, rows_per_group"),
+        ('kinds = ["n_major"]', 'kinds = ["m_major"]', "m_major is not among bf16, gated"),
+        ("rows = [9", "lines = [9", "lines is not among groups, n, k, rows, rows_per_group"),
         ('kernel = "few"', 'kernel = "fewer"', "fewer"),
         (", 2]\n[kinds", "]\n[kinds", "zip"),
         ("[kernels]", "[kernels", "grouped.toml"),

@@ -33,7 +33,7 @@ def test_a_cache_that_takes_no_file(
     for place in (file, Path("/proc/cache")):  # root, too, makes no files there
         monkeypatch.setenv("TUNEGEMM_CACHE_DIR", str(place))
         found = check("kernel cache")
-        assert found.status == "fail" and "nothing can be written in" in found.detail
+        assert found.status == "fail" and "is not writable" in found.detail
         assert "TUNEGEMM_CACHE_DIR" in found.remedy
 
 
@@ -90,7 +90,7 @@ def test_every_setting_is_judged(monkeypatch: pytest.MonkeyPatch, check: Callabl
     for said in (
         "TUNEGEMM_ONLINE_BUDGET='abc'",
         "did you mean TUNEGEMM_CACHE_DIR?",
-        "TUNEGEMM_WORKERS is not known; known are TUNEGEMM_CACHE_DIR, TUNEGEMM_CHECK_GROUPS",
+        "TUNEGEMM_WORKERS is not known; known variables are TUNEGEMM_CACHE_DIR, TUNEGEMM_CHECK_GROUPS",
         "TUNEGEMM_RECORD is not",
     ):
         assert said in found.detail

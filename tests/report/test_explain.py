@@ -67,7 +67,7 @@ def test_a_near_hit_names_its_origin_and_shows_no_time_as_its_own(location: str,
     assert found.outcome == "near" and found.near is not None and found.record is not None
     assert found.percent_of_roofline is None and found.asdict()["record"]["shape"] in str(found)
     assert found.tile is not None and found.tile.candidate["tile_m"] == 64
-    assert "near hit" in str(found) and "x torch expected, 1.03 asked for" in str(found)
+    assert "near hit" in str(found) and "x torch expected, 1.03 required" in str(found)
     assert found.change.startswith("tunegemm tune --shape 112x4096x4096")
     assert found.asdict()["expected_ratio"] == found.near.record.ratio
 

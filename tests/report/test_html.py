@@ -149,7 +149,7 @@ class TestDatabase:
             one = from_database(database, detailed=1)
             assert [details.problem.shape for details in one.details] == [SHAPES[0]]
             assert len(one.winners) == 2
-            assert "1 further shapes: name them with --shape" in text_of(report(one))
+            assert "1 further shapes: select them with --shape" in text_of(report(one))
             assert from_database(database, detailed=0).details == ()
 
     @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ class TestDatabase:
     def test_an_empty_database(self, tmp_path: Path) -> None:
         with (
             Database.open(tmp_path / "t.sqlite", create=True) as database,
-            pytest.raises(TunegemmError, match="nothing measured yet; run `tunegemm tune"),
+            pytest.raises(TunegemmError, match="no measurements yet; run `tunegemm tune"),
         ):
             from_database(database)
 

@@ -295,7 +295,7 @@ class TestStored:
         frame = database.frame()
         latest = Leaderboard.from_frame(PROBLEM, frame)
         assert latest.frame["ratio_to_torch_mm"].iloc[0] == pytest.approx(1.05)
-        assert "Rows of other devices or software versions, left out: 1." in latest.note
+        assert "Rows of other devices or software versions, not shown: 1." in latest.note
 
     def test_devices_are_ranked_apart(self, database: Database) -> None:
         other = dataclasses.replace(
@@ -313,7 +313,7 @@ class TestStored:
     def test_a_problem_that_was_not_measured(self, database: Database) -> None:
         board = Leaderboard.from_frame(SMALL, database.frame())
         assert board.frame.empty
-        assert board.note == "Nothing was measured for this device and software."
+        assert board.note == "There are no measurements for this device and software."
         assert board.render("table")
 
     def test_summary(self, database: Database) -> None:
@@ -348,7 +348,7 @@ class TestStored:
 
     def test_an_empty_summary(self, database: Database) -> None:
         board = Leaderboard.summary(database.frame())
-        assert board.frame.empty and "Nothing was measured" in board.render("table")
+        assert board.frame.empty and "There are no measurements" in board.render("table")
 
     def test_of_all_layers_the_narrowest_that_has_a_problem_counts_with_all_its_rows(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -163,7 +163,7 @@ def test_a_sampler_of_infeasible_points_ends_and_says_which_rule_it_was() -> Non
     assert len(tried) <= 4 + len(LIBRARY)
     assert "suggestions are infeasible" in study.order.note and "smem_capacity" in study.order.note
     assert str(sum(t.state == TrialState.PRUNED for t in study.study.trials)) in study.order.note
-    assert study.order.note.endswith("; another --sampler goes on")
+    assert study.order.note.endswith("; another --sampler continues")
 
 
 def test_infeasible_suggestions_of_a_search_that_had_its_trials_are_told_as_such() -> None:
@@ -191,7 +191,7 @@ def test_a_sampler_that_raises_in_any_of_its_parts_is_named(hook: str) -> None:
         raise KeyError("a fault\nof mine")
 
     theirs = type("Theirs", (optuna.samplers.RandomSampler,), {hook: fail})
-    with pytest.raises(SpaceError, match=r"^the sampler Theirs failed: .*a fault.*; use another$"):
+    with pytest.raises(SpaceError, match=r"^the sampler Theirs failed: .*a fault.*; use another sampler$"):
         run(study_of_landscape(sampler=theirs()))
 
 
@@ -270,14 +270,14 @@ def test_importances_of_few_trials_tell_nothing() -> None:
         ("luck", "roofline, tpe, gp, random, cmaes or package.module:Class"),
         ("no.such.module:Sampler", "importing no.such.module fails"),
         ("optuna.samplers:NoSampler", "optuna.samplers has no NoSampler"),
-        ("optuna.pruners:MedianPruner", "MedianPruner is no sampler"),
-        ("collections:OrderedDict", "OrderedDict is no sampler"),
-        ("optuna.samplers:GridSampler", "make it in Python: tunegemm.tune"),
-        ("optuna.samplers:BaseSampler", "cannot be made"),
+        ("optuna.pruners:MedianPruner", "MedianPruner is not a sampler"),
+        ("collections:OrderedDict", "OrderedDict is not a sampler"),
+        ("optuna.samplers:GridSampler", "create it in Python: tunegemm.tune"),
+        ("optuna.samplers:BaseSampler", "cannot be created"),
         ("optuna.samplers:", "package.module:Class"),
         ("", "package.module:Class"),
-        (7, "an object of a class"),
-        (optuna.samplers.TPESampler, "an object of a class"),
+        (7, "an instance of Optuna's"),
+        (optuna.samplers.TPESampler, "an instance of Optuna's"),
     ],
 )
 def test_what_is_no_sampler_is_refused(name: Any, says: str) -> None:

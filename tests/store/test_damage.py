@@ -235,15 +235,15 @@ DAMAGE = [
     ("candidates", 1, "json", "{", "not a stored candidate"),
     ("measurements", 1, "evidence", "[1]", "evidence is not an object"),
     ("measurements", 2, "ratio", -1, "ratio -1"), ("measurements", 3, "samples_us", "[]", "samples_us []"),
-    ("measurements", 4, "baseline_us", "[1.0]", "samples_us and baseline_us are not"),
+    ("measurements", 4, "baseline_us", "[1.0]", "samples_us and baseline_us are from different"),
     ("measurements", 5, "median_us", 5.0, "median_us 5.0 is not the median"),
     ("measurements", 6, "noise", "loud", "noise 'loud'"), ("measurements", 7, "policy", "x", "policy 'x'"),
     ("measurements", 8, "relative_error", -0.5, "relative_error -0.5"),
     ("measurements", 9, "created_at", "noon", "created_at its time"),
     ("failures", 1, "created_at", "noon", "created_at its time"),
-    ("records", 1, "measurement_id", 16, "measurement 16 is not of its problem and fingerprint"),
+    ("records", 1, "measurement_id", 16, "measurement 16 belongs to another problem or fingerprint"),
     ("records", 2, "chosen_at", "noon", "chosen_at its time"),
-    ("choices", 1, "measurement_id", 5, "measurement 5 is not of its problem and fingerprint"),
+    ("choices", 1, "measurement_id", 5, "measurement 5 belongs to another problem or fingerprint"),
 ]  # fmt: skip
 
 

@@ -93,7 +93,9 @@ def on_a_small_disk(program: str, tmp_path: Path) -> subprocess.CompletedProcess
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     done = on_a_small_disk(_ON_A_SMALL_DISK, tmp_path)
     published, difference, other, after = done.stdout.splitlines() or [done.stderr] * 4
-    assert "t.sqlite: the disk is full; free some space and go on, everything published is kept" in published
+    assert (
+        "t.sqlite: the disk is full; free some space and continue: all published rows are kept" in published
+    )
     assert difference == "0"
     assert "other.sqlite: the disk is full; free some space" in other
     assert after == "True True"
@@ -283,9 +285,9 @@ def test_dispatch_leaves_its_products_to_torch_with_one_warning(
 def test_a_server_that_cannot_be_used_is_named(postgres) -> None:
     with pytest.raises(DatabaseError, match=r"no such database; create it with `createdb`"):
         Database.open(postgres.url("missing"), create=True)
-    with pytest.raises(DatabaseError, match=r"refuses this user or password; check the URL"):
+    with pytest.raises(DatabaseError, match=r"rejects this user or password; check the URL"):
         Database.open(postgres.url("postgres").replace("tunegemm@", "nobody-known:secret@"), create=True)
-    with pytest.raises(DatabaseError, match=r"check the address, and that the server runs") as caught:
+    with pytest.raises(DatabaseError, match=r"check the address and that the server is running") as caught:
         Database.open("postgresql://tunegemm:secret@127.0.0.1:9/nothing", create=True)
     assert "secret" not in str(caught.value)
 

@@ -89,11 +89,11 @@ def test_the_json_schema_describes_the_export(source: Database, tmp_path: Path) 
 
 
 BAD_ROWS: list[tuple[dict[str, Any], str]] = [
-    ({"kind": "record"}, "its kind is not one of"),
+    ({"kind": "record"}, "its kind is not measurement"),
     ({"problem": {"m": 8}}, "its problem lacks n, k"),
-    ({"problem": {**document_of(PROBLEM), "extra": 1}}, "has a field 'extra', which is not known"),
-    ({"samples_us": []}, "0 samples and 4"),
-    ({"samples_us": [1.0, 2.0]}, "as many of both"),
+    ({"problem": {**document_of(PROBLEM), "extra": 1}}, "has an unknown field 'extra'"),
+    ({"samples_us": []}, "0 samples but 4"),
+    ({"samples_us": [1.0, 2.0]}, "samples but"),
     ({"samples_us": [200.0, "2", 3.0, 4.0]}, "samples_us '2' is not a number"),
     ({"samples_us": [1.0, -2.0, 3.0, 4.0]}, "samples_us -2.0 is not a number from 0.001"),
     ({"baseline_us": None}, "baseline_us: null is not a list"),
@@ -110,9 +110,9 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
         "parameter tile_m a list is not a whole number",
     ),
     ({"measured_at": "yesterday"}, "yesterday"),
-    ({"measured_at": "2026-11-20T00:00:00"}, "no zone"),
-    ({"measured_at": "2999-01-01T00:00:00+00:00"}, "has not come yet"),
-    ({"evidence": {"source": "replayed"}}, "replayed, so never stored"),
+    ({"measured_at": "2026-11-20T00:00:00"}, "no time zone"),
+    ({"measured_at": "2999-01-01T00:00:00+00:00"}, "is in the future"),
+    ({"evidence": {"source": "replayed"}}, "times were replayed"),
     ({"policy": "x" * 17}, "is not a line of at most 16"),
     ({"label": "two\nlines"}, "is not a line of at most 200 printable"),
     ({"label": "\x1b[31mred"}, "label '\\x1b[31mred' is not a line"),
@@ -177,7 +177,7 @@ class TestMerge:
         report = merge(sources[::-1] if swapped else sources, into)
         (conflict,) = report.conflicts
         assert (conflict.kept, conflict.other) == (f"{KERNEL.launch_params}", f"{OTHER.launch_params}")
-        assert conflict.reason == "its ratio is the higher"
+        assert conflict.reason == "its ratio is higher"
         with Database.open(into, read_only=True) as database:
             (record,) = database.records()
             assert record.candidate == KERNEL
@@ -227,7 +227,7 @@ class TestMerge:
         (tmp_path / "hard").hardlink_to(b)
         into = {"itself": b, "relative": "./b.sqlite"}.get(name, str(tmp_path / name))
         before = Path(b).read_bytes()
-        with pytest.raises(DatabaseError, match=r"cannot be merged into itself; name another --into"):
+        with pytest.raises(DatabaseError, match=r"cannot be merged into itself; give another --into"):
             merge([a, b], into)
         assert Path(b).read_bytes() == before
 

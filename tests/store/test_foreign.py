@@ -124,7 +124,7 @@ BAD_CELLS = [
     ("", "samples_us", f"[200.5, 1{'0' * 400}, 201.0, 200.0]", "samples_us a number of over 19 digits"),
     ("", "samples_us", "[1e308, 1e308, 1e308, 1e308]", "samples_us 1e+308 is not a number"),
     ("", "samples_us", "[1e-9, 1e-9, 1e-9, 1e-9]", "samples_us 1e-09 is not a number from 0.001"),
-    ("", "samples_us", "[1, 1, 1, 1]", "beyond the roofline of NVIDIA H200, 138.9 us"),
+    ("", "samples_us", "[1, 1, 1, 1]", "beats the roofline of NVIDIA H200, 138.9 us"),
     ("", "samples_us", f"[{LONG}]", "4300"),
     ("", "samples_us", "[NaN, 1, 2, 3]", "samples_us nan is not a number"),
     ("", "measured_at", '"0001-01-01T00:00:00+23:59"', "is not a time since 1970"),
@@ -139,7 +139,7 @@ BAD_CELLS = [
     ("", "evidence", f'{{"a": {"[" * 100_000}{"]" * 100_000}}}', "nested too deep"),
     ("", "noise", "Infinity", "noise inf is not a number"),
     ("fingerprint", "device_name", '"H [/b]"', "device_name 'H [/b]' has characters"),
-    ("fingerprint", "device_name", '"$\\\\foo_{"', "has characters that no device or version has"),
+    ("fingerprint", "device_name", '"$\\\\foo_{"', "has characters that names of devices lack"),
     ("fingerprint", "device_name", '["H200"]', "device_name a list is not a line"),
     ("problem", "m", "9223372036854775807", "m 9223372036854775807 is not a whole number"),
     ("problem", "in_dtype", "[]", "in_dtype a list is not a line"),
@@ -223,7 +223,7 @@ class TestConflicts:
     def test_beyond_the_roofline(self, rows: list[Any], source: Path, tmp_path: Path) -> None:
         file = self.claim(rows, tmp_path, samples_us=[64.0] * 4)
         stderr = run("db", "import", file, "--db", source, code=1)[1]
-        assert "64 us for 4096x4096x4096 bf16 tn is beyond the roofline of NVIDIA H200, 138.9 us" in stderr
+        assert "64 us for 4096x4096x4096 bf16 tn beats the roofline of NVIDIA H200, 138.9 us" in stderr
 
 
 #: A cell of a database, what is written over it, and what export and merge say of the row.
@@ -241,8 +241,8 @@ DAMAGED = [
     ("measurements", "warnings", "'7'", "warnings: 7 is not a list"),
     ("candidates", "json", "'{'", "not a stored candidate"),
     ("candidates", "json", "x'ff'", "not a stored candidate"),
-    ("candidates", "json", "replace(json, '128', '256')", "holds the parameters of"),
-    ("fingerprints", "driver", "'999.9'", "holds the facts of"),
+    ("candidates", "json", "replace(json, '128', '256')", "has the parameters of candidate"),
+    ("fingerprints", "driver", "'999.9'", "has the facts of fingerprint"),
     ("candidates", "label", "char(27) || '[31m'", "label '\\x1b[31m' is not a line"),
     ("problems", "m", "'many'", "m 'many' is not a whole number"),
     ("problems", "epilogue", "'nonsense('", "nonsense("),
@@ -302,7 +302,7 @@ class TestPacks:
             ({"label": "@deep@"}, "nested too deep"),
             ({"candidate": {"family": "cute_sm90", "compile": {"tile_m": [1]}, "launch": {}}}, "tile_m"),
             ({"fingerprint": ["x"]}, "fingerprint a list is not a line"),
-            ({"median_us": 1.0}, "beyond the roofline"),
+            ({"median_us": 1.0}, "beats the roofline"),
         ],
     )
     def test_one_odd_record(self, source: Path, tmp_path: Path, change: dict[str, Any], named: str) -> None:
@@ -407,7 +407,7 @@ class TestOut:
         [
             ("/nowhere/x.json", "No such file or directory"),
             ("/dev/full", "No space left on device; make room"),
-            (".", "Is a directory; name a file in it"),
+            (".", "Is a directory; give a file in it"),
             ("/etc/passwd/x", "Not a directory"),
         ],
     )  # fmt: skip

@@ -202,7 +202,7 @@ class TestShippedFiles:
         ("change", "named"),
         [
             ({"m": 0}, "m=0"), ({"m": "4096"}, "m '4096'"), ({"m": True}, "m True"),
-            ({"in_dtype": "int3"}, "'int3'"), ({"extra": 1}, "has a field 'extra', which is not known"),
+            ({"in_dtype": "int3"}, "'int3'"), ({"extra": 1}, "has an unknown field 'extra'"),
         ],
     )  # fmt: skip
     def test_a_bad_record_is_named_and_left_out(self, home: Path, change: dict, named: str) -> None:
@@ -212,7 +212,7 @@ class TestShippedFiles:
         path.write_text(json.dumps(data))
         records, problems = read_shipped(home / "records")
         assert [record.problem for record in records] == [PROBLEM]
-        assert len(problems) == 1 and "record 1 is left out" in problems[0] and named in problems[0]
+        assert len(problems) == 1 and "skipped record 1" in problems[0] and named in problems[0]
 
     @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "tunegemm-records/99"}'])
     def test_a_bad_file_is_named(self, home: Path, text: str) -> None:
@@ -255,7 +255,7 @@ class TestLookup:
         path.write_text(json.dumps(data))
         (home / "records" / "broken.json").write_text("{")
         lookup = ShippedLookup()
-        assert len(lookup.warnings) == 1 and "broken.json: not a file of records" in lookup.warnings[0]
+        assert len(lookup.warnings) == 1 and "broken.json: not a records file" in lookup.warnings[0]
         found = {problem: lookup.find(problem) for problem in (PROBLEM, SMALL)}
         assert sorted(map(len, found.values())) == [0, 1]
         assert "skipped a shipped record" in caplog.text and "ratio" in caplog.text
@@ -274,8 +274,8 @@ class TestLookup:
         assert sorted(len(lookup.find(problem)) for problem in (PROBLEM, SMALL)) == [0, 1]
         assert "skipped a shipped record" in caplog.text
         path.write_text(whole.replace('"m": 4096', '"m": 4096e', 1))
-        assert "not a file of records" in "".join(ShippedLookup().warnings)
+        assert "not a records file" in "".join(ShippedLookup().warnings)
         path.write_text(whole[:-40])
-        assert "not a file of records" in "".join(ShippedLookup().warnings)
+        assert "not a records file" in "".join(ShippedLookup().warnings)
         path.write_text(json.dumps(json.loads(whole), indent=2))
         assert [len(ShippedLookup().find(problem)) for problem in (PROBLEM, SMALL)] == [1, 1]

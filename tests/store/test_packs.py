@@ -214,7 +214,7 @@ def link(entries: Entries) -> None:
         (edited(2, lambda content: content + b" "), r"entry objects/\w\w/\w+\.o is missing or was changed"),
         (edited(-2, lambda content: content.replace(b"512", b"513")), r"entry records/NVIDIA-H200\.json was"),
         (lambda entries: entries.pop(3), r"entry objects/\w\w/\w+\.json is missing"),
-        (lambda entries: entries.append(entries[-2]), r"holds more than manifest\.json lists"),
+        (lambda entries: entries.append(entries[-2]), r"has entries that manifest\.json does not list"),
         (lambda entries: entries.pop(), r"manifest\.json was changed, or the end is missing"),
         (manifest(lambda data: data.update(tunegemm="9")), r"manifest\.json was changed"),
         (lambda entries: entries.reverse(), "not a pack, or repacked"),
@@ -332,7 +332,7 @@ def test_records_of_other_compilers_and_sources_are_left_out(tmp_path: Path, hom
     assert [reason.partition(" (")[0] for reason in packed.left_out] == [
         "cutlass_dsl 4.2.0", "kernel sources of triton_tma changed since",
     ]  # fmt: skip
-    with pytest.raises(PackError, match=r"no record to pack \(cutlass_dsl 4\.2\.0"):
+    with pytest.raises(PackError, match=r"no record to pack: cutlass_dsl 4\.2\.0"):
         packing.pack(records[:1], tmp_path / "b.pack")
 
 
@@ -343,7 +343,7 @@ def test_a_bad_pack_in_the_environment_costs_only_itself(
     monkeypatch.setenv("TUNEGEMM_PACK", str(home / "none.pack"))
     snapshot = read_snapshot()
     assert len(snapshot) == 3 and snapshot.warnings == (
-        f"{home / 'none.pack'}: No such file or directory; give a file that `tunegemm pack` made",
+        f"{home / 'none.pack'}: No such file or directory; give a file from `tunegemm pack`",
     )
 
 

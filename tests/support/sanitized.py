@@ -20,7 +20,7 @@ from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.operation import Operation
-from tunegemm.generate import along_k, block_groups, blocks, joined, routing
+from tunegemm.generate import along_k, block_groups, blocks, joined, quantize, routing
 from tunegemm.generate.along_k import AlongK
 from tunegemm.generate.block_groups import BlockGroupKernel
 from tunegemm.generate.blocks import BlockKernel
@@ -28,6 +28,7 @@ from tunegemm.generate.blocks.config import BlockConfig
 from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.joined import JoinedKernel
+from tunegemm.generate.quantize import BLOCK, Quantizer
 from tunegemm.groups.routing import Gate, Routing, few
 from tunegemm.model.block_groups import listed as listed_of_block_groups
 from tunegemm.model.blocks import listed as listed_of_blocks
@@ -102,6 +103,7 @@ def main(folder: str, planted: bool = False) -> None:
         launch_joined()
         launch_blocks()
         launch_block_groups()
+        launch_quantizers()
 
 
 def grouped_kernels() -> Iterator[tuple[str, GroupedConfig]]:
@@ -213,6 +215,23 @@ def launch_block_groups() -> None:
         kernel.launch(a, weights, scale_a, scale_b, ends, out, blocks=device.sm_count)
         assert bool((out == 400).all()), config.label
         print("scaled groups", config.label, flush=True)
+
+
+def launch_quantizers() -> None:
+    """Kernels that quantise, of rows that end where their memory does."""
+    provided = provide_blocks()
+    for config in quantize.CONFIGS:
+        artifact = provided.of(quantize.kernel_key(config))
+        assert artifact is not None, config.label
+        kernel = Quantizer.load(config, artifact.path)
+        for rows, k in ((1, 8), (6, 400), (150, 1160)):
+            x = torch.ones(rows, k * (1 + config.gated), device="cuda", dtype=DTYPES.get(config.dtype))
+            values = torch.zeros(rows, k, device="cuda").to(DTYPES["fp8_e4m3"])
+            scales = torch.zeros(-(-k // BLOCK), rows, device="cuda").t()
+            launch = kernel.bound(x, values, scales)
+            launch(x.data_ptr(), values.data_ptr(), scales.data_ptr())
+            assert bool((values.float() == 448).all()) and bool((scales > 0).all()), config.label
+        print("quantize", config.label, flush=True)
 
 
 def launch_around() -> None:

@@ -37,7 +37,7 @@ def test_a_result_prints_as_a_short_table_and_its_winner_can_be_pasted() -> None
     assert second.split() == ["1.000", "12.10", "12.00", "torch.mm"]
     assert eval(winner, {"Candidate": Candidate}) == OURS
     assert repr(result()).count("\n") == 0 and "1.200 x torch.mm by pp64 <w4>" in repr(result())
-    assert "nothing found" in repr(result(best=None, outcomes=()))
+    assert "no result" in repr(result(best=None, outcomes=()))
 
 
 def test_the_winner_has_the_figures_that_it_is_reported_with() -> None:

@@ -151,7 +151,7 @@ def test_a_locked_database_is_named(tmp_path: Path) -> None:
         (lambda path: path.write_bytes(b"SQLite format 3\0"), "give it as sqlite:///"),
         (os.mkfifo, "a named pipe; give a file"),
         (lambda path: path.symlink_to("/dev/zero"), "a device; give a file"),
-        (lambda path: path.write_text('{"op_code": 99, "worker_id": "x"}\n'), "of a later Optuna"),
+        (lambda path: path.write_text('{"op_code": 99, "worker_id": "x"}\n'), "written by a later Optuna"),
         (lambda path: path.write_text('{"op_code": 0}\n'), "cannot be used .* damaged"),
     ],
 )
@@ -202,4 +202,4 @@ def test_a_storage_that_fails_meanwhile_does_not_end_the_search(
         (tmp_path / "study.log").mkdir()
         studies.keep(study.study)
         studies.keep(study.study)
-    assert caplog.text.count("what follows is not kept there") == 1
+    assert caplog.text.count("further trials are not kept there") == 1

@@ -64,12 +64,12 @@ class Forest:
                     feature[place, number], threshold[place, number] = column, limit
                     mask[place, number] = left
                 leaves[number, : len(tree["leaves"])] = tree["leaves"]
-            found = cls(float(data["base"]), feature, threshold, mask, leaves)
+            result = cls(float(data["base"]), feature, threshold, mask, leaves)
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise TunegemmError(f"no trees: {type(error).__name__}: {error}") from None
         if not (feature.min() >= 0 and feature.max() < width and np.isfinite(leaves).all()):
-            raise TunegemmError("no trees: a node reads a column that there is not, or a leaf is not finite")
-        return found
+            raise TunegemmError("no trees: a node reads a missing column, or a leaf is not finite")
+        return result
 
     def __call__(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
         """Evaluate the forest: one value for each row."""
@@ -77,8 +77,8 @@ class Forest:
         masks = np.where(seen, self.mask.ravel(), np.uint16(_ALL))
         left = np.bitwise_and.reduce(masks.reshape(len(rows), *self.feature.shape), axis=1)
         trees = np.arange(self.feature.shape[1])
-        found: NDArray[np.float64] = self.base + self.leaves[trees, _LOWEST[left]].sum(axis=1)
-        return found
+        result: NDArray[np.float64] = self.base + self.leaves[trees, _LOWEST[left]].sum(axis=1)
+        return result
 
 
 def read(path: Path, features: Sequence[str], name: str = "") -> tuple[Forest, dict[str, Any]]:

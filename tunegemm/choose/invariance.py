@@ -59,7 +59,7 @@ _OF_NEIGHBOURS = 0.02
 FEW_ROWS = 256
 #: Launches that the trees evaluate: those expected to be nearest to the best.
 ASKED = 4
-#: Launch options by GPC: whether tiles go along n, and whether L2 first evicts what a group does not share.
+#: Launch options by GPC: whether tiles go along n, and whether L2 first evicts the unshared operand.
 _BY_GPC = tuple({"along_n": n, "streamed": s} for n, s in itertools.product((False, True), repeat=2))
 _SIXTEEN_BITS = 2
 
@@ -95,7 +95,7 @@ class InvariantOption:
 
     def __str__(self) -> str:
         if self.origin is None:
-            return "of the kernels that ship for this policy"
+            return "a shipped kernel for this policy"
         return f"from {self.origin.problem.shape} ({self.origin.ratio:.3f} x torch there)"
 
 
@@ -116,26 +116,30 @@ def invariant_options(
             if is_close:
                 close.add(kernel)
     ordered = [
-        replace(one, expected=one.expected + _OF_NEIGHBOURS) if one.kernel in close else one
-        for one in ranked(problem, [*dict.fromkeys([*origins, *ours])], device)
+        replace(prediction, expected=prediction.expected + _OF_NEIGHBOURS)
+        if prediction.kernel in close
+        else prediction
+        for prediction in ranked(problem, [*dict.fromkeys([*origins, *ours])], device)
     ]
-    found: list[InvariantOption] = []
-    for one in sorted(ordered, key=lambda one: -one.expected):
-        if len(found) == MOST_OPTIONS:
+    options: list[InvariantOption] = []
+    for prediction in sorted(ordered, key=lambda prediction: -prediction.expected):
+        if len(options) == MOST_OPTIONS:
             break
         try:
-            family = families.get(one.candidate.family)
+            family = families.get(prediction.candidate.family)
             if (
-                policy.refusal(problem, one.candidate)
-                or not family.check(problem, one.candidate, device).runs
+                policy.refusal(problem, prediction.candidate)
+                or not family.check(problem, prediction.candidate, device).runs
             ):
                 continue
         except (SpaceError, KeyError, TypeError):  # a stored candidate that is damaged or of another version
             continue
-        origin = origins.get(one.kernel)
-        label = family.label(one.candidate)
-        found.append(InvariantOption(Record(problem, one.candidate, device.fingerprint, label), origin))
-    return tuple(found)
+        origin = origins.get(prediction.kernel)
+        label = family.label(prediction.candidate)
+        options.append(
+            InvariantOption(Record(problem, prediction.candidate, device.fingerprint, label), origin)
+        )
+    return tuple(options)
 
 
 def _records(
@@ -157,12 +161,12 @@ def _records(
         for other in snapshot.around(alike, math.inf)
     )
     asked = itertools.chain(same, others if everywhere else ())
-    found = (
+    result = (
         (record, is_close)
         for other, is_close in asked
         if (record := snapshot.find_kernel(other, device.fingerprint)) is not None
     )
-    return itertools.islice(found, MOST_RECORDED)
+    return itertools.islice(result, MOST_RECORDED)
 
 
 def ranked(
@@ -200,18 +204,18 @@ def _at_best(
     seen, modelled = in_16_bit(problem), _as_fitted(device)
     columns = columns_in_16_bit(problem, kernels)
     parts = [columns.launched(**{name: np.array(value) for name, value in order.items()}) for order in orders]
-    found = [terms(seen, part, modelled) for part in parts]
+    results = [terms(seen, part, modelled) for part in parts]
     times = [
-        steady(seen, part, one, modelled).us if lasts else one.total_us
-        for part, one in zip(parts, found, strict=True)
+        steady(seen, part, prediction, modelled).us if lasts else prediction.total_us
+        for part, prediction in zip(parts, results, strict=True)
     ]
     best, numbers = np.argmin(times, axis=0), family_numbers(kernels)
     expected = np.empty(len(kernels))
-    for number, (part, one) in enumerate(zip(parts, found, strict=True)):
+    for number, (part, item) in enumerate(zip(parts, results, strict=True)):
         rows = np.flatnonzero(best == number)
         if len(rows):
             expected[rows] = expects(
-                features(OF_ORDER, seen, part.take(rows), one.take(rows), numbers[rows], modelled)
+                features(OF_ORDER, seen, part.take(rows), item.take(rows), numbers[rows], modelled)
             )
     return [
         Ranked(kernel.kernel, launched(problem, kernel.kernel, **orders[number]), log)
@@ -225,9 +229,9 @@ def best_ranked(problem: Problem, device: Device) -> list[Ranked]:
     if problem.m > FEW_ROWS and shortlist.large_kernels(problem):
         order = large_ranked(problem, order, device)
     runs = (
-        one
-        for one in sorted(order, key=lambda one: -one.score)
-        if families.get(one.candidate.family).check(problem, one.candidate, device).runs
+        kernel
+        for kernel in sorted(order, key=lambda prediction: -prediction.score)
+        if families.get(kernel.candidate.family).check(problem, kernel.candidate, device).runs
     )
     return list(itertools.islice(runs, ASKED))
 
@@ -242,9 +246,9 @@ def large_ranked(problem: Problem, listed: Sequence[Ranked], device: Device) -> 
         kernel for kernel in shortlist.large_kernels(problem) if model.l2_hint(problem, kernel) == "none"
     ]
     launched, expects = shortlist.launched_by_gpc, order_here()
-    found = [*listed, *_at_best(problem, kernels, device, _BY_GPC, launched, True, expects)]
-    slowed = slowed_by_cap(problem, [one.candidate for one in found], device).tolist()
-    return [replace(one, slowed=log) for one, log in zip(found, slowed, strict=True)]
+    results = [*listed, *_at_best(problem, kernels, device, _BY_GPC, launched, True, expects)]
+    slowed = slowed_by_cap(problem, [result.candidate for result in results], device).tolist()
+    return [replace(item, slowed=log) for item, log in zip(results, slowed, strict=True)]
 
 
 def slowed_by_cap(problem: Problem, candidates: Sequence[Candidate], device: Device) -> Floats:
@@ -254,23 +258,23 @@ def slowed_by_cap(problem: Problem, candidates: Sequence[Candidate], device: Dev
     """
     seen, modelled = in_16_bit(problem), _as_fitted(device)
     columns = columns_in_16_bit(problem, candidates)
-    found = terms(seen, columns, modelled)
-    return np.log(steady(seen, columns, found, modelled).us / found.total_us)
+    result = terms(seen, columns, modelled)
+    return np.log(steady(seen, columns, result, modelled).us / result.total_us)
 
 
 def features_of(
-    problem: Problem, found: Sequence[Ranked], device: Device, library: LibraryChoice | None
+    problem: Problem, ranked: Sequence[Ranked], device: Device, library: LibraryChoice | None
 ) -> Floats:
     """A row of `OF_GAIN` for each launch. library: the choice of torch's library for the product alone."""
     seen, modelled = in_16_bit(problem), _as_fitted(device)
-    launches = [one.candidate for one in found]
+    launches = [kernel.candidate for kernel in ranked]
     columns = columns_in_16_bit(problem, launches)
     costs = terms(seen, columns, modelled)
     matrix_bytes = problem.m * problem.n * DTYPE_BYTES[problem.out_dtype]
     after_us = kernels_after(problem) * elementwise_us(2 * matrix_bytes, modelled)
     return features(
         OF_GAIN, seen, columns, costs, family_numbers(launches), modelled, library,
-        behind=np.array([one.expected for one in found]),
+        behind=np.array([kernel.expected for kernel in ranked]),
         one_byte=DTYPE_BYTES[problem.in_dtype] == 1,
         gated=problem.fused.gated,
         adds="residual" in problem.fused.steps,
@@ -301,9 +305,7 @@ def order_here() -> Expects:
     try:
         return order_of(data_path("db", "order.json"))
     except (TunegemmError, OSError) as error:
-        warnings.warn(
-            f"{one_line(error)}; kernels are taken in the model's order", TunegemmWarning, stacklevel=2
-        )
+        warnings.warn(f"{one_line(error)}; kernels keep the model's order", TunegemmWarning, stacklevel=2)
         return lambda table: -table[:, OF_ORDER.index("log_us")]
 
 

@@ -100,7 +100,7 @@ class Near:
         return (
             f"from {self.origin.problem.shape} ({self.origin.ratio:.3f} x torch there, {there} waves; "
             f"{here} here): {self.record.ratio:.3f} x torch expected, "
-            f"{1 + self.margin:.2f} asked for"
+            f"{1 + self.margin:.2f} required"
         )
 
 
@@ -138,9 +138,7 @@ def neighbourhood(
         if "tile_m" not in neighbour.candidate.params:
             return Neighbourhood((), f"a library's kernel won at {neighbour.problem.shape}", neighbours, rows)
         if neighbour.ratio < 1 + margin:
-            refusal = (
-                f"{neighbour.ratio:.3f} x torch at {neighbour.problem.shape}, {1 + margin:.2f} asked for"
-            )
+            refusal = f"{neighbour.ratio:.3f} x torch at {neighbour.problem.shape}, {1 + margin:.2f} required"
             # The margin of a single neighbour grows with the distance.
             return Neighbourhood((), refusal, neighbours, rows if len(neighbours) == 2 else None)
     least = min(neighbour.ratio for neighbour in neighbours)
@@ -154,11 +152,11 @@ def neighbourhood(
         elif offer.record.ratio < 1 + margin:
             refusals.append(
                 f"kernel of {neighbour.problem.shape}: {offer.record.ratio:.3f} x torch expected, "
-                f"{1 + margin:.2f} asked for"
+                f"{1 + margin:.2f} required"
             )
         else:
             offers.append(offer)
-    offers.sort(key=lambda one: (-round(one.record.ratio, 2), abs(one.waves[1] - one.waves[0])))
+    offers.sort(key=lambda offer: (-round(offer.record.ratio, 2), abs(offer.waves[1] - offer.waves[0])))
     return Neighbourhood(tuple(offers), "" if offers else "; ".join(refusals), neighbours)
 
 
@@ -167,8 +165,10 @@ def _brackets(
 ) -> tuple[tuple[Record, ...], tuple[int, int]]:
     """The nearest records in reach below and above in m, and the range of rows that has the same ones."""
     m = problem.m
-    records = [one for one in snapshot.usable(problem, device.fingerprint) if one.problem.m not in (1, m)]
-    place = bisect.bisect(records, m, key=lambda one: one.problem.m)
+    records = [
+        record for record in snapshot.usable(problem, device.fingerprint) if record.problem.m not in (1, m)
+    ]
+    place = bisect.bisect(records, m, key=lambda record: record.problem.m)
     sides = tuple(records[max(place - 1, 0) : place + 1])
     least = records[place - 1].problem.m + 1 if place else 2
     most = records[place].problem.m - 1 if place < len(records) else sys.maxsize
@@ -191,8 +191,8 @@ def _margin(problem: Problem, neighbours: Sequence[Record]) -> float:
     return MARGIN + 2 * MARGIN_PER_DOUBLING * _doublings(neighbours[0].problem.m, problem.m)
 
 
-def _doublings(one: int, other: int) -> float:
-    return abs(math.log2(one / other))
+def _doublings(extent: int, other: int) -> float:
+    return abs(math.log2(extent / other))
 
 
 def tiles_differ(problem: Problem, neighbour: Problem, candidate: Candidate) -> str:
@@ -226,8 +226,8 @@ def _offer(neighbour: Record, problem: Problem, device: Device, least: float, ma
         return f"kernel of {neighbour.problem.shape}: {error}"
     torch = library_us(problem, device) / library_us(neighbour.problem, device)
     expected = min(neighbour.ratio * torch * there.total_us / here.total_us, least)
-    found = replace(neighbour, problem=problem, candidate=candidate, ratio=expected)
-    return Near(found, neighbour, (there.waves, here.waves), margin)
+    result = replace(neighbour, problem=problem, candidate=candidate, ratio=expected)
+    return Near(result, neighbour, (there.waves, here.waves), margin)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""ATen's operators that multiply matrices, and what torch's library computes along with each product.
+"""ATen's operators that multiply matrices, and the steps that torch's library computes with each product.
 
 One table for the code that serves, counts or replaces these operators, and for what a kernel has to beat. In
 eager code it has to beat torch's kernels, launched one by one; recorded ratios compare with these. A compiler
@@ -28,7 +28,7 @@ SCALES = (
 )  # fmt: skip
 
 
-_IN_PLACE = "in place, as tunegemm.enable serves none"
+_IN_PLACE = "in place, which tunegemm.enable does not serve"
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Operator:
     absorbs: tuple[tuple[str, ...], ...] = ()
     """The steps that it can compute along with the product."""
     refusal: str = ""
-    """Why `tunegemm.enable` leaves the operator to torch; empty if it serves the operator. `tunegemm.record`
-    records the operator in both cases."""
+    """Why `tunegemm.enable` does not serve the operator; empty if it does. `tunegemm.record` records the
+    operator in both cases."""
 
     @property
     def served(self) -> bool:

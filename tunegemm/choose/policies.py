@@ -1,4 +1,4 @@
-"""What users ask of dispatch: a `Policy` and a `Mode`.
+"""The user's settings for dispatch: a `Policy` and a `Mode`.
 
 A policy says what dispatch prefers among candidates, such as speed or the same bits in each run. The mode,
 set by the environment, says how far dispatch goes to serve a product.
@@ -39,9 +39,7 @@ class Policy:
         if self.max_sms is not None:
             is_whole = isinstance(self.max_sms, Integral) and not isinstance(self.max_sms, bool)
             if not is_whole or self.max_sms < 1:
-                raise PolicyError(
-                    f"max_sms {shown(self.max_sms)}: give a number of multiprocessors from 1, or None"
-                )
+                raise PolicyError(f"max_sms {shown(self.max_sms)}: give 1 or more multiprocessors, or None")
             object.__setattr__(self, "max_sms", int(self.max_sms))  # also NumPy's integers
 
     def __str__(self) -> str:
@@ -80,7 +78,7 @@ FASTEST = Policy()
 def parse_policy(text: str) -> Policy:
     """Parse text such as ``deterministic`` or ``fastest,max_sms=120``, as in the environment.
 
-    Raises PolicyError if the text names no policy.
+    Raises PolicyError if the text is not a policy.
     """
     name, *options = (word.strip() for word in text.split(","))
     policy = Policy(name or "fastest")  # type: ignore[arg-type]  # checked there
@@ -149,7 +147,7 @@ def _grid_refusal(candidate: Candidate) -> str:
     The hardware gives every multiprocessor a first block before any gets a second.
     """
     if "tile_m" not in candidate.params:
-        return "a library's kernel uses as many multiprocessors as it likes"
+        return "a library's kernel uses any number of multiprocessors"
     per_sm = int(candidate.params.get("ctas_per_sm", candidate.params.get("occupancy", 1)))
     if candidate.params.get("ctas") not in ("all", "balanced") or per_sm != 1:
         return "its grid is not one block per multiprocessor"

@@ -167,7 +167,7 @@ class Fitted:
             return Outlook(refusal=refusal, rows=(1, last))
         number = self._number(problem)
         if self._margin(case_of(problem, None), number) is None:
-            refusal = f"nothing is predicted of them at {problem.m} rows"
+            refusal = f"there are no predictions for them at {problem.m} rows"
             rows = (self.rows[number - 1] + 1 if number else 1, self.rows[number])
             return Outlook(refusal=refusal, rows=rows)
         if (between := self._between(problem.m)) is not None:
@@ -182,8 +182,8 @@ class Fitted:
         best = logs[order[0]] if order else -math.inf
         if best <= margin:
             return Outlook(
-                refusal=f"{math.exp(best - loss):.3f} x torch is predicted of the best shipped kernel, "
-                f"{math.exp(margin - loss):.3f} asked for"
+                refusal=f"the best shipped kernel is predicted at {math.exp(best - loss):.3f} x torch, "
+                f"{math.exp(margin - loss):.3f} required"
             )
         options: list[Predicted] = []
         refusals: list[str] = []
@@ -215,16 +215,17 @@ class Fitted:
             logs = self.forest(features_of(problem, ranked, device, library))
             return lambda number: ranked[number].candidate, logs
         modelled = replace(device, spec="model")  # as in the fit: each chip counts its own clusters
-        found = shortlist.choices(problem, modelled, self.kernels)
-        logs = self.forest(features_of_choices(problem, found, modelled, library))
-        return lambda number: found.candidate(problem, number), logs
+        result = shortlist.choices(problem, modelled, self.kernels)
+        logs = self.forest(features_of_choices(problem, result, modelled, library))
+        return lambda number: result.candidate(problem, number), logs
 
     def _basis(self, case: str) -> str:
         validated = self.served[case]
         return (
             f"predicted from {self.fitted_to['products']:g} products measured on this kind of GPU"
-            + (", torch's kernel not known" if case == "unknown" else "")
-            + f"; of {validated['products']:g} such left out in turn {validated['under_099']:g} lost over 1 %"
+            + (", torch's kernel unknown" if case == "unknown" else "")
+            + f"; {validated['under_099']:g} of {validated['products']:g} products lost over 1 % in "
+            "cross-validation"
         )
 
     def _number(self, problem: Problem) -> int:
@@ -298,9 +299,9 @@ def digest_of_list() -> str:
     """A digest of the listed kernels in their order: the file refers to them by position."""
     # Spelled out here rather than by a candidate's repr, which may change: fitted files hold the digest.
     listed = "\n".join(
-        f"Candidate(family={one.family!r}, compile_params={one.compile_params!r}, "
-        f"launch_params={one.launch_params!r})"
-        for one in shortlist.listed()
+        f"Candidate(family={candidate.family!r}, compile_params={candidate.compile_params!r}, "
+        f"launch_params={candidate.launch_params!r})"
+        for candidate in shortlist.listed()
     )
     return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
@@ -325,11 +326,13 @@ def load(name: str, gpu: str) -> Fitted | str:
     try:
         fitted = Fitted.of(name, gpu)
     except (FileError, OSError) as error:  # the miss reports it, and so does the layer of shipped records
-        return f"nothing is predicted: {one_line(error)}"
+        return f"no predictions: {one_line(error)}"
     except Exception as error:  # such as a truncated list
-        warnings.warn(f"{one_line(error)}; nothing is predicted until then", TunegemmWarning, stacklevel=2)
+        warnings.warn(
+            f"{one_line(error)}; there are no predictions until then", TunegemmWarning, stacklevel=2
+        )
         return one_line(error)
-    return fitted or f"nothing is predicted for {gpu}, which was not measured"
+    return fitted or f"there are no predictions for {gpu}, which was not measured"
 
 
 def by_the_library(
@@ -346,7 +349,7 @@ def by_the_library(
     """
     candidate = as_torch_chooses(problem, device.index) if device.is_real else None
     if candidate is None:
-        return Outlook(refusal="the library names no algorithm that adds its residual")
+        return Outlook(refusal="the library has no algorithm that adds its residual")
     if (reason := allows(problem, candidate)) or not (verdict := LIBRARY.check(problem, candidate, device)):
         return Outlook(refusal=f"the library's sum with its residual: {reason or verdict}")
     modelled = replace(device, spec="model")

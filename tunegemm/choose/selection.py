@@ -62,7 +62,7 @@ def select(
     policy: Policy = FASTEST,
     rivals: Callable[[Problem], Sequence[Record]] = lambda problem: (),
 ) -> Selection:
-    """Select what a problem launches on a device: a hit, a prediction, a near hit, or a miss.
+    """Select the kernels that a problem launches on a device: a hit, a prediction, a near hit, or a miss.
 
     near: whether predictions and neighbours may serve it. Predictions come first, if the device's kind was
     measured; neighbours decide about all other products, and if a prediction promises no gain. rivals:
@@ -88,8 +88,8 @@ def select(
 
     ahead = outlook(problem, device, policy.refusal)
     if ahead.options:
-        found = tuple(option.record for option in ahead.options)
-        return Selection("predicted", found, str(ahead.options[0]), predictions=ahead.options)
+        result = tuple(option.record for option in ahead.options)
+        return Selection("predicted", result, str(ahead.options[0]), predictions=ahead.options)
     from tunegemm.choose.neighbours import neighbourhood
 
     why = f"{why}; {ahead.refusal}" if ahead.refusal else why
@@ -134,13 +134,13 @@ def without_record(
     """Look up a grouped product without a record in the table that ships, for a GPU with a name.
 
     Returns a clause that says what computes it, and whether that is one of our kernels. why_not: no record,
-    or what is wrong with it. ordered: as for `tunegemm.model.grouped.choose`.
+    or the fault of the record. ordered: as for `tunegemm.model.grouped.choose`.
     """
     from tunegemm.model.grouped import chosen
 
     choice = chosen(problem, gpu, ordered=ordered)
     if choice is None:
-        return f"{why_not}, and no kernel that ships is known to be faster", False
+        return f"{why_not}, and no shipped kernel is known to be faster", False
     return f"{choice.label}, which db/grouped.toml names for such groups; {why_not}", True
 
 
@@ -151,9 +151,13 @@ def _in_groups(snapshot: Snapshot, problem: Problem, device: Device, near: bool,
     """
     record = recorded(snapshot, problem, device.fingerprint, near=near)
     if record is None or (ordered and record.is_torch):
-        why_not = snapshot.why_not(problem, device.fingerprint) if record is None else "torch's is recorded"
+        why_not = (
+            snapshot.why_not(problem, device.fingerprint)
+            if record is None
+            else "its record is torch's product"
+        )
         if not device.architecture.wgmma:
-            return Selection("miss", (), f"{why_not}; kernels for groups are Hopper's")
+            return Selection("miss", (), f"{why_not}; kernels for groups need Hopper")
         name = device.fingerprint.device_name
         why, is_ours = without_record(problem, name, why_not, ordered=ordered)
         return Selection("predicted" if is_ours else "miss", (), why)
@@ -170,8 +174,8 @@ def _added(
     product = select(snapshot, replace(problem, epilogue=""), device, policy=policy).options
     ahead = by_the_library(problem, device, product, policy.refusal)
     if ahead.options:
-        found = tuple(option.record for option in ahead.options)
-        return Selection("predicted", found, str(ahead.options[0]), predictions=ahead.options)
+        result = tuple(option.record for option in ahead.options)
+        return Selection("predicted", result, str(ahead.options[0]), predictions=ahead.options)
     why = f"{why}; {around.refusal}; {ahead.refusal}"
     return Selection("miss", (), why, neighbours=around.neighbours)
 
@@ -220,7 +224,7 @@ def _batch_invariant(
     from tunegemm.choose.invariance import invariant_options
 
     if not device.architecture.wgmma:
-        why = f"{policy}: which kernels give the same bits was measured on Hopper alone, not on {device.name}"
+        why = f"{policy}: equal bits were tested on Hopper only, not on {device.name}"
         return Selection("miss", (), why)
     if record is not None and not policy.refusal(problem, record.candidate):
         own: tuple[Record, ...] = (record,)
@@ -232,7 +236,7 @@ def _batch_invariant(
         refusal = "it has no record" if record is None else policy.refusal(problem, record.candidate)
         why = f"{policy} refuses the record ({refusal})"
     nears = invariant_options(snapshot, problem, device, policy) if near else ()
-    options = (*own, *(one.record for one in nears))
+    options = (*own, *(near.record for near in nears))
     if own:
         return Selection("hit", options, why, nears)
     if options:
@@ -262,12 +266,12 @@ def _least_energy(record: Record, problem: Problem, usable: Sequence[Record]) ->
 
 def _energy_mj(rival: Record) -> float:
     """The energy of one product in mJ; 0 if it was not measured."""
-    found = rival.telemetry.get("energy_mj")
-    return float(found) if isinstance(found, int | float) else 0.0
+    result = rival.telemetry.get("energy_mj")
+    return float(result) if isinstance(result, int | float) else 0.0
 
 
 def read_rivals(problem: Problem) -> list[Record]:
     """Read every measurement of a problem in the user's and the project's database. Loads SQLAlchemy."""
     from tunegemm.store.layers import of_databases
 
-    return [entry for found in of_databases(lambda d: d.measurements(problem), []) for entry in found]
+    return [entry for database in of_databases(lambda d: d.measurements(problem), []) for entry in database]

@@ -57,19 +57,19 @@ class Snapshot:
         Built for the first product without a record: a program whose products are all recorded never needs
         it.
         """
-        found: dict[tuple[Any, ...], dict[tuple[int, int], set[int]]] = {}
+        result: dict[tuple[Any, ...], dict[tuple[int, int], set[int]]] = {}
         lookups = (lookup.problems() for lookup in self._lookups)
         for m, n, k, *others in itertools.chain(map(cells_of, self._records), *lookups):
-            found.setdefault(tuple(others), {}).setdefault((n, k), set()).add(m)
-        return found
+            result.setdefault(tuple(others), {}).setdefault((n, k), set()).add(m)
+        return result
 
     @cached_property
     def digest(self) -> str:
         """A digest that changes with the records passed in, and with the number of records in `lookups`."""
         records = [
             (problem, record.candidate, record.ratio, record.kernel_source, record.fingerprint)
-            for problem, found in self._records.items()
-            for record in found
+            for problem, result in self._records.items()
+            for record in result
         ]
         return hashlib.sha256(repr((records, len(self))).encode()).hexdigest()
 
@@ -86,15 +86,15 @@ class Snapshot:
         """
         key = (*cells_of(problem)[1:], fingerprint)
         if (known := self._usable.get(key)) is None:
-            found = (self.find(replace(problem, m=m), fingerprint) for m in sorted(self.extents(problem)))
-            known = self._usable[key] = [record for record in found if record is not None]
+            result = (self.find(replace(problem, m=m), fingerprint) for m in sorted(self.extents(problem)))
+            known = self._usable[key] = [record for record in result if record is not None]
         return known
 
     def around(self, problem: Problem, doublings: float) -> Iterator[Problem]:
         """Recorded problems that differ in extents alone, by at most `doublings`, the nearest first."""
         m, n, k, *others = cells_of(problem)
         groups = self._extents.get(tuple(others), {})
-        apart = ((abs(math.log2(one[0] / n)) + abs(math.log2(one[1] / k)), *one, 0) for one in groups)
+        apart = ((abs(math.log2(group[0] / n)) + abs(math.log2(group[1] / k)), *group, 0) for group in groups)
         heap = [group for group in apart if group[0] <= doublings]
         heapq.heapify(heap)
         while heap:  # a group is as near as its nearest m can be
@@ -102,9 +102,9 @@ class Snapshot:
             if other_m:
                 yield replace(problem, m=other_m, n=other_n, k=other_k)
                 continue
-            for one in groups[other_n, other_k]:
-                if (whole := distance + abs(math.log2(one / m))) <= doublings:
-                    heapq.heappush(heap, (whole, other_n, other_k, one))
+            for item in groups[other_n, other_k]:
+                if (whole := distance + abs(math.log2(item / m))) <= doublings:
+                    heapq.heappush(heap, (whole, other_n, other_k, item))
 
     def judged(self, problem: Problem, fingerprint: Fingerprint) -> list[tuple[Judgement, Record]]:
         """The problem's records, best first, with the judgement of each on a device with this fingerprint.

@@ -1,4 +1,4 @@
-"""The `tunegemm` command and how it reports what went wrong."""
+"""The `tunegemm` command and its error reports."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from tunegemm.errors import TunegemmError
 from tunegemm.extras import lack
 from tunegemm.untrusted import shown
 
-#: Exit codes: 0 done, 1 done but nothing usable came of it, 2 bad input, 130 interrupted by Ctrl-C, 141 its
+#: Exit codes: 0 done, 1 done without a usable result, 2 bad input, 130 interrupted by Ctrl-C, 141 its
 #: output was closed.
 BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
 
-# The base of all usage errors. Newer versions of Typer carry their own copy of Click and export it only
-# as an ancestor of BadParameter, so that is how it is found in both.
+# The base class of all usage errors. Newer versions of Typer carry their own copy of Click and export the
+# class only as an ancestor of BadParameter; this lookup works for both.
 _UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
@@ -59,7 +59,7 @@ class OneLineErrors(Group):
                 raise
             _fail(str(lacking))
         except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
-            # Nothing more is flushed at the end, which would fail again.
+            # Suppress the flush at exit, which would fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(PIPE_CLOSED)
         except OSError as error:  # the working directory was deleted, a disk does not answer
@@ -73,15 +73,15 @@ class OneLineErrors(Group):
 
 
 def _usage(error: Any) -> str:
-    """What Click says of a command line, with the value that it is about and whose help to read."""
+    """Click's message about a command line, with the offending value and the command whose help to read."""
     message = error.format_message().replace("Value error, ", "")
-    # Newer versions of Typer read values with pydantic, which says what is wanted but not what was given.
+    # Newer versions of Typer parse values with pydantic, whose message omits the value.
     if (details := getattr(error.__cause__, "errors", None)) is not None:
-        given = details()[0]["input"]
-        if repr(given) not in message:
-            message = message.replace(": ", f": {shown(given)}: ", 1)
+        value = details()[0]["input"]
+        if repr(value) not in message:
+            message = message.replace(": ", f": {shown(value)}: ", 1)
     if message.startswith(("No such option: --m ", "No such option: --n ", "No such option: --k ")):
-        message = f"{message.partition(' (')[0]}; --shape has the extents, as --shape 512:4096:512x6144x4096"
+        message = f"{message.partition(' (')[0]}; give the extents as --shape 512:4096:512x6144x4096"
     if not message.endswith((".", "?")):
         message += "."
     command = error.ctx.command_path.split()[1:] if getattr(error, "ctx", None) is not None else ()
@@ -101,7 +101,7 @@ class _Lines(logging.Handler):
 
 
 def _prepare_output() -> None:
-    """Letters that the terminal's encoding lacks are escaped; the library's warnings are lines of ours."""
+    """Escapes letters that the terminal's encoding lacks, and prints warnings as single lines."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -158,6 +158,6 @@ app.command("doctor")(doctor.command)
 
 def main() -> None:
     """Entry point of the `tunegemm` script."""
-    # Even under TUNEGEMM_ENABLE, as in a container, the baseline of a race must be torch's own kernel.
+    # Even under TUNEGEMM_ENABLE, as in a container, a race's baseline must be torch's own kernel.
     os.environ |= UNATTACHED if "TUNEGEMM_ENABLE" in os.environ else {}
     app(prog_name="tunegemm")

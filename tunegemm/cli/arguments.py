@@ -1,4 +1,4 @@
-"""How the text of an argument is read; what cannot be raises UsageError, which names it and the remedy."""
+"""Parses the text of arguments. Invalid text raises UsageError, which names it and the remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tunegemm.untrusted import digits, shown
 if TYPE_CHECKING:
     from tunegemm.describe.device import Device
 
-#: Shapes of one command line.
+#: Most shapes of one command line.
 _MOST_SHAPES = 1000
 
 
@@ -27,7 +27,7 @@ class UsageError(TunegemmError):
 
 
 def require_memory(device: Device, problems: Iterable[Problem]) -> None:
-    """Raises ProblemError for the first problem that the device's memory cannot hold."""
+    """Raises ProblemError for the first problem that does not fit into the device's memory."""
     for problem in problems:
         if (lack := device.lacks_memory(problem)) is not None:
             raise ProblemError(f"{lack}; give a smaller --shape")
@@ -36,11 +36,11 @@ def require_memory(device: Device, problems: Iterable[Problem]) -> None:
 def problem_filter(
     shapes: list[str] | None, dtype: str | None, layout: str | None, out_dtype: str | None = None
 ) -> Callable[[Problem], bool]:
-    """Whether a problem is one of those asked for; None asks for any. Raises ProblemError."""
+    """A filter for the requested problems; None accepts any value. Raises ProblemError."""
     extents = parse_shapes(shapes)
     in_dtype = normalize_dtype(dtype, OUTPUT_DTYPES) if dtype is not None else None
     if in_dtype is not None:
-        default_out_dtype(in_dtype)  # raises for one without kernels
+        default_out_dtype(in_dtype)  # raises for a dtype without kernels
     out = normalize_dtype(out_dtype) if out_dtype is not None else None
     if layout is not None and layout.lower() not in LAYOUTS:
         raise ProblemError(f"layout {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
@@ -53,16 +53,16 @@ def problem_filter(
 
 
 def require_database(location: str | None) -> None:
-    """Raises DatabaseError if the location is the path of a database that is not there."""
+    """Raises DatabaseError if the location is a path without a database."""
     from tunegemm.store.connection import resolve
 
     place = None if location is None else resolve(location)
     if isinstance(place, Path) and not os.path.lexists(place):
-        raise DatabaseError(f"{place}: no such database; give the path of one that `tunegemm tune` has made")
+        raise DatabaseError(f"{place}: no such database; give the path of a database from `tunegemm tune`")
 
 
 def parse_shapes(shapes: list[str] | None) -> list[str]:
-    """The extents that are asked for, as `Problem.shape` writes them. Raises ProblemError."""
+    """The requested extents, in the format of `Problem.shape`. Raises ProblemError."""
     return list(dict.fromkeys(Problem.parse(text).shape for text in expanded(shapes)))
 
 
@@ -74,15 +74,15 @@ def expanded(shapes: list[str] | None) -> list[str]:
 
     Raises UsageError for a range that has no value, and for more than a thousand shapes.
     """
-    found: list[str] = []
+    results: list[str] = []
     for text in shapes or ():
         lists = [_values(text, part) for part in re.split(r"x(?![^{]*\})", text)]
-        if len(found) + math.prod(map(len, lists)) > _MOST_SHAPES:
+        if len(results) + math.prod(map(len, lists)) > _MOST_SHAPES:
             raise UsageError(
                 f"--shape {shown(text)}: more than {_MOST_SHAPES} shapes; give fewer, or use --from"
             )
-        found += ["x".join(parts) for parts in itertools.product(*lists)]
-    return found
+        results += ["x".join(parts) for parts in itertools.product(*lists)]
+    return results
 
 
 def _values(text: str, part: str) -> list[str]:
@@ -102,7 +102,7 @@ def _values(text: str, part: str) -> list[str]:
 
 
 def parse_pattern(text: str | None) -> str | None:
-    """A regular expression over labels, as it is. Raises UsageError for what is none."""
+    """A regular expression over labels, unchanged. Raises UsageError if it is invalid."""
     if text is not None:
         try:
             re.compile(text)
@@ -130,30 +130,30 @@ def parse_gpus(text: str) -> tuple[int, ...]:
     """Numbers of this host's GPUs from ``all`` or ``0,1``. Raises UsageError, DeviceError without a GPU."""
     from tunegemm.describe.device import cuda_device_count
 
-    found = [] if text == "all" else [digits(word.strip()) for word in text.split(",")]
-    numbers = [number for number in found if number is not None]
-    if len(numbers) < len(found):
-        raise UsageError(f"--devices {shown(text)}: not numbers of GPUs; give all, or such as 0,1")
+    result = [] if text == "all" else [digits(word.strip()) for word in text.split(",")]
+    numbers = [number for number in result if number is not None]
+    if len(numbers) < len(result):
+        raise UsageError(f"--devices {shown(text)}: not GPU numbers; give all, or numbers such as 0,1")
     for number in numbers:
         if numbers.count(number) > 1:
             raise UsageError(f"--devices {text!r}: names GPU {number} twice; name each once")
     count = cuda_device_count()
     if not count:
-        raise DeviceError(f"--devices {text!r}: no CUDA device here, and this measures; run it on a GPU")
+        raise DeviceError(f"--devices {text!r}: no CUDA device here; run this command on a GPU")
     if numbers and max(numbers) >= count:
         raise UsageError(f"--devices {text!r}: no GPU {max(numbers)}; here are {count}: 0 to {count - 1}")
     return tuple(numbers or range(count))
 
 
 def parse_families(text: str | None) -> tuple[str, ...] | None:
-    """Names of kernel families from ``a,b``; None for all. Raises SpaceError for one that is not known."""
+    """Names of kernel families from ``a,b``; None for all. Raises SpaceError for an unknown name."""
     if text is None:
         return None
     from tunegemm.generate import families
 
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
-        raise UsageError(f"families {text!r} names none; use some of {','.join(families.NAMES)}")
+        raise UsageError(f"families {text!r} names no family; use some of {','.join(families.NAMES)}")
     for name in names:
         families.get(name)
     return names

@@ -1,4 +1,4 @@
-"""`tunegemm db`: export, import, merge, upgrade, and what the layers hold."""
+"""`tunegemm db`: export, import, merge, upgrade, and list the layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 app = App(cls=Group, help="Exchange and merge tuning databases.", rich_markup_mode=None)
 
-#: Bad rows that are named one by one; the rest is counted.
+#: Bad rows to name one by one; the others are only counted.
 _NAMED = 20
 
 
@@ -69,7 +69,7 @@ def export_command(
             paths = [out]
     _name_skipped(skipped)
     for path in paths:
-        printing.say(f"wrote {path}", err=descriptor(path) == 1)  # where the rows go, nothing else goes
+        printing.say(f"wrote {path}", err=descriptor(path) == 1)  # stdout carries only the rows
 
 
 @app.command("import")
@@ -79,7 +79,7 @@ def import_command(
     ],
     db: options.DatabaseLocation = None,
 ) -> None:
-    """Add the rows of files to a database. Bad rows and files are named and left out; nothing stored is lost.
+    """Add the rows of files to a database. Bad rows and files are named and skipped; stored rows stay.
 
     Exit code 2 when a file cannot be read, 1 when no row could be used.
     """
@@ -88,7 +88,7 @@ def import_command(
     from tunegemm.store.exchange import load, read
 
     readable = []
-    for file in files:  # none of them: then no empty database is made, which would be a layer in this folder
+    for file in files:  # check before creating a database, which would be a layer of this folder
         _require_json(file)
         rows = read(file)
         try:

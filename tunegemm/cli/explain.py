@@ -33,11 +33,11 @@ def command(
 ) -> None:
     """Show the rooflines of a shape and of a tile, and which kernel tunegemm.matmul would use."""
     with printing.working("looking up what dispatch would launch"):
-        found = _explained(problems, device, candidate, db)
+        result = _explained(problems, device, candidate, db)
     if as_json:
-        typer.echo(to_json([explanation.asdict() for explanation in found]))
+        typer.echo(to_json([explanation.asdict() for explanation in result]))
         return
-    for explanation in found:
+    for explanation in result:
         printing.say(*str(explanation).splitlines(), hang=12)
 
 
@@ -52,5 +52,5 @@ def _explained(
         import torch
 
         with suppress(RuntimeError):  # no memory for a context: predictions have wider margins then
-            torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's library is asked as in a program
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's heuristics need CUDA
     return [explain_problem(problem, opened, candidate=candidate, database=db) for problem in problems]

@@ -1,4 +1,4 @@
-"""What every command is made of: an option that takes one value is taken once, and `--help` has examples."""
+"""Base classes of commands: a single-value option may be given once only, and `--help` has examples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from tunegemm.cli.arguments import UsageError
 from tunegemm.cli.options import flat
 
-#: Two command lines for each command; what stands after `#` says what they are for.
+#: Two command lines for each command; the text after `#` explains them.
 EXAMPLES: dict[str, tuple[str, str]] = {
     "tune": (
         "tunegemm tune --shape 512x6144x4096 --shape 512x28672x4096",
@@ -63,7 +63,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
 }
 
 
-#: Options of a command in groups, by their names; the others come last.
+#: Groups of a command's options; all other options come last.
 GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     "tune": {
         "What to tune": (
@@ -99,7 +99,7 @@ def _in_words(text: str) -> str:
 
 
 class Group(TyperGroup):
-    """Lists its commands with their summaries whole, as many lines as that takes."""
+    """Lists its commands with their full summaries, over several lines if necessary."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         listed = []
@@ -117,19 +117,19 @@ def summary(text: str) -> str:
 
 
 class Command(TyperCommand):
-    """A command that shows its examples, each whole on its line, and refuses an option given twice, of which
-    Click would take the last value in silence.
+    """A command that prints each example on one line, and rejects an option given twice; Click would silently
+    take the last value.
 
-    Options that may be repeated are lists, and flags are what they are.
+    Repeatable options are lists; flags may be repeated.
     """
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups = GROUPS.get(" ".join(ctx.command_path.split()[1:]), {})
         listed: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", *groups, "Options")}
-        for one in self.get_params(ctx):
-            if (record := one.get_help_record(ctx)) is not None:
-                title = next((title for title, names in groups.items() if one.name in names), "Options")
-                title = title if one.param_type_name == "option" else "Arguments"
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                title = next((title for title, names in groups.items() if param.name in names), "Options")
+                title = title if param.param_type_name == "option" else "Arguments"
                 listed[title].append((_in_words(record[0]), _in_words(record[1])))
         for title, rows in listed.items():
             if rows:
@@ -147,7 +147,7 @@ class Command(TyperCommand):
         for parameter, count in Counter(order).items():
             if parameter.param_type_name == "option" and count > 1 and _takes_one_value(parameter):
                 raise UsageError(
-                    f"{parameter.opts[0]} is given {count} times and takes one value; give it once"
+                    f"{parameter.opts[0]} takes one value and occurs {count} times; give it once"
                 )
         return super().parse_args(ctx, args)
 
@@ -157,7 +157,7 @@ def _takes_one_value(option: Any) -> bool:
 
 
 class App(typer.Typer):
-    """An application whose commands are such, and may take groups of options."""
+    """An application of such commands, which may take groups of options."""
 
     def command(
         self, name: str | None = None, *, cls: type[TyperCommand] | None = None, **how: Any

@@ -1,4 +1,4 @@
-"""`tunegemm history`: what was the record when, and whether it is slower than the one before."""
+"""`tunegemm history`: all records of a shape over time, each compared with the one before."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def history(
     from tunegemm.store.shipped import read_shipped
 
     place = resolve(db)
-    found: dict[Problem, list[Record]] = {}
+    result: dict[Problem, list[Record]] = {}
     location = str(place)
     if db is not None or not isinstance(place, Path) or place.exists():
         with Database.open(db, read_only=True) as database:
-            found = {problem: database.history(problem, samples=True) for problem in problems}
+            result = {problem: database.history(problem, samples=True) for problem in problems}
             location = database.name
-    shipped = read_shipped()[0] if db is None else []  # what ships has a history, too
+    shipped = read_shipped()[0] if db is None else []  # shipped records have a history, too
     rows: list[tuple[Record, Change | None]] = []
     for problem in problems:
-        if own := found.get(problem):
+        if own := result.get(problem):
             rows += zip(own, changes(own), strict=True)
-        elif known := [one for one in shipped if one.problem == problem]:
-            rows += [(replace(one, chosen_at=one.measured_at), None) for one in known]
+        elif known := [record for record in shipped if record.problem == problem]:
+            rows += [(replace(item, chosen_at=item.measured_at), None) for item in known]
         else:
             command = tune_command(problem)
             raise UsageError(f"{location}: no record of {problem}; run `{command}` on a GPU first")

@@ -1,4 +1,4 @@
-"""`tunegemm leaderboard`: what the database knows of a shape, best first."""
+"""`tunegemm leaderboard`: the stored results of a shape, best first."""
 
 from __future__ import annotations
 
@@ -57,13 +57,15 @@ def command(
     shapes = arguments.parse_shapes(shape)
     names = arguments.parse_families(families)
     if sort != "problem" and shapes:
-        raise arguments.UsageError(f"--sort {sort} with --shape: kernels of a shape stand by evidence")
+        raise arguments.UsageError(
+            f"--sort {sort} with --shape: a shape's kernels are always sorted by evidence; leave out --sort"
+        )
     from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, problems_of
     from tunegemm.report.stored import of_all_layers
     from tunegemm.store import Database
     from tunegemm.store.queries import latest_records
 
-    # Of a large database every shape's best is read, and nothing else.
+    # From a large database, read only the best of every shape.
     narrow = not shapes and names is None
 
     def read(database: Database) -> pandas.DataFrame:
@@ -121,7 +123,7 @@ def command(
 
 
 def _of_device(frame: pandas.DataFrame, device: str | None) -> tuple[pandas.DataFrame, str]:
-    """The rows of one GPU, unless all are asked for, and a sentence on the others."""
+    """The rows of one GPU, or all rows if requested, and a sentence about the hidden ones."""
     from tunegemm.report.contents import named_device
 
     counts = {str(name): int(count) for name, count in frame["device_name"].value_counts().items()}
@@ -139,11 +141,11 @@ def _of_device(frame: pandas.DataFrame, device: str | None) -> tuple[pandas.Data
 
 
 def _lacking(words: list[str], measured: list[Problem], families: str | None) -> str:
-    """Why there is nothing to show."""
+    """The reason for an empty leaderboard."""
     if not measured:
-        return f"nothing measured{f' with {families}' if families else ''} yet"
+        return f"no measurements{f' with {families}' if families else ''} yet"
     some = ", ".join(map(str, measured[:5])) + (f" and {len(measured) - 5} more" if measured[5:] else "")
-    return f"no measurement of {' '.join(words)}; measured are {some}"
+    return f"no measurement of {' '.join(words)}; the database has {some}"
 
 
 def _render(boards: list[Leaderboard], format: Format, top: int | None) -> str:

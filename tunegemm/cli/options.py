@@ -1,4 +1,4 @@
-"""Options that commands share, and how a command takes a group of them as one value."""
+"""Options that commands share, and groups of options that a command takes as one value."""
 
 from __future__ import annotations
 
@@ -16,47 +16,49 @@ from tunegemm.describe.problem import ACCUMULATIONS, DTYPE_BYTES, LAYOUTS, OUTPU
 
 @dataclass(frozen=True)
 class Group:
-    """Annotates a parameter of a command that a function makes of several options: those of its signature."""
+    """Annotates a command's parameter that a function builds from several options: those of its signature."""
 
     of: Callable[..., Any]
     required: tuple[str, ...] = ()
-    """Names of its options that have to be given, whatever their defaults."""
+    """Names of its required options, whatever their defaults."""
 
     def parameters(self) -> dict[str, inspect.Parameter]:
         """The options, by their names."""
-        found = dict(inspect.signature(self.of, eval_str=True).parameters)
+        result = dict(inspect.signature(self.of, eval_str=True).parameters)
         for name in self.required:
-            found[name] = found[name].replace(default=inspect.Parameter.empty)
-        return found
+            result[name] = result[name].replace(default=inspect.Parameter.empty)
+        return result
 
 
 def flat(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as Typer reads it: the options of its groups are its own."""
+    """The command in the form that Typer reads: the groups' options become its own."""
     own = inspect.signature(command, eval_str=True).parameters
-    groups = {name: group for name, one in own.items() if (group := _group(one.annotation)) is not None}
+    groups = {
+        name: group for name, parameter in own.items() if (group := _group(parameter.annotation)) is not None
+    }
     shared = {name: group.parameters() for name, group in groups.items()}
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
+    def run(**options: Any) -> None:
         made = {
-            name: group.of(**{option: given.pop(option) for option in shared[name]})
+            name: group.of(**{option: options.pop(option) for option in shared[name]})
             for name, group in groups.items()
         }
-        command(**given, **made)
+        command(**options, **made)
 
-    options = [each for name, one in own.items() for each in shared.get(name, {name: one}).values()]
-    named = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in options]
+    options = [each for name, item in own.items() for each in shared.get(name, {name: item}).values()]
+    named = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in options]
     run.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
     return run
 
 
 def _group(annotation: Any) -> Group | None:
     facts = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
-    return next((one for one in facts if isinstance(one, Group)), None)
+    return next((fact for fact in facts if isinstance(fact, Group)), None)
 
 
 def _positive(parameter: typer.CallbackParam, value: int | None) -> int | None:
-    # Typer's own `min=` says what is allowed, but not what was given.
+    # Typer's own `min=` reports the limit but not the value.
     if value is not None and value < 1:
         raise UsageError(f"{parameter.opts[0]} {value}: must be 1 or more")
     return value
@@ -69,9 +71,9 @@ def option(
     values: Iterable[str] | Callable[[], Iterable[str]] = (),
     **more: Any,
 ) -> Any:
-    """An option with a value. It is named after its parameter unless flags are given.
+    """An option with a value, named after its parameter unless flags are given.
 
-    values: what a shell offers for a value that was begun; of several with commas, for the last one.
+    values: completions that a shell offers; in a list with commas, for its last entry.
     """
 
     def offered(incomplete: str) -> list[str]:
@@ -116,7 +118,7 @@ Families = Annotated[
 DatabaseLocation = Annotated[
     str | None, option("PATH|URL", "Tuning database. Default: the project's, or else the user's.")
 ]
-#: For commands that read what dispatch reads.
+#: For commands that read the same layers as dispatch.
 OneDatabase = Annotated[str | None, option("PATH|URL", "Only this database. Default: all layers.")]
 Workers = Annotated[int | None, count_option("Compile workers. Default: by cores and RAM.")]
 

@@ -64,9 +64,9 @@ def pack_command(
         and (names is None or record.candidate.family in names)
     ]
     if not chosen:
-        found = f"none of {len(records)} records matches" if records else "no record to pack"
-        raise UsageError(f"{found}; see `tunegemm db layers`")
-    with replacing(out, PackError) as part:  # which is refused before kernels compile for minutes
+        result = f"none of {len(records)} records matches" if records else "no record to pack"
+        raise UsageError(f"{result}; see `tunegemm db layers`")
+    with replacing(out, PackError) as part:  # fails before kernels compile for minutes
         packed = packing.pack(chosen, part, compile_missing=not no_compile, workers=workers)
     for reason, count in packed.left_out.items():
         printing.say(f"left out: {count} records, {reason}", err=True)
@@ -74,7 +74,7 @@ def pack_command(
         f"wrote {out}: {packed.records} records of {', '.join(packed.gpus)}, {packed.objects} kernels "
         f"({packed.compiled} compiled now), {out.stat().st_size / 1e6:.1f} MB",
         f"sha256 {packed.sha256}",
-        err=descriptor(out) == 1,  # where the pack goes, nothing else goes
+        err=descriptor(out) == 1,  # stdout carries only the pack
     )
 
 
@@ -84,7 +84,7 @@ def load_command(
 ) -> None:
     """Verify packs and serve from them, read-only, until `tunegemm unload`. Nothing is compiled."""
     if sha256 is not None and len(files) > 1:
-        raise UsageError("--sha256 belongs to one file; load the others separately")
+        raise UsageError("--sha256 applies to one file; load the others separately")
     if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
         raise UsageError(f"--sha256 {shown(sha256)}: give its 64 hexadecimal digits")
     from tunegemm.store import packs
@@ -111,7 +111,7 @@ def unload_command(
 
 
 def _describe(pack: Pack) -> str:
-    """What a pack holds and, with a GPU, how much of it is of use here; what is missing goes to stderr."""
+    """The contents of a pack and, with a GPU, how much of it works here; prints missing parts to stderr."""
     from tunegemm.store.packing import cannot_launch, refused_here
 
     records = pack.records
@@ -120,5 +120,5 @@ def _describe(pack: Pack) -> str:
     gpus = ", ".join(sorted({record.fingerprint.device_name for record in records}))
     text = f"{len(records)} records of {gpus}, {pack.objects()} kernels"
     if refused := refused_here(records):
-        text += f"; {len(records) - len(refused)} usable on this GPU, others not: {refused[0].reason}"
+        text += f"; {len(records) - len(refused)} usable on this GPU, the others not ({refused[0].reason})"
     return text

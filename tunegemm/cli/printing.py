@@ -1,4 +1,4 @@
-"""How commands print: lines, commands to copy, tables, and what takes a while."""
+"""Prints lines, commands to copy, tables, and progress of slow steps."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tunegemm.report.text import clean
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Letters of a line that are printed; a message that lists values may be long.
+#: Most letters of a printed line; a message that lists values may be long.
 _LONGEST_LINE = 4000
 
 
 def say(*lines: object, err: bool = False, hang: int = 0, lead: str = "", colour: str | None = None) -> None:
-    """Prints each as one line, whatever the names in it hold (`report.text.clean`); on a terminal as several
-    that end between words, all but the first `hang` columns in; but a command and a path whole.
+    """Prints each object as one line, with its control characters removed (`report.text.clean`). A terminal
+    wraps it between words, indented by `hang` columns from the second line on; commands and paths stay whole.
 
-    err: on stderr. lead: what each begins with, on a terminal in this colour.
+    err: on stderr. lead: prefix of each line, on a terminal in `colour`.
     """
     stream = sys.stderr if err else sys.stdout
     width = shutil.get_terminal_size().columns if stream.isatty() else 0
@@ -46,28 +46,28 @@ def say_command(lead: str, command: str, *, err: bool = False) -> None:
 
 
 @contextmanager
-def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Says on a terminal what takes a while, until it is done; what it gives changes the words."""
+def working(step: str) -> Iterator[Callable[[str], None]]:
+    """Shows a slow step on a terminal until it is done; the yielded function changes the text."""
     console = stderr_console()
     if not console.is_terminal:
         yield lambda _: None
         return
-    with console.status(f"{what} ...") as status:
+    with console.status(f"{step} ...") as status:
         yield lambda now: status.update(f"{clean(now)} ...")
 
 
 def stdout_console() -> Console:
-    """For tables. A pipe or a log has no width of its own: there nothing is cut to 80 columns."""
+    """For tables. Pipes and logs have no width, so nothing is cut to 80 columns there."""
     return _console(sys.stdout)
 
 
 def stderr_console() -> Console:
-    """For what is said beside the result: progress, notes, warnings."""
+    """For output beside the result: progress, notes, warnings."""
     return _console(sys.stderr)
 
 
 def page(console: Console, parts: Sequence[Any]) -> None:
-    """Prints on a terminal, through the user's pager what is longer than its screen."""
+    """Prints on a terminal, through the user's pager if it exceeds the screen."""
     lines = sum(len(console.render_lines(part)) for part in parts)
     if lines < console.height or not (sys.stdin.isatty() and console.is_terminal):
         console.print(*parts, sep="\n")

@@ -1,10 +1,9 @@
-"""How `record` and `run` start another program, attach to the Python processes that come of it, and outlive
-the signals that it gets, each once.
+"""How `record` and `run` start another program, attach to its Python processes, and pass on each signal once.
 
-A terminal, a batch system and ``kill -- -GROUP`` send a signal to all processes of a group: the program has
-it then. What is sent to this process alone, as to the first one of a container, is meant for the program and
-is handed on. Nothing in a signal says which it was. So a *witness* waits in the same group: what it got, too,
-was sent to all.
+A terminal, a batch system and ``kill -- -GROUP`` signal all processes of a group, so the program receives the
+signal, too. A signal to this process alone, as to the first process of a container, is meant for the program
+and must be passed on. A signal does not reveal its kind. So a *witness* waits in the same group: if it, too,
+receives a signal, that signal went to the whole group.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from tunegemm.cli import arguments
 from tunegemm.errors import WorkloadError
 from tunegemm.files import cause
 
-#: Signals that cannot be caught, that stop and go on, that are ignored unless asked for, and those of errors
-#: and timers of a process's own.
+#: Signals that cannot be caught, that stop and continue, that are ignored by default, and of a process's
+#: own errors and timers.
 _OTHERS = {
     "SIGKILL", "SIGSTOP", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGCONT", "SIGCHLD", "SIGURG", "SIGWINCH",
     "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS", "SIGPIPE", "SIGALRM",
     "SIGVTALRM", "SIGPROF",
 }  # fmt: skip
-#: How long the witness may take to say that it got a signal, too.
+#: How long the witness may take to report a signal.
 _WITNESS_S = 1.0
-#: The system makes one of two equal signals that come before the first is handled: for how long what the
-#: witness got stands for a further one of ours, and for how long it is kept until ours is handled.
+#: The system merges two equal signals if the second arrives before the first is handled. So a report of the
+#: witness counts for a further signal of ours for this long, and is kept this long until ours is handled.
 _AT_ONCE_S, _STALE_S = 0.1, 2.0
 
 _WITNESS = """
@@ -56,7 +55,7 @@ class Signals:
         ends = {number for number in signal.valid_signals() if _name(number) not in _OTHERS}
         defaults = (signal.SIG_DFL, signal.default_int_handler)
         self._numbers = {number for number in ends if signal.getsignal(number) in defaults}
-        """Those that nobody ignores, as under `nohup`, or handles; the program is started with the rest."""
+        """Signals that nobody ignores (as under `nohup`) or handles; the program starts with the others."""
         self._before: dict[int, Any] = {}
         self._program: subprocess.Popen[Any] | None = None
         self._early: list[int] = []
@@ -64,7 +63,7 @@ class Signals:
         self._witnessed_s: dict[int, list[float]] = {}
         """When the witness got each signal."""
         self._matched_s: dict[int, float] = {}
-        """The same of what we got last, too."""
+        """The times at which we received them last."""
 
     def __enter__(self) -> Self:
         for number in self._numbers:
@@ -95,7 +94,7 @@ class Signals:
             signal.signal(number, handler)
 
     def run(self, start: Callable[[], subprocess.Popen[Any]]) -> int:
-        """Starts a program and waits for it: its exit code, negative for one that a signal ended."""
+        """Starts a program and waits for it: its exit code, negative if a signal ended it."""
         self._program = start()
         for number in self._early:
             self._program.send_signal(number)
@@ -106,7 +105,7 @@ class Signals:
             self._early.append(number)
         elif not self._is_for_all(number):
             with suppress(ProcessLookupError, PermissionError):
-                self._program.send_signal(number)  # nothing happens where it has ended
+                self._program.send_signal(number)  # a no-op if it has ended
 
     def _is_for_all(self, number: int) -> bool:
         """Whether the witness got the signal, too."""
@@ -123,13 +122,13 @@ class Signals:
                 return False
 
     def _listen(self, deadline: float) -> bool:
-        """Whether the witness had something to say before then; not if somebody killed it."""
+        """Whether the witness reported anything before the deadline; false if it was killed."""
         pipe = self._witness.stdout
         assert pipe is not None
         ready, _, _ = select.select([pipe], [], [], max(0, deadline - time.monotonic()))
         words = pipe.read(4096).split() if ready else []
-        for one, moment in zip(words[::2], words[1::2], strict=True):
-            self._witnessed_s.setdefault(int(one), []).append(float(moment))
+        for item, moment in zip(words[::2], words[1::2], strict=True):
+            self._witnessed_s.setdefault(int(item), []).append(float(moment))
         return bool(words)
 
 
@@ -151,17 +150,17 @@ def attached(**variables: str) -> dict[str, str]:
 
 
 def folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
-    """For what each process writes. Raises WorkloadError where none can be made."""
+    """For the files of each process. Raises WorkloadError if it cannot be created."""
     try:
         return tempfile.TemporaryDirectory(prefix=prefix)
     except OSError as error:
-        raise WorkloadError(f"no temporary folder: {cause(error, 'name one in TMPDIR')}") from None
+        raise WorkloadError(f"no temporary folder: {cause(error, 'set TMPDIR')}") from None
 
 
 def run(program: list[str], variables: Mapping[str, str], command: str, signals: Signals) -> int:
-    """The program's exit code; 128 and more where a signal ended it, as in a shell.
+    """The program's exit code; 128 or more if a signal ended it, as in a shell.
 
-    command: the one of ours that runs it, for messages.
+    command: our command that runs it, for messages.
     """
 
     def start() -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""What one sees while a shape is tuned."""
+"""The display while a shape is tuned."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 #: Seconds without a line in a log, at most.
 _QUIET_S = 30.0
-#: Phases that are shorter are not named.
+#: Shorter phases are not named.
 _SHORT_S = 0.05
 
 
 def describe_failures(failures: Mapping[str, int]) -> str:
-    """``failed 3 (compile 2, timeout 1)``; nothing when there are none."""
+    """``failed 3 (compile 2, timeout 1)``; empty if there are none."""
     counts = {stage: count for stage, count in failures.items() if count}
     if not counts:
         return ""
@@ -35,7 +35,7 @@ def describe_failures(failures: Mapping[str, int]) -> str:
 
 
 def describe_best(progress: Progress) -> str:
-    """``best pp128x192x64 at 205.3 us, 1.043 x torch.mm``; nothing before the first one."""
+    """``best pp128x192x64 at 205.3 us, 1.043 x torch.mm``; empty before the first result."""
     if progress.best_us is None:
         return ""
     ratio = ""
@@ -45,7 +45,7 @@ def describe_best(progress: Progress) -> str:
 
 
 def describe_seconds(progress: Progress) -> str:
-    """``15 s``; at the end also what of it was waited for: ``15 s (start 3.2, races 4.1, compiling 5.0)``."""
+    """``15 s``; at the end also the waiting times: ``15 s (start 3.2, races 4.1, compiling 5.0)``."""
     phases = [f"{name} {spent:.1f}" for name, spent in progress.seconds.items() if spent >= _SHORT_S]
     waited = f" ({', '.join(phases)})" if phases and progress.stage == "done" else ""
     return f"{progress.elapsed_s:.0f} s{waited}"
@@ -54,14 +54,14 @@ def describe_seconds(progress: Progress) -> str:
 def describe_counts(progress: Progress) -> str:
     """``feasible 812 · compiled 24 (+8) · library 9 · measured 120/400``, and the failures by stage.
 
-    In brackets the kernels that this batch waits for; what is not known yet is left out.
+    In brackets the kernels that this batch waits for; unknown counts are left out.
     """
     waiting = f" (+{progress.to_compile})" if progress.to_compile else ""
     parts = [
         f"feasible {progress.feasible}" if progress.feasible else "",
         f"compiled {progress.compiled}{waiting}" if progress.compiled or waiting else "",
         f"library {progress.library}" if progress.library else "",
-        # Where nothing can be timed, kernels are compiled only; of the library alone nothing is planned.
+        # If nothing can be timed, kernels are only compiled; for the library alone, nothing is planned.
         f"measured {progress.measured}/{progress.planned}"
         if progress.planned and (progress.measured or progress.library)
         else "",
@@ -73,12 +73,12 @@ def describe_counts(progress: Progress) -> str:
 class ProgressView:
     """A live bar per problem on a terminal; elsewhere (a log, a pipe) one line per stage, or per 30 s of it.
 
-    Use as a context manager and pass `update` as `on_progress`. Prints on the console given: stderr, so
-    that stdout holds the result and nothing else.
+    Use as a context manager and pass `update` as `on_progress`. Prints on the given console, which is stderr,
+    so that stdout holds only the result.
     """
 
     def __init__(self, console: Console, *, total: int = 1, budget_s: float | None = None) -> None:
-        """total: how many problems there are. budget_s: of each, to say what is left of it."""
+        """total: number of problems. budget_s: time limit of each, to show the remaining time."""
         self._console = console
         self._total, self._budget_s, self._ended = total, budget_s, 0
         self._running: dict[Problem, tuple[Progress, float]] = {}  # the last of each, and when it came
@@ -87,7 +87,7 @@ class ProgressView:
             if console.is_terminal
             else None
         )
-        self._told: dict[Problem, tuple[str, float]] = {}  # the stage and when, of each one's last line
+        self._last_line: dict[Problem, tuple[str, float]] = {}  # stage and time of each problem's last line
 
     def __enter__(self) -> ProgressView:
         if self._live is not None:
@@ -104,22 +104,22 @@ class ProgressView:
         if self._live is not None:
             self._running[progress.problem] = progress, time.monotonic()
             return
-        stage, told_s = self._told.get(progress.problem, ("", 0.0))
-        if progress.stage != stage or progress.elapsed_s - told_s >= _QUIET_S:
+        stage, line_s = self._last_line.get(progress.problem, ("", 0.0))
+        if progress.stage != stage or progress.elapsed_s - line_s >= _QUIET_S:
             line = [f"{self._place()}{progress.problem}", progress.stage, describe_counts(progress)]
             line += [describe_best(progress), describe_seconds(progress)]
             self._console.print(clean(" · ".join(part for part in line if part)), soft_wrap=True)
-            self._told[progress.problem] = progress.stage, progress.elapsed_s
+            self._last_line[progress.problem] = progress.stage, progress.elapsed_s
 
     def end(self, problem: Problem) -> None:
-        """The problem's bar goes."""
+        """Removes the problem's bar."""
         self._running.pop(problem, None)
-        self._told.pop(problem, None)
+        self._last_line.pop(problem, None)
         self._ended += 1
 
     @contextmanager
     def ended(self, problem: Problem) -> Iterator[None]:
-        """The problem's bar goes; within the context the others are away, for its result."""
+        """Removes the problem's bar; within the context the other bars are hidden, to print its result."""
         self.end(problem)
         if self._live is not None:
             self._live.stop()
@@ -132,7 +132,7 @@ class ProgressView:
         return f"[{min(self._ended + 1, self._total)}/{self._total}] " if self._total > 1 else ""
 
     def _clock(self, progress: Progress, elapsed_s: float) -> str:
-        """The seconds so far, what the search may still take by its pace, and what is left of the budget."""
+        """The seconds so far, an estimate of the remaining ones, and the rest of the budget."""
         parts = [f"{elapsed_s:.0f} s"]
         left = progress.planned - _done(progress)
         if progress.measured and left > 0:
@@ -145,9 +145,9 @@ class ProgressView:
         return ", ".join(parts)
 
     def _render_all(self) -> Group:
-        """Called for every refresh, so that clocks run while nothing else happens."""
+        """Runs at every refresh, so that clocks advance between events."""
         now = time.monotonic()
-        return Group(*(self._render(one, now - since) for one, since in list(self._running.values())))
+        return Group(*(self._render(item, now - since) for item, since in list(self._running.values())))
 
     def _render(self, progress: Progress, since_s: float) -> Group:
         done = progress.compiled if progress.stage == "compile" else _done(progress)

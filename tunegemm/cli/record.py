@@ -21,7 +21,7 @@ from tunegemm.untrusted import decoded
 if TYPE_CHECKING:
     from tunegemm.describe.workload import Demand, Workload
 
-#: Products that are named at the end.
+#: Number of products to name at the end.
 _COSTLIEST = 10
 
 
@@ -35,9 +35,9 @@ def command(
     try:
         out = out.absolute()
         if not out.parent.is_dir():
-            raise WorkloadError(f"{out}: its folder does not exist; make it first")
+            raise WorkloadError(f"{out}: its folder does not exist; create it first")
         check_target(out, WorkloadError)
-    except OSError as error:  # a deleted working directory, or a folder that one may not search
+    except OSError as error:  # a deleted working directory, or an unsearchable folder
         raise WorkloadError(f"{out}: {cause(error, 'give a full path')}") from None
     with Signals() as signals, program.folder("tunegemm-record-") as parts:
         variables = program.attached(TUNEGEMM_RECORD_PARTS=parts)
@@ -47,29 +47,29 @@ def command(
 
 
 def _write(words: list[str], parts: str, out: Path) -> None:
-    """Adds up what the processes wrote."""
+    """Merges the files of the processes."""
     from tunegemm.describe.workload import Workload, demands, merge
 
-    found = []
+    results = []
     for part in sorted(Path(parts).glob("[!.]*.json")):
         workload, refused = Workload.from_document(decoded(read_text(part)), str(part))
-        found.append(workload)
+        results.append(workload)
         printing.say(*(f"tunegemm: left out: {line}" for line in refused), err=True)
-    if not found:
+    if not results:
         printing.say(
-            "tunegemm: nothing recorded: no Python process of the command imported torch with tunegemm "
-            "installed beside it (python -I, -E and -S turn recording off, too)",
+            "tunegemm: recorded nothing: no Python process of the command imported torch with tunegemm "
+            "installed beside it (python -I, -E and -S also disable recording)",
             err=True,
         )
         return
-    workload = merge(found, words)
+    workload = merge(results, words)
     try:
         workload.write(out)
     except WorkloadError as error:  # the program may have run for hours
         kept = Path(tempfile.mkdtemp(prefix="tunegemm-record-"), out.name)
         workload.write(kept)
         raise WorkloadError(f"{error}; the recorded products are in {kept}") from None
-    with suppress(OSError):  # of a terminal that is gone
+    with suppress(OSError):  # the terminal may be gone
         printing.say(f"tunegemm: {_summary(workload, out)}", err=True)
         if demands(workload.products)[0]:
             _show_costliest(workload)
@@ -79,7 +79,7 @@ def _write(words: list[str], parts: str, out: Path) -> None:
 
 
 def _show_costliest(workload: Workload) -> None:
-    """The products that cost most, and what is known of them, on stderr."""
+    """Prints the products that cost most and their records, on stderr."""
     from tunegemm.choose.snapshot import read_snapshot
     from tunegemm.describe.workload import demands
     from tunegemm.generate.cublaslt import is_torch
@@ -90,10 +90,10 @@ def _show_costliest(workload: Workload) -> None:
     def cost_us(demand: Demand) -> float:
         return demand.calls * (demand.call_us or device.roofline_us(demand.problem))
 
-    found = sorted(demands(workload.products)[0], key=cost_us, reverse=True)
-    whole = sum(map(cost_us, found)) or 1.0
-    which = f"The {_COSTLIEST} costliest of them" if len(found) > _COSTLIEST else "They"
-    timed = "" if all(demand.call_us for demand in found) else ", by the roofline where no GPU timed them"
+    result = sorted(demands(workload.products)[0], key=cost_us, reverse=True)
+    whole = sum(map(cost_us, result)) or 1.0
+    which = f"The {_COSTLIEST} costliest of them" if len(result) > _COSTLIEST else "They"
+    timed = "" if all(demand.call_us for demand in result) else ", by the roofline where no GPU timed them"
 
     columns: dict[str, list[str]] = {
         "product": [],
@@ -102,7 +102,7 @@ def _show_costliest(workload: Workload) -> None:
         "us a call": [],
         "record": [],
     }
-    for demand in found[:_COSTLIEST]:
+    for demand in result[:_COSTLIEST]:
         record = snapshot.find(demand.problem, device.fingerprint)
         torchs = demand.problem.torch_call
         known = "none" if record is None else f"{record.ratio:.3f} x {torchs}"

@@ -1,5 +1,5 @@
-"""How a tuning's result is printed: a table and a verdict, a line, or a JSON document; and of a program's
-products, what tuning saves.
+"""Prints a tuning's result: a table and a verdict, a line, or a JSON document; for a program's products, the
+savings.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 def show(console: Console, result: TuneResult, top: int | None, where: str, budget_s: float | None) -> None:
-    """Prints the leaderboard of one tuning, what failed, and how to use the winner.
+    """Prints the leaderboard of one tuning, its failures, and how to use the winner.
 
-    top: rows of the leaderboard; all for None. where: what stores the winner. budget_s: what was asked for.
+    top: rows of the leaderboard; None for all. where: what stores the winner. budget_s: requested time limit.
     """
     board = leaderboard(result)
     if not board.frame.empty:
@@ -51,7 +51,7 @@ def leaderboard(result: TuneResult) -> Leaderboard:
 
     problem, device, labels = result.problem, result.device, result.labels
     if result.predictions:
-        predictions = [(one.candidate, one.total_us) for one in result.predictions]
+        predictions = [(prediction.candidate, prediction.total_us) for prediction in result.predictions]
         return Leaderboard.from_predictions(problem, device, predictions, labels)
     best = result.best.candidate if result.best is not None else None
     return Leaderboard.from_outcomes(
@@ -64,11 +64,14 @@ def each_failure(result: TuneResult) -> list[str]:
     from tunegemm.measure.outcome import Failure
 
     failures = [outcome for outcome in result.outcomes if isinstance(outcome, Failure)]
-    return [f"Failed: {result.label(one.candidate)}: {one.stage}: {one.reason}" for one in failures]
+    return [
+        f"Failed: {result.label(failure.candidate)}: {failure.stage}: {failure.reason}"
+        for failure in failures
+    ]
 
 
 def failure_line(result: TuneResult) -> str:
-    """How many candidates failed at which stage, and the first reason of each; empty when none did."""
+    """How many candidates failed at which stage, with the first reason of each; empty if none failed."""
     from tunegemm.measure.outcome import Failure
 
     failures = [outcome for outcome in result.outcomes if isinstance(outcome, Failure)]
@@ -79,7 +82,7 @@ def failure_line(result: TuneResult) -> str:
 
 
 def verdict_line(result: TuneResult, where: str) -> str:
-    """What won, by how much, and what `matmul` calls from now on; empty without time to try anything."""
+    """The winner, its margin, and the kernel that `matmul` calls from now on; empty if nothing was tried."""
     from tunegemm.choose.selection import WAITS
     from tunegemm.generate.cublaslt import is_torch
     from tunegemm.tuning.run import measured_kernels
@@ -123,7 +126,7 @@ def verdict_line(result: TuneResult, where: str) -> str:
 
 
 def steady_line(result: TuneResult) -> str:
-    """The record of a replayed product, where its final race ran in steady state; empty otherwise.
+    """The record of a replayed product, if its final race ran in steady state; else empty.
 
     A recorded sweep has times at one shared clock. What a program gains is the steady figure.
     """
@@ -147,7 +150,7 @@ def winners_table(results: Sequence[TuneResult]) -> Table:
             torch_us = significant(best.baseline_median_us) if best.baseline_us else ""
             label = result.label(best.candidate)
             return name, f"{best.ratio:.3f}", label, significant(best.median_us), torch_us
-        first = [f"{result.label(one.candidate)} (model)" for one in result.predictions[:1]]
+        first = [f"{result.label(prediction.candidate)} (model)" for prediction in result.predictions[:1]]
         return name, "", *(first or ["none"]), "", ""
 
     columns = zip(*map(row, results), strict=True)
@@ -158,7 +161,7 @@ def winners_table(results: Sequence[TuneResult]) -> Table:
 
 
 def interruption(results: Sequence[TuneResult]) -> str:
-    """What interrupted tunings kept."""
+    """The results that interrupted tunings kept."""
     from tunegemm.measure.outcome import Measurement
 
     measured = {
@@ -171,7 +174,7 @@ def interruption(results: Sequence[TuneResult]) -> str:
 
 
 def document(result: TuneResult) -> dict[str, Any]:
-    """One tuning as JSON: the best, every outcome, and where the times come from."""
+    """One tuning as JSON: the best result, every outcome, and the source of the times."""
     from tunegemm.measure.outcome import Measurement
 
     def named(candidate: Candidate) -> dict[str, Any]:
@@ -191,8 +194,8 @@ def document(result: TuneResult) -> dict[str, Any]:
         "device_name": result.device.name,
         "best": outcome_document(result.best) if result.best is not None else None,
         "predictions": [
-            named(one.candidate) | {"predicted_us": one.total_us, "bound": one.bound}
-            for one in result.predictions
+            named(prediction.candidate) | {"predicted_us": prediction.total_us, "bound": prediction.bound}
+            for prediction in result.predictions
         ],
         "outcomes": [
             outcome_document(outcome) | {"tuning_stage": stage}
@@ -202,7 +205,7 @@ def document(result: TuneResult) -> dict[str, Any]:
 
 
 def measurement_figures(measurement: Any, problem: Problem, device: Device) -> dict[str, float | None]:
-    """The figures of one measurement; what a replay or a model cannot tell is None or not a number."""
+    """The figures of one measurement; None or NaN for those that a replay or a model lacks."""
     floor = device.roofline_us(problem)
     names = ("median_us", "baseline_median_us", "ratio", "spread", "relative_error", "noise")
     figures = {name: getattr(measurement, name) for name in names}
@@ -212,11 +215,11 @@ def measurement_figures(measurement: Any, problem: Problem, device: Device) -> d
     return figures | {"percent_of_roofline": 100 * floor / measurement.median_us if floor else None}
 
 
-#: Entries of a file that are named when they cannot be tuned; the others are counted.
+#: Rejected entries of a file to name; the others are only counted.
 _NAMED = 5
 
 _HEADINGS = ("product", "calls", "% of time", "torch us", "tuned us", "ratio", "saves", "effort")
-#: What a narrow terminal goes without, in this order.
+#: Columns that a narrow terminal omits, in this order.
 _DISPENSABLE = ("effort", "tuned us")
 
 
@@ -236,7 +239,7 @@ def progress_line(tuned: TunedDemand, done: int, of: int) -> str:
 
 
 def savings_table(demands: Sequence[TunedDemand], width: int = 160) -> Table:
-    """Each product by what it saves, then by what it costs; those that the budget did not reach, too.
+    """Each product by its saving, then by its cost, including those that the budget did not reach.
 
     width: of the terminal, in characters.
     """
@@ -262,7 +265,7 @@ def savings_table(demands: Sequence[TunedDemand], width: int = 160) -> Table:
 
 
 def closing_lines(demands: Sequence[TunedDemand], refused: Sequence[str]) -> list[str]:
-    """The sum, where the times come from, and what was left out."""
+    """The total, the source of the times, and the skipped entries."""
     lines = []
     timed = [tuned for tuned in demands if tuned.after_us is not None]
     whole, saved = sum(s.total_s for s in demands), sum(s.saving_s for s in timed)
@@ -274,7 +277,7 @@ def closing_lines(demands: Sequence[TunedDemand], refused: Sequence[str]) -> lis
             f"({100 * saved / whole:.1f} %); times {origin}."
         )
     if any(s.after_us is None and s.demand.call_us is None for s in demands):
-        lines.append("~ estimated from the roofline, for want of a time on a GPU.")
+        lines.append("~ estimated from the roofline: no GPU timed it.")
     lines += [f"Left out: {reason}" for reason in refused[:_NAMED]]
     if len(refused) > _NAMED:
         lines.append(f"Left out: {len(refused) - _NAMED} more.")

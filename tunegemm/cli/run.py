@@ -1,4 +1,4 @@
-"""`tunegemm run`: run a program that is not edited, its products served by tuned kernels."""
+"""`tunegemm run`: run an unmodified program and serve its products with tuned kernels."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def command(
     else:
         printing.say(
             "tunegemm: served nothing: no Python process of the command multiplied on a GPU with tunegemm "
-            "installed beside its torch (python -I, -E and -S turn this off, too)",
+            "installed beside its torch (python -I, -E and -S also disable serving)",
             err=True,
         )
     raise typer.Exit(code)
@@ -60,6 +60,6 @@ def _start_line(words: list[str], devices: list[str]) -> str:
     from tunegemm.describe.device import cuda_device_count, find_device
 
     if not cuda_device_count():
-        return f"no CUDA GPU here, so that torch computes every product of {words[0]}"
+        return f"no CUDA GPU here: torch computes every product of {words[0]}"
     name = find_device("cuda:0").name
     return f"serving {words[0]} on {name} from {devices.count(name):,} records"

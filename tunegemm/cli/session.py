@@ -1,4 +1,4 @@
-"""What `tunegemm tune` opens: the GPU or GPUs that measure, and the database that keeps what they find."""
+"""Opens the resources of `tunegemm tune`: the GPUs that measure, and the database that stores the results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Session:
-    """An open tuner, and what its user asked for."""
+    """An open tuner and the user's options."""
 
     context: typer.Context
     tuning: Tuner | Pool
@@ -33,7 +33,7 @@ class Session:
     search: Search
     output: Output
     is_named: bool
-    """Whether a GPU was asked for by name."""
+    """Whether the user named a GPU."""
 
     @property
     def is_real(self) -> bool:
@@ -50,11 +50,11 @@ def open_session(
     place: Place,
     output: Output,
 ) -> Session:
-    """Opens the GPU or GPUs and the database. Raises TunegemmError where that or an option is refused.
+    """Opens the GPUs and the database. Raises TunegemmError if that fails or an option is bad.
 
-    asked_for: problems that are refused where they are too large. demanded: a program's, which are not.
+    asked_for: problems from the command line, rejected if too large. demanded: a program's, never rejected.
     """
-    _ = search.budget_s  # a bad one is told of before anything is begun, as are the others
+    _ = search.budget_s  # reject a bad value before anything starts, like the other options
     problems = [*asked_for, *demanded]
     is_named = place.is_named
     gpus = arguments.parse_gpus(place.devices) if place.devices is not None else ()
@@ -78,7 +78,7 @@ def open_session(
 
 
 def begin_to_measure(stack: ExitStack) -> Child | None:
-    """The measuring process, where there is a GPU: it imports torch while this process imports the rest."""
+    """The measuring process, if there is a GPU: it imports torch while this process imports the rest."""
     from tunegemm.describe.device import cuda_device_count
 
     if not cuda_device_count():
@@ -96,8 +96,8 @@ def open_tuner(
     from tunegemm.tuning.tuner import Tuner, open_device
 
     device = open_device(spec)
-    arguments.require_memory(device, problems)  # before a database is made
-    # Only what is measured is stored, so only a real device gets a database; a bad --db is told of anyway.
+    arguments.require_memory(device, problems)  # before a database is created
+    # Only measurements are stored, so only a real device gets a database; a bad --db is reported anyway.
     wanted = device.is_real or db is not None
     database = stack.enter_context(Database.open(db, create=True)) if wanted else None
     tuner = Tuner(device, database if device.is_real else None, **how)
@@ -111,7 +111,7 @@ def open_pool(
     from tunegemm.store import Database
     from tunegemm.tuning import cluster
 
-    cluster.import_ray()  # where it is not installed, nothing else is begun
+    cluster.import_ray()  # if it is not installed, fail before anything starts
     database = stack.enter_context(Database.open(db, create=True))
     stack.enter_context(cluster.started_here(gpus) if ray is None else cluster.connected(ray))
     cluster.refuse_file(database.location)
@@ -126,7 +126,7 @@ def open_pool(
 def require_studies(
     tuning: Tuner | Pool, location: str, database: Database | None, problems: Sequence[Problem]
 ) -> None:
-    """Raises StudyError where studies cannot be kept there, or are those of other problems."""
+    """Raises StudyError if studies cannot be stored there or belong to other problems."""
     from tunegemm.tuning.begin import study_name
     from tunegemm.tuning.studies import Studies
 
@@ -135,7 +135,7 @@ def require_studies(
 
 
 def without_gpu(device: Device, problems: Sequence[Problem], families: Sequence[str] | None = None) -> str:
-    """What a replayed tuning is worth: which times are known, and that nothing is stored."""
+    """What a replayed tuning can tell: which times are known, and that nothing is stored."""
     from tunegemm.measure.replay import open_replay
 
     recording = open_replay(device.spec)
@@ -149,9 +149,9 @@ def without_gpu(device: Device, problems: Sequence[Problem], families: Sequence[
     times = f"times come from a recorded {device.name} ({device.spec})"
     if unknown:
         which = str(unknown[0]) if len(problems) == 1 else f"{len(unknown)} of {len(problems)} products"
-        ranked = f"no time{of} was recorded of {which}: a model ranks the kernels"
+        ranked = f"no time{of} was recorded for {which}: a model ranks the kernels"
         times = ranked if len(unknown) == len(problems) else f"{times}; {ranked}"
     return (
-        f"No CUDA GPU here: candidates are really compiled for {device.architecture.compile_target}; "
-        f"{times}. Nothing is stored as measured."
+        f"No CUDA GPU here: candidates are compiled for {device.architecture.compile_target}; "
+        f"{times}. Nothing is stored."
     )

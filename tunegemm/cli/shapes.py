@@ -1,4 +1,4 @@
-"""`tunegemm shapes`: write down what an engine will multiply of a model, before it runs."""
+"""`tunegemm shapes`: list the products that an engine will compute for a model, before it runs."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ def command(
     from tunegemm.describe.workload.models import read_model
 
     check_target(out, WorkloadError)
-    given = _rows(rows)
-    found = shapes(read_model(model), engine, ranks=tp, rows=given, dtype=dtype)
+    values = _rows(rows)
+    result = shapes(read_model(model), engine, ranks=tp, rows=values, dtype=dtype)
     how = {"--tp": str(tp), "--engine": engine, "--rows": rows, "--dtype": dtype}
     words = [word for flag, value in how.items() if value is not None for word in (flag, value)]
-    replace(found.workload, program=("tunegemm", "shapes", model, *words)).write(out)
-    for name, reason in found.refused.items():
+    replace(result.workload, program=("tunegemm", "shapes", model, *words)).write(out)
+    for name, reason in result.refused.items():
         printing.say(f"tunegemm: left out: {name}: {reason}", err=True)
-    printing.say(*(f"{count:5} x {name}" for name, count in found.layers.items()))
+    printing.say(*(f"{count:5} x {name}" for name, count in result.layers.items()))
     tune = command_line("tune", {"from": out, "budget": "30m"})
-    count = len(found.workload.products)
-    printing.say(f"tunegemm: wrote {count} products to {out}{_recorded(found.workload)}", err=True)
-    printing.say(f"tunegemm: on the GPU that serves, run: {tune}", err=True)
+    count = len(result.workload.products)
+    printing.say(f"tunegemm: wrote {count} products to {out}{_recorded(result.workload)}", err=True)
+    printing.say(f"tunegemm: on the serving GPU, run: {tune}", err=True)
 
 
 def _recorded(workload: Workload) -> str:
@@ -73,7 +73,7 @@ def _recorded(workload: Workload) -> str:
     from tunegemm.store.layers import read_records
 
     wanted = {demand.problem for demand in demands(workload.products)[0]}
-    known = {(one.fingerprint.device_name, one.problem) for one in read_records()[0]}
+    known = {(record.fingerprint.device_name, record.problem) for record in read_records()[0]}
     counts = Counter(name for name, problem in known if problem in wanted)
     listed = ", ".join(f"{count} have a record for {name}" for name, count in sorted(counts.items()))
     return f"; {listed}" if listed else ""
@@ -83,7 +83,9 @@ def _rows(text: str | None) -> list[int]:
     """Numbers of ``1,8,64``. Raises UsageError."""
     if text is None:
         return []
-    found = [digits(word.strip()) for word in text.split(",")]
-    if not all(number is not None and 1 <= number < 2**31 for number in found):
-        raise arguments.UsageError(f"--rows {shown(text)}: not numbers of rows; give such as 1,8,64,8192")
-    return [number for number in dict.fromkeys(found) if number is not None]
+    results = [digits(word.strip()) for word in text.split(",")]
+    if not all(number is not None and 1 <= number < 2**31 for number in results):
+        raise arguments.UsageError(
+            f"--rows {shown(text)}: not numbers of rows; give numbers such as 1,8,64,8192"
+        )
+    return [number for number in dict.fromkeys(results) if number is not None]

@@ -1,4 +1,4 @@
-"""`tunegemm space`: how many candidates there are, and which rule rejects how many."""
+"""`tunegemm space`: count candidates, and how many each rule rejects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tunegemm tune`: find the fastest kernel of one or more shapes, and remember it."""
+"""`tunegemm tune`: find and store the fastest kernel for one or more shapes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DONE, NOTHING_FOUND, INTERRUPTED = 0, 1, 130
 
 
 class Command(help.Command):
-    """Lets `--ray` stand without an address; an option of Typer's takes a value always or never."""
+    """Allows `--ray` without an address; a Typer option takes a value either always or never."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = []
@@ -86,7 +86,7 @@ def refuse_contradictions(
     search: Search,
     output: Output,
 ) -> None:
-    """Raises UsageError for options of which one makes the other pointless."""
+    """Raises UsageError for options that make each other pointless."""
     if bool(asked_for) == bool(from_files):
         raise arguments.UsageError(
             "give either --shape or --from: --shape 4096x4096x4096, or --from shapes.json"
@@ -94,42 +94,44 @@ def refuse_contradictions(
     if output.quiet and (output.verbose or output.as_json):
         other = "--verbose" if output.verbose else "--json"
         raise arguments.UsageError(f"--quiet and {other}: give one of them")
-    given = given_options(context)
-    of_searches = [flag for name, flag in given.items() if name in ("from_files", *Search.OF_SEARCHES)]
+    value = given_options(context)
+    of_searches = [flag for name, flag in value.items() if name in ("from_files", *Search.OF_SEARCHES)]
     if search.candidate and of_searches:
-        raise arguments.UsageError(f"{', '.join(of_searches)} with --candidate, which searches nothing")
+        raise arguments.UsageError(f"{', '.join(of_searches)} with --candidate, which does not search")
     if search.skews is not None and not (from_files or any(problem.groups for problem in asked_for)):
         raise arguments.UsageError("--skews is for rows in groups; give --groups, too")
     if from_files:
         names = {*options.Group(options.parse_problems).parameters(), "with_backward"} - {"shape"}
-        if of_shapes := ", ".join(flag for name, flag in given.items() if name in names):
-            raise arguments.UsageError(f"{of_shapes} with --from: the file already says it for each product")
+        if of_shapes := ", ".join(flag for name, flag in value.items() if name in names):
+            raise arguments.UsageError(
+                f"{of_shapes} with --from: the file defines it for each product; leave it out"
+            )
 
 
 def tune_shapes(session: Session, problems: Mapping[Problem, Problem]) -> int:
-    """Tunes each problem by itself and shows what was found; the exit code.
+    """Tunes each problem by itself and prints its result. Returns the exit code.
 
-    problems: each with the shape of the command line that asks for it.
+    problems: each with the command line's shape that requests it.
     """
     from tunegemm.cli import results
     from tunegemm.cli.progress import ProgressView
 
-    output, found = session.output, []
+    output, answer = session.output, []
     budget_s = session.search.budget_s
     with ProgressView(printing.stderr_console(), total=len(problems), budget_s=budget_s) as view:
         for result in tuned(session, list(problems), None if output.is_bare else view.update):
-            found.append(result)
+            answer.append(result)
             with view.ended(result.problem):
                 show(session, result)
-    if cut := [result for result in found if result.interrupted]:
-        done = {result.problem for result in found if not result.interrupted}
+    if cut := [result for result in answer if result.interrupted]:
+        done = {result.problem for result in answer if not result.interrupted}
         left = dict.fromkeys(shape for problem, shape in problems.items() if problem not in done)
         command = again(session.context, list(left))
         printing.say_command(f"{results.interruption(cut)} Go on with:", command, err=True)
         return INTERRUPTED
-    useful = sum(result.best is not None or bool(result.predictions) for result in found)
-    if len(found) > 1 and not output.is_bare:
-        printing.stdout_console().print(results.winners_table(found))
+    useful = sum(result.best is not None or bool(result.predictions) for result in answer)
+    if len(answer) > 1 and not output.is_bare:
+        printing.stdout_console().print(results.winners_table(answer))
     if useful and not (session.is_real or output.is_bare):
         say_gpu_command(session.context, list(dict.fromkeys(problems.values())))
     return DONE if useful == len(problems) else NOTHING_FOUND
@@ -138,7 +140,7 @@ def tune_shapes(session: Session, problems: Mapping[Problem, Problem]) -> int:
 def tuned(
     session: Session, problems: Sequence[Problem], update: Callable[[Progress], None] | None
 ) -> Iterator[TuneResult]:
-    """The results one after another: of searches, or of races of the candidates that are named."""
+    """The results one by one: of searches, or of races among the named candidates."""
     from tunegemm.tuning.progress import Request
     from tunegemm.tuning.tuner import Tuner
 
@@ -147,28 +149,28 @@ def tuned(
         require_kernels(tuning, problems)
     if not search.candidate:
         requests = [
-            Request(one, search.effort or "quick", search.trials, search.budget_s, following)
-            for one, following in itertools.zip_longest(problems, problems[1:])
+            Request(item, search.effort or "quick", search.trials, search.budget_s, following)
+            for item, following in itertools.zip_longest(problems, problems[1:])
         ]
         return tuning.tune_all(requests, loading_pandas(update) if update is not None else None)
     if not isinstance(tuning, Tuner):
-        raise arguments.UsageError("--candidate is raced on one GPU; give --device cuda:N")
+        raise arguments.UsageError("--candidate needs one GPU; give --device cuda:N")
     return race_named(tuning, problems, search.candidate)
 
 
 def require_kernels(tuner: Tuner, problems: Sequence[Problem]) -> None:
-    """Raises UsageError for a problem that no kernel which --kernels leaves is feasible for."""
+    """Raises UsageError for a problem without a feasible kernel that matches --kernels."""
     kernels = tuner.kernels
     for problem in problems:
         if not any(kernels.ranked(problem, family).predictions for family in kernels.generators):
             raise arguments.UsageError(
-                f"--kernels {kernels.matching!r}: no feasible kernel for {problem} has a label with a match; "
+                f"--kernels {kernels.matching!r}: no feasible kernel for {problem} has a matching label; "
                 f"{command_line('explain', {'shape': problem.shape})} shows one"
             )
 
 
 def show(session: Session, result: TuneResult) -> None:
-    """Prints one shape's result as the options say."""
+    """Prints one shape's result in the requested format."""
     from tunegemm.cli import results
     from tunegemm.store.connection import display
 
@@ -176,7 +178,7 @@ def show(session: Session, result: TuneResult) -> None:
     if output.as_json:
         typer.echo(to_json(results.document(result), indent=None))
     if not (result.outcomes or result.predictions or result.interrupted):
-        # Nothing was tried: the reason is all there is to say, also beside a JSON document.
+        # Nothing was tried: print the reason, also beside a JSON document.
         printing.say(f"tunegemm: {result.note}", err=True)
         return
     where = display(session.database.location) if session.database is not None else ""
@@ -190,23 +192,23 @@ def show(session: Session, result: TuneResult) -> None:
 
 
 def loading_pandas(update: Callable[[Progress], None]) -> Callable[[Progress], None]:
-    """The same, and from the first measurement on pandas is imported, while the GPU works: the table that is
-    printed needs it, and it takes 0.4 s.
+    """A callback that also imports pandas at the first measurement, while the GPU works: the printed table
+    needs it, and the import takes 0.4 s.
     """
     thread = threading.Thread(target=importlib.import_module, args=("pandas",), daemon=True)
 
-    def told(progress: Progress) -> None:
+    def update_and_import(progress: Progress) -> None:
         if progress.measured and thread.ident is None:
             thread.start()
         update(progress)
 
-    return told
+    return update_and_import
 
 
 def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[str]) -> int:
-    """Tunes a program's products within one budget and tells what it saves; the exit code.
+    """Tunes a program's products within one budget and prints the savings. Returns the exit code.
 
-    refused: reasons why others of its products are left out.
+    refused: reasons why some of its products are skipped.
     """
     from tunegemm.cli.results import closing_lines, savings_table
     from tunegemm.tuning.program import by_headroom
@@ -227,7 +229,7 @@ def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[
     if interrupted:
         printing.say("Interrupted: the measurements are kept; run the same command to continue.", err=True)
         return INTERRUPTED
-    if not any(one.result and (one.result.best or one.result.predictions) for one in current):
+    if not any(run.result and (run.result.best or run.result.predictions) for run in current):
         return NOTHING_FOUND
     if not (session.is_real or output.as_json):
         say_gpu_command(session.context, [])
@@ -239,10 +241,10 @@ def show_shipped(demands: Sequence[Demand], device: Device, as_json: bool) -> No
     from tunegemm.choose.snapshot import read_snapshot
 
     snapshot = read_snapshot()
-    found = {demand: snapshot.find(demand.problem, device.fingerprint) for demand in demands}
+    result = {demand: snapshot.find(demand.problem, device.fingerprint) for demand in demands}
     if as_json:
         names = ("label", "median_us", "ratio", "confirmed")
-        for demand, record in found.items():
+        for demand, record in result.items():
             best = {name: getattr(record, name) for name in names} if record is not None else None
             problem = demand.problem
             facts: dict[str, Any] = {
@@ -253,18 +255,18 @@ def show_shipped(demands: Sequence[Demand], device: Device, as_json: bool) -> No
             facts |= {"calls": demand.calls, "device_name": device.name, "best": best}
             typer.echo(to_json(facts, indent=None))
         return
-    ratios = [record.ratio for record in found.values() if record is not None]
-    line = f"No CUDA GPU here. {len(ratios)} of {len(found)} products ship with records for {device.name}"
+    ratios = [record.ratio for record in result.values() if record is not None]
+    line = f"No CUDA GPU here. {len(ratios)} of {len(result)} products ship with records for {device.name}"
     printing.say(f"{line}, {min(ratios):.2f} to {max(ratios):.2f} x torch.mm:" if ratios else f"{line}.")
-    for demand, record in found.items():
+    for demand, record in result.items():
         known = f"{record.ratio:.3f} x torch.mm, {record.label}" if record is not None else "no record"
         printing.say(f"  {demand.problem} x {demand.calls}: {known}")
 
 
 def spend_budget(session: Session, plan: Sequence[TunedDemand]) -> tuple[list[TunedDemand], bool]:
-    """Tunes what may gain most, as long as the budget lasts, and tells of each product when it is done.
+    """Tunes the products with the most to gain while the budget lasts, and prints a line for each.
 
-    Returns where each product stands then, and whether Ctrl-C ended it.
+    Returns the state of each product, and whether Ctrl-C ended the tuning.
     """
     from tunegemm.cli.progress import ProgressView
     from tunegemm.cli.results import document, progress_line
@@ -274,7 +276,7 @@ def spend_budget(session: Session, plan: Sequence[TunedDemand]) -> tuple[list[Tu
     current = {product.demand.problem: product for product in plan}
     interrupted = False
     with ExitStack() as stack:
-        # In a log each product gets the one line below; on a terminal the bar shows what happens meanwhile.
+        # A log gets only the line below for each product; on a terminal the bar shows progress.
         silent = output.is_bare or not log.is_terminal
         view = None if silent else stack.enter_context(ProgressView(log))
         for product in spend(
@@ -290,13 +292,13 @@ def spend_budget(session: Session, plan: Sequence[TunedDemand]) -> tuple[list[Tu
                 facts = {"calls": product.demand.calls, "saving_s": product.saving_s}
                 typer.echo(to_json(document(product.result) | facts, indent=None))
             elif not output.quiet:
-                told = sum(each.result is not None for each in current.values())
-                log.print(clean(progress_line(product, told, len(plan))), soft_wrap=True)
+                finished = sum(each.result is not None for each in current.values())
+                log.print(clean(progress_line(product, finished, len(plan))), soft_wrap=True)
     return list(current.values()), interrupted
 
 
 def race_named(tuner: Tuner, problems: Sequence[Problem], named: Sequence[str]) -> Iterator[TuneResult]:
-    """A race of the candidates that a command line names, beside torch.mm and the record there is."""
+    """Races the candidates that a command line names against torch.mm and the record."""
     from tunegemm.choose.snapshot import read_snapshot
     from tunegemm.measure.replay import ReplayDevice
     from tunegemm.report.explain import candidate_of, ranked_by_model
@@ -313,16 +315,16 @@ def race_named(tuner: Tuner, problems: Sequence[Problem], named: Sequence[str]) 
         elif isinstance(measurer := tuner.measurer_for(problem), ReplayDevice):
             ranked = functools.partial(measurer.fastest_first, problem)  # no other kernel's time is known
         candidates = [candidate_of(text, known, ranked) for text in named]
-        for one in candidates:
-            verdict = tuner.kernels.check(problem, one)
+        for candidate in candidates:
+            verdict = tuner.kernels.check(problem, candidate)
             if not verdict:
-                raise arguments.UsageError(f"--candidate {one} cannot run {problem}: {verdict}")
+                raise arguments.UsageError(f"--candidate {candidate} cannot run {problem}: {verdict}")
         yield tuner.race(problem, [*candidates, *([known] if known is not None else [])])
 
 
 def say_gpu_command(context: typer.Context, asked_for: Sequence[Problem]) -> None:
     """The same command, as it measures on a GPU."""
-    served = " and ".join(dict.fromkeys(f"tunegemm.{one.our_call}" for one in asked_for)) or "its calls"
+    served = " and ".join(dict.fromkeys(f"tunegemm.{item.our_call}" for item in asked_for)) or "its calls"
     printing.say_command(
         f"On your GPU this command measures, and stores the result for {served}:",
         again(context, asked_for, device=None, db=None),
@@ -331,18 +333,18 @@ def say_gpu_command(context: typer.Context, asked_for: Sequence[Problem]) -> Non
 
 def again(context: typer.Context, problems: Sequence[Problem], **changes: object) -> str:
     """The same command line for these problems' shapes."""
-    given = {flag.removeprefix("--"): context.params[name] for name, flag in given_options(context).items()}
+    value = {flag.removeprefix("--"): context.params[name] for name, flag in given_options(context).items()}
     shapes = {"shape": [problem.shape for problem in problems]}
-    return command_line("tune", {"shape": None} | given | shapes | changes)
+    return command_line("tune", {"shape": None} | value | shapes | changes)
 
 
 def given_options(context: typer.Context) -> dict[str, str]:
     """The flags of the options that the command line has, by the options' names."""
-    # Where a value comes from, not whether it is the default: versions of Click and Typer hand over another
-    # empty list than the one that an option was declared with.
-    sources = {one: context.get_parameter_source(one.name or "") for one in context.command.params}
+    # Look at a value's source, not whether it equals the default: versions of Click and Typer pass another
+    # empty list than the declared one.
+    sources = {param: context.get_parameter_source(param.name or "") for param in context.command.params}
     return {
-        one.name or "": next(flag for flag in one.opts if flag.startswith("--"))
-        for one, source in sources.items()
+        option.name or "": next(flag for flag in option.opts if flag.startswith("--"))
+        for option, source in sources.items()
         if source is not None and source.name == "COMMANDLINE"
     }

@@ -1,4 +1,4 @@
-"""The options of `tunegemm tune`, in groups: what is tried, where, and what is printed."""
+"""The options of `tunegemm tune`, in groups: what to try, where, and what to print."""
 
 from __future__ import annotations
 
@@ -89,17 +89,17 @@ class Search:
         ),
     ] = None
 
-    #: Options that say nothing where candidates are named.
+    #: Options without effect if candidates are named.
     OF_SEARCHES = ("effort", "trials", "budget", "families", "kernels", "compiled_only")
 
     @property
     def budget_s(self) -> float | None:
-        """Raises UsageError for what is no duration."""
+        """The budget in seconds. Raises UsageError for an invalid duration."""
         return arguments.parse_seconds(self.budget) if self.budget is not None else None
 
     def tuner_options(self) -> dict[str, Any]:
-        """How a `Tuner` is opened. Raises TunegemmError for what cannot be read."""
-        found: dict[str, Any] = {
+        """Keyword arguments of `Tuner`. Raises TunegemmError for an invalid option."""
+        result: dict[str, Any] = {
             "families": arguments.parse_families(self.families), "workers": self.workers, "seed": self.seed,
             "compiled_only": self.compiled_only, "energy": self.energy,
             "matching": arguments.parse_pattern(self.kernels), "sampler": self.sampler, "study": self.study,
@@ -107,12 +107,12 @@ class Search:
         if self.skews is not None:
             from tunegemm.measure.groups import checked_skews
 
-            found["skews"] = checked_skews(self.skews)
+            result["skews"] = checked_skews(self.skews)
         if self.sampler is not None:
             from tunegemm.search.samplers import sampler_of
 
             sampler_of(self.sampler, seed=0)
-        return found
+        return result
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,9 @@ class Place:
 
     @property
     def is_named(self) -> bool:
-        """Whether a GPU was asked for by name. Raises UsageError where several options name some."""
-        given = {"--device": self.device, "--devices": self.devices, "--ray": self.ray}
-        named = [flag for flag, value in given.items() if value is not None]
+        """Whether the user named a GPU. Raises UsageError if several options do."""
+        values = {"--device": self.device, "--devices": self.devices, "--ray": self.ray}
+        named = [flag for flag, value in values.items() if value is not None]
         if len(named) > 1:
             raise arguments.UsageError(f"{' and '.join(named)}: give one of them")
         return bool(named)
@@ -165,5 +165,5 @@ class Output:
 
     @property
     def is_bare(self) -> bool:
-        """Whether nothing is said beside the results."""
+        """Whether to print results only."""
         return self.quiet or self.as_json

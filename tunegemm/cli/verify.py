@@ -1,4 +1,4 @@
-"""`tunegemm verify`: race the stored top five again and report what moved, or what was predicted."""
+"""`tunegemm verify`: race the stored top five, or predicted kernels, again and report changes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def command(
     With --predicted: race the predicted kernels; the winner, or torch.mm, becomes the record.
     """
     if from_files and not predicted:
-        raise arguments.UsageError(f"--from {from_files[0]}: is for --predicted; name records by --shape")
+        raise arguments.UsageError(
+            f"--from {from_files[0]}: works with --predicted only; select records with --shape"
+        )
     if predicted:
         if everything:
             raise arguments.UsageError("--predicted and --all: give one of them")
@@ -70,7 +72,7 @@ def command(
         wanted = [record for record in records if not shapes or record.problem.shape in shapes]
         marked = due(wanted, opened.fingerprint, everything=everything)
         if not marked:
-            printing.say(f"nothing to verify: {len(wanted)} records, none in doubt on {opened.name}")
+            printing.say(f"nothing to verify: all {len(wanted)} records are current on {opened.name}")
         for judgement, record in marked:
             verification = verify(tuner, record, judgement, top)
             printing.say(*lines(verification))
@@ -79,7 +81,7 @@ def command(
 
 
 def verify_predicted(problems: list[Problem], spec: str | None, db: str | None, workers: int | None) -> None:
-    """Race what is predicted of each problem, and say what became of it; of others, why they are not."""
+    """Races the predicted kernels of each problem and prints the outcome; for other problems, the reason."""
     import torch
 
     from tunegemm.choose.snapshot import Snapshot, read_snapshot
@@ -88,22 +90,23 @@ def verify_predicted(problems: list[Problem], spec: str | None, db: str | None, 
     from tunegemm.tuning.tuner import Tuner, open_gpu
 
     opened = open_gpu(spec)
-    torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's library is asked as in a program
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's heuristics need CUDA, as in a program
     with Database.open(db, create=True) as database, Tuner(opened, database, workers=workers) as tuner:
         snapshot = Snapshot(database.records()) if db is not None else read_snapshot()
         for problem in problems:
-            found, why = predictions(snapshot, problem, opened)
-            if not found:
+            result, why = predictions(snapshot, problem, opened)
+            if not result:
                 printing.say(f"{problem}: {why}")
                 continue
-            feedback = measure(tuner, problem, found)
+            feedback = measure(tuner, problem, result)
             printing.say(feedback)
             if feedback.result.interrupted:
                 raise typer.Exit(130)
 
 
 def lines(verification: Verification) -> list[str]:
-    """What to print of one record."""
+    """The lines to print about one record."""
+
     best = verification.result.best
     if best is None:
         outcome = f"nothing could be measured ({verification.result.note})"
@@ -113,9 +116,11 @@ def lines(verification: Verification) -> list[str]:
     else:
         outcome = f"{verification.record.label} stays the record"
     reason = verification.judgement.reason or "same software"
-    found = [f"{verification.record.problem}: {outcome}  [{reason}]"]
+    results = [f"{verification.record.problem}: {outcome}  [{reason}]"]
     for move in verification.moves:
         after = move.reason if move.after is None else f"{move.after:.3f}"
         before = "?" if move.before is None else f"{move.before:.3f}"
-        found.append(f"  {'moved' if move.moved else 'same':6} {before} to {after} of torch.mm  {move.label}")
-    return found
+        results.append(
+            f"  {'moved' if move.moved else 'same':6} {before} to {after} of torch.mm  {move.label}"
+        )
+    return results

@@ -2,5 +2,5 @@
 
 `pool` hands jobs to `worker` processes, `cute_object` and `triton_object` call the compilers, `ptxas` reads
 their output, and `artifacts` keeps objects under the hash of their key. This room knows a family only by the
-name of the module in which a worker finds it. Imports `describe`.
+their output, and `artifacts` keeps objects under the hash of their key. This room knows a family only by the
 """

@@ -47,15 +47,15 @@ class ArtifactStore:
     def __init__(self, root: Path | str | None = None, *, is_package: bool = False) -> None:
         """`root`: default `TUNEGEMM_CACHE_DIR`, else the user's cache directory. Created on first write.
 
-        is_package: it lies in the package, whose owner may write the code that runs here anyway, so that the
-        objects' owner is not asked for.
+        is_package: it lies in the package. The package's owner may write the code that runs here anyway, so
+        the objects' owner is not checked.
         """
         root = root or os.environ.get("TUNEGEMM_CACHE_DIR") or user_path("cache")
         self.root = Path(root) / "objects"
         self._is_package = is_package
 
     def find(self, key: Key) -> Artifact | None:
-        """The object of a key, hash-checked; None when there is none.
+        """The object of a key, hash-checked; None if there is none.
 
         Raises ArtifactError for an object (or its entry, or the store's folders) that another user owns or
         may write, that is a link, or that was altered.
@@ -64,8 +64,8 @@ class ArtifactStore:
         if entry is None or "object_sha256" not in entry:
             return None
         try:
-            found = entry["resources"]
-            resources = Resources(**{**found, "warnings": tuple(found["warnings"])})
+            result = entry["resources"]
+            resources = Resources(**{**result, "warnings": tuple(result["warnings"])})
         except (KeyError, TypeError, AttributeError):
             return None  # damaged: it is compiled again
         path = self._path(key, ".o")
@@ -77,17 +77,17 @@ class ArtifactStore:
         return Artifact(path, resources)
 
     def names(self) -> set[str]:
-        """The `digest` of each object's key. `find` says whether one may be used."""
+        """The `digest` of each object's key. `find` checks whether an object may be used."""
         return {path.parent.name + path.stem for path in self.root.glob("??/*.o")}
 
     def each_key(self) -> Iterator[Key]:
-        """The key of each object, as far as it can be read. `find` says whether one may be used."""
+        """The key of each readable object. `find` checks whether an object may be used."""
         for path in self.root.glob("??/*.o"):
             with suppress(ArtifactError, OSError, ValueError, LookupError, TypeError):
                 yield dict(json.loads(self._read(path.with_suffix(".json")) or b"{}")["key"])
 
     def failure(self, key: Key) -> str | None:
-        """Why an earlier compile of this key failed, so that nobody pays for it again; None otherwise."""
+        """Why an earlier compile of this key failed, to avoid repeating it; None if it did not."""
         entry = self._entry(key)
         return None if entry is None else entry.get("failure")
 
@@ -121,7 +121,7 @@ class ArtifactStore:
 
     def refuse_write(self, error: OSError) -> ArtifactError:
         """The error to raise if the store cannot be written, as on a full disk."""
-        return ArtifactError(f"{self.root}: {cause(error, 'name another folder with TUNEGEMM_CACHE_DIR')}")
+        return ArtifactError(f"{self.root}: {cause(error, 'choose another folder by TUNEGEMM_CACHE_DIR')}")
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -141,7 +141,7 @@ class ArtifactStore:
         return self.root / name[:2] / (name[2:] + suffix)
 
     def _entry(self, key: Key) -> dict | None:  # type: ignore[type-arg]
-        """The JSON beside an object. A truncated or foreign one counts as absent: it is compiled again."""
+        """The JSON beside an object. A truncated or foreign file counts as absent, and is compiled again."""
         content = self._read(self._path(key, ".json"))
         try:
             entry = None if content is None else json.loads(content)
@@ -150,10 +150,10 @@ class ArtifactStore:
         return entry if isinstance(entry, dict) and entry.get("key") == dict(key) else None
 
     def _read(self, path: Path) -> bytes | None:
-        """The bytes of a file of the store; None when there is none.
+        """The bytes of a file of the store; None if it is missing.
 
         Raises ArtifactError unless the file and the store's folders are the user's own (or root's) and
-        nobody else may write them. So nobody else can put another object under a name after it was checked.
+        nobody else may write them. So nobody can replace an object after it was checked.
         """
         try:
             # Not through a link, whose target is someone else's to change, and not waiting for a pipe.
@@ -161,8 +161,8 @@ class ArtifactStore:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            what = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
-            raise ArtifactError(f"{path}: {what}; delete it and tune again") from None
+            fault = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
+            raise ArtifactError(f"{path}: {fault}; delete it and tune again") from None
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):

@@ -1,12 +1,12 @@
 """CuTe DSL kernels as objects, compiled in a worker process that sees no GPU.
 
-The families' kernels share one signature (`cute_sm90.kernel.gemm.Arguments`) but for the number of their
-launch parameters. All arguments are run-time integers, so that one object serves every problem of its dtypes
+The families' kernels share one signature (`cute_sm90.kernel.gemm.Arguments`), apart from the number of launch
+parameters. All arguments are run-time integers, so that one object serves every problem of its dtypes
 and majors.
 
-Where there is a linker, an object is a shared library. `tunegemm.generate.cute_launch` then loads it in a
-millisecond, with the DSL's runtime library and TVM-FFI alone; what the compiler exports wants the whole
-compiler, a second of imports, to link it in memory.
+With a linker, an object is a shared library. `tunegemm.generate.cute_launch` then loads it in a millisecond,
+with only the DSL's runtime library and TVM-FFI. Unlinked objects need the whole compiler, a second of
+imports, to link them in memory.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ FUNCTION_NAME = "tunegemm_gemm"
 RUNTIME = "libcute_dsl_runtime.so"
 """The DSL's library by which objects call CUDA."""
 
-#: What a process that compiles says its own GPU is. Not the target: the DSL would link and load each kernel
-#: to be run, a seventh of the compile time. And not nothing: the DSL would ask the driver, which shows no
-#: GPU to a worker; its text for that error names the architecture, for which it asks again, until Python's
-#: stack is full. Sixteen workers did so for 50 s and more (H200, driver 580, DSL 4.8.1, 2026-11-23).
+#: The architecture that a compiling process reports for its own GPU. It must differ from the target, else the
+#: DSL would link and load each kernel in order to run it, a seventh of the compile time. It must not be
+#: empty, else the DSL would ask the driver, which shows no GPU to a worker; the text of that error needs the
+#: architecture again, until Python's stack is full. Sixteen workers did so for over 50 s (H200, driver 580,
+#: DSL 4.8.1, 2026-11-23).
 _OWN_ARCHITECTURE = "sm_80"
 
 _log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def import_dsl() -> None:
 def compiler(
     config: Any, module: str, launch_parameters: int, *, addresses: int = 2, words: int | None = None
 ) -> Callable[[Key, Path], Resources]:
-    """The `compile` of a family whose kernel is the class `Gemm` of a module, made of a config.
+    """The `compile` of a family whose kernel is the class `Gemm` of a module, made from a config.
 
     launch_parameters, addresses, words: see `compile_object`; by default as many words as an epilogue needs.
     """
@@ -89,12 +90,12 @@ def compile_object(
 ) -> Resources:
     """Compile for an architecture such as ``sm_90a`` and write the object `out`; the report is ptxas's.
 
-    make_kernel: imports the kernel and makes it, once the compiler is imported.
-    launch_parameters: 32-bit arguments behind the strides.
-    addresses: 64-bit arguments behind them: of the workspace, and what else lies in device memory.
-    words: 64-bit arguments of the epilogue behind those.
+    make_kernel: imports the kernel and makes it, after the compiler is imported.
+    launch_parameters: 32-bit arguments after the strides.
+    addresses: 64-bit arguments after them: of the workspace and of other device memory.
+    words: 64-bit arguments of the epilogue, last.
 
-    Raises whatever the compiler raises; some configurations abort the process.
+    Raises any error of the compiler; some configurations abort the process.
     """
     import_dsl()
     import cutlass.cute as cute
@@ -125,10 +126,11 @@ def compile_object(
 
 @contextmanager
 def _without_locations() -> Iterator[None]:
-    """The DSL does not look up, for each instruction, the line of source that it came of.
+    """Stops the DSL from looking up the source line of each instruction.
 
-    It does so as soon as remarks are asked for, of which ptxas's report is one: a third of a compile's time,
-    for the same code and the same report. There is no option for it. A version without this switch stays so.
+    The DSL does so as soon as remarks are requested, and ptxas's report is one: a third of a compile's time,
+    for the same code and report. It has no option against that. Versions without this switch are left
+    unchanged.
     """
     from cutlass.base_dsl import dsl
 
@@ -157,28 +159,28 @@ def dsl_version() -> str:
 
 @functools.cache
 def dsl_build() -> str | None:
-    """The DSL's build for one CUDA, such as ``cu13``, with a ptxas of its own; None where it has no builds.
+    """The DSL's build for one CUDA version, such as ``cu13``, with its own ptxas; None if it has no builds.
 
-    The runtime library that comes with it says so: the compiler is not imported. Compile workers take the
-    same one, which depends on the driver, not on the GPUs that they are kept from seeing.
+    The name comes from the build's runtime library, without importing the compiler. Compile workers use the
+    same build: it depends on the driver, not on the GPUs that are hidden from them.
     """
     return None if (runtime := find_runtime()) is None else runtime.parts[-3]
 
 
 def find_linker() -> str | None:
-    """The system's linker, which comes with any C compiler; None where there is none."""
+    """The system's linker, which comes with any C compiler; None if it is missing."""
     return shutil.which("ld") or shutil.which("ld.lld")
 
 
 def link(compiled: Path) -> None:
-    """Make a shared library of what the compiler exported; without a linker it stays what it is.
+    """Link the compiler's output to a shared library; without a linker it stays an object file.
 
-    It names the two libraries that it needs, so that these need not be visible to the whole process.
+    The library names the two libraries that it needs, so that these need not be visible to the whole process.
     """
     from cutlass.cute.runtime import find_runtime_libraries
 
     if (linker := find_linker()) is None:
-        _log.info("%s: no linker here, so that its first launch will import the compiler", compiled)
+        _log.info("%s: no linker here, so its first launch will import the compiler", compiled)
         return
     linked = compiled.with_name(f"{compiled.name}.so")
     options = ["-shared", "-s", "--eh-frame-hdr"]
@@ -195,8 +197,8 @@ def link(compiled: Path) -> None:
 
 
 def find_runtime() -> Path | None:
-    """Where the DSL's packages have it: in a folder for each CUDA, of which the DSL takes the newest that the
-    driver supports. None where it is not where it is known to be.
+    """The DSL's runtime library: there is a folder for each CUDA version, and the DSL uses the newest that
+    the driver supports. None if it is not in its usual place.
     """
     spec = find_spec("cutlass")
     if spec is None or spec.origin is None:
@@ -204,6 +206,6 @@ def find_runtime() -> Path | None:
     root = next((parent for parent in Path(spec.origin).parents if parent.name == "nvidia_cutlass_dsl"), None)
     if root is None:
         return None
-    found = {int(path.parts[-3][2:]): path for path in root.glob(f"cu[0-9]*/lib/{RUNTIME}")}
-    newest = driver.cuda_version()[0] or max(found, default=0)
-    return found.get(max((major for major in found if major <= newest), default=0))
+    result = {int(path.parts[-3][2:]): path for path in root.glob(f"cu[0-9]*/lib/{RUNTIME}")}
+    newest = driver.cuda_version()[0] or max(result, default=0)
+    return result.get(max((major for major in result if major <= newest), default=0))

@@ -1,8 +1,8 @@
-"""A pool of compile workers: processes that see no GPU, each of which may die without harm to the others.
+"""A pool of compile workers: processes that see no GPU, each of which may die without affecting the others.
 
 The compilers are not thread-safe, abort the process on some tiles, and must not run in a process that
 uses CUDA. A worker is `python -m tunegemm.compile.worker`, sent one job after the other; a thread of the
-pool owns it, kills it at the deadline and replaces it when it dies. What it cost is one candidate.
+pool owns it, kills it at the deadline and replaces it when it dies. The cost is one candidate.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WORKER_BYTES = 400 * 1024**2
 
 @dataclass(frozen=True)
 class CompileResult:
-    """The object of one kernel key, or why there is none."""
+    """The object of one kernel key, or the reason why there is none."""
 
     artifact: Artifact | None
     failure: str = ""
@@ -48,7 +48,7 @@ class CompileResult:
     cached: bool = False
     """Whether the answer came from the store."""
     is_transient: bool = False
-    """Whether the machine failed at that moment, not the kernel: asked for again, it may compile."""
+    """Whether the machine failed at that moment, not the kernel: a second request may compile."""
 
 
 class Urgency(IntEnum):
@@ -57,19 +57,19 @@ class Urgency(IntEnum):
     NOW = 0
     """A caller waits for it, or will soon."""
     NEXT = 1
-    """It will be asked for."""
+    """The kernel will be needed."""
     IDLE = 2
-    """It may be asked for: for cores that have nothing else to do."""
+    """The kernel may be needed: for cores that are otherwise idle."""
 
 
 class Shipped(Protocol):
-    """Objects that another program compiled, by whatever compilers."""
+    """Objects compiled by another program, with any compilers."""
 
     def find(self, key: Key) -> Artifact | None:
         """The object of a kernel key, as `ArtifactStore.find`."""
 
     def __contains__(self, key: Key) -> bool:
-        """Whether there is one; what `find` says of it is another matter."""
+        """Whether there is one; `find` may still reject it."""
 
     def each_key(self) -> Iterator[Key]:
         """The keys of all objects, with the compilers that made them."""
@@ -96,7 +96,7 @@ class Ready:
 
 
 def default_workers() -> int:
-    """Workers for this machine: one per core, fewer when memory is short."""
+    """Workers for this machine: one per core, fewer if memory is short."""
     import psutil
 
     cores = len(os.sched_getaffinity(0))
@@ -117,12 +117,12 @@ class CompilePool:
         low_priority: bool = False,
     ) -> None:
         """
-        low_priority: whether workers leave the processors to others, and are killed when this process ends,
-            for jobs that nobody waits for.
+        low_priority: whether workers yield the processors to others, and die with this process; for jobs that
+            nobody waits for.
         shipped: further objects, which are not compiled again.
-        timeout_s: bounds one compile; the largest tiles take about 3 s on one core.
-        families_module: where a worker finds ``compiler(name)``, and ``import_compiler()`` to call while
-        it waits for its first job; tests plant families that misbehave.
+        timeout_s: limit of one compile; the largest tiles take about 3 s on one core.
+        families_module: module with ``compiler(name)``, and ``import_compiler()`` to call before the first
+            job; tests plant families that misbehave.
         """
         self.store, self._shipped = store, shipped
         self.workers = workers or default_workers()
@@ -134,7 +134,7 @@ class CompilePool:
         self._order = itertools.count()
         self._waiting: dict[str, _Job] = {}
         self._own: set[str] | None = None
-        # Daemons, unlike those of an executor: a process ends at once, whatever waits here to be compiled.
+        # Daemon threads, unlike an executor's: the process can end at once, despite waiting jobs.
         self._threads: list[threading.Thread] = []
         self._closed = False
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -142,7 +142,7 @@ class CompilePool:
         self._lock = threading.Lock()
         self._pending: dict[str, Future[CompileResult]] = {}
         self.compiled = 0
-        """Kernels compiled by this pool, without those that the store had."""
+        """Kernels compiled by this pool, without those from the store."""
 
     def __enter__(self) -> CompilePool:
         return self
@@ -164,15 +164,15 @@ class CompilePool:
             self._idle.put(worker)
 
     def submit(self, family: str, key: Key, *, urgency: Urgency = Urgency.NOW) -> Future[CompileResult]:
-        """Compile the kernel of a `Family.kernel_key`; done at once when the store has it.
+        """Compile the kernel of a `Family.kernel_key`; returns a finished future if the store has it.
 
-        urgency: what nobody waits for yet lets others pass, until it is asked for again.
-        Equal keys share a future. Raises CompileError once the pool is closed.
+        urgency: less urgent jobs let others pass, until they are requested again. Equal keys share a future.
+        Raises CompileError after `close`.
         """
         name = json.dumps(dict(key), sort_keys=True)
         with self._lock:
             if self._closed:
-                raise CompileError("the compile pool is closed; make another")
+                raise CompileError("the compile pool is closed; create a new one")
             if (job := self._waiting.get(name)) is not None and urgency < job.urgency:
                 self._enqueue(job._replace(urgency=urgency))
             if name not in self._pending:
@@ -189,15 +189,15 @@ class CompilePool:
             return self._pending[name]
 
     def ready(self) -> Ready:
-        """The kernels of which there is an object now; without what others compile meanwhile."""
+        """The kernels that have an object now, without those that other processes compile."""
         with self._lock:
-            if self._own is None:  # of a thousand objects to list takes 20 ms
+            if self._own is None:  # listing a thousand objects takes 20 ms
                 self._own = self.store.names()
             return Ready(frozenset(self._own), self._shipped, self.store)
 
     def drop_waiting(self, *, least: Urgency = Urgency.NOW) -> None:
-        """Forget the jobs that no worker has begun; their futures are cancelled. least: of those to forget,
-        where more urgent ones stay.
+        """Forget the jobs that no worker has begun, and cancel their futures. least: forget only jobs of this
+        or less urgency.
         """
         with self._lock:
             for name, job in list(self._waiting.items()):
@@ -206,7 +206,7 @@ class CompilePool:
                     job.future.cancel()
 
     def close(self) -> None:
-        """Drop what has not started, kill the workers."""
+        """Drop waiting jobs and kill the workers."""
         with self._lock:
             self._closed = True
             workers, threads = list(self._all), self._threads
@@ -227,7 +227,7 @@ class CompilePool:
             if store is not None and (artifact := store.find(key)) is not None:
                 return CompileResult(artifact, cached=True)
         failure = self.store.failure(key)
-        if failure is None or is_transient(failure):  # older releases remembered such, too
+        if failure is None or is_transient(failure):  # older releases also stored transient failures
             return None
         return CompileResult(None, failure, cached=True)
 
@@ -236,7 +236,7 @@ class CompilePool:
         self._jobs.put((job.urgency, next(self._order), job))
 
     def _work(self) -> None:
-        """One job after the other, until the pool closes."""
+        """Runs jobs until the pool closes."""
         while (job := self._jobs.get()[-1]) is not None:
             with self._lock:
                 is_due = self._waiting.get(job.name) is job
@@ -256,7 +256,7 @@ class CompilePool:
         scratch = self.store.scratch()
         try:
             worker = self._take_worker()
-        except OSError as error:  # no memory, files or processes for one
+        except OSError as error:  # not enough memory, files or processes
             scratch.unlink(missing_ok=True)
             return CompileResult(None, f"a compile worker cannot start: {one_line(error)}", is_transient=True)
         if worker is None:
@@ -265,7 +265,7 @@ class CompilePool:
         try:
             reply = worker.ask(family, key, scratch, self._timeout_s)
             if isinstance(reply, Failure) and reply.is_transient and reply.errno not in _DISK:
-                worker.kill()  # and what it has taken with it
+                worker.kill()  # and its resources
                 raise _WorkerDied(reply.reason, killed=True)
         except _WorkerDied as died:
             worker.disconnect()
@@ -293,7 +293,7 @@ class CompilePool:
         return CompileResult(artifact)
 
     def _take_worker(self) -> _Worker | None:
-        """A worker for the thread that asks; None once the pool closes, which kills those that there are."""
+        """A worker for the calling thread; None once the pool closes, which kills the workers."""
         with suppress(queue.Empty):
             return self._idle.get_nowait()
         with self._lock:
@@ -308,7 +308,7 @@ class CompilePool:
 
 
 def _refusal(resources: Resources) -> str:
-    """A kernel that spills or whose WGMMAs were serialized is no use: its rule should have said so."""
+    """Why a compiled kernel is useless: spills, or serialized WGMMAs. Its rule should reject it."""
     if resources.spill_bytes:
         return f"spills {resources.spill_bytes} B to local memory"
     if resources.warnings:
@@ -332,7 +332,7 @@ class _WorkerDied(Exception):
     def __init__(self, reason: str, *, killed: bool = False) -> None:
         super().__init__(reason)
         self.killed = killed
-        """Whether it was killed from outside, which says nothing about the candidate."""
+        """Whether it was killed from outside, so that the candidate is not to blame."""
 
 
 class _Worker:
@@ -357,7 +357,7 @@ class _Worker:
         theirs.close()
 
     def ask(self, family: str, key: Key, out: Path, timeout_s: float) -> Resources | Failure:
-        """Send one job, wait for its reply. Raises _WorkerDied when the worker does."""
+        """Send one job, wait for its reply. Raises _WorkerDied if the worker dies."""
         try:
             self._connection.send((family, dict(key), out))
             if self._connection.poll(timeout_s):

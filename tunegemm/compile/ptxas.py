@@ -31,9 +31,9 @@ class Resources:
 
 
 def read_report(log: str, *, smem_bytes: int, compile_seconds: float) -> Resources:
-    """The report in a compiler's output, and what it does not say. Raises RuntimeError when there is none.
+    """The report in a compiler's output, with the other figures. Raises RuntimeError if there is none.
 
-    Of several kernels the registers of the one that has most, and all spills.
+    With several kernels: the most registers of any, and the sum of all spills.
     """
     text = " ".join(log.split())  # compilers wrap long lines
     spills, registers = _SPILLS.findall(text), _REGISTERS.findall(text)

@@ -4,10 +4,10 @@ Compiling needs no GPU, launching (`tunegemm.generate.triton_launch`) needs neit
 Both languages of Triton are served: `triton.jit` functions and Gluon's.
 
 A kernel's arguments are scalars (``i32``, ``i64``), pointers (``*fp32``) and tensor maps
-(``tensordesc<bf16[1, 128, 64]>``, for Gluon with the shared-memory layout behind the shape). The compiler
+(``tensordesc<bf16[1, 128, 64]>``, in Gluon with the shared-memory layout after the shape). The compiler
 flattens them into parameters: a tensor map is 128 bytes, then its extents (i32) and strides (i64). Two hidden
-pointers come last: global scratch and profile scratch memory. That is so in Triton 3.6 and 3.7; `build`
-compares it with the parameters in the PTX, so that another convention is an error of the compile, not a wrong
+pointers come last: global scratch and profile scratch memory. Triton 3.6 and 3.7 follow this convention.
+`build` compares it with the parameters in the PTX, so that another convention fails the compile, not the
 launch.
 """
 
@@ -45,7 +45,7 @@ class TensorMap:
     element: str
     """Element type: ``bf16``, ``fp16`` or ``fp32``."""
     box: tuple[int, ...]
-    """Extents of one copy, outermost first; narrower than the tile where the smem swizzle is."""
+    """Extents of one copy, outermost first; narrower than the tile if the smem swizzle is."""
     swizzle: int
     """CUtensorMapSwizzle: 0 none, 1 for 32 B, 2 for 64 B, 3 for 128 B."""
 
@@ -130,9 +130,8 @@ def build(
 
     arguments: Triton's type of each run-time argument. Nothing is specialized on their values.
     constants: the values of its `constexpr` parameters.
-    aligned: arguments that are promised to be multiples of 16, such as addresses of a workspace, or of a
-    number of their own.
-    max_registers: of a thread at launch; the default is what lets one block be resident.
+    aligned: arguments that are promised to be multiples of 16, such as addresses of a workspace, or of
+    another number. max_registers: per thread at launch; the default lets one block be resident.
 
     Raises RuntimeError with the compiler's first error. Runs in a worker process that sees no GPU.
     """
@@ -148,7 +147,7 @@ def build(
     source = _source_type(function)(function, signature, dict(constants), attributes)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
-        # Triton's own cache is not for us: the object store is. Objects hold no path or line of their source.
+        # Triton's own cache is unused: the object store replaces it. Objects have no source paths or lines.
         with triton.knobs.cache.scope(), triton.knobs.nvidia.scope(), triton.knobs.compilation.scope():
             triton.knobs.cache.dir = folder
             triton.knobs.nvidia.dump_ptxas_log = True
@@ -178,18 +177,18 @@ def build(
         smem_bytes=facts.shared,
         arguments=tuple(_compiled_argument(name, type_name, maps) for name, type_name in arguments.items()),
     )
-    if (found := _parameters(ptx)) != header.parameters:
-        raise RuntimeError(f"triton {triton.__version__} passes {found}, expected {header.parameters}")
+    if (result := _parameters(ptx)) != header.parameters:
+        raise RuntimeError(f"triton {triton.__version__} passes {result}, expected {header.parameters}")
     write_object(out, header, cubin)
     return read_report(report, smem_bytes=facts.shared, compile_seconds=time.perf_counter() - start)
 
 
 def build_without_spills(most_registers: int, *arguments: Any, **options: Any) -> Resources:
-    """`build`, and where that spills once more with a limit of its own: of so many registers a thread.
+    """As `build`; if the kernel spills, builds it once more with a limit of `most_registers` a thread.
 
-    ptxas gives some kernels 80 or 128 registers and spills a few words, so that more blocks are resident: of
+    ptxas limits some kernels to 80 or 128 registers and spills a few words, so that more blocks are resident:
     `triton` tf32 of 32x64x32 in 4 warps on sm_90 (48 B) and bf16 of 64x32x64 on sm_86 (16 B; Triton 3.6.0).
-    With a limit it takes what it needs.
+    With an explicit limit it uses as many registers as it needs.
     """
     resources = build(*arguments, **options)
     return build(*arguments, **options, max_registers=most_registers) if resources.spill_bytes else resources
@@ -216,26 +215,26 @@ def _compiled_argument(name: str, type_name: str, maps: Any) -> Argument:
 def _parameters(ptx: str) -> tuple[str, ...]:
     """Types of the entry's parameters in the PTX."""
     entry = _ENTRY.search(ptx)
-    found = []
+    results = []
     for line in entry[1].split(",") if entry else ():
         if ".b8" in line:
-            found.append("tensor_map" if "[128]" in line else "bytes")
+            results.append("tensor_map" if "[128]" in line else "bytes")
         elif ".ptr" in line:
-            found.append("pointer")
+            results.append("pointer")
         else:
-            found.append({".u32": "i32", ".u64": "i64"}.get(line.split()[1], line.split()[1]))
-    return tuple(found)
+            results.append({".u32": "i32", ".u64": "i64"}.get(line.split()[1], line.split()[1]))
+    return tuple(results)
 
 
 def _first_error(log: str) -> str:
     """The compiler's first complaint, ptxas's before Triton's about it, without the place in our sources."""
     lines = [line.strip() for line in log.splitlines()]
-    found = (line for word in ("fatal", "error") for line in lines if re.search(rf"\b{word}\b", line, re.I))
-    return re.sub(r"^\S+: (?=error)", "", next(found, ""))
+    result = (line for word in ("fatal", "error") for line in lines if re.search(rf"\b{word}\b", line, re.I))
+    return re.sub(r"^\S+: (?=error)", "", next(result, ""))
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """What a Python function of the kernel's language raised first; those that called it only name lines."""
+    """The first error that a Python function of the kernel's language raised; its callers only add lines."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

@@ -35,10 +35,10 @@ class Families(Protocol):
     """What a worker needs of the module where it finds families."""
 
     def compiler(self, name: str) -> Compiler:
-        """What compiles the kernels of the family of that name."""
+        """The compile function of the family with that name."""
 
     def import_compiler(self) -> None:
-        """Import what compiling takes, while the first jobs are chosen."""
+        """Import the compilers, while the first jobs are chosen."""
 
 
 class Failure(NamedTuple):
@@ -68,7 +68,7 @@ def serve(connection: Connection, families_module: str) -> None:
 def _lower_priority() -> None:
     """Leave the processors to others, and end with the thread that started this process.
 
-    The end of the connection does not tell a worker that compiles, nor where a fork holds the other end, too.
+    The end of the connection does not stop a compiling worker, or if a fork holds the other end, too.
     """
     os.nice(_NICENESS)
     if sys.platform == "linux":
@@ -83,7 +83,8 @@ def one_line(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    # Imported as the pool knows it, so that what is sent is of the pool's classes.
+    # Imported under the pool's name for it, so that sent objects have the pool's classes.
+
     if sys.argv[3:]:
         _lower_priority()
     importlib.import_module("tunegemm.compile.worker").serve(Connection(int(sys.argv[1])), sys.argv[2])

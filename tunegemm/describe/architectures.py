@@ -13,7 +13,7 @@ class Architecture:
 
     Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; CCCL's
     `cuda::arch_traits` for 8.7, 10.3, 11.0 and 12.1; and the target notes of the PTX ISA for the
-    instructions. The CuTe DSL also lists each one's shared memory, and a test compares the two.
+    instructions. The CuTe DSL also lists each architecture's shared memory; a test compares both lists.
     """
 
     capability: tuple[int, int]
@@ -109,7 +109,11 @@ ARCHITECTURES: dict[tuple[int, int], Architecture] = {
 
 def of_target(compile_target: str) -> Architecture:
     """The architecture with this compiler name."""
-    return next(one for one in ARCHITECTURES.values() if one.compile_target == compile_target)
+    return next(
+        architecture
+        for architecture in ARCHITECTURES.values()
+        if architecture.compile_target == compile_target
+    )
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ class Part:
     source: str = ""
     """The document by NVIDIA that gives the figures."""
     compared: str = ""
-    """Which figures were compared with a public copy of the document, or with readings on such a card."""
+    """The figures that were compared with a public copy of the document, or with readings on such a card."""
 
 
 def _part(
@@ -141,8 +145,8 @@ def _part(
     return Part(name, capability, sm_count, tflops, gbps, l2_bytes, memory_bytes, source, compared)
 
 
-#: Dense rates without sparsity. Of Orin, Thor and GB10 NVIDIA gives sparse INT8 or FP4 alone, of which the
-#: dense bf16 rate is a quarter and an eighth.
+#: Dense rates without sparsity. For Orin, Thor and GB10 NVIDIA publishes only sparse INT8 or FP4 rates; the
+#: dense bf16 rate is a quarter or an eighth of these.
 PARTS: dict[str, Part] = {
     "h200": _part("H200", (9, 0), 132, 989.4, 4800, 60, 141, "H200 datasheet", "bf16, GB/s"),
     "h100-sxm": _part(
@@ -194,5 +198,5 @@ def part_named(device_name: str) -> Part | None:
     return next((part for part in PARTS.values() if part.device_name == device_name), None)
 
 
-#: Names of parts that have several forms, of which one is meant.
+#: Names of parts with several variants, mapped to the default variant.
 ALIASES = {"a100": "a100-sxm-80gb", "h100": "h100-sxm", "dgx-spark": "gb10"}

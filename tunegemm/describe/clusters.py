@@ -18,7 +18,7 @@ from typing import Any
 
 from tunegemm.describe.driver import primary_context
 
-#: Writes the multiprocessor of every block, and stays 20 us, so that no block follows another on one.
+#: Writes the multiprocessor of every block. Each block stays 20 us, so that no two share a multiprocessor.
 PTX = b"""
 .version 8.0
 .target sm_90
@@ -52,8 +52,8 @@ done:
 }
 \0"""
 _THREADS = 128
-#: Sizes of clusters that show which multiprocessors share a GPC: large ones for that they do, small ones for
-#: those that the large leave over. More than 8 blocks want an attribute.
+#: Cluster sizes that show which multiprocessors share a GPC. Large clusters show most of it, small ones the
+#: multiprocessors that large ones leave over. More than 8 blocks need an attribute.
 _SIZES = (16, 8, 6, 4)
 
 _CLUSTER_DIMENSION = 4
@@ -102,7 +102,7 @@ def gpcs_of_clusters(index: int, cluster_size: int, clusters: int, smem_bytes: i
 def places_of(gpcs: Sequence[int]) -> tuple[int, ...]:
     """A place in the rasterization for each cluster, so that clusters of one GPC follow each other.
 
-    GPCs with few clusters come first: the clusters that a chip has left over from several GPCs then fill
+    GPCs with few clusters come first. The clusters that a chip has left over in several GPCs then fill
     whole blocks.
     """
     size = Counter(gpcs)
@@ -124,16 +124,16 @@ def usual_neighbours(gpcs: Sequence[int]) -> int:
 def gpcs_of_launches(index: int, cluster_size: int, clusters: int, smem_bytes: int) -> tuple[int, ...] | None:
     try:
         with loaded(index, smem_bytes) as (driver, function):
-            found = [multiprocessors_of(driver, function, index, size, smem_bytes) for size in _SIZES]
+            results = [multiprocessors_of(driver, function, index, size, smem_bytes) for size in _SIZES]
             first, again = (
                 multiprocessors_of(driver, function, index, cluster_size, smem_bytes, clusters)
                 for _ in range(2)
             )
     except (OSError, RuntimeError):
         return None
-    if not first or first != again:  # other work is on the device, and clusters go where it leaves room
+    if not first or first != again:  # other work on the device displaces the clusters
         return None
-    gpc_of = groups([cluster for clusters in found for cluster in clusters])
+    gpc_of = groups([cluster for clusters in results for cluster in clusters])
     return tuple(gpc_of.get(cluster[0], -1 - cluster[0]) for cluster in first)
 
 
@@ -153,7 +153,7 @@ def multiprocessors_of(
     driver: Any, function: ctypes.c_void_p, index: int, size: int, smem_bytes: int, clusters: int = 0
 ) -> list[list[int]]:
     """The multiprocessors that ran each cluster's blocks; by default for as many clusters as run at once.
-    Empty if none does."""
+    Empty if no cluster runs."""
     import torch
 
     clusters = clusters or _most_active(driver, function, size, smem_bytes)
@@ -164,12 +164,12 @@ def multiprocessors_of(
     address = ctypes.c_uint64(out.data_ptr())
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(address))
     failed = driver.cuLaunchKernelEx(ctypes.byref(config), function, arguments, None)
-    found: list[list[int]] = out.tolist()
-    return [] if failed else found
+    results: list[list[int]] = out.tolist()
+    return [] if failed else results
 
 
 def _most_active(driver: Any, function: ctypes.c_void_p, size: int, smem_bytes: int) -> int:
-    """The driver's count of clusters that run at once; 0 where it has none."""
+    """The driver's count of clusters that run at once; 0 without a count."""
     count, config = ctypes.c_int(), _launch_config(size, 1024, smem_bytes)
     failed = driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config))
     return 0 if failed else max(0, count.value)
@@ -197,7 +197,7 @@ def loaded(index: int, smem_bytes: int) -> Iterator[tuple[Any, ctypes.c_void_p]]
             raise RuntimeError("the driver refuses the probe")
         try:
             if driver.cuModuleGetFunction(ctypes.byref(function), module, b"whereabouts"):
-                raise RuntimeError("the driver does not find the probe")
+                raise RuntimeError("the driver cannot find the probe")
             driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SMEM, smem_bytes)
             driver.cuFuncSetAttribute(function, _NON_PORTABLE_SIZE, 1)
             yield driver, function

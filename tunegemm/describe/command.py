@@ -15,11 +15,11 @@ def command_line(command: str, options: Mapping[str, object]) -> str:
     """
     words = ["tunegemm", *command.split()]
     for name, value in options.items():
-        for one in value if isinstance(value, list | tuple) else [value]:
-            if one is True:
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if item is True:
                 words.append(f"--{name}")
-            elif one not in (None, False, ""):
-                words += [f"--{name}", str(one)]
+            elif item not in (None, False, ""):
+                words += [f"--{name}", str(item)]
     return shlex.join(words)
 
 

@@ -22,8 +22,8 @@ from tunegemm.describe.problem import Problem
 from tunegemm.errors import DeviceError
 from tunegemm.untrusted import digits, shown
 
-#: Clusters of so many blocks that a GPU holds, where the driver was asked and its chip is less evenly cut
-#: than could be: 120 of the 132 multiprocessors (benchmarks/results/h200/power_roof.json).
+#: Clusters of this size that a GPU holds, from the driver, for a chip that is cut less evenly than possible:
+#: they reach 120 of the 132 multiprocessors (benchmarks/results/h200/power_roof.json).
 _COUNTED_CLUSTERS = {("NVIDIA H200", 4): 30}
 
 
@@ -56,8 +56,8 @@ class Fingerprint:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-#: torch.mm reaches about 70 % of an H200's dense bf16 peak at 4096 and more rows (README, 2026-11-20): what
-#: stands in for a time that is not known.
+#: torch.mm reaches about 70 % of an H200's dense bf16 peak at 4096 and more rows (README, 2026-11-20). This
+#: replaces an unknown time.
 USUAL_EFFICIENCY = 0.7
 
 
@@ -209,29 +209,29 @@ def _cuda_device(spec: str, name: str) -> Device:
     return _device_of(f"cuda:{index}", driver.properties(index))
 
 
-def _device_of(spec: str, found: driver.Properties) -> Device:
-    """The device that the driver describes. Raises DeviceError for one on which nothing here can run."""
-    name = f"sm_{''.join(map(str, found.capability))}"
-    if found.capability < min(ARCHITECTURES):
+def _device_of(spec: str, gpu: driver.Properties) -> Device:
+    """The device that the driver describes. Raises DeviceError if no kernel here can run on it."""
+    name = f"sm_{''.join(map(str, gpu.capability))}"
+    if gpu.capability < min(ARCHITECTURES):
         oldest = ARCHITECTURES[min(ARCHITECTURES)]
         raise DeviceError(
-            f"{found.name} is {name} and has no cp.async, which all kernels here use; use a GPU from "
+            f"{gpu.name} is {name} and has no cp.async, which all kernels here use; use a GPU from "
             f"{oldest.name} ({oldest.short_name}) on, or torch.mm"
         )
-    if (architecture := ARCHITECTURES.get(found.capability)) is None:
-        known = ", ".join(one.short_name for one in ARCHITECTURES.values())
-        raise DeviceError(f"{found.name} is {name}, which tunegemm does not know; it knows {known}")
-    if refusal := too_old_driver(found.name):
+    if (architecture := ARCHITECTURES.get(gpu.capability)) is None:
+        known = ", ".join(architecture.short_name for architecture in ARCHITECTURES.values())
+        raise DeviceError(f"{gpu.name} is {name}, which tunegemm does not support; supported are {known}")
+    if refusal := too_old_driver(gpu.name):
         raise DeviceError(refusal)
-    part = part_named(found.name)
+    part = part_named(gpu.name)
     peak_tflops, bandwidth_gbps = (part.peak_tflops, part.bandwidth_gbps) if part else (0.0, 0.0)
     if part is None and not architecture.wgmma:
-        # A Hopper that is none of `PARTS` is a slice of one, whose share of the memory its clocks do not say.
-        rate = found.sm_count * architecture.rate(found.name)
-        peak_tflops, bandwidth_gbps = rate * found.clock_khz / 1e9, found.bandwidth_gbps
+        # A Hopper GPU outside `PARTS` is a MIG slice; the clocks do not reveal its share of the memory.
+        rate = gpu.sm_count * architecture.rate(gpu.name)
+        peak_tflops, bandwidth_gbps = rate * gpu.clock_khz / 1e9, gpu.bandwidth_gbps
     return Device(
-        spec, found.name, architecture, found.sm_count, found.l2_bytes, found.memory_bytes, peak_tflops,
-        bandwidth_gbps, current_fingerprint(found.name, found.sm_count, found.capability, real=True),
+        spec, gpu.name, architecture, gpu.sm_count, gpu.l2_bytes, gpu.memory_bytes, peak_tflops,
+        bandwidth_gbps, current_fingerprint(gpu.name, gpu.sm_count, gpu.capability, real=True),
     )  # fmt: skip
 
 
@@ -273,8 +273,8 @@ def current_fingerprint(
 @functools.cache
 def torch_version() -> tuple[str, str]:
     """The version of torch and of the CUDA it was built for, empty if absent; does not import torch."""
-    found = importlib.util.find_spec("torch")
-    file = Path(found.origin or "").with_name("version.py") if found else Path()
+    result = importlib.util.find_spec("torch")
+    file = Path(result.origin or "").with_name("version.py") if result else Path()
     if "torch" in sys.modules or not file.is_file():
         import torch
 

@@ -67,7 +67,7 @@ def properties(index: int) -> Properties:
         _ask("cuDeviceGetAttribute", ctypes.byref(value), number, device)
         return value.value
 
-    def if_known(number: int) -> int:  # a virtual GPU has no clocks of its own
+    def if_known(number: int) -> int:  # virtual GPUs report no clocks
         try:
             return attribute(number)
         except RuntimeError:
@@ -110,7 +110,7 @@ def ensure_context(index: int) -> bool:
 
 @functools.cache
 def _primary_context(index: int) -> ctypes.c_void_p:
-    """Retained for as long as the process lives: to make it takes some 0.2 s."""
+    """Retained until the process ends, because creating it takes some 0.2 s."""
     context = ctypes.c_void_p()
     _ask("cuDevicePrimaryCtxRetain", ctypes.byref(context), _device(index))
     return context

@@ -1,6 +1,6 @@
-"""What becomes of the accumulators before they are stored, in the kernel itself: an `Epilogue`.
+"""The steps that a kernel applies to the accumulators before it stores them: an `Epilogue`.
 
-An epilogue is written as the steps it takes, in this order, joined by ``+``, such as ``bias_n+gelu_tanh``:
+An epilogue is written as its steps, in this order, joined by ``+``, such as ``bias_n+gelu_tanh``:
 
     alpha                       times a number
     scale_tensor, scale_rowwise times scale_a and scale_b: one fp32 each, or one for each row and each column
@@ -12,9 +12,9 @@ An epilogue is written as the steps it takes, in this order, joined by ``+``, su
     residual                    plus a matrix, after the activation
     amax                        the largest |D| before conversion, into an fp32 scalar
 
-or as one function of the user's own: ``custom:NAME@HASH``. The text is part of a `Problem`; arithmetic is
-fp32. The functions below the class are what such a function may use. They take torch tensors, for the
-reference, and the values of a CuTe kernel, so that both run the same formula.
+or as one user function: ``custom:NAME@HASH``. The text is part of a `Problem`; arithmetic is fp32. A user
+function may call the functions below the class. They accept torch tensors, for the reference, and the values
+of a CuTe kernel, so that both run the same formula.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 GATED = {"reglu": "relu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
 GATE_OF = {activation: gate for gate, activation in GATED.items()}
 
-#: The steps in the order in which they are taken; of each group at most one.
+#: The steps in their order; at most one from each group.
 _ORDER = (
     ("alpha",),
     ("scale_tensor", "scale_rowwise"),
@@ -48,8 +48,8 @@ _ORDER = (
     ("amax",),
 )
 
-#: Annotations of a user's function and the kinds of operand that they stand for: a number given with the
-#: call; an fp32 on the device; a vector with a value for each column or row; a matrix of D's shape and major.
+#: Annotations of a user function, and the operand kind of each: a number given with the call; an fp32 on the
+#: device; a vector with a value for each column or row; a matrix of D's shape and major.
 KINDS = {"Number": "number", "Scalar": "scalar", "PerColumn": "n", "PerRow": "m", "Matrix": "matrix"}
 Number: TypeAlias = Any
 Scalar: TypeAlias = Any
@@ -247,20 +247,20 @@ def define(source: str) -> Custom:
         raise ProblemError(f"epilogue {source.splitlines()[0]!r}: {error}; give a plain def") from None
     name = getattr(tree, "name", "")
     if name in known:
-        raise ProblemError(f"epilogue {name!r} has the name of a function that it may call; rename it")
+        raise ProblemError(f"epilogue {name!r} has the same name as a built-in function; rename it")
     if any(isinstance(node, _BRANCHES) for node in ast.walk(tree)):
-        raise ProblemError(f"epilogue {name!r} branches, which all elements would have to share; use where")
+        raise ProblemError(f"epilogue {name!r} branches, but all elements must take one path; use where")
     function = scope[name]
     allowed = {*FUNCTIONS, *function.__code__.co_varnames}
     if foreign := [used for used in function.__code__.co_names if used not in allowed]:
         raise ProblemError(
-            f"epilogue {name!r} uses {foreign[0]!r}, which no kernel knows; use {', '.join(FUNCTIONS)}"
+            f"epilogue {name!r} uses {foreign[0]!r}, which kernels do not have; use {', '.join(FUNCTIONS)}"
         )
     _, *operands = inspect.signature(function).parameters.values()
     for operand in operands:
         if operand.annotation not in KINDS.values():
             raise ProblemError(
-                f"operand {operand.name!r} of epilogue {name!r} is not annotated by its kind; "
+                f"operand {operand.name!r} of epilogue {name!r} lacks an annotation of its kind; "
                 f"use one of {', '.join(KINDS)}"
             )
     described = tuple(Operand(o.name, o.annotation, fp32=o.annotation == "scalar") for o in operands)
@@ -287,7 +287,7 @@ def _parse(text: str) -> Epilogue:
         places.append(place)
     if places != sorted(set(places)):
         order = ", ".join("|".join(group) for group in _ORDER)
-        raise ProblemError(f"epilogue {text!r}: steps come in the order {order}, one of each group")
+        raise ProblemError(f"epilogue {text!r}: use the order {order}, with one step of each group")
     return Epilogue(steps)
 
 
@@ -303,12 +303,12 @@ _OPERANDS: dict[str, tuple[Operand, ...]] = {
 }
 
 _BEFORE: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
-    "alpha": lambda acc, given: acc * given["alpha"],
-    "scale_tensor": lambda acc, given: acc * (given["scale_a"] * given["scale_b"]),
-    "scale_rowwise": lambda acc, given: acc * given["scale_a"] * given["scale_b"],
-    "beta_c": lambda acc, given: acc + _weighted(given["c"], given["beta"]),
-    "bias_n": lambda acc, given: acc + given["bias"],
-    "bias_m": lambda acc, given: acc + given["bias"],
+    "alpha": lambda acc, arguments: acc * arguments["alpha"],
+    "scale_tensor": lambda acc, arguments: acc * (arguments["scale_a"] * arguments["scale_b"]),
+    "scale_rowwise": lambda acc, arguments: acc * arguments["scale_a"] * arguments["scale_b"],
+    "beta_c": lambda acc, arguments: acc + _weighted(arguments["c"], arguments["beta"]),
+    "bias_n": lambda acc, arguments: acc + arguments["bias"],
+    "bias_m": lambda acc, arguments: acc + arguments["bias"],
 }
 
 
@@ -364,7 +364,7 @@ def sigmoid(x: Any) -> Any:
 
 
 def _reciprocal(x: Any) -> Any:
-    """1 / x by one instruction: a division, and the compiler's `rcp`, fast or not, take a dozen."""
+    """1 / x in one instruction; a division, and the compiler's `rcp`, fast or not, take a dozen."""
     from cutlass import Float32, cute
 
     if not isinstance(x, cute.TensorSSA):
@@ -377,7 +377,7 @@ def _reciprocal(x: Any) -> Any:
 
 
 def _weighted(matrix: Any, number: Any) -> Any:
-    """The product of both; 0 where the number is, whatever the matrix holds: torch does not read it then."""
+    """The product of both; 0 if the number is 0, whatever the matrix holds, because torch then skips it."""
     if _is_torch(matrix):
         return matrix * number if number else matrix.new_zeros(())
     from cutlass import Float32, cute
@@ -394,14 +394,14 @@ def maximum(x: Any, y: Any) -> Any:
     """The larger of two values, either of which may be a number; NaN if one is NaN, as in torch.maximum."""
     if _is_torch(x, y):
         return _of_tensors("maximum", x, y)
-    return _chosen(x, y, lambda one, other: one > other)
+    return _chosen(x, y, lambda item, other: item > other)
 
 
 def minimum(x: Any, y: Any) -> Any:
     """The smaller of two values, either of which may be a number; NaN if one is NaN, as in torch.minimum."""
     if _is_torch(x, y):
         return _of_tensors("minimum", x, y)
-    return _chosen(x, y, lambda one, other: one < other)
+    return _chosen(x, y, lambda item, other: item < other)
 
 
 def _of_tensors(name: str, x: Any, y: Any) -> Any:
@@ -413,8 +413,8 @@ def _of_tensors(name: str, x: Any, y: Any) -> Any:
 
 
 def _chosen(x: Any, y: Any, precedes: Callable[[Any, Any], Any]) -> Any:
-    """x where it precedes, else y, but NaN of either: comparisons with NaN are false, and keep the second."""
-    if not hasattr(x, "shape"):  # a number; where neither precedes the other they are equal
+    """x where it precedes, else y; NaN if either is NaN: then comparisons are false and keep the second."""
+    if not hasattr(x, "shape"):  # a number; equal if neither precedes
         x, y = y, x
     if isinstance(y, int | float):
         return where(precedes(y, x), y, x)
@@ -439,11 +439,11 @@ def operand_dtype(operand: Operand, out_dtype: str) -> str:
     return "bf16" if out_dtype.startswith("fp8") else out_dtype
 
 
-def check_operands(epilogue: Epilogue, given: Sequence[Any]) -> None:
+def check_operands(epilogue: Epilogue, operands: Sequence[Any]) -> None:
     """Raises ProblemError unless as many operands are given as the epilogue takes."""
     names = [operand.name for operand in epilogue.operands]
-    if len(given) != len(names):
+    if len(operands) != len(names):
         raise ProblemError(
             f"epilogue {epilogue} takes {len(names)} operands "
-            f"({', '.join(names) or 'none'}), not {len(given)}"
+            f"({', '.join(names) or 'none'}), not {len(operands)}"
         )

@@ -17,8 +17,8 @@ from tunegemm.untrusted import shown
 if TYPE_CHECKING:
     import torch
 
-#: Bytes of one element, by the short name used in shapes files, on the command line and in records. ``tf32``
-#: is fp32 in memory, of which the tensor cores read 19 bits; ``fp8_e4m3_e5m2`` is A's type and B's.
+#: Bytes of one element, by the short name in shapes files, on the command line and in records. ``tf32`` is
+#: fp32 in memory; tensor cores read 19 of its bits. ``fp8_e4m3_e5m2`` names A's type, then B's.
 DTYPE_BYTES: dict[str, int] = {
     "bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp8_e4m3_e5m2": 1,
     "fp8_e5m2_e4m3": 1, "int8": 1, "int32": 4,
@@ -38,11 +38,11 @@ OUTPUT_DTYPES: dict[str, tuple[str, ...]] = {
     "int8": ("int32",),
 }
 
-#: Further ones where the epilogue scales the product: as they are, sums of int8 products are beyond fp16.
+#: Further ones if the epilogue scales the product: unscaled, sums of int8 products exceed fp16.
 SCALED_OUTPUT_DTYPES: dict[str, tuple[str, ...]] = {"int8": ("bf16", "fp16", "fp32")}
 
-#: How sums over k are kept, the default first. Hopper's tensor cores add fp8 products with 14 significant
-#: bits or so; ``two_level`` adds what they made of every 128 of k in fp32 registers.
+#: How sums over k are computed, the default first. Hopper's tensor cores add fp8 products with about 14
+#: significant bits; ``two_level`` adds their sums over every 128 of k in fp32 registers.
 ACCUMULATIONS = ("fast", "two_level")
 
 _ALIASES = {
@@ -65,19 +65,19 @@ LAYOUTS: dict[str, tuple[str, str]] = {
 _SHAPE = re.compile(r"(\d{1,30})x(\d{1,30})x(\d{1,30})(?:x(\d{1,30}))?", re.ASCII)
 _MAX_EXTENT = 2**31 - 1  # TMA coordinates are signed 32-bit
 
-#: Numbers that may be 0, and what to give in place of one that is none of theirs.
+#: Numbers that may be 0, and the remedy for an invalid number.
 _REMEDIES = {
     "alignment": "give a number of bytes, or 0 for packed operands",
-    "groups": "give 2 or more, or 0 where all rows have the same B",
+    "groups": "give 2 or more, or 0 if all rows share one B",
 }
-#: Fields of a problem that are words.
+#: Fields of a problem that are text.
 _TEXTS = ("in_dtype", "out_dtype", "a_major", "b_major", "out_major", "epilogue", "accumulation")
 
-#: Input dtypes of products whose rows are in groups, and the one step that the epilogue must have; where that
-#: is none, it may be a gate, of which gate and up are the halves of B's columns.
+#: Input dtypes of products whose rows are in groups, and the step that their epilogue must have. If that is
+#: empty, the epilogue may be a gate, whose gate and up are the halves of B's columns.
 _OF_GROUPS = {"bf16": "", "fp16": "", "fp8_e4m3": "scale_rowwise"}
 
-#: The widest load of one thread and what TMA wants: more alignment than this changes no kernel.
+#: The widest load of one thread, and TMA's requirement: a larger alignment changes no kernel.
 MAX_ALIGNMENT = 16
 
 
@@ -95,7 +95,7 @@ def normalize_dtype(name: str | torch.dtype, offered: Iterable[str] = DTYPE_BYTE
 
 
 def operand_dtypes(in_dtype: str) -> tuple[str, str]:
-    """Element types of A and B: the same, but for mixed fp8."""
+    """Element types of A and B: equal, except for mixed fp8."""
     if in_dtype.count("_") < 2:
         return in_dtype, in_dtype
     _, of_a, of_b = in_dtype.split("_")
@@ -108,7 +108,7 @@ def in_dtype_of(a_dtype: str, b_dtype: str) -> str:
         return a_dtype
     if a_dtype.startswith("fp8_") and b_dtype.startswith("fp8_"):
         return f"{a_dtype}_{b_dtype.removeprefix('fp8_')}"
-    raise ProblemError(f"operands of dtypes {a_dtype} and {b_dtype}; convert one")
+    raise ProblemError(f"operands of dtypes {a_dtype} and {b_dtype}; convert one of them")
 
 
 def swapped_dtype(in_dtype: str) -> str:
@@ -118,10 +118,10 @@ def swapped_dtype(in_dtype: str) -> str:
 
 
 def default_out_dtype(in_dtype: str) -> str:
-    """The output dtype of a product that names none. Raises ProblemError for dtypes without kernels."""
+    """The default output dtype of a product. Raises ProblemError for dtypes without kernels."""
     if in_dtype in OUTPUT_DTYPES:
         return OUTPUT_DTYPES[in_dtype][0]
-    hint = "; fp32 operands have them where tf32 is allowed, --dtype tf32" if in_dtype == "fp32" else ""
+    hint = "; fp32 operands have kernels where tf32 is allowed: --dtype tf32" if in_dtype == "fp32" else ""
     raise ProblemError(
         f"input dtype {in_dtype!r} has no kernels{hint}; use one of {', '.join(OUTPUT_DTYPES)}"
     )
@@ -179,13 +179,13 @@ class Problem:
             except TypeError:
                 whole = -1
             if not (name not in _REMEDIES) <= whole <= _MAX_EXTENT or (name, whole) == ("groups", 1):
-                given = f"{name}={shown(number) if isinstance(number, int) else repr(number)[:40]}"
+                value = f"{name}={shown(number) if isinstance(number, int) else repr(number)[:40]}"
                 if name in _REMEDIES:
-                    raise ProblemError(f"{given}: {_REMEDIES[name]}")
+                    raise ProblemError(f"{value}: {_REMEDIES[name]}")
                 is_batched = type(self.batch) is not int or self.batch != 1
                 extents = (self.m, self.n, self.k, *(self.batch,) * is_batched)
                 where = "x".join(shown(extent) for extent in extents)
-                raise ProblemError(f"{given} in {where}: every extent must be from 1 to {_MAX_EXTENT}")
+                raise ProblemError(f"{value} in {where}: every extent must be from 1 to {_MAX_EXTENT}")
             object.__setattr__(self, name, whole)  # a NumPy integer becomes Python's
         if isinstance(self.epilogue, Epilogue):
             object.__setattr__(self, "epilogue", str(self.epilogue))
@@ -209,7 +209,7 @@ class Problem:
                 f"accumulation {self.accumulation!r} is not known; use one of {', '.join(ACCUMULATIONS)}"
             )
         if self.accumulation != "fast" and not self.in_dtype.startswith("fp8"):
-            raise ProblemError(f"accumulation {self.accumulation!r} is for fp8 operands, not {self.in_dtype}")
+            raise ProblemError(f"accumulation {self.accumulation!r} needs fp8 operands, not {self.in_dtype}")
         if self.alignment == 0:
             object.__setattr__(self, "alignment", self.packed_alignment)
         alignments = self._alignments()
@@ -223,21 +223,23 @@ class Problem:
         if self.groups:
             self._check_groups()
         if self.fused.gated and self.n % 2:
-            raise ProblemError(f"n={self.n} with epilogue {self.epilogue}: gates take pairs of columns")
+            raise ProblemError(
+                f"n={self.n} with epilogue {self.epilogue}: gates need an even number of columns"
+            )
 
     def _check_groups(self) -> None:
         """Raises ProblemError if no kernel of grouped products computes it."""
         if self.batch != 1:
-            raise ProblemError(f"{self.groups} groups with a batch of {self.batch}: leave one out")
+            raise ProblemError(f"{self.groups} groups with a batch of {self.batch}: give only one of them")
         if self.in_dtype not in _OF_GROUPS:
-            given, known = repr(self.in_dtype), ", ".join(_OF_GROUPS)
-            raise ProblemError(f"in_dtype {given} with {self.groups} groups: use one of {known}")
+            known = ", ".join(_OF_GROUPS)
+            raise ProblemError(f"in_dtype {self.in_dtype!r} with {self.groups} groups: use one of {known}")
         step, scales = self.epilogue, _OF_GROUPS[self.in_dtype]
         if step != scales and (scales or step not in GATED):
-            given = f"epilogue {step!r}" if step else "no epilogue"
+            actual = f"epilogue {step!r}" if step else "no epilogue"
             remedy = scales or f"none, or one of {', '.join(GATED)}"
             raise ProblemError(
-                f"{given} of {self.in_dtype} with {self.groups} groups: use {remedy} (a bias needs no tuning)"
+                f"{actual} of {self.in_dtype} with {self.groups} groups: use {remedy} (biases need no tuning)"
             )
         fixed = {
             "out_dtype": default_out_dtype(self.in_dtype), "a_major": "k", "out_major": "n",
@@ -246,9 +248,9 @@ class Problem:
         if step:  # gate and up, and fp8, are read along k
             fixed["b_major"] = "k"
         for name, value in fixed.items():
-            if (given := getattr(self, name)) != value:
+            if (actual := getattr(self, name)) != value:
                 raise ProblemError(
-                    f"{name} {given!r} with {self.groups} groups: use {value!r}, which is tuned"
+                    f"{name} {actual!r} with {self.groups} groups: use {value!r}, which is tuned"
                 )
 
     @classmethod
@@ -278,7 +280,7 @@ class Problem:
         groups the M rows are in, each with its own B; 0 and 1 are a plain product. The `epilogue` of groups
         may be a gate; without one, fp8 uses its scales.
         """
-        match = _SHAPE.fullmatch(str(shape).strip().lower())  # whatever it is, the error shows it
+        match = _SHAPE.fullmatch(str(shape).strip().lower())  # the error shows any input
         if match is None:
             raise ProblemError(f"shape {shape!r:.60} is not MxNxK or MxNxKxL; for example 4096x4096x4096")
         if str(layout).lower() not in LAYOUTS:
@@ -329,7 +331,7 @@ class Problem:
         """
         for operand in (a, b):
             if not hasattr(operand, "stride"):
-                raise ProblemError(f"operand {operand!r:.40} is not a tensor; give two of torch's")
+                raise ProblemError(f"operand {operand!r:.40} is not a tensor; give two torch tensors")
         if a.ndim not in (2, 3) or a.ndim != b.ndim:
             raise ProblemError(f"operands of {a.ndim} and {b.ndim} dimensions; both need 2 or both 3")
         if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
@@ -362,7 +364,9 @@ class Problem:
         """
         if self.groups:
             if self.in_dtype != "bf16":
-                raise ProblemError(f"{self}: gradients of groups have kernels for bf16; leave them out")
+                raise ProblemError(
+                    f"{self}: gradients of groups have kernels for bf16 only; leave the gradients out"
+                )
             major = "n" if self.b_major == "k" else "k"
             return (Problem.of_groups(self.m, self.k, self.n, self.groups, b_major=major),)
         if self.out_dtype != self.in_dtype:
@@ -549,7 +553,7 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def contiguous_mode(tensor: torch.Tensor, *, row_mode: str, column_mode: str, prefer: str) -> str:
-    """Whichever of the last two modes is contiguous; `prefer` if both are, because one has an extent of 1."""
+    """The contiguous one of the last two modes; `prefer` if both are, because one has an extent of 1."""
     rows, columns = tensor.shape[-2:]
     row_stride, column_stride = tensor.stride()[-2:]
     candidates = []

@@ -20,11 +20,11 @@ class Served:
     products: int = 0
     """Products that differ in shape or dtypes."""
     served: int = 0
-    """Those of them that a tuned kernel served at least once."""
+    """How many of them a tuned kernel served at least once."""
     calls: int = 0
     served_calls: int = 0
     saved_s: float = 0.0
-    """Seconds saved in the calls that were served, by the ratios of the records."""
+    """Seconds saved in the served calls, by the ratios of the records."""
     processes: int = 1
     """Processes that multiplied something."""
 
@@ -38,13 +38,13 @@ class Served:
 
     @classmethod
     def together(cls, parts: Iterable[Served]) -> Served:
-        """The sum over processes; products that two of them have count twice, as each serves its own."""
-        found = [asdict(part) for part in parts if part.calls]
-        return cls(**{name: sum(part[name] for part in found) for name in asdict(cls())})
+        """The sum over processes. A product of two processes counts twice, because each serves its own."""
+        results = [asdict(part) for part in parts if part.calls]
+        return cls(**{name: sum(part[name] for part in results) for name in asdict(cls())})
 
     @classmethod
     def read(cls, folder: Path) -> Served:
-        """The sum over the processes that wrote into a folder; what cannot be read is left out."""
+        """The sum over the processes that wrote into a folder; skips unreadable files."""
         parts = []
         for path in sorted(folder.glob("[!.]*.json")):
             with suppress(OSError, ValueError, TypeError):

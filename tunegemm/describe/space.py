@@ -46,12 +46,10 @@ class Candidate:
         launch_params: Mapping[str, Value] | None = None,
     ) -> Candidate:
         """Make one from mappings, in any order. Raises SpaceError unless given a name and two mappings."""
-        given = (family, str), (compile_params, Mapping), (launch_params or {}, Mapping)
-        for value, expected in given:
+        values = (family, str), (compile_params, Mapping), (launch_params or {}, Mapping)
+        for value, expected in values:
             if not isinstance(value, expected):
-                raise SpaceError(
-                    f"{value!r:.40}: a candidate is made of a family's name and mappings of values"
-                )
+                raise SpaceError(f"{value!r:.40}: a candidate needs a family's name and mappings of values")
         for table in (compile_params, launch_params or {}):
             for name, parameter in table.items():
                 if not isinstance(name, str) or not isinstance(parameter, int | str):
@@ -78,7 +76,7 @@ class Candidate:
 
     @property
     def kernel(self) -> Candidate:
-        """The candidate without its launch parameters: what is compiled once."""
+        """The candidate without its launch parameters: the part that is compiled once."""
         return Candidate(self.family, self.compile_params)
 
     def to_json(self) -> str:
@@ -141,7 +139,7 @@ class SearchSpace:
             data = _tables(text)
         except (ValueError, RecursionError) as error:  # of the syntax, of 5,000 digits, nested too deep
             reason = printable(str(error), 100)
-            raise SpaceError(f"{path}: not TOML ({reason}); write it like those in search_spaces/") from None
+            raise SpaceError(f"{path}: not TOML ({reason}); see search_spaces/ for examples") from None
         _check_keys(path, "", data, ("family", *_TABLES), required=("family", *_TABLES))
         tables: dict[str, dict[str, tuple[Value, ...]]] = {}
         for table in _TABLES:
@@ -204,10 +202,10 @@ _PAIR = re.compile(
 
 
 def _tables(text: str) -> dict[str, Any]:
-    """What a TOML file holds. Raises ValueError.
+    """The content of a TOML file. Raises ValueError.
 
-    Dispatch checks records by spaces. Of those that ship JSON reads each value as TOML does, and
-    tomllib, whose import and work are some 5 ms a file, is for the others.
+    Dispatch checks records against spaces. In shipped spaces JSON reads each value as TOML does; only other
+    files need tomllib, which takes some 5 ms a file.
     """
     data: dict[str, Any] = {}
     into = data
@@ -227,15 +225,15 @@ def _tables(text: str) -> dict[str, Any]:
 
 
 def _check_keys(
-    path: Path, where: str, found: Any, known: tuple[str, ...], required: tuple[str, ...]
+    path: Path, where: str, table: Any, known: tuple[str, ...], required: tuple[str, ...]
 ) -> None:
     import difflib
 
-    for key in found:
+    for key in table:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
             raise SpaceError(f"{path}: {where}unknown key {key!r}; {hint}")
-    missing = [key for key in required if key not in found]
+    missing = [key for key in required if key not in table]
     if missing:
         raise SpaceError(f"{path}: {where}key {missing[0]!r} is missing; add it")

@@ -1,10 +1,10 @@
 """Run time: a call of a product launches its recorded kernel, or falls back to torch.
 
-`dispatcher` has the calls, and `api` holds the dispatcher of the process. `forms` describes a call. For a new
-one `planning` makes the plan (`launchers`) of the kernel that `tunegemm.choose` names, and `states` keeps it
-under the policy of the context. `missing` says what is done where no kernel can be launched: `background`
-compiles and `online` tunes meanwhile. `unfused` has torch's way to compute a form, `autograd` the gradients
-of products, and `fx` tells proxies from tensors. `operation` is a kernel that the caller chose. The rooms
-above stand on `extension` and the calls of `api.dispatcher`: `torch` with the functions that users know,
-`groups` with products of rows in groups, `layers` and `engines`.
+`dispatcher` has the calls, and `api` holds the process's dispatcher. `forms` describes a call. For a new call
+`planning` makes the plan (`launchers`) of the kernel that `tunegemm.choose` selects, and `states` keeps it
+under the context's policy. `missing` handles kernels that cannot be launched: `background` compiles and
+`online` tunes meanwhile. `unfused` computes a form by torch, `autograd` differentiates products, and `fx`
+handles proxies. `operation` is a kernel chosen by the caller. The rooms above use `extension` and the calls
+of `api.dispatcher`: `torch` has the functions that users know, `groups` products of rows in groups, `layers`
+and `engines` the rest.
 """

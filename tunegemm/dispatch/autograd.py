@@ -23,14 +23,14 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 #: A product and a bias.
 Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-#: A product, or None where there is no kernel for it.
+#: A product; returns None if there is no kernel for it.
 Maybe = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
 def is_simple(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether ``a @ b`` is one product, or one per entry of a common batch: nothing to broadcast.
+    """Whether ``a @ b`` is one product, or one per entry of a common batch, without broadcasting.
 
-    Of (..., m, k) x (k, n) and (l, m, k) x (l, k, n).
+    That is (..., m, k) x (k, n) and (l, m, k) x (l, k, n).
     """
     return a.ndim > 1 and (b.ndim == 2 or (a.ndim == b.ndim == 3 and a.shape[0] == b.shape[0]))
 
@@ -44,7 +44,7 @@ def gradients(
     `Problem.backward` names these products.
     """
     a, b = operands
-    grad = grad.resolve_neg()  # a view with the negative bit has the other sign in memory
+    grad = grad.resolve_neg()  # memory of a view with the negative bit has the opposite sign
     if 0 in grad.stride():  # the gradient of a sum, for example: no kernel reads strides of 0
         grad = grad.contiguous()
     of_a = _laid_out(multiply, grad, b.mT, like=a) if wanted[0] else None

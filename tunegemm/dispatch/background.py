@@ -1,9 +1,10 @@
-"""Compile kernels that records name but that cannot be launched here; torch computes meanwhile.
+"""Compiles recorded kernels that cannot be launched here; torch computes meanwhile.
 
-A wheel without its kernels, another minor version of the DSL, an older driver, a damaged pack: the sources
-are still there. A call only requests a kernel. One thread hands requests to a `CompilePool`, whose workers
-see no GPU and run at low priority; the pool closes when nothing waits. Objects go to the user's store. Then
-plans that fell back because an object was missing are dropped, so the next calls find it.
+Kernels may be missing in a wheel, or be for another minor version of the DSL, an older driver or a damaged
+pack; their sources are always there. A call only requests a kernel. One thread hands requests to a
+`CompilePool`, whose workers see no GPU and run at low priority; the pool closes when nothing waits. Objects
+go to the user's store. Then plans that fell back for want of an object are dropped, so the next calls find
+it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class _Done(NamedTuple):
 def make_pool(families_module: str = families.__name__) -> CompilePool:
     """A pool of a few workers, which writes to the user's store.
 
-    What others compiled is not asked for: it did not run. families_module: as of `CompilePool`.
+    It ignores objects from elsewhere, because they did not run. families_module: as of `CompilePool`.
     """
     from tunegemm.compile.pool import CompilePool
 
@@ -127,7 +128,7 @@ class BackgroundCompiler:
                 return Answer(kernel)
             try:
                 if ArtifactStore().find(key) is not None:
-                    return Answer()  # compiled by the compilers that are here: it would be the same again
+                    return Answer()  # already from the compilers here: a new one would be identical
             except ArtifactError:  # the user's to delete
                 return Answer()
             if not self._put(_Job(kernel, family, key)):
@@ -167,13 +168,13 @@ class BackgroundCompiler:
                     else:
                         count += self._finish(pool, event)
                         del under_way[event.job.kernel]
-        except BaseException as error:  # as of a pool that cannot be made: nobody would hear of it
+        except BaseException as error:  # for example no pool: else nobody would notice
             self._log(error)
             if not ends:
                 self._begin_anew(under_way, events, error)
         if count:
             seconds = time.monotonic() - start
-            _log.info("%d missing kernel(s) compiled in the background in %.0f s: served now", count, seconds)
+            _log.info("%d missing kernel(s) compiled in the background in %.0f s; now in use", count, seconds)
 
     def _begin_anew(
         self, under_way: dict[str, _Job], events: queue.SimpleQueue[_Job | _Done], error: BaseException
@@ -221,7 +222,7 @@ class BackgroundCompiler:
                 self._log(error)
                 self._failures[job.kernel] = _reason(error)
         if artifact is not None and "cutlass_dsl" in job.key:
-            with suppress(Exception):  # the load will say
+            with suppress(Exception):  # the load reports it
                 from tunegemm.generate import cute_launch
 
                 cute_launch.prepare_loading(artifact.path)
@@ -231,7 +232,7 @@ class BackgroundCompiler:
     def _tell(self, job: _Job) -> None:
         """Report that the kernel exists, or will never exist."""
         try:
-            # This order also drops a plan that is made meanwhile.
+            # This order also drops a plan made at the same time.
             self._ready(job.kernel)
         except Exception as error:
             self._log(error)
@@ -254,14 +255,14 @@ class BackgroundCompiler:
         with self._lock:
             is_put = self._put(job)
         if not is_put:
-            self._failures[job.kernel] = "no thread can be started"
+            self._failures[job.kernel] = "a thread cannot start"
             self._tell(job)
 
     def _log(self, error: BaseException) -> None:
         """Logs each kind of error once."""
         if (reason := _reason(error)) not in self._logged:
             self._logged.add(reason)
-            _log.warning("compiling in the background: %s; it goes on", reason, exc_info=error)
+            _log.warning("compiling in the background: %s; continuing", reason, exc_info=error)
 
 
 def _reason(error: BaseException) -> str:

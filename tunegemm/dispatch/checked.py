@@ -39,8 +39,8 @@ class Extent(NamedTuple):
 
 
 def share_memory(start: int, extent: Extent, other_start: int, other: Extent) -> bool:
-    """Whether two views at these addresses share a byte. Adjacent columns of one buffer share none. For
-    views that interleave their lines in other ways, the answer may be True although they share none.
+    """Whether two views at these addresses share a byte. Adjacent columns of one buffer share none. For views
+    that interleave their lines in other ways, the answer may be a false True.
     """
     if start >= other_start + other.span or other_start >= start + extent.span:
         return False
@@ -55,13 +55,13 @@ class Checked:
     def __init__(self, problem: Problem, place: torch.device) -> None:
         self._problem, self._place = problem, place
         fused = problem.fused.operands
-        self._tensors = tuple(index for index, one in enumerate(fused) if one.kind != "number")
+        self._tensors = tuple(index for index, parameter in enumerate(fused) if parameter.kind != "number")
         self._names = ("a", "b", "out", *(fused[index].name for index in self._tensors))
         self._matrices = {
             3 + number for number, index in enumerate(self._tensors) if fused[index].kind == "matrix"
         }
         self._known: dict[Any, tuple[Extent, ...]] = {}
-        #: Pairs of indices: a written operand, and one that it must not overlap.
+        #: Pairs of indices: a written operand, and an operand that it must not overlap.
         self._pairs = [(2, other) for other in range(len(self._names)) if other != 2]
         if "amax" in self._names:
             amax = self._names.index("amax")
@@ -72,31 +72,35 @@ class Checked:
         written where another is read. A matrix of the epilogue may be `out` itself.
         """
         check_operands(self._problem.fused, operands)
-        given = (a, b, out, *(operands[index] for index in self._tensors))
+        value = (a, b, out, *(operands[index] for index in self._tensors))
         try:
-            key: tuple[Any, ...] = tuple((one.shape, one.stride(), one.dtype, one.device) for one in given)
-            if len(given) < 3 + len(operands):
+            key: tuple[Any, ...] = tuple(
+                (tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in value
+            )
+            if len(value) < 3 + len(operands):
                 key += tuple(map(type, operands))
         except (AttributeError, TypeError):
-            raise ProblemError(self._no_tensor(given)) from None
+            raise ProblemError(self._no_tensor(value)) from None
         extents = self._known.get(key)
         if extents is None:
             self._check(a, b, out)
             self._check_fused(operands)
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            extents = self._known[key] = tuple(map(Extent.of, given))
-        starts = [one.data_ptr() for one in given]
+            extents = self._known[key] = tuple(map(Extent.of, value))
+        starts = [tensor.data_ptr() for tensor in value]
         for written, other in self._pairs:
             start, other_start = starts[written], starts[other]
             if start < other_start + extents[other].span and other_start < start + extents[written].span:
-                self._check_apart(given, written, other, extents)
+                self._check_apart(value, written, other, extents)
 
-    def _no_tensor(self, given: Sequence[Any]) -> str:
+    def _no_tensor(self, arguments: Sequence[Any]) -> str:
         name, value = next(
-            (name, one) for name, one in zip(self._names, given, strict=True) if not hasattr(one, "stride")
+            (name, item)
+            for name, item in zip(self._names, arguments, strict=True)
+            if not hasattr(item, "stride")
         )
-        return f"{name} {value!r:.40} is not a tensor; {self._problem} takes one on {self._place}"
+        return f"{name} {value!r:.40} is not a tensor; {self._problem} needs a tensor on {self._place}"
 
     def _check(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         p, place = self._problem, self._place
@@ -115,11 +119,11 @@ class Checked:
             mode = -1 if row_major else -2
             if shape[mode] > 1 and tensor.stride(mode) != 1:
                 raise ProblemError(
-                    f"{name} of strides {tensor.stride()}; {p} takes it contiguous along {major}"
+                    f"{name} has strides {tensor.stride()}; {p} needs it contiguous along {major}"
                 )
         if overlaps_itself(out.shape, out.stride()):
             raise ProblemError(
-                f"out of strides {out.stride()} overlaps itself; give every element its own place"
+                f"out overlaps itself (strides {out.stride()}); give every element its own place"
             )
 
     def _check_fused(self, operands: Sequence[Any]) -> None:
@@ -130,16 +134,16 @@ class Checked:
                     raise ProblemError(f"{described.name} {value!r:.40} is not a number; give a float")
             elif value.device != self._place:
                 raise ProblemError(
-                    f"{described.name} is on {value.device}; {self._problem} takes it on {self._place}"
+                    f"{described.name} is on {value.device}; {self._problem} needs it on {self._place}"
                 )
 
     def _check_apart(
-        self, given: Sequence[torch.Tensor], written: int, other: int, extents: Sequence[Extent]
+        self, tensors: Sequence[torch.Tensor], written: int, other: int, extents: Sequence[Extent]
     ) -> None:
-        one, two = given[written], given[other]
-        if other in self._matrices and _are_one(one, two):
+        tensor, two = tensors[written], tensors[other]
+        if other in self._matrices and _are_one(tensor, two):
             return
-        if share_memory(one.data_ptr(), extents[written], two.data_ptr(), extents[other]):
+        if share_memory(tensor.data_ptr(), extents[written], two.data_ptr(), extents[other]):
             remedy = " or out itself" if other in self._matrices and written == 2 else ""
             raise ProblemError(
                 f"{self._names[other]} shares memory with {self._names[written]}, which the kernel "
@@ -148,9 +152,13 @@ class Checked:
             )
 
 
-def _are_one(one: torch.Tensor, two: torch.Tensor) -> bool:
+def _are_one(tensor: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two views have the same elements at the same addresses."""
-    return (one.data_ptr(), one.dtype, one.shape) == (two.data_ptr(), two.dtype, two.shape) and all(
+    return (tensor.data_ptr(), tensor.dtype, tensor.shape) == (
+        second.data_ptr(),
+        second.dtype,
+        second.shape,
+    ) and all(
         extent == 1 or stride == other
-        for extent, stride, other in zip(one.shape, one.stride(), two.stride(), strict=True)
+        for extent, stride, other in zip(tensor.shape, tensor.stride(), second.stride(), strict=True)
     )

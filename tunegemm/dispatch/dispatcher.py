@@ -78,7 +78,7 @@ class Dispatcher:
     known.
 
     `product`, `fused` and `compiled` each spell out what forbids a launch now (modes, deterministic
-    algorithms, another current device) and what a launch is. The repetition is deliberate: a shared
+    algorithms, another current device) and the launch itself. The repetition is deliberate: a shared
     function would cost every call one more Python call. Change all three together.
     """
 
@@ -278,7 +278,7 @@ class Dispatcher:
         return result
 
     def known(self, form: Form, a: torch.Tensor, b: torch.Tensor, *tensors: torch.Tensor) -> Recent | None:
-        """What a call of `fused` without `out` found, made just now; None where it depends on addresses."""
+        """The `Recent` of a call of `fused` without `out`, made just now; None if it depends on addresses."""
         recent = self.planner.states[own()].recent.get(b.data_ptr() | form.tag)
         return recent if recent is not None and recent.check(a, b, *tensors) else None
 
@@ -381,15 +381,15 @@ class Dispatcher:
     def _cast(
         self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], cast: Any
     ) -> Any:
-        """What torch's own calls would make of it: autocast casts what goes into the product's call, bias
-        and C, too; what is added afterwards keeps its dtype, which may be wider and then is the result's.
+        """The operands as torch's own calls would cast them: autocast casts the operands of the product's
+        call, with bias and C. Later terms keep their dtype, which the result takes if it is wider.
         """
         if cast is TORCHS:
             return by_torch(form, a, b, tensors, numbers, None)
-        if form.out_dtype is not None:  # the caller's word on the result, and so on what is added to it
+        if form.out_dtype is not None:  # the caller defines the dtype of the result, and so of added terms
             return self.fused(form, autocast(a, cast), autocast(b, cast), tensors, numbers)
         names = [operand.name for operand in form.epilogue.operands if operand.kind != "number"]
-        # A user's function gives the product's dtype, whatever its operands have.
+        # A user's function returns the product's dtype, whatever its operands have.
         taken = taken_operands(form, a, b) if form.epilogue.function is None else names
         a, b = autocast(a, cast), autocast(b, cast)
         seen = [
@@ -411,7 +411,7 @@ class Dispatcher:
     def _differentiably(
         self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float]
     ) -> Any:
-        """Compute by torch's operations and dispatched products, in the backward pass, too."""
+        """Compute with torch's operations and dispatched products, also in the backward pass."""
         linear, product = form.call == LINEAR, self._below_autograd
 
         def multiply(*_: Any) -> Any:
@@ -472,7 +472,7 @@ class Dispatcher:
             and a.device.type == b.device.type == self.planner.device_type
             and is_simple(a, b)
             and not guards.is_transformed()
-            and (form.call != ADDMM or form.text in ("", "bias_n"))  # torch has one derivative for others
+            and (form.call != ADDMM or form.text in ("", "bias_n"))  # the others need torch's derivative
             and (form.call != LINEAR or b.ndim == 2)
             and all(each.dtype is a.dtype for name, each in zip(names, tensors, strict=True) if name in taken)
             and not deterministic()
@@ -483,8 +483,8 @@ class Dispatcher:
 
 
 def _check_tensors(form: Form, operands: tuple[Any, ...]) -> None:
-    """Raises TypeError for a proxy of torch.fx, and ProblemError for what is not a tensor, of which torch's
-    own function, where one means the whole form, says as much."""
+    """Raises TypeError for a proxy of torch.fx, and ProblemError for an operand that is not a tensor, unless
+    torch's own function computes the whole form and raises its own error."""
     refuse_proxies(operands)
     if not form.is_plain and (form.call, form.text) != (LINEAR, "bias_n"):
         for operand in operands:

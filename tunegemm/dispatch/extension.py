@@ -3,16 +3,18 @@
 A product that dispatch has no form for, such as rows in groups, brings its own kernels and selection.
 This module has everything that it shares with `tunegemm.matmul` and needs from dispatch:
 
-- `LaunchCache` keeps what was decided for operands of one layout, and forgets it when records, policy or mode
-  change;
-- `loaded` and `compiled` give a kernel or its object, which is compiled in the background where none ships;
-- `policy`, `is_off`, `device_type` and `may_load` say whether a kernel may serve now;
+- `LaunchCache` keeps decisions for operands of one layout, and forgets them when records, policy or mode
+change; - `loaded` and `compiled` return a kernel or its object; a kernel that does not ship is compiled in
+the
+  background;
+- `policy`, `is_off`, `device_type` and `may_load` tell whether a kernel may serve now;
 - `operators` are those of ATen that `tunegemm.enable` takes over for it;
 - `define` makes an operator of our own, for graphs;
 - `warn` and `missed` report calls that fall back to torch; `recorded` and `serves_by` look up records.
 
 Products of two matrices are calls of `api.dispatcher`: `product`, `fused`, `below_autograd`, `compiled`, and
-`known`, which says what such a call found. tests/dispatch/test_interface.py adds a family from outside.
+`known`, which returns the decision for such a call. tests/dispatch/test_interface.py adds a family from
+outside.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ __all__ = [
     "policy", "recorded", "serves_by", "warn",
 ]  # fmt: skip
 
-#: Of ATen's operators, beside those of two matrices, what `tunegemm.enable` puts in the place of their
-#: kernels: made of torch's kernel, by the operator's name. Rooms put theirs here when they are imported.
+#: Replacements of ATen's operators, beyond those of two matrices, that `tunegemm.enable` installs: functions
+#: of torch's kernel, by the operator's name. Rooms add theirs when they are imported.
 operators: dict[str, Callable[[Any], Callable[..., Any]]] = {}
 
 #: Holds the operators `tunegemm::NAME`.
@@ -86,19 +88,19 @@ class Known:
     again: float = float("inf")
     """When to decide again, on the monotonic clock."""
     layout: tuple[Any, ...] = ()
-    """What `check` compares of the operands, but for torch's modes and dispatch keys."""
+    """The facts about the operands that `check` compares, except torch's modes and dispatch keys."""
 
 
 class LaunchCache:
-    """What one family launches, by keys of its own and the layout of tensors, under the policy of a context.
+    """The launches of one family, by keys of its own and the layout of tensors, under a context's policy.
 
     The layout is compared in C: types, dispatch keys, dtypes, devices, shapes, strides and `requires_grad`,
-    but no addresses. What is kept ends with a `refresh`, another policy or mode; where torch computes, with
-    the next look that finds new records, too.
+    but no addresses. A `refresh`, another policy or another mode drops them; decisions for torch also expire
+    when new records appear.
     """
 
     def __init__(self, *, of_products: bool = False) -> None:
-        """of_products: whether it keeps what `api.dispatcher` found, and ends where that does."""
+        """of_products: whether it keeps decisions of `api.dispatcher`, and expires with them."""
         self.of_products = of_products
 
     def find(self, key: Hashable, *tensors: torch.Tensor) -> Known | None:
@@ -114,8 +116,8 @@ class LaunchCache:
                 now = time.monotonic()
                 return known if now < min(planner.next_look, known.again) or _holds(known, tensors) else None
             if tensors and capturing(tensors[0].device):
-                # torch captures with copies of operands that it may make in other modes, and nothing can be
-                # decided now.
+                # torch captures with copies of operands, possibly made in other modes, and nothing can be
+                # decided during a capture.
                 layout = _layout(tensors)
                 return next((known for known in kept.get(key, ()) if known.layout == layout), None)
         return None
@@ -130,7 +132,9 @@ class LaunchCache:
             kept = api.dispatcher.planner.state.launches.setdefault(self, {})
             if len(kept) >= MAX_PLANS:
                 kept.clear()
-            others = [one for one in kept.get(key, ()) if one.check is not None and not one.check(*tensors)]
+            others = [
+                item for item in kept.get(key, ()) if item.check is not None and not item.check(*tensors)
+            ]
             kept[key] = (known, *others[: _MOST_ALIKE - 1])
         return known
 
@@ -156,7 +160,7 @@ def _layout(tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
 
 
 def _holds(known: Known, tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Whether torch still computes such calls, after a look for new records where it is time for one."""
+    """Whether torch still computes such calls; looks for new records if it is time."""
     if time.monotonic() > known.again:
         return False
     planner = api.dispatcher.planner
@@ -172,7 +176,7 @@ def compiled(family: str, key: Key, module: str = families.__name__) -> Artifact
     """The object of a kernel that no record names: it ships, or is compiled in the background; None
     meanwhile. Raises ArtifactError if there will be none.
 
-    module: what a compile pool asks for the family, as of `CompilePool`.
+    module: the module that a compile pool imports for the family, as for `CompilePool`.
     """
     artifact = packs.find(key)
     if artifact is None:
@@ -183,7 +187,7 @@ def compiled(family: str, key: Key, module: str = families.__name__) -> Artifact
         compiler.is_on = api.dispatcher.planner.compiler.is_on
         answer = compiler.ask_for(family, key)
         if not answer.kernel:
-            why = answer.failure or answer.refusal or "none is compiled, and TUNEGEMM_COMPILE=0"
+            why = answer.failure or answer.refusal or "TUNEGEMM_COMPILE=0 forbids compiling it"
             raise ArtifactError(why)
     return artifact
 
@@ -269,13 +273,13 @@ def recorded(problem: Problem, device: torch.device) -> Record | None:
 
 
 def serves_by(form: Form, a: torch.Tensor, b: torch.Tensor, device: torch.device) -> str:
-    """The family of the kernel that serves a call of `Dispatcher.fused`, of tensors that need no memory;
-    empty where torch computes it."""
-    found = api.dispatcher.planner.expected(form, a, b, device.index or 0)
-    record = found[2].record if found is not None else None
+    """The family of the kernel that serves a call of `Dispatcher.fused`; empty if torch computes it. Tensors
+    need no memory."""
+    result = api.dispatcher.planner.expected(form, a, b, device.index or 0)
+    record = result[2].record if result is not None else None
     return record.candidate.family if record is not None else ""
 
 
 def fingerprint(*, anywhere: bool = False) -> str:
-    """A hash that changes with what is served; anywhere: equal on every host with the same records."""
+    """A hash that changes with the served kernels; anywhere: equal on every host with the same records."""
     return api.dispatcher.planner.fingerprint(anywhere=anywhere)

@@ -1,8 +1,8 @@
-"""What was predicted is measured: the kernels that dispatch would launch, beside torch.mm, in a final race.
+"""Measures predictions: races the kernels that dispatch would launch against torch.mm.
 
-The winner becomes the record, and nothing else is remembered: a record goes before any prediction, and where
-it is torch.mm, dispatch falls back from then on. For `tunegemm verify --predicted` and for mode `online`,
-which loads this, and the tuner with it, when there is something to measure.
+The winner becomes the record, and nothing else is stored: a record precedes any prediction, and if it is
+torch.mm, dispatch falls back from then on. `tunegemm verify --predicted` and mode `online` load this module,
+and with it the tuner, when there is something to measure.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ class Feedback:
     """What became of a product's prediction."""
 
     predicted: Predicted
-    """The kernel of which most was expected."""
+    """The kernel with the highest predicted speed."""
     result: TuneResult
 
     @property
     def measured(self) -> Measurement | None:
         """What the predicted kernel measured; None where it failed."""
-        found = {one.candidate: one for one in self.result.outcomes if isinstance(one, Measurement)}
-        return found.get(self.predicted.record.candidate)
+        result = {
+            outcome.candidate: outcome for outcome in self.result.outcomes if isinstance(outcome, Measurement)
+        }
+        return result.get(self.predicted.record.candidate)
 
     def __str__(self) -> str:
         """One line for people."""
@@ -53,15 +55,15 @@ class Feedback:
             outcome = "lost, and torch.mm is the record"
         else:
             name = self.result.labels[best.candidate.digest]
-            outcome = f"the record is {name}, predicted, too, and measured at {best.ratio:.3f}"
+            outcome = f"the record is {name}, also predicted, and measured at {best.ratio:.3f}"
         return f"{text}: {self.result.note or outcome}"
 
 
 def predictions(snapshot: Snapshot, problem: Problem, device: Device) -> tuple[Sequence[Predicted], str]:
-    """What dispatch would launch by prediction; where that is nothing, why, in one clause.
+    """The kernels that dispatch would launch by prediction; if there are none, the reason in one clause.
 
-    Also what it did launch, until a race that ended early or ran beside other work left a record that is not
-    confirmed.
+    Includes kernels that dispatch launched earlier, if the later race ended early or ran beside other work
+    and its record is unconfirmed.
     """
     selection = select(snapshot, problem, device)
     if selection.predictions:
@@ -70,7 +72,7 @@ def predictions(snapshot: Snapshot, problem: Problem, device: Device) -> tuple[S
         return (), f"not predicted: {selection.why}"
     (record,) = selection.options
     options = () if record.confirmed else outlook(problem, device).options
-    if options and (record.is_torch or record.candidate in [one.record.candidate for one in options]):
+    if options and (record.is_torch or record.candidate in [option.record.candidate for option in options]):
         return options, ""
     return (), f"not predicted: it has a record, {label(record.candidate)}"
 
@@ -78,19 +80,21 @@ def predictions(snapshot: Snapshot, problem: Problem, device: Device) -> tuple[S
 def measure(tuner: Tuner, problem: Problem, options: Sequence[Predicted]) -> Feedback:
     """Race the predicted kernels of a problem, the best first, with torch.mm; the winner becomes the record.
 
-    Kernels that neither ship nor are in the object store are compiled. Raises DeviceError where nothing can
-    be timed, MeasureError where none of the kernels can run.
+    Kernels that neither ship nor are in the object store are compiled. Raises DeviceError if nothing can be
+    timed, MeasureError if none of the kernels can run.
     """
     expected = {option.record.candidate: option.expected for option in options}
-    runs: list[Candidate] = [one for one in expected if tuner.kernels.is_feasible(problem, one)]
+    runs: list[Candidate] = [item for item in expected if tuner.kernels.is_feasible(problem, item)]
     if not runs:  # a race of torch.mm alone would make it the record
-        raise MeasureError(f"{problem}: {options[0].label} was predicted and cannot run here; leave it out")
+        raise MeasureError(
+            f"{problem}: {options[0].label} was predicted but cannot run here; leave this shape out"
+        )
     return Feedback(options[0], tuner.race(problem, runs, expected=expected))
 
 
 Measure = Callable[[Problem, Sequence[Predicted], float], TuneResult | None]
-"""Measures what was predicted of a problem, or tunes one of which nothing was, within so many seconds; None
-where it has a record meanwhile."""
+"""Measures the predictions for a problem, or tunes a problem without any, within so many seconds; None if it
+has a record by now."""
 
 
 @contextmanager

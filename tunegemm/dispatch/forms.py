@@ -1,4 +1,4 @@
-"""A form says what a call computes; `named` describes the product that it requests for its operands.
+"""A form defines the computation of a call; `named` describes the product that it requests for its operands.
 
 Dispatch looks up this description, and recordings store it for tuning. It depends only on shapes, strides,
 dtypes and the alignment of addresses, so one answer holds for every later call with the same key.
@@ -65,22 +65,22 @@ class Form:
     is_plain: bool
     """Whether the product is stored unchanged, in the operands' dtype."""
     torchs: Callable[..., Any] | None
-    """Torch's one function of the call's tensors alone, where one computes the whole form. Where the caller
-    has torch's function and all its arguments it returns None: for those below autograd, and for ADDMM, whose
-    C is not among the tensors where it is not read."""
+    """Torch's single function of the call's tensors that computes the whole form, if there is one. If the
+    caller has torch's function and all its arguments, it returns None: for those below autograd, and for
+    ADDMM, whose C is not among the tensors if it is not read."""
     tag: int
-    """Tells forms apart where it is joined with an address: the call of a plain one, else a number above all
-    bits of an address."""
+    """Identifies the form when joined with an address: a plain form's call, else a number above all bits of
+    an address."""
 
     def check(self, operands: Sequence[Any]) -> None:
         """Raises ProblemError if the operands' number or kinds do not match the epilogue."""
         check_operands(self.epilogue, operands)
-        for operand, given in zip(self.epilogue.operands, operands, strict=True):
+        for operand, value in zip(self.epilogue.operands, operands, strict=True):
             wants = Real if operand.kind == "number" else torch.Tensor
-            if not isinstance(given, wants):
+            if not isinstance(value, wants):
                 kind = "a number" if operand.kind == "number" else "a tensor"
                 raise ProblemError(
-                    f"operand {operand.name} of epilogue {self.text} is {kind}, not {given!r:.40}"
+                    f"operand {operand.name} of epilogue {self.text} is {kind}, not {value!r:.40}"
                 )
 
     def join(self, tensors: Sequence[Any], numbers: Sequence[float]) -> list[Any]:
@@ -190,10 +190,10 @@ def _views_of_operands(
     out_shape: tuple[int, ...],
     folded: bool,
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Shapes in which a kernel sees an epilogue's tensors; None where they are not what it takes.
+    """The shapes in which a kernel sees an epilogue's tensors; None if it cannot take them.
 
-    out_shape: of the result, which matrices have. folded: whether leading dimensions are rows of the kernel's
-    product: what is one for each row of torch's is then no vector.
+    out_shape: of the result and of matrices. folded: whether leading dimensions are rows of the kernel's
+    product: a value for each row of torch's product is then not a vector.
     """
     if not form.epilogue.is_defined:
         return None
@@ -219,7 +219,7 @@ def _views_of_operands(
             if len(shape) == 1 and shape[0] > 1 and tensor.view(shape).stride(0) != 1:
                 return None
             tensor.view(shape)
-        except (ProblemError, RuntimeError):  # a dtype without a name here, or strides without such a view
+        except (ProblemError, RuntimeError):  # an unnamed dtype, or strides that allow no such view
             return None
         shapes.append(shape)
     return tuple(shapes)
@@ -231,9 +231,10 @@ class Operands:
 
     problem: Problem
     out_shape: tuple[int, ...]
-    """Shape of what torch.matmul returns."""
+    """Shape of torch.matmul's result."""
     views: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-    """Shapes in which a kernel sees a, b and the output: matrices, or batches of as many matrices."""
+    """The shapes in which a kernel sees a, b and the output: matrices, or batches of equally many matrices.
+    """
     tma_refusal: str
     """Why TMA cannot read or write these views; empty when it can (base addresses aside)."""
     packed: bool
@@ -259,11 +260,11 @@ def describe(
     epilogue: str = "",
     accumulation: str = "fast",
 ) -> Operands | Refusal:
-    """What ``torch.matmul(a, b, out=out)`` asks for, with what becomes of it before it is stored.
+    """The product that ``torch.matmul(a, b, out=out)`` computes, with the steps before it is stored.
 
-    Handled: whatever views make a product of two matrices, of two equal batches of them, or of one matrix and
-    a batch, where the matrix is a batch of stride 0. Never raises: what torch would reject is a Refusal too.
-    torch.matmul takes no operands of 8 bits on a GPU: they need an `out_dtype`.
+    Handles all views that form a product of two matrices, of two equal batches, or of one matrix and a batch,
+    where the matrix is a batch of stride 0. Never raises: a call that torch would reject is a Refusal, too.
+    torch.matmul takes no 8-bit operands on a GPU: they need an `out_dtype`.
     """
     for operand in (a, b):
         if not hasattr(operand, "data_ptr"):
@@ -286,7 +287,7 @@ def describe(
         except RuntimeError:  # the leading dimensions have no common stride
             continue
     else:
-        rows = f"operand of strides {a.stride()} has no single row stride"
+        rows = f"operand with strides {a.stride()} has no single row stride"
         return Refusal(rows if b.ndim == 2 and out is None else "")
     try:
         problem = Problem.from_tensors(
@@ -295,12 +296,12 @@ def describe(
     except ProblemError as error:
         return Refusal(str(error))
     if DTYPE_BYTES[problem.in_dtype] == 1 and out_dtype is None:
-        return Refusal(f"{problem.in_dtype} operands: torch.matmul has no product of them on a GPU")
+        return Refusal(f"{problem.in_dtype} operands: torch.matmul does not support them on a GPU")
     return _described(problem, matrix, other, out, out_shape)
 
 
 def seen_as(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A view of a tensor in a shape; of one matrix in the shape of a batch, as many times the same.
+    """A view of a tensor in a shape; a matrix repeats in the shape of a batch.
 
     Raises RuntimeError if there is no such view.
     """
@@ -312,10 +313,10 @@ def seen_as(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def _matrices(
     a: tuple[int, ...], b: tuple[int, ...]
 ) -> tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], tuple[int, ...]]:
-    """Shapes to see operands of these shapes in, both of 2 or both of 3 dimensions, and the result's shape.
+    """The shapes of views of these operands, both of 2 or both of 3 dimensions, and the result's shape.
 
-    The best comes first: one product rather than a batch. None at all for what no view makes such a product,
-    for empty extents, and for a dot product, which no matrix kernel computes.
+    The best comes first: one product rather than a batch. None if no view forms such a product, for empty
+    extents, and for a dot product, which no matrix kernel computes.
     """
     if 0 in a or 0 in b or not a or not b or len(a) == len(b) == 1:
         return [], ()
@@ -359,7 +360,7 @@ def _described(
         return Refusal("")
     _, shape, strides, major, _ = views[2]
     if strides[major] != 1 and shape[major] > 1:
-        return Refusal(f"output of strides {strides} has no unit stride")
+        return Refusal(f"output with strides {strides} has no unit stride")
     a_span, b_span, d_span = (_span(shape, strides) * size for _, shape, strides, _, size in views)
     return Operands(
         problem,
@@ -374,7 +375,7 @@ def _described(
 def _tma_refusal(name: str, shape: Sequence[int], strides: Sequence[int], major: int, item: int) -> str:
     """Why a tensor map cannot describe the view; `major` is the index of its contiguous mode.
 
-    A mode of extent 1 is never stepped over: launchers give it a stride that TMA takes. Batch entries may
+    A mode of extent 1 is never traversed: launchers give it a stride that TMA accepts. Batch entries may
     share memory: a stride of 0 is a multiple of 16 bytes, too.
     """
     where = f"operand {name} of shape {tuple(shape)} and strides {tuple(strides)}"

@@ -1,7 +1,7 @@
-"""Calls of tunegemm in functions that torch.fx traces: they become nodes of the graph, as torch's own do.
+"""Calls of tunegemm in functions that torch.fx traces become nodes of the graph, like torch's own calls.
 
-A proxy is not a tensor, so that torch's methods raise TypeError for it; that is where calls find out, which
-costs those with tensors nothing.
+A proxy is not a tensor, so torch's methods raise TypeError for it. Calls detect proxies by that error, which
+costs calls with tensors nothing.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch.fx import Proxy
 
-# They raise TypeError for what is not a tensor, where the attributes of a proxy are proxies.
+# They raise TypeError for objects that are not tensors; a proxy's attributes would be proxies.
 data_ptr = torch.Tensor.data_ptr
 rank = torch.Tensor.dim
 num_elements = torch.Tensor.numel
 
 
 def refuse_proxies(values: Iterable[Any]) -> None:
-    """Raises TypeError for a proxy, which lets the function that was called make a node."""
+    """Raises TypeError for a proxy; the called function then makes a node."""
     if any(isinstance(value, Proxy) for value in values):
         raise TypeError("a proxy of torch.fx is not a tensor")
 
@@ -31,10 +31,10 @@ def node_of(
     keywords: Mapping[str, Any] | None = None,
     torchs: Callable[..., Any] | None = None,
 ) -> Any:
-    """The call as a node of the graph that is being traced.
+    """The call as a node of the traced graph.
 
-    error: what the call raised. Where no argument is a proxy, torch's function, if one is given, takes the
-    arguments or says what is wrong with them; else that error is raised again.
+    error: of the call. Without a proxy among the arguments, torch's function, if given, takes the arguments
+    or raises its own error; otherwise `error` is raised again.
     """
     keywords = dict(keywords or {})
     values = (*arguments, *keywords.values(), *(keywords.get("operands") or ()))

@@ -91,11 +91,10 @@ def is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def only_checks_operators() -> bool:
-    """Whether the only active dispatch mode is the one in which torch checks custom operators.
+    """Whether the only active dispatch mode is torch's check that custom operators return no operand.
 
-    The check is that they return no operand. Compiled code first runs under it (torch 2.11 to 2.13;
-    `check_custom_op_aliasing` of functorch's configuration). It does not concern our calls: compiled code
-    calls us by a function, not an operator.
+    Compiled code first runs under it (torch 2.11 to 2.13; `check_custom_op_aliasing` of functorch's
+    configuration). It does not concern our calls: compiled code calls us by a function, not an operator.
     """
     if dispatch_modes() != 1:
         return False

@@ -1,4 +1,4 @@
-"""Make launchers from records, and from those the *plan* of a key: the prepared launch of its products.
+"""Makes launchers from records, and from launchers the *plan* of a key: the prepared launch of its products.
 
 Kernels come from the object store; nothing is compiled here.
 """
@@ -175,7 +175,7 @@ def make_plan(
 ) -> Plan:
     """The plan of a launcher that takes these operands (`refusal_of`); b is (k, n).
 
-    Raises what the launcher raises for unsuitable strides.
+    Raises the launcher's errors for unsuitable strides.
     """
     operands, shapes = asked.operands, asked.shapes
     problem, launch, views = operands.problem, prepared.launch, operands.views

@@ -17,7 +17,7 @@ from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, Form, form_of
 from tunegemm.dispatch.fx import num_elements, rank
 
-_OF_ANOTHER_DTYPE = "with an out_dtype, as tunegemm.enable serves none"
+_OF_ANOTHER_DTYPE = "with an out_dtype, which tunegemm.enable does not serve"
 _OTHER_SCALES = "unsupported scales: kernels take one per operand, or one per row and column"
 
 #: Values of ATen's ScalingType (ATen/BlasBackend.h); those of blocks are 1x128 and 128x128.
@@ -48,8 +48,8 @@ def addmm_steps(
 
 
 def is_sum(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, dimensions: int) -> bool:
-    """Whether torch takes these operands of ``beta * c + a @ b``, as matrices (2) or batches (3), and what is
-    asked is the sum alone.
+    """Whether torch accepts these operands of ``beta * c + a @ b``, as matrices (2) or batches (3), and the
+    call requests only the sum.
 
     Torch checks the dtype, gradient and class of C even if beta is 0 and C is not read. Raises TypeError if
     an operand is not a tensor.
@@ -140,7 +140,7 @@ def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Op
         if not text:
             refusal = _OTHER_SCALES
         elif not (takes_fp8(a, b) and _has_scales(text, a, out_dtype)):
-            refusal = "torch has no such product of fp8 operands on a GPU"
+            refusal = "torch does not support this product of fp8 operands on a GPU"
         return OperatorCall(form, a, b, tensors, (), out, refusal)
     if name == "_int_mm":
         return OperatorCall(form_of(BELOW_AUTOGRAD, "", torch.int32), a, b, (), (), out, refusal)
@@ -165,18 +165,18 @@ def _names(name: str) -> list[str]:
 def _scaled(
     name: str, a: torch.Tensor, b: torch.Tensor, more: Sequence[Any]
 ) -> tuple[str, tuple[torch.Tensor, ...], torch.dtype | None, bool]:
-    """Epilogue, tensors of it, output dtype and whether sums are kept fast; no epilogue for other scales."""
-    given = dict(zip(_names(name), more, strict=False))
-    scales: tuple[Any, ...] = given["scale_a"], given["scale_b"]
-    bias = given.get("bias")
+    """Epilogue, its tensors, output dtype and whether sums are fast; no epilogue for other scales."""
+    arguments = dict(zip(_names(name), more, strict=False))
+    scales: tuple[Any, ...] = arguments["scale_a"], arguments["scale_b"]
+    bias = arguments.get("bias")
     if name != "_scaled_mm":
-        text, scales = _recipe_steps(a, b, given)
-    elif given.get("scale_result") is None:
+        text, scales = _recipe_steps(a, b, arguments)
+    elif arguments.get("scale_result") is None:
         text = scale_steps(a, b, scales[0], scales[1], bias is not None)
     else:
         text = ""
     tensors = () if not text else scales if bias is None else (*scales, bias)
-    return text, tensors, given.get("out_dtype"), bool(given.get("use_fast_accum", False))
+    return text, tensors, arguments.get("out_dtype"), bool(arguments.get("use_fast_accum", False))
 
 
 def block_scales(
@@ -184,34 +184,34 @@ def block_scales(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype | None] | None:
     """Operands, scales and output dtype of an operator's call whose scales may be of 1x128 and 128x128."""
     a, b, *more = arguments
-    given = dict(zip(_names(name), more, strict=False))
-    scale_a, scale_b = given["scale_a"], given["scale_b"]
-    if given.get("bias") is not None or given.get("scale_result") is not None:
+    value = dict(zip(_names(name), more, strict=False))
+    scale_a, scale_b = value["scale_a"], value["scale_b"]
+    if value.get("bias") is not None or value.get("scale_result") is not None:
         return None
     if name != "_scaled_mm":
-        if not _are_plain_recipes(given) or (*given["recipe_a"], *given["recipe_b"]) != (_LINES, _BLOCKS):
+        if not _are_plain_recipes(value) or (*value["recipe_a"], *value["recipe_b"]) != (_LINES, _BLOCKS):
             return None
         (scale_a,), (scale_b,) = scale_a, scale_b
-    return a, b, scale_a, scale_b, given.get("out_dtype")
+    return a, b, scale_a, scale_b, value.get("out_dtype")
 
 
-def _are_plain_recipes(given: dict[str, Any]) -> bool:
+def _are_plain_recipes(arguments: dict[str, Any]) -> bool:
     """Whether `_scaled_mm_v2` has one scale for each operand, not swizzled."""
-    swizzled = any(given["swizzle_a"]) or any(given["swizzle_b"])
-    return len(given["scale_a"]) == len(given["scale_b"]) == 1 and not (
-        swizzled or given.get("contraction_dim")
+    swizzled = any(arguments["swizzle_a"]) or any(arguments["swizzle_b"])
+    return len(arguments["scale_a"]) == len(arguments["scale_b"]) == 1 and not (
+        swizzled or arguments.get("contraction_dim")
     )
 
 
 def _recipe_steps(
-    a: torch.Tensor, b: torch.Tensor, given: dict[str, Any]
+    a: torch.Tensor, b: torch.Tensor, arguments: dict[str, Any]
 ) -> tuple[str, tuple[torch.Tensor, ...]]:
     """The epilogue of `_scaled_mm_v2` and its scales, where both recipes are by tensors, or by rows."""
-    recipes = list(given["recipe_a"]), list(given["recipe_b"])
-    scales = (*given["scale_a"], *given["scale_b"])
-    if not _are_plain_recipes(given):
+    recipes = list(arguments["recipe_a"]), list(arguments["recipe_b"])
+    scales = (*arguments["scale_a"], *arguments["scale_b"])
+    if not _are_plain_recipes(arguments):
         return "", ()
-    text = scale_steps(a, b, scales[0], scales[1], given.get("bias") is not None)
+    text = scale_steps(a, b, scales[0], scales[1], arguments.get("bias") is not None)
     if recipes == ([_TENSOR_WISE], [_TENSOR_WISE]):
         return (text, scales) if text.startswith("scale_tensor") else ("", ())
     rows = scales[0].shape == (a.shape[0], 1) and scales[1].shape == (1, b.shape[1])

@@ -1,5 +1,5 @@
 """Handle products whose kernels cannot be launched here, and products without a kernel: compile the kernel in
-the background, or warn once about what is missing and the remedy.
+the background, or warn once about the missing part and the remedy.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def explain_missing(
     mode: Mode,
     why: str,
 ) -> None:
-    """Warn about what a product is missing. answer: from `compile_first`; why: what the selection's last
+    """Warn about a product's missing parts. answer: from `compile_first`; why: what the selection's last
     option lacks, or why it has no options."""
     problem, device, _, name = wanted
     weight = device.name, *weight_of(problem)
@@ -80,7 +80,7 @@ def explain_missing(
         answer = Answer(refusal=_missing_package(snapshot, problem, device))
     if answer.refusal:
         notices.warn(
-            f"recorded kernels cannot run on {device.name} and none is compiled: {answer.refusal}; "
+            f"recorded kernels cannot run on {device.name} and are not compiled: {answer.refusal}; "
             "tunegemm falls back to torch for their products",
         )
         return

@@ -28,7 +28,7 @@ class Notices:
     """The warnings already issued, and the weights that had no kernel."""
 
     def __init__(self) -> None:
-        self._given: set[Hashable] = set()
+        self._issued: set[Hashable] = set()
         self._untuned: dict[Hashable, _Rows] | None = None
 
     def warn(self, message: str | Callable[[], str], about: Hashable = None) -> None:
@@ -38,17 +38,17 @@ class Notices:
         None uses the message itself.
         """
         about = message if about is None else about
-        if about in self._given or len(self._given) > MOST_WARNINGS:
+        if about in self._issued or len(self._issued) > MOST_WARNINGS:
             return
-        self._given.add(about)
+        self._issued.add(about)
         text = message if isinstance(message, str) else message()
-        if len(self._given) > MOST_WARNINGS:
+        if len(self._issued) > MOST_WARNINGS:
             text += f". This is warning {MOST_WARNINGS + 1}, the last one"
         warnings.warn(text, TunegemmWarning, stacklevel=_callers_level())
 
     def forget(self) -> None:
         """Allow warnings that were already issued."""
-        self._given.clear()
+        self._issued.clear()
 
     def sum_up(self) -> None:
         """Collect the problems passed to `untuned` from now on, and print them when the process ends."""
@@ -80,7 +80,7 @@ class Notices:
     def summary(self) -> list[str]:
         """A line for each weight that fell back because it has no record, with the command that tunes it.
 
-        A last line stands for weights beyond the limit.
+        A last line counts weights beyond the limit.
         """
         untuned = self._untuned or {}
         lines = [str(rows) for rows in list(untuned.values())]
@@ -105,7 +105,7 @@ class _Rows:
             self.most = problem
 
     def __str__(self) -> str:
-        more = f" and others of {self.least} rows and more" if self.numbers > 1 else ""
+        more = f" and other numbers of rows from {self.least} up" if self.numbers > 1 else ""
         return f"torch computed {self.most}{more}, without a record: {tune_command(self.most)}"
 
 

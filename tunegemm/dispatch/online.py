@@ -112,15 +112,15 @@ class OnlineTuning:
                 first = self._queue[0]
             try:
                 ends = self._measure_for_a_while(first) if self._wait(first.device) else (
-                    f"NVML does not say whether {first.device.name} is idle, so that nothing is tuned "
-                    "online; `tunegemm tune` and `tunegemm verify --predicted` do it"
+                    f"NVML does not say whether {first.device.name} is idle, so nothing is tuned "
+                    "online; use `tunegemm tune` and `tunegemm verify --predicted`"
                 )  # fmt: skip
             except (TunegemmError, OSError, RuntimeError, ImportError) as error:
                 ends = f"tuning online failed ({one_line(error)})"
             except BaseException as error:
                 self._log(error)
                 with self._changing_queue:
-                    if self._queue:  # the first is the one that was measured: those before it are gone
+                    if self._queue:  # the first is the measured one; earlier ones are gone
                         self._queue.popleft()
                 continue
             if ends:  # for the others, too
@@ -135,7 +135,7 @@ class OnlineTuning:
         """Logs each kind of error once."""
         if (reason := f"{type(error).__name__}: {one_line(error)}") not in self._logged:
             self._logged.add(reason)
-            _log.warning("tuning online: %s; it goes on", reason, exc_info=error)
+            _log.warning("tuning online: %s; continuing", reason, exc_info=error)
 
     def _measure_for_a_while(self, first: _Waiting) -> str:
         """Measure a device's queue for some seconds; returns the reason to stop for good, if any."""
@@ -152,12 +152,12 @@ class OnlineTuning:
             while following.device == first.device:
                 left_s = self._left_s - (time.monotonic() - start)
                 seconds = max(0.0, min(PER_PROBLEM_S, left_s))
-                found, warning = None, ""
+                result, warning = None, ""
                 try:
-                    found = measure(following.problem, following.options, seconds)
+                    result = measure(following.problem, following.options, seconds)
                 except (ProblemError, SpaceError) as error:  # concerns only this product
                     warning = f"tuning {following.problem} online failed ({one_line(error)})"
-                following.notify(found, warning)
+                following.notify(result, warning)
                 with self._changing_queue:
                     self._queue.popleft()
                     if not self._queue:

@@ -48,7 +48,7 @@ class Operation:
         """store: where compiled objects are; by default the user's."""
         for name, value, wanted in (("problem", problem, Problem), ("candidate", candidate, Candidate)):
             if not isinstance(value, wanted):
-                raise OperationError(f"{name} {value!r:.40} is not a tunegemm.{wanted.__name__}; give one")
+                raise OperationError(f"{name} {value!r:.40} is not a tunegemm.{wanted.__name__}")
         if not isinstance(device, Device | str):
             raise OperationError(f"device {device!r:.40}: give a tunegemm.Device, or text such as cuda:0")
         self.problem = problem
@@ -58,7 +58,7 @@ class Operation:
         self._store = store or ArtifactStore()
         self._artifact: Artifact | None = None
         self._launch: Launcher | None = None
-        self._given: torch.Tensor | None = None
+        self._workspace: torch.Tensor | None = None
         """A caller's tensor, which must not be freed."""
 
     def __repr__(self) -> str:
@@ -127,7 +127,7 @@ class Operation:
             if self._launch is None:
                 path = self._artifact.path if self._artifact else None
                 self._launch = self._family.load(self.problem, self.candidate, self.device, path, memory)
-        self._given = workspace
+        self._workspace = workspace
 
     def run(
         self,
@@ -150,7 +150,7 @@ class Operation:
         ValueError for strides or addresses that the kernel cannot take.
         """
         if self._launch is None:
-            raise OperationError(f"{self._label} was not initialized; call initialize() once before run()")
+            raise OperationError(f"{self._label} is not initialized; call initialize() once before run()")
         self._check(a, b, out, operands)
         with self._on(stream):
             self._launch(a, b, out, *operands)
@@ -176,18 +176,18 @@ class Operation:
         return self._family.workspace(self.problem, self.candidate, self.device)
 
     def _lent(self, workspace: torch.Tensor, memory: Workspace) -> torch.Tensor:
-        """The bytes that a launch uses of a caller's workspace, or an OperationError that says why not."""
+        """The part of a caller's workspace that a launch uses. Raises OperationError if it is unsuitable."""
         import torch
 
         need, place = memory.num_bytes, torch.device("cuda", self.device.index)
         if not isinstance(workspace, torch.Tensor):
-            raise OperationError(f"workspace {workspace!r:.40} is not a tensor; give one on {place}")
+            raise OperationError(f"workspace {workspace!r:.40} is not a tensor; give a tensor on {place}")
         if workspace.device != place:
             raise OperationError(
-                f"workspace on {workspace.device}; {self._label} runs on {place}: make it there"
+                f"workspace on {workspace.device}; {self._label} runs on {place}: allocate it there"
             )
         if not workspace.is_contiguous():
-            raise OperationError(f"workspace of strides {workspace.stride()}; give a contiguous tensor")
+            raise OperationError(f"workspace with strides {workspace.stride()}; give a contiguous tensor")
         if workspace.nbytes < need:
             raise OperationError(
                 f"workspace of {workspace.nbytes} B; {self._label} needs {need} B, its workspace_bytes"

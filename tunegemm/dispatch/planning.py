@@ -100,7 +100,7 @@ class Planner:
         """Makes outputs, from (shape, strides, dtype)."""
         self.observe: Observe | None = None
         self.observe_groups: Callable[..., Any] | None = None
-        """Observers that compute products by torch while planning is suspended, and record what was asked."""
+        """Observers that compute products by torch while planning is suspended, and record the requests."""
         _planners.add(self)
 
     def refresh(self) -> None:
@@ -263,7 +263,9 @@ class Planner:
             if changed:
                 new = State(old.policy)
                 new.plans = {key: plan for key, plan in old.plans.items() if plan}
-                new.prepared = {key: found for key, found in old.prepared.items() if found and found.launch}
+                new.prepared = {
+                    key: result for key, result in old.prepared.items() if result and result.launch
+                }
                 self.states.put(new)
         return self.state
 
@@ -351,10 +353,10 @@ class Planner:
             return False
         if isinstance(state.prepared.get((whole.problem, index)), Prepared):  # torch won there
             return False
-        found = select(
+        result = select(
             state.snapshot, operands.problem, known, near=self.mode != "exact", policy=state.policy
         )
-        return bool(found.options) and not is_torch(found.options[0].candidate)
+        return bool(result.options) and not is_torch(result.options[0].candidate)
 
     def serves(
         self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int, *, any_m: bool = False
@@ -367,10 +369,10 @@ class Planner:
         """
         if any_m and self._has_records(form, a, b):
             return True
-        found = self.expected(form, a, b, index)
-        if found is None:
+        result = self.expected(form, a, b, index)
+        if result is None:
             return any_m and self._is_any_predicted(form, a, b, index)
-        problem, known, expected = found
+        problem, known, expected = result
         if self.state.policy.is_batch_invariant:  # the compiler would call torch's product
             return True
         return expected.ratio >= least_ratio(problem, known)
@@ -395,7 +397,7 @@ class Planner:
         if a.ndim != 2 or form.text not in ("", "bias_n"):
             return False
         few = (torch.empty_strided((m, a.shape[1]), a.stride(), dtype=a.dtype, device="meta") for m in _FEW)
-        return any(self.serves(form, one, b, index) for one in few)
+        return any(self.serves(form, item, b, index) for item in few)
 
     def expected(
         self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int
@@ -434,9 +436,9 @@ class Planner:
         index = device.index or 0
         if (problem, index) not in state.prepared:
             with self._guarded(state):
-                found = self._search(state, problem, index, name)
-                if found is not None:
-                    state.prepared[problem, index] = found
+                result = self._search(state, problem, index, name)
+                if result is not None:
+                    state.prepared[problem, index] = result
             state.prepared.setdefault((problem, index), None)  # unless its kernel is compiled
         return state.prepared[problem, index]
 
@@ -449,7 +451,7 @@ class Planner:
         misses = state.misses.get(_weight(problem, index), ()) if state.misses else ()
         if any(low <= problem.m <= high for low, high in misses):
             return None
-        snapshot, mode, found = self._records(state, name), self.mode, None
+        snapshot, mode, result = self._records(state, name), self.mode, None
         selection = select(
             snapshot,
             problem,
@@ -467,7 +469,7 @@ class Planner:
             except Exception as error:  # the family of a foreign record may raise anything
                 why = named_error(error)
                 continue
-            found = replace(prepared, ratio=record.ratio, record=record)
+            result = replace(prepared, ratio=record.ratio, record=record)
             break
         else:
             wanted = Wanted(problem, known, torch.device(self.device_type, index), name)
@@ -476,10 +478,10 @@ class Planner:
         if selection.rows is not None and mode != "online" and not self.notices.sums_up:
             state.misses.setdefault(_weight(problem, index), []).append(selection.rows)
         if mode == "online" and selection.outcome != "hit":
-            predictions = selection.predictions if found is not None else ()
-            notify = partial(self._apply_feedback, problem, found)
+            predictions = selection.predictions if result is not None else ()
+            notify = partial(self._apply_feedback, problem, result)
             self._online.later(problem, known, predictions, notify)
-        return found
+        return result
 
     def _find_device(self, index: int, name: str) -> Device | None:
         """The device of an index, or None after a warning. name: the function that was called."""
@@ -503,12 +505,12 @@ class Planner:
         except Exception as error:
             _log.debug("planning failed", exc_info=error)
             if isinstance(error, OSError) and state.snapshot is not None and state.snapshot.warnings:
-                return  # a warning already named what could not be read
-            what = raised(error)
+                return  # a warning already names the unreadable source
+            name = raised(error)
             self.notices.warn(
-                f"planning failed ({what}: {one_line(error)}); tunegemm falls back to torch for such "
+                f"planning failed ({name}: {one_line(error)}); tunegemm falls back to torch for such "
                 "products. Logging of `tunegemm` at level DEBUG has the traceback",
-                about=("planning", what),
+                about=("planning", name),
             )
 
     def recorded_groups(self, problem: Problem, index: int) -> Record | None:
@@ -549,7 +551,7 @@ class Planner:
                 seen = self._modified()
             return Snapshot(warnings=[one_line(error)], modified=seen)
         if snapshot.warnings:
-            self.notices.warn(f"{'; '.join(snapshot.warnings)}; {who(name)} goes on without its records")
+            self.notices.warn(f"{'; '.join(snapshot.warnings)}; {who(name)} continues without its records")
         return snapshot
 
     def drop(self, state: State, key: tuple[Any, ...], plan: Plan, a: Any, b: Any, error: Exception) -> None:

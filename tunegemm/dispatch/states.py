@@ -90,17 +90,17 @@ class State:
         self.policy = policy
         self.plans: dict[tuple[Any, ...], Plan | Composed | None] = {}
         self.recent: dict[Hashable, Recent] = {}
-        """Calls without a key, by hints; `Recent.check` decides. First the address of `b` and the form's tag;
-        then that, the elements of `a` and the strides of `b`: a weight's products alternate where batch sizes
-        do, and those of its input's gradient are between them; then the key of the plan, which layers share.
-        By the sites of compiled code, too, which need no check: there `torchs` takes ``out``."""
+        """Calls without a key, by hints; `Recent.check` decides. Hints are: the address of `b` and the form's
+        tag; these with the number of elements of `a` and the strides of `b`, because a weight's products
+        alternate with batch sizes, and its input's gradients lie between them; the key of the plan, which
+        layers share; and sites of compiled code, which need no check: their `torchs` takes ``out``."""
         self.launches: dict[Any, dict[Hashable, Any]] = {}
         """Launches that higher-level packages keep, by their `extension.LaunchCache`."""
         self.snapshot = snapshot
         self.prepared: dict[tuple[Problem, int], Prepared | Compiling | None] = {}
         self.misses: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
-        """Ranges of rows at which no kernel serves a weight, by `weight_of` and device. The same lists are
-        also stored by everything in a call except its rows."""
+        """Ranges of rows for which no kernel serves a weight, by `weight_of` and device. The same lists are
+        also stored under all parts of a call except its rows."""
 
     def make_room(self, most: int) -> None:
         """Drop the older half of the plans, launchers or misses when there are `most` of them."""
@@ -129,18 +129,20 @@ class State:
 
     def forget_missing(self, kernel: str) -> None:
         """Forget plans that fell back because this kernel was missing, so that they are made again."""
-        for place, one in list(self.prepared.items()):
-            if isinstance(one, Compiling) and one.kernel == kernel:
+        for place, prediction in list(self.prepared.items()):
+            if isinstance(prediction, Compiling) and prediction.kernel == kernel:
                 del self.prepared[place]
-                for key in one.waiting:
+                for key in prediction.waiting:
                     if not self.plans.get(key, key):
                         del self.plans[key]
         self.forget_checks()
 
     def forget(self, problem: Problem) -> None:
-        """Forget the plans of a problem, and all plans that fell back to torch: those name no problem."""
+        """Forget the plans of a problem, and all plans that fell back to torch, because those name no
+        problem.
+        """
         self.misses.clear()
-        self.prepared = {place: one for place, one in self.prepared.items() if place[0] != problem}
+        self.prepared = {place: item for place, item in self.prepared.items() if place[0] != problem}
         self.plans = {key: plan for key, plan in self.plans.items() if plan and plan.problem != problem}
         self.forget_checks()
 

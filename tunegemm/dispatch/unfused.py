@@ -23,7 +23,7 @@ from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt.eager import step_of
 from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
 
-#: Replace torch's functions: a product of (a, b) as the form's call means it; one with a column bias.
+#: Replace torch's functions: a product of (a, b) as the form's call defines it; a product with a column bias.
 Multiply = Callable[[Any, Any], Any]
 MultiplyAndAdd = Callable[[Any, Any, Any], Any]
 
@@ -43,8 +43,8 @@ def by_torch(form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequen
 
 @cache
 def one_function_into(form: Form) -> Callable[..., Any] | None:
-    """Torch's one function of two matrices, a bias of one dimension if any, and ``out=``, which compiled code
-    calls; None if no such function exists."""
+    """Torch's single function of two matrices, a bias of one dimension if any, and ``out=``, which compiled
+    code calls; None if no such function exists."""
     if form.call != MATMUL or form.out_dtype is not None:
         return None
     functions: dict[str, Callable[..., Any]] = {"": torch.mm, "bias_n": _added_into}
@@ -68,8 +68,8 @@ def unfused(
 ) -> Any:
     """The form's result for ``a @ b``, or for ``a @ b.mT`` if its call is LINEAR.
 
-    multiply, biased: replace torch's products if no single torch call takes the steps. Raises what torch's
-    functions raise.
+    multiply, biased: replace torch's products if no single torch call takes the steps. Raises the errors of
+    torch's functions.
     """
     operands = form.join(tensors, numbers)
     named = dict(zip((operand.name for operand in form.epilogue.operands), operands, strict=True))
@@ -151,25 +151,25 @@ def _one_call(
     form: Form, a: Any, b: Any, taken: tuple[str, ...], named: dict[str, Any], out: Any, dtype: Any = None
 ) -> Any:
     """The product and these steps by a single torch call. dtype: an fp8 product's, if not the form's."""
-    given = {} if out is None else {"out": out}
+    arguments = {} if out is None else {"out": out}
     if form.call == LINEAR and out is None and taken in ((), ("bias_n",)):
         return linear(a, b, named["bias"] if taken else None)
     if not taken:
-        return torch.matmul(a, _right(form, b), **given)
+        return torch.matmul(a, _right(form, b), **arguments)
     if taken == ("bias_n",):
         return added(a, _right(form, b), named["bias"], out)
     if taken[0].startswith("scale"):
         return torch._scaled_mm(
             a, _right(form, b), named["scale_a"], named["scale_b"],
             bias=named["bias"] if "bias_n" in taken else None, out_dtype=dtype or form.out_dtype,
-            use_fast_accum=form.accumulation == "fast", **given,
+            use_fast_accum=form.accumulation == "fast", **arguments,
         )  # fmt: skip
     add = torch.addmm if a.ndim == 2 else torch.baddbmm
     scalars = {"beta": named.get("beta", 1), "alpha": named.get("alpha", 1)}
     c = named["c"] if "beta_c" in taken else named.get("bias") if "bias_n" in taken else None
     if c is None:  # torch has no call without C, but does not read it where beta is 0
         c, scalars["beta"] = a.new_zeros(()), 0
-    return add(c, a, _right(form, b), **scalars, **given)
+    return add(c, a, _right(form, b), **scalars, **arguments)
 
 
 def _is_wide(form: Form, a: Any, b: Any, rest: Sequence[str], named: dict[str, Any]) -> bool:
@@ -276,7 +276,7 @@ def _raise_amax(amax: Any, value: Any) -> None:
 def _check_pairs(form: Form, a: Any, b: Any, value: Any) -> None:
     if form.epilogue.gated and value.shape[-1] % 2:
         raise ProblemError(
-            f"operands {tuple(a.shape)} and {tuple(b.shape)}: gates take pairs of columns, "
+            f"operands {tuple(a.shape)} and {tuple(b.shape)}: gates need an even number of columns, "
             f"not {value.shape[-1]}; interleave gate and up, as tunegemm.interleave does"
         )
 
@@ -315,6 +315,6 @@ def _into(out: Any, value: Any) -> Any:
         raise RuntimeError("out= of a fused product does not support automatic differentiation")
     if out.shape != value.shape or out.dtype != value.dtype:
         raise RuntimeError(
-            f"out of {tuple(out.shape)} {out.dtype} for a result of {tuple(value.shape)} {value.dtype}"
+            f"out is {tuple(out.shape)} {out.dtype}, but the result is {tuple(value.shape)} {value.dtype}"
         )
     return out.copy_(value)

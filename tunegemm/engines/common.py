@@ -187,28 +187,28 @@ def of_engine(path: str, parameters: Sequence[str] = ()) -> tuple[Any, Any]:
         except ModuleNotFoundError:
             module, _, kind = holder.rpartition(".")
             place = getattr(importlib.import_module(module), kind)
-        found = getattr(place, name)
+        result = getattr(place, name)
     except (ImportError, AttributeError):
         raise Misfit(f"there is no {path}") from None
-    if parameters and [*inspect.signature(found).parameters][: len(parameters)] != [*parameters]:
+    if parameters and [*inspect.signature(result).parameters][: len(parameters)] != [*parameters]:
         raise Misfit(f"{path} does not take {', '.join(parameters)}")
-    return place, found
+    return place, result
 
 
 def replace(path: str, parameters: Sequence[str], make: Callable[[Any], Any]) -> None:
     """Replace an engine's function by `make`'s wrapper of it, once. Raises Misfit as `of_engine` does."""
-    place, found = of_engine(path, parameters)
-    if not hasattr(found, "tunegemm_own"):
-        made = make(found)
-        made.tunegemm_own = found
+    place, result = of_engine(path, parameters)
+    if not hasattr(result, "tunegemm_own"):
+        made = make(result)
+        made.tunegemm_own = result
         setattr(place, path.rpartition(".")[2], made)
 
 
 def install(engine: str, log: logging.Logger, parts: dict[str, Callable[[], None]]) -> None:
     """Install each part in an engine, unless the engine's variable or mode ``off`` forbids it.
 
-    parts: functions that install, by the name of what they serve. An exception costs only its part: one line
-    names the part, and the engine continues with its own code.
+    parts: functions that install, by the name of the served layers. An exception costs only its part: one
+    line names the part, and the engine continues with its own code.
     """
     try:
         if not read_engine(engine, log.warning) or extension.is_off():
@@ -217,12 +217,12 @@ def install(engine: str, log: logging.Logger, parts: dict[str, Callable[[], None
         log.warning("tunegemm serves nothing: %s", one_line(error))
         return
     failed = []
-    for what, put in parts.items():
+    for part, put in parts.items():
         try:
             put()
         except Exception as error:
-            log.debug("tunegemm: %s", what, exc_info=error)
-            failed.append(f"{what} ({one_line(error)})")
+            log.debug("tunegemm: %s", part, exc_info=error)
+            failed.append(f"{part} ({one_line(error)})")
     if failed:
         log.warning("this version of %s is unknown to tunegemm, so it keeps: %s", engine, "; ".join(failed))
 
@@ -240,10 +240,10 @@ def records() -> str:
     return extension.fingerprint(anywhere=True)
 
 
-def said(engine: str, what: str) -> str:
-    """The startup line. engine: name and version. what: the text about served weights."""
+def said(engine: str, text: str) -> str:
+    """The startup line. engine: name and version. text: the text about served weights."""
     now = f"policy {extension.policy()}, records {records()}"
-    return f"tunegemm {tunegemm.__version__} in {engine}: {what}; {now}"
+    return f"tunegemm {tunegemm.__version__} in {engine}: {text}; {now}"
 
 
 def compared(theirs: object) -> str:
@@ -299,13 +299,13 @@ def served(model: torch.nn.Module, most: int, left_out: Sequence[str] = ("VocabP
         if name in at:
             continue
         asks = _asker(layer, right, is_fp8)
-        found = {rows: asks(rows) for rows in sorted({*shown, *ends(most)})}
-        at[name] = {rows for rows in shown if found[rows]}
-        families |= dict.fromkeys(found[rows] for rows in shown if rows in at[name])
-    counts = ", ".join(f"{sum(rows in found for found in at.values())} at {rows}" for rows in shown)
+        result = {rows: asks(rows) for rows in sorted({*shown, *ends(most)})}
+        at[name] = {rows for rows in shown if result[rows]}
+        families |= dict.fromkeys(result[rows] for rows in shown if rows in at[name])
+    counts = ", ".join(f"{sum(rows in result for result in at.values())} at {rows}" for rows in shown)
     line = f"kernels for {counts} rows of {len(at)} kinds of weights"
     line += f", by {', '.join(families)}" if families else ""
-    if lacking := [name for name, found in at.items() if not found]:
+    if lacking := [name for name, result in at.items() if not result]:
         more = len(lacking) - _MOST_NAMED
         line += f"; at none of these {', '.join(lacking[:_MOST_NAMED])}" + (
             f" and {more} more" if more > 0 else ""

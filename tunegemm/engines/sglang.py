@@ -2,7 +2,7 @@
 
 Hooks wrap the 16-bit linear layers and the fp8 product with a scale for each row and column. SGLang computes
 logits with `torch.matmul`, which `tunegemm.enable` serves. This plug-in has not been timed on any GPU; it
-stays as a test of what a second engine needs from `common`.
+stays as a test of the parts of `common` that a second engine needs.
 """
 
 from __future__ import annotations
@@ -99,15 +99,15 @@ def _scaled_mm(
 
 def _start() -> None:
     # Processes that this one starts inherit the variable.
-    given = os.environ.setdefault(_RECORDS, common.records())
-    if why := common.compared(given):
+    value = os.environ.setdefault(_RECORDS, common.records())
+    if why := common.compared(value):
         _log.warning("tunegemm: %s", why)
     if _SCHEDULER in sys.modules:  # loaded in processes that compute; elsewhere imports would take seconds
         _around(f"{_RUNNER}.ModelRunner.load_model", ("self",), lambda own: _load)
 
 
 def _load(own: Any, runner: Any) -> None:
-    """Load the model. The first rank then logs what is served, and all ranks learn what is not."""
+    """Load the model. The first rank then logs the served weights, and all ranks learn the others."""
     own(runner)
     common.attempt(_log, lambda: _report(runner))
 
@@ -116,7 +116,7 @@ def _report(runner: Any) -> None:
     _, version = of_engine("sglang.__version__")
     step = runner.server_args.chunked_prefill_size
     most = step if isinstance(step, int) and step > 0 else _STEP
-    what = common.served(runner.model, most, left_out=("VocabParallelEmbedding", "ParallelLMHead"))
+    summary = common.served(runner.model, most, left_out=("VocabParallelEmbedding", "ParallelLMHead"))
     _, ranks = of_engine("sglang.srt.runtime_context.get_parallel")
     if not ranks().tp_rank:
-        _log.info(common.said(f"SGLang {version}", f"{what}, logits by its own"))
+        _log.info(common.said(f"SGLang {version}", f"{summary}, logits by its own"))

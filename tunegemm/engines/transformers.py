@@ -74,9 +74,9 @@ def activation_of(layer: Any, default_gate: Any) -> Any:
     of gate and up.
     """
     if type(layer)._apply_gate is default_gate:
-        found = type(layer.act_fn).__name__
-        if found in _ACTIVATIONS and getattr(layer.act_fn, "approximate", "none") == "none":
-            return _ACTIVATIONS[found]
+        result = type(layer.act_fn).__name__
+        if result in _ACTIVATIONS and getattr(layer.act_fn, "approximate", "none") == "none":
+            return _ACTIVATIONS[result]
     elif isinstance(limit := getattr(layer, "limit", None), int | float):
         gate = Gate(getattr(layer, "alpha", 1.0), limit)
         if not torch.compiler.is_compiling() and _are_equal(layer, gate):

@@ -2,7 +2,7 @@
 
 16-bit linear layers and logits call `default_unquantized_gemm`, a name in vLLM's module that its layers look
 up; `VLLM_BATCH_INVARIANT` has a separate function. fp8 layers take the first kernel class in a list that can
-do what a layer needs. Only calls with CUDA tensors are served.
+compute a layer. Only calls with CUDA tensors are served.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _fp8_kernel(cutlass: Any) -> type:
             if getattr(envs, "VLLM_TEST_FORCE_FP8_MARLIN", False):
                 return False, "leaves fp8 to Marlin, as VLLM_TEST_FORCE_FP8_MARLIN asks"
             if compute_capability is None:
-                found = platform.get_device_capability()
-                compute_capability = None if found is None else found.to_int()
+                results = platform.get_device_capability()
+                compute_capability = None if results is None else results.to_int()
             if compute_capability != _HOPPER:
                 return False, "requires compute capability 90 (Hopper)"
             return super().is_supported(compute_capability)
@@ -205,10 +205,10 @@ def _prepare(config: Any) -> None:
 
     lower()
     common.lower()
-    given = _facts(config)
-    if vllm_gates.FACT in given:
+    arguments = _facts(config)
+    if vllm_gates.FACT in arguments:
         _attempt(_gates)
-    if why := common.compared(given.get("records")):
+    if why := common.compared(arguments.get("records")):
         _log.warning("tunegemm: %s", why)
 
 
@@ -235,12 +235,12 @@ def _gates() -> None:
 def _facts(config: Any) -> dict[str, Any]:
     """The facts that the process that started the engine passes to those that compute."""
     facts = config.additional_config
-    given = facts.get(CONFIG_KEY) if isinstance(facts, dict) else None
-    return given if isinstance(given, dict) else {}
+    value = facts.get(CONFIG_KEY) if isinstance(facts, dict) else None
+    return value if isinstance(value, dict) else {}
 
 
 def _report(wrapper: Any) -> None:
-    """Before a worker's first step: the first rank logs what is served, and all ranks learn what is not."""
+    """Before a worker's first step: the first rank logs served weights, and all ranks learn the others."""
     _, version = of_engine("vllm.__version__")
     most = wrapper.vllm_config.scheduler_config.max_num_batched_tokens
     what = common.served(wrapper.worker.get_model(), most)

@@ -117,11 +117,11 @@ extension.define(
 
 def said() -> str:
     """Text for the startup line: the weights and numbers of rows with gates fused into the product."""
-    found = []
+    results = []
     for shape in met:
         where = ", ".join(f"{least} to {most}" for least, most in ranges(*shape))
-        found.append(f"{'x'.join(map(str, shape))} at {where} rows")
-    return f"; with silu's gate bf16 {', '.join(found)}" if found else ""
+        results.append(f"{'x'.join(map(str, shape))} at {where} rows")
+    return f"; with silu's gate bf16 {', '.join(results)}" if results else ""
 
 
 def lower() -> None:
@@ -131,11 +131,11 @@ def lower() -> None:
 
 def ranges(columns: int, k: int) -> list[tuple[int, int]]:
     """The ranges of rows in which the fused kernel may serve the product with a weight (columns, k)."""
-    found: list[tuple[int, int]] = []
+    results: list[tuple[int, int]] = []
     for first, last, few, many in SERVED:
         if columns % 16 or not few <= columns <= many or choose(1, columns, k, last, gate=_GATE) is None:
             continue
-        if found and first <= found[-1][1] + 1:
-            first = found.pop()[0]
-        found.append((first, last))
-    return found
+        if results and first <= results[-1][1] + 1:
+            first = results.pop()[0]
+        results.append((first, last))
+    return results

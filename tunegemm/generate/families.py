@@ -40,7 +40,7 @@ SHIPPED = {
     )
 }  # fmt: skip
 """The module of each shipped family, as in pyproject.toml, in the order in which they are tried."""
-LISTED = ("along_k", "block_groups", "blocks", "drawn", "joined", "parted", "routing")
+LISTED = ("along_k", "block_groups", "blocks", "drawn", "joined", "parted", "quantize", "routing")
 """The modules here whose kernels no search includes; tables in db list those that ship."""
 ONLY_IF_ASKED = ("triton",)
 """Families that are tried on Hopper only on request, because others have been faster there."""

@@ -1,6 +1,6 @@
 """Multiplies groups of fp8 rows with block scales, 1x128 of a and 128x128 of b, for `scaled_grouped_mm`.
 
-Torch has no such product. Where no kernel can run, the product is computed in fp32, group by group.
+Torch does not support such products. If no kernel can run, the product is computed in fp32, group by group.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _launches = LaunchCache()
 
 
 def are_of_blocks(a: Any, b: Any, scale_a: Any, scale_b: Any) -> bool:
-    """Whether scales are of blocks: row-wise scales have a dimension less, and torch's others of two
-    dimensions are not fp32. Raises TypeError for what is not a tensor."""
+    """Whether scales are block scales: row-wise scales have one dimension less, and torch's other scales of
+    two dimensions are not fp32. Raises TypeError for an operand that is not a tensor."""
     ranks = rank(scale_a), rank(scale_b)
     return (rank(a), rank(b)) == (2, 3) and (
         ranks[1] == 3 or (ranks[0] == 2 and scale_a.dtype is torch.float32)
@@ -50,14 +50,16 @@ def scaled_grouped_mm(
 
 
 def check(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> None:
-    """Raises ProblemError where operands do not fit, naming what to give instead."""
+    """Raises ProblemError if operands do not fit, with the remedy."""
     (rows, k), (groups, b_k, n) = a.shape, b.shape
     if not (a.dtype == b.dtype == _FP8):
-        raise ProblemError(f"a is {a.dtype}, b {b.dtype}; products with block scales take {_FP8}")
+        raise ProblemError(f"a is {a.dtype}, b {b.dtype}; products with block scales need {_FP8}")
     if k != b_k:
         raise ProblemError(f"a has k {k} and b {b_k}; give a (rows, k) and b (groups, k, n)")
     if not groups:
-        raise ProblemError(f"b has shape {tuple(b.shape)}, without a group; give weights for at least one")
+        raise ProblemError(
+            f"b has shape {tuple(b.shape)}, without groups; give weights for at least one group"
+        )
     if offs is None or offs.dtype != torch.int32 or offs.shape != (groups,):
         wrong = "missing" if offs is None else f"{tuple(offs.shape)} {offs.dtype}"
         raise ProblemError(f"offs is {wrong}; give the end of each of {groups} groups as int32")
@@ -98,7 +100,7 @@ def _compute(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Ten
 
 
 def _by_kernel(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Tensor | None:
-    """The product in bf16 by a kernel; None if none can run."""
+    """The product in bf16 from a kernel; None if no kernel can run."""
     device = a.device
     if device.type != extension.device_type() or extension.is_off() or not a.shape[0]:
         return None
@@ -133,12 +135,12 @@ def _by_kernel(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.T
 
 
 def _bind(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any, out: Any) -> tuple[Any, bool]:
-    """The launch for operands that are laid out as these, None without a kernel; and whether it is being
+    """The launch for operands with this layout, None without a kernel; and whether the kernel is being
     compiled."""
     device, operands = a.device, (a, b.mT, scale_a, scale_b.mT, offs, out)
     if block_groups.refusal(*operands):
         return None, False
-    # One kernel computes each row in the same way, however many there are.
+    # One kernel computes all rows in the same way, whatever their number.
     config = listed()[-1] if extension.policy().is_batch_invariant else choose(a.shape[0], b.shape[0])
     try:
         kernel = extension.loaded(block_groups, BlockGroupKernel.load, config, device)

@@ -13,13 +13,17 @@ from tunegemm.dispatch.forms import ACTIVATIONS, Activation
 from tunegemm.dispatch.fx import node_of, rank
 from tunegemm.dispatch.guards import deterministic
 from tunegemm.errors import ProblemError
+from tunegemm.generate.blocks import BLOCK
 from tunegemm.generate.routing import MOST_CHOICES
 from tunegemm.groups import grouped, routing
+from tunegemm.groups.block_groups import scaled_grouped_mm
 from tunegemm.groups.grouped import grouped_mm
 from tunegemm.groups.numbers import multiples
+from tunegemm.groups.quantize import quantize
 from tunegemm.groups.recorded_groups import GroupedCall
 from tunegemm.groups.routing import SILU, Gate
 
+FP8 = torch.float8_e4m3fn
 #: silu's gate, for gate and up as halves and interleaved.
 _SILUS = SILU, SILU._replace(interleaved=True)
 
@@ -36,6 +40,8 @@ def experts(
     activation: Activation | Callable[[torch.Tensor], torch.Tensor] = "silu",
     interleaved: bool = False,
     elsewhere: bool = False,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute a layer of gated experts: the weighted sum of each token's chosen experts.
 
@@ -50,26 +56,31 @@ def experts(
     activation: silu, gelu, gelu_tanh, relu, or a function that turns gate_up's product (rows, 2 inner) into
     (rows, inner), such as a `Gate`, which has a kernel. interleaved: whether rows of gate and up alternate,
     as `interleave` arranges them. elsewhere: whether `index` may hold numbers below 0, or not below the
-    number of experts; they name experts of other processes and add nothing here.
+    number of experts; they name experts of other processes and add nothing here. gate_up_scale, down_scale:
+    of float8_e4m3fn weights the fp32 scales of their 128x128 blocks, (experts, 2 inner / 128, hidden / 128)
+    and (experts, hidden / 128, inner / 128), each rounded up. Then `quantize` quantises the rows of both
+    products, there is no bias, and the sums of each product are rounded to bf16.
 
-    Supports gradients. Nothing waits for the device, so a CUDA graph stays valid for other choices of the
-    router. Raises ProblemError, which names them, if shapes or dtypes do not fit; on a CPU, or with
-    ``TUNEGEMM_CHECK_GROUPS=1``, also if an expert number is invalid.
+    Supports gradients, except with such scales. Nothing waits for the device, so a CUDA graph stays valid
+    for other choices of the router. Raises ProblemError, which names them, if shapes or dtypes do not fit; on
+    a CPU, or with ``TUNEGEMM_CHECK_GROUPS=1``, also if an expert number is invalid.
     """
     try:
         rank(x)
     except TypeError as error:  # x is a proxy
         words = {
             "gate_up_bias": gate_up_bias, "down_bias": down_bias, "activation": activation,
-            "interleaved": interleaved, "elsewhere": elsewhere,
+            "interleaved": interleaved, "elsewhere": elsewhere, "gate_up_scale": gate_up_scale,
+            "down_scale": down_scale,
         }  # fmt: skip
         result: torch.Tensor = node_of(error, experts, (x, gate_up, down, index, weights), words)
         return result
-    _check(x, gate_up, down, index, weights, activation)
-    given = x, gate_up, down, index, weights, gate_up_bias, down_bias
+    arguments = x, gate_up, down, index, weights, gate_up_bias, down_bias
+    scales = gate_up_scale, down_scale
+    _check(*arguments, *scales, activation)
     if not index.numel():
-        return _of_nothing(*given)
-    return _layer(*given, activation, interleaved, elsewhere)
+        return _of_nothing(*arguments)
+    return _layer(*arguments, *scales, activation, interleaved, elsewhere)
 
 
 def is_ordered() -> bool:
@@ -84,7 +95,7 @@ def _of_nothing(x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
     """
     result = torch.zeros_like(x, memory_format=torch.contiguous_format)
     for each in (x, *others):
-        if each is not None and each.is_floating_point():
+        if each is not None and each.is_floating_point() and each.dtype is not FP8:
             result = result + each[:0].sum().to(x.dtype)
     return result
 
@@ -97,12 +108,14 @@ def _layer(
     weights: torch.Tensor,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
+    gate_up_scale: torch.Tensor | None,
+    down_scale: torch.Tensor | None,
     activation: Any,
     interleaved: bool,
     elsewhere: bool,
 ) -> torch.Tensor:
     """Compute `experts` for valid operands."""
-    operands = x, gate_up, down, index, weights, gate_up_bias, down_bias
+    operands = x, gate_up, down, index, weights, gate_up_bias, down_bias, gate_up_scale, down_scale
     traced = torch.compiler.is_compiling()
     # Without gradients, modes and transforms: checked once, not at each product.
     plain = not traced and grouped.are_plain(*operands) and not grouped.has_gradient(*operands)
@@ -126,6 +139,35 @@ def _layer(
         nobodys = (ids >= count)[:, None] if elsewhere else None
         if nobodys is not None and rows.requires_grad:  # gradients are uninitialized there
             rows = rows.masked_fill(nobodys, 0)
+    both = rows, ends, gate_up, down
+    if gate_up_scale is not None:
+        of_rows = _by_blocks(*both, gate_up_scale, down_scale, activation, interleaved, around)
+    else:
+        biases = gate_up_bias, down_bias
+        of_rows = _by_rows(*both, *biases, activation, interleaved, around, nobodys, plain)
+    # If `route` is not served and choices are few, torch's way back takes fewer operators than computing
+    # positions.
+    if around is not None and (routed is not None or order.shape[0] > MOST_CHOICES or is_ordered()):
+        place = _inverse(order, plain) if routed is None else routed.place
+        combined = around.combine(of_rows, place, ends, weights)
+        if combined is not None:
+            return combined if combined.dtype is x.dtype else combined.to(x.dtype)
+        if routed is not None:  # the `combine` kernel is not available
+            order = _inverse(place.long(), plain)
+            nobodys = (torch.arange(order.shape[0], device=x.device) >= ends[-1])[:, None]
+    if nobodys is not None:
+        of_rows = of_rows.masked_fill(nobodys, 0)
+    if elsewhere:  # whatever the weights are, as in `combine`
+        weights = weights.masked_fill((index < 0) | (index >= count), 0)
+    return _combined(of_rows, order, weights, plain).to(x.dtype)
+
+
+def _by_rows(
+    rows: Any, ends: Any, gate_up: Any, down: Any, gate_up_bias: Any, down_bias: Any, activation: Any,
+    interleaved: bool, around: Any, nobodys: Any, plain: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Both products and the gate between them, of weights with the dtype of the rows."""
+    traced = torch.compiler.is_compiling()
     # Do not repeat the checks if no kernel computes a product.
     multiply, otherwise = (
         (grouped.groups.below_autograd, grouped.by_torch) if plain else (grouped.groups, grouped_mm)
@@ -151,21 +193,23 @@ def _layer(
     of_rows = multiply(inner, down.mT, ends, down_bias) if plain else None
     if of_rows is None:
         of_rows = otherwise(inner, down.mT, offs=ends, bias=down_bias)
-    # If `route` is not served and choices are few, torch's way back takes fewer operators than computing
-    # positions.
-    if around is not None and (routed is not None or order.shape[0] > MOST_CHOICES or is_ordered()):
-        place = _inverse(order, plain) if routed is None else routed.place
-        combined = around.combine(of_rows, place, ends, weights)
-        if combined is not None:
-            return combined if combined.dtype is x.dtype else combined.to(x.dtype)
-        if routed is not None:  # the `combine` kernel is not available
-            order = _inverse(place.long(), plain)
-            nobodys = (torch.arange(order.shape[0], device=x.device) >= ends[-1])[:, None]
-    if nobodys is not None:
-        of_rows = of_rows.masked_fill(nobodys, 0)
-    if elsewhere:  # whatever the weight is, as in `combine`
-        weights = weights.masked_fill((index < 0) | (index >= count), 0)
-    return _combined(of_rows, order, weights, plain).to(x.dtype)
+    return of_rows
+
+
+def _by_blocks(
+    rows: Any, ends: Any, gate_up: Any, down: Any, gate_up_scale: Any, down_scale: Any, activation: Any,
+    interleaved: bool, around: Any,
+) -> torch.Tensor:  # fmt: skip
+    """As `_by_rows`, of fp8 weights with block scales: rows are quantised before each product."""
+    values, scales = quantize(rows)
+    both = scaled_grouped_mm(values, gate_up.mT, scales, gate_up_scale.mT, ends, None)
+    if activation == "silu" and not interleaved:
+        values, scales = quantize(both, gate="swiglu")
+    else:
+        gate = _SILUS[interleaved] if activation == "silu" else activation
+        inner = around.gate(both, gate) if around is not None and isinstance(gate, Gate) else None
+        values, scales = quantize(_gate(both, activation, interleaved) if inner is None else inner)
+    return scaled_grouped_mm(values, down.mT, scales, down_scale.mT, ends, None)
 
 
 #: The least and the greatest count of numbers that a call keeps.
@@ -179,9 +223,9 @@ def _numbers(count: int, like: torch.Tensor, plain: bool, step: int = 1) -> torc
     """
     if plain and count <= _MOST_KEPT and like.dtype is torch.int64:
         size = max(_LEAST_KEPT, 1 << (count - 1).bit_length())
-        found = multiples(like.device, torch.int64, step, size)
-        if found is not None:
-            return found[:count]
+        result = multiples(like.device, torch.int64, step, size)
+        if result is not None:
+            return result[:count]
     return torch.arange(0, count * step, step, device=like.device, dtype=like.dtype)
 
 
@@ -215,10 +259,10 @@ def _traced(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) 
 
 
 def _compute(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor:
-    given = a, b, offs, bias, gate, interleaved
-    result = None if deterministic() else grouped.groups.below_autograd(*given)
+    arguments = a, b, offs, bias, gate, interleaved
+    result = None if deterministic() else grouped.groups.below_autograd(*arguments)
     if result is None:
-        result = _recorded(*given)
+        result = _recorded(*arguments)
     if result is None:
         result = _gate(grouped_mm(a, b, offs=offs, bias=bias), GATED[gate], interleaved)
     return result
@@ -254,7 +298,10 @@ def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, 
     return torch.embedding_bag(result, _inverse(order, plain), first, False, 0, False, weights)[0]
 
 
-def _check(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, activation: Any) -> None:
+def _check(
+    x: Any, gate_up: Any, down: Any, index: Any, weights: Any, gate_up_bias: Any, down_bias: Any,
+    gate_up_scale: Any, down_scale: Any, activation: Any,
+) -> None:  # fmt: skip
     """Check that the operands form a layer. Raises ProblemError if they do not."""
     if not callable(activation) and activation not in ACTIVATIONS:
         raise ProblemError(
@@ -269,9 +316,11 @@ def _check(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, activation
         )
     if not gate_up.shape[0]:
         raise ProblemError(f"gate_up {tuple(gate_up.shape)} has no experts; give at least one")
-    if x.dtype is not gate_up.dtype or down.dtype is not gate_up.dtype:
+    if gate_up_scale is not None or down_scale is not None:
+        _check_blocks(x, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
+    elif x.dtype is not gate_up.dtype or down.dtype is not gate_up.dtype:
         raise ProblemError(
-            f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; give all of one dtype"
+            f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; give all the same dtype"
         )
     if index.ndim != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
         raise ProblemError(
@@ -284,6 +333,27 @@ def _check(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, activation
         raise ProblemError(f"weights are {weights.dtype}; give floats: weights.to(x.dtype)")
 
 
+def _check_blocks(
+    x: Any, gate_up: Any, down: Any, gate_up_bias: Any, down_bias: Any, gate_up_scale: Any, down_scale: Any
+) -> None:
+    """Check weights with block scales. Raises ProblemError if there is no such layer."""
+    if gate_up_bias is not None or down_bias is not None:
+        raise ProblemError("experts with block scales have no bias; leave out gate_up_bias and down_bias")
+    for name, weight, scale in (("gate_up", gate_up, gate_up_scale), ("down", down, down_scale)):
+        shape = (weight.shape[0], *(-(-each // BLOCK) for each in weight.shape[1:]))
+        if weight.dtype is not FP8:
+            raise ProblemError(f"{name} is {weight.dtype}; block scales are of {FP8} weights")
+        if scale is None or scale.dtype != torch.float32 or tuple(scale.shape) != shape:
+            wrong = "missing" if scale is None else f"{tuple(scale.shape)} {scale.dtype}"
+            raise ProblemError(f"{name}_scale is {wrong}; give {shape} torch.float32")
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ProblemError(f"x is {x.dtype}; give bfloat16, float16 or float32, such as x.bfloat16()")
+    if grouped.has_gradient(x, gate_up, down, gate_up_scale, down_scale):
+        raise ProblemError(
+            "experts with block scales have no gradient; detach() the operands, or use no_grad()"
+        )
+
+
 def check_index(index: torch.Tensor, count: int) -> None:
     """Check expert numbers. Waits for the device. Raises ProblemError if a number names no expert."""
     if not index.numel() or not grouped.has_values(index):
@@ -292,5 +362,5 @@ def check_index(index: torch.Tensor, count: int) -> None:
     if least < 0 or most >= count:
         raise ProblemError(
             f"index names expert {least if least < 0 else most} of {count}; give numbers from 0 on; for "
-            "experts of other processes also pass elsewhere=True"
+            "experts of other processes pass elsewhere=True, too"
         )

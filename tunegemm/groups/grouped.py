@@ -80,7 +80,7 @@ def grouped_mm(
     for other divisions of the same number of rows, and contains our kernel if the call ran once before.
     torch.compile traces the call as the operator `tunegemm::grouped_mm`.
 
-    Raises what torch raises, or a ProblemError that says what is wrong with the groups or the bias. `offs` is
+    Raises torch's errors, or a ProblemError that names the fault of the groups or the bias. `offs` is
     on the device and is not checked unless ``TUNEGEMM_CHECK_GROUPS=1``; whatever it holds, no kernel reads or
     writes beyond the rows.
     """
@@ -223,7 +223,7 @@ class Groups:
             if not extension.may_load(a.device):
                 self._warn_of_order(a, b, "is captured before it was computed once, and")
                 return None
-            kernel, waits = self._found(a, b, offs, gate)
+            kernel, waits = self._kernel_for(a, b, offs, gate)
         if kernel is None:
             if not is_off:
                 self._warn_of_order(a, b, "has no kernel here, and")
@@ -240,7 +240,7 @@ class Groups:
                 about=("order of groups", why, tuple(b.shape), b.dtype),
             )
 
-    def _found(self, a: Any, b: Any, offs: Any, gate: str) -> tuple[Kernel | None, bool]:
+    def _kernel_for(self, a: Any, b: Any, offs: Any, gate: str) -> tuple[Kernel | None, bool]:
         """The kernel for operands that fit, or None if torch should compute them; and whether a kernel is
         being compiled.
         """
@@ -323,7 +323,7 @@ def _record(groups: int, n: int, k: int, rows: int, device: torch.device, **kind
     """The tuned record of a grouped product, if there is one."""
     try:
         problem = Problem.of_groups(rows, n, k, groups, **kind)
-    except ProblemError:  # never tuned: one group, or packed lines that TMA does not take
+    except ProblemError:  # never tuned: one group, or packed lines that TMA cannot read
         return None
     return extension.recorded(problem, device)
 
@@ -376,7 +376,9 @@ def by_torch(
             raise ProblemError(wrong)
         return _added(by_torch(a, b, offs=offs, out_dtype=out_dtype), offs, bias)
     if isinstance(offs, torch.Tensor) and b.ndim == 3 and not b.shape[0]:  # torch leaves the rows undefined
-        raise ProblemError(f"b has shape {tuple(b.shape)}, without a group; give weights for at least one")
+        raise ProblemError(
+            f"b has shape {tuple(b.shape)}, without groups; give weights for at least one group"
+        )
     if isinstance(offs, torch.Tensor):  # torch's kernel ignores the stride of offs
         offs = offs.contiguous()
     try:
@@ -398,7 +400,7 @@ def check_ends(offs: torch.Tensor, rows: int) -> None:
     for group, end in enumerate(offs.reshape(-1).tolist()):
         if not before <= end <= rows:
             raise ProblemError(
-                f"offs[{group}] is {end}, behind {before} and of {rows} rows; give ends that ascend: "
+                f"offs[{group}] is {end}, after {before} and with {rows} rows; give ascending ends: "
                 "sizes.cumsum(0)"
             )
         before = end
@@ -422,7 +424,7 @@ def _wrong_groups(a: Any, b: Any, offs: Any) -> str:
     if a.ndim != 2:
         return "" if a.ndim == 3 else f"a has shape {tuple(a.shape)}; give (rows, k)"
     if offs.dtype is not torch.int32:
-        return f"offs are {offs.dtype}; give int32 ones: offs.to(torch.int32)"
+        return f"offs are {offs.dtype}; give int32: offs.to(torch.int32)"
     if offs.shape != b.shape[:1]:
         return f"offs have shape {tuple(offs.shape)}, b has {b.shape[0]} groups; give the end of each group"
     if offs.device != a.device or b.device != a.device:
@@ -430,7 +432,7 @@ def _wrong_groups(a: Any, b: Any, offs: Any) -> str:
     if a.shape[1] != b.shape[1]:
         return f"a has k {a.shape[1]} and b {b.shape[1]}; give a (rows, k) and b (groups, k, n)"
     if a.dtype is not b.dtype:
-        return f"a is {a.dtype}, b {b.dtype}; give both of one dtype"
+        return f"a is {a.dtype}, b {b.dtype}; give both the same dtype"
     for name, each in (("a", a), ("b", b)):
         if (address := _address(each)) % ALIGNMENT:
             return f"{name} begins at {address:#x}, not a multiple of {ALIGNMENT} bytes; clone() it"
@@ -516,7 +518,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Compute the gradients, which are grouped products too: b's is along k."""
     a, b, offs = ctx.saved_tensors
-    if 0 in grad.stride():  # a sum's gradient, say: torch's product does not take its strides
+    if 0 in grad.stride():  # such as a sum's gradient: torch's product rejects its strides
         grad = grad.contiguous()
     of_a = torch.ops.tunegemm.grouped_mm(grad, b.mT, offs) if ctx.needs_input_grad[0] else None
     of_b = None

@@ -13,9 +13,9 @@ kept: dict[tuple[torch.device, torch.dtype, int, int], torch.Tensor] = {}
 def multiples(device: torch.device, dtype: torch.dtype, step: int, count: int) -> torch.Tensor | None:
     """0, step, 2 step, ...: `count` numbers. None during a capture, unless a call made them before."""
     key = device, dtype, step, count
-    found = kept.get(key)
-    if found is None and not capturing(device):
+    result = kept.get(key)
+    if result is None and not capturing(device):
         # The copy from the host is synchronous, so any stream may read the tensor afterwards.
-        found = torch.arange(0, count * step, step, dtype=dtype, device="cpu").to(device)
-        kept[key] = found
-    return found
+        result = torch.arange(0, count * step, step, dtype=dtype, device="cpu").to(device)
+        kept[key] = result
+    return result

@@ -47,9 +47,9 @@ class GroupedCall:
     @classmethod
     def of(cls, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> GroupedCall:
         """The call of an ATen operator with these arguments."""
-        given = zip(OPERATORS[name], arguments, strict=False)
+        value = zip(OPERATORS[name], arguments, strict=False)
         words = {"a" if key == "self" else "b" if key == "mat2" else key: keywords[key] for key in keywords}
-        return cls(name.strip("_"), **dict(given), **words)
+        return cls(name.strip("_"), **dict(value), **words)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -60,8 +60,8 @@ class GroupedCall:
     @property
     def key(self) -> tuple[Any, ...]:
         """Everything that defines the call except its tensors."""
-        given = tuple(tensor is not None for tensor in (self.offs, self.bias, self.scale_result))
-        return self.op, self.gate, self.out_dtype, self.use_fast_accum, given
+        value = tuple(tensor is not None for tensor in (self.offs, self.bias, self.scale_result))
+        return self.op, self.gate, self.out_dtype, self.use_fast_accum, value
 
     def kind(self, result: torch.Tensor) -> Kind:
         """The problem that `tunegemm.grouped_mm` and the other grouped products look up.
@@ -70,21 +70,21 @@ class GroupedCall:
         """
         a, b, groups = self.a, self.b, len(self.offs if self.offs is not None else self.b)
         majors = mode_of(a, "m", "k", "k"), mode_of(b, "k", "n", "k"), mode_of(result, "m", "n", "n")
-        found = Kind(
+        results = Kind(
             a.shape[-2], b.shape[-1], a.shape[-1], 1, dtype_of(a), dtype_of(result), *majors,
             MAX_ALIGNMENT, self.op, "none" if self.bias is None else "vector", device=a.device.type,
             refusal=self._refusal(), groups=groups,
         )  # fmt: skip
         try:
-            if not found.refusal:
+            if not results.refusal:
                 problem = Problem.of_groups(
-                    found.m, found.n, found.k, groups, dtype=found.in_dtype, gate=self.gate,
-                    b_major=found.b_major,
+                    results.m, results.n, results.k, groups, dtype=results.in_dtype, gate=self.gate,
+                    b_major=results.b_major,
                 )  # fmt: skip
-                return replace(found, epilogue=problem.epilogue)
+                return replace(results, epilogue=problem.epilogue)
         except ProblemError as error:
-            return replace(found, refusal=str(error))
-        return found
+            return replace(results, refusal=str(error))
+        return results
 
     def _refusal(self) -> str:
         """Why no kernel can compute the call, however tuned; empty if one may."""
@@ -95,7 +95,9 @@ class GroupedCall:
             return "its groups do not divide a's rows, as the kernels need"
         scaled = self.scale_a is not None
         if scaled and (self.bias is not None or self.scale_result is not None or not self.use_fast_accum):
-            return "kernels of scaled groups take no bias, no scale of the result, and use_fast_accum=True"
+            return (
+                "kernels of scaled groups need use_fast_accum=True, without a bias or a scale of the result"
+            )
         out_dtype = "bf16" if scaled else dtype_of(a)
         if self.out_dtype is not None and normalize_dtype(self.out_dtype) != out_dtype:
             return f"grouped kernels store {out_dtype}, not {self.out_dtype}"

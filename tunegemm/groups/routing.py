@@ -90,8 +90,8 @@ class Routing:
         total = index.shape[0] * index.shape[1]
         rows = x.new_empty((total, x.shape[1]))
         place, ends = (x.new_empty(size, dtype=torch.int32) for size in (total, count))
-        found = index, x, place, ends, rows
-        return Routed(rows, place, ends) if self._done(launch, found) else None
+        result = index, x, place, ends, rows
+        return Routed(rows, place, ends) if self._done(launch, result) else None
 
     def combine(self, rows: Any, place: Any, ends: Any, weights: Any) -> torch.Tensor | None:
         """Weight and add up each token's rows, which `place` names; rows of no group add nothing.
@@ -129,12 +129,12 @@ class Routing:
             if not extension.may_load(device):
                 return None
             planned = None if any(map(is_lazy, tensors)) else plan(*tensors, *numbers)
-            launch, waits = self._found(planned, device.index or 0)
+            launch, waits = self._launch_for(planned, device.index or 0)
             known = self.launches.keep(key, launch, *tensors, waits=waits)
-        found: Launch | None = known.launch
-        return found
+        result: Launch | None = known.launch
+        return result
 
-    def _found(self, planned: Planned | None, index: int) -> tuple[Launch | None, bool]:
+    def _launch_for(self, planned: Planned | None, index: int) -> tuple[Launch | None, bool]:
         """The launch, or None if torch should compute the step; and whether a kernel is being compiled."""
         if planned is None:
             return None, False
@@ -142,19 +142,19 @@ class Routing:
         if any(name.split()[0] not in self.served for name in names):
             return None, False
         try:
-            found = [self._loaded.once((name, index), partial(self._load, name, index)) for name in names]
+            results = [self._loaded.once((name, index), partial(self._load, name, index)) for name in names]
         except TunegemmError:  # the products' kernels are missing too, and warn of it
             return None, False
         except (OSError, RuntimeError) as error:
             _warn(error)
             return None, False
-        if None in found:
+        if None in results:
             return None, True
         try:
-            launch = found[-1](planned.ctas, **planned.numbers)
+            launch = results[-1](planned.ctas, **planned.numbers)
             if planned.name == "spread":
                 few = {name: planned.numbers[name] for name in ("step", "total", "count")}
-                launch = _in_two(found[0](planned.ctas, **few), launch, planned.ctas)
+                launch = _in_two(results[0](planned.ctas, **few), launch, planned.ctas)
         except NotTaken:
             return None, False
         return launch, False
@@ -175,7 +175,7 @@ class Routing:
 
 
 def _in_two(tally: Launch, spread: Launch, ctas: int) -> Launch:
-    """`route`'s launch for many choices: the first kernel writes counts into memory of its own."""
+    """`route`'s launch for many choices: the first kernel writes counts into temporary memory."""
 
     def launch(index: Any, x: Any, place: Any, ends: Any, rows: Any) -> None:
         counts = place.new_empty(ctas * kernels.BINS)
@@ -208,14 +208,14 @@ def _route(x: Any, index: Any, count: int) -> Planned | None:
     ):
         return None
     units, x_units = (lines * size // UNIT_BYTES for lines in (hidden, x.stride(0)))
-    given = {
+    arguments = {
         "step": index.element_size() // 4, "tokens": tokens, "chosen": chosen, "count": count,
         "units": units, "x_units": x_units,
     }  # fmt: skip
     if total > kernels.MOST_CHOICES:
-        return Planned("spread", *kernels.spread_numbers(**given))
+        return Planned("spread", *kernels.spread_numbers(**arguments))
     own_rows = next(rows for most, rows in kernels.ROUTE_ROWS.items() if total <= most)
-    return Planned(f"route {own_rows}", *kernels.route_numbers(**given, own_rows=own_rows))
+    return Planned(f"route {own_rows}", *kernels.route_numbers(**arguments, own_rows=own_rows))
 
 
 def _combine(rows: Any, place: Any, ends: Any, weights: Any) -> Planned | None:
@@ -310,7 +310,7 @@ def few(
 def _warn(error: Exception) -> None:
     extension.warn(
         f"kernels around products of groups cannot run ({one_line(error)}); tunegemm.experts falls back to "
-        "torch for what they do"
+        "torch for their steps"
     )
 
 

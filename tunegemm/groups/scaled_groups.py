@@ -30,15 +30,16 @@ def scaled_grouped_mm(
     b[g].float()) * scale_a[r] * scale_b[g]``, where g is the group of row r, as for `grouped_mm`. scale_a:
     fp32 (rows). scale_b: fp32 (groups, n).
 
-    Scales of blocks, which torch does not have: with scale_a fp32 (rows, k / 128) and scale_b fp32 (groups, k
+    Block scales, which torch does not support: with scale_a fp32 (rows, k / 128) and scale_b fp32 (groups, k
     / 128, n / 128), rounded up, each 1x128 block of a and each 128x128 block of b has its scale, at any
-    strides. The result is bf16, or `out_dtype` rounded from it. Our kernels serve n of multiples of 8 and
-    lines of k that are multiples of 16 bytes apart; anything else, and other devices, are computed in fp32,
-    which waits for `offs`. Raises ProblemError if scales or operands do not fit.
+    strides. The result is bf16, or `out_dtype` rounded from it. Our kernels serve multiples of 8 as n, and
+    lines of k at multiples of 16 bytes. Other operands and other devices are computed in fp32, which waits
+    for `offs`. Raises ProblemError if scales or operands do not fit.
 
-    Of rows and columns, our kernels serve float8_e4m3fn on Hopper with ``use_fast_accum=True`` and bf16 as
-    `out_dtype`: they accumulate in the tensor cores. Torch computes everything else with your arguments.
-    torch.compile traces torch's operator, which `enable` serves at run time. Raises what torch raises.
+    With row and column scales, our kernels serve float8_e4m3fn on Hopper with ``use_fast_accum=True`` and
+    bf16 as `out_dtype`: they accumulate in the tensor cores. Torch computes everything else with your
+    arguments. torch.compile traces torch's operator, which `enable` serves at run time. Raises what torch
+    raises.
     """
     words: dict[str, Any] = {
         "offs": offs, "bias": bias, "scale_result": scale_result, "out_dtype": out_dtype,
@@ -47,13 +48,13 @@ def scaled_grouped_mm(
     try:
         of_blocks = block_groups.are_of_blocks(a, b, scale_a, scale_b)
     except TypeError as error:
-        given = a, b, scale_a, scale_b
-        result: torch.Tensor = node_of(error, scaled_grouped_mm, given, words, torch._scaled_grouped_mm)
+        value = a, b, scale_a, scale_b
+        result: torch.Tensor = node_of(error, scaled_grouped_mm, value, words, torch._scaled_grouped_mm)
         return result
     if of_blocks:
         if bias is not None or scale_result is not None:
             raise ProblemError(
-                "products with block scales take no bias and no scale_result; apply them after"
+                "products with block scales support neither bias nor scale_result; apply them afterwards"
             )
         return block_groups.scaled_grouped_mm(a, b, scale_a, scale_b, offs, out_dtype)
     if not torch.compiler.is_compiling() and grouped.are_plain(a, b, scale_a, scale_b, offs):

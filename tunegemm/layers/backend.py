@@ -51,7 +51,7 @@ def _is_transformed(graph: torch.fx.GraphModule) -> bool:
 
 
 def said(count: Counter[str]) -> str:
-    """A line that says what was fused in a graph."""
+    """A line about the fused parts of a graph."""
     if not count:
         return "tunegemm: no linear layer of this graph is served"
     words = ", ".join(f"{number} x {name}" for name, number in count.items())

@@ -44,7 +44,7 @@ def fuse(graph: Graph, make: Make = of_site, patterns: Sequence[Pattern] | None 
             gone.update(match.nodes)
             count[pattern.name] += 1
     for node in reversed([*graph.nodes] if count else []):
-        if not node.users and transposed_of(node) is not None:  # of a product that is a layer's
+        if not node.users and transposed_of(node) is not None:  # the transpose of a layer's weight
             graph.erase_node(node)
     return count
 
@@ -72,7 +72,7 @@ def _replace(graph: Graph, match: Match, function: Callable[..., Any]) -> None:
 
 
 def _facts(match: Match, order: Order) -> tuple[Any, ...] | None:
-    """What the operands have in common but for their rows; None where the match may not be replaced."""
+    """The common facts of the operands except their rows; None if the match may not be replaced."""
     inside = {*match.nodes}
     results = match.results or match.nodes[-1:]
     if any(user not in inside for node in match.nodes if node not in results for user in node.users):

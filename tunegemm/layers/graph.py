@@ -38,12 +38,12 @@ def value(node: Any) -> Any:
     """The fake tensor that a node computes; None for other values and for tensor subclasses."""
     if not isinstance(node, Node):
         return None
-    found = node.meta.get("example_value", node.meta.get("val"))
-    return found if isinstance(found, FakeTensor) else None
+    result = node.meta.get("example_value", node.meta.get("val"))
+    return result if isinstance(result, FakeTensor) else None
 
 
 def calls(node: Any, name: str) -> tuple[Any, Any] | None:
-    """The two operands of a call of what `_SAME` lists, as a function, an operator or a method; else None."""
+    """The two operands of a call to a function, operator or method that `_SAME` lists; else None."""
     if not isinstance(node, Node) or node.kwargs or len(node.args) != 2:
         return None
     is_method = node.op == "call_method" and node.target == name
@@ -60,8 +60,8 @@ def linear_of(node: Any) -> Layer | None:
     if not isinstance(node, Node) or node.op != "call_function" or node.target not in LINEAR:
         return None
     names = ("input", "weight", "bias")
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    x, weight, bias = (given.get(name) for name in names)
+    arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+    x, weight, bias = (arguments.get(name) for name in names)
     if not isinstance(x, Node) or not isinstance(weight, Node) or not isinstance(bias, Node | None):
         return None
     return x, weight, bias
@@ -71,16 +71,16 @@ def product_of(node: Any) -> tuple[Node, ...] | None:
     """The operands of a product of matrices or batches, or of rows in groups and their ends; else None."""
     operands: tuple[Any, ...] | None = calls(node, "matmul") or calls(node, "mm") or calls(node, "bmm")
     if operands is None and isinstance(node, Node) and node.op == "call_function" and node.target in _GROUPED:
-        given = dict(zip(("input", "mat2"), node.args, strict=False)) | node.kwargs
-        if {name for name, each in given.items() if each is not None} == {"input", "mat2", "offs"}:
-            operands = given["input"], given["mat2"], given["offs"]
+        arguments = dict(zip(("input", "mat2"), node.args, strict=False)) | node.kwargs
+        if {name for name, each in arguments.items() if each is not None} == {"input", "mat2", "offs"}:
+            operands = arguments["input"], arguments["mat2"], arguments["offs"]
     return operands if operands and all(isinstance(each, Node) for each in operands) else None
 
 
 def transposed_of(node: Any) -> Node | None:
-    """The matrix of which a node is the transposed view, however it is written; else None."""
-    found = value(node)
-    if found is None or found.ndim != 2 or not node.args or not isinstance(node.args[0], Node):
+    """The matrix behind a transposed view, however the view is written; else None."""
+    result = value(node)
+    if result is None or result.ndim != 2 or not node.args or not isinstance(node.args[0], Node):
         return None
     source, target = node.args[0], node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
@@ -88,11 +88,11 @@ def transposed_of(node: Any) -> Node | None:
         name = node.args[1]
     whole = value(source)
     is_view = name in _TRANSPOSED and whole is not None and whole.ndim == 2 and not whole.dtype.is_complex
-    if not is_view or storage_of(whole) != storage_of(found):
+    if not is_view or storage_of(whole) != storage_of(result):
         return None
     turned = whole.t()
-    same = are_same(turned.shape, found.shape) and are_same(turned.stride(), found.stride())
-    return source if same and found.storage_offset() == whole.storage_offset() else None
+    same = are_same(turned.shape, result.shape) and are_same(turned.stride(), result.stride())
+    return source if same and result.storage_offset() == whole.storage_offset() else None
 
 
 def activation_of(node: Any) -> tuple[str, Node] | None:
@@ -135,21 +135,21 @@ _NEEDS_LAYOUT = frozenset(("as_strided", "set_", "data_ptr", "untyped_storage", 
 def takes_views(node: Node) -> bool:
     """Whether the users of a layer's result compute the same if its rows have gaps.
 
-    Views of the result must be made again for such rows, which fails where torch itself could not. A result
+    Views of the result must be made again for such rows, which fails only where torch itself fails. A result
     of the whole graph keeps its layout, and so does an argument of a function outside torch.
     """
-    found = value(node)
-    if found is None or found.ndim < 2:
+    result = value(node)
+    if result is None or result.ndim < 2:
         return False
     try:
-        with found.fake_mode:
-            wide = found.new_empty((*found.shape[:-1], 2 * found.shape[-1]))[..., : found.shape[-1]]
+        with result.fake_mode:
+            wide = result.new_empty((*result.shape[:-1], 2 * result.shape[-1]))[..., : result.shape[-1]]
             return _serve_users(node, wide)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
         return False
 
 
-def _serve_users(node: Node, given: Any) -> bool:
+def _serve_users(node: Node, value: Any) -> bool:
     for user in node.users:
         name = str(user.target) if user.op == "call_method" else str(getattr(user.target, "__name__", ""))
         if user.op == "output" or name in _NEEDS_LAYOUT:
@@ -164,7 +164,7 @@ def _serve_users(node: Node, given: Any) -> bool:
         arguments = torch.fx.node.map_arg((user.args[1:], user.kwargs), _example_of)
         others, words = arguments
         target: Any = user.target
-        function: Any = getattr(given, name) if is_method else partial(target, given)
+        function: Any = getattr(value, name) if is_method else partial(target, value)
         made = function(*others, **words)
         if not _serve_users(user, made):
             return False
@@ -204,11 +204,11 @@ class Order:
     def __init__(self, graph: Graph) -> None:
         self._nodes = [*graph.nodes]
         self._place = {node: place for place, node in enumerate(self._nodes)}
-        given = {"placeholder", "get_attr"}
-        self._given = {
-            storage_of(found)
+        results = {"placeholder", "get_attr"}
+        self._inputs = {
+            storage_of(result)
             for node in self._nodes
-            if node.op in given and isinstance(found := value(node), torch.Tensor)
+            if node.op in results and isinstance(result := value(node), torch.Tensor)
         }
 
     def all_before(self, operands: Iterable[Node], node: Node) -> bool:
@@ -223,23 +223,23 @@ class Order:
         places = [self._place[node] for node in own]
         read: set[int] = set()
         for operand in operands:
-            found = value(operand)
-            if found is None:
+            result = value(operand)
+            if result is None:
                 return False
-            read.add(storage_of(found))
+            read.add(storage_of(result))
         for node in self._nodes[min(places) : max(places)]:
             if node in own:
                 continue
             for written in writes(node):
-                found = value(written) if isinstance(written, Node) else None
+                result = value(written) if isinstance(written, Node) else None
                 # What the caller gave may share memory in ways that the graph does not show.
-                if found is None or (place := storage_of(found)) in read or place in self._given:
+                if result is None or (place := storage_of(result)) in read or place in self._inputs:
                     return False
         return True
 
 
 def writes(node: Node) -> Iterator[Any]:
-    """The nodes that a node writes to; None in place of what is unknown, such as changed state."""
+    """The nodes that a node writes to; None for an unknown effect, such as changed state."""
     if node.op in ("placeholder", "get_attr", "output"):
         return
     if node.op == "call_method":
@@ -283,7 +283,7 @@ _IN_PLACE = frozenset(
 @cache
 def _only_computes(target: Callable[..., Any]) -> bool:
     """Whether a function computes from its operands alone: torch's functions do, and Python's operators;
-    functions that change a state of torch's, and any other, may not."""
+    functions that change torch's state may not, and neither may any other function."""
     module = str(getattr(target, "__module__", None) or "")
     name = str(getattr(target, "__name__", ""))
     if module in ("_operator", "operator", "builtins", "math"):

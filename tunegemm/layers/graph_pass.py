@@ -50,7 +50,7 @@ class Fusion(CustomGraphPass):
 
 
 def _function_of(match: Match, facts: tuple[Any, ...]) -> Callable[..., torch.Tensor] | None:
-    """What Inductor's graph calls for a match; None where its own operations are better."""
+    """The function that Inductor's graph calls for a match; None if its own operations are better."""
     if match.kind == "linear":
         return ops.traced_linear
     if match.kind == "chain":
@@ -69,8 +69,8 @@ def _pays(match: Match, facts: tuple[Any, ...]) -> bool:
     for extent in value(match.operands[0]).shape[:-1]:
         rows *= ops.hint(extent)
     gate, gpu = GATE_OF[match.words[0]], extension.gpu_of(device)
-    found = joint.chosen(rows, (n, n), k, dtype, gpu, gate=gate)
-    return found is not None and not config.cpp_wrapper
+    result = joint.chosen(rows, (n, n), k, dtype, gpu, gate=gate)
+    return result is not None and not config.cpp_wrapper
 
 
 @cache
@@ -97,7 +97,7 @@ def compute_gate(
 ) -> torch.Tensor:
     """``act(x @ gate.T) * (x @ up.T)``. site: as Inductor's code has it; the call decides by its operands."""
     if only_checks_operators():
-        # Were this first call torch's, a CUDA graph of the next one would hold torch's products for good.
+        # If torch computed this first call, a CUDA graph of the next call would keep torch's products.
         with _disable_current_modes():
             return compute_gate(x, gate, up, activation, records, site)
     facts = (*gate.shape, gate.stride(0), x.dtype, x.device)

@@ -1,4 +1,4 @@
-"""One launch for several weights of the same input, which it reads where they lie
+"""Launches one kernel for several weights of the same input, which it reads in place
 (`tunegemm.generate.joined`).
 
 It computes products side by side, such as q, k and v; or a gate and its up, from two weights or one that
@@ -23,8 +23,8 @@ from tunegemm.generate.joined import JoinedKernel
 from tunegemm.generate.takes import NotTaken
 from tunegemm.model.joined import JoinedChoice, choose
 
-#: Rows up to which products of several weights are one launch: of five models' q, k and v it was 1.18 to 2.8
-#: times as fast as torch's three, at 1024 and 4096 rows 0.94 to 1.11 (results/h200/joined.json).
+#: Up to this many rows, products of several weights are one launch: for q, k and v of five models it was 1.18
+#: to 2.8 times as fast as torch's three, at 1024 and 4096 rows 0.94 to 1.11 (results/h200/joined.json).
 MOST_ROWS = 256
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 #: Weights whose launches one site keeps: some kB each.
@@ -32,7 +32,7 @@ _MOST_BOUND = 1024
 
 #: Launches at addresses of the input and of the result.
 Launch = Callable[[int, int], None]
-#: Makes the launch for operands that are laid out as these, their weights where they lie; raises NotTaken.
+#: Makes the launch for operands with this layout, with their weights in place; raises NotTaken.
 Bind = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, Sequence[Any]], Launch]
 #: The operands of a call as the kernel has them: its weights and biases.
 Parts = Callable[..., tuple[Sequence[torch.Tensor], Sequence[Any]]]
@@ -87,7 +87,9 @@ def chosen(
 
 
 def _way(bind: Bind, x: torch.Tensor, parts: Parts, columns: Sequence[int]) -> Callable[..., Any]:
-    """A call: an output, and the launch that is bound to these weights. columns: of each result."""
+    """A call: allocates an output and runs the launch that is bound to these weights. columns: of each
+    result.
+    """
     allocate, device = extension.allocation(), x.device
     k, dtype, width = x.shape[-1], x.dtype, sum(columns)
     shape = (*x.shape[:-1], width)
@@ -127,7 +129,7 @@ failed: set[torch.device] = set()
 
 
 def _load(choice: JoinedChoice, device: torch.device) -> Bind | None:
-    """None until it is compiled. Raises TunegemmError, OSError or RuntimeError where there is none."""
+    """None until it is compiled. Raises TunegemmError, OSError or RuntimeError if that fails."""
     kernel = extension.loaded(joined, JoinedKernel.load, choice.config, device)
     if kernel is None:
         return None

@@ -56,7 +56,7 @@ _METHODS = {
     *("lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_or", "logical_not"),
     *("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"),  # as Dynamo of torch 2.11 has some
 }
-#: Sets of extents that one mask remembers. Steps of an engine have ever other ones.
+#: Sets of extents that one mask remembers. Steps of an engine keep bringing new ones.
 _MOST = 4096
 
 
@@ -95,10 +95,10 @@ def drop(graph: Graph) -> int:
     count, masks = 0, dict.fromkeys(each for node in graph.nodes if (each := _mask_of(node)) is not None)
     for mask in masks:
         users = [*mask.users]
-        found = _computed(mask) if all(_mask_of(user) is mask for user in users) else None
-        if found is None or _is_written(graph, found[0]):
+        result = _computed(mask) if all(_mask_of(user) is mask for user in users) else None
+        if result is None or _is_written(graph, result[0]):
             continue
-        nodes, extents = found
+        nodes, extents = result
         with graph.inserting_before(users[0]):
             new = graph.call_function(Mask(_program(nodes, extents)), tuple(extents))
         for user in users:
@@ -122,19 +122,19 @@ def _mask_of(node: Node) -> Node | None:
         return None
     words: dict[str, Any] = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
     mask, query, key = (words.get(name) for name in ("attn_mask", "query", "key"))
-    found, of_query, of_key = value(mask), value(query), value(key)
-    if words.get("is_causal") or found is None or of_query is None or of_key is None:
+    result, of_query, of_key = value(mask), value(query), value(key)
+    if words.get("is_causal") or result is None or of_query is None or of_key is None:
         return None
-    if found.dtype is not torch.bool or found.ndim < 2:
+    if result.dtype is not torch.bool or result.ndim < 2:
         return None
     length = of_query.shape[-2]
-    is_square = are_same(found.shape[-2:], (length, length)) and are_same(of_key.shape[-2:-1], (length,))
+    is_square = are_same(result.shape[-2:], (length, length)) and are_same(of_key.shape[-2:-1], (length,))
     return mask if is_square and isinstance(mask, Node) else None
 
 
 def _computed(mask: Node) -> tuple[list[Node], list[Node]] | None:
-    """The nodes that compute a mask, in the graph's order, and the extents they begin with; None where they
-    begin with a tensor that the graph was given."""
+    """The nodes that compute a mask, in the graph's order, and the extents they start from; None if they
+    start from an input tensor of the graph."""
     nodes, extents, left = set[Node](), dict[Node, None](), [mask]
     while left:
         node = left.pop()
@@ -152,10 +152,10 @@ def _computed(mask: Node) -> tuple[list[Node], list[Node]] | None:
 
 
 def _is_written(graph: Graph, nodes: Iterable[Node]) -> bool:
-    """Whether anything in the graph may write to what these nodes compute."""
-    places = {storage_of(found) for node in nodes if (found := value(node)) is not None}
+    """Whether anything in the graph may write to the results of these nodes."""
+    places = {storage_of(result) for node in nodes if (result := value(node)) is not None}
     return any(
-        (found := value(read)) is not None and storage_of(found) in places
+        (result := value(read)) is not None and storage_of(result) in places
         for node in graph.nodes
         if any(True for _ in writes(node))
         for read in node.all_input_nodes

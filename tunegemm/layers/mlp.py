@@ -1,4 +1,4 @@
-"""Computes the gate of an MLP by one kernel in a model that nobody compiles.
+"""Computes the gate of an MLP by one kernel in an eager model.
 
 It changes only modules whose class's forward, by its source, is exactly `self.down(self.act(self.gate(x)) *
 self.up(x))`, and whose children are plain linear layers without biases and an activation module of torch's.
@@ -61,9 +61,9 @@ def _places_in(forward: FunctionType) -> Places | None:
     result, (own, x) = _result_of(function.body), map(re.escape, names)
     gate, up = rf"{own}\.(?P<act>\w+)\({own}\.(?P<gate>\w+)\({x}\)\)", rf"{own}\.(?P<up>\w+)\({x}\)"
     for product in (rf"{gate} \* {up}", rf"{up} \* {gate}"):
-        found = re.fullmatch(rf"{own}\.(?P<down>\w+)\({product}\)", ast.unparse(result) if result else "")
-        if found is not None:
-            return Places(**found.groupdict())
+        match = re.fullmatch(rf"{own}\.(?P<down>\w+)\({product}\)", ast.unparse(result) if result else "")
+        if match is not None:
+            return Places(**match.groupdict())
     return None
 
 
@@ -76,7 +76,7 @@ def _is_of(tree: ast.Module, forward: FunctionType) -> bool:
 
 
 def _result_of(body: list[ast.stmt]) -> ast.expr | None:
-    """What a function returns that does nothing else, but for a docstring and a name for it."""
+    """The return value of a function that does nothing else, apart from a docstring and a name for it."""
     if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
         body = body[1:]
     match body:
@@ -159,7 +159,7 @@ class Forward:
 
 
 def _is_bare(module: Any) -> bool:
-    """Whether a call of a module is its class's forward and nothing more: no hooks, own or global."""
+    """Whether a call of a module runs only its class's forward: no hooks, own or global."""
     return (
         module is not None
         and "forward" not in module.__dict__

@@ -1,4 +1,4 @@
-"""The patterns that the pass looks for: each says what it matches, what replaces it, and what it needs.
+"""The patterns that the pass looks for, each with its match, its replacement and its requirements.
 
 To add one: write a function that returns a `Match` for a node, or None; add a site for it in `sites` (and for
 Inductor a function in `inductor`); and put the pattern into `PATTERNS`, before patterns that match parts of
@@ -62,7 +62,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Pattern:
-    """One thing that is recognised."""
+    """A pattern that the pass recognises."""
 
     name: str
     match: Callable[[Node], Match | None]
@@ -71,8 +71,8 @@ class Pattern:
 def gate(node: Node) -> Match | None:
     """``act(linear(x, gate)) * linear(x, up)``, in either order, each with a bias or neither."""
     for activated, other in _both_ways(calls(node, "mul")):
-        found, up = activation_of(activated), linear_of(other)
-        if found is None or up is None or (first := linear_of(found[1])) is None:
+        result, up = activation_of(activated), linear_of(other)
+        if result is None or up is None or (first := linear_of(result[1])) is None:
             continue
         (x, weight, bias), (same, upper, upper_bias) = first, up
         if same is not x or (bias is None) != (upper_bias is None) or not _lie_alike(weight, upper):
@@ -81,21 +81,22 @@ def gate(node: Node) -> Match | None:
             continue
         biases = () if bias is None or upper_bias is None else (bias, upper_bias)
         return Match(
-            "gate", (found[1], activated, other, node), (x, weight, upper, *biases), sites.gated,
-            (found[0], sites.TWO_WEIGHTS, bool(biases)),
+            "gate", (result[1], activated, other, node), (x, weight, upper, *biases), sites.gated,
+            (result[0], sites.TWO_WEIGHTS, bool(biases)),
         )  # fmt: skip
     return None
 
 
 def half_gate(node: Node, layer: Callable[[Node], Layer | None] = linear_of) -> Match | None:
-    """The same for the halves of one layer's result, or for every other column, however they are taken.
+    """As the pattern above, for the halves of one layer's result, or for alternating columns, however they
+    are split.
 
-    layer: says which linear layer a node is; the graphs of engines spell layers differently.
+    layer: returns a node's linear layer; the graphs of engines spell layers differently.
     """
     for activated, other in _both_ways(calls(node, "mul")):
-        found, upper = activation_of(activated), _part_of(other)
-        gate = None if found is None else _part_of(found[1])
-        if found is None or gate is None or upper is None or gate.whole is not upper.whole:
+        result, upper = activation_of(activated), _part_of(other)
+        gate = None if result is None else _part_of(result[1])
+        if result is None or gate is None or upper is None or gate.whole is not upper.whole:
             continue
         layout = _LAYOUTS.get((gate.part, upper.part))
         if layout is None or (linear := layer(gate.whole)) is None:
@@ -105,7 +106,7 @@ def half_gate(node: Node, layer: Callable[[Node], Layer | None] = linear_of) -> 
         return Match(
             "half gate", (gate.whole, *between, activated, node),
             (x, weight) if bias is None else (x, weight, bias), sites.gated,
-            (found[0], layout, bias is not None),
+            (result[0], layout, bias is not None),
         )  # fmt: skip
     return None
 
@@ -129,8 +130,8 @@ def chain(node: Node) -> Match | None:
             inner = source
             nodes.insert(0, inner)
     activation = ""
-    if (found := activation_of(inner)) is not None:
-        activation, inner = found
+    if (result := activation_of(inner)) is not None:
+        activation, inner = result
         nodes.insert(0, inner)
     if (layer := linear_of(inner)) is None or (residual is None and not activation):
         return None
@@ -145,13 +146,13 @@ def several(node: Node) -> Match | None:
     if (layer := linear_of(node)) is None:
         return None
     x, first, bias = layer
-    found: list[tuple[Node, Node, Node | None]] = []
+    results: list[tuple[Node, Node, Node | None]] = []
     for user in x.users:
         if (other := linear_of(user)) is not None and other[0] is x and _lie_alike(first, other[1]):
-            found.append((user, other[1], other[2]))
-    if not 2 <= len(found) <= MOST_WEIGHTS or found[0][0] is not node:
+            results.append((user, other[1], other[2]))
+    if not 2 <= len(results) <= MOST_WEIGHTS or results[0][0] is not node:
         return None
-    nodes, weights, biases = zip(*found, strict=True)
+    nodes, weights, biases = zip(*results, strict=True)
     if any((each is None) != (bias is None) for each in biases) or not all(map(takes_views, nodes)):
         return None
     columns = tuple(value(weight).shape[0] for weight in weights)
@@ -160,7 +161,7 @@ def several(node: Node) -> Match | None:
 
 
 def linear(node: Node) -> Match | None:
-    """A linear layer on its own."""
+    """A single linear layer."""
     if (layer := linear_of(node)) is None:
         return None
     x, weight, bias = layer
@@ -199,11 +200,11 @@ class _Part:
     whole: Node
     part: str
     nodes: tuple[Node, ...]
-    """Those that take it."""
+    """The nodes that split it."""
 
 
 def _part_of(node: Any) -> _Part | None:
-    """Which columns of a node's result another one is: a half, or every other."""
+    """The columns of a node's result that another node selects: a half, or every other column."""
     if not isinstance(node, Node) or node.op != "call_function" or node.target is not operator.getitem:
         return None
     source, index = node.args
@@ -237,11 +238,11 @@ def _is_halved(node: Node) -> bool:
     if not (source := _source(node)) or (whole := value(source)) is None:
         return False
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    given = dict(zip(("size", "dim"), node.args[1:], strict=False)) | node.kwargs
-    dim, columns = given.pop("dim", 0), whole.shape[-1]
-    if dim not in (-1, whole.ndim - 1) or type(columns) is not int or columns % 2 or len(given) != 1:
+    arguments = dict(zip(("size", "dim"), node.args[1:], strict=False)) | node.kwargs
+    dim, columns = arguments.pop("dim", 0), whole.shape[-1]
+    if dim not in (-1, whole.ndim - 1) or type(columns) is not int or columns % 2 or len(arguments) != 1:
         return False
-    ((_, size),) = given.items()
+    ((_, size),) = arguments.items()
     if name == "chunk":
         return bool(size == 2)
     if name in ("split", "split_with_sizes"):
@@ -259,19 +260,19 @@ def _both_ways(pair: tuple[Any, Any] | None) -> list[tuple[Any, Any]]:
 
 
 def _ends_in_linear(node: Node) -> bool:
-    """Whether a node is a layer, its activation, or a dropout of either that is off, for one user alone."""
+    """Whether a node is a layer, its activation, or a disabled dropout of either, with one user only."""
     if len(node.users) != 1:
         return False
     inner = node
     while (source := passed_on(inner)) is not None:
         inner = source
-    if (found := activation_of(inner)) is not None:
-        inner = found[1]
+    if (result := activation_of(inner)) is not None:
+        inner = result[1]
     return linear_of(inner) is not None
 
 
 def _lie_alike(first: Node, second: Node) -> bool:
-    """Whether two weights have one layout and dtype, but for their numbers of rows."""
+    """Whether two weights have the same layout and dtype; their numbers of rows may differ."""
     left, right = value(first), value(second)
     if left is None or right is None or not (is_matrix(left) and is_matrix(right)):
         return False

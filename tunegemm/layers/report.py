@@ -68,7 +68,9 @@ def lines_of(model: torch.nn.Module) -> Iterator[Line]:
             rows = (
                 _rows_of_gate(activation, layer.weight) if isinstance(layer, torch.nn.Linear) else "no kernel"
             )
-            yield Line(name, "fused", f"{places.gate}, {places.up} and their gate are recognised: {rows}")
+            yield Line(
+                name, "fused", f"{places.gate}, {places.up} and their gate form a known pattern: {rows}"
+            )
         elif is_tuned(type(module)):
             assert isinstance(module, torch.nn.Linear)
             weight, has_bias = module.weight, module.bias is not None
@@ -78,7 +80,7 @@ def lines_of(model: torch.nn.Module) -> Iterator[Line]:
                 known[kind] = _said(_served_rows(weight, has_bias)) if is_here else _elsewhere(weight)
             yield Line(name, "served", f"calls tunegemm.linear: {known[kind]}")
         elif isinstance(module, torch.nn.MultiheadAttention):
-            yield Line(name, "left", "torch computes its projections in one product where it can")
+            yield Line(name, "left", "torch computes its projections in one product if possible")
         elif isinstance(module, torch.nn.Linear):
             yield Line(name, "left", f"{type(module).__name__} is a subclass with its own forward")
 

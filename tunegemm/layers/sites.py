@@ -34,10 +34,10 @@ Way: TypeAlias = Callable[..., Any]
 TWO_WEIGHTS = "two weights"
 
 _BITS = ALIGNMENT - 1
-#: Rows up to which an eager residual is not added by a library's algorithm: its launch takes the host longer
-#: than torch's product and sum.
+#: Up to this many rows, an eager residual is not added by a library's algorithm: its launch costs the host
+#: more than torch's product and sum.
 _LIBRARY_ROWS = 256
-#: Shapes that one site names in a report. Steps of an engine have ever other numbers of rows.
+#: Shapes that one site names in a report. Steps of an engine keep bringing new numbers of rows.
 MOST_SHAPES = 4096
 
 
@@ -85,11 +85,11 @@ class Site:
     def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, Keep]:
         """How calls like this one are computed from now on (None: by torch), the result of this call (None if
         torch must compute it), and how long the decision holds."""
-        raise NotImplementedError  # pragma: no cover - each kind has its own
+        raise NotImplementedError  # pragma: no cover - each subclass has its own
 
     def by_torch(self, x: torch.Tensor, *operands: Any) -> Any:
         """Run torch's operations as in the original graph."""
-        raise NotImplementedError  # pragma: no cover - each kind has its own
+        raise NotImplementedError  # pragma: no cover - each subclass has its own
 
 
 class Linear(Site):
@@ -165,7 +165,7 @@ def _launched(plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], has_
         result: torch.Tensor = allocate(shape, strides, dtype)
         try:
             launch(a, b, result.data_ptr(), *words)
-        except (RuntimeError, ValueError):  # the dispatcher meets it at the next decision, and says so
+        except (RuntimeError, ValueError):  # the dispatcher reports it at the next decision
             extension.forget()
             return None
         return result
@@ -183,11 +183,11 @@ def _captured(way: Way, x: torch.Tensor, *operands: torch.Tensor) -> Any:
 
 
 class Joint(Site):
-    """Several weights of one input, in one launch that reads them where they lie."""
+    """Several weights of one input, in one launch that reads them in place."""
 
     def parts(self, *operands: Any) -> tuple[Any, Any]:
         """The weights and biases of a call."""
-        raise NotImplementedError  # pragma: no cover - each kind has its own
+        raise NotImplementedError  # pragma: no cover - each subclass has its own
 
     gate = ""
 
@@ -241,8 +241,8 @@ class Several(Joint):
 
     def by_torch(self, x: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, ...]:
         weights, biases = self.parts(*operands)
-        given = (weights, biases) if biases else (weights,)
-        return tuple([site(x, *each) for site, *each in zip(self._linears, *given, strict=True)])
+        arguments = (weights, biases) if biases else (weights,)
+        return tuple([site(x, *each) for site, *each in zip(self._linears, *arguments, strict=True)])
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -274,7 +274,7 @@ _linears = cache(Linear)
 
 
 def linear(has_bias: bool, facts: tuple[Any, ...]) -> Linear:
-    """The site of a linear layer on its own."""
+    """The site of a single linear layer."""
     return _linears("", has_bias, False, facts)
 
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _SUMMED = 16
 #: The fewest rows of a, and columns of b, in which each k is not 0.
 _SEEN = 2
-#: With more products, sums could exceed what bf16 holds exactly. Then only the k near an end or a multiple of
-#: 32 are not 0, because tiles and splits of k begin and end there.
+#: With more products, sums could exceed the range in which bf16 is exact. Then only the k near an end or a
+#: multiple of 32 are not 0, because tiles and splits of k begin and end there.
 _MOST_SUMMED = 1024
 #: Likewise if an epilogue rounds: with more products, one would be too small a fraction of the sum to show.
 _MOST_FUSED = 32
@@ -77,8 +77,8 @@ def _fill(
         )
         here = torch.arange(row, row + block.shape[0], device=matrix.device)[:, None]
         chosen = luck < part
-        for one in seen:
-            chosen |= here == one
+        for item in seen:
+            chosen |= here == item
         block.copy_(torch.where(chosen & used, sign, 0.0))
 
 
@@ -88,13 +88,15 @@ def objection(problem: Problem, operands: Operands, wanted: torch.Tensor) -> str
     limit = data.tolerance(problem)
     if problem.fused:
         if (said := checked.objection(limit)) is not None:
-            return f"of exact sums: {said}"
+            return f"with exact sums: {said}"
         if not checked.element_error <= (most := data.ELEMENT_FACTOR / 4 * limit):
-            return f"of exact sums: one element is off by {checked.element_error:.3g} rms > {most:.3g}"
+            return f"with exact sums: one element is off by {checked.element_error:.3g} rms > {most:.3g}"
         return None
     if not checked.guards_intact:
         return "wrote outside its output"
     wrong = (operands.out != wanted.to(operands.out.dtype)).sum()  # NaN also differs
     if count := int(wrong):
-        return f"{count} of {wanted.numel()} elements differ where each sum is exact: some of k is left out"
+        return (
+            f"{count} of {wanted.numel()} elements differ where each sum is exact: the kernel omits part of k"
+        )
     return None

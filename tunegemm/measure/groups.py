@@ -73,7 +73,7 @@ def checked_skews(names: Sequence[str] | str) -> tuple[str, ...]:
     name is unknown or there is none."""
     names, known = named(names), ", ".join(SKEWS)
     if not names:
-        raise ProblemError(f"skews are none; use some of {known}")
+        raise ProblemError(f"no skews given; use some of {known}")
     if unknown := [name for name in names if name not in SKEWS]:
         raise ProblemError(f"skew {shown(unknown[0])} is not known; use some of {known}")
     return tuple(skew for skew in SKEWS if skew in names)
@@ -81,8 +81,8 @@ def checked_skews(names: Sequence[str] | str) -> tuple[str, ...]:
 
 def measured_skews(telemetry: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the skews of a measurement; all of SKEWS if it does not name them."""
-    found = telemetry.get("skews")
-    return tuple(skew for skew in SKEWS if skew in found) if isinstance(found, Mapping) else SKEWS
+    result = telemetry.get("skews")
+    return tuple(skew for skew in SKEWS if skew in result) if isinstance(result, Mapping) else SKEWS
 
 
 def over_skews(

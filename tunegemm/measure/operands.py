@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 #: A replay's operand sets together exceed this many times the L2, so that each product starts with a cold L2.
 L2_MULTIPLE = 3
 
-#: Most operand sets: a tiny problem stays partly in the L2, and its evidence says so.
+#: Most operand sets: a tiny problem stays partly in the L2, and its evidence records that.
 MAX_SETS = 128
 
 #: Largest ||D - ref|| / ||ref||, by output dtype. Rounding an exact result to nearest gives about
 #: u / sqrt(3), where u is half a unit in the last place: 2^-9 for bf16, 2^-12 for fp16; split-K that
-#: adds up in the output dtype doubles that. 4 u leaves room and still is under the 1.6e-2 of a single
+#: adds in the output dtype doubles that. 4 u leaves room, and is still below the 1.6e-2 of a single
 #: wrong 128x128 tile in 8192x8192. fp32 shows the tensor cores' truncating accumulation, which grows
-#: with K; 5e-4 is under the 1.1e-3 of a result that was rounded to bf16 on its way.
-#: fp8 outputs round so much that 2 u must do. tf32 operands lose what an output of 11 bits would. int8
+#: with K; 5e-4 is below the 1.1e-3 of a result that was rounded to bf16 on its way.
+#: fp8 outputs round so much that 2 u must suffice. tf32 operands lose as much as an output of 11 bits. int8
 #: products are exact.
 _TOLERANCES = {
     "bf16": 4 * 2.0**-9, "fp16": 4 * 2.0**-12, "fp32": 5e-4, "tf32": 4 * 2.0**-11, "fp8_e4m3": 2 * 2.0**-5,
@@ -41,8 +41,8 @@ _PROMOTED_K = 128
 #: tolerance; a single element that was not written, or written from elsewhere, is off by about 1 rms.
 ELEMENT_FACTOR = 16.0
 
-#: Where the largest element is more than this many rms, as with gates, whose values are products of two
-#: random ones, its rounding error is larger in proportion: the unit is then the largest over this.
+#: If the largest element exceeds this many rms, as with gates, whose values are products of two random ones,
+#: its rounding error is proportionally larger: the unit is then the largest element over this.
 _PEAK = 6.0
 
 #: The variance of integers from -128 to 127.
@@ -88,7 +88,7 @@ class Check:
         """Return None if the result is correct; else one line with the numbers."""
         if not self.relative_error <= tolerance:  # NaN never passes
             if math.isnan(self.relative_error):
-                return "output has NaN: elements not written, or computed from nothing"
+                return "output has NaN: elements were not written, or computed from uninitialised data"
             return f"relative error {self.relative_error:.3g} > {tolerance:.3g}"
         if not self.element_error <= ELEMENT_FACTOR * tolerance:
             return f"one element is off by {self.element_error:.3g} rms > {ELEMENT_FACTOR * tolerance:.3g}"
@@ -137,11 +137,10 @@ def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands
 
     It is deterministic for a seed and device.
 
-    a and b have the problem's alignment, neither more nor less: packed where that gives it, else by gaps
-    between lines, or by their addresses where there are none to step over. With an epilogue, a is scaled so
-    that products have a variance of 1: that is where activations bend, and where a bias shows. Of int8, whose
-    values are what they are, the first scale does that. Where rows are in groups, what says how is missing:
-    `tunegemm.measure.groups` adds it.
+    a and b have exactly the problem's alignment: packed if possible, else by gaps between lines, or by their
+    addresses if there are no lines to separate. With an epilogue, a is scaled so that products have a
+    variance of 1, where activations bend and a bias shows. int8 values are fixed, so the first scale does
+    that. For rows in groups the division is missing: `tunegemm.measure.groups` adds it.
     """
     import torch
 
@@ -162,7 +161,7 @@ def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands
         values = (values[0] if batch == 1 else values)[..., :extent]
         return values if row_major else values.mT
 
-    def given(operand: Operand) -> Any:
+    def fused_operand(operand: Operand) -> Any:
         if operand.kind == "number":
             return 0.75 if operand.name == "alpha" else -0.5
         shape = problem.operand_shape(operand)
@@ -181,7 +180,7 @@ def make_operands(problem: Problem, device: torch.device, seed: int) -> Operands
     a_dtype, b_dtype = map(torch_dtype, operand_dtypes(problem.in_dtype))
     a = random(problem.m, problem.k, problem.a_major == "k", a_dtype, problem.batch, spread_of_a)
     b = random(problem.k, problem.n, problem.b_major == "n", b_dtype, problem.groups or problem.batch)
-    operands = tuple(map(given, fused.operands))
+    operands = tuple(map(fused_operand, fused.operands))
     amax = operands[-1] if "amax" in fused.steps else None
     return Operands(a, b, out, guards, operands, amax)
 
@@ -268,7 +267,7 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def expected(problem: Problem, operands: Operands) -> torch.Tensor:
-    """Return what a correct kernel stores, in fp32: the product after the problem's epilogue."""
+    """Return a correct kernel's result, in fp32: the product after the problem's epilogue."""
     if problem.groups:
         return _of_groups(problem, operands)
     product = reference(operands.a, operands.b)
@@ -286,16 +285,16 @@ def _of_groups(problem: Problem, operands: Operands) -> torch.Tensor:
     """
     import torch
 
-    ends, *given = operands.fused
+    ends, *arguments = operands.fused
     results = []
     for group, (first, end) in enumerate(pairwise([0, *ends.tolist()])):
         if end > first:
             product = reference(operands.a[first:end], operands.b[group])
-            if problem.fused.gated:  # alternately, as the epilogue takes them
+            if problem.fused.gated:  # alternating, as the epilogue reads them
                 product = product.unflatten(1, (2, -1)).mT.flatten(1)
             named = {
                 operand.name: value[first:end] if operand.kind == "m" else value[group]
-                for operand, value in zip(problem.fused.operands, given, strict=True)
+                for operand, value in zip(problem.fused.operands, arguments, strict=True)
             }
             results.append(problem.fused.reference(product, named))
     return torch.cat(results)

@@ -83,7 +83,7 @@ Outcome = Measurement | Failure
 
 @functools.cache
 def _statistics() -> ModuleType:
-    """Loaded on first use: with its fractions and decimals it is a tenth of what dispatch imports."""
+    """Loaded on first use: its fractions and decimals are a tenth of the time that dispatch imports take."""
     import statistics
 
     return statistics

@@ -91,7 +91,7 @@ def race(
             order.append(order.pop(0))
         for index in order:
             waiting_for(running)
-            if index != running:  # the same one cannot be in flight twice
+            if index != running:  # a replay cannot be in flight twice
                 replays[index].start()
             sample = replays[running].finish()
             if counted:
@@ -150,15 +150,15 @@ def _ahead(active: Sequence[int], kept: int, samples: list[list[float]], least: 
     """Return the leads of the remaining replays over the baseline that exceed a limit."""
     baseline = fmean(map(fmean, samples[:kept]))
     ahead = (baseline / fmean(samples[index]) - 1 for index in active[kept:])
-    return [one for one in ahead if one > least]
+    return [item for item in ahead if item > least]
 
 
 def _in_doubt(active: Sequence[int], kept: int, samples: list[list[float]], settings: RaceSettings) -> bool:
-    """Whether it is still open if one of the remaining replays is faster than the baseline."""
+    """Whether it is undecided that a remaining replay beats the baseline."""
     if not settings.steady_doubt:
         return False
     least, most = settings.steady_doubt
-    return any(one < most for one in _ahead(active, kept, samples, least))
+    return any(item < most for item in _ahead(active, kept, samples, least))
 
 
 def _groups(order: Sequence[int], most: int) -> list[Sequence[int]]:
@@ -187,7 +187,7 @@ def _take_turns(
 
 
 def _may_be_fastest(active: Sequence[int], samples: list[list[float]], settings: RaceSettings) -> list[int]:
-    """Return those that had all rounds and may be the fastest."""
+    """Return the replays with all rounds that may be the fastest."""
     if not active:
         return []
     leader = min(active, key=lambda index: median(samples[index]))
@@ -198,8 +198,8 @@ def _may_be_fastest(active: Sequence[int], samples: list[list[float]], settings:
 
 
 def _survivors(active: list[int], kept: int, samples: list[list[float]], settings: RaceSettings) -> list[int]:
-    """Return `active` without those clearly slower than the fastest. The one in flight lacks its last sample,
-    so two compare by the rounds that both have.
+    """Return `active` without the replays that are clearly slower than the fastest. The one in flight lacks
+    its last sample, so two replays compare by the rounds that both have.
     """
     timed = [index for index in active if samples[index]]
     if not timed:

@@ -79,7 +79,7 @@ def _from_columns(data: Mapping[str, Any], recorded_at: str) -> dict[Candidate, 
     ):
         shared = data["interleaves"][interleave]
         if len(samples) != len(shared["baseline_us"]) or not samples or min(samples) <= 0:
-            raise ValueError(f"row {row} has {len(samples)} samples, its baseline another number")
+            raise ValueError(f"row {row} has {len(samples)} samples, its baseline a different number")
         outcomes[row] = Measurement(
             candidates[row], tuple(samples), tuple(shared["baseline_us"]), error, shared["noise"],
             telemetry | {"source": "replayed", "recorded_at": recorded_at},
@@ -112,7 +112,7 @@ def read_sweep(path: Path, problem: Problem) -> Sweep:
         if data["format"] != FORMAT:
             raise ValueError(f"format {data['format']}, not {FORMAT}")
         if data["problem"] != stem(problem):
-            raise ValueError(f"it holds {data['problem']}")
+            raise ValueError(f"it is the sweep of {data['problem']}")
         return Sweep(
             problem, _from_columns(data, data["recorded_at"]), data["recorded_at"], data["command"],
             Fingerprint(**data["fingerprint"]),
@@ -203,15 +203,15 @@ class ReplayDevice:
             if job.candidate not in sweep.outcomes:
                 raise DeviceError(
                     f"{job.candidate} was not recorded on {self.device.spec} for {problem}; "
-                    f"that recording has {len(sweep.outcomes):,} others; measure this one on a GPU"
+                    f"that recording has {len(sweep.outcomes):,} others; measure it on a GPU"
                 )
             yield sweep.outcomes[job.candidate]
 
     def fastest_first(self, problem: Problem, family: str) -> list[Candidate]:
         """The measured candidates of a family, the highest ratio first."""
-        found = [o for o in self.sweep(problem).outcomes.values() if isinstance(o, Measurement)]
-        of_family = (one for one in found if one.candidate.family == family)
-        return [one.candidate for one in sorted(of_family, key=lambda one: -one.ratio)]
+        results = [o for o in self.sweep(problem).outcomes.values() if isinstance(o, Measurement)]
+        of_family = (result for result in results if result.candidate.family == family)
+        return [measurement.candidate for measurement in sorted(of_family, key=lambda each: -each.ratio)]
 
     def discover(self, problem: Problem) -> list[Candidate]:
         """The recorded candidates of vendor libraries: those without a tile shape."""
@@ -232,7 +232,7 @@ def open_replay(name: str, *, root: Path | None = None) -> ReplayDevice:
     name = name.removeprefix("replay:")
     known = replay_names(root)
     if name not in known:
-        listed = f"recorded: {', '.join(known)}" if known else "none is recorded; use model:h200"
+        listed = f"recorded: {', '.join(known)}" if known else "there are no recordings; use model:h200"
         raise DeviceError(f"device 'replay:{name}': no such recording; {listed}")
     folder = _root(root) / name  # type: ignore[operator]
     return ReplayDevice(name, read_device(folder / "device.json", f"replay:{name}"), folder)

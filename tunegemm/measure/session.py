@@ -70,7 +70,7 @@ class _Bench:
     key: tuple[Any, ...]
     """The request: problem, seed and skews."""
     sets: list[list[data.Operands]]
-    """Those that a replay goes through; of rows in groups for each skew, which share what they have."""
+    """The sets that a replay cycles through; for rows in groups one list per skew, which share memory."""
     references: list[tuple[Any, Any]]
     """The fp32 references of the first and last set of each list."""
     exact: data.Operands
@@ -116,12 +116,12 @@ class Session:
         from tunegemm.generate import families
 
         self._step(None, "load")
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         for name in families.NAMES:
             family = families.get(name)
             if not family.compiled:
-                found += family.discover(problem, self._device)
-        return found
+                candidates += family.discover(problem, self._device)
+        return candidates
 
     def _measure(self, problem: Problem, jobs: tuple[Job, ...], settings: RaceSettings) -> None:
         from tunegemm.generate.cublaslt import TORCH_MM
@@ -157,11 +157,11 @@ class Session:
             settings = replace(settings, settle_ms=settings.settle_ms * settings.settle_again)
         replay_seconds = self._replay_seconds(product_us, passes, bench)
         before, is_steady = self._settled(replays, settings, replay_seconds, bench.throttled)
-        # torch.mm as a candidate is its second capture, which is raced anyway.
+        # torch.mm as a candidate is its second capture, which every race includes.
         raced = [entry for entry in entries if entry.candidate != TORCH_MM]
         timed: list[tuple[Replay, float]] = [(replay, replay_seconds) for replay in replays]
         timed += [(entry.replay, entry.replay_seconds) for entry in raced]
-        # Two replays are in flight, and clocks fall: each may take twice the planned time.
+        # Two replays are in flight while clocks fall: each may take twice the planned time.
         in_flight_seconds = 2 * max(seconds for _, seconds in timed)
         in_flight_seconds += 4 * settings.steady_ms * 1e-3 if is_steady else 0.0
 
@@ -218,8 +218,8 @@ class Session:
         """Keep the device busy until its clocks settle. Return its telemetry, and whether to time in steady
         state: if the settings request it and the device lowered its clocks.
 
-        throttled: by the last race. After a pause, in which kernels were loaded, it holds full clocks for a
-        while: 4096x4096x4096 was once raced interleaved and lost 4 % (H200, 2026-11-25).
+        throttled: by the last race. After a pause to load kernels the device holds full clocks for a while:
+        4096x4096x4096 was once raced interleaved and lost 4 % (H200, 2026-11-25).
         """
 
         def settle(settle_ms: float) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class Session:
         reading = settle(settings.settle_ms)
         if not (settings.steady_ms and (throttled or reading.get("throttle_reasons"))):
             return reading, False
-        # Read again: what the device did before may have lowered the clocks. 16x4096x4096 was once timed in
+        # Read the telemetry again: earlier work may have lowered the clocks. 16x4096x4096 was once timed in
         # steady state right after 4096x4096x4096.
         reading = settle(_SETTLE_STEADY_MS)
         return reading, bool(reading.get("throttle_reasons"))
@@ -263,7 +263,7 @@ class Session:
         settings: RaceSettings,
         baseline_us: list[float],
     ) -> _Entry | Failure:
-        # Poisoned, launched and compared, one set of each skew.
+        # Poisoned, launched and compared: one set of each skew.
         limit = data.tolerance(bench.problem)
         worst = 0.0
         for sets, (wanted, _) in zip(bench.sets, bench.references, strict=True):
@@ -273,9 +273,9 @@ class Session:
             if objection := checked.objection(limit):
                 return Failure(candidate, "wrong", objection)
             worst = max(worst, checked.relative_error)
-        # As many products as the baseline's replay has, since to begin one takes some 5 us, of which each
-        # bears its part (H200, 2026-11-22). Only the slow get fewer:
-        # they will drop out and should not take long to do so.
+        # As many products as the baseline's replay, because starting a replay takes some 5 us, which its
+        # products share (H200, 2026-11-22). Only slow candidates get fewer: they will drop out and should not
+        # take long to do so.
         passes = self._passes(baseline_us, bench, settings)
         self._step(index, "launch", _SLOWEST * self._replay_seconds(baseline_us, passes, bench))
         replay, own_us, again = self._capture(bench, launcher, passes)
@@ -284,13 +284,13 @@ class Session:
         if (fewer := [min(few, many) if is_slow else many for is_slow, few, many in choices]) != passes:
             passes = fewer
             replay, own_us, again = self._capture(bench, launcher, passes)
-        # The second check is of the graph, on other operands: it finds a launcher that holds on to the
-        # pointers it saw first, and a kernel that fails only back to back with itself.
+        # The second check runs the graph on other operands. It detects a launcher that keeps the first
+        # pointers, and a kernel that fails only back to back with itself.
         for checked in again:
             if objection := checked.objection(limit):
                 return Failure(candidate, "wrong", f"in a graph: {objection}")
             worst = max(worst, checked.relative_error)
-        # The third is to the bit: what leaves out a little of a long k is lost in the rounding of the others.
+        # The third check is exact: an omitted bit of a long k would vanish in the rounding of the others.
         self._step(index, "launch", _SLOWEST * max(baseline_us) * 1e-6)
         data.restore(bench.exact)
         self._backend.launch(launcher, bench.exact)
@@ -304,8 +304,8 @@ class Session:
     def _capture(
         self, bench: _Bench, launcher: Launcher, passes: list[int]
     ) -> tuple[Replay, list[float], list[data.Check]]:
-        """A replay; for each list of sets its microseconds per product when it ran first, and what its last
-        output is worth.
+        """A replay; for each list of sets its microseconds per product in the first run, and the check of its
+        last output.
         """
         replays, times, checks = [], [], []
         for sets, count, (_, wanted) in zip(bench.sets, passes, bench.references, strict=True):
@@ -349,7 +349,7 @@ class Session:
         return Failure(candidate, stage, one_line(error))
 
     def _passes(self, product_us: list[float], bench: _Bench, settings: RaceSettings) -> list[int]:
-        """For each list of sets how often a replay goes through it, if a product takes so long there."""
+        """How often a replay cycles through each list of sets, for these times of a product."""
         return [
             max(
                 1, min(math.ceil(settings.min_replay_ms * 1e3 / (us * len(sets))), _MAX_PRODUCTS // len(sets))
@@ -398,9 +398,9 @@ class Session:
                     self.measure(request)
                     self._send(Done(seconds=self._seconds))
                 elif isinstance(request, Discover):
-                    found = self.discover(request.problem)
+                    result = self.discover(request.problem)
                     self._end_phase("library")
-                    self._send(Done(found, self._seconds))
+                    self._send(Done(result, self._seconds))
             except _Lost as error:
                 self._send(Broken(self._job, str(error), error.stage))
                 return
@@ -419,7 +419,7 @@ def _check(launcher: Launcher, operands: data.Operands, wanted: Any) -> data.Che
 
 
 def _take_result(launcher: Launcher, operands: data.Operands) -> None:
-    """What a launcher that takes no output made last is put there."""
+    """Copies the result of a launcher that takes no output into the operands' output."""
     if (result := getattr(launcher, "result", None)) is not None:
         operands.out.copy_(result[: operands.out.shape[0]])
 

@@ -81,7 +81,7 @@ def slowdown(measurement: Measurement, earlier: Iterable[Measurement]) -> float:
     """
 
     def times(other: Measurement) -> float:
-        clock, before = (one.telemetry.get("sm_clock_mhz") for one in (measurement, other))
+        clock, before = (item.telemetry.get("sm_clock_mhz") for item in (measurement, other))
         if not clock or not before:
             return 0.0
         return measurement.baseline_median_us / other.baseline_median_us * min(1.0, clock / before)
@@ -151,19 +151,19 @@ def final_choice(problem: Problem, raced: Sequence[Measurement]) -> Measurement:
     record unless the winner is faster by more than the noise
     (docs/decisions/0025-what-chose-does-not-report.md). Raises MeasureError if there are no measurements.
     """
-    library = next((one for one in raced if is_torch(one.candidate)), None)
-    others = [one for one in raced if one is not library]
+    library = next((measurement for measurement in raced if is_torch(measurement.candidate)), None)
+    others = [measurement for measurement in raced if measurement is not library]
     best = library
     if others:
-        first = [rounds_of(one, 0, choosing_rounds(one) or None) for one in others]
+        first = [rounds_of(other, 0, choosing_rounds(other) or None) for other in others]
         # Steady state has few rounds: a cheaper candidate never replaces the leader.
-        steady = all(one.is_steady for one in first)
+        steady = all(measurement.is_steady for measurement in first)
         chosen = max(first, key=lambda m: (m.ratio, m.candidate.digest)) if steady else winner(problem, first)
-        best = next(one for one in others if one.candidate == chosen.candidate)
+        best = next(other for other in others if other.candidate == chosen.candidate)
         if library is not None and not beats(best, library):
             best = library
     if best is None:
-        raise MeasureError(f"no candidate of {problem} was measured: there is no winner")
+        raise MeasureError(f"no candidate for {problem} was measured, so there is no winner")
     return rounds_of(best, choosing_rounds(best))
 
 
@@ -175,11 +175,11 @@ def winner(problem: Problem, measurements: Sequence[Measurement]) -> Measurement
     object 3.4 us (H200 host, 2026-11-20). Raises MeasureError if there are no measurements.
     """
     if not measurements:
-        raise MeasureError(f"no candidate of {problem} was measured: there is no winner")
+        raise MeasureError(f"no candidate for {problem} was measured, so there is no winner")
     leader = max(measurements, key=lambda m: (m.ratio, m.candidate.digest))
 
-    def ties(one: Measurement) -> bool:
-        return tie(one, leader, min(max(one.noise, leader.noise), _TIE_CEILING))
+    def ties(measurement: Measurement) -> bool:
+        return tie(measurement, leader, min(max(measurement.noise, leader.noise), _TIE_CEILING))
 
     return min((m for m in measurements if m is leader or ties(m)), key=lambda m: _cost(problem, m))
 

@@ -216,7 +216,7 @@ class Child:
         try:
             code = self.process.wait(timeout=10)
         except subprocess.TimeoutExpired:
-            return "the process closed its pipe but does not end"
+            return "the process closed its pipe but is still running"
         cause = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         size = self._output.seek(0, os.SEEK_END)
         self._output.seek(max(0, size - 4096))

@@ -99,15 +99,15 @@ def choose(
 
     Raises BadValueError if the table is damaged.
     """
-    found = [
+    results = [
         (each.estimate(rows, n, k, split, gpu), each.name, split, each)
         for each in candidates(out_dtype, path)
         if each.first_row <= rows <= each.last_row and (may_split or not each.config.streams)
         for split in (splits_of(each.config, rows, n, k) if may_split else [1])
     ]
-    if not found:
+    if not results:
         return None
-    _, name, split, best = min(found, key=lambda one: one[:3])
+    _, name, split, best = min(results, key=lambda result: result[:3])
     return BlockChoice(name, best.config, split, 2 if rows <= best.config.rows and best.config.few else 0)
 
 

@@ -77,17 +77,17 @@ class Steady:
 def table_of(device_name: str) -> Table | None:
     """The table of a model of GPU; None if none was measured."""
     tables = tomllib.loads(Path(__file__).with_name("energy.toml").read_text(encoding="utf-8"))
-    data = next((one for part, one in tables.items() if device_name.startswith(part)), None)
+    data = next((item for part, item in tables.items() if device_name.startswith(part)), None)
     return None if data is None else Table(**{**data, "clocks_mhz": tuple(data["clocks_mhz"])})
 
 
-def steady(problem: Problem, columns: Columns, found: Terms, device: Device) -> Steady:
+def steady(problem: Problem, columns: Columns, terms: Terms, device: Device) -> Steady:
     """Times at the clocks of sustained work. Without a table for the GPU, the times of `terms`."""
     table = table_of(device.fingerprint.device_name)
     if table is None:
-        clocks = np.full(len(found.total_us), steady_clock_mhz(device))
-        return Steady(found.total_us, clocks, False)
-    work = work_pj(problem, columns, found, table)
+        clocks = np.full(len(terms.total_us), steady_clock_mhz(device))
+        return Steady(terms.total_us, clocks, False)
+    work = work_pj(problem, columns, terms, table)
     memory_pj = work.pop(_MEMORY)
     chip_pj = sum(work.values(), start=np.zeros(len(memory_pj)))
     clocks = table.clocks()
@@ -98,7 +98,7 @@ def steady(problem: Problem, columns: Columns, found: Terms, device: Device) -> 
         watts = (
             (chip_pj[which] * table.voltage(at) + memory_pj[which])
             * 1e-6
-            / time_at(found.take(which), at, device)
+            / time_at(terms.take(which), at, device)
         )
         return watts + table.static_w <= table.cap_w
 
@@ -113,11 +113,11 @@ def steady(problem: Problem, columns: Columns, found: Terms, device: Device) -> 
         tried = tried[low[tried] < high[tried]]
         place[tried] = (low[tried] + high[tried] + 1) // 2
     clock = clocks[low]
-    us = time_at(found, clock, device)
+    us = time_at(terms, clock, device)
     return Steady(us, clock, bool(len(us) and clock[us.argmin()] < clocks[-1]))
 
 
-def work_pj(problem: Problem, columns: Columns, found: Terms, table: Table) -> dict[str, Floats]:
+def work_pj(problem: Problem, columns: Columns, terms: Terms, table: Table) -> dict[str, Floats]:
     """Picojoules of a product by cause, at the table's clock, without the static power."""
     pj = table.pj_per_byte
     out_bytes = problem.m * problem.n * problem.batch * DTYPE_BYTES[problem.out_dtype]
@@ -126,9 +126,9 @@ def work_pj(problem: Problem, columns: Columns, found: Terms, table: Table) -> d
     flop_pj = table.flop_pj(columns.tile_n.astype(float)) * DTYPE_BYTES[problem.in_dtype] / 2
     return {
         "flops": flops * flop_pj,
-        "filled": pj["filled"] * found.filled_bytes,
-        "l2_read": pj["l2_read"] * found.l2_bytes,
+        "filled": pj["filled"] * terms.filled_bytes,
+        "l2_read": pj["l2_read"] * terms.l2_bytes,
         "stored": np.full(len(flop_pj), pj["stored"] * out_bytes),
-        "crossing": pj["crossing"] * found.crossing_bytes,
-        _MEMORY: pj["dram"] * found.dram_bytes,
+        "crossing": pj["crossing"] * terms.crossing_bytes,
+        _MEMORY: pj["dram"] * terms.dram_bytes,
     }

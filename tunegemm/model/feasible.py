@@ -84,15 +84,15 @@ class CandidateTable:
 
         As in `apply_rules`, each rule sees only the candidates that the rules before it allow.
         """
-        found = np.full(len(self), len(rules), dtype=np.int16)
+        result = np.full(len(self), len(rules), dtype=np.int16)
         alive = np.arange(len(self))
         for number, rule in enumerate(rules):
             firsts, group = self.groups(rule, alive)
-            objections = (rule.objection(problem, one, device) for one in self.candidates(firsts))
+            objections = (rule.objection(problem, candidate, device) for candidate in self.candidates(firsts))
             is_rejected = np.array([reason is not None for reason in objections], dtype=bool)[group]
-            found[alive[is_rejected]] = number
+            result[alive[is_rejected]] = number
             alive = alive[~is_rejected]
-        return found
+        return result
 
     def groups(self, rule: Rule, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Groups candidates that agree in the rule's parameters: each group's first row, each row's group."""

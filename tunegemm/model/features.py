@@ -51,7 +51,7 @@ def features(
     names: Sequence[str],
     problem: Problem,
     columns: Columns,
-    found: Terms,
+    terms: Terms,
     families: Floats,
     device: Device,
     library: LibraryChoice | None = None,
@@ -62,7 +62,7 @@ def features(
     families: the kernels' families, as `family_numbers` returns them. library: the kernel that torch will
     launch; None if unknown. known: further features by name.
     """
-    known |= _of_launches(problem, columns, found, families, device)
+    known |= _of_launches(problem, columns, terms, families, device)
     if OF_TORCH[0] in names:
         rows_all = -(-problem.m // known["rows"]) * known["rows"]
         known |= zip(OF_TORCH, _of_torch(problem, rows_all, device.sm_count, library), strict=True)
@@ -73,12 +73,12 @@ def features(
 
 
 def features_of_choices(
-    problem: Problem, found: Choices, device: Device, library: LibraryChoice | None
+    problem: Problem, choices: Choices, device: Device, library: LibraryChoice | None
 ) -> Floats:
     """A row of the features `NAMES` for each launch of listed kernels."""
     return features(
-        NAMES, problem, found.columns, found.terms, _of_listed()[found.kernels], device, library,
-        splits=found.columns.split_k, second=found.columns.second, place=found.kernels,
+        NAMES, problem, choices.columns, choices.terms, _of_listed()[choices.kernels], device, library,
+        splits=choices.columns.split_k, second=choices.columns.second, place=choices.kernels,
     )  # fmt: skip
 
 

@@ -173,13 +173,13 @@ def listed(path: Path | None = None, kind: str = "") -> tuple[GroupedConfig, ...
     """
     table = _table(path)
     asked = [name for name, each in table.kinds.items() if name == kind or (not kind and each.served)]
-    found = [
+    results = [
         (name, rule.kernel)
         for name in asked
         for rule in table.rules
         if rule.kernel and rule.is_for(name, rule.gpu)
     ]
-    return tuple(table.configs[pair] for pair in dict.fromkeys(found))
+    return tuple(table.configs[pair] for pair in dict.fromkeys(results))
 
 
 def configs(kind: str, path: Path | None = None) -> dict[str, GroupedConfig]:
@@ -258,15 +258,15 @@ def _table(path: Path | None) -> _Table:
         for name, parts in table.get("parts", {}).items():
             kernels[name]["parts"] = parts
         kinds = {name: _Kind(**words) for name, words in table["kinds"].items()}
-        given = {
+        arguments = {
             (kind, name): parameters | table.get(kind, {}).get(name, {})
             for kind in kinds
             for name, parameters in kernels.items()
         }
         for name in table.get("drawn", {}).get("kernels", ()):
             kernels[f"drawn-{name}"] = kernels[name]
-            given |= {(kind, f"drawn-{name}"): given[kind, name] | {"drawn": True} for kind in kinds}
-        configs = {(kind, name): kinds[kind].config_of(words) for (kind, name), words in given.items()}
+            arguments |= {(kind, f"drawn-{name}"): arguments[kind, name] | {"drawn": True} for kind in kinds}
+        configs = {(kind, name): kinds[kind].config_of(words) for (kind, name), words in arguments.items()}
         rules = tuple(_rule(words, kernels, kinds) for words in table["choices"])
         return _Table(kinds, configs, rules, _along_k(table.get("along_k", {})))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -293,6 +293,6 @@ def _rule(words: Mapping[str, Any], kernels: Collection[str], kinds: Collection[
     is_few = bool(rest.pop("few", False))
     for names, known in ((rest, _FACTS), (of, kinds), ([kernel] if kernel else [], kernels)):
         if unknown := sorted(set(names) - set(known)):
-            raise ValueError(f"{unknown[0]} is none of {', '.join(known)}")
+            raise ValueError(f"{unknown[0]} is not among {', '.join(known)}")
     bounds = tuple((name, float(low), float(high)) for name, (low, high) in rest.items())
     return _Rule(bounds, tuple(of), gpu, kernel, launch, is_few)

@@ -59,13 +59,13 @@ def choose(
     Raises BadValueError if the table is damaged.
     """
     parts = list(ns[:1] if gate else ns)
-    found = [
+    results = [
         each for each in candidates(gate=gate, dtype=dtype, bias=bias, path=path) if each.fits(rows, parts)
     ]
-    inside = [each for each in found if each.serves(rows)]
+    inside = [each for each in results if each.serves(rows)]
     if not inside:  # narrow weights and many rows: take the kernels for the most rows
-        most = max((each.last_row for each in found), default=0)
-        inside = [each for each in found if each.last_row == most]
+        most = max((each.last_row for each in results), default=0)
+        inside = [each for each in results if each.last_row == most]
     best = min(inside, key=lambda each: each.estimate(rows, parts, k, gpu), default=None)
     return None if best is None else best.choice
 
@@ -156,15 +156,15 @@ def _listed(
     """The kernels of a line of the table: one per gate, and for many rows one with biases if `biased`."""
     tile: dict[str, Any] = dict(zip(parameters, values, strict=True))
     first, last = rows
-    found = []
+    results = []
     for gate in gates:
         if form == "few":
             config: KernelConfig = joined.few({"schedule": "cooperative"} | tile, dtype=dtype, gate=gate)
             choice = JoinedChoice(name, config, l2_hint=l2_hint)
-            found.append(Listed(choice, dtype, gate, False, first, last, relative, wider))
+            results.append(Listed(choice, dtype, gate, False, first, last, relative, wider))
             continue
         for bias in (False, True)[: 1 + biased]:
             config = joined.many(tile, dtype=dtype, gate=gate, bias=bias)
             choice = JoinedChoice(name, config, l2_hint=l2_hint)
-            found.append(Listed(choice, dtype, gate, bias, first, last, relative, wider))
-    return found
+            results.append(Listed(choice, dtype, gate, bias, first, last, relative, wider))
+    return results

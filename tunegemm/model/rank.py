@@ -97,8 +97,8 @@ def predictions(problem: Problem, candidates: Sequence[Candidate], device: Devic
     if not candidates:
         return []
     problem, columns = problem.as_modelled, Columns.of(candidates)
-    found = terms(problem, columns, device)
-    return _predictions(candidates, found, steady(problem, columns, found, device))
+    result = terms(problem, columns, device)
+    return _predictions(candidates, result, steady(problem, columns, result, device))
 
 
 #: The terms of a prediction, in its order.
@@ -107,8 +107,8 @@ _TERMS = (
 )  # fmt: skip
 
 
-def _predictions(candidates: Sequence[Candidate], found: Terms, lasting: Steady) -> list[Prediction]:
-    columns = [getattr(found, name).tolist() for name in _TERMS] + [lasting.us.tolist()]
+def _predictions(candidates: Sequence[Candidate], terms: Terms, lasting: Steady) -> list[Prediction]:
+    columns = [getattr(terms, name).tolist() for name in _TERMS] + [lasting.us.tolist()]
     return [Prediction(c, *values) for c, *values in zip(candidates, *columns, strict=True)]
 
 
@@ -126,16 +126,16 @@ def rank(problem: Problem, candidates: Iterable[Candidate], device: Device) -> l
     if not candidates:
         return []
     problem, columns = problem.as_modelled, Columns.of(candidates)
-    found = terms(problem, columns, device)
-    lasting = steady(problem, columns, found, device)
-    ranked = _predictions(candidates, found, lasting)
-    return [ranked[number] for number in np.argsort(_by(found, lasting), kind="stable").tolist()]
+    result = terms(problem, columns, device)
+    lasting = steady(problem, columns, result, device)
+    ranked = _predictions(candidates, result, lasting)
+    return [ranked[number] for number in np.argsort(_by(result, lasting), kind="stable").tolist()]
 
 
-def _by(found: Terms, lasting: Steady) -> Floats:
+def _by(terms: Terms, lasting: Steady) -> Floats:
     """Return the ranking key of a problem's kernels: at the power cap, the time at each kernel's own
     clock."""
-    return lasting.us if lasting.at_cap else found.total_us
+    return lasting.us if lasting.at_cap else terms.total_us
 
 
 def alternate_rankings(ranked: Sequence[Prediction]) -> list[Prediction]:
@@ -167,12 +167,13 @@ def steady_ratios(
     Raises SpaceError if a candidate has no tile shape.
     """
     problem = problem.as_modelled
-    found = predictions(problem, list(ratios), device)
+    result = predictions(problem, list(ratios), device)
     if min(problem.m, problem.n) <= _STEADY_ABOVE:
         return dict(ratios)
     return {
-        one.candidate: ratios[one.candidate] ** STEADY_LEAD * (one.total_us / one.steady_us) ** STEADY_CLOCK
-        for one in found
+        prediction.candidate: ratios[prediction.candidate] ** STEADY_LEAD
+        * (prediction.total_us / prediction.steady_us) ** STEADY_CLOCK
+        for prediction in result
     }
 
 
@@ -218,30 +219,30 @@ def rank_kernels(
     columns = Columns.of(kernels) if columns is None else columns
     launches = _best_launches(problem, kernels, columns, launch_values, device, feasible)
     columns = columns.launched(**_launch_columns(launches))
-    found = terms(problem, columns, device)
-    lasting = steady(problem, columns, found, device)
-    order = np.argsort(_by(found, lasting), kind="stable").tolist()
+    result = terms(problem, columns, device)
+    lasting = steady(problem, columns, result, device)
+    order = np.argsort(_by(result, lasting), kind="stable").tolist()
     if most is not None:
-        wanted = {*order[:most], *np.argsort(found.total_us, kind="stable")[:most].tolist()}
+        wanted = {*order[:most], *np.argsort(result.total_us, kind="stable")[:most].tolist()}
         order = [number for number in order if number in wanted]
     chosen = [launches[number] for number in order]
-    columns, found, lasting = columns.take(order), found.take(order), lasting.take(order)
+    columns, result, lasting = columns.take(order), result.take(order), lasting.take(order)
     hints = launch_values.get("l2_hint", ())
     if lasting.at_cap and all(v in launch_values.get(name, ()) for name, v in _GPC_AWARE.items()):
         columns, chosen = _gpc_aware_launches(
             problem, [kernels[number] for number in order], columns, chosen, device,
             may_stream="streamed" in hints,
         )  # fmt: skip
-        found = terms(problem, columns, device)
-        lasting = steady(problem, columns, found, device)
+        result = terms(problem, columns, device)
+        lasting = steady(problem, columns, result, device)
     ranked = []
-    for place in np.argsort(_by(found, lasting), kind="stable").tolist():
+    for place in np.argsort(_by(result, lasting), kind="stable").tolist():
         kernel, launch = kernels[order[place]], chosen[place]
         if (hint := l2_hint(problem, kernel)) != "none" and hint in hints:
             launch = launch | {"l2_hint": hint}
         ranked.append((place, kernel.with_launch(**launch)))
     places = [place for place, _ in ranked]
-    return _predictions([launch for _, launch in ranked], found.take(places), lasting.take(places))
+    return _predictions([launch for _, launch in ranked], result.take(places), lasting.take(places))
 
 
 def _gpc_aware_launches(
@@ -309,8 +310,8 @@ def _best_launches(
             for name, values in tried[0][1].items()
         }
     )
-    found = terms(problem, launched, device)
-    times = _by(found, steady(problem, launched, found, device))
+    result = terms(problem, launched, device)
+    times = _by(result, steady(problem, launched, result, device))
     best: list[dict[str, Value]] = [first] * len(kernels)
     start = 0
     for (launches, _), members in zip(tried, grids.values(), strict=True):

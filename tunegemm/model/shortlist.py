@@ -68,8 +68,8 @@ def listed(path: Path | None = None) -> tuple[Candidate, ...]:
 
 
 def _tables(path: Path, name: str = "kernels") -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))[name]
-    return found
+    results: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))[name]
+    return results
 
 
 def _kernels(table: Mapping[str, Any], path: Path) -> Iterator[Candidate]:
@@ -88,14 +88,14 @@ def ordered_lists() -> Mapping[Problem, tuple[Candidate, ...]]:
 
     Raises SpaceError if a family does not know one.
     """
-    found = {}
+    result = {}
     for dtype in DTYPES:
         plain = Problem.parse(_USUAL, dtype=dtype)
         launches = ((kernel, launched(plain, kernel)) for kernel in listed())
-        found[plain] = tuple(
+        result[plain] = tuple(
             kernel for kernel, launch in launches if families.reduction_class(plain, launch) == ORDERED
         )
-    return found | _by_kind("kernels")
+    return result | _by_kind("kernels")
 
 
 @cache
@@ -108,13 +108,13 @@ def large_lists() -> Mapping[Problem, tuple[Candidate, ...]]:
 
 
 def _by_kind(name: str) -> dict[Problem, tuple[Candidate, ...]]:
-    found, path = {}, data_path("db", "invariant.toml")
+    result, path = {}, data_path("db", "invariant.toml")
     for table in _tables(path, name):
         kernels = tuple(_kernels(table, path))
         for words in table["kinds"]:
             problem = Problem.parse(_USUAL, **words)
-            found[problem] = tuple(_for_operands(kernel, problem) for kernel in kernels)
-    return found
+            result[problem] = tuple(_for_operands(kernel, problem) for kernel in kernels)
+    return result
 
 
 def ordered_kernels(problem: Problem) -> tuple[Candidate, ...]:
@@ -273,13 +273,13 @@ def choices(problem: Problem, device: Device, places: tuple[int, ...] | None = N
                 parts.append((rows[at], split[at], seconds, along, swizzles))
     rows, split_k, seconds, along, swizzles = (np.concatenate(column) for column in zip(*parts, strict=True))
     columns = c.take(rows).launched(split_k=split_k, second=seconds, along_n=along, swizzle=swizzles)
-    found = terms(problem, columns, device)
+    result = terms(problem, columns, device)
     # The predicted fastest launch of each kernel, without and with k splits.
     groups = 2 * rows + (split_k > 1)
-    order = np.lexsort((found.total_us, groups))
+    order = np.lexsort((result.total_us, groups))
     order = order[np.r_[True, np.diff(groups[order]) != 0]]
     order = order[np.argsort(split_k[order] > 1, kind="stable")]
-    return Choices(on.numbers[rows], columns, found).take(order)
+    return Choices(on.numbers[rows], columns, result).take(order)
 
 
 def _unsplit(rows: Ints, second: bool, along_n: bool, swizzle: int) -> tuple[Any, ...]:

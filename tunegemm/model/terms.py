@@ -151,7 +151,7 @@ class Columns:
         for candidate in candidates:
             for name in _REQUIRED:
                 if name not in candidate.params:
-                    raise SpaceError(f"the model ranks tiles, and {candidate} has no {name}")
+                    raise SpaceError(f"the model ranks tiles, but {candidate} has no {name}")
 
         def ints(name: str, default: int = 1) -> Ints:
             return np.array([p.get(name, default) for p in params], dtype=np.int64)
@@ -171,7 +171,7 @@ class Columns:
 
     def take(self, rows: Any) -> Columns:
         """A selection of the candidates, by indices or a mask."""
-        return Columns(*(getattr(self, one.name)[rows] for one in fields(self)))
+        return Columns(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def launched(self, **columns: NDArray[Any] | np.generic) -> Columns:
         """The same kernels with launch parameters replaced: arrays as long as these, or single values."""
@@ -203,7 +203,7 @@ class Terms:
 
     def take(self, rows: Any) -> Terms:
         """A selection of the candidates, by indices or a mask."""
-        return Terms(*(getattr(self, one.name)[rows] for one in fields(self)))
+        return Terms(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
 def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
@@ -314,15 +314,15 @@ def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
     )  # fmt: skip
 
 
-def time_at(found: Terms, clocks_mhz: Floats, device: Device) -> Floats:
+def time_at(terms: Terms, clocks_mhz: Floats, device: Device) -> Floats:
     """Total microseconds at other SM clocks than that of sustained work; device memory's clock stays.
 
     clocks_mhz: any shape that broadcasts against the candidates.
     """
     scale = steady_clock_mhz(device) / clocks_mhz
     l2_scale = _clock_mhz(device) / clocks_mhz
-    busy_us = _overlap(found.compute_us * scale, found.l2_us * l2_scale, found.dram_us)
-    return _LAUNCH_US + _FILL_US + busy_us + found.epilogue_us * scale
+    busy_us = _overlap(terms.compute_us * scale, terms.l2_us * l2_scale, terms.dram_us)
+    return _LAUNCH_US + _FILL_US + busy_us + terms.epilogue_us * scale
 
 
 def steady_clock_mhz(device: Device) -> float:

@@ -60,7 +60,7 @@ def tile_grids(trials: Sequence[Record]) -> list[Grid]:
 
     If there was a search, only its trials count: their ratios do not compare with those of a race.
     """
-    found: dict[tuple[str, str], dict[tuple[int, int], Record]] = {}
+    result: dict[tuple[str, str], dict[tuple[int, int], Record]] = {}
     for trial in [trial for trial in trials if trial.method == SCREEN] or trials:
         params = trial.candidate.params
         tile_m, tile_n = params.get("tile_m"), params.get("tile_n")
@@ -70,14 +70,14 @@ def tile_grids(trials: Sequence[Record]) -> list[Grid]:
             or not isinstance(tile_n, int)
         ):
             continue
-        grid = found.setdefault((trial.candidate.family, str(params.get("schedule", ""))), {})
+        grid = result.setdefault((trial.candidate.family, str(params.get("schedule", ""))), {})
         old = grid.get((tile_m, tile_n))
         if old is None or trial.ratio > old.ratio:
             grid[tile_m, tile_n] = trial
     # One set of tiles for all schedules of a family, so that they can be compared at a glance.
     grids = []
-    for (family, schedule), best in found.items():
-        tiles = {tile for (other, _), grid in found.items() if other == family for tile in grid}
+    for (family, schedule), best in result.items():
+        tiles = {tile for (other, _), grid in result.items() if other == family for tile in grid}
         rows, columns = sorted({m for m, _ in tiles}), sorted({n for _, n in tiles})
         grids.append(Grid(" ".join(filter(None, (family, schedule))), tuple(rows), tuple(columns), best))
     return sorted(grids, key=lambda grid: -max(trial.ratio for trial in grid.best.values()))
@@ -94,8 +94,8 @@ def importances(trials: Iterable[Record]) -> dict[str, dict[str, float]]:
         if trial.candidate.family != VENDOR_FAMILY and trial.method == SCREEN:
             ratios.setdefault(trial.candidate.family, {})[trial.candidate] = trial.ratio
     weighed: list[tuple[Candidate, float]] = []
-    for found in ratios.values():
-        ranked = sorted(found.items(), key=lambda one: -one[1])
+    for ratio in ratios.values():
+        ranked = sorted(ratio.items(), key=lambda item: -item[1])
         weighed += ranked[:: -(-len(ranked) // MOST_WEIGHED)]
     return importances_of(finished_trials(weighed)) if weighed else {}
 

@@ -78,11 +78,9 @@ def inline_roofline(contents: Contents) -> str:
         kind, row = match[1], int(match[2])
         if kind != "mark":
             return f'<g data-row="{row}"'
-        told = escape(_told(winners[row]))
+        tip = escape(_winner_tip(winners[row]))
         verdict = winners[row].verdict
-        return (
-            f'<g class="mark m-{verdict}" data-row="{row}" data-tip="{told}" role="img" aria-label="{told}"'
-        )
+        return f'<g class="mark m-{verdict}" data-row="{row}" data-tip="{tip}" role="img" aria-label="{tip}"'
 
     return re.sub(r'<g id="(mark|base|name)-(\d+)"', attributes, text)
 
@@ -122,11 +120,11 @@ def heat_class(ratio: float) -> str:
     return kinds[bisect_right((0.7, 0.85, 0.95, 1.0, 1.01, 1.03), ratio)]
 
 
-def trial_told(trial: Record) -> str:
+def trial_tip(trial: Record) -> str:
     return f"{clean(trial.label)}\n{trial.ratio:.3f} \u00d7 torch.mm, {significant(trial.median_us)} \u00b5s"
 
 
-def _told(winner: Winner) -> str:
+def _winner_tip(winner: Winner) -> str:
     share = f", {winner.percent_of_roofline:.0f} % of the roofline" if winner.percent_of_roofline else ""
     return (
         f"{clean(winner.record.problem)}\n{clean(winner.record.label)}\n"
@@ -195,8 +193,8 @@ def _roofline(figure: Figure, contents: Contents) -> None:
         texts.append(axes.annotate(f"{memory:g} TB/s, memory", place, offset, ha=align, **beside))
     if len(winners) > NAMED_MARKS:
         for verdict, colour in _COLOURS.items():
-            found = [w for w in winners if w.verdict == verdict]
-            _dots(axes, [(w.record.problem.arithmetic_intensity, w.tflops) for w in found], colour)
+            results = [w for w in winners if w.verdict == verdict]
+            _dots(axes, [(w.record.problem.arithmetic_intensity, w.tflops) for w in results], colour)
     else:
         for row, winner in enumerate(winners):
             x = winner.record.problem.arithmetic_intensity
@@ -253,8 +251,8 @@ def _name_marks(figure: Figure, axes: Axes, winners: Sequence[Winner], texts: It
                 break
 
 
-def _overlap(one: Sequence[float], other: Sequence[float]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def _overlap(box: Sequence[float], other: Sequence[float]) -> bool:
+    return box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
 
 
 def _dots(axes: Axes, points: Sequence[tuple[float, float]], colour: str) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Verdict = Literal["faster", "equal", "slower"]
 
-#: Most shapes whose trials a page shows unless told otherwise, and most trials read of one.
+#: Most shapes whose trials a page shows by default, and most trials read of one.
 DETAILED, MOST_TRIALS = 12, 20_000
 
 
@@ -180,7 +180,7 @@ def from_database(
     name = queries.latest_device(database) if device is None else named_device(device, names)
     if name is None:
         raise TunegemmError(
-            f"{place}: nothing measured yet; run `tunegemm tune --shape MxNxK` on a GPU, or look at the "
+            f"{place}: no measurements yet; run `tunegemm tune --shape MxNxK` on a GPU, or look at the "
             "recorded one with `--device replay:h200`"
         )
     stored = queries.records(database, name)
@@ -199,7 +199,7 @@ def from_database(
         place,
         part,
         tuple(sorted(winners.values(), key=_slowness)),
-        tuple(sorted(details, key=lambda one: _slowness(one.winner))),
+        tuple(sorted(details, key=lambda detail: _slowness(detail.winner))),
         queries.measurement_count(database, name, shapes),
         _grouped(queries.failure_counts(database, name)),
         tuple(other for other in names if other != name),
@@ -230,26 +230,27 @@ def from_recording(replay: ReplayDevice, *, shapes: Sequence[str] = (), detailed
         if not measured:
             continue
         count += len(measured)
-        found = {
-            one.candidate: _recorded(problem, one, sweep.fingerprint, sweep.recorded_at) for one in measured
+        records = {
+            measurement.candidate: _recorded(problem, measurement, sweep.fingerprint, sweep.recorded_at)
+            for measurement in measured
         }
-        best = _winner(found[winner(problem, measured).candidate], replay.device)
+        best = _winner(records[winner(problem, measured).candidate], replay.device)
         winners.append(best)
         if shapes or len(details) < detailed:
-            order = _replayed_search(problem, found, replay.device, best.record.candidate.family)
-            details.append(Details(best, tuple(found.values()), tuple(found[c] for c in order)))
+            order = _replayed_search(problem, records, replay.device, best.record.candidate.family)
+            details.append(Details(best, tuple(records.values()), tuple(records[c] for c in order)))
     return Contents(
         "recorded",
         replay.device.spec,
         replay.device,
         tuple(sorted(winners, key=_slowness)),
-        tuple(sorted(details, key=lambda one: _slowness(one.winner))),
+        tuple(sorted(details, key=lambda detail: _slowness(detail.winner))),
         count,
         _grouped([(*key, number) for key, number in failures.most_common()]),
         steady={
-            one.record.problem: record.ratio
-            for one in winners
-            if (record := steady_record(snapshot, one.record.problem, replay.device)) is not None
+            prediction.record.problem: record.ratio
+            for prediction in winners
+            if (record := steady_record(snapshot, prediction.record.problem, replay.device)) is not None
         },
     )
 
@@ -268,11 +269,11 @@ def named_device(text: str, names: Sequence[str]) -> str:
     if not text:
         raise TunegemmError(f"device '' is not a name; use one of {', '.join(names) or 'none'}")
     exact = [name for name in names if name.lower() == text.lower()]
-    found = exact or [name for name in names if text.lower() in name.lower()]
-    if len(found) != 1:
-        problem = "names several" if found else "was never measured here"
-        raise TunegemmError(f"device {text!r} {problem}; use one of {', '.join(found or names) or 'none'}")
-    return found[0]
+    matches = exact or [name for name in names if text.lower() in name.lower()]
+    if len(matches) != 1:
+        problem = "names several" if matches else "was never measured here"
+        raise TunegemmError(f"device {text!r} {problem}; use one of {', '.join(matches or names) or 'none'}")
+    return matches[0]
 
 
 def _check_shapes(shapes: Sequence[str], problems: Sequence[Problem], where: str) -> None:
@@ -302,12 +303,14 @@ def _named(record: Record) -> Record:
     return record if record.label else replace(record, label=str(record.candidate))
 
 
-def _recorded(problem: Problem, one: Measurement, fingerprint: Fingerprint, at: str) -> Record:
+def _recorded(problem: Problem, measurement: Measurement, fingerprint: Fingerprint, at: str) -> Record:
+    candidate = measurement.candidate
     return Record(
-        problem, one.candidate, fingerprint, families.get(one.candidate.family).label(one.candidate),
-        one.median_us, one.baseline_median_us, one.ratio, one.noise, one.relative_error, method=SCREEN,
-        measured_at=datetime.fromisoformat(at), samples_us=one.samples_us, baseline_us=one.baseline_us,
-        telemetry=one.telemetry,
+        problem, candidate, fingerprint, families.get(candidate.family).label(candidate),
+        measurement.median_us, measurement.baseline_median_us,
+        measurement.ratio, measurement.noise, measurement.relative_error,
+        method=SCREEN, measured_at=datetime.fromisoformat(at), samples_us=measurement.samples_us,
+        baseline_us=measurement.baseline_us, telemetry=measurement.telemetry,
     )  # fmt: skip
 
 

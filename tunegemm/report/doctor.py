@@ -17,16 +17,16 @@ from tunegemm.describe.device import cuda_device_count, find_device, package_ver
 from tunegemm.errors import ArtifactError, DatabaseError, DeviceError, ExtraError
 from tunegemm.report.text import counted
 
-#: `note` is worth knowing and hinders nothing; `fail` keeps tunegemm from working.
+#: `note` is worth knowing but harmless; `fail` keeps tunegemm from working.
 Status = Literal["ok", "note", "fail"]
 
 _REQUIRED = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 _OPTIONAL = ("nvidia-ml-py",)
-#: A host that only serves does without these.
+#: A host that only serves does not need these.
 _TUNING = extras.EXTRAS["tune"]
 
 
-#: Damaged rows that are named one by one; the others are counted.
+#: Damaged rows to name one by one; the others are only counted.
 _NAMED = 5
 
 
@@ -43,7 +43,7 @@ class Check:
 
 
 def examine(database: str | None = None) -> list[Check]:
-    """Every check, ordered by what depends on what. It changes nothing, but it unpacks TUNEGEMM_PACK."""
+    """Every check, in the order of their dependencies. Changes nothing, but unpacks TUNEGEMM_PACK."""
     return [
         Check("tunegemm", "ok", f"{tunegemm.__version__} on Python {platform.python_version()}"),
         _packages(),
@@ -61,15 +61,15 @@ def examine(database: str | None = None) -> list[Check]:
 
 def _packages() -> Check:
     versions = {name: package_version(name) for name in _REQUIRED + _TUNING + _OPTIONAL}
-    found = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    result = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     kinds: list[tuple[Status, tuple[str, ...], str]] = [
         ("fail", _REQUIRED, ""), ("note", _TUNING, "'tunegemm[tune]', to tune here"), ("note", _OPTIONAL, "")
     ]  # fmt: skip
     for status, names, extra in kinds:
         if missing := [name for name in names if not versions[name]]:
-            detail = f"missing: {', '.join(missing)}; found: {found}"
+            detail = f"missing: {', '.join(missing)}; found: {result}"
             return Check("packages", status, detail, f"pip install {extra or ' '.join(missing)}")
-    return Check("packages", "ok", found)
+    return Check("packages", "ok", result)
 
 
 def devices() -> list[Check]:
@@ -86,8 +86,8 @@ def devices() -> list[Check]:
         try:
             device = find_device(f"cuda:{index}")
         except DeviceError as error:
-            what, _, remedy = str(error).partition("; ")
-            checks.append(Check(name, "fail", what, remedy))
+            fault, _, remedy = str(error).partition("; ")
+            checks.append(Check(name, "fail", fault, remedy))
             continue
         limits = device.architecture
         facts = (
@@ -98,7 +98,7 @@ def devices() -> list[Check]:
         driver = f"driver {device.fingerprint.driver or 'unknown'}, CUDA {device.fingerprint.cuda}"
         peak = "" if device.is_known_part else "; peaks are computed from its clocks"
         if not device.peak_tflops:
-            peak = "; its peaks are not known, so there is no roofline"
+            peak = "; its peaks are unknown, so there is no roofline"
         checks.append(Check(name, "ok", f"{facts}, {driver}{peak}"))
     return checks
 
@@ -109,16 +109,16 @@ def families_here() -> list[Check]:
     known = {name: families.get(name) for name in families.NAMES}
     reasons = {name: family.unavailable() for name, family in known.items()}
     lacks = {name: _lack(name) for name in known}
-    # One family that works is enough to tune with; none is a failure.
+    # One working family is enough for tuning; without any, tuning fails.
     status: Status = "note" if None in reasons.values() else "fail"
     checks = []
     for name, reason in reasons.items():
         if reason is None and lacks[name]:
-            checks.append(Check(f"family {name}", "note", f"has no kernels for the GPUs here: {lacks[name]}"))
+            checks.append(Check(f"family {name}", "note", f"no kernels for the GPUs here: {lacks[name]}"))
         elif reason is None:
             checks.append(Check(f"family {name}", "ok", "available"))
         elif known[name].unavailable(launching=True) is None:
-            detail = f"launches the kernels of packs; compiles none: {reason}"
+            detail = f"launches kernels from packs but cannot compile: {reason}"
             checks.append(Check(f"family {name}", status, detail, "see the packages above"))
         else:
             checks.append(Check(f"family {name}", status, reason, "see the packages above"))
@@ -127,12 +127,12 @@ def families_here() -> list[Check]:
 
 
 def _lack(family: str) -> str:
-    """Why a family has no kernel for any GPU here; empty where it has, and where there is no GPU."""
+    """Why a family has no kernel for any GPU here; empty if it has, or without a GPU."""
     from tunegemm.generate import families
 
     lacks = []
     for index in range(cuda_device_count()):
-        with suppress(DeviceError):  # said already
+        with suppress(DeviceError):  # already reported
             lacks.append(families.refusal_here(family, find_device(f"cuda:{index}")))
     return lacks[0] if lacks and all(lacks) else ""
 
@@ -153,7 +153,7 @@ def _shipped() -> list[Check]:
     for index in range(max(1, cuda_device_count())):
         try:
             device = find_device(f"cuda:{index}") if cuda_device_count() else open_device()
-        except DeviceError:  # said already
+        except DeviceError:  # already reported
             continue
         if device.name in seen:
             continue
@@ -163,7 +163,7 @@ def _shipped() -> list[Check]:
         if usable and kernels:
             checks.append(Check("shipped records", "ok", f"{detail}; {counted(kernels, 'compiled kernel')}"))
         elif usable:
-            detail += "; none of their compiled kernels is here, so each is compiled when it is first used"
+            detail += "; their compiled kernels are missing, so each compiles at first use"
             checks.append(
                 Check("shipped records", "note", detail, "install the wheel, or run `make kernels`")
             )
@@ -187,7 +187,7 @@ def _packs() -> list[Check]:
     from tunegemm.store import packing, packs
 
     warnings: list[str] = []
-    checks, remedy = [], "load another, or unload it"
+    checks, remedy = [], "load another pack, or unload it"
     for pack in packs.loaded(warnings):
         records = pack.records
         names = ", ".join(sorted({record.fingerprint.device_name for record in records})) or "no GPU"
@@ -223,7 +223,7 @@ def _database(location: str | None) -> Check:
             from tunegemm.store.damage import damaged_rows
             from tunegemm.store.layers import absent
     except ExtraError as error:
-        return Check("database", "note", f"not checked: {error}", "nothing, unless you tune here")
+        return Check("database", "note", f"not checked: {error}", "ignore this unless you tune here")
     try:
         if location is None and (missing := [line for line in absent() if line.startswith("TUNEGEMM_DB")]):
             detail, _, remedy = missing[0].partition("; correct")
@@ -244,7 +244,7 @@ def _database(location: str | None) -> Check:
     detail = f"{display(place)}: {counted(records, 'tuned problem')}"
     if damaged:
         named = "; ".join(damaged[:_NAMED] + [f"and {len(damaged) - _NAMED} more"] * (len(damaged) > _NAMED))
-        remedy = "they are left out; tune their shapes again, or restore the file from a copy"
+        remedy = "they are skipped; tune their shapes again, or restore the file from a copy"
         return Check("database", "note", f"{detail}, {counted(len(damaged), 'damaged row')}: {named}", remedy)
     return Check("database", "ok", detail)
 
@@ -255,13 +255,13 @@ def _cache() -> Check:
     store = ArtifactStore()
     folder = store.root
     if refusal := _refusal_to_write(folder):
-        remedy = "make it writable, or name another folder in TUNEGEMM_CACHE_DIR"
+        remedy = "make it writable, or set TUNEGEMM_CACHE_DIR to another folder"
         return Check("kernel cache", "fail", f"{folder}: {refusal}", remedy)
     try:
         store.check()
         stored = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     except ArtifactError as error:
-        remedy = "or name another folder in TUNEGEMM_CACHE_DIR; its kernels are refused as they are"
+        remedy = "or set TUNEGEMM_CACHE_DIR to another folder; its kernels are rejected now"
         return Check("kernel cache", "fail", str(error), remedy)
     except OSError as error:
         return Check("kernel cache", "fail", f"{error.filename}: {error.strerror}", "delete the folder")
@@ -271,14 +271,14 @@ def _cache() -> Check:
 
 
 def _refusal_to_write(folder: Path) -> str:
-    """Why files cannot be made in a folder, or in what it would be made in; empty where one could be."""
+    """Why files cannot be created in a folder or its nearest parent; empty if they can."""
     place = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     try:
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(b"tunegemm")
-            file.flush()  # a full disk takes files, but nothing into them
+            file.flush()  # a full disk accepts files, but no content
     except OSError as error:
-        return f"nothing can be written in {place}: {error.strerror}"
+        return f"{place} is not writable: {error.strerror}"
     return ""
 
 
@@ -308,10 +308,14 @@ def _environment() -> Check:
         if name.startswith("TUNEGEMM_") and name not in VARIABLES:
             words = [known.removeprefix("TUNEGEMM_") for known in VARIABLES]
             near = difflib.get_close_matches(name.removeprefix("TUNEGEMM_"), words, 1)
-            hint = f"did you mean TUNEGEMM_{near[0]}?" if near else f"known are {', '.join(VARIABLES[:-2])}"
+            hint = (
+                f"did you mean TUNEGEMM_{near[0]}?"
+                if near
+                else f"known variables are {', '.join(VARIABLES[:-2])}"
+            )
             warnings.append(f"{name} is not known; {hint}")
     if warnings:
-        return Check("dispatch", "note", "; ".join(warnings), "these have no effect: correct or unset them")
+        return Check("dispatch", "note", "; ".join(warnings), "they have no effect: correct or unset them")
     return Check("dispatch", "ok", f"mode {mode}, policy {policy}")
 
 
@@ -320,7 +324,7 @@ def _workers() -> Check:
         with extras.named():
             import psutil
     except ExtraError as error:
-        return Check("workers", "note", f"not counted: {error}", "nothing, unless you tune here")
+        return Check("workers", "note", f"not counted: {error}", "ignore this unless you tune here")
     from tunegemm.compile.pool import default_workers
 
     memory, cores = psutil.virtual_memory().available, len(os.sched_getaffinity(0))

@@ -1,8 +1,9 @@
-"""The roofline of a problem and of one candidate for it, what dispatch would do, and what would change that.
+"""The roofline of a problem and of one candidate for it, the choice of dispatch, and how to change that
+choice.
 
-Arithmetic intensity counts twice: *globally*, every operand once through device memory, and *per tile*, what
-a block must bring into shared memory for the flops of one step of k. The second bounds a kernel without an
-L2; the truth lies between the two. See S. Williams et al., "Roofline", CACM 52(4), 2009.
+Arithmetic intensity counts twice: *globally*, with every operand moved once through device memory, and *per
+tile*, with the bytes that a block loads into shared memory for one step of k. The second bounds a kernel
+without an L2; the truth lies between the two. See S. Williams et al., "Roofline", CACM 52(4), 2009.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ class Explanation:
     roofline_tflops: float
     """The rate at that floor."""
     tile: TileFacts | None
-    """How the candidate in question divides the problem, or else the kernel that dispatch would launch; None
-    if there are no tiles."""
+    """How the given candidate, or else the kernel that dispatch would launch, divides the problem; None if
+    there are no tiles."""
     outcome: Outcome
     """Outcome of dispatch for the problem: ``hit``, ``predicted``, ``near`` or ``miss``."""
     record: StoredRecord | None
@@ -171,9 +172,9 @@ class Explanation:
                 "evidence": ahead.basis,
             }
         facts["feedback"] = None
-        if (found := self.feedback) is not None:
-            facts["feedback"] = {name: getattr(found, name) for name in ("label", "ratio", "median_us")}
-            facts["feedback"] |= {"expected_ratio": _expected(found), "won": found.ratio >= 1}
+        if (feedback := self.feedback) is not None:
+            facts["feedback"] = {name: getattr(feedback, name) for name in ("label", "ratio", "median_us")}
+            facts["feedback"] |= {"expected_ratio": _expected(feedback), "won": feedback.ratio >= 1}
         facts["runner_up"] = None
         if (second := self.runner_up) is not None:
             facts["runner_up"] = {name: getattr(second, name) for name in ("label", "ratio", "median_us")}
@@ -237,11 +238,11 @@ class Explanation:
                 yield "evidence", _evidence(record)
                 if skews := over_skews(record.telemetry):
                     yield "", skews
-        if (found := self.feedback) is not None:
+        if (feedback := self.feedback) is not None:
             yield (
                 "predicted",
-                f"{found.label}: {_expected(found):.3f} x torch.mm was expected, {found.ratio:.3f} measured "
-                f"in {_proof(found)}: it {'won' if found.ratio >= 1 else 'lost'}",
+                f"{feedback.label}: {_expected(feedback):.3f} x torch.mm was predicted, {feedback.ratio:.3f} "
+                f"measured in {_proof(feedback)}: it {'won' if feedback.ratio >= 1 else 'lost'}",
             )
         if (second := self.runner_up) is not None:
             yield (
@@ -284,8 +285,8 @@ def explain(
 
     if b is None:
         how = {"epilogue": str(epilogue), "accumulation": accumulation}
-        given = how | ({"out_dtype": str(out_dtype)} if out_dtype is not None else {})
-        problem = as_problem(a, **given)  # type: ignore[arg-type]
+        arguments = how | ({"out_dtype": str(out_dtype)} if out_dtype is not None else {})
+        problem = as_problem(a, **arguments)  # type: ignore[arg-type]
         return explain_problem(problem, open_device(), policy=extension.policy())
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         raise ProblemError(
@@ -333,10 +334,12 @@ def explain_problem(
         Snapshot(records), problem, device, near=mode != "exact", policy=policy, rivals=lambda _: entries
     )
     options = selection.options
-    loadable = (one for one in options if not _refusal_to_load(one, device))
+    loadable = (option for option in options if not _refusal_to_load(option, device))
     chosen = next(loadable, options[0] if options else None)
-    near = next((one for one in selection.nears if one.record is chosen), None)
-    predicted = next((one for one in selection.predictions if one.record is chosen), None)
+    near = next((near for near in selection.nears if near.record is chosen), None)
+    predicted = next(
+        (prediction for prediction in selection.predictions if prediction.record is chosen), None
+    )
     record = near.origin if near is not None else None if predicted is not None else chosen
     by_table = chosen is None and selection.outcome == "predicted"
     if record is not None and problem.groups:
@@ -379,7 +382,7 @@ def explain_problem(
 
 def ranked_by_model(problem: Problem, device: Device, family: str) -> Iterable[Candidate]:
     """A family's kernels for a problem in the model's order."""
-    return (one.candidate for one in Space(family, problem, device).ranked())
+    return (ranking.candidate for ranking in Space(family, problem, device).ranked())
 
 
 def candidate_of(
@@ -404,7 +407,7 @@ def candidate_of(
     if not families.get(family).compiled:
         return plain
     if start is None or start.family != family:
-        start = next((one for one in ranked(family) if chosen.items() <= one.params.items()), None)
+        start = next((item for item in ranked(family) if chosen.items() <= item.params.items()), None)
     known = {name: start[name] for name in plain.params if name in start.params} if start is not None else {}
     return chosen_candidate(family, known | chosen)
 
@@ -448,8 +451,7 @@ def _tile(problem: Problem, candidate: Candidate, device: Device) -> TileFacts:
 def _read(problem: Problem, location: str | None) -> tuple[list[StoredRecord], list[StoredRecord], list[str]]:
     """Records and further measurements of the problem, in all layers or in one database; and warnings.
 
-    Raises DatabaseError for one database that cannot be read; of the layers, as dispatch does, the others
-    serve.
+    Raises DatabaseError if the one database cannot be read; an unreadable layer is skipped, as by dispatch.
     """
     if location is None:
         if missing := absent():  # report a missing file that the user named
@@ -474,8 +476,8 @@ def _runner_up(
 
 
 def _feedback(entries: Sequence[StoredRecord], device: Device) -> StoredRecord | None:
-    """The kernel that was predicted and measured, and of several the one of which most was expected: it
-    would be served.
+    """The predicted kernel that was measured; among several the one with the highest prediction, which
+    dispatch would serve.
     """
     of_predicted = [e for e in entries if _expected(e) and judge_stored(e, device.fingerprint).usable]
     return max(leaders(of_predicted), key=_expected, default=None)
@@ -483,8 +485,8 @@ def _feedback(entries: Sequence[StoredRecord], device: Device) -> StoredRecord |
 
 def _expected(record: StoredRecord) -> float:
     """Its predicted speed relative to torch.mm; 0 if it was not predicted."""
-    found = record.telemetry.get(PREDICTED_RATIO)
-    return float(found) if isinstance(found, int | float) and 0 < found < 1e6 else 0.0
+    result = record.telemetry.get(PREDICTED_RATIO)
+    return float(result) if isinstance(result, int | float) and 0 < result < 1e6 else 0.0
 
 
 def _proof(record: StoredRecord) -> str:
@@ -495,7 +497,7 @@ def _proof(record: StoredRecord) -> str:
 def _refusal_to_load(record: StoredRecord, device: Device) -> str:
     if is_torch(record.candidate) or not device.is_real:
         return ""
-    from tunegemm.dispatch.launchers import find_object  # brings torch
+    from tunegemm.dispatch.launchers import find_object  # imports torch
 
     try:
         find_object(record, device)
@@ -505,18 +507,18 @@ def _refusal_to_load(record: StoredRecord, device: Device) -> str:
 
 
 def _with_skews(record: StoredRecord, entries: Sequence[StoredRecord]) -> StoredRecord:
-    """The record with what its measurement says of each division of the rows, where that is stored."""
+    """The record with its measurement's figures for each division of the rows, if they are stored."""
     same = [entry for entry in entries if entry.candidate == record.candidate and "skews" in entry.telemetry]
     return replace(record, telemetry=leaders(same)[0].telemetry) if same else record
 
 
 def over_skews(telemetry: Mapping[str, Any]) -> str:
-    """What a record for rows in groups says about each division of them; empty for other records."""
-    found = telemetry.get("skews")
-    if not isinstance(found, Mapping) or not all(isinstance(one, float) for one in found.values()):
+    """A grouped record's figures for each division of the rows; empty for other records."""
+    result = telemetry.get("skews")
+    if not isinstance(result, Mapping) or not all(isinstance(item, float) for item in result.values()):
         return ""
-    each = ", ".join(f"{skew} {ratio:.3f}" for skew, ratio in found.items())
-    worst = min(found, key=lambda skew: found[skew])
+    each = ", ".join(f"{skew} {ratio:.3f}" for skew, ratio in result.items())
+    worst = min(result, key=lambda skew: result[skew])
     return f"over divisions of the rows: {each}; worst {worst}"
 
 
@@ -543,7 +545,7 @@ def _change(problem: Problem, selection: Selection, record: StoredRecord | None,
         return f"{command}: its own record"
     if why_not:
         meanwhile = ", as its first call does in the background" if read_compile(lambda _: None) else ""
-        return f"{command}: compiles what is missing{meanwhile}"
+        return f"{command}: compiles the missing kernel{meanwhile}"
     if selection.why.startswith("to be verified"):
         return f"tunegemm verify: {selection.why}"
     if not record.confirmed:

@@ -33,7 +33,7 @@ _ASSETS = Path(__file__).parent / "assets"
 #: Rows of the table and of the failures; the roofline and the figures at the top count all.
 MOST_ROWS, MOST_REASONS = 2_000, 100
 
-#: Trials of a search that are listed, the fastest.
+#: Listed trials of a search: the fastest ones.
 MOST_TRIALS = 300
 #: The fields of a fingerprint that are not the device itself.
 _SOFTWARE = [field.name for field in fields(Fingerprint) if field.name not in ("device_name", "sm_count")]
@@ -75,7 +75,7 @@ def report(contents: Contents, *, command: str = "tunegemm report") -> str:
         forest=lambda winner: _forest(winner, limits),
         significant=significant,
         heat=charts.heat_class,
-        told=lambda trial: Markup(escape(charts.trial_told(trial))),  # of several lines, which are kept
+        tip=lambda trial: Markup(escape(charts.trial_tip(trial))),  # of several lines, which are kept
         roofline=Markup(charts.inline_roofline(contents)),
         named=len(winners) <= charts.NAMED_MARKS,
         replayed=any(details.sequence != details.trials for details in contents.details),
@@ -100,12 +100,12 @@ def _shown(value: Any) -> Any:
 
 
 def _headline(contents: Contents) -> str:
-    """The mean gain; of a recording that of the records in steady state, where there are any."""
+    """The mean gain; for a recording, of the records in steady state, if there are any."""
     ratios = list(contents.steady.values()) or [winner.record.ratio for winner in contents.winners]
     count, mean = len(ratios), statistics.geometric_mean(ratios)
-    what = f"{count:,} tuned product{'s run' if count != 1 else ' runs'}"
+    runs = f"{count:,} tuned product{'s run' if count != 1 else ' runs'}"
     how = "as fast as torch.mm" if 0.995 < mean < 1.005 else f"at {mean:.3f} \u00d7 the speed of torch.mm"
-    return f"{what} {how} on {contents.device.name}{' in steady state' if contents.steady else ''}"
+    return f"{runs} {how} on {contents.device.name}{' in steady state' if contents.steady else ''}"
 
 
 def _choices(values: Iterable[str]) -> list[tuple[str, str]]:
@@ -130,7 +130,7 @@ def _shape(details: Details) -> dict[str, Any]:
         "raced": len(tried) < len(details.sequence),
         "convergence": Markup(charts.inline_convergence(details)),
         "gap": analysis.gap(details),
-        "listed": sorted(enumerate(tried, 1), key=lambda one: -one[1].ratio)[:MOST_TRIALS],
+        "listed": sorted(enumerate(tried, 1), key=lambda item: -item[1].ratio)[:MOST_TRIALS],
         "importances": analysis.importances(details.trials),
         "grids": grids,
         "top": max(tiles, key=lambda trial: trial.ratio, default=None),
@@ -157,7 +157,7 @@ def _ticks(limits: tuple[float, float]) -> list[tuple[float, str]]:
     """Places and names of the ticks, 1 first, none closer than its name is wide."""
     from matplotlib.ticker import MaxNLocator
 
-    found: list[tuple[float, str]] = []
+    results: list[tuple[float, str]] = []
     within = (
         t
         for t in MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(*limits)
@@ -165,9 +165,9 @@ def _ticks(limits: tuple[float, float]) -> list[tuple[float, str]]:
     )
     for tick in (1.0, *within):
         place = _place(tick, limits)
-        if all(abs(place - other) >= 14 for other, _ in found):
-            found.append((place, f"{tick:g}"))
-    return found
+        if all(abs(place - other) >= 14 for other, _ in results):
+            results.append((place, f"{tick:g}"))
+    return results
 
 
 def _facts(contents: Contents) -> list[tuple[str, str]]:

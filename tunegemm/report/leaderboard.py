@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Format = Literal["table", "csv", "json", "md"]
 
-_NOTHING = "Nothing was measured for this device and software."
+_NOTHING = "There are no measurements for this device and software."
 
 #: The baseline's name, in tables and as the label of the candidate that calls it.
 BASELINE = "torch.mm"
@@ -44,8 +44,8 @@ BASELINE = "torch.mm"
 VENDOR_FAMILY = "cublaslt"
 
 
-#: How each column is shown to people: its heading, and the digits after the point; none for text, -1 for a
-#: time, which gets four significant digits.
+#: How to show each column: its heading, and the digits after the point; None for text, -1 for a time, which
+#: gets four significant digits.
 COLUMNS: Mapping[str, tuple[str, int | None]] = {
     "rank": ("rank", 0),
     "problem": ("problem", None),
@@ -68,8 +68,8 @@ SORTS: Mapping[str, tuple[str, bool]] = {
     "problem": ("", True), "ratio": ("ratio_to_torch_mm", False), "time": ("median_us", False),
 }  # fmt: skip
 
-#: What a narrow terminal goes without, in this order, so that candidates stay readable: the title names the
-#: device, the label tells the family, and the other figures follow from those that stay.
+#: Columns that a narrow terminal omits, in this order, so that candidates stay readable: the title names the
+#: device, the label shows the family, and the other figures follow from those that stay.
 _DISPENSABLE = (
     "family", "best_vendor", "spread_percent", "percent_of_roofline", "tflops", "best_vendor_ratio",
     "torch_mm_us", "device",
@@ -91,9 +91,9 @@ class Leaderboard:
     """The rows. Columns of one problem: ``rank``, ``tie`` (closer to the first of its rank than the noise),
     ``problem``, ``ratio_to_torch_mm``, ``candidate`` (its label), ``median_us``, ``torch_mm_us`` (torch's
     time in the same rounds), ``tflops``, ``percent_of_roofline``, ``spread_percent``, ``family``,
-    ``device``, ``evidence`` (``screen`` to ``final``; the better comes first), ``chosen`` (what is
+    ``device``, ``evidence`` (``screen`` to ``final``; the better comes first), ``chosen`` (whether it is
     dispatched),
-    ``origin`` (what it was imported from).
+    ``origin`` (source of an import).
     A modelled one has ``predicted_us`` in place of all figures, since a model only ranks."""
 
     @classmethod
@@ -122,14 +122,14 @@ class Leaderboard:
                     "candidate": candidate.digest,
                     "label": names.get(candidate.digest, str(candidate)),
                     "family": candidate.family,
-                    **{name: getattr(one, name) for name in _FIGURES},
-                    "baseline_spread": replace(one, samples_us=one.baseline_us).spread,
-                    "method": QUALIFYING if one.is_steady else SCREEN,
+                    **{name: getattr(measurement, name) for name in _FIGURES},
+                    "baseline_spread": replace(measurement, samples_us=measurement.baseline_us).spread,
+                    "method": QUALIFYING if measurement.is_steady else SCREEN,
                     "confirmed": False,
                     "origin": "",
                     "chosen": candidate == best,
                 }
-                for candidate, one in latest.items()
+                for candidate, measurement in latest.items()
             ],
             columns=_ROW,
         )
@@ -153,8 +153,15 @@ class Leaderboard:
 
         names = labels or {}
         rows = [
-            (rank, str(problem), names.get(one.digest, str(one)), predicted_us, one.family, device.name)
-            for rank, (one, predicted_us) in enumerate(sorted(predictions, key=lambda pair: pair[1]), 1)
+            (
+                rank,
+                str(problem),
+                names.get(candidate.digest, str(candidate)),
+                predicted_us,
+                candidate.family,
+                device.name,
+            )
+            for rank, (candidate, predicted_us) in enumerate(sorted(predictions, key=lambda pair: pair[1]), 1)
         ]
         columns = ["rank", "problem", "candidate", "predicted_us", "family", "device"]
         note = f"Ranked by a model of {device.name}; nothing was timed, and a model only ranks."
@@ -198,33 +205,33 @@ class Leaderboard:
 
         The vendor's columns are left out if most of their cells would be empty.
         """
-        found = leaders.sort_values([*_PROBLEM_FIELDS, "device_name"], kind="stable")
+        result = leaders.sort_values([*_PROBLEM_FIELDS, "device_name"], kind="stable")
         known = functools.cache(problem_of)
-        problems = [known(*fields) for fields in found[_PROBLEM_FIELDS].itertuples(index=False, name=None)]
+        problems = [known(*fields) for fields in result[_PROBLEM_FIELDS].itertuples(index=False, name=None)]
         flops = [problem.flops for problem in problems]
-        devices = {name: _device_named(name) for name in found["device_name"].unique()}
+        devices = {name: _device_named(name) for name in result["device_name"].unique()}
         floors = [
             devices[name].roofline_us(problem) or math.nan
-            for problem, name in zip(problems, found["device_name"], strict=True)
+            for problem, name in zip(problems, result["device_name"], strict=True)
         ]
-        # Where nothing beat torch.mm, that is the best, and the vendor's best is at least that.
-        lost = ~found["confirmed"] & (found["ratio"] < 1)
-        vendor_lost = found["vendor_ratio"] < 1
-        median_us = found["median_us"].where(~lost, found["baseline_median_us"])
-        label = found["label"].where(found["label"] != "", found["family"] + " " + found["candidate"])
-        table = found.assign(
+        # If nothing beat torch.mm, it is the best, and the vendor's best is at least that.
+        lost = ~result["confirmed"] & (result["ratio"] < 1)
+        vendor_lost = result["vendor_ratio"] < 1
+        median_us = result["median_us"].where(~lost, result["baseline_median_us"])
+        label = result["label"].where(result["label"] != "", result["family"] + " " + result["candidate"])
+        table = result.assign(
             problem=list(map(str, problems)),
             candidate=label.where(~lost, BASELINE),
             median_us=median_us,
-            torch_mm_us=found["baseline_median_us"],
+            torch_mm_us=result["baseline_median_us"],
             tflops=flops / median_us / 1e6,
-            ratio_to_torch_mm=found["ratio"].where(~lost, 1.0),
+            ratio_to_torch_mm=result["ratio"].where(~lost, 1.0),
             percent_of_roofline=[100 * floor for floor in floors] / median_us,
-            spread_percent=100 * found["spread"].where(~lost, found["baseline_spread"]),
-            family=found["family"].where(~lost, VENDOR_FAMILY),
-            device=found["device_name"],
-            best_vendor=found["vendor_label"].where(~vendor_lost, BASELINE),
-            best_vendor_ratio=found["vendor_ratio"].where(~vendor_lost, 1.0),
+            spread_percent=100 * result["spread"].where(~lost, result["baseline_spread"]),
+            family=result["family"].where(~lost, VENDOR_FAMILY),
+            device=result["device_name"],
+            best_vendor=result["vendor_label"].where(~vendor_lost, BASELINE),
+            best_vendor_ratio=result["vendor_ratio"].where(~vendor_lost, 1.0),
         )[list(_SUMMARY_COLUMNS)].reset_index(drop=True)
         title = f"Best per problem on {_names(table)}" if len(table) else "Best per problem"
         note = _mean_note(table)
@@ -303,13 +310,13 @@ class Leaderboard:
         return self.csv(top) if format == "csv" else self.markdown(top)
 
     def _cells(self) -> dict[str, list[str]]:
-        """The columns as people read them, without those that are empty or that the title tells."""
+        """The columns in readable form, without empty ones and those that the title covers."""
         hidden = {"problem"} if "rank" in self.frame else set()
         hidden |= {"device"} if self.frame["device"].nunique() == 1 else set()
         rows = self.frame.to_dict("records")
         names = [name for name in COLUMNS if name in self.frame.columns and name not in hidden]
-        found = {name: [_cell(name, row) for row in rows] for name in names}
-        return {name: cells for name, cells in found.items() if any(cells) or not rows}
+        result = {name: [_cell(name, row) for row in rows] for name in names}
+        return {name: cells for name, cells in result.items() if any(cells) or not rows}
 
     def sorted_by(self, key: str) -> Leaderboard:
         """The rows in another order of `SORTS`."""
@@ -341,18 +348,18 @@ _ROW = [
 
 
 def _ranked(frame: pandas.DataFrame, problem: Problem, device: Device) -> pandas.DataFrame:
-    """The board of one problem on one device. frame: of `_ROW`; what is `confirmed` is chosen if not said."""
+    """The board of one problem on one device. frame: of `_ROW`; `chosen` defaults to `confirmed`."""
     import pandas
 
     unnamed = frame["family"] + " " + frame["candidate"]
     label = frame["label"].where(frame["label"] != "", unnamed)
     chosen = frame.get("chosen", frame["confirmed"]).astype(bool)
-    # Timed as a candidate beside itself, torch.mm is off 1 by noise.
+    # torch.mm as a candidate beside itself differs from 1 by the noise.
     ratio = frame["ratio"].where(label != BASELINE, 1.0)
     torch_us = frame["baseline_median_us"].where(label != BASELINE, frame["median_us"])
     rows = _placed(frame.assign(label=label, chosen=chosen, ratio=ratio, baseline_median_us=torch_us))
     if len(rows) and not rows["label"].eq(BASELINE).any():
-        # The leader's interleave is the one whose baseline can stand beside the leader's time.
+        # Take the interleave of the leader, whose baseline belongs to the leader's time.
         baseline = rows.iloc[[0]].assign(label=BASELINE, family=VENDOR_FAMILY, ratio=1.0, chosen=False)
         baseline = baseline.assign(median_us=rows["baseline_median_us"], spread=rows["baseline_spread"])
         rows = _placed(pandas.concat([rows, baseline], ignore_index=True))
@@ -363,8 +370,8 @@ def _ranked(frame: pandas.DataFrame, problem: Problem, device: Device) -> pandas
         alike = (row.own, row.level) == (first.own, first.level)
         ranks.append(ranks[-1] if ranks and alike and tie(row, first) else position + 1)
     if len(rows):
-        # Races are of other clocks: the leader's own time stands, and others are what their ratio makes of
-        # it.
+        # Races run at other clocks: the leader keeps its own time, and the others' times follow from their
+        # ratios.
         torch_us = rows["baseline_median_us"].iloc[0]
         rows = rows.assign(
             median_us=(torch_us / rows["ratio"]).where(rows.index > 0, rows["median_us"]),
@@ -392,7 +399,7 @@ def _ranked(frame: pandas.DataFrame, problem: Problem, device: Device) -> pandas
 
 
 def _placed(rows: pandas.DataFrame) -> pandas.DataFrame:
-    """By what is dispatched, then the evidence, then the ratio."""
+    """Sorted by dispatch, then evidence, then ratio."""
     ordered = by_evidence(rows.sort_values("label", ascending=False), "ratio", first="chosen")
     return ordered[::-1].reset_index(drop=True)
 
@@ -405,13 +412,13 @@ def problems_of(frame: pandas.DataFrame) -> list[Problem]:
 
 def _groups(frame: pandas.DataFrame) -> list[tuple[Device, pandas.DataFrame]]:
     """The rows to show per device: those of the fingerprint measured last."""
-    found: dict[str, tuple[Any, Device, pandas.DataFrame]] = {}
+    result: dict[str, tuple[Any, Device, pandas.DataFrame]] = {}
     for _, group in frame.groupby("fingerprint", sort=False):
         fingerprint = Fingerprint(*(_python(group.iloc[0][name]) for name in _FINGERPRINT_FIELDS))
         name, latest = fingerprint.device_name, group["measured_at"].max()
-        if name not in found or latest > found[name][0]:
-            found[name] = (latest, known_device(fingerprint), group)
-    return [(shown, group) for _, shown, group in (found[name] for name in sorted(found))]
+        if name not in result or latest > result[name][0]:
+            result[name] = (latest, known_device(fingerprint), group)
+    return [(shown, group) for _, shown, group in (result[name] for name in sorted(result))]
 
 
 def known_device(fingerprint: Fingerprint) -> Device:
@@ -436,7 +443,7 @@ def _names(frame: pandas.DataFrame) -> str:
 
 
 def _how_to_read(rows: pandas.DataFrame) -> str:
-    """What ties are, and what to make of rows whose ratios do not compare with those before them."""
+    """The meaning of ties, and of rows whose ratios do not compare with those before them."""
     if rows.empty:
         return ""
     noise = max(NOISE_FLOOR, rows["noise"].max())
@@ -444,13 +451,13 @@ def _how_to_read(rows: pandas.DataFrame) -> str:
         "Each ratio is to torch.mm in the same rounds; times are at the clock of the first row's race. "
         f"= marks ties: closer than the noise, here up to {100 * noise:.1f} %."
     )
-    found = Counter(map(Evidence, by_evidence(rows)["level"]))
-    if len(found) < 2:
+    result = Counter(map(Evidence, by_evidence(rows)["level"]))
+    if len(result) < 2:
         return note
     counts = ", ".join(
-        f"{count} {level.name.lower()}" for level, count in sorted(found.items(), reverse=True)
+        f"{count} {level.name.lower()}" for level, count in sorted(result.items(), reverse=True)
     )
-    return f"{note} Ordered by evidence ({counts}): ratios compare among rows of the same only."
+    return f"{note} Ordered by evidence ({counts}): compare ratios only within one kind."
 
 
 def _stored_note(rows: pandas.DataFrame, groups: list[tuple[Device, pandas.DataFrame]]) -> str:
@@ -470,7 +477,7 @@ def _stored_note(rows: pandas.DataFrame, groups: list[tuple[Device, pandas.DataF
         parts.append(f"Imported: {imported} of the rows.")
     parts.append(_how_to_read(shown_rows))
     if left_out := len(rows) - len(shown_rows):
-        parts.append(f"Rows of other devices or software versions, left out: {left_out}.")
+        parts.append(f"Rows of other devices or software versions, not shown: {left_out}.")
     return " ".join(parts)
 
 
@@ -481,7 +488,7 @@ def _mean_note(table: pandas.DataFrame) -> str:
     note = f"Geometric mean over {len(table)} rows, to torch.mm: {mean:.3f}."
     vendors = table["best_vendor_ratio"].dropna()
     if vendors.empty:
-        return f"{note} None of the vendor's other algorithms was measured."
+        return f"{note} The vendor's other algorithms were not measured."
     which = "each row" if len(vendors) == len(table) else f"the {len(vendors)} rows where one was measured"
     return f"{note} The best of the vendor's algorithms on {which}: {geometric_mean(vendors):.3f}."
 

@@ -1,4 +1,4 @@
-"""`tunegemm.Space`, what a kernel family may try for one product and what the model expects of each kernel;
+"""`tunegemm.Space`: the candidates of a kernel family for one product, and the model's predictions for them;
 and its `Census`, which counts candidates before and after feasibility and by rule."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Space:
         return families.get(candidate.family).check(self.problem, candidate, self.device)
 
     def census(self) -> Census:
-        """How many kernels and candidates there are, how many are feasible, and what each rule rejects."""
+        """Counts kernels and candidates, the feasible ones, and the rejections of each rule."""
         return take_census(families.load_space(self.family), self.problem, self.device)
 
     def predict(self, candidate: Candidate) -> model.Prediction:
@@ -95,9 +95,9 @@ class Space:
 
 
 def candidate(family: str, chosen: Mapping[str, Value]) -> Candidate:
-    """A family's candidate with these parameters; those that are not given have the space's first value.
+    """A family's candidate with these parameters; the others have the space's first value.
 
-    Raises SpaceError for a family or a parameter that is not known, and for a value that it cannot have.
+    Raises SpaceError for an unknown family or parameter, and for an impossible value.
     """
     space = families.load_space(family)
     known = {**space.compile_values, **space.launch_values}
@@ -134,7 +134,7 @@ class Census:
     rejected: Mapping[str, int]
     """Per rule the number of candidates that it was the first to reject, most first."""
     examples: Mapping[str, str]
-    """Per rule the reason given for the first candidate it rejected."""
+    """For each rule, its reason for rejecting its first candidate."""
 
     @property
     def size(self) -> int:
@@ -148,8 +148,8 @@ class Census:
 
 
 def take_census(space: SearchSpace, problem: Problem, device: Device) -> Census:
-    """What is said of every kernel of a space, and of every launch of those that pass whose verdict may
-    differ.
+    """Counts the verdicts on every kernel of a space, and on every launch of passing kernels whose verdict
+    may differ.
     """
     family = families.get(space.family)
     # Most launch parameters never decide on feasibility, and their product has millions of candidates.
@@ -192,16 +192,16 @@ def _by_rules(
     launched = kernels.with_launches(passed, launch_values)
     of_launch = launched.rejected(rules, problem, device)
     launches = math.prod(map(len, launch_values.values()))
-    found = []
+    results = []
     for number in range(len(rules)):
         rows, launch_rows = np.flatnonzero(of_kernel == number), np.flatnonzero(of_launch == number)
         firsts = [(int(row), kernels.candidate(int(row))) for row in rows[:1]]
         firsts += [(int(passed[row // launches]), launched.candidate(int(row))) for row in launch_rows[:1]]
         if firsts:
-            place, first = min(firsts, key=lambda one: one[0])
-            found.append((place, (family.check(problem, first, device), len(rows), len(launch_rows))))
+            place, first = min(firsts, key=lambda first: first[0])
+            results.append((place, (family.check(problem, first, device), len(rows), len(launch_rows))))
     feasible = of_launch.reshape(-1, launches) == len(rules)
-    in_order = [one for _, one in sorted(found, key=lambda one: one[0])]
+    in_order = [item for _, item in sorted(results, key=lambda result: result[0])]
     return _Counted(int(feasible.any(axis=1).sum()), int(feasible.sum()), in_order)
 
 

@@ -57,7 +57,7 @@ class Delegate:
         self._sampler, self._searches = sampler, {search.family: search for search in searches}
         self._verdict, self._reject = verdict, reject
         self.trials = self._left = trials
-        self._library = [one for one in library if all(one not in search.results for search in searches)]
+        self._library = [item for item in library if all(item not in search.results for search in searches)]
         self.stage: StageName = "library"
         self.note = ""
         """Why the search ended before its trials were spent, or a remark that no suggestion was feasible."""
@@ -66,7 +66,7 @@ class Delegate:
         self._distributions = self._kernels.distributions
         self._study: optuna.Study | None = None
         self._running: dict[Candidate, list[int]] = {}
-        self._told: dict[Candidate, float | None] = {}
+        self._values: dict[Candidate, float | None] = {}
         self._suggested: dict[Candidate, optuna.trial.Trial] = {}
         self._seen: set[tuple[Any, ...]] = set()
         self._rejected: Counter[str] = Counter()
@@ -126,8 +126,7 @@ class Delegate:
         else:
             tried = self.trials - self._left
             outcome = (
-                f", so that the search ended after {tried} trial{'s' * (tried != 1)}; "
-                "another --sampler goes on"
+                f", so the search ended after {tried} trial{'s' * (tried != 1)}; another --sampler continues"
             )
         return (
             f"{infeasible} of the sampler's {self._suggestions} suggestions are infeasible, {most} of them "
@@ -176,7 +175,9 @@ class Delegate:
             yield
         except Exception as error:
             name = type(self._sampler).__name__
-            raise SpaceError(f"the sampler {name} failed: {one_line(error, 200)}; use another") from error
+            raise SpaceError(
+                f"the sampler {name} failed: {one_line(error, 200)}; use another sampler"
+            ) from error
         finally:
             if torch is not None:
                 torch.set_num_threads(threads)
@@ -189,7 +190,7 @@ class Delegate:
         study = self._learned()
         if trial is not None:
             # The sampler also learns the value at the exact point that it suggested: samplers that keep state
-            # in their trials, as CMA-ES does, learn from nothing else.
+            # in their trials, as CMA-ES does, learn from these only.
             self._running.setdefault(candidate, []).append(trial.number)
             if trial.params == params:
                 return
@@ -198,9 +199,9 @@ class Delegate:
 
     def _learn(self, candidate: Candidate, value: float | None) -> None:
         """Give the sampler a candidate's value, whether or not it was started or learned before."""
-        if candidate in self._told and self._told[candidate] != value:
+        if candidate in self._values and self._values[candidate] != value:
             self._study = None  # a finished trial cannot change, so a new study gets all of them
-        self._told[candidate] = value
+        self._values[candidate] = value
         running = self._running.pop(candidate, [])
         if self._study is None:
             return
@@ -215,7 +216,7 @@ class Delegate:
         if self._study is None:
             with quiet_optuna():
                 self._study = optuna.create_study(direction="maximize", sampler=self._sampler)
-            for candidate, value in self._told.items():
+            for candidate, value in self._values.items():
                 self._add(candidate, value)
             self._running.clear()
             self._suggested.clear()

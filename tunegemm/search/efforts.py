@@ -202,7 +202,7 @@ def checked_seconds(budget_seconds: float | None) -> float:
 def online_budget() -> tuple[float, str]:
     """Return the seconds that ``TUNEGEMM_MODE=online`` may tune in a process, from TUNEGEMM_ONLINE_BUDGET.
 
-    The second value says in one line what is wrong with that variable; it is empty if the variable is valid.
+    The second value is a one-line complaint about that variable; it is empty if the variable is valid.
     """
     text = os.environ.get("TUNEGEMM_ONLINE_BUDGET", "")
     try:
@@ -234,5 +234,5 @@ def _shown(value: object) -> str:
     try:
         text = repr(value)
     except ValueError:
-        return "a number of thousands of digits"
+        return "a number with thousands of digits"
     return text if len(text) <= 40 else text[:37] + "..."

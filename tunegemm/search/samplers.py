@@ -32,7 +32,7 @@ def sampler_of(sampler: Sampler | None, *, seed: int) -> optuna.samplers.BaseSam
     default.
 
     A name is one of `NAMES` or a class, ``package.module:Class``. The sampler gets `seed`, if it takes one.
-    Raises SpaceError if the name is unknown, the object is no sampler, or a required package is missing.
+    Raises SpaceError if the name is unknown, the object is not a sampler, or a required package is missing.
     """
     if sampler is None or sampler == ROOFLINE:
         return None
@@ -42,7 +42,7 @@ def sampler_of(sampler: Sampler | None, *, seed: int) -> optuna.samplers.BaseSam
         if not isinstance(sampler, BaseSampler):
             raise SpaceError(
                 f"sampler {shown(sampler)}: give one of {', '.join(NAMES)}, package.module:Class, "
-                "or an object of a class of Optuna's BaseSampler"
+                "or an instance of Optuna's BaseSampler"
             )
         return sampler
     if sampler in _OPTUNAS:
@@ -63,29 +63,29 @@ def _class(sampler: str, module: str, name: str) -> Any:
     from optuna.samplers import BaseSampler
 
     try:
-        found = getattr(importlib.import_module(module), name, None)
-    except Exception as error:  # whatever a module of the user's raises
+        result = getattr(importlib.import_module(module), name, None)
+    except Exception as error:  # the user's module may raise anything
         raise SpaceError(
             f"sampler {shown(sampler)}: importing {module} fails ({one_line(error, 150)}); "
             "it must be on the path (PYTHONPATH)"
         ) from None
-    if found is None:
+    if result is None:
         raise SpaceError(f"sampler {shown(sampler)}: {module} has no {name}")
-    if not (inspect.isclass(found) and issubclass(found, BaseSampler)):
+    if not (inspect.isclass(result) and issubclass(result, BaseSampler)):
         raise SpaceError(
-            f"sampler {shown(sampler)}: {name} is no sampler; give a class of Optuna's BaseSampler"
+            f"sampler {shown(sampler)}: {name} is not a sampler; give a subclass of Optuna's BaseSampler"
         )
-    return found
+    return result
 
 
-def _made(found: Any, sampler: str, seed: int) -> optuna.samplers.BaseSampler:
+def _made(maker: Any, sampler: str, seed: int) -> optuna.samplers.BaseSampler:
     try:
-        takes_seed = "seed" in inspect.signature(found).parameters
+        takes_seed = "seed" in inspect.signature(maker).parameters
         with quiet_optuna():
-            made = found(seed=seed) if takes_seed else found()
-    except Exception as error:  # the user's class, or one that is abstract
+            made = maker(seed=seed) if takes_seed else maker()
+    except Exception as error:  # a user's class may raise anything or be abstract
         raise SpaceError(
-            f"sampler {shown(sampler)} cannot be made: {one_line(error, 150)}; "
-            "make it in Python: tunegemm.tune(sampler=...)"
+            f"sampler {shown(sampler)} cannot be created: {one_line(error, 150)}; "
+            "create it in Python: tunegemm.tune(sampler=...)"
         ) from None
     return made

@@ -70,7 +70,7 @@ class Search:
             whether it was recorded.
         library: candidates outside the space, such as the vendor's algorithms: asked first, all of them,
             and not counted as trials.
-        seeds: candidates of the space to begin with, such as winners of older kernels. They count as trials:
+        seeds: candidates of the space to start with, such as winners of older kernels. They count as trials:
             on top of an effort's own number, but within the number that `trials` sets.
         known: stored results (value None: it failed). The search learns from them and never asks for them
         again.
@@ -134,14 +134,14 @@ class Search:
         return self._is_new(candidate) and self._is_allowed(candidate)
 
     def planned_screen(self) -> list[Candidate]:
-        """What the screen will ask for whatever the results: may be compiled ahead, in this order."""
+        """The candidates that the screen will ask for whatever the results, in order; to compile ahead."""
         chosen = itertools.chain(self._seeds, self._screening_order())
         new = (c for c in chosen if c.kernel in self._by_kernel and self._is_new(c) and self._is_allowed(c))
         return list(itertools.islice(dict.fromkeys(new), self.budget.screen))
 
     def planned_launches(self) -> list[Candidate]:
-        """Return what the last stage would ask for after the results so far: a launch may need another
-        kernel."""
+        """Return the launches that the last stage would ask for after the results so far: a launch may need
+        another kernel."""
         new = (c for c in self._launches_of_leaders() if self._is_new(c) and self._is_allowed(c))
         return list(itertools.islice(new, self.budget.refine)) if self.stage != "done" else []
 
@@ -218,8 +218,8 @@ class Search:
         self.asked.append(candidate)
 
     def _completed(self, candidate: Candidate) -> Candidate:
-        """Return a stored launch with later parameters added at their first values, which do what it did
-        then."""
+        """Return a stored launch with later parameters added at their first values, which match its old
+        behaviour."""
         if candidate.kernel not in self._by_kernel:
             return candidate
         later = {n: v[0] for n, v in self.launch_values.items() if n not in candidate.params}
@@ -323,7 +323,7 @@ class Portfolio:
         return self._by_family.get(candidate.family, self.searches[0]).stage_of(candidate)
 
     def planned_screen(self) -> list[Candidate]:
-        """What will be asked for whatever the results: may be compiled ahead, in this order."""
+        """The candidates that will be asked for whatever the results, in order; to compile ahead."""
         planned = [c for search in self.searches[1:] for c in search.planned_screen()[: _first_round(search)]]
         return planned + [c for search in self.searches[:1] for c in search.planned_screen()]
 
@@ -359,7 +359,7 @@ class Portfolio:
 
     def _is_near(self, search: Search) -> bool:
         # First rounds compare with first rounds: the first search has seen many more candidates by now.
-        best = {one: self._best_of_first_round(one) for one in self.searches}
+        best = {search: self._best_of_first_round(search) for search in self.searches}
         others = [value for name, own in self._values.items() if name != search.family for value in own]
         least = max((1 - self._margin) * max(best.values()), (1 - self._behind) * max(others, default=0.0))
         return best[search] > 0 and best[search] >= least
@@ -442,12 +442,12 @@ def _check_alike(ranked: Sequence[Candidate]) -> None:
     for candidate in ranked[1:]:
         first = ranked[0]
         if candidate.family != first.family or not _same_names(candidate, first):
-            raise SpaceError(f"one search is over one family's parameters; got {first} and {candidate}")
+            raise SpaceError(f"a search needs candidates of one family; got {first} and {candidate}")
 
 
-def _same_names(one: Candidate, other: Candidate) -> bool:
-    return [name for name, _ in one.compile_params] == [name for name, _ in other.compile_params]
+def _same_names(candidate: Candidate, other: Candidate) -> bool:
+    return [name for name, _ in candidate.compile_params] == [name for name, _ in other.compile_params]
 
 
-def _differences(one: Candidate, other: Candidate) -> int:
-    return sum(a != b for a, b in zip(one.launch_params, other.launch_params, strict=True))
+def _differences(candidate: Candidate, other: Candidate) -> int:
+    return sum(a != b for a, b in zip(candidate.launch_params, other.launch_params, strict=True))

@@ -30,9 +30,9 @@ from tunegemm.search.search import FAMILY, Portfolio, StageName, in_order, quiet
 if TYPE_CHECKING:
     from tunegemm.search.delegate import Delegate
 
-#: The parameter of a vendor library's algorithm: its index among those that the library named, torch.mm
-#: first. The algorithm's own parameters belong to one version of the library; the trial's attribute
-#: `candidate` has them.
+#: The parameter of a vendor library's algorithm: its index in the library's list, torch.mm first. The
+#: algorithm's own parameters belong to one version of the library; the trial's attribute `candidate` has
+#: them.
 ALGORITHM, _MOST_ALGORITHMS = "library_algorithm", 1023
 #: With fewer trials, the best tenth is at most two candidates, which show nothing.
 FEWEST_TRIALS = 24
@@ -83,11 +83,11 @@ class StudySpace:
 
     def params(self, candidate: Candidate) -> dict[str, Any]:
         """Return a candidate as a trial's parameters, without values that no list has."""
-        found: dict[str, Any] = {FAMILY: candidate.family}
+        result: dict[str, Any] = {FAMILY: candidate.family}
         if candidate.family not in self._families:
             place = self._library.setdefault(candidate, len(self._library))
-            return found | {ALGORITHM: min(place, _MOST_ALGORITHMS)}
-        return found | {n: v for n, v in candidate.params.items() if v in self.lists.get(n, ())}
+            return result | {ALGORITHM: min(place, _MOST_ALGORITHMS)}
+        return result | {n: v for n, v in candidate.params.items() if v in self.lists.get(n, ())}
 
     def _distribution(self, name: str) -> BaseDistribution:
         if name not in self._known:
@@ -96,7 +96,7 @@ class StudySpace:
             if name == ALGORITHM:
                 self._known[name] = IntDistribution(0, _MOST_ALGORITHMS)
             elif name == FAMILY:
-                library = {one.family for one in self._library}
+                library = {candidate.family for candidate in self._library}
                 self._known[name] = CategoricalDistribution(sorted({*self._families, *library, "cublaslt"}))
             else:
                 self._known[name] = CategoricalDistribution(self.lists[name])
@@ -125,8 +125,8 @@ class RooflineSampler(BaseSampler):
         self._order, self.space = order, space
         self._beyond = beyond or _tpe(seed)
         self._waiting: deque[Candidate] = deque()
-        self._given: dict[int, Candidate] = {}
-        #: The values that the search uses in place of those that the study stores.
+        self._suggested: dict[int, Candidate] = {}
+        #: The values that the search uses instead of the study's stored ones.
         self._search_values: dict[Candidate, float | None] = {}
 
     def prepare(self, count: int) -> list[Candidate]:
@@ -148,13 +148,13 @@ class RooflineSampler(BaseSampler):
     ) -> dict[str, BaseDistribution]:
         if self.space is None or not self.prepare(1):
             return dict(self._beyond.infer_relative_search_space(study, trial))
-        candidate = self._given[trial.number] = self._waiting.popleft()
+        candidate = self._suggested[trial.number] = self._waiting.popleft()
         return self.space.distributions(candidate)
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        candidate = self._given.get(trial.number)
+        candidate = self._suggested.get(trial.number)
         if candidate is None or self.space is None:
             return dict(self._beyond.sample_relative(study, trial, search_space))
         return self.space.params(candidate)
@@ -171,12 +171,12 @@ class RooflineSampler(BaseSampler):
     def after_trial(
         self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
     ) -> None:
-        candidate = self._given.pop(trial.number, None)
+        candidate = self._suggested.pop(trial.number, None)
         if candidate is None or self._order is None:
             self._beyond.after_trial(study, trial, state, values)
             return
-        told = values[0] if values and state == TrialState.COMPLETE else None
-        self._order.tell(candidate, self._search_values.pop(candidate, told))
+        value = values[0] if values and state == TrialState.COMPLETE else None
+        self._order.tell(candidate, self._search_values.pop(candidate, value))
 
     def __getstate__(self) -> Mapping[str, Any]:
         """Leave out the order, which holds kernels of this process: a stored study no longer needs it."""
@@ -222,7 +222,7 @@ class ProblemStudy:
         portfolio: the order of the default sampler; every sampler suggests candidates of its searches.
             `order` is the portfolio, or its replacement for another sampler.
         library: candidates outside the space, which come first for any sampler.
-        verdict: why a point of the space is no candidate.
+        verdict: why a point of the space is not a candidate.
         sampler: an Optuna sampler in place of `RooflineSampler`. seed: of the sampler that follows it.
         name, attributes: of the study.
         """
@@ -252,33 +252,35 @@ class ProblemStudy:
             self._running[candidate] = trial, self.order.stage_of(candidate)
         return batch
 
-    def tell(self, candidate: Candidate, search_value: float | None, told: Told | None = None) -> None:
+    def tell(self, candidate: Candidate, search_value: float | None, outcome: Told | None = None) -> None:
         """Record the result of a candidate, even if the study did not ask for it.
 
-        search_value: the value that the search learns. told: the measured result; by default the same.
+        search_value: the value that the search learns. outcome: the measured result; by default the same.
         Telling a candidate again updates the search and leaves the trial as it was measured.
         """
-        told = told or Told(search_value)
+        outcome = outcome or Told(search_value)
         if candidate in self._running:
             trial, stage = self._running.pop(candidate)
             self._done.add(candidate)
-            for name, value in self._attributes(candidate, stage, told).items():
+            for name, value in self._attributes(candidate, stage, outcome).items():
                 trial.set_user_attr(name, value)
             self._sampler.expect(candidate, search_value)
-            self.study.tell(trial, told.ratio, state=None if told.ratio is not None else TrialState.FAIL)
+            self.study.tell(
+                trial, outcome.ratio, state=None if outcome.ratio is not None else TrialState.FAIL
+            )
             return
         if candidate not in self._done:
-            self.add(candidate, told, self.order.stage_of(candidate))
+            self.add(candidate, outcome, self.order.stage_of(candidate))
         self.order.tell(candidate, search_value)
 
-    def add(self, candidate: Candidate, told: Told, stage: str) -> None:
+    def add(self, candidate: Candidate, outcome: Told, stage: str) -> None:
         """Add a finished trial that the study did not ask for: a known result, or one of the final race."""
         self._done.add(candidate)
-        state = TrialState.COMPLETE if told.ratio is not None else TrialState.FAIL
-        self._add(candidate, state, self._attributes(candidate, stage, told), told.ratio)
+        state = TrialState.COMPLETE if outcome.ratio is not None else TrialState.FAIL
+        self._add(candidate, state, self._attributes(candidate, stage, outcome), outcome.ratio)
 
     def prune(self, candidate: Candidate, verdict: Verdict) -> None:
-        """Add a point of the space that is no candidate, with the rule that rejects it."""
+        """Add a point of the space that is not a candidate, with the rule that rejects it."""
         shown = {"rule": verdict.rule or "", "reason": verdict.reason}
         attributes = self._attributes(candidate, "explore", Told(None)) | shown
         self._add(candidate, TrialState.PRUNED, attributes)
@@ -286,7 +288,7 @@ class ProblemStudy:
     def finish(self) -> None:
         """Mark unfinished trials as failed, because the search ended before their results."""
         for candidate in list(self._running):
-            self.tell(candidate, None, Told(None, failure="not measured: the search ended before"))
+            self.tell(candidate, None, Told(None, failure="not measured: the search ended first"))
 
     def _add(
         self, candidate: Candidate, state: TrialState, attributes: dict[str, Any], value: float | None = None
@@ -294,11 +296,11 @@ class ProblemStudy:
         params, distributions = self.space.params(candidate), self.space.distributions(candidate)
         self.study.add_trial(_finished(params, distributions, value, attributes, state))
 
-    def _attributes(self, candidate: Candidate, stage: str, told: Told) -> dict[str, Any]:
+    def _attributes(self, candidate: Candidate, stage: str, outcome: Told) -> dict[str, Any]:
         every = {
             "stage": stage, "family": candidate.family, "label": self._label(candidate),
-            "candidate": candidate.to_json(), "evidence": told.evidence, "microseconds": told.microseconds,
-            "failure": told.failure,
+            "candidate": candidate.to_json(), "evidence": outcome.evidence,
+            "microseconds": outcome.microseconds, "failure": outcome.failure,
         }  # fmt: skip
         return {name: value for name, value in every.items() if value not in ("", None)}
 
@@ -307,7 +309,7 @@ def of_family(study: optuna.Study, family: str) -> optuna.Study:
     """Return the trials of one family that have a value, as a study in memory: all have the same parameters,
     as Optuna's importances and some of its charts require. Parameters with a single value are left out.
     """
-    return _alike([one for one in _complete(study) if one.params.get(FAMILY) == family])
+    return _alike([item for item in _complete(study) if item.params.get(FAMILY) == family])
 
 
 def _complete(study: optuna.Study) -> list[FrozenTrial]:
@@ -320,10 +322,10 @@ def _alike(done: Sequence[FrozenTrial]) -> optuna.Study:
     for trial in done:
         for name, value in trial.params.items():
             values.setdefault(name, set()).add(value)
-    names = [n for n, found in values.items() if len(found) > 1 and all(n in t.params for t in done)]
+    names = [n for n, result in values.items() if len(result) > 1 and all(n in t.params for t in done)]
     with quiet_optuna():
-        found = optuna.create_study(direction="maximize")
-    found.add_trials(
+        result = optuna.create_study(direction="maximize")
+    result.add_trials(
         [
             _finished(
                 {name: trial.params[name] for name in names},
@@ -334,7 +336,7 @@ def _alike(done: Sequence[FrozenTrial]) -> optuna.Study:
             for trial in done
         ]
     )
-    return found
+    return result
 
 
 def _finished(
@@ -361,7 +363,7 @@ def finished_trials(results: Iterable[tuple[Candidate, float]]) -> list[FrozenTr
     yet."""
     listed = list(results)
     space = StudySpace([], candidates=[candidate for candidate, _ in listed])
-    return [_finished(space.params(one), space.distributions(one), ratio) for one, ratio in listed]
+    return [_finished(space.params(item), space.distributions(item), ratio) for item, ratio in listed]
 
 
 def importances(trials: optuna.Study | Sequence[FrozenTrial]) -> dict[str, dict[str, float]]:
@@ -373,10 +375,10 @@ def importances(trials: optuna.Study | Sequence[FrozenTrial]) -> dict[str, dict[
     families: dict[str, list[FrozenTrial]] = {}
     for trial in _complete(trials) if isinstance(trials, optuna.Study) else trials:
         families.setdefault(trial.params[FAMILY], []).append(trial)
-    found = {}
+    result = {}
     for family, done in families.items():
         if len(done) >= FEWEST_TRIALS and (own := _alike(done)).get_trials(deepcopy=False)[0].params:
             evaluator = optuna.importance.PedAnovaImportanceEvaluator()
             with quiet_optuna():
-                found[family] = optuna.importance.get_param_importances(own, evaluator=evaluator)
-    return found
+                result[family] = optuna.importance.get_param_importances(own, evaluator=evaluator)
+    return result

@@ -3,9 +3,9 @@
 `Record` is a plain value; `Database` needs SQLAlchemy and therefore loads on first use.
 
 `database` publishes (`publishing`) and reads (`rows`, `frames`, `queries`) through `connection`, `models` and
-`migrations`. `codec` alone converts between values, rows and JSON. `layers` combines what dispatch reads:
-databases (`lookup`), `shipped` records, `packs`; `checks` validates what comes from elsewhere. `validity`
-says what a record is worth here, `history` what changed; `exchange` moves rows between databases. Imports
+`migrations`. `codec` alone converts between values, rows and JSON. `layers` combines the sources of dispatch:
+databases (`lookup`), `shipped` records and `packs`; `checks` validates records from elsewhere. `validity`
+grades a record for this machine, `history` compares records, `exchange` moves rows between databases. Imports
 `describe`, `generate`, `measure`.
 """
 

@@ -1,7 +1,7 @@
-"""Whether what a record from elsewhere says can be: its figures, and that its family can make its kernel.
+"""Validates records from elsewhere: their figures must be plausible and their family able to make the kernel.
 
-Exchange files, merged databases, packs and the shipped records all come through here. No SQLAlchemy is
-loaded: dispatch asks, too.
+Exchange files, merged databases, packs and the shipped records all pass these checks. The module does not
+load SQLAlchemy, because dispatch calls it, too.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tunegemm.untrusted import printable, shown
 if TYPE_CHECKING:
     from tunegemm.store.record import Record
 
-#: Times of one product, us: under a nanosecond or over an hour nothing was measured.
+#: Plausible times of one product, us. Below a nanosecond or above an hour, the measurement is broken.
 SHORTEST_US, LONGEST_US = 1e-3, 3.6e9
 
-#: How far above the datasheet's peaks a chip can be: its highest clock (H200: 1980 MHz) over that of the
-#: datasheet (1830 MHz). Of 103 shipped records the fastest is at 0.94 of its roofline.
+#: How far a chip can exceed the datasheet's peaks: its highest clock (H200: 1980 MHz) over the datasheet's
+#: (1830 MHz). The fastest of 103 shipped records reaches 0.94 of its roofline.
 _ABOVE_DATASHEET = 1.1
 
 
 def check_roofline(problem: Problem, fingerprint: Fingerprint, *medians_us: float) -> None:
-    """Raises BadValueError for times that the named device cannot reach. One that is not known passes."""
+    """Raises BadValueError for times that the named device cannot reach. Unknown devices pass."""
     name = fingerprint.device_name
     part = next((part for part in PARTS.values() if name.startswith(part.device_name)), None)
     if part is None:
@@ -39,15 +39,15 @@ def check_roofline(problem: Problem, fingerprint: Fingerprint, *medians_us: floa
     floor_us = device_from_part(f"model:{name}", part, fingerprint).roofline_us(problem)
     if min(medians_us) < floor_us / _ABOVE_DATASHEET:
         raise BadValueError(
-            f"{min(medians_us):.4g} us for {problem} is beyond the roofline of {part.device_name}, "
+            f"{min(medians_us):.4g} us for {problem} beats the roofline of {part.device_name}, "
             f"{floor_us:.4g} us"
         )
 
 
-#: Times as fast as torch.mm: shipped records are at 0.96 to 5.1, and what takes 50 times as long
-#: as torch.mm is not waited for.
+#: Plausible speeds relative to torch.mm. Shipped records lie between 0.96 and 5.1; tuning does not wait for a
+#: kernel that takes 50 times as long as torch.mm.
 _LEAST_RATIO, _MOST_RATIO = 1e-3, 1e3
-#: How far above the tolerance of today an error may be: that of older releases was another.
+#: How far an error may exceed today's tolerance: older releases had another.
 _OLDER = 2.0
 
 
@@ -59,17 +59,17 @@ def objection(
     ratio: float = nan,
     relative_error: float = nan,
 ) -> str:
-    """Why what a record says is not to be launched, in one clause; empty where it may be.
+    """The reason not to launch a record from elsewhere, as one clause; empty if it may run.
 
-    The one check of records from elsewhere, whichever way they come: its figures, where they are known, are
-    those of a measurement of a right kernel, and its family can make the kernel on that device. Whatever a
-    family raises is a reason, too. device: one that is only named is as the datasheet says.
+    All records from elsewhere pass this one check: their figures, if known, must be those of a correct
+    kernel's measurement, and their family must be able to make the kernel on that device. Any error that a
+    family raises is a reason, too. device: a fingerprint stands for the device of its datasheet.
     """
     if ratio == ratio and not _LEAST_RATIO <= ratio <= _MOST_RATIO:
-        return f"ratio {shown(ratio)} is not one of {_LEAST_RATIO:g} to {_MOST_RATIO:g}"
+        return f"ratio {shown(ratio)} is outside {_LEAST_RATIO:g} to {_MOST_RATIO:g}"
     most = _OLDER * tolerance(problem)
     if relative_error == relative_error and not 0 <= relative_error <= most:
-        return f"relative error {shown(relative_error)} is not one of 0 to {most:.3g}: its kernel is wrong"
+        return f"relative error {shown(relative_error)} is outside 0 to {most:.3g}: its kernel is wrong"
     if is_torch(candidate):
         return ""
     try:
@@ -87,20 +87,20 @@ def objection(
         family.workspace(problem, candidate, device)
     except TunegemmError as error:
         return one_line(error)
-    except Exception as error:  # of a foreign candidate, or of another package's family
+    except Exception as error:  # a foreign candidate or another package's family may raise any
         return f"{candidate.family} cannot read it ({type(error).__name__}: {one_line(error)})"
     return ""
 
 
 def record_objection(record: Record, device: Device | None = None) -> str:
-    """The same of a record, on this device or else on the one that it was measured on."""
+    """As `objection`, for a record; device: by default the one that measured it."""
     figures = {"ratio": record.ratio, "relative_error": record.relative_error}
     return objection(record.problem, record.candidate, device or record.fingerprint, **figures)
 
 
 def device_of(fingerprint: Fingerprint) -> Device | None:
-    """The device that was measured, as far as a kernel key asks: it need not be here. None for one of an
-    architecture that is not known.
+    """The measured device, as far as a kernel key needs it; it need not be here. None for an unknown
+    architecture.
     """
     part = part_named(fingerprint.device_name)
     if part is None:
@@ -112,5 +112,5 @@ def device_of(fingerprint: Fingerprint) -> Device | None:
 
 
 def one_line(error: Exception) -> str:
-    """What is wrong, as a printable line."""
+    """The error's message as one printable line."""
     return printable(" ".join(str(error).split()), 300)

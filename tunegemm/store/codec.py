@@ -1,10 +1,10 @@
 """Encodes records for storage and decodes them: no other module converts stored data to values.
 
 A measurement is stored as the cells of a row, by their names, or as a JSON object: a line of shipped
-records, or a row of an export (db/exchange.schema.json). `decode_` makes values, `encode_` what is stored.
-A cell may hold anything, as SQLite keeps text in columns of numbers and users edit files by hand: a value
-that is impossible for its name raises one of `UNREADABLE`. JSON is untrusted: malformed JSON raises one of
-`BAD`. This module does not load SQLAlchemy, because dispatch reads records.
+records, or a row of an export (db/exchange.schema.json). `decode_` makes values, `encode_` makes cells or
+JSON. A cell may hold anything, because SQLite keeps text in columns of numbers and users edit files by hand:
+an impossible value raises one of `UNREADABLE`. JSON is untrusted: malformed JSON raises one of `BAD`. The
+module does not load SQLAlchemy, because dispatch reads records.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ Value = TypeVar("Value", Problem, Fingerprint)
 FINGERPRINT_FIELDS = tuple(field.name for field in dataclasses.fields(Fingerprint))
 _RESOURCES = tuple(field.name for field in dataclasses.fields(Resources))
 
-#: Telemetry that has cells of its own; the rest of it is kept as JSON.
+#: Telemetry with cells of its own; all other telemetry is kept as JSON.
 TELEMETRY_NUMBERS = ("sm_clock_mhz", "power_w", "temperature_c")
 THROTTLE = "throttle_reasons"
 
-#: Errors that decoding a row raises if it cannot understand a cell.
+#: Errors that decoding raises for a cell that it cannot understand.
 UNREADABLE = (
     TunegemmError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
-#: What JSON that is not as it should be raises.
+#: Errors that malformed JSON raises.
 BAD = (TunegemmError, ValueError)
 
 
@@ -71,21 +71,21 @@ BAD = (TunegemmError, ValueError)
 
 
 def finite(cell: Any) -> float:
-    """A finite number. Raises ValueError if the value is none."""
+    """A finite number. Raises ValueError for any other value."""
     if not isinstance(cell, int | float) or not math.isfinite(cell):
         raise ValueError(f"{cell!r:.40} is not a number")
     return float(cell)
 
 
 def positive(cell: Any) -> float:
-    """A finite number above zero. Raises ValueError."""
+    """A finite number above zero. Raises ValueError for any other value."""
     if not finite(cell) > 0:
         raise ValueError(f"{cell!r:.40} is not positive")
     return float(cell)
 
 
 def not_negative(cell: Any) -> float:
-    """A finite number from zero. Raises ValueError."""
+    """A finite number, zero or above. Raises ValueError for any other value."""
     if not finite(cell) >= 0:
         raise ValueError(f"{cell!r:.40} is negative")
     return float(cell)
@@ -99,14 +99,14 @@ def text(cell: Any) -> str:
 
 
 def flag(cell: Any) -> bool:
-    """True or false; a cell that is not there is false. Raises ValueError."""
+    """True or false; a missing cell is false. Raises ValueError for any other value."""
     if cell not in (True, False, None):
         raise ValueError(f"{cell!r:.40} is neither true nor false")
     return bool(cell)
 
 
 def known(cell: datetime | None) -> datetime:
-    """A moment that could be read. Raises ValueError."""
+    """A moment, unless its text could not be read: then raises ValueError."""
     if cell is None:
         raise ValueError("its time is not an ISO 8601 time")
     return cell
@@ -115,7 +115,7 @@ def known(cell: datetime | None) -> datetime:
 def times(cell: Any) -> tuple[float, ...]:
     """Samples, us. Raises ValueError."""
     if not isinstance(cell, list) or not cell:
-        raise ValueError(f"{cell!r:.40} is no list of times")
+        raise ValueError(f"{cell!r:.40} is not a list of times")
     return tuple(map(positive, cell))
 
 
@@ -124,9 +124,9 @@ def decode_fingerprint(digest: str, *facts: Any) -> Fingerprint:
     fingerprint = Fingerprint(*facts)
     for field, value in zip(dataclasses.fields(Fingerprint), facts, strict=True):
         if type(value).__name__ != field.type:
-            raise ValueError(f"{field.name} {shown(value)} of a fingerprint is not of the type {field.type}")
+            raise ValueError(f"{field.name} {shown(value)} of a fingerprint: its type is not {field.type}")
     if fingerprint.digest != digest:
-        raise ValueError(f"fingerprint {digest} holds the facts of {fingerprint.digest}")
+        raise ValueError(f"fingerprint {digest} has the facts of fingerprint {fingerprint.digest}")
     return fingerprint
 
 
@@ -134,7 +134,7 @@ def decode_candidate(text: str, digest: str) -> Candidate:
     """A stored candidate. Raises SpaceError if it is damaged."""
     candidate = Candidate.from_json(text)
     if candidate.digest != digest:
-        raise SpaceError(f"candidate {digest} holds the parameters of {candidate.digest}")
+        raise SpaceError(f"candidate {digest} has the parameters of candidate {candidate.digest}")
     return candidate
 
 
@@ -147,7 +147,7 @@ def is_readable(decode: Callable[..., object], *cells: Any) -> bool:
     return True
 
 
-#: The cells of a record beside its problem, candidate, fingerprint and telemetry.
+#: The cells of a record besides its problem, candidate, fingerprint and telemetry.
 _CELLS: Mapping[str, Callable[[Any], Any]] = {
     "label": text, "median_us": positive, "baseline_median_us": positive, "ratio": positive, "noise": finite,
     "relative_error": not_negative, "confirmed": flag, "kernel_source": text, "method": text, "origin": text,
@@ -159,13 +159,13 @@ _CELLS: Mapping[str, Callable[[Any], Any]] = {
 def decode_record(
     cells: Cells, problem: Problem, candidate: Candidate, fingerprint: Fingerprint, layer: str
 ) -> Record:
-    """The record of a row's cells, of which a narrow reading has few. Raises one of `UNREADABLE`."""
+    """A record from a row's cells; a narrow query reads few of them. Raises one of `UNREADABLE`."""
     facts = {name: check(cells[name]) for name, check in _CELLS.items() if name in cells}
-    if "chosen_at" in cells and cells["confirmed"] is not None:  # and not a measurement that is no record
+    if "chosen_at" in cells and cells["confirmed"] is not None:  # a measurement need not be a record
         known(cells["chosen_at"])
     if "samples_us" in cells:
         if len(facts["samples_us"]) != len(facts["baseline_us"]):
-            raise ValueError("its samples are not of the same rounds")
+            raise ValueError("its samples are from different rounds")
         facts["telemetry"] = _decode_telemetry(cells)
     return Record(problem, candidate, fingerprint, **facts, layer=layer)
 
@@ -185,8 +185,8 @@ def _decode_telemetry(cells: Cells) -> dict[str, Any]:
 
 
 def record_decoder(names: Sequence[str], layer: str) -> Callable[[Sequence[Any]], Record]:
-    """A function that makes a `Record` of a row: the problem's fields, the fingerprint's digest and fields,
-    the candidate's JSON and digest, then the cells of these names.
+    """A function that makes a `Record` from a row: the problem's fields, the fingerprint's digest and fields,
+    the candidate's JSON and digest, then the cells with these names.
     """
     # 100,000 records share few candidates and fewer fingerprints.
     fingerprint_of = functools.cache(decode_fingerprint)
@@ -206,7 +206,7 @@ def record_decoder(names: Sequence[str], layer: str) -> Callable[[Sequence[Any]]
 
 
 def decode_failure(row: Sequence[Any]) -> Failure:
-    """The failure of a row: the candidate's JSON and digest, the stage and the reason."""
+    """A failure from a row: the candidate's JSON and digest, the stage and the reason."""
     json_text, digest, stage, reason = row
     if stage not in get_args(Stage):
         raise ValueError(f"stage {stage!r:.40} is not known")
@@ -217,7 +217,7 @@ def decode_failure(row: Sequence[Any]) -> Failure:
 
 
 def require(value: object, kind: type | UnionType, name: str) -> None:
-    """Raises DatabaseError for an argument of another type."""
+    """Raises DatabaseError for a value of another type."""
     if not isinstance(value, kind):
         wanted = getattr(kind, "__name__", kind)
         raise DatabaseError(f"{name} {shown(value)}: its type is {type(value).__name__}; give a {wanted}")
@@ -236,26 +236,26 @@ def encode_keys(
 def encode_outcome(
     outcome: Measurement | Failure, resources: Resources | None, method: str
 ) -> dict[str, Any]:
-    """The columns of an outcome's row, without keys and time. Raises DatabaseError for what can be none."""
+    """The columns of an outcome's row, without keys and time. Raises DatabaseError for an invalid outcome."""
     require(outcome.candidate, Candidate, "candidate")
     made = {"kernel_source": kernel_source_hash(outcome.candidate.family), "origin": ""}
     if isinstance(outcome, Failure):
         if outcome.stage not in get_args(Stage):
             raise DatabaseError(f"stage {shown(outcome.stage)}: use one of {', '.join(get_args(Stage))}")
-        # The last output of a crashed process may hold NUL and bytes that are not text.
+        # The last output of a crashed process may have NUL and undecodable bytes.
         reason = str(outcome.reason).replace("\0", "").encode("utf-8", "replace").decode()
         return {**made, "stage": outcome.stage, "reason": reason}
     if resources is not None:
         require(resources, Resources, "resources")
-    found = {} if resources is None else dataclasses.asdict(resources)
-    return {**made, "policy": method, **_encode_measurement(outcome), **found}
+    compiled = {} if resources is None else dataclasses.asdict(resources)
+    return {**made, "policy": method, **_encode_measurement(outcome), **compiled}
 
 
 def _encode_measurement(measurement: Measurement) -> dict[str, Any]:
     samples, baseline = measurement.samples_us, measurement.baseline_us
     if not samples or len(samples) != len(baseline):
         raise DatabaseError(
-            f"{len(samples)} samples and {len(baseline)} of the baseline; as many of both are needed"
+            f"{len(samples)} samples but {len(baseline)} of the baseline; measure both in the same rounds"
         )
     if not all(_is_number(time) and SHORTEST_US <= time <= LONGEST_US for time in (*samples, *baseline)):
         raise DatabaseError(
@@ -286,9 +286,9 @@ def _is_number(value: object) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """`value` with nothing but JSON's types in it: telemetry may hold tuples, numpy scalars or NaN.
+    """`value` in JSON's types only: telemetry may hold tuples, numpy scalars or NaN.
 
-    NaN and infinities become None (JSON has neither); what else JSON lacks becomes its `str`, in one line.
+    NaN and infinities become None (JSON lacks both); any other type becomes its `str`, on one line.
     """
     if hasattr(value, "item") and not isinstance(value, str | bytes):  # numpy and torch scalars
         value = value.item()
@@ -303,16 +303,16 @@ def plain(value: Any) -> Any:
 
 # JSON as values
 
-#: Fields that documents of an earlier version lack; they then have their defaults.
+#: Fields that documents of an earlier version lack; their defaults apply.
 _ADDED = {"epilogue", "accumulation"}
-#: Letters of each text; others have 64, as their columns do.
+#: Longest text of a field, in letters; other fields may have 64, like their columns.
 _WIDTHS = {"device_name": 128, "epilogue": 128, "capability": 8, "mig": 32}
-#: Names of devices and versions of software: nothing that a terminal, a plot or a page takes for markup.
+#: Allowed letters of device names and software versions: no markup of a terminal, plot or page.
 _FACT = re.compile(r"[A-Za-z0-9 ._+()/:,@#~-]*")
 
 
 def decode_fields(kind: type[Value], data: Any) -> Value:
-    """A problem or fingerprint from a JSON object that has exactly its fields."""
+    """A problem or fingerprint from a JSON object with exactly its fields."""
     name = kind.__name__.lower()
     names = {field.name: str(field.type) for field in dataclasses.fields(kind)}
     if kind is Problem:
@@ -327,7 +327,7 @@ def decode_fields(kind: type[Value], data: Any) -> Value:
         else:
             values[field] = line(value, field, _WIDTHS.get(field, 64))
             if kind is Fingerprint and not _FACT.fullmatch(value):
-                raise BadValueError(f"{field} {shown(value)} has characters that no device or version has")
+                raise BadValueError(f"{field} {shown(value)} has characters that names of devices lack")
     if kind is Problem:
         values |= fields_from(values["batch"], values.get("epilogue", ""))
     return kind(**values)
@@ -341,7 +341,7 @@ def _decode_candidate_object(data: Any) -> Candidate:
         if not isinstance(data[table], dict) or len(data[table]) > 64:
             raise BadValueError(f"{table} {shown(data[table])} is not an object of at most 64 parameters")
         for name, value in data[table].items():
-            line(name, "name of a parameter", 64)
+            line(name, "a parameter's name", 64)
             if isinstance(value, str):
                 line(value, f"parameter {name}", 64)
             elif not isinstance(value, bool):
@@ -349,7 +349,7 @@ def _decode_candidate_object(data: Any) -> Candidate:
     return Candidate.from_json(json.dumps(data))
 
 
-#: The least and most that each figure of a shipped record may be.
+#: Least and most value of each figure of a shipped record.
 _FIGURES = {
     "median_us": (SHORTEST_US, LONGEST_US),
     "baseline_median_us": (SHORTEST_US, LONGEST_US),
@@ -363,13 +363,13 @@ _SHIPPED = (
 
 
 def decode_shipped(row: Any, fingerprints: Mapping[str, Fingerprint], layer: str) -> Record:
-    """The record of a line of shipped records. fingerprints: the file's, by their names."""
+    """The record on a line of shipped records. fingerprints: the file's, by name."""
     row = members(row, "it", _SHIPPED)
     figures: dict[str, Any] = {name: number(row[name], name, *bounds) for name, bounds in _FIGURES.items()}
     problem = decode_fields(Problem, row["problem"])
     toolchain = line(row["fingerprint"], "fingerprint", 64)
     if toolchain not in fingerprints:
-        raise BadValueError(f"fingerprint {shown(toolchain)} is not one of the file's")
+        raise BadValueError(f"fingerprint {shown(toolchain)} is missing in the file")
     check_roofline(problem, fingerprints[toolchain], figures["median_us"], figures["baseline_median_us"])
     return Record(
         problem, _decode_candidate_object(row["candidate"]), fingerprints[toolchain],
@@ -381,7 +381,7 @@ def decode_shipped(row: Any, fingerprints: Mapping[str, Fingerprint], layer: str
 
 
 def encode_shipped(record: Record, toolchain: str) -> str:
-    """A record as its line. toolchain: the name of its fingerprint in the file."""
+    """A record as a line. toolchain: its fingerprint's name in the file."""
     row: Json = {
         "problem": document_of(record.problem),
         "label": record.label,
@@ -400,7 +400,7 @@ class Exported:
     """A measurement or failure of an export, checked."""
 
     id: str
-    """What the choices of the same file call it; empty when they cannot."""
+    """Its name for the choices of the same file; empty if they cannot refer to it."""
     label: str
     kernel_source: str
     origin: str
@@ -417,10 +417,10 @@ def decode_exported(row: Any) -> Exported:
     if isinstance(row, BadValueError):
         raise row
     if not isinstance(row, dict) or row.get("kind") not in ("measurement", "failure"):
-        raise BadValueError("its kind is not one of measurement, failure, choice")
+        raise BadValueError("its kind is not measurement, failure or choice")
     widths = {"id": 64, "label": 200, "kernel_source": 16, "origin": 4096, "policy": 16}
     id_, label, source, origin, method = (
-        line(_given(row, name, ""), name, longest) for name, longest in widths.items()
+        line(_cell(row, name, ""), name, longest) for name, longest in widths.items()
     )
     problem = decode_fields(Problem, row.get("problem"))
     fingerprint = decode_fields(Fingerprint, row.get("fingerprint"))
@@ -432,8 +432,8 @@ def decode_exported(row: Any) -> Exported:
     )
 
 
-def _given(row: Json, name: str, default: Any) -> Any:
-    """A cell, or its default if it is missing or null; the empty bytes of a damaged cell are neither."""
+def _cell(row: Json, name: str, default: Any) -> Any:
+    """A cell, or its default if it is missing or null. The empty bytes of a damaged cell are neither."""
     value = row.get(name)
     return default if value is None else value
 
@@ -445,23 +445,21 @@ def _decode_outcome(
     if row["kind"] == "failure":
         if row.get("stage") not in list(get_args(Stage)):
             raise BadValueError(f"stage {shown(row.get('stage'))} is not one of {', '.join(get_args(Stage))}")
-        return Failure(candidate, row["stage"], line(_given(row, "reason", ""), "reason"))
-    telemetry = tree(_given(row, "evidence", {}), "evidence")
+        return Failure(candidate, row["stage"], line(_cell(row, "reason", ""), "reason"))
+    telemetry = tree(_cell(row, "evidence", {}), "evidence")
     if not isinstance(telemetry, dict):
         raise BadValueError("its evidence is not an object")
     if telemetry.get("source") == "replayed":
-        raise BadValueError("its times are replayed, so never stored as measured")
+        raise BadValueError("its times were replayed from a recording; import measured rows only")
     samples_us, baseline_us = (
         tuple(number(time, name, SHORTEST_US, LONGEST_US) for time in listed(row.get(name), name))
         for name in ("samples_us", "baseline_us")
     )
     if not samples_us or len(samples_us) != len(baseline_us):
-        raise BadValueError(
-            f"{len(samples_us)} samples and {len(baseline_us)} of the baseline; as many of both are needed"
-        )
+        raise BadValueError(f"{len(samples_us)} samples but {len(baseline_us)} of the baseline")
     error, noise = (number(row.get(name), name, 0, 1e6) for name in ("relative_error", "noise"))
     measurement = Measurement(candidate, samples_us, baseline_us, error, noise, telemetry)
-    if source == kernel_source_hash(candidate.family):  # others are history: nothing launches them
+    if source == kernel_source_hash(candidate.family):  # rows of other sources are history and never launched
         figures = {"ratio": measurement.ratio, "relative_error": error}
         if wrong := objection(problem, candidate, fingerprint, **figures):
             raise BadValueError(printable(wrong, 200))
@@ -478,26 +476,26 @@ def _decode_resources(data: Any) -> Resources:
 
 
 def decode_choice(row: Json, measurement_ids: Mapping[str, int]) -> Json:
-    """The columns of a choice but for those that its measurement has, too."""
+    """The columns of a choice, without those that its measurement has."""
     reference = line(row.get("measurement"), "measurement", 64)
     if reference not in measurement_ids:
-        raise BadValueError(f"measurement {shown(reference)} is not among the rows that were taken")
+        raise BadValueError(f"measurement {shown(reference)} is not among the accepted rows")
     confirmed = row.get("confirmed")
     if type(confirmed) is not bool:
         raise BadValueError(f"confirmed {shown(confirmed)} is neither true nor false")
     return {
         "measurement_id": measurement_ids[reference],
-        "goal": line(_given(row, "policy", ""), "policy", 32) or FASTEST,
+        "goal": line(_cell(row, "policy", ""), "policy", 32) or FASTEST,
         "confirmed": confirmed,
         "chosen_at": moment(row.get("chosen_at"), "chosen_at"),
     }
 
 
-# Rows as JSON. They are exported as they are stored, damaged cells, too: who reads them checks.
+# Rows as JSON. Export keeps rows as stored, damaged cells included; the reader checks them.
 
 
 def encode_row(row: Any, problem: Any, fingerprint: Any, candidate: Any) -> Json:
-    """A measurement or failure with its three other rows as its object in an export."""
+    """A measurement or failure with its problem, fingerprint and candidate, as an export's object."""
     shared = _identity(row, problem, fingerprint, candidate)
     shared |= {"label": candidate.label, "origin": row.origin}
     if hasattr(row, "stage"):
@@ -521,7 +519,7 @@ def encode_row(row: Any, problem: Any, fingerprint: Any, candidate: Any) -> Json
 
 
 def encode_choice(choice: Any, row: Any, problem: Any, fingerprint: Any, candidate: Any) -> Json:
-    """The choice of a measurement as its object in an export."""
+    """The choice of a measurement as an export's object."""
     measured = _identity(row, problem, fingerprint, candidate) | {"samples_us": row.samples_us}
     return {
         "kind": "choice",
@@ -547,7 +545,7 @@ def _iso(moment: datetime | None) -> str | None:
 
 
 def _id_of(row: Json) -> str:
-    """A measurement's name within an export: a hash of what tells it from every other."""
+    """A measurement's name within an export: a hash of the values that identify it."""
     names = ("problem", "fingerprint", "candidate", "kernel_source", "measured_at", "samples_us")
     text = json.dumps([row[name] for name in names], sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

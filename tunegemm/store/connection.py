@@ -1,6 +1,6 @@
-"""From a location to an engine, and from a driver's error to one line that names the remedy.
+"""Turns a location into an engine, and a driver's error into one line that names the remedy.
 
-What is special about SQLite or PostgreSQL is here, but for the two forms of INSERT in `store`.
+All code specific to SQLite or PostgreSQL is here, except the two forms of INSERT in `store`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from tunegemm.untrusted import shown
 
 _log = logging.getLogger(__name__)
 
-#: How long a statement waits for others' transactions. One publication takes a millisecond; of eight writers
-#: on two busy cores the unluckiest waited 5 s (benchmarks/database.py).
+#: How long a statement waits for other transactions. One publication takes a millisecond; when eight writers
+#: shared two busy cores, the slowest waited 5 s (benchmarks/database.py).
 BUSY_TIMEOUT_S = 60.0
 
 #: How long a server may take to answer a new connection.
 CONNECT_TIMEOUT_S = 10
 
-#: Beginnings of the file-system types that other hosts may write to at the same time. The shared memory
-#: of a write-ahead log is one host's, so two hosts that use it there destroy the file, without an error.
+#: Prefixes of file-system types that several hosts may write to at once. The shared memory of a write-ahead
+#: log belongs to one host, so two hosts that use it there destroy the file without an error.
 _NETWORK_TYPES = (
     "9p", "afs", "beegfs", "ceph", "cifs", "fuse.", "gfs", "glusterfs", "gpfs", "lustre", "ncp", "nfs",
     "ocfs", "orangefs", "pvfs", "smb", "virtiofs", "wekafs",
@@ -63,41 +63,43 @@ def resolve(location: str | Path | None) -> Path | URL:
             return url.set(drivername="postgresql+psycopg")
         if kind != "sqlite":
             raise DatabaseError(
-                f"database {kind}://...: not a kind that is known; give postgresql://HOST/NAME or a path"
+                f"database {kind}://...: unknown kind of database; give postgresql://HOST/NAME or a path"
             )
         if not url.database or url.database == ":memory:":
             raise DatabaseError(f"database {display(url)}: a database in memory is lost at exit; give a path")
         location = url.database
     if str(location) == ":memory:" or str(location).startswith("file:"):
         raise DatabaseError(
-            f"database {shown(str(location))}: a name that only SQLite itself understands; give a path"
+            f"database {shown(str(location))}: only SQLite itself understands this name; give a path"
         )
     try:
         if reason := impossible(location):
             raise ValueError(reason)
         return Path(location).expanduser().absolute()
-    except (ValueError, RuntimeError, OSError) as error:  # of NUL, of ~nobody, of a deleted working directory
+    except (ValueError, RuntimeError, OSError) as error:  # NUL, ~nobody, a deleted working directory
         reason = getattr(error, "strerror", None) or str(error).rstrip(".")
         raise DatabaseError(
-            f"database {str(location)!r}: {reason}; give the full path of a file that is or can be there"
+            f"database {str(location)!r}: {reason}; give the full path of a database file, old or new"
         ) from None
 
 
-def is_same(one: Path | URL, other: Path | URL) -> bool:
-    """Whether two locations are of one database. Files may be links to each other, or missing; a server's URL
-    has a user and options, which do not change what it names.
+def is_same(location: Path | URL, other: Path | URL) -> bool:
+    """Whether two locations name one database. Files may be missing or links to each other; the user and the
+    options of a server's URL do not count.
     """
-    if isinstance(one, URL) or isinstance(other, URL):
-        return isinstance(one, URL) and isinstance(other, URL) and _on_server(one) == _on_server(other)
+    if isinstance(location, URL) or isinstance(other, URL):
+        return (
+            isinstance(location, URL) and isinstance(other, URL) and _on_server(location) == _on_server(other)
+        )
     try:
-        return one == other or one.samefile(other)
+        return location == other or location.samefile(other)
     except OSError:
         return False
 
 
 def _on_server(url: URL) -> tuple[str, str, str]:
     """Host, port and name of a database."""
-    host, port = (url.query.get(name) or given for name, given in (("host", url.host), ("port", url.port)))
+    host, port = (url.query.get(name) or part for name, part in (("host", url.host), ("port", url.port)))
     name = str(host or "localhost").lower().strip("[]")
     is_here = name in ("localhost", "127.0.0.1", "::1")
     return "localhost" if is_here else name, str(port or 5432), url.database or url.username or ""
@@ -106,18 +108,18 @@ def _on_server(url: URL) -> tuple[str, str, str]:
 def connect(location: Path | URL, *, read_only: bool) -> Engine:
     """An engine for a file or server; a writable file and its folder are created when missing.
 
-    Raises DatabaseError when there is no such file, or when it can be neither created nor opened.
+    Raises DatabaseError when the file is missing, or cannot be created or opened.
     """
     if isinstance(location, URL):
         most_s = math.ceil(left_s(CONNECT_TIMEOUT_S))
         timeout = {} if "connect_timeout" in location.query else {"connect_timeout": max(1, most_s)}
         try:
-            # A connection may have been cut since its last use: tuning publishes minutes apart.
+            # Tuning publishes minutes apart, and the server may have closed the connection meanwhile.
             engine = create_engine(location, pool_pre_ping=True, connect_args=timeout)
         except ModuleNotFoundError as error:
             raise DatabaseError(
-                f"{display(location)}: no driver for it ({error}); pip install 'tunegemm[postgres]', or give "
-                "a path"
+                f"{display(location)}: driver not installed ({error}); pip install 'tunegemm[postgres]', or "
+                "give a path"
             ) from None
         event.listen(engine, "connect", _limit_waiting)
         return engine
@@ -137,21 +139,23 @@ def connect(location: Path | URL, *, read_only: bool) -> Engine:
 
 def _check_readable(path: Path) -> None:
     try:
-        found = kind(path.stat().st_mode)
+        wrong_kind = kind(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         raise DatabaseError(f"{path}: no such database; `tunegemm tune` on a GPU creates it") from None
     except OSError as error:
         raise DatabaseError(f"{path}: {cause(error, 'choose another path')}") from None
-    if found is not None:  # opening a pipe would wait for ever
-        raise DatabaseError(f"{path}: {found}, not a database file; give the file's path")
+    if wrong_kind is not None:  # opening a pipe would block for ever
+        raise DatabaseError(f"{path}: {wrong_kind}, not a database file; give the file's path")
     if not os.access(path, os.R_OK):
-        raise DatabaseError(f"{path}: you may not read it; change its permissions or choose another path")
+        raise DatabaseError(
+            f"{path}: no permission to read it; change its permissions or choose another path"
+        )
 
 
 def check_writable(path: Path) -> None:
     """Raises DatabaseError if a file cannot be written: takes the write lock, and releases it.
 
-    Permissions do not show read-only mounts, the state of WAL's side files, or what root may do.
+    Permissions do not reveal read-only mounts, the state of WAL's side files, or root's rights.
     """
     with translated(path), closing(open_file(path, "mode=rw")) as connection:
         connection.execute("BEGIN IMMEDIATE")
@@ -177,7 +181,7 @@ def _make_writable(path: Path) -> None:
         _check_readable(path)
         places.append(path)
     for place in places:
-        # SQLite opens a file that it may not write as read-only, and reports this only at the first write.
+        # SQLite opens an unwritable file read-only, and reports that only at the first write.
         if not os.access(place, os.W_OK):
             raise DatabaseError(
                 f"{path}: {place} is read-only; change its permissions or choose another path"
@@ -191,7 +195,7 @@ def writer(engine: Engine) -> Engine:
 
 @contextmanager
 def migrating(engine: Engine) -> Iterator[Connection]:
-    """A transaction that may rebuild tables: SQLite alters one by copying it, and others refer to it.
+    """A transaction that may rebuild tables: SQLite alters a table by copying it, while others refer to it.
 
     Foreign keys cannot be switched off within a transaction (https://www.sqlite.org/lang_altertable.html,
     section 7); the migration checks them at its end.
@@ -215,7 +219,7 @@ _SECRETS = ("password", "sslpassword", "passwd", "pwd")
 
 
 def display(location: Path | URL | str) -> str:
-    """For messages: a URL's passwords are hidden."""
+    """The location for messages, with a URL's passwords hidden."""
     url = _url(location)
     if url is None:
         text = str(location)
@@ -225,7 +229,7 @@ def display(location: Path | URL | str) -> str:
 
 
 def without_passwords(text: str, location: Path | URL | str) -> str:
-    """A driver's message about a location, without the passwords of its URL."""
+    """A driver's message about a location, without its URL's passwords."""
     if (url := _url(location)) is None:
         return text.replace(str(location), display(location))
     secrets = [url.password, *(value for name, value in url.query.items() if name.lower() in _SECRETS)]
@@ -245,14 +249,14 @@ def _url(location: Path | URL | str) -> URL | None:
         return None
 
 
-#: Text of a damaged row may be no UTF-8. Read with a mark in its place it fails for itself, as any damage
-#: does; as an error it would fail the query, and with it every other row.
+#: Replaces bytes that are not UTF-8 when text is read. So only the damaged row fails to decode; an error here
+#: would fail the whole query.
 _TEXT = functools.partial(str, encoding="utf-8", errors="replace")
 
 
 def open_file(path: Path, options: str) -> sqlite3.Connection:
-    # isolation_level=None: BEGIN is ours to send (see `_begin`), and DDL joins the transaction.
-    # A pooled connection may serve another thread than the one that opened it, one at a time.
+    # isolation_level=None: `_begin` sends BEGIN itself, and DDL joins the transaction.
+    # A pooled connection may serve a thread other than its opener, one at a time.
     connection = sqlite3.connect(
         f"file:{quote(os.fsencode(path))}?{options}",
         uri=True,
@@ -266,32 +270,32 @@ def open_file(path: Path, options: str) -> sqlite3.Connection:
 
 def _prepare(connection: sqlite3.Connection, _: Any) -> None:
     connection.execute("PRAGMA foreign_keys = ON")
-    # With WAL, NORMAL keeps every committed row when the process is killed; only a power cut may cost
-    # the last ones, never the file's consistency. Without WAL that takes FULL, SQLite's default.
+    # With WAL, NORMAL keeps every committed row if the process is killed; only a power cut may lose the last
+    # rows, and the file stays consistent. Without WAL that needs FULL, SQLite's default.
     (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
     if mode == "wal":
         connection.execute("PRAGMA synchronous = NORMAL")
 
 
 def _limit_waiting(connection: Any, _: Any) -> None:
-    """Limits how long a server's connection waits to the time that is left, if there is a deadline."""
+    """Limits the waiting of a server's connection to the time left before the deadline, if there is one."""
     if (seconds := left_s(math.inf)) < math.inf:
         connection.execute(f"SET lock_timeout = {max(1, round(seconds * 1e3))}")
         connection.commit()
 
 
 def _begin(connection: Connection) -> None:
-    # A writer takes the lock before it reads. A transaction that reads first and writes later gets
-    # SQLITE_BUSY at once, without the busy timeout, when another one wrote in between.
+    # A writer takes the lock before it reads. If a transaction reads first and writes later, and another one
+    # writes in between, it gets SQLITE_BUSY at once, without the busy timeout.
     immediate = connection.get_execution_options().get(_WRITES, False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
 
 
 def read_only_options(path: Path) -> str:
-    """`mode=ro`, and `immutable=1` where SQLite cannot make the two side files that reading WAL needs.
+    """`mode=ro`, plus `immutable=1` where SQLite cannot create the two side files that reading WAL needs.
 
-    That is so in a folder one may not write to, such as a system-wide layer. Without a `-wal` file
-    nothing is left out by not looking at it.
+    That happens in folders without write permission, such as a system-wide layer. Without a `-wal` file,
+    immutable mode misses nothing.
     """
     with closing(open_file(path, "mode=ro")) as connection:
         try:
@@ -303,15 +307,15 @@ def read_only_options(path: Path) -> str:
             if blocked and not Path(f"{os.path.realpath(path)}-wal").exists():  # SQLite follows links
                 return "mode=ro&immutable=1"
         except (sqlite3.DatabaseError, UnicodeDecodeError):
-            pass  # damaged: the caller's first query says so
+            pass  # damaged: the caller's first query reports it
     return "mode=ro"
 
 
 def _choose_journal(path: Path) -> None:
-    """WAL for a new file, so that readers and a writer do not wait for each other.
+    """Sets WAL for a new file, so that readers and a writer do not wait for each other.
 
-    WAL needs memory shared between processes, which network and FUSE file systems lack; there, or where
-    a file made elsewhere was brought to, the file gets a rollback journal.
+    WAL needs memory shared between processes, which network and FUSE file systems lack. A file on such a
+    file system gets a rollback journal, also if it was created elsewhere.
     """
     network = on_network(path)
     with closing(open_file(path, "mode=rwc")) as connection:
@@ -320,17 +324,17 @@ def _choose_journal(path: Path) -> None:
                 connection.execute("PRAGMA journal_mode = DELETE")
             elif connection.execute("PRAGMA page_count").fetchone() == (0,):
                 connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("BEGIN IMMEDIATE")  # a mere read may succeed where writing cannot
+            connection.execute("BEGIN IMMEDIATE")  # reading may succeed where writing fails
             connection.execute("ROLLBACK")
             return
         except sqlite3.OperationalError as error:
             name = error.sqlite_errorname
-            if name.startswith("SQLITE_BUSY"):  # another process is creating the file, and chooses for all
+            if name.startswith("SQLITE_BUSY"):  # another process creates the file and sets its journal
                 return
             if not name.startswith(("SQLITE_READONLY", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_PROTOCOL")):
                 raise
     with closing(open_file(path, "mode=rwc")) as connection:
-        connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # WAL without shared memory, to get out of it
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # WAL without shared memory, to leave WAL mode
         connection.execute("PRAGMA journal_mode = DELETE")
 
 
@@ -347,7 +351,7 @@ def on_network(path: Path) -> bool:
 
 @contextmanager
 def translated(location: Path | URL) -> Iterator[None]:
-    """Turns the driver's errors into DatabaseError: the place, what is wrong, the remedy."""
+    """Turns a driver's errors into DatabaseError: location, problem, remedy."""
     try:
         yield
     except DBAPIError as error:
@@ -367,7 +371,7 @@ _EXPLANATIONS = (
         "SQLITE_CORRUPT",
         "the database is damaged; move it away, or save its rows with `sqlite3 FILE .recover`",
     ),
-    ("SQLITE_FULL", "the disk is full; free some space and go on, everything published is kept"),
+    ("SQLITE_FULL", "the disk is full; free some space and continue: all published rows are kept"),
     ("SQLITE_READONLY", "the file or its folder is read-only; change its permissions or choose another path"),
     ("SQLITE_CANTOPEN", "cannot be opened; check that you may read and write the file and its folder"),
     ("SQLITE_PERM", "cannot be opened; check that you may read and write the file and its folder"),
@@ -375,23 +379,23 @@ _EXPLANATIONS = (
         "SQLITE_BUSY",
         "locked by another process for too long; end that process, then try again",
     ),
-    ("SQLITE_IOERR", "the file system fails to read or write it; check the disk or choose another path"),
+    ("SQLITE_IOERR", "the file system cannot read or write it; check the disk or choose another path"),
 )
 
 
 #: By the start of PostgreSQL's SQLSTATE.
 _SERVER_EXPLANATIONS = (
-    ("28", "the server refuses this user or password; check the URL"),
+    ("28", "the server rejects this user or password; check the URL"),
     ("3D", "the server has no such database; create it with `createdb`"),
-    ("42501", "the server lets this user not do that; grant it the rights"),
+    ("42501", "this user lacks the right to do that on the server; grant it"),
     ("25006", "the server is read-only; give the URL of the primary"),
-    ("53100", "the server's disk is full; free some space and go on, everything published is kept"),
+    ("53100", "the server's disk is full; free some space and continue: all published rows are kept"),
     ("53300", "the server has too many connections; raise its max_connections"),
-    ("55P03", "another session locks its tables for too long; end that, then try again"),
+    ("55P03", "another session holds its tables' lock for too long; end that session, then try again"),
     ("57P", "the server is shutting down; try again"),
 )
 
-#: Messages of refused connections, which have no SQLSTATE, and the SQLSTATE that each stands for.
+#: Messages of refused connections, which lack a SQLSTATE, with the SQLSTATE for each.
 _REFUSALS = (("authentication failed", "28"), ("no pg_hba.conf entry", "28"), ("role ", "28"),
              ("database ", "3D"), ("too many clients", "53300"), ("shutting down", "57P"))  # fmt: skip
 
@@ -406,7 +410,7 @@ def reason_of(location: Path | URL, error: BaseException | None) -> str:
         for start, explanation in _SERVER_EXPLANATIONS:
             if code.startswith(start):
                 return f"{explanation} ({(reason or first_line).strip().partition(chr(10))[0]})"
-        return f"{first_line}; check the address, and that the server runs"
+        return f"{first_line}; check the address and that the server is running"
     name = getattr(error, "sqlite_errorname", "") or ""
     for start, explanation in _EXPLANATIONS:
         if name.startswith(start):

@@ -1,4 +1,4 @@
-"""Finds the damaged rows of a database: reading leaves them out, `tunegemm doctor` names them."""
+"""Finds the damaged rows of a database. Reading skips them; `tunegemm doctor` lists them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tunegemm.store.models import (
 
 def damaged_rows(database: Database) -> list[str]:
     """One line for each damaged row: its table, its key and the error. Reads every row."""
-    found: list[str] = []
+    damaged: list[str] = []
     owners: dict[Any, tuple[Any, Any]] = {}
 
     def examine(model: type[Base], check: Callable[[Any], object]) -> None:
@@ -39,7 +39,7 @@ def damaged_rows(database: Database) -> list[str]:
                 try:
                     check(row)
                 except (*codec.BAD, OverflowError) as error:
-                    found.append(f"{table.name} {row.id}: {one_line(error)}")
+                    damaged.append(f"{table.name} {row.id}: {one_line(error)}")
 
     def measurement(row: Any) -> None:
         owners[row.id] = row.problem_id, row.fingerprint_id
@@ -49,7 +49,7 @@ def damaged_rows(database: Database) -> list[str]:
         _check(row, codec.not_negative, "relative_error")
         _check(row, codec.known, "created_at")
         if len(row.samples_us) != len(row.baseline_us):
-            raise ValueError("samples_us and baseline_us are not of the same rounds")
+            raise ValueError("samples_us and baseline_us are from different rounds")
         if not math.isclose(row.median_us, median(row.samples_us), rel_tol=1e-6):
             raise ValueError(f"median_us {row.median_us!r} is not the median of its samples")
         if not isinstance(row.evidence, dict | None):
@@ -63,7 +63,7 @@ def damaged_rows(database: Database) -> list[str]:
 
     def choice(row: Any) -> None:
         if owners.get(row.measurement_id) != (row.problem_id, row.fingerprint_id):
-            raise ValueError(f"measurement {row.measurement_id!r} is not of its problem and fingerprint")
+            raise ValueError(f"measurement {row.measurement_id!r} belongs to another problem or fingerprint")
         _check(row, codec.known, "chosen_at")
 
     examine(ProblemRow, lambda row: problem_of(*(getattr(row, name) for name in FIELDS)))
@@ -73,11 +73,11 @@ def damaged_rows(database: Database) -> list[str]:
     examine(FailureRow, failed)
     examine(RecordRow, choice)
     examine(ChoiceRow, choice)
-    return found
+    return damaged
 
 
 def _check(row: Any, check: Callable[[Any], object], *names: str) -> None:
-    """Raises ValueError, which names the column, for a cell that a check refuses."""
+    """Raises ValueError, naming the column, for a cell that a check rejects."""
     for name in names:
         try:
             check(getattr(row, name))

@@ -1,7 +1,7 @@
-"""The store: publish each outcome as it is measured, read records back for dispatch and reports.
+"""The store: publishes each outcome as it is measured, and reads records back for dispatch and reports.
 
-Every publication is one short transaction of its own, so that what was published survives whatever ends
-the process. Reading skips rows that cannot be understood, and says so in the log: such a row is a miss.
+Every publication is a short transaction of its own, so published rows survive any end of the process. Reading
+skips unreadable rows and logs them: such a row is a miss.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 class Database:
     """One tuning database: a SQLite file, or a server by URL. A context manager.
 
-    Made by `Database.open`. Several processes may publish into one file at the same time. After a fork, open
-    it again.
+    Create it with `Database.open`. Several processes may publish into one file at the same time. After a
+    fork, open it again.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class Database:
         self.location = location
         """The file's path, or the server's URL."""
         self.read_only = read_only
-        """Whether `publish` and `confirm` are refused."""
+        """Whether `publish` and `confirm` are rejected."""
         self.layer = layer
-        """Layer that its records name."""
+        """The layer that its records name."""
         self.shipped = shipped
-        """Whether `frame` adds the shipped records: opened without a location, as dispatch opens it."""
+        """Whether `frame` adds the shipped records: yes if opened without a location, as dispatch does."""
         self.engine = engine
-        """SQLAlchemy's, over the tables of `tunegemm.store.models`."""
+        """SQLAlchemy's engine for the tables of `tunegemm.store.models`."""
 
     @classmethod
     def open(
@@ -65,12 +65,12 @@ class Database:
         create: bool = False,
         layer: str = "",
     ) -> Self:
-        """Open by path or SQLAlchemy URL; None means the project's, or else the user's (`store.layers`).
+        """Open by path or SQLAlchemy URL; None means the project's, else the user's (`store.layers`).
 
         Opening for writing migrates an older schema, from `tunegemm.store.schema.OLDEST_SCHEMA` on, and
-        creates a missing file and its folder if `create` asks for that or no location is given. Opening
-        read-only changes nothing and works in a folder that cannot be written to. Raises DatabaseError for
-        a file that is missing, unreadable, damaged, not a tuning database, or of an unknown schema.
+        creates a missing file and its folder if `create` is set or no location is given. Opening read-only
+        changes nothing and works in read-only folders. Raises DatabaseError for a file that is missing,
+        unreadable, damaged, not a tuning database, or of an unknown schema.
         """
         place = resolve(location)
         if (
@@ -78,7 +78,7 @@ class Database:
             and isinstance(place, Path)
             and not (create or read_only or os.path.lexists(place))
         ):
-            raise DatabaseError(f"{place}: no such database; create=True makes one")
+            raise DatabaseError(f"{place}: no such database; create=True creates it")
         engine = connect(place, read_only=read_only)
         database = cls(place, engine, read_only=read_only, layer=layer, shipped=location is None)
         try:
@@ -106,7 +106,7 @@ class Database:
         return display(self.location)
 
     def close(self) -> None:
-        """Close the connections. Nothing is pending: every publication was already committed."""
+        """Close the connections. Nothing is pending: publications are already committed."""
         self.engine.dispose()
 
     def __enter__(self) -> Self:
@@ -125,12 +125,12 @@ class Database:
         label: str = "",
         method: str = SCREEN,
     ) -> int:
-        """Add one outcome to the history, committed on return. Returns the id of its row.
+        """Add one outcome to the history, committed on return. Returns its row's id.
 
-        The evidence then chooses the record (`tunegemm.measure.evidence`): a confirmed one stays, unless its
-        own candidate turns out slower than torch.mm. method: how a measurement was taken, one of
-        `tunegemm.measure.evidence.METHODS`. Raises DatabaseError if the database cannot be written, for a
-        device that is not real, and for samples that are not times.
+        The evidence then chooses the record (`tunegemm.measure.evidence`). A confirmed record stays, unless
+        its own candidate turns out slower than torch.mm. method: how the measurement was taken, one of
+        `tunegemm.measure.evidence.METHODS`. Raises DatabaseError if the database cannot be written, if the
+        device is not real, or if samples are not times.
         """
         codec.require(outcome, Measurement | Failure, "outcome")
         if not isinstance(method, str) or method not in METHODS:
@@ -172,15 +172,15 @@ class Database:
 
     def best(self, problem: Problem, fingerprint: Fingerprint, *, samples: bool = False) -> Record | None:
         """The record of one problem under one fingerprint. samples: also read its samples."""
-        found = self._records(problem=problem, fingerprint=fingerprint, samples=samples)
-        return next(iter(found), None)
+        records = self._records(problem=problem, fingerprint=fingerprint, samples=samples)
+        return next(iter(records), None)
 
     def records(self, fingerprint: Fingerprint | None = None) -> list[Record]:
         """All records, or those under one fingerprint, in one query. Unreadable rows are left out."""
         return self._records(fingerprint=fingerprint)
 
     def lookup(self) -> Lookup:
-        """All records for dispatch, which needs them fast and needs few of them."""
+        """All records in the form dispatch needs: fast to read, decoded one by one."""
         with self.reading_raw() as read:
             return read_lookup(lambda query: read(text(query)), self.layer)
 
@@ -191,15 +191,14 @@ class Database:
         return self._records(None, problem=problem, fingerprint=fingerprint, samples=True)
 
     def history(self, problem: Problem, *, samples: bool = False) -> list[Record]:
-        """The measurements that were the problem's records, under all fingerprints, in the order in which
-        they were chosen.
+        """The measurements that were the problem's records, under all fingerprints, in the order of choice.
 
         samples: also read their samples.
         """
         return self._records(ChoiceRow, problem=problem, samples=samples)
 
     def failures(self, problem: Problem, fingerprint: Fingerprint, *, current: bool = False) -> list[Failure]:
-        """All failures of a problem, oldest first: a search need not try them again.
+        """All failures of a problem, oldest first, so that a search need not repeat them.
 
         current: only those of kernels with this program's sources.
         """
@@ -212,17 +211,17 @@ class Database:
     def problems(self) -> list[Problem]:
         """Every problem that has a measurement, smallest first."""
         measured = exists().where(MeasurementRow.problem_id == ProblemRow.id)
-        found = self.read(select(*rows.PROBLEM_COLUMNS).where(measured))
-        return sorted(rows.readable(found, lambda row: problem_of(*row), "problem"))
+        stored = self.read(select(*rows.PROBLEM_COLUMNS).where(measured))
+        return sorted(rows.readable(stored, lambda row: problem_of(*row), "problem"))
 
     def frame(self, problem: Problem | None = None, *, family: str | None = None) -> pandas.DataFrame:
-        """One row per problem, fingerprint and candidate, with the best evidence for it.
+        """One row per problem, fingerprint and candidate, with its best evidence.
 
-        That is the confirmed record's measurement, or else the best by `tunegemm.measure.evidence`. A
-        database opened without a location adds the shipped records, with ``origin`` ``shipped``. Columns:
-        the fields of the problem and of the fingerprint; ``fingerprint`` and ``candidate`` (digests), family,
-        label; kernel_source, origin, method, median_us, baseline_median_us, ratio, spread, baseline_spread,
-        noise, relative_error, sm_clock_mhz, power_w, temperature_c, throttle_reasons, registers, spill_bytes,
+        That is the confirmed record's measurement, else the best by `tunegemm.measure.evidence`. A database
+        opened without a location adds the shipped records, with ``origin`` ``shipped``. Columns: the fields
+        of the problem and of the fingerprint; ``fingerprint`` and ``candidate`` (digests), family, label;
+        kernel_source, origin, method, median_us, baseline_median_us, ratio, spread, baseline_spread, noise,
+        relative_error, sm_clock_mhz, power_w, temperature_c, throttle_reasons, registers, spill_bytes,
         smem_bytes, warnings, compile_seconds, measured_at (UTC); ``record`` and ``confirmed``: whether it is
         the record. Unreadable rows are left out.
         """
@@ -254,9 +253,9 @@ class Database:
 
     @contextmanager
     def reading_raw(self) -> Iterator[Callable[[Executable], list[tuple[Any, ...]]]]:
-        """A function that runs a query and returns its rows as the driver does, for reading many:
-        SQLAlchemy's own rows take three times as long, and pandas twice as long to convert. All queries see
-        one state of the database. Cells are as stored: JSON and times are text. Raises as `reading`."""
+        """A function that runs a query and returns the driver's rows, for reading many: SQLAlchemy's own rows
+        take three times as long, and pandas takes twice as long to convert them. All queries see one state of
+        the database. Cells are as stored: JSON and times are text. Raises as `reading`."""
         with translated(self.location), self.engine.begin() as connection:
             if connection.dialect.name == "postgresql":
                 connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
@@ -276,7 +275,7 @@ class Database:
         codec.require(device, Device, "device")
         if not device.is_real:
             raise DatabaseError(
-                f"device {device.spec!r}: its times are not measured here, so never stored; tune on cuda:N"
+                f"device {device.spec!r}: the store keeps only times measured here; tune on cuda:N"
             )
         values = codec.encode_keys(problem, device.fingerprint, candidate, label)
         with self.writing() as connection:
@@ -290,7 +289,8 @@ class Database:
         fingerprint: Fingerprint | None = None,
         samples: bool = False,
     ) -> list[Record]:
-        """As `rows.records_query`, of one problem or fingerprint."""
+        """The records of one problem or fingerprint, as `rows.records_query`."""
+
         query = rows.records_query(chosen, samples=samples)
         if problem is not None:
             query = rows.where_problem(query, problem)

@@ -1,9 +1,9 @@
-"""Rows on their way from one database to another: out of the store, checked, and into it.
+"""Moves rows between databases: dumps, checks and loads them.
 
 A row is a plain JSON object (db/exchange.schema.json): a measurement, a failure, or a choice, which says
-that a measurement became a record. `dump` makes them, `load` takes them; a file, a row a line, and a merge
-are only ways between. Nothing that comes in is trusted: each row is checked, a bad one is named and left out,
-and nothing that is stored already is changed but, by the evidence, which measurement is the record.
+that a measurement became a record. `dump` writes rows, `load` reads them; files (one row a line) and merges
+only transport them. `load` trusts no row: it checks each, names and skips the bad ones, and changes no stored
+row. Only the choice of the record may change, by the evidence.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Conflict:
     problem: Problem
     device_name: str
     kept: str
-    """The label, or else the digest, of the candidate that is the record from now on."""
+    """The label, or else the digest, of the candidate that is now the record."""
     other: str
     """The label or digest of the other candidate; its measurements are kept."""
     reason: str
@@ -83,8 +83,8 @@ class Report:
 def dump(database: Database, problem: Problem | None = None) -> Iterator[Row | BadValueError]:
     """Every measurement, failure and choice, oldest first; of one problem, if given.
 
-    A cell with an impossible value is there as it is stored. For a row whose candidate or fingerprint is
-    not the one that was stored there is an error: taken as it is, it would be sound elsewhere.
+    Cells with impossible values keep them. A row yields an error if its candidate or fingerprint was altered,
+    because elsewhere the altered row would pass as sound.
     """
     kernel, device = functools.cache(codec.decode_candidate), functools.cache(codec.decode_fingerprint)
     with database.reading() as session:
@@ -98,10 +98,10 @@ def dump(database: Database, problem: Problem | None = None) -> Iterator[Row | B
                 query = query.add_columns(ChoiceRow).join_from(
                     ChoiceRow, MeasurementRow, MeasurementRow.id == ChoiceRow.measurement_id
                 )
-            found = with_keys(query, result).order_by(table.id)
+            results = with_keys(query, result).order_by(table.id)
             if problem is not None:
-                found = where_problem(found, problem)
-            for row in session.execute(found.execution_options(yield_per=1000)):
+                results = where_problem(results, problem)
+            for row in session.execute(results.execution_options(yield_per=1000)):
                 _, _, fingerprint, candidate, *_ = row
                 try:
                     kernel(candidate.json, candidate.digest)
@@ -115,7 +115,7 @@ def dump(database: Database, problem: Problem | None = None) -> Iterator[Row | B
 
 
 def sound(rows: Iterable[Row | BadValueError], skipped: list[str]) -> Iterator[Row]:
-    """The rows that could be loaded; a line for each other one is added to `skipped`."""
+    """The loadable rows; adds a line to `skipped` for each other row."""
     kept: dict[str, int] = {}
     for number_, row in enumerate(rows, 1):
         try:
@@ -133,7 +133,7 @@ def sound(rows: Iterable[Row | BadValueError], skipped: list[str]) -> Iterator[R
 
 
 def of_shapes(rows: Iterable[Row], shapes: Collection[str]) -> Iterator[Row]:
-    """The rows of problems of these shapes, with their choices; all rows where no shape is given."""
+    """The rows of problems with these shapes, and their choices; all rows if `shapes` is empty."""
     kept: set[str] = set()
     for row in rows:
         if not shapes or (
@@ -148,10 +148,10 @@ def of_shapes(rows: Iterable[Row], shapes: Collection[str]) -> Iterator[Row]:
 def load(database: Database, rows: Iterable[Row | BadValueError], *, origin: str) -> Report:
     """Add rows to a database. Loading the same rows twice changes nothing the second time.
 
-    Each row stands alone: it is added, or named in the report. An error among the rows stands for one that
-    could not be read. origin: named by the added rows that name none. A record of the same problem and
-    fingerprint is replaced where the new one has the better evidence (`publishing.adopt`).
-    Raises DatabaseError when the database cannot be written; what was loaded before is kept.
+    Each row stands alone: `load` adds it or names it in the report. An error among the rows stands for an
+    unreadable row. origin: for the added rows that name none. A record with better evidence replaces the
+    record of the same problem and fingerprint (`publishing.adopt`). Raises DatabaseError when the database
+    cannot be written, and keeps the rows loaded so far.
     """
     report = Report()
     origin = printable(origin)
@@ -215,15 +215,14 @@ def _batches(entries: Iterable[T]) -> Iterator[list[T]]:
 def merge(sources: Sequence[str], into: str) -> Report:
     """Load several databases into one, which is created when missing.
 
-    Raises DatabaseError when one cannot be read, or is the target by whatever name, before anything is
-    written.
+    Raises DatabaseError, before writing anything, if a source cannot be read or is the target itself.
     """
     opened: list[Database] = []
     place = resolve(into)
     try:
         opened += [Database.open(source, read_only=True) for source in sources]
         if any(is_same(source.location, place) for source in opened):
-            raise DatabaseError(f"{display(place)}: cannot be merged into itself; name another --into")
+            raise DatabaseError(f"{display(place)}: cannot be merged into itself; give another --into")
         total = Report()
         with Database.open(into, create=True) as target:
             for source in opened:
@@ -249,9 +248,9 @@ def _insert(session: Session, parsed: Exported, origin: str) -> tuple[int, bool]
     table, alike = (FailureRow, "stage") if is_failure else (MeasurementRow, "samples_us")
     identity = {**keys, "kernel_source": parsed.kernel_source, "created_at": parsed.measured_at}
     identity[alike] = values[alike]
-    found = session.scalar(select(table.id).filter_by(**identity).limit(1))
-    if found is not None:
-        return found, False
+    result = session.scalar(select(table.id).filter_by(**identity).limit(1))
+    if result is not None:
+        return result, False
     if parsed.label:
         publishing.label_if_none(connection, keys["candidate_id"], parsed.label)
     return publishing.add(connection, keys, values, at=parsed.measured_at), True
@@ -299,23 +298,23 @@ def _choose(session: Session, choice: Row) -> Conflict | None:
             lost.label or lost.digest,
             _why(now, other, confirmed[now.id], confirmed[other.id]),
         )
-    except BAD:  # a damaged row of this database, against which there is nothing to compare
+    except BAD:  # this database's row is damaged: nothing to compare with
         return None
 
 
 def _why(kept: MeasurementRow, other: MeasurementRow, kept_confirmed: bool, other_confirmed: bool) -> str:
     """The reason for the choice between two results, in words; `tunegemm.measure.evidence` decides."""
     if bool(kept.origin) != bool(other.origin):
-        return "it was measured here, the other was brought"
+        return "it was measured here, the other imported"
     if kept_confirmed != other_confirmed:
         return "it won a final race"
     if kept.ratio == other.ratio:
-        return "as good, and the record before"
-    return "its ratio is the higher" if kept.ratio > other.ratio else "its evidence is the better"
+        return "equally good, and already the record"
+    return "its ratio is higher" if kept.ratio > other.ratio else "its evidence is better"
 
 
 def _name(row: Any) -> str:
-    """Whose row it is, as far as that can be told."""
+    """The row's subject, as far as it can be read."""
     problem = row.get("problem") if isinstance(row, dict) else None
     if not isinstance(problem, dict):
         return ""
@@ -336,17 +335,17 @@ def write(rows: Iterable[Row], path: Path) -> None:
 
 
 def read(path: Path) -> Iterator[Row | BadValueError]:
-    """The rows of a file, unchecked; of one that cannot be read the reason, so that it costs no other row.
+    """The rows of a file, unchecked; for an unreadable row the error, so that the other rows survive.
 
-    Raises DatabaseError for a file that is no export, before the first row.
+    Raises DatabaseError before the first row if the file is not an export.
     """
-    # Bytes that are not UTF-8 stay in the row that they are in, which is then refused.
+    # Bytes that are not UTF-8 stay in their row, which is then rejected.
     text = read_bytes(path, DatabaseError).decode("utf-8-sig", "surrogateescape")
     try:
         yield from _rows_of(text)
     except BadValueError as error:
         raise DatabaseError(
-            f"{path}: not an export ({error}); give what `tunegemm db export --out` wrote"
+            f"{path}: not an export ({error}); give a file from `tunegemm db export --out`"
         ) from None
 
 
@@ -358,10 +357,12 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]', re.DOTALL)
 
 def _rows_of(text: str) -> Iterator[Row | BadValueError]:
     head = _HEAD.match(text)
-    if head is None or head[1] != FORMAT:  # members in another order than ours, or another format
+    if head is None or head[1] != FORMAT:  # another order of members, or another format
         data = decoded(text)
         if isinstance(data, dict) and data.get("format") == RECORDS_FORMAT:
-            raise BadValueError("it has records as they ship, without the samples that an import checks")
+            raise BadValueError(
+                "it is a file of shipped records, which lack the samples that an import checks"
+            )
         data = members(data, "the file", ("format", "rows"))
         if data["format"] != FORMAT:
             raise BadValueError(f"format {shown(data['format'])}, not {FORMAT}")
@@ -382,7 +383,7 @@ def _rows_of(text: str) -> Iterator[Row | BadValueError]:
             at = end
         else:
             yield row
-    yield BadValueError("the file is cut off here")
+    yield BadValueError("the file ends within this row")
 
 
 def _end(text: str, start: int) -> int:

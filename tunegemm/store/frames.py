@@ -1,4 +1,4 @@
-"""Tables for reports: every candidate by its best evidence, and how damaged rows are left out of a table."""
+"""Tables for reports: every candidate with its best evidence, without damaged rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _TEXTS = ("family", "label", "candidate", "device_name", "kernel_source", "origi
 
 
 def candidates_query(problem: Problem | None, family: str | None) -> Select[Any]:
-    """Every measurement, or those of one problem or family, and the record."""
+    """Every measurement, or the measurements of a problem or family, with the record."""
     row = MeasurementRow
     query = with_keys(
         select(
@@ -74,7 +74,7 @@ def candidates_query(problem: Problem | None, family: str | None) -> Select[Any]
 
 
 def best_of_each(frame: pandas.DataFrame) -> pandas.DataFrame:
-    """One row per problem, fingerprint and candidate, of those of `candidates_query`: `Database.frame`."""
+    """The rows of `candidates_query`, one per problem, fingerprint and candidate (`Database.frame`)."""
     frame = sound(frame)
     is_record = frame["measurement_id"] == frame["record_measurement_id"]
     frame["record"] = is_record
@@ -91,7 +91,7 @@ def best_of_each(frame: pandas.DataFrame) -> pandas.DataFrame:
 def with_shipped(
     frame: pandas.DataFrame, records: Iterable[Record], problem: Problem | None, family: str | None
 ) -> pandas.DataFrame:
-    """The rows of `best_of_each`, and below them those of shipped records, without the columns they lack."""
+    """The rows of `best_of_each`, then the shipped records, which lack some columns."""
     import pandas
 
     figures = (
@@ -124,7 +124,7 @@ def by_evidence(frame: pandas.DataFrame, *last: str, first: str | None = None) -
 
 
 def sound(frame: pandas.DataFrame) -> pandas.DataFrame:
-    """The rows whose cells are possible values of their columns; the log says how many are not."""
+    """The rows whose cells are all possible values; logs the number of the others."""
     import pandas
 
     keep = pandas.Series(True, index=frame.index)

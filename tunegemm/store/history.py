@@ -1,6 +1,6 @@
-"""What the history says: where a search may begin, and how each record compares with the one before.
+"""Reads the history: starting points for a search, and how each record compares with its predecessor.
 
-All of it is of values of a `Database`; there is no SQL here.
+The functions take values from a `Database`; there is no SQL here.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tunegemm.store.validity import Grade, judge_stored
 if TYPE_CHECKING:
     from tunegemm.store.database import Database
 
-#: Candidates per toolchain that are raced again, or that a search begins with.
+#: Candidates per toolchain that are raced again or start a search.
 TOP = 5
 
 Verdict = Literal["faster", "slower", "same"]
 
 
 def seeds(database: Database, problem: Problem, fingerprint: Fingerprint) -> list[Candidate]:
-    """The problem's leaders under other software or on other GPUs of the kind, the nearest ones first."""
+    """The problem's leaders under other software or on other GPUs of the kind, nearest first."""
     groups: dict[tuple[Grade, Fingerprint, str, str], list[Record]] = {}
     for entry in database.measurements(problem):
         grade = judge_stored(entry, fingerprint).grade
@@ -42,20 +42,20 @@ def seeds(database: Database, problem: Problem, fingerprint: Fingerprint) -> lis
 
 
 def related(records: Iterable[Record], problem: Problem, fingerprint: Fingerprint) -> list[Candidate]:
-    """What records of any layer say of the same product, the most alike first: of the problem itself, then
-    with another epilogue or output, then of another dtype of the same width. On GPUs of the architecture; on
-    one of this name first, the latest first.
+    """Candidates that were records of the same product in any layer, most similar first: the problem itself,
+    then another epilogue or output, then another dtype of the same width. GPUs of the same architecture
+    count; those of the same name come first, newest first.
 
-    What a product with an epilogue waits for is the product: fast tiles are fast with either.
+    The product dominates a fused product's time, so tiles that are fast for one epilogue are fast for others.
     """
-    found: list[tuple[tuple[bool | datetime, ...], Candidate]] = []
+    results: list[tuple[tuple[bool | datetime, ...], Candidate]] = []
     for record in records:
-        one, grade = record.problem, judge_stored(record, fingerprint).grade
-        if _product(one) != _product(problem) or grade == Grade.FOREIGN:
+        item, grade = record.problem, judge_stored(record, fingerprint).grade
+        if _product(item) != _product(problem) or grade == Grade.FOREIGN:
             continue
-        alike = one == problem, record.fingerprint.device_name == fingerprint.device_name
-        found.append(((*alike, one.in_dtype == problem.in_dtype, record.measured_at), record.candidate))
-    ordered = sorted(found, key=lambda pair: pair[0], reverse=True)
+        alike = item == problem, record.fingerprint.device_name == fingerprint.device_name
+        results.append(((*alike, item.in_dtype == problem.in_dtype, record.measured_at), record.candidate))
+    ordered = sorted(results, key=lambda pair: pair[0], reverse=True)
     return list(dict.fromkeys(candidate for _, candidate in ordered))[:TOP]
 
 
@@ -73,14 +73,14 @@ class Change:
     change: float
     """Relative change in time: +0.03 is 3 % slower. A change by ratio assumes an unchanged torch.mm."""
     by: Literal["ratio", "time"]
-    """What was compared: the ratio to torch.mm where that is the same library, else the time itself."""
+    """The compared figure: the ratio to torch.mm if both used the same library, else the time itself."""
 
     def __str__(self) -> str:
         return f"{self.verdict} ({100 * self.change:+.1f} % by {self.by})"
 
 
 def compare(before: Record, after: Record) -> Change:
-    """Faster or slower only where the medians' 95 % intervals are apart, and by more than the noise."""
+    """Calls a record faster or slower only if the medians' 95 % intervals differ by more than the noise."""
     old, new = before.measurement, after.measurement
     noise = max(old.noise, new.noise, NOISE_FLOOR)
     by: Literal["ratio", "time"]
@@ -102,17 +102,17 @@ def changes(records: Iterable[Record]) -> list[Change | None]:
     """Compares each of a problem's records, with samples and oldest first, with the previous record on the
     same kind of device; None if there is no previous record.
 
-    Only final races have samples enough for verdicts, and interleaved ones do not compare with those in
+    Only final races have enough samples for a verdict, and interleaved timing does not compare with
     steady-state timing.
     """
     latest: dict[tuple[object, ...], Record] = {}
-    found: list[Change | None] = []
+    result: list[Change | None] = []
     for record in records:
-        one = record.fingerprint
-        key = one.device_name, one.mig, one.sm_budget, record.method in STEADY_METHODS
+        fingerprint = record.fingerprint
+        key = fingerprint.device_name, fingerprint.mig, fingerprint.sm_budget, record.method in STEADY_METHODS
         before = latest.get(key)
         is_final = record.evidence is Evidence.FINAL
-        found.append(compare(before, record) if is_final and before is not None else None)
+        result.append(compare(before, record) if is_final and before is not None else None)
         if is_final:
             latest[key] = record
-    return found
+    return result

@@ -1,12 +1,12 @@
-"""The layers of the database: system, pack, user, project; of records worth the same, the narrower wins.
+"""The layers of the database: system, pack, user, project. Of equal records, the narrower layer's wins.
 
 - *system*: `db/records/*.json`, shipped with the package for known GPUs; text, read-only.
-- *pack*: what `tunegemm load` or ``TUNEGEMM_PACK`` brought, with its compiled kernels; read-only.
+- *pack*: loaded by `tunegemm load` or ``TUNEGEMM_PACK``, with its compiled kernels; read-only.
 - *user*: `tunegemm.sqlite` in the user's data folder.
-- *project*: ``TUNEGEMM_DB``, a path or URL; else `tunegemm.sqlite` in the working directory, if there is one
-  that nobody but this user can have written.
+- *project*: ``TUNEGEMM_DB``, a path or URL; else `tunegemm.sqlite` in the working directory, if only this
+  user can have written it.
 
-What is tuned is written to the narrowest: `Database.open()` without a location.
+Tuning writes to the narrowest layer: `Database.open()` without a location.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ NARROWNESS = {"system": 1, "pack": 2, "user": 3, "project": 4}
 
 
 def modified() -> tuple[tuple[int, int], ...]:
-    """What changes when another process publishes in a layer that is a file: sizes and times of the files.
+    """Sizes and times of the layers' files, which change when another process publishes into one.
 
     It takes some microseconds, and does not cover a server's database.
     """
-    found = []
+    results = []
     for location in (user_location(), project_location()):
         if location is not None and "://" not in str(location):
             for suffix in ("", "-wal"):  # the write-ahead log holds the latest records
                 try:
                     facts = Path(f"{os.path.realpath(location)}{suffix}").stat()
-                    found.append((facts.st_size, facts.st_mtime_ns))
+                    results.append((facts.st_size, facts.st_mtime_ns))
                 except OSError:
-                    found.append((0, 0))
-    return tuple(found)
+                    results.append((0, 0))
+    return tuple(results)
 
 
 def absent() -> list[str]:
@@ -58,7 +58,7 @@ def absent() -> list[str]:
         "TUNEGEMM_DB": "correct it; `tunegemm tune` creates it",
     }
     return [
-        f"{name}={place}: there is no such file; {remedy}"
+        f"{name}={place}: no such file; {remedy}"
         for name, remedy in remedies.items()
         if (place := os.environ.get(name)) and "://" not in place and not os.path.lexists(place)
     ]
@@ -67,15 +67,15 @@ def absent() -> list[str]:
 def read_records() -> tuple[list[Record], list[str]]:
     """The records of every layer, and one line for each layer that could not be read."""
     records, warnings = read_texts()
-    for found in of_databases(lambda database: database.records(), warnings):
-        records += found
+    for result in of_databases(lambda database: database.records(), warnings):
+        records += result
     return records, warnings
 
 
 def read_lookups() -> tuple[list[Record], list[Lookup | ShippedLookup], list[str]]:
-    """As `read_records`: the records of packs, and those of the other layers to look up.
+    """As `read_records`: the records of packs, and look-up tables of the other layers.
 
-    SQLAlchemy is loaded for a server's database only, or one that is not as it should be.
+    SQLAlchemy is loaded only for a server's database, or for a file with a fault.
     """
     from tunegemm.store.lookup import read_file
     from tunegemm.store.shipped import ShippedLookup
@@ -85,9 +85,9 @@ def read_lookups() -> tuple[list[Record], list[Lookup | ShippedLookup], list[str
     warnings = [*shipped.warnings]
     records = [record for pack in packs.loaded(warnings) for record in pack.records]
     for layer, location in _databases(warnings):
-        found = None if "://" in str(location) else read_file(location, layer)
-        if found is not None:
-            lookups.append(found)
+        result = None if "://" in str(location) else read_file(location, layer)
+        if result is not None:
+            lookups.append(result)
         else:
             lookups += _of_database(lambda database: database.lookup(), layer, location, warnings)
     return records, lookups, warnings
@@ -104,8 +104,8 @@ def read_texts() -> tuple[list[Record], list[str]]:
 
 
 def of_databases(read: Callable[[Database], T], warnings: list[str]) -> list[T]:
-    """What is read of the user's and of the project's layer; adds a line for one that cannot be."""
-    return [found for place in _databases(warnings) for found in _of_database(read, *place, warnings)]
+    """The results of `read` for the user's and the project's layer; warns of unreadable ones."""
+    return [result for place in _databases(warnings) for result in _of_database(read, *place, warnings)]
 
 
 def _of_database(
@@ -114,9 +114,9 @@ def _of_database(
     try:
         with extras.named():
             from tunegemm.store.connection import display, resolve
-            from tunegemm.store.database import Database  # brings SQLAlchemy
+            from tunegemm.store.database import Database  # imports SQLAlchemy
     except ExtraError as error:
-        warnings.append(f"the {layer}'s database needs more than serving does: {error}")
+        warnings.append(f"the {layer}'s database needs a package that serving does not install: {error}")
         return []
 
     def opened() -> Database:
@@ -129,24 +129,24 @@ def _of_database(
         warnings.append(str(error))
     except TimeoutError:
         name = display(resolve(location))
-        warnings.append(f"{name}: no answer in time; check the address, and that the server runs")
+        warnings.append(f"{name}: no answer in time; check the address and that the server is running")
     return []
 
 
 def _databases(warnings: list[str]) -> list[tuple[str, Path | str]]:
-    """The layers that are databases, and where they are; of the user's only one that is there.
+    """The database layers and their locations; the user's only if it exists.
 
-    Adds a line for a project's that is not to be read.
+    Adds a warning for a project's database that must not be read.
     """
     if refused := refused_project():
         warnings.append(refused)
     user, project = user_location(), project_location()
-    found: list[tuple[str, Path | str]] = [("user", user)] if _exists(user) else []
-    return found if project is None else [*found, ("project", project)]
+    results: list[tuple[str, Path | str]] = [("user", user)] if _exists(user) else []
+    return results if project is None else [*results, ("project", project)]
 
 
 def _exists(location: Path | str) -> bool:
     try:
         return Path(location).exists()
     except OSError:
-        return True  # in a folder one may not search: opening it says so
+        return True  # the folder may not be searched: opening the database reports that

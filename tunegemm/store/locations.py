@@ -10,7 +10,7 @@ from tunegemm.files import foreign
 from tunegemm.resources import user_path
 
 _FILE_NAME = "tunegemm.sqlite"
-#: What SQLite reads beside a database.
+#: Suffixes of files that SQLite reads together with a database.
 _SIDE_FILES = ("-wal", "-shm", "-journal")
 
 
@@ -18,42 +18,46 @@ def project_location() -> str | None:
     """The project layer's location; None if there is no such layer, or others may have written it."""
     if configured := os.environ.get("TUNEGEMM_DB"):
         return configured
-    here = _found()
+    here = _in_working_directory()
     return str(here) if here is not None and not _who_may_write(here) else None
 
 
 def refused_project() -> str:
-    """Why the database in the working directory is not read, and the remedy, in one line; empty where it is,
-    and where there is none.
+    """Why the database in the working directory is not read, and the remedy, in one line. Empty if it is read
+    or does not exist.
 
-    Users start programs in folders that others fill: a checkout, a share, /tmp. Dispatch launches what a
-    database names, so it reads one only if nobody but this user can have written it, as git does with
-    repositories (its option safe.directory). Root's own are root's.
+    Users start programs in folders that others can fill: a checkout, a share, /tmp. Dispatch launches the
+    kernels that a database names, so it reads one only if nobody but this user, or root, can have written it,
+    as git does with repositories (its option safe.directory).
     """
-    if os.environ.get("TUNEGEMM_DB") or (here := _found()) is None or not (why := _who_may_write(here)):
+    if (
+        os.environ.get("TUNEGEMM_DB")
+        or (here := _in_working_directory()) is None
+        or not (why := _who_may_write(here))
+    ):
         return ""
     return (
-        f"{here}: not read, since others may have written it ({why}); if you trust it, name it by "
+        f"{here}: not read, since others may have written it ({why}); if you trust it, set "
         f"TUNEGEMM_DB={shlex.quote(str(here))}"
     )
 
 
 def user_location() -> Path:
-    """Where the user's layer is, whether or not the file exists."""
+    """The user layer's location, whether or not the file exists."""
     return user_path("data") / _FILE_NAME
 
 
-def _found() -> Path | None:
-    """The database in the working directory, also where another user owns it; None without one."""
+def _in_working_directory() -> Path | None:
+    """The database in the working directory, whoever owns it; None if there is none."""
     try:
         here = Path.cwd() / _FILE_NAME
         return here if here.is_file() else None
-    except OSError:  # a working directory that was deleted, or that one may not search
+    except OSError:  # the working directory was deleted or may not be searched
         return None
 
 
 def _who_may_write(here: Path) -> str:
-    """Who else may write a file, what SQLite reads beside it, or their folder, where a link leads, too."""
+    """Who else may write a file, its side files, or their folders, following links."""
     user = os.geteuid()
     files = [here, *(here.with_name(here.name + suffix) for suffix in _SIDE_FILES)]
     try:

@@ -1,4 +1,4 @@
-"""The records of one database as dispatch wants them: read in narrow rows, made values when asked for."""
+"""The records of one database for dispatch: read as narrow rows, decoded on demand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tunegemm.store.waiting import left_s
 #: How long a lock is waited for.
 _BUSY_S = 5.0
 
-#: Columns kept of each record, besides its keys.
+#: Columns of each record, besides its keys.
 _CELLS = ("ratio", "kernel_source", "method", "confirmed", "relative_error")
 
 _log = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 class Lookup:
     """Records by problem. Never changes once built.
 
-    100,000 rows of five columns are a tenth of a second; as many `Record`s would be over a second, and a
-    program asks for a few.
+    100,000 rows of five columns take a tenth of a second to read; as `Record`s they would take over a second,
+    and a program needs only a few.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Lookup:
         """
         self._keys = {tuple(row[1:]): row[0] for row in problems}
         self._records: dict[int, list[tuple[Any, ...]]] = {}
-        words: dict[str, str] = {}  # the few that there are, each kept once
+        words: dict[str, str] = {}  # interned: there are few
         for problem, fingerprint, candidate, ratio, source, method, *facts in records:
             texts = words.setdefault(source, source), words.setdefault(method, method)
             self._records.setdefault(problem, []).append((fingerprint, candidate, ratio, *texts, *facts))
@@ -64,12 +64,12 @@ class Lookup:
         return [fields for fields, key in self._keys.items() if key in self._records]
 
     def find(self, problem: Problem) -> list[Record]:
-        """The problem's records under all fingerprints. One that cannot be read is left out and logged."""
-        found = []
+        """The problem's records under all fingerprints. Skips and logs an unreadable record."""
+        results = []
         key = self._keys.get(cells_of(problem), 0)
         for fingerprint, candidate, *cells in self._records.get(key, ()):
             try:
-                found.append(
+                results.append(
                     decode_record(
                         dict(zip(_CELLS, cells, strict=True)),
                         problem,
@@ -80,7 +80,7 @@ class Lookup:
                 )
             except UNREADABLE as error:
                 _log.warning("skipped an unreadable record of %s: %s", problem, error)
-        return found
+        return results
 
 
 def read_lookup(read: Callable[[str], Iterable[Sequence[Any]]], layer: str) -> Lookup:
@@ -108,14 +108,14 @@ def read_lookup(read: Callable[[str], Iterable[Sequence[Any]]], layer: str) -> L
 def read_file(location: str | Path, layer: str) -> Lookup | None:
     """Reads a SQLite file without SQLAlchemy, whose import takes a fifth of a second.
 
-    None where anything is unusual: of an older schema, damaged, locked, in a folder where its write-ahead log
-    cannot be read. `tunegemm.store.Database` can read some of it, and says what is wrong with the rest.
+    None for anything unusual: an older schema, damage, a lock, or an unreadable write-ahead log.
+    `tunegemm.store.Database` reads some of these files, and explains the error for the others.
     """
     import sqlite3  # some milliseconds, where a user has no database
 
     try:
         path = Path(location).expanduser()
-        if not path.is_file():  # opening a pipe would wait for ever
+        if not path.is_file():  # opening a pipe would block for ever
             return None
         name = f"file:{quote(os.fsencode(path))}?mode=ro"
         with closing(sqlite3.connect(name, uri=True, timeout=left_s(_BUSY_S))) as connection:

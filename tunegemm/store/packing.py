@@ -1,4 +1,4 @@
-"""Makes packs: chooses the records that are worth it, and takes or compiles the kernel of each."""
+"""Makes packs: chooses the valid records, then copies or compiles the kernel of each."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class Packed:
 def pack(
     records: Iterable[Record], out: Path, *, compile_missing: bool = True, workers: int | None = None
 ) -> Packed:
-    """Write the records that this machine's compilers and sources stand for, with their objects.
+    """Write the records that match this machine's compilers and kernel sources, with their objects.
 
-    A record that was measured with others is left out: the kernel that would be packed is not the one that
-    was measured. Raises PackError when none is left, or an object is missing and may not be compiled.
+    Records from other compilers or sources are left out, because the packed kernel would not be the measured
+    kernel. Raises PackError if none remains, or if an object is missing and may not be compiled.
     """
     left_out: Counter[str] = Counter()
     versions = _versions()
@@ -80,31 +80,33 @@ def pack(
             left_out[reason] += 1
         else:
             usable.append(record)
-    found = provide(usable, compile_missing=compile_missing, workers=workers)
+    result = provide(usable, compile_missing=compile_missing, workers=workers)
     left_out.update(
-        f"{record.label}: {found.failures[record]}" for record in usable if record in found.failures
+        f"{record.label}: {result.failures[record]}" for record in usable if record in result.failures
     )
-    chosen = [record for record in usable if record not in found.failures]
+    chosen = [record for record in usable if record not in result.failures]
     if not chosen:
-        why = "; ".join(left_out) or "none was given"
-        raise PackError(f"no record to pack ({why}); see `tunegemm db layers` and `tunegemm leaderboard`")
+        why = "; ".join(left_out) or "the database has none"
+        raise PackError(f"no record to pack: {why}; see `tunegemm db layers` and `tunegemm leaderboard`")
     with tempfile.TemporaryDirectory() as folder:
-        for key, artifact in found.artifacts.items():
+        for key, artifact in result.artifacts.items():
             copy(ArtifactStore(folder), dict(key), artifact)
         write_records(chosen, Path(folder, "records"))
-        fingerprints = sorted({record.fingerprint for record in chosen}, key=lambda one: one.digest)
+        fingerprints = sorted(
+            {record.fingerprint for record in chosen}, key=lambda fingerprint: fingerprint.digest
+        )
         digest = packs.write(
             Path(folder),
             out,
             toolchain=toolchain(),
-            fingerprints=[one.asdict() for one in fingerprints],
+            fingerprints=[fingerprint.asdict() for fingerprint in fingerprints],
         )
     gpus = tuple(sorted({record.fingerprint.device_name for record in chosen}))
-    return Packed(out, digest, len(chosen), gpus, len(found.artifacts), found.compiled, left_out)
+    return Packed(out, digest, len(chosen), gpus, len(result.artifacts), result.compiled, left_out)
 
 
 def toolchain() -> dict[str, str]:
-    """The compilers that are here, as kernel keys name them."""
+    """The compilers here, by their names in kernel keys."""
     return _versions() | {"cutlass_dsl": dsl_version()}
 
 
@@ -115,9 +117,9 @@ def _versions() -> dict[str, str]:
 def provide(
     records: Iterable[Record], *, compile_missing: bool = True, workers: int | None = None
 ) -> Provided:
-    """The objects of records, from the user's store, where those that are missing are compiled first.
+    """The objects of records, from the user's store; missing objects are compiled first.
 
-    Raises PackError when one is missing and may not be compiled.
+    Raises PackError if an object is missing and may not be compiled.
     """
     keys = {record: (record.candidate.family, key) for record in records if (key := _key(record))}
     return provide_keys(keys, lambda record: str(record.problem), compile_missing, workers)
@@ -139,7 +141,7 @@ def refused_here(records: Iterable[Record]) -> list[Judgement]:
 
 
 def unfit(record: Record) -> str:
-    """Why no kernel can be made of a record's candidate; empty where one can."""
+    """Why a record's candidate cannot become a kernel; empty if it can."""
     if is_torch(record.candidate):
         return ""
     try:
@@ -148,7 +150,7 @@ def unfit(record: Record) -> str:
         return str(error)
     if wrong := record_objection(record):
         return wrong
-    # Not what runs and is left out for its speed, either.
+    # A kernel that runs but was excluded for its speed is not refused.
     verdict = families.get(record.candidate.family).check(
         record.problem, record.candidate, _device(record.fingerprint)
     )
@@ -157,12 +159,12 @@ def unfit(record: Record) -> str:
 
 def _distinct(records: Iterable[Record]) -> list[Record]:
     """Per problem and fingerprint the record of the narrowest layer."""
-    ordered = sorted(records, key=lambda one: NARROWNESS.get(one.layer, len(NARROWNESS) + 1))
+    ordered = sorted(records, key=lambda record: NARROWNESS.get(record.layer, len(NARROWNESS) + 1))
     return list({(record.problem, record.fingerprint): record for record in ordered}.values())
 
 
 def _key(record: Record) -> Key:
-    """The kernel key of a record's object; empty where there is nothing to compile."""
+    """The kernel key of a record's object; empty if there is nothing to compile."""
     family = families.get(record.candidate.family)
     if not family.compiled:
         return {}
@@ -170,7 +172,7 @@ def _key(record: Record) -> Key:
 
 
 def _device(fingerprint: Fingerprint) -> Device:
-    """The device that was measured. Raises PackError for one of an architecture that is not known."""
+    """The measured device. Raises PackError for an unknown architecture."""
     if (device := device_of(fingerprint)) is None:
         raise PackError(f"{fingerprint.device_name}: capability {fingerprint.capability!r} is not known here")
     return device

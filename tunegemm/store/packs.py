@@ -74,11 +74,11 @@ class Pack:
         return self.folder.name
 
     def find(self, key: Key) -> Artifact | None:
-        """Its object of a kernel key, whatever compilers are here. Raises as `ArtifactStore.find`."""
+        """Its object for a kernel key, whatever compilers are here. Raises as `ArtifactStore.find`."""
         return self.store.find(self._key(key))
 
     def suits(self, key: Key) -> bool:
-        """Whether its object of a kernel key is for the runtime library of the DSL that is here, if one is.
+        """Whether its object for a kernel key works with the DSL runtime library here, if there is one.
 
         Triton's objects need none.
         """
@@ -116,28 +116,28 @@ def user_folder() -> Path:
 
 
 def loaded(warnings: list[str]) -> list[Pack]:
-    """The packs that serve here: loaded ones, and the file that ``TUNEGEMM_PACK`` names.
+    """The packs in use: loaded ones, and the file that ``TUNEGEMM_PACK`` names.
 
-    That file is unpacked beside the object store when it is first seen. Adds a line for each that is bad.
+    That file is unpacked beside the object store at first use. Adds a warning for each bad pack.
     """
-    found = {}
+    result = {}
     openings = [functools.partial(_open, folder) for folder in installed()]
     if file := os.environ.get("TUNEGEMM_PACK"):
         openings.append(functools.partial(install, Path(file), ArtifactStore().root.parent / "packs"))
     for opening in openings:
         try:
             pack = opening()
-            found[pack.name] = pack
+            result[pack.name] = pack
         except (PackError, OSError) as error:
             warnings.append(str(error))
-    return list(found.values())
+    return list(result.values())
 
 
 @functools.cache
 def shipped() -> Pack | None:
     """The kernels of the shipped records, which `make kernels` compiles into the package; None without them.
 
-    Their records are those of the system layer. A damaged pack is reported once, and serves nothing.
+    Their records are the system layer's. A damaged pack is reported once and not used.
     """
     try:
         folder = data_path("db", "kernels")
@@ -151,22 +151,22 @@ def shipped() -> Pack | None:
 
 
 def find(key: Key) -> Artifact | None:
-    """The object of a kernel key in the user's store, or else in a pack, or in the package, where that is for
-    the runtime library that is here.
+    """The object for a kernel key: from the user's store, else a pack, else the package, if it suits the
+    runtime library here.
 
     Raises as `ArtifactStore.find`.
     """
-    if (found := ArtifactStore().find(key)) is not None:
-        return found
+    if (result := ArtifactStore().find(key)) is not None:
+        return result
     places = (*loaded([]), shipped())
     suited = (pack for pack in places if pack and pack.suits(key))
-    return next((found for pack in suited if (found := pack.find(key)) is not None), None)
+    return next((result for pack in suited if (result := pack.find(key)) is not None), None)
 
 
 def install(file: Path, root: Path | None = None, *, sha256: str | None = None) -> Pack:
-    """Verify a pack and unpack it into a folder of `root`, by default the user's; at once, or not at all.
+    """Verify a pack and unpack it into a folder of `root`, by default the user's; all of it or nothing.
 
-    sha256: of the whole file, refused when it is another. Raises PackError, which names the bad entry.
+    sha256: expected hash of the whole file. Raises PackError, which names the bad entry.
     """
     root = root or user_folder()
     digest = file_digest(file)
@@ -191,7 +191,7 @@ def install(file: Path, root: Path | None = None, *, sha256: str | None = None) 
 
 
 def _loaded_from(folder: Path) -> str:
-    """The name of the file that a pack was loaded from; empty where an older version did not keep it."""
+    """The name of the file that a pack was loaded from; empty if an older version did not record it."""
     try:
         return (folder / _LOADED_FROM).read_text()
     except (OSError, ValueError):
@@ -199,11 +199,10 @@ def _loaded_from(folder: Path) -> str:
 
 
 def remove(name: str) -> str:
-    """Take a loaded pack away, by its name or the start of it, or by the file that it was loaded from, with
-    or
-    without its ending; returns its name.
+    """Delete a loaded pack and return its name.
 
-    Raises PackError, which lists the loaded ones.
+    name: the pack's name or its beginning, or the name of the file that it was loaded from, with or without
+    the suffix. Raises PackError, which lists the loaded packs.
     """
     files = {folder: _loaded_from(folder) for folder in installed()}
     chosen = [
@@ -211,14 +210,14 @@ def remove(name: str) -> str:
         if name and (folder.name.startswith(name) or Path(name).name in (file, Path(file).stem))
     ]  # fmt: skip
     if len(chosen) != 1:
-        what = "names several packs" if chosen else "is not loaded"
+        fault = "matches several packs" if chosen else "is not loaded"
         listed = ", ".join(
             f"{folder.name} ({file})" if file else folder.name for folder, file in files.items()
         )
-        raise PackError(f"pack {name!r} {what}; loaded: {listed or 'none'}")
+        raise PackError(f"pack {name!r} {fault}; loaded: {listed or 'none'}")
     try:
         with tempfile.TemporaryDirectory(dir=chosen[0].parent, prefix=".old-") as scratch:
-            chosen[0].rename(Path(scratch, "pack"))  # gone for others at once, then deleted
+            chosen[0].rename(Path(scratch, "pack"))  # atomic for other processes; deleted afterwards
     except OSError as error:
         raise PackError(f"{chosen[0]}: {error.strerror}; nothing was unloaded") from None
     forget()
@@ -231,7 +230,7 @@ def forget() -> None:
 
 
 def write_manifest(folder: Path, *, toolchain: Mapping[str, str]) -> None:
-    """Make a folder of objects what `shipped` reads."""
+    """Write the manifest that `shipped` reads into a folder of objects."""
     _, text = _manifest(folder, folder, toolchain, ())
     (folder / _MANIFEST).write_bytes(text)
 
@@ -260,8 +259,8 @@ def _manifest(
 def write(folder: Path, out: Path, *, toolchain: Mapping[str, str], fingerprints: Iterable[Any]) -> str:
     """Write the entries of a folder as a pack and return its SHA-256. `out` is replaced as a whole.
 
-    fingerprints: JSON objects of those that records in it have. Raises PackError when it cannot be written;
-    what was there before is kept.
+    fingerprints: of its records, as JSON objects. Raises PackError if the pack cannot be written; the
+    previous file stays.
     """
     contents, text = _manifest(folder, out, toolchain, fingerprints)
     with replacing(out, PackError) as part:
@@ -278,11 +277,11 @@ def file_digest(file: Path) -> str:
     """SHA-256 of a file. Raises PackError when it cannot be read."""
     try:
         status = file.stat()
-        if found := kind(status.st_mode):
-            raise PackError(f"{file}: {found}, not a file; give a file that `tunegemm pack` made")
+        if result := kind(status.st_mode):
+            raise PackError(f"{file}: {result}, not a file; give a file from `tunegemm pack`")
         return _digest(file.absolute(), status.st_mtime_ns, status.st_size)
     except OSError as error:
-        raise PackError(f"{file}: {cause(error, 'give a file that `tunegemm pack` made')}") from None
+        raise PackError(f"{file}: {cause(error, 'give a file from `tunegemm pack`')}") from None
 
 
 @functools.lru_cache(maxsize=16)  # dispatch asks for each product that it meets
@@ -310,20 +309,20 @@ def _open(folder: Path) -> Pack:
 
 
 def _read_records(folder: Path, where: Path) -> tuple[Record, ...]:
-    """All records of an unpacked pack. One that is not as it should be condemns the pack; so does none."""
+    """All records of an unpacked pack. Raises PackError if one is bad, or if there is none."""
     records, problems = read_shipped(folder / "records", layer="pack")
     if problems or not records:
         reason = problems[0].removeprefix(f"{folder}/") if problems else "it holds no record"
         more = f" ({len(problems) - 1} more)" if problems[1:] else ""
         loaded = where == folder
-        remedy = f"take it away by `tunegemm unload {folder.name}`" if loaded else "ask for a new pack"
+        remedy = f"remove it with `tunegemm unload {folder.name}`" if loaded else "ask for a new pack"
         raise PackError(f"{where}: {reason}{more}; the pack is not used; {remedy}")
     return tuple(records)
 
 
 def _check(records: Iterable[Record], file: Path) -> None:
-    """Raises PackError for a record of this program's sources that must not be launched: once, as a pack is
-    loaded; dispatch checks what it launches.
+    """Raises PackError for a record of this program's sources that must not be launched: once, when a pack is
+    loaded. Dispatch checks each record again before its launch.
     """
     for record in records:
         is_todays = record.kernel_source == kernel_source_hash(record.candidate.family)
@@ -334,8 +333,8 @@ def _check(records: Iterable[Record], file: Path) -> None:
 def _unpack(file: Path, folder: Path) -> None:
     """Write the verified entries of a pack into an empty folder.
 
-    Headers are compared with those that `write` makes, not parsed: nothing in them can ask for another place,
-    a link or more memory than there are bytes.
+    Headers are compared with those of `write`, not parsed, so that they cannot ask for another place, a link
+    or more memory than the file has bytes.
     """
     with file.open("rb") as stream:
         header = stream.read(tarfile.BLOCKSIZE)
@@ -343,7 +342,7 @@ def _unpack(file: Path, folder: Path) -> None:
         num_bytes = int(digits, 8) if re.fullmatch(rb"[0-7]{11}", digits) else 0
         if header != _header(_MANIFEST, num_bytes) or num_bytes > _LARGEST_BYTES:
             raise PackError(
-                f"{file}: not a pack, or repacked by another program; give a file that `tunegemm pack` wrote"
+                f"{file}: not a pack, or repacked by another program; give a file from `tunegemm pack`"
             )
         text = _content(stream, file, _MANIFEST, num_bytes)
         manifest = _parse(text, file)
@@ -364,11 +363,11 @@ def _unpack(file: Path, folder: Path) -> None:
                 f"{file}: entry {_MANIFEST} was changed, or the end is missing; copy the pack again"
             )
         if stream.read(2 * tarfile.BLOCKSIZE).strip(b"\0") or stream.read(1):
-            raise PackError(f"{file}: holds more than {_MANIFEST} lists; copy the pack again")
+            raise PackError(f"{file}: has entries that {_MANIFEST} does not list; copy the pack again")
 
 
 def _header(name: str, num_bytes: int) -> bytes:
-    """The tar header of an entry: of no time and nobody, so the same each time."""
+    """The tar header of an entry, without time or owner, so that it is always the same."""
     header = tarfile.TarInfo(name)
     header.size, header.mode = num_bytes, 0o644
     return header.tobuf(tarfile.USTAR_FORMAT)
@@ -379,12 +378,12 @@ def _content(stream: IO[bytes], file: Path, name: str, num_bytes: int) -> bytes:
     if len(content) < num_bytes:
         raise PackError(f"{file}: cut within entry {name}; copy the pack again")
     if stream.read(-num_bytes % tarfile.BLOCKSIZE).strip(b"\0"):
-        raise PackError(f"{file}: something lies behind entry {name}; copy the pack again")
+        raise PackError(f"{file}: has data after entry {name}; copy the pack again")
     return content
 
 
 def _parse(content: bytes, where: Path) -> dict[str, Any]:
-    """A manifest whose names are those of entries and whose values are of the right kind."""
+    """A manifest with valid entry names and valid values."""
     try:
         manifest = decoded(content)
         if manifest["format"] != FORMAT:
@@ -395,7 +394,7 @@ def _parse(content: bytes, where: Path) -> dict[str, Any]:
                 f"{where}: entry {bad[0]!r} is neither a record nor an object; a pack has no others"
             )
         if len(set(names)) != len(names):
-            raise BadValueError("an entry twice")
+            raise BadValueError("it lists an entry twice")
         line(manifest["tunegemm"], "version", 64)
         for name, version in manifest["toolchain"].items():
             line(version, line(name, "compiler", 64), 64)
@@ -418,6 +417,6 @@ def _write(folder: Path, name: str, content: bytes) -> None:
 
 
 def _make_folder(path: Path) -> None:
-    """Writable by its owner alone, whatever the umask: `ArtifactStore` refuses others."""
+    """Writable by its owner only, whatever the umask: `ArtifactStore` rejects other folders."""
     path.mkdir(exist_ok=True)
     path.chmod(0o755)

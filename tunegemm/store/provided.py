@@ -1,7 +1,7 @@
-"""Compiled kernels by their keys, and those of the lists in db/grouped.toml, joined.toml, blocks.toml and
-block_groups.toml.
+"""Compiled kernels by key: those of records, and those that db/grouped.toml, joined.toml, blocks.toml and
+block_groups.toml list.
 
-Kernels that are missing in the user's object store are compiled first. No GPU is needed.
+Kernels that the user's object store lacks are compiled first. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from tunegemm.compile.artifacts import Artifact, ArtifactStore, Key
 from tunegemm.compile.pool import CompilePool
 from tunegemm.errors import PackError
-from tunegemm.generate import along_k, block_groups, blocks, joined, routing
+from tunegemm.generate import along_k, block_groups, blocks, joined, quantize, routing
 from tunegemm.model.block_groups import listed as listed_of_block_groups
 from tunegemm.model.blocks import listed as listed_of_blocks
 from tunegemm.model.grouped import configs, listed_along_k, maker_of
@@ -23,12 +23,12 @@ from tunegemm.model.joined import listed as listed_of_weights
 
 @dataclass(frozen=True)
 class Provided:
-    """The objects of some records, or of other things that have kernels."""
+    """The objects of records or of listed kernels."""
 
     artifacts: Mapping[tuple[tuple[str, str | int], ...], Artifact]
     """By the items of their kernel keys."""
     failures: Mapping[Any, str]
-    """Why a kernel could not be compiled, by what it is of."""
+    """Why a kernel could not be compiled, by the item that needs it."""
     compiled: int
 
     def of(self, key: Key) -> Artifact | None:
@@ -42,14 +42,14 @@ def provide_keys(
     compile_missing: bool = True,
     workers: int | None = None,
 ) -> Provided:
-    """As `packing.provide`, by families and kernel keys. named: what an error calls one."""
+    """As `packing.provide`, by families and kernel keys. named: an item's name for errors."""
     store = ArtifactStore()
     missing = {of: pair for of, pair in keys.items() if store.find(pair[1]) is None}
     failures: dict[Any, str] = {}
     compiled = 0
     if missing and not compile_missing:
         raise PackError(
-            f"{len(missing)} of {len(keys)} kernels are missing in {store.root}, first that of "
+            f"{len(missing)} of {len(keys)} kernels are missing in {store.root}, first "
             f"{named(next(iter(missing)))}; leave out --no-compile, or tune again"
         )
     if missing:
@@ -58,13 +58,13 @@ def provide_keys(
             results = {of: future.result() for of, future in futures.items()}
             failures = {of: result.failure for of, result in results.items() if not result.artifact}
             compiled = pool.compiled
-    found = {_name(key): store.find(key) for of, (_, key) in keys.items() if of not in failures}
-    return Provided({name: one for name, one in found.items() if one is not None}, failures, compiled)
+    answer = {_name(key): store.find(key) for of, (_, key) in keys.items() if of not in failures}
+    return Provided({name: item for name, item in answer.items() if item is not None}, failures, compiled)
 
 
 def provide_grouped(kind: str = "", *, every: bool = False) -> Provided:
-    """The objects of grouped products' kernels that ship, or of a kind; ``routing``: of those around them;
-    ``along_k``: of those for groups along k, served or not. every: those of a kind that no choice names, too.
+    """The objects of shipped kernels for grouped products, or of one kind. ``routing``: of the kernels around
+    them; ``along_k``: of all kernels for groups along k. every: also those of the kind that no choice names.
     As `packing.provide`.
     """
     return provide_keys(_grouped(kind, every))
@@ -76,26 +76,27 @@ def provide_joined() -> Provided:
 
 
 def provide_blocks() -> Provided:
-    """The objects of the kernels of block-scaled products (db/blocks.toml, db/block_groups.toml). As
-    `packing.provide`."""
+    """The objects of the kernels of block-scaled products (db/blocks.toml, db/block_groups.toml), and of the
+    kernels that quantise. As `packing.provide`.
+    """
     return provide_keys(_blocks())
 
 
 def _grouped(kind: str = "", every: bool = False) -> dict[str, tuple[str, Key]]:
-    """By its name each kernel of grouped products, and around them, that ships; or of a kind, or `every` one
-    of the table.
+    """Each shipped kernel for grouped products, or around them, by its name; or those of a kind, or `every`
+    kernel of the table.
     """
-    found = {
+    result = {
         f"grouped {config.label}": (maker_of(config).FAMILY.name, maker_of(config).kernel_key(config))
         for config in (configs(kind).values() if every else listed_of_groups(kind=kind))
     }
     if kind in ("", "along_k"):
         for config in listed_along_k(every=bool(kind)):
-            found[f"along k {config.label}"] = "along_k", along_k.kernel_key(config)
+            result[f"along k {config.label}"] = "along_k", along_k.kernel_key(config)
     for name, key in routing.kernels().items():
         if kind == "routing" or (not kind and name.split()[0] in routing.SERVED):
-            found[name] = "routing", key
-    return found
+            result[name] = "routing", key
+    return result
 
 
 def _joined() -> dict[str, tuple[str, Key]]:
@@ -109,14 +110,16 @@ def _joined() -> dict[str, tuple[str, Key]]:
 
 
 def _blocks() -> dict[str, tuple[str, Key]]:
-    """By its name each kernel of block-scaled products."""
-    return {
+    """By its name each kernel of block-scaled products, and each that quantises."""
+    result = {
         f"blocks {config.label} {config.out_dtype}": ("blocks", blocks.kernel_key(config))
         for config in listed_of_blocks()
-    } | {
-        f"blocks of groups {config.label}": ("block_groups", block_groups.kernel_key(config))
-        for config in listed_of_block_groups()
     }
+    for of_groups in listed_of_block_groups():
+        result[f"blocks of groups {of_groups.label}"] = "block_groups", block_groups.kernel_key(of_groups)
+    for of_rows in quantize.CONFIGS:
+        result[f"quantize {of_rows.label}"] = "quantize", quantize.kernel_key(of_rows)
+    return result
 
 
 def _name(key: Key) -> tuple[tuple[str, str | int], ...]:

@@ -1,7 +1,7 @@
 """One publication as few prepared statements: writers to one SQLite file take turns, so each must be brief.
 
-Rows are added in one order, problem, fingerprint, candidate, one of each, and the choice of the record locks
-the problem last, so that no two publications on a server can wait for each other.
+All publications insert in one order (problem, fingerprint, candidate, one row each) and last lock the problem
+to choose the record, so that two publications on a server never deadlock.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _RECORDS, _CHOICES = map(_table, (RecordRow, ChoiceRow))
 
 
 def _find(table: Table, *names: str) -> Select[Any]:
-    """The row of those values, each under its column's name."""
+    """The row with those values, each under its column's name."""
     return select(table).where(*(table.c[name] == bindparam(name) for name in names))
 
 
@@ -64,7 +64,7 @@ _FIND_RECORD = _find(_RECORDS, "problem_id", "fingerprint_id", "policy")
 _PAIR = [_MEASUREMENTS.c[name] == bindparam(name) for name in ("problem_id", "fingerprint_id")]
 _OWN = [*_PAIR, _MEASUREMENTS.c.candidate_id == bindparam("candidate_id")]
 _FIND_OWN = select(_MEASUREMENTS.c.id).where(*_OWN, _MEASUREMENTS.c.id == bindparam("key"))
-#: What is compared of results, oldest first: of all under a fingerprint, of one candidate, of one row.
+#: Compared results, oldest first: all under a fingerprint, one candidate's, one row.
 _RESULTS = (
     select(
         *(
@@ -83,9 +83,9 @@ _FORGET = delete(_RECORDS).where(_RECORDS.c.id == bindparam("key"))
 
 
 def row_keys(connection: Connection, problem: Values, fingerprint: Values, candidate: Values) -> Values:
-    """The keys of a result's problem, fingerprint and candidate, whose rows are added when missing.
+    """The keys of a result's problem, fingerprint and candidate; adds missing rows.
 
-    A candidate's label, when not empty, replaces the one it has.
+    A label that is not empty replaces the candidate's label.
     """
     keys = {
         "problem_id": _row(connection, _FIND_PROBLEM, _PROBLEMS, problem).id,
@@ -112,11 +112,11 @@ def add(connection: Connection, keys: Values, values: Values, *, at: datetime | 
 
 
 def require_measurement(connection: Connection, keys: Values, measurement_id: int) -> int:
-    """The id, which is a measurement's with these keys. Raises DatabaseError for any other."""
+    """The id, if it is a measurement's with these keys. Raises DatabaseError otherwise."""
     if connection.execute(_FIND_OWN, {**keys, "key": measurement_id}).one_or_none() is None:
         raise DatabaseError(
             f"measurement {shown(measurement_id)} does not belong to this candidate, problem and device; "
-            "give the number that `publish` returned"
+            "give the id that `publish` returned"
         )
     return measurement_id
 
@@ -137,11 +137,11 @@ class Compared:
 
 
 def choose_if_better(connection: Connection, keys: Values) -> None:
-    """Brings the record up to date after a measurement of a candidate was added.
+    """Updates the record after a measurement of a candidate was added.
 
-    A confirmed record yields only to another final race (`confirm`), or where the best evidence of its own
-    candidate says that it is slower than torch.mm. Only the candidate's rows and the record are read, unless
-    the record itself got worse: then the best of all results is looked for.
+    A confirmed record yields only to another final race (`confirm`), or if the best evidence for its own
+    candidate says that torch.mm is faster. Reads only the candidate's rows and the record, unless the record
+    itself got worse: then it looks for the best of all results.
     """
     record, known = _record(connection, keys)
     confirmed_id = record.measurement_id if record is not None and record.confirmed else None
@@ -164,7 +164,7 @@ def choose_if_better(connection: Connection, keys: Values) -> None:
 def confirm(connection: Connection, keys: Values, measurement_id: int) -> None:
     """Makes the measurement that won a final race here the record, whatever the record was.
 
-    Where it is slower than torch.mm, the record is chosen by evidence, and no longer confirmed.
+    If torch.mm is faster, the evidence chooses the record, which is then unconfirmed.
     """
     record, _ = _record(connection, keys)
     (won,) = _compared(connection, _OF_MEASUREMENT, {"key": measurement_id}, measurement_id)
@@ -178,12 +178,12 @@ def confirm(connection: Connection, keys: Values, measurement_id: int) -> None:
 def adopt(
     connection: Connection, keys: Values, measurement_id: int, *, confirmed: bool, at: datetime | None = None
 ) -> bool:
-    """Lets what is another database's record compete with the record here; whether it is the record now.
+    """Lets another database's record compete with the record here. Returns whether it is now the record.
 
-    For rows that were imported or merged, which have an origin: the record yields only where it was not
-    measured here, and the other's evidence is better, or alike and its ratio higher. confirmed: it won a
-    final race there. at: when it became the record there; now, if None. A row that was measured here is
-    chosen as after a publication.
+    For imported and merged rows, which have an origin. The record here yields only if it was measured
+    elsewhere and the other has better evidence, or the same and a higher ratio. confirmed: it won a final
+    race there. at: when it became the record there; None: now. A row measured here is chosen as after a
+    publication.
     """
     record, known = _record(connection, keys)
     confirmed_id = record.measurement_id if record is not None and record.confirmed else None
@@ -203,22 +203,22 @@ def adopt(
 def _record(connection: Connection, keys: Values) -> tuple[Any, Compared | None]:
     """The record of a problem and fingerprint, if there is one, and its measurement, unless it is damaged.
 
-    On a server the problem's row is locked first: until the end of the transaction nobody else chooses, so
-    that the choice sees every measurement that was published before.
+    On a server the problem's row is locked first: nobody else chooses before this transaction ends, and the
+    choice sees every measurement published before.
     """
     connection.execute(_LOCK, keys)
     record = connection.execute(_FIND_RECORD, {**keys, "policy": FASTEST}).one_or_none()
     if record is None:
         return None, None
     confirmed_id = record.measurement_id if record.confirmed else None
-    found = _compared(connection, _OF_MEASUREMENT, {"key": record.measurement_id}, confirmed_id)
-    return record, next(found, None)
+    result = _compared(connection, _OF_MEASUREMENT, {"key": record.measurement_id}, confirmed_id)
+    return record, next(result, None)
 
 
 def _compared(
     connection: Connection, query: Select[Any], values: Values, confirmed_id: int | None
 ) -> Iterator[Compared]:
-    """The stored results that a query finds; a damaged one is left out."""
+    """The stored results of a query, without damaged ones."""
     for key, candidate, method, ratio, source, origin, family, text in connection.execute(query, values):
         confirmed = key == confirmed_id
         if isinstance(ratio, int | float) and 0 < ratio < math.inf:
@@ -247,7 +247,7 @@ def _replace(
     confirmed: bool,
     at: datetime | None = None,
 ) -> None:
-    """Makes a result the record; without one there is none, and torch.mm is launched."""
+    """Makes a result the record; None removes the record, so that dispatch launches torch.mm."""
     if best is None:
         if record is not None:
             connection.execute(_FORGET, {"key": record.id})
@@ -268,9 +268,9 @@ def _replace(
 
 
 def _row(connection: Connection, find: Select[Any], table: Table, values: Values) -> Any:
-    """The row that a query finds, which is added when missing."""
+    """The row that a query selects; adds it if missing."""
     row = connection.execute(find, values).one_or_none()
-    if row is None:  # another writer may add it meanwhile
+    if row is None:  # another writer may add it at the same time
         dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
         connection.execute(dialect.insert(table).on_conflict_do_nothing(), values)
         row = connection.execute(find, values).one()

@@ -58,7 +58,7 @@ def device_names(database: Database) -> list[str]:
 def records(database: Database, device_name: str) -> list[Record]:
     """The records of one device with samples, of each problem the one measured last, smallest problem first.
 
-    Where times were replayed from a recording, the time is that of the recording.
+    For times replayed from a recording, the time of the recording counts.
     """
     query = records_query(samples=True).where(FingerprintRow.device_name == device_name)
     query = query.order_by(None).order_by(MeasurementRow.created_at, MeasurementRow.id)
@@ -90,8 +90,8 @@ def measurement_count(database: Database, device_name: str, shapes: Collection[s
         .subquery()
     )
     query = select(*PROBLEM_COLUMNS, counts.c.count).join(counts, counts.c.problem_id == ProblemRow.id)
-    found = readable(database.read(query), lambda row: (problem_of(*row[:-1]), int(row[-1])), "problem")
-    return sum(count for problem, count in found if not shapes or problem.shape in shapes)
+    result = readable(database.read(query), lambda row: (problem_of(*row[:-1]), int(row[-1])), "problem")
+    return sum(count for problem, count in result if not shapes or problem.shape in shapes)
 
 
 def _fingerprints(device_name: str) -> Select[Any]:

@@ -1,7 +1,7 @@
-"""The system layer: records of known GPUs as text files, one record a line, so that a change can be reviewed.
+"""The system layer: records of known GPUs as text files, one record a line, so that changes can be reviewed.
 
-`tunegemm db export --records` writes them from a database. They name kernels and times, never code:
-a record whose object is missing is left to torch until it is compiled, as dispatch does in the background.
+`tunegemm db export --records` writes them from a database. They name kernels and times, never code. If a
+record's object is missing, dispatch calls torch while it compiles the object in the background.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def read_shipped(folder: Path | None = None, *, layer: str = "system") -> tuple[
         try:
             at = path.stat()
         except OSError:  # reading it will report the error
-            found, bad = _read_file.__wrapped__(path, layer, 0, 0)
+            result, bad = _read_file.__wrapped__(path, layer, 0, 0)
         else:
-            found, bad = _read_file(path, layer, at.st_mtime_ns, at.st_size)
-        records += found
+            result, bad = _read_file(path, layer, at.st_mtime_ns, at.st_size)
+        records += result
         problems += bad
     return records, problems
 
 
 class ShippedLookup:
-    """The shipped records by problem, each decoded when asked for, as `Lookup` does for a database.
+    """The shipped records by problem, decoded on demand, as `Lookup` does for a database.
 
-    A program asks for a few. To decode a thousand would be 15 ms of its first product, to make values of
+    A program needs few of them. Decoding a thousand would cost its first product 15 ms, and making values of
     them another 60 ms.
     """
 
@@ -84,17 +84,17 @@ class ShippedLookup:
         return [key for text in self._rows if (key := _key({"problem": json.loads(text)})) is not None]
 
     def find(self, problem: Problem) -> list[Record]:
-        """The problem's records of all GPUs. One that cannot be read is left out and logged."""
-        found = []
+        """The problem's records of all GPUs. Skips and logs an unreadable record."""
+        results = []
         for fingerprints, row in self._rows.get(_problem_text(cells_of(problem)), ()):
             try:
-                found.append(decode_shipped(decoded(row), fingerprints, "system"))
+                results.append(decode_shipped(decoded(row), fingerprints, "system"))
             except BAD as error:
                 _log.warning("skipped a shipped record of %s: %s", problem, one_line(error))
-        return found
+        return results
 
 
-#: What `write_records` writes around the records of a file, and the line of one with its problem in it.
+#: The text that `write_records` writes around a file's records, and a record's line with its problem.
 _BEGIN, _BETWEEN, _END = '"records": [\n', ",\n", "\n ]\n}\n"
 #: A value that needs no decoding to be sure that it can be decoded.
 _VALUE = r'(?:"[^"\\\x00-\x1f]*"|[1-9]\d{0,9})'
@@ -109,34 +109,34 @@ def _problem_text(key: Iterable[Any]) -> str:
 
 
 def _undecoded(path: Path) -> tuple[dict[str, Fingerprint], list[tuple[str, str]]]:
-    """A file's fingerprints by name, and its rows as JSON, each behind its problem's. Raises one of BAD.
+    """A file's fingerprints by name, and its rows as JSON, each after its problem's. Raises one of BAD.
 
-    Rows of a file as `write_records` leaves it are not decoded, since each is a line. Others are.
+    Rows of a file from `write_records` are not decoded, because each is a line. Others are.
     """
     text = read_text(path)
     head, _, body = text.partition(_BEGIN)
     matches = [_LINE.fullmatch(row) for row in body.removesuffix(_END).split(_BETWEEN)]
-    found = [(match["problem"], match[0]) for match in matches if match]
-    if len(found) == len(matches) and body.endswith(_END):
-        return _parts(f"{head}{_BEGIN}]}}")[0], found
+    results = [(match["problem"], match[0]) for match in matches if match]
+    if len(results) == len(matches) and body.endswith(_END):
+        return _parts(f"{head}{_BEGIN}]}}")[0], results
     fingerprints, rows = _parts(text)
     keys = [(key, row) for row in rows if (key := _key(row)) is not None]
     return fingerprints, [(_problem_text(key), json.dumps(row)) for key, row in keys]
 
 
 def _key(row: Any) -> tuple[Any, ...] | None:
-    """The fields of a row's problem; None where they cannot be those of one."""
+    """The fields of a row's problem; None if they cannot be a problem's."""
     facts = row.get("problem") if isinstance(row, dict) else None
     if not isinstance(facts, dict):
         return None
     key = tuple(map(facts.get, FIELDS))
-    are_extents = all(type(one) is int and one > 0 for one in key[:3])
-    return key if are_extents and all(isinstance(one, str | int | bool | None) for one in key) else None
+    are_extents = all(type(item) is int and item > 0 for item in key[:3])
+    return key if are_extents and all(isinstance(item, str | int | bool | None) for item in key) else None
 
 
-@lru_cache(maxsize=8)  # a tuning asks again for each product, and a thousand records take 0.2 s
+@lru_cache(maxsize=8)  # tuning reads it for each product, and a thousand records take 0.2 s
 def _read_file(path: Path, layer: str, mtime_ns: int, size: int) -> tuple[list[Record], list[str]]:
-    """The records of one file as it is now, and one line for it, or for each record, that is bad."""
+    """The records of one file in its current state, and a line for each bad record or for a bad file."""
     records: list[Record] = []
     problems: list[str] = []
     try:
@@ -147,7 +147,7 @@ def _read_file(path: Path, layer: str, mtime_ns: int, size: int) -> tuple[list[R
         try:
             records.append(decode_shipped(row, fingerprints, layer))
         except BAD as error:
-            problems.append(f"{path}: record {position} is left out: {one_line(error)}")
+            problems.append(f"{path}: skipped record {position}: {one_line(error)}")
     return records, problems
 
 
@@ -159,17 +159,17 @@ def _paths(folder: Path) -> list[Path]:
 
 
 def _parts(text: str) -> tuple[dict[str, Fingerprint], list[Any]]:
-    """A file's fingerprints by name, and its rows as they are. Raises one of BAD."""
+    """A file's fingerprints by name, and its rows, undecoded. Raises one of BAD."""
     data = members(decoded(text), "it", ("format", "fingerprints", "records"))
     if data["format"] != FORMAT:
         raise BadValueError(f"format {shown(data['format'])}, not {FORMAT}")
     facts = members(data["fingerprints"], "fingerprints", (), None)
-    fingerprints = {name: decode_fields(Fingerprint, one) for name, one in facts.items()}
+    fingerprints = {name: decode_fields(Fingerprint, item) for name, item in facts.items()}
     return fingerprints, listed(data["records"], "records")
 
 
 def _bad_file(path: Path, error: Exception) -> str:
-    return f"{path}: not a file of records ({one_line(error)}); restore or delete it"
+    return f"{path}: not a records file ({one_line(error)}); restore or delete it"
 
 
 def latest_confirmed(records: Iterable[Record]) -> list[Record]:
@@ -185,7 +185,7 @@ def latest_confirmed(records: Iterable[Record]) -> list[Record]:
 def write_records(records: Iterable[Record], folder: Path) -> list[Path]:
     """One sorted file per GPU, replaced as a whole: the same records give the same bytes.
 
-    GPUs whose names differ only in what a file's name cannot have get files of their own. Without records
+    GPUs whose names differ only in characters that file names cannot have get separate files. Without records
     nothing is written. Raises FileError.
     """
     by_device: dict[str, list[Record]] = {}
@@ -200,16 +200,17 @@ def write_records(records: Iterable[Record], folder: Path) -> list[Path]:
     written = []
     for device, group in sorted(by_device.items()):
         distinct = sorted(
-            {record.fingerprint for record in group}, key=lambda one: sorted(one.asdict().items())
+            {record.fingerprint for record in group},
+            key=lambda fingerprint: sorted(fingerprint.asdict().items()),
         )
         names = {fingerprint: f"toolchain-{number}" for number, fingerprint in enumerate(distinct, 1)}
         named = [(record, names[record.fingerprint]) for record in group]
-        lines = sorted(((one.problem, name), encode_shipped(one, name)) for one, name in named)
+        lines = sorted(((record.problem, name), encode_shipped(record, name)) for record, name in named)
         text = (
             "{\n"
             f' "format": {json.dumps(FORMAT)},\n'
             ' "fingerprints": {\n'
-            + ",\n".join(f"  {json.dumps(names[one])}: {json.dumps(one.asdict())}" for one in distinct)
+            + ",\n".join(f"  {json.dumps(names[item])}: {json.dumps(item.asdict())}" for item in distinct)
             + "\n },\n "
             + _BEGIN
             + _BETWEEN.join(f"  {line}" for _, line in lines)
@@ -231,5 +232,5 @@ def _is_text(record: Record) -> bool:
 
 
 def _file_name(device: str) -> str:
-    """A device's name as that of a file, which begins with a letter or digit, as a pack's entries do."""
+    """A device's name as a file name, which begins with a letter or digit, as a pack's entries do."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", device[:100]).strip("-.") or "unnamed"

@@ -57,7 +57,7 @@ def judge(
     source_here: str,
     has_kernel: bool = False,
 ) -> Judgement:
-    """The grade on a device of fingerprint `here` of what was measured under `there`.
+    """The grade on a device of fingerprint `here` for a measurement under `there`.
 
     A driver's first number is its branch, and within one it changes by patches; of packages and of CUDA
     the first two numbers are the minor version. The software that counts is the family's own.

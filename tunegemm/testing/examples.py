@@ -14,15 +14,15 @@ from tunegemm.generate import families
 Change = Mapping[str, Value]
 
 OTHERWISE = "another kernel"
-"""Stands for what the compiler takes, into more or less shared memory than the formula says: it does not
-pipeline, specialize or subtile as asked. With one version of it, it may spill as well."""
+"""Marks kernels that the compiler gives more or less shared memory than the formula predicts: it does not
+pipeline, specialize or subtile as requested. With one version of it, they may also spill."""
 TOO_LARGE = ""
 """Stands for an object that exceeds a limit of the hardware."""
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """A kernel that one rule objects to, and what comes of compiling it."""
+    """A kernel that one rule rejects, and the result of compiling it."""
 
     rule: str
     change: Change
@@ -41,19 +41,19 @@ class Examples:
     good: Change
     """Compile-time parameters of a kernel that is feasible for the first problem."""
     launch: Change
-    """A launch of it, without what may be left out."""
+    """A launch of it, without optional parameters."""
     problems: Sequence[Problem]
     """Of all dtypes and majors that kernels have."""
     corners: Sequence[tuple[Problem, Change]]
     """Feasible kernels at the borders of the rules on registers and memory, where a spill shows first."""
     rejected: Sequence[Rejection]
     objections: Sequence[tuple[str, Problem, Change]]
-    """Rules, and what else they object to, kernels and launches that may well run."""
+    """Rules, and the other kernels and launches that they reject although these may run."""
     elsewhere: frozenset[str] = frozenset()
     """Rules that other tests have examples of."""
 
     def candidate(self, change: Change | None = None) -> Candidate:
-        """The good kernel with changes; where one is of a launch parameter, with a launch."""
+        """The good kernel with changes; with a launch, if a launch parameter changes."""
         change = change or {}
         launch_names = families.get(self.family).parameters["launch"]
         launch = {name: value for name, value in change.items() if name in launch_names}
@@ -68,8 +68,8 @@ def compile_all(
 ) -> list[CompileResult]:
     """Each candidate compiled for its problem, as many at once as the pool has workers."""
     futures = []
-    for problem, one in pairs:
-        family = families.get(one.family)
+    for problem, candidate in pairs:
+        family = families.get(candidate.family)
         assert family.compiled
-        futures.append(pool.submit(one.family, family.kernel_key(problem, one, device)))
+        futures.append(pool.submit(candidate.family, family.kernel_key(problem, candidate, device)))
     return [future.result() for future in futures]

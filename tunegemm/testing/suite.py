@@ -57,16 +57,16 @@ _FIELDS = [
 ]
 
 
-def agree(rule: Rule, one: Problem, other: Problem) -> bool:
+def agree(rule: Rule, problem: Problem, other: Problem) -> bool:
     """Whether problems agree in all that a rule declares to read of them."""
     read = rule.reads & frozenset(Problem.__dataclass_fields__)
-    return all(getattr(one, name) == getattr(other, name) for name in read)
+    return all(getattr(problem, name) == getattr(other, name) for name in read)
 
 
 def drawn(name: str, count: int) -> Iterator[Candidate]:
-    """Kernels of the space by chance, feasible or not, without listing it; each is made when it is asked for.
+    """Random kernels of the space, feasible or not, made on demand without listing the space.
 
-    Where there are no more than `count`, each once.
+    If there are no more than `count`, each once.
     """
     space, generator = families.load_space(name), random.Random(0)
     size = space.compile_size
@@ -81,13 +81,13 @@ def drawn(name: str, count: int) -> Iterator[Candidate]:
 
 def accepted(name: str, problem: Problem, device: Device, count: int) -> list[Candidate]:
     """Kernels that the rules accept, all of them different."""
-    found: dict[Candidate, None] = {}
+    result: dict[Candidate, None] = {}
     for kernel in drawn(name, 100_000):
         if families.get(name).check(problem, kernel, device):
-            found[kernel] = None
-            if len(found) == count:
+            result[kernel] = None
+            if len(result) == count:
                 break
-    return list(found)
+    return list(result)
 
 
 def launches(name: str, kernel: Candidate) -> list[Candidate]:
@@ -99,14 +99,14 @@ def launches(name: str, kernel: Candidate) -> list[Candidate]:
 
 
 def module_of(name: str) -> str:
-    """Where the entry point of a family says that it is."""
+    """The module that a family's entry point names."""
     points = importlib.metadata.entry_points(group=families.GROUP)
     return families.SHIPPED.get(name) or next(point.module for point in points if point.name == name)
 
 
 @functools.cache
 def made_up(name: str) -> Examples:
-    """Examples of a family that gives none: a kernel that its rules accept."""
+    """Examples for a family without any: a kernel that its rules accept."""
     device = find_device("model:h200")
     for problem in (Problem.parse("4096x4096x4096"), Problem.parse("16x4096x4096", dtype="fp16")):
         for kernel in accepted(name, problem, device, 1):
@@ -132,7 +132,7 @@ class Suite:
     """What the classes of tests share. A subclass names its family, by `examples` if it has them."""
 
     family: ClassVar[str] = ""
-    """The name, where there are no examples."""
+    """The name, if there are no examples."""
     examples: ClassVar[Examples | None] = None
 
     @property
@@ -151,24 +151,24 @@ class Suite:
 
     @pytest.fixture(scope="class")
     def compile_pool(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilePool]:
-        """What compiles; may be overridden by one that keeps what it compiled."""
+        """The compile pool; may be overridden by one that keeps its objects."""
         with CompilePool(ArtifactStore(tmp_path_factory.mktemp("objects"))) as pool:
             yield pool
 
     @property
     def generator(self) -> Generator:
-        found = families.get(self._name)
-        assert found.compiled, "a library's family has FamilyTests alone"
-        return found
+        result = families.get(self._name)
+        assert result.compiled, "a library's family has FamilyTests alone"
+        return result
 
     @property
     def known(self) -> Examples:
-        """The examples; of a family that has none a kernel that its rules accept."""
+        """The examples; for a family without any, a kernel that its rules accept."""
         return self.examples or made_up(self._name)
 
     @property
     def usual(self) -> Problem:
-        """The problem of which every good kernel of the family is feasible: of 4096 rows, or of few."""
+        """The problem for which every good kernel of the family is feasible: of 4096 rows, or of few."""
         return self.known.problems[0]
 
 
@@ -206,12 +206,12 @@ class FamilyTests(Suite):
         family = families.get(name)
         assert families.kernel_source_hash(name) == (hash_of_code(family.sources) if family.compiled else "")
         assert bool(families.kernel_source_hash(name)) == family.compiled
-        compiled = [one for one in families.NAMES if families.get(one).compiled]
+        compiled = [name for name in families.NAMES if families.get(name).compiled]
         others = {families.kernel_source_hash(other) for other in compiled if other != name}
         assert not family.compiled or families.kernel_source_hash(name) not in others
 
     def test_rules_answer_for_every_problem(self, name: str, h200: Device) -> None:
-        """A verdict is one line, whatever is asked; and what a rule refuses for all, it refuses for each."""
+        """A verdict is always one line; and a rule that rejects all rejects each."""
         family, kernels = families.get(name), [*drawn(name, 40)]
         rules = family.rules if family.compiled else ()
         names = {rule.name for rule in rules}
@@ -233,7 +233,7 @@ class FamilyTests(Suite):
 
 
 class GeneratorTests(FamilyTests):
-    """For a family whose kernels are compiled: what its rules, keys and labels have to keep, too.
+    """For a family whose kernels are compiled: further requirements on its rules, keys and labels.
 
     One good kernel is compiled. `CompileTests` compile many.
     """
@@ -260,7 +260,8 @@ class GeneratorTests(FamilyTests):
         assert verdict or verdict.rule in ("architecture", "shared_memory", "smem", "registers"), verdict
 
     def test_rules_read_no_parameter_that_they_do_not_declare(self, name: str, h200: Device) -> None:
-        """Candidates that agree in what a rule declares get the same from it; no other shows what it says."""
+        """Candidates that agree in a rule's declared parameters get the same verdict from it; no other
+        parameter appears in its reason."""
         family, space, draw = self.generator, families.load_space(name), random.Random(0)
         problems = [problem for problem in _FIELDS if not refusal(family.rules, name, problem)]
         for problem in draw.sample(problems, 5):
@@ -291,9 +292,9 @@ class GeneratorTests(FamilyTests):
             asked = _FIELDS
             for rule in family.rules:
                 said = [rule(problem, kernel, h200) is None for problem in asked]
-                for (one, is_allowed), (other, others) in itertools.pairwise(zip(asked, said, strict=True)):
-                    if agree(rule, one, other):
-                        assert is_allowed == others, (rule.name, one, other, kernel)
+                for (item, is_allowed), (other, others) in itertools.pairwise(zip(asked, said, strict=True)):
+                    if agree(rule, item, other):
+                        assert is_allowed == others, (rule.name, item, other, kernel)
                         compared[rule.name] += 1
                 asked = [*itertools.compress(asked, said)]  # a rule is asked what others let pass
         assert sum(map(bool, compared.values())) > len(compared) // 2
@@ -348,11 +349,11 @@ class GeneratorTests(FamilyTests):
             assert any(character.isdigit() for character in verdict.reason), verdict
 
     def test_every_rule_can_object(self, name: str) -> None:
-        """No rule is dead: each has an example, or a test elsewhere. Those of epilogues and of rows in groups
-        come by themselves.
+        """No rule is dead: each has an example, or a test elsewhere. Rules of epilogues and of rows in groups
+        need none.
         """
         if self.examples is None:
-            pytest.skip(f'{name} has no Examples; CONTRIBUTING.md, "Adding things", says what they are')
+            pytest.skip(f'{name} has no Examples; CONTRIBUTING.md, "Adding things", explains them')
         examples, rules = self.examples, self.generator.rules
         seen = {case.rule for case in examples.rejected} | {rule for rule, *_ in examples.objections}
         assert {rule.name for rule in rules} - {"epilogue", "rows_together"} == seen | examples.elsewhere
@@ -362,7 +363,7 @@ class GeneratorTests(FamilyTests):
 
 
 class CompileTests(Suite):
-    """For a family whose kernels are compiled: what its rules accept and reject, compiled: some minutes."""
+    """For a family whose kernels are compiled: compiles accepted and rejected kernels, for some minutes."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Each rejected example is a test."""

@@ -4,8 +4,8 @@
 its kernel, and no product has a kernel of its own there. The key is below autograd, autocast, functorch and
 torch.compile, so tracing and execution stay the same. It holds for all threads, including the backward pass,
 and Inductor's output passes it as well (`extern_kernels.mm`). Torch looks up the kernel below on each call.
-So other libraries may replace ATen's kernels meanwhile (vLLM's batch invariance, FlagGems): products fall
-back to theirs, and recordings count them.
+So other libraries may replace ATen's kernels while ours are on (vLLM's batch invariance, FlagGems): products
+fall back to theirs, and recordings count them.
 
 A `TorchDispatchMode` would make torch.compile fall back to eager code. A `TorchFunctionMode` belongs to one
 thread, does not see the backward pass, and slows down every torch function.
@@ -47,7 +47,7 @@ class _Below:
 
 
 class _Place(NamedTuple):
-    """Where a call goes that has certain dispatch keys."""
+    """The target of calls with certain dispatch keys."""
 
     below: Any
     """The keys that are below ours."""
@@ -68,7 +68,7 @@ class Replacements:
     def put(self, name: str, layer: Layer) -> None:
         """Raises TunegemmError if this torch cannot do it."""
         if not hasattr(torch._C.DispatchKeySet, "raw_repr"):
-            raise TunegemmError(f"torch {torch.__version__} does not say which kernel is next; update torch")
+            raise TunegemmError(f"torch {torch.__version__} does not expose the next kernel; update torch")
         with self._lock:
             self._layers[name] = layer
             self._install()
@@ -100,8 +100,8 @@ class Replacements:
 
 
 def _before(name: str, operator: Any, layer: Layer, places: dict[int, _Place]) -> Callable[..., Any]:
-    """The function that goes before the kernels of an overload. places: of this layer, by dispatch keys; of
-    these a program has a few, and to look one up costs less than to ask torch."""
+    """The function in front of an overload's kernels. places: of this layer, by dispatch keys; a program has
+    few of these, and looking one up costs less than asking torch."""
     serve, go_on = layer.wrap(name, _Below(operator)), operator.redispatch
 
     def find(keyset: Any) -> _Place:

@@ -24,11 +24,11 @@ from tunegemm.model.blocks import choose
 
 _FP8 = torch.float8_e4m3fn
 _OUT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-#: Scales in 16 bytes, as torch wants them.
+#: Scales in 16 bytes, torch's requirement.
 _TORCHS_UNIT = 4
-#: Kernels serve what torch has, too, up to so many rows, and up to so many rows with so many values of the
-#: result. On an H200 (twelve layers, 2026-11-29) the best kernel is 1.08 to 1.8 times as fast as torch's up
-#: to 64 rows, 1.09 to 1.6 times within the second bounds, 0.77 to 1.17 times beyond.
+#: Kernels also serve products that torch supports: up to so many rows, and up to so many rows with so many
+#: values of the result. On an H200 (twelve layers, 2026-11-29) the best kernel is 1.08 to 1.8 times as fast
+#: as torch's up to 64 rows, 1.09 to 1.6 times within the second bounds, 0.77 to 1.17 times beyond.
 _ALWAYS_ROWS, _MOST_ROWS, _MOST_VALUES = 64, 256, 1 << 20
 
 #: Launches at the addresses of a, the weight, their scales and the result.
@@ -42,7 +42,7 @@ def blocks_of(extent: int) -> int:
 
 def are_of_blocks(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> bool:
     """Whether the scales cover blocks of 1x128 of a (M, K) and of 128x128 of b (K, N). Torch pads the second
-    to a multiple of 4 rows, which nobody reads."""
+    to a multiple of 4 rows; the padding is never read."""
     if not a.ndim == b.ndim == 2:
         return False
     (rows, k), n = a.shape, b.shape[1]
@@ -70,7 +70,7 @@ def torch_takes(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b
 
 
 def torch_is_faster(rows: int, n: int) -> bool:
-    """Whether torch's kernel, if it takes the operands, is expected to be the faster one."""
+    """Whether torch's kernel, if it takes the operands, is expected to be faster."""
     return rows > _ALWAYS_ROWS and (rows > _MOST_ROWS or rows * n > _MOST_VALUES)
 
 
@@ -83,9 +83,7 @@ def check_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_
     if are_of_blocks(a, b, scale_a, scale_b):
         for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
             if scale.dtype != torch.float32:
-                raise ProblemError(
-                    f"{name} is {scale.dtype}; give scales of blocks as float32: {name}.float()"
-                )
+                raise ProblemError(f"{name} is {scale.dtype}; give float32 block scales: {name}.float()")
         return
     if scale_a.dtype != torch.float32 or scale_b.dtype != torch.float32 or b.shape[0] != k:
         return
@@ -112,16 +110,16 @@ def scaled_mm(
     out_dtype: torch.dtype | None,
     use_fast_accum: bool,
 ) -> torch.Tensor:
-    """`tunegemm.scaled_mm` for scales that are neither for whole operands nor for rows and columns."""
-    given = a, b, scale_a, scale_b
-    if not torch.compiler.is_compiling() and all(type(each) in PLAIN for each in given):
-        check_scales(*given)
-        if a.dtype == b.dtype == _FP8 and are_of_blocks(*given):
-            result = product(*given, out_dtype) if bias is None else None
+    """`tunegemm.scaled_mm` for scales other than those of whole operands or of rows and columns."""
+    arguments = a, b, scale_a, scale_b
+    if not torch.compiler.is_compiling() and all(type(each) in PLAIN for each in arguments):
+        check_scales(*arguments)
+        if a.dtype == b.dtype == _FP8 and are_of_blocks(*arguments):
+            result = product(*arguments, out_dtype) if bias is None else None
             if result is not None:
                 return result
-            if a.device.type == "cpu" or not torch_takes(*given):
-                return emulated(*given, bias, out_dtype)
+            if a.device.type == "cpu" or not torch_takes(*arguments):
+                return emulated(*arguments, bias, out_dtype)
     return torch._scaled_mm(
         a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum
     )
@@ -131,8 +129,8 @@ def emulated(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
     bias: torch.Tensor | None, out_dtype: torch.dtype | None,
 ) -> torch.Tensor:  # fmt: skip
-    """The product in fp32 where torch has none: on a CPU, and while kernels compile for operands that torch
-    refuses."""
+    """The product in fp32 where torch does not support it: on a CPU, and while kernels compile for operands
+    that torch rejects."""
     (_, k), n = a.shape, b.shape[1]
     left = a.float() * scale_a.repeat_interleave(BLOCK, 1)[:, :k]
     across = scale_b.repeat_interleave(BLOCK, 0)[:k].repeat_interleave(BLOCK, 1)[:, :n]
@@ -144,10 +142,10 @@ def emulated(
 
 def below_autograd(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> torch.Tensor | None:
     """Compute an ATen operator's call by a kernel; None if torch must compute it."""
-    given = block_scales(name, arguments)
-    if given is None or not are_of_blocks(*given[:4]):
+    value = block_scales(name, arguments)
+    if value is None or not are_of_blocks(*value[:4]):
         return None
-    return product(*given, keywords.get("out"))
+    return product(*value, keywords.get("out"))
 
 
 def product(
@@ -204,8 +202,8 @@ _launches = LaunchCache()
 
 
 def _bind(a: Any, b: Any, scale_a: Any, scale_b: Any, out: Any) -> tuple[Launch | None, bool]:
-    """The launch for operands that are laid out as these, None where torch computes the product; and whether
-    a kernel is being compiled."""
+    """The launch for operands with this layout, None if torch computes the product; and whether a kernel is
+    being compiled."""
     device, weight, scales = a.device, b.t(), (scale_a, scale_b.t())
     slower = (
         out.dtype is torch.bfloat16 and torch_is_faster(*out.shape) and torch_takes(a, b, scale_a, scale_b)

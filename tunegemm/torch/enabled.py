@@ -1,4 +1,5 @@
-"""`TUNEGEMM_ENABLE` calls `enable` when a process or its children import torch, and reports what was served.
+"""`TUNEGEMM_ENABLE` calls `enable` when a process or its children import torch, and reports the served
+products.
 
 It counts the products of ATen's calls, which costs some microseconds each.
 """
@@ -25,13 +26,13 @@ from tunegemm.dispatch import api
 from tunegemm.errors import ProblemError, TunegemmError
 from tunegemm.torch.processes import Writer
 
-#: Names the folder in which each process of `tunegemm run` writes what it served.
+#: Names the folder in which each process of `tunegemm run` writes its counts.
 PARTS = "TUNEGEMM_ENABLE_PARTS"
 
 _Key = tuple[Any, ...]
 
-#: Products that are told apart, some 500 B each. Further ones are counted together, as one: a program of
-#: ragged rows has a new one in every step.
+#: Products to count separately, at some 500 B each. Further ones are counted together as one: a program with
+#: ragged rows has a new product in every step.
 MOST_PRODUCTS = 4096
 _FURTHER: _Key = ()
 
@@ -42,7 +43,7 @@ class Counts:
     def __init__(self) -> None:
         self._calls: Counter[_Key] = Counter()
         self._fell_back: Counter[_Key] = Counter()
-        self._inside = threading.local()  # of a kernel of torch's, which may call others
+        self._inside = threading.local()  # set inside a kernel of torch's, which may call others
 
     def clear(self) -> None:
         self._calls.clear()
@@ -51,8 +52,7 @@ class Counts:
     def counting(
         self, name: str, make: Callable[[Any], Callable[..., Any]], kernel: Any
     ) -> Callable[..., Any]:
-        """Wrap `make` for an operator, so that its calls are counted, and those that fall back to torch's
-        kernel."""
+        """Wrap `make` for an operator to count its calls, and those that fall back to torch's kernel."""
         first, calls, fell_back, inside = OPERATORS[name].first, self._calls, self._fell_back, self._inside
 
         class Kernel:
@@ -81,7 +81,7 @@ class Counts:
         return counted
 
     def served(self) -> Served:
-        """How many of the products so far were served."""
+        """How many of the products so far ran a tuned kernel."""
         gains = _gains()
         products = served = calls = served_calls = 0
         saved_us = 0.0
@@ -97,7 +97,7 @@ class Counts:
 def serve_process() -> None:
     """Call `enable` until the process ends, in forked children, too.
 
-    At the end a line says what was served; a process without products prints none. If `PARTS` is set, the
+    At the end it prints a line about served products, if there were any products. If `PARTS` is set, the
     process writes its counts there instead, and `tunegemm run` adds them up.
     """
     from tunegemm.torch import takeover

@@ -1,5 +1,5 @@
-"""The functions that users call. Each means what torch's function of the same name means; `gated_linear` is a
-common step of a layer."""
+"""The functions that users call. Each has the meaning of torch's function with the same name; `gated_linear`
+is a common step of a layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tunegemm.torch import blocks, ops
 WITH_BIAS = form_of(LINEAR, "bias_n")
 _is_compiling = torch.compiler.is_compiling
 
-#: The epilogue of keywords, by activation and by whether there is no bias and no residual.
+#: The epilogue for the keyword arguments, by activation and by whether there is no bias and no residual.
 _TEXTS = {
     (activation, no_bias, no_residual): "+".join(
         ["bias_n"] * (not no_bias)
@@ -36,7 +36,7 @@ _TEXTS = {
 
 
 def _follow(dispatcher: Dispatcher) -> None:
-    """Bind what each call needs, since an attribute's look-up would cost it 30 ns more."""
+    """Bind everything that each call needs, because looking up an attribute would cost it 30 ns more."""
     global product
     product = dispatcher.product
 
@@ -85,7 +85,7 @@ def matmul(
     ``TUNEGEMM_MODE=off``, read on the first call, torch computes everything.
 
     The call runs on the current stream of the operands' device. During CUDA-graph capture it uses the kernels
-    of shapes that were called before. Raises what torch.matmul raises, and ProblemError for an unknown
+    of shapes that were called before. Raises torch.matmul's errors, and ProblemError for an unknown
     epilogue or one that takes other operands.
     """
     try:
@@ -122,7 +122,7 @@ def linear(
                 return product(LINEAR, x, weight)
             return api.dispatcher.fused(WITH_BIAS, x, weight, (bias,))
         text = _text(activation, bias is None, residual is None)
-        return _fused(LINEAR, text, x, weight, _given(bias, residual))
+        return _fused(LINEAR, text, x, weight, _present(bias, residual))
     except TypeError as error:
         return node_of(error, linear, (x, weight, bias, activation, residual))
 
@@ -153,7 +153,7 @@ def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
             raise ProblemError(f"{name} {tensor!r:.40} has no rows; give a tensor of at least one dimension")
         shown.append(f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}")
     if gate.shape != up.shape or gate.dtype != up.dtype or gate.device != up.device:
-        raise ProblemError(f"{' and '.join(shown)}; give two of one shape, dtype and device")
+        raise ProblemError(f"{' and '.join(shown)}; give both with the same shape, dtype and device")
     return torch.stack((gate, up), 1).flatten(0, 1)
 
 
@@ -267,14 +267,14 @@ def _matmul_and_more(
 ) -> torch.Tensor:
     if epilogue is None:
         if operands:
-            raise ProblemError("operands without an epilogue; give the epilogue that takes them")
+            raise ProblemError("operands without an epilogue; give the epilogue that uses them")
         text = _text(activation, bias is None, residual is None)
         if not text and isinstance(a, torch.Tensor) and out_dtype == a.dtype and not _is_cast(a):
             out_dtype = None
-        return _fused(MATMUL, text, a, b, _given(bias, residual), (), out, out_dtype)
+        return _fused(MATMUL, text, a, b, _present(bias, residual), (), out, out_dtype)
     if bias is not None or activation is not None or residual is not None:
         raise ProblemError(
-            f"epilogue {epilogue} beside bias, activation or residual; make them steps of the epilogue"
+            f"epilogue {epilogue} with bias, activation or residual; make them steps of the epilogue"
         )
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise ProblemError(
@@ -304,7 +304,7 @@ matmul.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _is_cast(a: torch.Tensor) -> bool:
-    """Whether autocast may have its say."""
+    """Whether autocast may apply."""
     return torch.is_autocast_enabled(a.device.type)
 
 
@@ -318,7 +318,7 @@ def _text(activation: str | None, no_bias: bool, no_residual: bool) -> str:
         raise ProblemError(f"activation {activation!r} is not known; {remedy}") from None
 
 
-def _given(bias: Any, residual: Any) -> tuple[Any, ...]:
+def _present(bias: Any, residual: Any) -> tuple[Any, ...]:
     if residual is None:
         return () if bias is None else (bias,)
     return (residual,) if bias is None else (bias, residual)

@@ -29,12 +29,12 @@ def eagerly(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
     bias: torch.Tensor | None
     try:  # as attributes of the module the two cost the host a third of the call
         weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-    except KeyError:  # they are something else's to give, such as a parametrization's
+    except KeyError:  # another object provides them, such as a parametrization
         weight, bias = layer.weight, layer.bias
     if (
         grad_enabled()
         and type(input) in PLAIN
-        and not tracing()  # whose checks want one function in each mode
+        and not tracing()  # its checks need the same function in each mode
         and (input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
     ):
         return _torchs(input, weight, bias)
@@ -47,11 +47,11 @@ def eagerly(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
 
 
 class _Standing(type):
-    """The class of classes that tables of classes hold as the one that they stand for.
+    """The metaclass of classes that tables of classes treat as the class that they replace.
 
-    Tools look a layer's exact class up (``type(layer) in mapping``: torch.ao.quantization, DeepSpeed's
-    policies, tables of FLOPs) and pass over, silently, what is not there. A class that a tool derives has
-    places of its own.
+    Tools look up a layer's exact class (``type(layer) in mapping``: torch.ao.quantization, DeepSpeed's
+    policies, tables of FLOPs) and silently skip missing classes. A class that a tool derives has separate
+    entries.
     """
 
     def __eq__(cls, other: object) -> bool:
@@ -62,14 +62,14 @@ class _Standing(type):
 
 
 def _stands_for(cls: object) -> object:
-    """The class that one of ours stands for; `torch.nn.Linear` for itself; None for others."""
+    """The class that one of our classes replaces; `torch.nn.Linear` for itself; None for other classes."""
     if cls is torch.nn.Linear:
         return cls
     return vars(cls).get("stands_for") if isinstance(cls, _Standing) else None
 
 
 class TunedLinear(torch.nn.Linear, metaclass=_Standing):
-    """A `torch.nn.Linear` that calls `tunegemm.linear`; `patch` installs it. It stores nothing of its own."""
+    """A `torch.nn.Linear` that calls `tunegemm.linear`; `patch` installs it. It has no state of its own."""
 
     stands_for = torch.nn.Linear
 
@@ -79,7 +79,8 @@ class TunedLinear(torch.nn.Linear, metaclass=_Standing):
         return eagerly(self, input)
 
 
-# Its source is what torch.jit.script compiles.
+# torch.jit.script compiles its source.
+
 TunedLinear.forward.__wrapped__ = torch.nn.Linear.forward  # type: ignore[attr-defined]
 
 
@@ -93,12 +94,12 @@ def is_tuned(cls: type) -> bool:
 
 
 def untuned(cls: type) -> type:
-    """The class that `TunedLinear` stands for; for a derived class the same one, derived from that class.
+    """The class that `TunedLinear` replaces; for a derived class the same one, derived from that class.
 
     A derived class is made anew on each call, because a tool may change the class of one layer, for example
     when it removes a parametrization.
     """
-    ours = next(one for one in cls.__mro__ if "stands_for" in vars(one))
+    ours = next(item for item in cls.__mro__ if "stands_for" in vars(item))
     original: type = vars(ours)["stands_for"]
     if cls is ours:
         return original

@@ -25,8 +25,8 @@ _ANY_ROWS = "any rows; "
 
 
 def site_of(operands: Sequence[torch.Tensor], *form: object) -> str:
-    """What compiled code promises about traced operands. Empty if an extent or stride may change, except for
-    the number of rows: the first extent of `a`, and of every operand that has as many."""
+    """The facts that compiled code guarantees about traced operands. Empty if an extent or stride may change,
+    except the number of rows: the first extent of `a`, and of every operand with as many rows."""
     rows = operands[0].shape[0]
     is_symbolic, places = type(rows) is not int, []
     for each in operands:
@@ -48,8 +48,8 @@ def lower() -> None:
     lower_to_function(operators.fused.default, _fused, "tunegemm_product_and_more", writes=True)
 
 
-# Names and arguments are in code that Inductor keeps on disk: see `ops.CALLS`.
-# What vLLM keeps goes by records alone, and says nothing of rows where it is of before `any_rows`.
+# Inductor keeps code with these names and arguments on disk: see `ops.CALLS`.
+# vLLM keeps code by its records only, and code from before `any_rows` does not mention rows.
 def _product(
     a: torch.Tensor, b: torch.Tensor, *, site: str, any_rows: bool = False, out: torch.Tensor
 ) -> torch.Tensor:

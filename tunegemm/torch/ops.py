@@ -5,10 +5,10 @@ the graph runs. Eager code does not use them, because the path to an operator wr
 than the dispatcher does. `fused` stays in a graph only if a kernel is recorded for it when the graph is made.
 Otherwise the graph holds torch's operators, which a compiler fuses with their surroundings.
 
-torch.compile caches its results on disk under the graph that Dynamo traced. Records decide later what is
-served, so the graph must contain them: the operators' argument `records` is a short text that changes with
-the records. Once that decision is made, the operators become `CALLS`. Two graphs with the same decision share
-Inductor's code.
+torch.compile caches its results on disk under the graph that Dynamo traced. Records decide later which
+products are served, so the graph must contain them: the operators' argument `records` is a short text that
+changes with the records. Once that decision is made, the operators become `CALLS`. Two graphs with the same
+decision share Inductor's code.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tunegemm.dispatch.extension import define, library
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, MATMUL, Form, form_of
 from tunegemm.dispatch.unfused import unfused
 
-#: Products of other devices stay torch's in a graph, where its compiler may fuse them.
+#: Products on other devices stay torch's operators in a graph, where its compiler may fuse them.
 DEVICE_TYPE = "cuda"
 
-#: How Inductor's code calls us, see `lowering`: to be changed with names and arguments there, for what it
-#: keeps on disk is of any age.
+#: The names by which Inductor's code calls us, see `lowering`. Change them together with names and arguments
+#: there, because Inductor keeps code of any age on disk.
 CALLS = "calls-3"
 
 Operands: TypeAlias = Sequence[torch.Tensor]
 Numbers: TypeAlias = Sequence[float]
 
-# Strides are fixed where a compiler calls us (`lowering`). By a tag they would be earlier, which copies what
-# is not computed yet: the norm of a model was written again for each product that reads it.
+# A compiler that calls us fixes strides late (`lowering`). A tag would fix them earlier and copy operands
+# that are not computed yet: the norm of a model was written again for each product that reads it.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 
@@ -52,12 +52,12 @@ def teach_inductor() -> None:
 
 
 def records() -> str:
-    """The planner's fingerprint, which changes with what is served. Empty in exported programs, which other
-    hosts run with other records."""
+    """The planner's fingerprint, which changes with the served products. Empty in exported programs, which
+    other hosts run with other records."""
     return "" if torch.compiler.is_exporting() else api.dispatcher.planner.fingerprint()
 
 
-# For Dynamo a constant of the time of tracing, as torch.compiler.assume_constant_result makes it, which would
+# For Dynamo a constant at trace time, as torch.compiler.assume_constant_result would make it; that would
 # import Dynamo now.
 records._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -83,7 +83,7 @@ def _define_product(name: str) -> None:
 
     def check(a: torch.Tensor, b: torch.Tensor) -> None:
         torch._check(a.ndim == rank and b.ndim == rank, lambda: f"tunegemm::{name} takes {rank}-D tensors")
-        torch._check(a.dtype == b.dtype, lambda: f"operands of {a.dtype} and {b.dtype}; convert one")
+        torch._check(a.dtype == b.dtype, lambda: f"operands of {a.dtype} and {b.dtype}; convert one of them")
         for x, y in zip((*a.shape[:-2], a.shape[-1]), b.shape[:-1], strict=True):
             torch._check(x == y, lambda: f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply")
 
@@ -112,7 +112,7 @@ def _define_product(name: str) -> None:
         if is_trained:
             return Differentiable.apply(a, b)
         if type(a) in PLAIN and type(b) in PLAIN and not torch._C._len_torch_dispatch_stack():
-            return compute(a, b)  # nobody below wants to know; saves the way through torch's dispatcher
+            return compute(a, b)  # no mode below is active; saves the way through torch's dispatcher
         with torch._C._AutoDispatchBelowAutograd():
             return operator.redispatch(keyset & torch._C._after_autograd_keyset, a, b, records=CALLS)
 
@@ -129,7 +129,7 @@ def _define_product(name: str) -> None:
 
 
 def _define_fused() -> None:
-    # `form`: the epilogue, and the output's dtype and accumulation where they are given.
+    # `form`: the epilogue, then the output's dtype and accumulation if given.
     def compute(
         a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Numbers, *form: Any, records: str = ""
     ) -> torch.Tensor:
@@ -165,10 +165,10 @@ def _define_fused() -> None:
         info: Any, in_dims: Any, a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Numbers,
         *form: Any, records: str = "",
     ) -> tuple[torch.Tensor, int]:  # fmt: skip
-        def one(a: torch.Tensor, b: torch.Tensor, operands: Operands) -> torch.Tensor:
+        def unbatched(a: torch.Tensor, b: torch.Tensor, operands: Operands) -> torch.Tensor:
             return unfused(form_of(MATMUL, *form), a, b, operands, numbers)
 
-        return torch.vmap(one, tuple(in_dims[:3]))(a, b, list(operands)), 0
+        return torch.vmap(unbatched, tuple(in_dims[:3]))(a, b, list(operands)), 0
 
     schema = (
         "fused(Tensor a, Tensor b, Tensor[] operands, float[] numbers, str epilogue, "
@@ -192,11 +192,11 @@ def is_served(form: Form, a: torch.Tensor, b: torch.Tensor, is_trained: bool = F
         for tensor in (a, b)
     ]
     symbolic = any(isinstance(extent, torch.SymInt) for extent in (*a.shape, *b.shape))
-    found = []
+    results = []
 
     def ask(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         index = a.device.index or 0
-        found.append(api.dispatcher.planner.serves(form, left, right, index, any_m=symbolic))
+        results.append(api.dispatcher.planner.serves(form, left, right, index, any_m=symbolic))
         return left.new_empty((*left.shape[:-1], right.shape[-1]))
 
     with _disable_current_modes(), torch.no_grad():
@@ -205,9 +205,9 @@ def is_served(form: Form, a: torch.Tensor, b: torch.Tensor, is_trained: bool = F
             for shape, strides, dtype in places
         )
         result = ask(left, right)
-        if is_trained and not any(found):
+        if is_trained and not any(results):
             gradients(ask, result, (left, right), (a.requires_grad, b.requires_grad))
-    return any(found)
+    return any(results)
 
 
 def may_be_served(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -216,7 +216,7 @@ def may_be_served(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if torch.is_autocast_enabled(DEVICE_TYPE) and torch.get_autocast_dtype(DEVICE_TYPE) != a.dtype:
         return False
-    # C++ would call us through torch's dispatcher, and outlive the Python that we need.
+    # C++ would call us through torch's dispatcher, and outlive the Python interpreter that we need.
     return not getattr(sys.modules.get("torch._inductor.config"), "cpp_wrapper", False)
 
 

@@ -1,7 +1,7 @@
 """Counts the products of a program where they reach ATen: eager, autograd, compiled and captured code alike.
 
 While a recording runs, the CPU and CUDA kernels of ATen's matrix products are wrapped (`aten`).
-docs/guide/recording.md says what is not seen.
+docs/guide/recording.md lists the calls that it cannot see.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from tunegemm.groups.recorded_groups import GroupedCall, dtype_of, mode_of
 from tunegemm.torch.aten import Layer, replacements
 from tunegemm.torch.processes import Writer
 
-#: Timed calls per product; the median of so many is stable, and later calls cost no events.
+#: Timed calls per product: enough for a stable median; later calls need no events.
 _TIMED = 32
-#: Events that may wait for the GPU before those that are done are read.
+#: Events that may wait for the GPU before finished ones are read.
 _PENDING = 256
 
-#: What a kind has of its problem, beside what the call's form says.
+#: The fields that a kind takes from its problem, beyond the call's form.
 _OF_PROBLEM = (
     "m", "n", "k", "batch", "in_dtype", "out_dtype", "a_major", "b_major", "out_major", "alignment",
 )  # fmt: skip
-_BEYOND_KERNELS = "torch broadcasts, converts or resizes one of its tensors; no kernel does"
+_BEYOND_KERNELS = "torch broadcasts, converts or resizes one of its tensors, which kernels cannot"
 
 _Key = tuple[Any, ...]
 
 
 class _Asked(NamedTuple):
-    """What a call asks for, apart from its operands."""
+    """A call's request, apart from its operands."""
 
     op: str
-    """The operator of ATen, or the function of ours that was called."""
+    """The called operator of ATen, or function of ours."""
     form: Form
     refusal: str = ""
     """Why torch computes such calls whatever the operands; empty if a kernel may serve them."""
@@ -115,7 +115,7 @@ class Recording:
 
     def __enter__(self) -> Self:
         if self._path is not None and not self._path.parent.is_dir():
-            raise WorkloadError(f"{self._path}: its folder does not exist; make it first")
+            raise WorkloadError(f"{self._path}: its folder does not exist; create it first")
         self._pid = os.getpid()
         _interception.add(self)
         return self
@@ -156,13 +156,13 @@ class Recording:
             device=torch.cuda.get_device_name() if on_gpu else "",
             unknown_replays=self._unknown_replays,
         )
-        return merge([whole], self._program)  # strides that no kernel tells apart make several of one kind
+        return merge([whole], self._program)  # kinds may differ only in strides that kernels ignore
 
 
 def record(path: str | os.PathLike[str] | None = None) -> Recording:
     """Count every matrix product that runs inside ``with tunegemm.record("shapes.json") as recording:``.
 
-    Counts the products of all threads by shape, dtypes, majors, alignment and what is added, and times the
+    Counts the products of all threads by shape, dtypes, majors, alignment and added term, and times the
     first calls of each. At the end, even after an exception, it writes them to `path`, if given, for
     ``tunegemm tune --from``; `recording.products` has them at any time. Meanwhile `tunegemm.matmul` and
     `linear` fall back to torch, so theirs count, too. Raises WorkloadError if the file cannot be written, and
@@ -171,7 +171,7 @@ def record(path: str | os.PathLike[str] | None = None) -> Recording:
     if path is None:
         return Recording()
     if impossible(path) or not str(path):
-        raise WorkloadError(f"path {path!r:.60} names no file; give one such as shapes.json")
+        raise WorkloadError(f"path {path!r:.60} is not a file name; give one such as shapes.json")
     return Recording(Path(path))
 
 
@@ -197,7 +197,7 @@ def record_process(folder: str) -> None:
         try:
             written(is_child)
         except WorkloadError as error:
-            if place.is_dir():  # a process may outlive `tunegemm record`, which takes its folder along
+            if place.is_dir():  # a process may outlive `tunegemm record`, which deletes its folder
                 print(f"tunegemm: products of process {os.getpid()} are lost: {error}", file=sys.stderr)
 
     Writer(write=write, clear=recording.clear, last=last).start()
@@ -212,7 +212,7 @@ class _Interception:
         self._undo: list[Callable[[], None]] = []
         self._inside = threading.local()
         self._capturing: list[Any] = []
-        """CUDA graphs that are being captured, the last begun last."""
+        """CUDA graphs that are being captured, the latest last."""
         self._graphs: weakref.WeakKeyDictionary[Any, list[_Key]] = weakref.WeakKeyDictionary()
         """What each captured graph computes."""
         self._named: dict[_Key, Any] = {}
@@ -220,7 +220,7 @@ class _Interception:
         self._timed: Counter[_Key] = Counter()
         """Timed calls since the last recording began."""
         self._pending: deque[tuple[_Clock, _Key, tuple[Recording, ...]]] = deque()
-        """Clocks that are not yet read, and the recordings that need them."""
+        """Clocks to read, and the recordings that need them."""
 
     def add(self, recording: Recording) -> None:
         with self.lock:
@@ -248,7 +248,7 @@ class _Interception:
         layer = Layer((*OPERATORS, *recorded_groups.OPERATORS), ("CPU", "CUDA"), self._wrap)
         replacements.put("recording", layer)
         self._undo.append(lambda: replacements.remove("recording"))
-        # Meanwhile torch computes our own products; each is recorded as the call that it stands for.
+        # While recording, torch computes our own products; each is recorded as the call that it replaces.
         self._undo.append(api.dispatcher.planner.suspend(self._observe, self._observe_groups))
         if torch.backends.cuda.is_built():
             self._watch_graphs()
@@ -281,9 +281,9 @@ class _Interception:
     def _observe(
         self, form: Form, a: Any, b: Any, tensors: Sequence[Any], out: Any, compute: Callable[[], Any]
     ) -> Any:
-        """A call of ours, all of which torch computes: one product, whatever functions of torch it takes.
+        """A call of ours, computed entirely by torch: one product, whatever functions of torch it needs.
 
-        What no kernel of ours may compute counts as those functions.
+        If our kernels cannot compute it, it counts as those functions.
         """
         right = b.t() if form.call == LINEAR and b.ndim == 2 else b
         if self._is_apart() or _refusal(named(form, a, right, tensors, out)):
@@ -291,7 +291,7 @@ class _Interception:
         return self._count_named(_Asked(form.name(a), form), a, right, tensors, out, compute)
 
     def _observe_groups(self, call: GroupedCall, compute: Callable[[], Any]) -> Any:
-        """A product of groups, and the gate that is taken of it."""
+        """A product of groups, with its gate."""
         if self._is_apart():
             return compute()
         return self._count(
@@ -300,8 +300,8 @@ class _Interception:
         )  # fmt: skip
 
     def _is_apart(self) -> bool:
-        """Whether what is computed now is no call of the program: Inductor runs candidates while it compiles,
-        and some kernels call others."""
+        """Whether the current computation is not a call of the program: Inductor runs candidates while it
+        compiles, and some kernels call others."""
         return CompileContext.try_get() is not None or getattr(self._inside, "on", False)
 
     def _count_named(
@@ -310,7 +310,7 @@ class _Interception:
         return self._count(
             asked, a, b, tensors, out, compute,
             lambda: named(asked.form, a, b, tensors, out),
-            lambda found, result: _kind(asked, found, a, b, result),
+            lambda results, result: _kind(asked, results, a, b, result),
         )  # fmt: skip
 
     def _count(
@@ -330,9 +330,9 @@ class _Interception:
         for tensor in (*tensors, out) if out is not None else tensors:
             low = tensor.data_ptr() % MAX_ALIGNMENT
             call += (tensor.shape, tensor.stride(), tensor.dtype, low & -low)
-        found = None
+        results = None
         if call not in self._named:  # before it is computed, which may give an output another size
-            found = name()
+            results = name()
         captured = a.is_cuda and torch.cuda.is_current_stream_capturing()
         clock = None if captured or self._timed[call] >= _TIMED else _Clock(a)
         self._inside.on = True
@@ -347,7 +347,7 @@ class _Interception:
         key = (*call, result.dtype, result.stride())
         with self.lock:
             self._timed[call] += clock is not None
-            self._named.setdefault(call, found)
+            self._named.setdefault(call, results)
             if key not in self._kinds:
                 self._kinds[key] = kind(self._named[call], result)
             for recording in self.recordings:
@@ -380,7 +380,7 @@ class _Interception:
                         recording._tallies[key].times_us.append(elapsed_us)
 
     def _watch_graphs(self) -> None:
-        """Learn what each CUDA graph computes at its capture, and count it at each replay."""
+        """Record the products of each CUDA graph at its capture, and count them at each replay."""
         graph_class = torch.cuda.CUDAGraph
         begin, end, replay = graph_class.capture_begin, graph_class.capture_end, graph_class.replay
 
@@ -425,9 +425,9 @@ _interception = _Interception()
 os.register_at_fork(after_in_child=_interception.forget)
 
 
-def _refusal(found: Named | Refusal) -> str:
+def _refusal(call: Named | Refusal) -> str:
     """Why torch computes a call; empty if a kernel may compute it."""
-    return (found.reason or _BEYOND_KERNELS) if isinstance(found, Refusal) else found.words_refusal
+    return (call.reason or _BEYOND_KERNELS) if isinstance(call, Refusal) else call.words_refusal
 
 
 def _activation(name: str, keywords: dict[str, Any]) -> str:
@@ -437,7 +437,7 @@ def _activation(name: str, keywords: dict[str, Any]) -> str:
     return "gelu" if keywords.get("use_gelu") else "relu"
 
 
-def _kind(asked: _Asked, found: Named | Refusal, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Kind:
+def _kind(asked: _Asked, call: Named | Refusal, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Kind:
     """The problem that dispatch would look up; for torch's calls as much of it as can be described."""
     steps = asked.form.epilogue.steps
     words: dict[str, Any] = {
@@ -448,9 +448,9 @@ def _kind(asked: _Asked, found: Named | Refusal, a: torch.Tensor, b: torch.Tenso
         "epilogue": asked.form.text,
         "accumulation": asked.form.accumulation,
     }
-    reason = asked.refusal or _refusal(found)
-    if isinstance(found, Named) and not reason:
-        return Kind(**{name: getattr(found.operands.problem, name) for name in _OF_PROBLEM}, **words)
+    reason = asked.refusal or _refusal(call)
+    if isinstance(call, Named) and not reason:
+        return Kind(**{name: getattr(call.operands.problem, name) for name in _OF_PROBLEM}, **words)
     a_major = mode_of(a, "m", "k", "k")
     b_major = mode_of(b, "k", "n", "k")
     return Kind(

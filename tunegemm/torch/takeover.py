@@ -20,7 +20,7 @@ from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
 from tunegemm.torch import blocks
 from tunegemm.torch.aten import Layer, replacements
 
-#: Makes a function that counts an operator's calls, given its name, what makes the function in the place of
+#: Makes a function that counts an operator's calls, from its name, the maker of the function that replaces
 #: its kernel, and that kernel.
 Counting = Callable[[str, Callable[[Any], Callable[..., Any]], Any], Callable[..., Any]]
 
@@ -35,7 +35,7 @@ class Takeover:
         return self
 
     def __repr__(self) -> str:
-        """Say what it does now and how to end it."""
+        """Its current state, and how to end it."""
         if self not in active:
             return "<tunegemm.enable(): ended; torch computes its products>"
         return (
@@ -94,7 +94,7 @@ def disable() -> None:
         replacements.remove("takeover")
 
 
-# What each function lets through is what torch computes: operands that it refuses are its own to refuse.
+# Torch computes the calls that a function lets through, and rejects bad operands itself.
 
 
 def _plain(kernel: Any, dimensions: int) -> Callable[..., Any]:
@@ -170,17 +170,17 @@ def _of_int8(kernel: Any) -> Callable[..., Any]:
 
 
 def _has_int8_extents(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether torch multiplies such matrices on a GPU; elsewhere it does all."""
+    """Whether torch multiplies such matrices on a GPU; other devices accept all."""
     return not a.is_cuda or (a.shape[0] >= INT8_LEAST_ROWS and not (a.shape[1] % 8 or b.shape[1] % 8))
 
 
 def _is_served_dtype(a: torch.Tensor) -> bool:
-    # A program that is served as a whole is to hear of shapes to be tuned, not of every fp32 product.
+    # A program that is served as a whole should report shapes to tune, not every fp32 product.
     return a.dtype in DTYPES or (a.dtype is torch.float32 and tf32_allowed())
 
 
 def _serving(name: str) -> Callable[[Any], Callable[..., Any]]:
-    """What makes the function in the place of an operator's kernel, by what the operator computes."""
+    """The maker of the function that replaces an operator's kernel, by the operator's meaning."""
     operator, dimensions = OPERATORS[name], 3 if name.endswith("bmm") else 2
     if any("scale_tensor" in steps for steps in operator.absorbs):
         return partial(_scaling, name=name)
@@ -189,5 +189,5 @@ def _serving(name: str) -> Callable[[Any], Callable[..., Any]]:
     return _of_int8 if name == "_int_mm" else partial(_plain, dimensions=dimensions)
 
 
-#: The products of two matrices. Rooms with others put theirs into `extension.operators`.
+#: The products of two matrices. Rooms with other products add theirs to `extension.operators`.
 _SERVED = {name: _serving(name) for name, operator in OPERATORS.items() if operator.served}

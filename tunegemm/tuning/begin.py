@@ -1,7 +1,7 @@
 """The start of a search: known results, the best candidates from elsewhere, the library's algorithms, and
 every generator's kernels in the model's order. If nothing can be timed, that order is the result.
 
-`Ahead` compiles early what the searches of this problem and the next will ask for.
+`Ahead` compiles kernels before the searches of this problem and the next request them.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def start_search(
         swept = {c for c in swept if c.family not in generated or kernels.is_compiled(problem, c, compiled)}
     measured = run.screened  # the library's, which the database may have by now
     known = known_results(run.database, problem, device, kernels, library, run.skews)
-    run.results += (known := [one for one in known if one.candidate not in measured])
-    values = list(run.search_values(one.measurement for one in known))
+    run.results += (known := [outcome for outcome in known if outcome.candidate not in measured])
+    values = list(run.search_values(outcome.measurement for outcome in known))
     failed = known_failures(run, kernels, library)
     values += [(c, None) for c in failed]
     first_tries = seeds_of(run.database, problem, device, kernels)
@@ -129,11 +129,11 @@ def start_search(
             lists = kernels.space(point.family)
             listed = lists.compile_values.get(name) or lists.launch_values.get(name, ())
             if value not in listed:
-                return Verdict("values", f"{name} {value} is none of {', '.join(map(str, listed))}")
-        found = families.get(point.family).check(problem, point, device)
-        if found and swept is not None and point not in swept:
-            return Verdict("recorded", f"{device.spec} has no time of it")
-        return found
+                return Verdict("values", f"{name} {value} is not among {', '.join(map(str, listed))}")
+        result = families.get(point.family).check(problem, point, device)
+        if result and swept is not None and point not in swept:
+            return Verdict("recorded", f"{device.spec} has no time for it")
+        return result
 
     study = ProblemStudy(
         Portfolio(searches, numbers.plan),
@@ -150,8 +150,8 @@ def start_search(
         name=study_name(problem, device),
         attributes={"problem": str(problem), "device": device.name},
     )
-    for one in known:
-        study.add(one.candidate, told_from(one.measurement, one.evidence.name.lower()), "known")
+    for outcome in known:
+        study.add(outcome.candidate, told_from(outcome.measurement, outcome.evidence.name.lower()), "known")
     for candidate in failed:
         study.add(candidate, Told(None, failure="failed before"), "known")
     run.planned = study.order.trials
@@ -214,7 +214,7 @@ class Ahead:
         self._ready.pop(problem, None)
 
     def ranked_by(self, problem: Problem, effort: Effort, limit: int | None, urgency: Urgency) -> Named:
-        """Submit what the searches ask for first, as far as that does not depend on the database. Also
+        """Submit the first requests of the searches, as far as that does not depend on the database. Also
         submit, for idle cores, and return the kernels that a quick search may ask for later.
         """
         kernels = self._kernels
@@ -305,19 +305,19 @@ def limit_uncompiled(
     def is_new(prediction: model.Prediction) -> bool:
         """Whether no compiled kernel of the same shape is as good by the model."""
         return not any(
-            one.total_us <= _AS_GOOD * prediction.total_us
-            and one.steady_us <= _AS_GOOD * prediction.steady_us
-            for one in siblings.get(_shape(prediction.candidate), ())
+            item.total_us <= _AS_GOOD * prediction.total_us
+            and item.steady_us <= _AS_GOOD * prediction.steady_us
+            for item in siblings.get(_shape(prediction.candidate), ())
         )
 
     most = compiling[0 if is_first else 1]
     left = max(most.new, most.wanted - sum(is_ready))
-    unready = (one for one, has_object in zip(ranked, is_ready, strict=True) if not has_object)
-    new = {one.candidate for one in itertools.islice(filter(is_new, unready), left)}
+    unready = (item for item, has_object in zip(ranked, is_ready, strict=True) if not has_object)
+    new = {prediction.candidate for prediction in itertools.islice(filter(is_new, unready), left)}
     return [
-        one.candidate
-        for one, has_object in zip(ranked, is_ready, strict=True)
-        if has_object or one.candidate in new
+        prediction.candidate
+        for prediction, has_object in zip(ranked, is_ready, strict=True)
+        if has_object or prediction.candidate in new
     ]
 
 
@@ -335,8 +335,8 @@ def known_results(
 ) -> list[Trial]:
     """Return the latest earlier screen here of each candidate, if it is a kernel of this program."""
     latest = screened_before(database, problem, device, skews)
-    found = ((_usable(candidate, kernels, library), m) for candidate, m in latest.items())
-    return [Trial(replace(m, candidate=c), Evidence.SCREEN) for c, m in found if c is not None]
+    result = ((_usable(candidate, kernels, library), m) for candidate, m in latest.items())
+    return [Trial(replace(m, candidate=c), Evidence.SCREEN) for c, m in result if c is not None]
 
 
 def screened_before(
@@ -355,7 +355,11 @@ def screened_before(
         and not (entry.is_foreign or entry.is_outdated)
         and (not problem.groups or measured_skews(entry.measurement.telemetry) == skews)
     )
-    return {one.candidate: one.measurement for one in screened if speed(one.measurement) is not None}
+    return {
+        outcome.candidate: outcome.measurement
+        for outcome in screened
+        if speed(outcome.measurement) is not None
+    }
 
 
 def known_failures(run: Run, kernels: Kernels, library: Collection[Candidate]) -> list[Candidate]:
@@ -366,8 +370,8 @@ def known_failures(run: Run, kernels: Kernels, library: Collection[Candidate]) -
         return []
     failures = run.database.failures(run.problem, run.device.fingerprint, current=True)
     measured = run.screened
-    found = (_usable(f.candidate, kernels, library) for f in failures if not f.is_transient)
-    return [c for c in found if c is not None and c not in measured]
+    result = (_usable(f.candidate, kernels, library) for f in failures if not f.is_transient)
+    return [c for c in result if c is not None and c not in measured]
 
 
 def seeds_of(
@@ -378,13 +382,13 @@ def seeds_of(
     add candidates from records of related problems, including the shipped records.
     """
     here = device.fingerprint
-    found = [] if database is None else seeds(database, problem, here)
+    result = [] if database is None else seeds(database, problem, here)
     if problem.groups and (shipped := shipped_kernel(problem, here.device_name)) is not None:
-        found.append(shipped)
+        result.append(shipped)
     if device.is_real:
         records = read_texts()[0] + (database.records() if database else [])
-        found += related((r for r in records if r.candidate.family in kernels.generators), problem, here)
-    usable = map(kernels.usable, dict.fromkeys(found))
+        result += related((r for r in records if r.candidate.family in kernels.generators), problem, here)
+    usable = map(kernels.usable, dict.fromkeys(result))
     return list(dict.fromkeys(candidate for candidate in usable if candidate is not None))
 
 
@@ -409,8 +413,8 @@ def rank_by_model(
     ranked = ranked[: min(_MODELLED, budget.trials)]
     run.planned = len(ranked)
     jobs = run.compile([prediction.candidate for prediction in ranked])
-    compiled_ones = (one for one, (_, job) in zip(ranked, jobs, strict=True) if job is not None)
-    kept = tuple(sorted(compiled_ones, key=lambda one: one.total_us))
+    compiled_ones = (item for item, (_, job) in zip(ranked, jobs, strict=True) if job is not None)
+    kept = tuple(sorted(compiled_ones, key=lambda prediction: prediction.total_us))
     run.report(stage="done")
     how = "the model, which only ranks"
     if not run.device.architecture.wgmma:  # the model's figures are Hopper's

@@ -297,7 +297,7 @@ class Pool:
 
     def _give_back(self, seat: Seat, *begun: Request) -> None:
         """Return the requests of a lost worker to the queue; the one that it had begun comes first."""
-        self._returned += [one for one in (seat.take(), *begun) if one is not None]
+        self._returned += [item for item in (seat.take(), *begun) if item is not None]
 
     def _stop(self) -> Iterator[TuneResult]:
         """Interrupt the tunings as Ctrl-C does and yield their results; kill workers that take too long."""

@@ -178,7 +178,8 @@ class Kernels:
         )
         if compiled is not None:
             ranked = [
-                replace(one, candidate=self._as_compiled(problem, one.candidate, compiled)) for one in ranked
+                replace(prediction, candidate=self._as_compiled(problem, prediction.candidate, compiled))
+                for prediction in ranked
             ]
         return Ranking(taken, ranked, len(kernels))
 
@@ -187,15 +188,15 @@ class Kernels:
         # Most of the thousands of lookups for a product repeat those for the product before.
         known = self._objects.setdefault(_kind(problem), {})
         kernel = launch.family, launch.compile_params, launch.params.get(_ORDER)
-        found = known.get(kernel)
-        if found is None or found[1] is not compiled.shipped:
+        result = known.get(kernel)
+        if result is None or result[1] is not compiled.shipped:
             key = families.generator(launch.family).kernel_key(problem, launch, self.device)
             shipped = compiled.shipped
-            found = known[kernel] = digest(key), shipped, shipped is not None and key in shipped
-        return found[0] in compiled.own or found[2]
+            result = known[kernel] = digest(key), shipped, shipped is not None and key in shipped
+        return result[0] in compiled.own or result[2]
 
     def _as_compiled(self, problem: Problem, launch: Candidate, compiled: Ready) -> Candidate:
-        return next(one for one in self._in_each_order(launch) if self.is_compiled(problem, one, compiled))
+        return next(item for item in self._in_each_order(launch) if self.is_compiled(problem, item, compiled))
 
     def _in_each_order(self, launch: Candidate) -> list[Candidate]:
         """Yield the launch, then launches with the same parameters that are other kernels."""
@@ -263,7 +264,7 @@ class Kernels:
                 row
                 for row, kernel in enumerate(kernels)
                 if tuple(kernel.params[n] for n in named) in had
-                and any(self.is_compiled(problem, one, compiled) for one in self._in_each_order(kernel))
+                and any(self.is_compiled(problem, item, compiled) for item in self._in_each_order(kernel))
             ]
             known = compiled, [kernels[row] for row in rows], columns.take(rows)
             self._compiled[kind] = known

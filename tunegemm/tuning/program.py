@@ -73,8 +73,8 @@ class TunedDemand:
 
 def by_headroom(demands: Sequence[Demand], device: Device) -> list[TunedDemand]:
     """The demands before any tuning, the most headroom first."""
-    found = [TunedDemand(d, device.roofline_us(d.problem)) for d in demands]
-    return sorted(found, key=_order)
+    results = [TunedDemand(d, device.roofline_us(d.problem)) for d in demands]
+    return sorted(results, key=_order)
 
 
 def _order(tuned: TunedDemand) -> tuple[float, str]:

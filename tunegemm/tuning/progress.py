@@ -50,7 +50,7 @@ def bar(callback: Callable[[Progress], None] | None = None) -> Iterator[Callable
     stage = ""
     with tqdm(unit="kernel", leave=False) as shown:
 
-        def told(progress: Progress) -> None:
+        def report(progress: Progress) -> None:
             nonlocal stage
             shown.total = max(progress.planned, 1)
             torchs = progress.problem.torch_call
@@ -65,7 +65,7 @@ def bar(callback: Callable[[Progress], None] | None = None) -> Iterator[Callable
             if callback is not None:
                 callback(progress)
 
-        yield told
+        yield report
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class TuneResult:
     study: optuna.Study | None = field(default=None, compare=False, repr=False)
     """The search as an Optuna study, in memory; None if nothing was timed or another process tuned."""
     note: str = ""
-    """One sentence for the user: what was not done, and how to go on."""
+    """One sentence for the user: missing steps, and how to continue."""
     stages: tuple[str, ...] = ()
     """The stage of each outcome: ``library``, ``screen``, ... and ``final``."""
 
@@ -134,10 +134,16 @@ class TuneResult:
 
         The last measurement of each counts; for the winner, the one that is reported.
         """
-        latest = {one.candidate: one for one in self.reported if isinstance(one, Measurement)}
+        latest = {
+            measurement.candidate: measurement
+            for measurement in self.reported
+            if isinstance(measurement, Measurement)
+        }
         best = self.best.candidate if self.best is not None else None
-        ordered = sorted(latest.values(), key=lambda one: (one.candidate != best, -one.ratio))
-        return [(self.label(one.candidate), one) for one in ordered]
+        ordered = sorted(
+            latest.values(), key=lambda measurement: (measurement.candidate != best, -measurement.ratio)
+        )
+        return [(self.label(measurement.candidate), measurement) for measurement in ordered]
 
     @property
     def reported(self) -> tuple[Outcome, ...]:
@@ -154,12 +160,12 @@ class TuneResult:
     def __repr__(self) -> str:
         if self.best is not None:
             ratio = f"{self.best.ratio:.3f} x {self.problem.torch_call}"
-            found = f"{ratio} by {self.label(self.best.candidate)}"
+            result = f"{ratio} by {self.label(self.best.candidate)}"
         elif self.predictions:
-            found = f"ranked by the model, {self.label(self.predictions[0].candidate)} first"
+            result = f"ranked by the model, {self.label(self.predictions[0].candidate)} first"
         else:
-            found = "nothing found"
-        return f"<TuneResult of {self._title()}: {found}>"
+            result = "no result"
+        return f"<TuneResult of {self._title()}: {result}>"
 
     def __str__(self) -> str:
         lines = [self._title()]
@@ -186,16 +192,19 @@ class TuneResult:
     def _cells(self) -> list[tuple[str, ...]]:
         """Return a heading and the printed rows."""
         if self.predictions:
-            ranked = [(f"{one.total_us:.2f}", self.label(one.candidate)) for one in self.predictions[:_SHOWN]]
+            ranked = [
+                (f"{prediction.total_us:.2f}", self.label(prediction.candidate))
+                for prediction in self.predictions[:_SHOWN]
+            ]
             return [("model us", "kernel"), *ranked]
         rows = [
             (
-                f"{1.0 if is_torch(one.candidate) else one.ratio:.3f}",
-                f"{one.median_us:.2f}",
-                f"{one.baseline_median_us:.2f}",
+                f"{1.0 if is_torch(measurement.candidate) else measurement.ratio:.3f}",
+                f"{measurement.median_us:.2f}",
+                f"{measurement.baseline_median_us:.2f}",
                 label,
             )
-            for label, one in self.rows()[:_SHOWN]
+            for label, measurement in self.rows()[:_SHOWN]
         ]
         torchs = self.problem.torch_call
         return [(f"x {torchs}", "us", f"{torchs} us", "kernel"), *rows]

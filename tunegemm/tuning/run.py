@@ -1,6 +1,6 @@
 """One tuning of a problem: it compiles, measures and publishes candidates, and keeps their outcomes.
 
-Then the final race: its finalists, and the choice of the record, unless the GPU did other work meanwhile.
+It also runs the final race: its finalists, and the choice of the record, unless the GPU did other work.
 """
 
 from __future__ import annotations
@@ -156,7 +156,11 @@ class Run:
     @property
     def screened(self) -> dict[Candidate, Measurement]:
         """The latest interleaved measurement of each candidate, from this search and earlier ones."""
-        return {one.candidate: one.measurement for one in self.results if one.evidence is Evidence.SCREEN}
+        return {
+            result.candidate: result.measurement
+            for result in self.results
+            if result.evidence is Evidence.SCREEN
+        }
 
     @property
     def is_throttled(self) -> bool:
@@ -169,8 +173,8 @@ class Run:
         lost 7 %. For 13 products at the cap, 61 to 100 % of the candidates saw it; for 7 products below it, 0
         to 25 % (H200, 2026-11-25).
         """
-        screens = [one.measurement for one in self.results if one.evidence is Evidence.SCREEN]
-        throttled = sum(bool(one.telemetry.get("throttle_reasons")) for one in screens)
+        screens = [result.measurement for result in self.results if result.evidence is Evidence.SCREEN]
+        throttled = sum(bool(screen.telemetry.get("throttle_reasons")) for screen in screens)
         return self.device.is_real and throttled > 0 and 3 * throttled >= len(screens)
 
     @property
@@ -263,8 +267,8 @@ class Run:
         """Wait until at most `most` of the candidates are not compiled yet, and return these."""
         futures = {candidate: self._future(candidate) for candidate in candidates}
         began = time.monotonic()
-        while len(late := [one for one, future in futures.items() if future and not future.done()]) > most:
-            wait({future for one in late if (future := futures[one])}, return_when=FIRST_COMPLETED)
+        while len(late := [item for item, future in futures.items() if future and not future.done()]) > most:
+            wait({future for item in late if (future := futures[item])}, return_when=FIRST_COMPLETED)
         self._compiling_s += time.monotonic() - began
         return late
 
@@ -282,10 +286,10 @@ class Run:
         """Return race settings with the seed and skews of this tuning."""
         return replace(settings, seed=self._seed, skews=self.skews)
 
-    def publish_each(self, found: Iterable[Outcome], stage: str) -> Iterator[Outcome]:
+    def publish_each(self, outcomes: Iterable[Outcome], stage: str) -> Iterator[Outcome]:
         """Yield outcomes as they come, and publish each before yielding it."""
         self.stage = stage
-        for outcome in found:
+        for outcome in outcomes:
             if isinstance(outcome, Measurement) and outcome.candidate in self._expected:
                 ratio = self._expected[outcome.candidate]
                 outcome = replace(outcome, telemetry={**outcome.telemetry, PREDICTED_RATIO: ratio})
@@ -475,9 +479,17 @@ def confirm(run: Run, raced: Sequence[Measurement]) -> Measurement | None:
     """
     # Dropouts were clearly slower, even if not by the ratio of the few rounds that they ran. A replayed
     # measurement has the rounds of its own recording.
-    stayed = [one for one in raced if len(one.samples_us) >= one.telemetry.get("of_rounds", 0)]
+    stayed = [
+        measurement
+        for measurement in raced
+        if len(measurement.samples_us) >= measurement.telemetry.get("of_rounds", 0)
+    ]
     # A candidate that the race shows to be even slightly slower than torch.mm does not replace it.
-    stayed = [one for one in stayed if (speed(one) or 0.0) >= 1 or is_torch(one.candidate)]
+    stayed = [
+        measurement
+        for measurement in stayed
+        if (speed(measurement) or 0.0) >= 1 or is_torch(measurement.candidate)
+    ]
     if not stayed:
         run.note = run.note or "nothing could be measured; see the failures"
         return None
@@ -503,7 +515,10 @@ def confirm(run: Run, raced: Sequence[Measurement]) -> Measurement | None:
 
 def measured_kernels(outcomes: Iterable[Outcome]) -> bool:
     """Whether the race measured a kernel of ours."""
-    return any(isinstance(one, Measurement) and one.candidate.family != TORCH_MM.family for one in outcomes)
+    return any(
+        isinstance(outcome, Measurement) and outcome.candidate.family != TORCH_MM.family
+        for outcome in outcomes
+    )
 
 
 def disturbance(best: Measurement, outcomes: Iterable[Outcome]) -> str:

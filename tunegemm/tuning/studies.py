@@ -117,7 +117,7 @@ class Studies:
                     copied.add(trial.number)
         except StudyError as error:
             del self._studies[name]
-            _log.warning("%s: what follows is not kept there", error)
+            _log.warning("%s: further trials are not kept there", error)
 
     @contextlib.contextmanager
     def translated(self) -> Iterator[None]:
@@ -140,7 +140,7 @@ def translated(location: str) -> Iterator[None]:
         cause = error.__cause__ or error
         text = without_passwords(one_line(cause, 160), location)
         if isinstance(cause, AssertionError | LookupError | TypeError | AttributeError):
-            text = f"{type(cause).__name__}: {text}; it may be damaged, or of a later Optuna"
+            text = f"{type(cause).__name__}: {text}; it may be damaged, or written by a later Optuna"
         if "locked" in str(cause):
             raise StudyError(
                 f"study {_hidden(location)} is locked by another process; wait for it to end"
@@ -215,9 +215,9 @@ def _check_file(path: Path, database: Path | URL) -> None:
 
 def _refuse_other(path: Path, location: str) -> None:
     """Raises StudyError for a folder, and for a pipe or a device, which could block when opened."""
-    if (found := kind(path.stat().st_mode) if path.exists() else None) is not None:
-        remedy = "a file in it" if found == "a folder" else "a file"
-        raise StudyError(f"study {_hidden(location)}: {found}; give {remedy}")
+    if (result := kind(path.stat().st_mode) if path.exists() else None) is not None:
+        remedy = "a file in it" if result == "a folder" else "a file"
+        raise StudyError(f"study {_hidden(location)}: {result}; give {remedy}")
 
 
 def _check_lock(path: Path) -> None:
@@ -250,8 +250,8 @@ def _is_ours(path: Path) -> bool:
         with contextlib.closing(
             sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
         ) as connection:
-            found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-            return {name for (name,) in found} >= _OURS
+            result = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+            return {name for (name,) in result} >= _OURS
     except sqlite3.Error:
         return False
 

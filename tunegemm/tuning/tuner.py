@@ -1,8 +1,8 @@
 """Tuning one problem: `Tuner.tune` is the whole story, from a search's first candidate to the record.
 
-What it calls, in the order of its steps: `begin` (known results, seeds, kernels in the model's order),
-`ahead` (what is compiled before it is asked for), `search` (what to try next), `run` (compile, measure,
-publish) and `final` (the race that chooses the record). They exchange plain data.
+Its helpers, in the order of its steps: `begin` (known results, seeds, kernels in the model's order), `ahead`
+(compiling before a request), `search` (the next candidates), `run` (compile, measure, publish) and `final`
+(the race that chooses the record). They exchange plain data.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class Tuner:
                 importlib.import_module("tunegemm.search.study")
                 read_texts()
             algorithms, measured = library.result()
-            deadline += run.seconds.get("start", 0.0)  # is no part of the search
+            deadline += run.seconds.get("start", 0.0)  # not part of the search
             search = start_search(
                 run, self.kernels, algorithms,
                 swept=measurer.swept(problem), compiled=self.ahead.compiled(),
@@ -223,12 +223,12 @@ class Tuner:
                 later = search.order.planned_launches() if skip_slow else []
                 run.compile_ahead([*batch, *later])
                 was_throttled = run.is_throttled
-                found = list(run.evaluate(batch, SCREEN, stage=search.order.stage, skip_slow=skip_slow))
-                # Results from before the clocks fell are told again.
+                results = list(run.evaluate(batch, SCREEN, stage=search.order.stage, skip_slow=skip_slow))
+                # Tell the study again the results from before the clocks fell.
                 if run.is_throttled > was_throttled:
-                    failed = [outcome for outcome in found if isinstance(outcome, Failure)]
-                    found = [*run.screened.values(), *failed]
-                _tell(search, run, found)
+                    failed = [outcome for outcome in results if isinstance(outcome, Failure)]
+                    results = [*run.screened.values(), *failed]
+                _tell(search, run, results)
                 self._keep(search)
             else:
                 _tell(search, run, run.evaluate(run.skipped(), SCREEN, stage=run.stage))
@@ -359,9 +359,9 @@ class Tuner:
         return replace(settings, steady_ms=steady_ms, energy_ms=self._energy_ms)
 
 
-def _tell(search: ProblemStudy, run: Run, found: Iterable[Outcome]) -> None:
-    found = list(found)
-    for outcome, (candidate, value) in zip(found, run.search_values(found), strict=True):
+def _tell(search: ProblemStudy, run: Run, outcomes: Iterable[Outcome]) -> None:
+    outcomes = list(outcomes)
+    for outcome, (candidate, value) in zip(outcomes, run.search_values(outcomes), strict=True):
         search.tell(candidate, value, told_from(outcome, evidence_word(outcome, "screen")))
 
 
@@ -394,7 +394,7 @@ def tune(
     Returns a `TuneResult`; print it for a short table. `best` is the winner, a measurement with its
     `candidate`, `ratio` to torch.mm, `median_us` and `baseline_median_us`. `outcomes` has every measurement
     and failure, `labels` their short names, `predictions` the model's ranking if nothing could be timed,
-    `note` what was not done, `study` the search as an Optuna study. Ctrl-C ends it early; `interrupted` says
+    `note` the missing steps, `study` the search as an Optuna study. Ctrl-C ends it early; `interrupted` says
     so.
 
     Raises ProblemError for an invalid problem and for operands that exceed the device's memory; SpaceError

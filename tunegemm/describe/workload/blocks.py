@@ -14,7 +14,7 @@ from tunegemm.describe.workload.matrices import Config, Layer, Linear
 from tunegemm.errors import WorkloadError
 from tunegemm.untrusted import shown
 
-#: What a family's code fills in where its config leaves a field out.
+#: Values that a family's code uses for fields that its config omits.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 256},
     "gemma2": {"head_dim": 256},
@@ -27,21 +27,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"head_dim": 128},
     "qwen3": {"head_dim": 128},
 }  # fmt: skip
-#: Beginnings of names: families whose code has a bias in q, k and v, and those with none behind attention.
+#: Prefixes of names: families with a bias in q, k and v, and those without a bias after attention.
 _QKV_BIAS, _NO_OUT_BIAS = ("qwen2",), ("qwen2", "glm", "mimo", "step")
 #: Families that store gate and up as one matrix, and those that store q, k and v so, too.
 _ONE_MLP, _ONE_QKV = ("phi3", "glm", "glm4"), ("phi3",)
 #: Families that keep experts' weights with their columns contiguous.
 _TRANSPOSED = ("gpt_oss",)
 
-#: Activations behind which each block has a gate beside what goes up, as in Llama; and what has none.
+#: Activations after which each block multiplies by a gate, as in Llama; and those without a gate.
 _GATED, _PLAIN = ("silu", "swish"), ("relu2",)
-#: Fields of structures that are not read here: a list without them would be wrong.
+#: Fields of structures that this module does not read: a list without them would be wrong.
 _UNKNOWN = (
     "altup_num_inputs", "block_auto_adjust_ff_dim", "block_configs", "cross_attention_layers",
     "is_encoder_decoder", "laurel_rank", "num_mem_blocks", "o_lora_rank", "zero_expert_num",
 )  # fmt: skip
-#: Families whose structure no field says, though their fields are those of others.
+#: Families that share the fields of others but have another structure, which no field shows.
 _OTHERWISE = frozenset({
     "afmoe", "axk2", "bailing_hybrid", "beam", "bitnet", "doge", "dots3_note", "dots3_note_text", "fuyu",
     "hrm_text", "hy_v4", "minimax_m3_vl_text", "olmo_hybrid", "persimmon", "phi4_multimodal",
@@ -57,20 +57,20 @@ _TYPES = {
     "sliding_attention": "sliding_attention", "linear_attention": "linear_attention", "mamba": "mamba",
     "mamba2": "mamba", "mlp": "mlp", "moe": "moe", "conv": "conv",
 }  # fmt: skip
-#: Layers without products of ours, by the type of their block.
-_LEFT_OUT = {"mamba": "Mamba layers are not read", "conv": "short convolutions are not read"}
+#: Layers without served products, by the type of their block.
+_LEFT_OUT = {"mamba": "Mamba layers are not supported", "conv": "short convolutions are not supported"}
 
 
 def completed(config: Config) -> Config:
     """The config with the defaults of its family's code. Raises WorkloadError for a structure that this
     module cannot read."""
-    found = Config({**DEFAULTS.get(config.family, {}), **_present(config)}, config.where)
-    if unknown := next((name for name in _UNKNOWN if found.get(name)), None):
+    result = Config({**DEFAULTS.get(config.family, {}), **_present(config)}, config.where)
+    if unknown := next((name for name in _UNKNOWN if result.get(name)), None):
         raise WorkloadError(
-            f"{config.where}: models with {unknown} are not known; `tunegemm record` counts the products of "
-            "any program"
+            f"{config.where}: models with {unknown} are not known; `tunegemm record` counts the products "
+            "of any program"
         )
-    return found
+    return result
 
 
 def _present(config: Config) -> dict[str, Any]:
@@ -96,36 +96,36 @@ _FAMILIES = frozenset({
 def layers_of(config: Config) -> list[Layer]:
     """Linear layers of all blocks, in order."""
     types = block_types(config)
-    # In such a pattern each block has one layer; elsewhere an attention, or what stands for it, and an mlp.
+    # In such a pattern each block has one layer; otherwise an attention, or its replacement, and an mlp.
     is_pattern = not {"mlp", "moe"}.isdisjoint(types)
-    found = []
+    results = []
     for index, kind in enumerate(types):
         of_block = _of_block(config, index, kind)
         if kind not in ("mlp", "moe"):
-            found += _mixer(of_block, index, kind)
+            results += _mixer(of_block, index, kind)
         if not is_pattern or kind in ("mlp", "moe"):
-            found += _feed_forward(of_block, index, kind)
+            results += _feed_forward(of_block, index, kind)
         if width := config.count("hidden_size_per_layer_input"):
             hidden = config.number("hidden_size")
-            found.append(
+            results.append(
                 Layer("per_layer_gate", (Linear(f"{_at(index)}.per_layer_input_gate", width, hidden),))
             )
-            found.append(
+            results.append(
                 Layer("per_layer_up", (Linear(f"{_at(index)}.per_layer_projection", hidden, width),))
             )
     if width := config.count("hidden_size_per_layer_input"):
         columns = width * len(types)
-        found.append(
+        results.append(
             Layer(
                 "per_layer",
                 (Linear("model.per_layer_model_projection", columns, config.number("hidden_size")),),
             )
         )
-    return found
+    return results
 
 
 def block_types(config: Config) -> list[str]:
-    """For each block its attention, or what it has instead. Raises WorkloadError for an unknown type."""
+    """The attention of each block, or its replacement. Raises WorkloadError for an unknown type."""
     if pattern := config.word("hybrid_override_pattern"):
         blocks = len(pattern)
         listed: list[Any] = [_LETTERS.get(letter, letter) for letter in pattern]
@@ -135,9 +135,9 @@ def block_types(config: Config) -> list[str]:
     if blocks > 10_000:
         raise WorkloadError(f"{config.where}: num_hidden_layers is {blocks}; give a model's config.json")
     if sizes := config.each("attn_type_list"):  # MiniMax
-        listed = ["full_attention" if one else "linear_attention" for one in sizes]
+        listed = ["full_attention" if size else "linear_attention" for size in sizes]
     elif sizes := config.each("hybrid_layer_pattern"):  # MiMo
-        listed = ["sliding_attention" if one else "full_attention" for one in sizes]
+        listed = ["sliding_attention" if size else "full_attention" for size in sizes]
     elif isinstance(linear := config.get("linear_attn_config"), dict) and "kda_layers" in linear:  # Kimi
         of_kda = set(Config(linear, config.where).each("kda_layers"))
         listed = ["linear_attention" if index + 1 in of_kda else "full_attention" for index in range(blocks)]
@@ -149,39 +149,39 @@ def block_types(config: Config) -> list[str]:
     elif not listed and config.get("linear_num_value_heads"):  # Qwen
         every = config.number("full_attention_interval", default=4)
         listed = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(blocks)]
-    found = [listed[index % len(listed)] if listed else "full_attention" for index in range(blocks)]
+    results = [listed[index % len(listed)] if listed else "full_attention" for index in range(blocks)]
     if config.family.startswith("gemma4"):
-        found[-1:] = ["full_attention"]
-    if strange := next((one for one in found if one not in _TYPES), None):
+        results[-1:] = ["full_attention"]
+    if strange := next((result for result in results if result not in _TYPES), None):
         raise WorkloadError(
             f"{config.where}: blocks of type {shown(strange)} are not known; `tunegemm record` counts the "
             "products of any program"
         )
-    types = [_TYPES[one] for one in found]
+    types = [_TYPES[result] for result in results]
     is_mamba = config.get("mamba_num_heads", "mamba_n_heads", "mamba_d_state", "ssm_state_size")
-    return ["mamba" if one == "linear_attention" and is_mamba else one for one in types]
+    return ["mamba" if item == "linear_attention" and is_mamba else item for item in types]
 
 
 def _of_block(config: Config, index: int, kind: str) -> Config:
-    """The config with what it says of one block alone."""
+    """The config for one block alone."""
     own = config.get("per_layer_config")
-    found = dict(own.get(str(index)) or {}) if isinstance(own, dict) else {}
+    result = dict(own.get(str(index)) or {}) if isinstance(own, dict) else {}
     if kind == "sliding_attention":
         for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"):
             if (value := config.get(f"swa_{name}")) is not None:
-                found[name] = value
+                result[name] = value
         if isinstance(other := config.get("attention_other_setting"), dict):
-            found |= {
+            result |= {
                 name: other[name] for name in ("num_attention_heads", "num_attention_groups") if name in other
             }
     elif config.get("global_head_dim"):
-        found.setdefault("head_dim", config.get("global_head_dim"))
+        result.setdefault("head_dim", config.get("global_head_dim"))
         if config.flag("attention_k_eq_v") and config.get("num_global_key_value_heads"):
-            found.setdefault("num_key_value_heads", config.get("num_global_key_value_heads"))
+            result.setdefault("num_key_value_heads", config.get("num_global_key_value_heads"))
     for name in ("intermediate_size", "moe_intermediate_size", "moe_topk", "num_shared_expert"):
         if isinstance(sizes := config.get(name), list) and sizes:  # Hunyuan has one for each block
-            found[name] = sizes[index % len(sizes)]
-    return config.with_values(**found)
+            result[name] = sizes[index % len(sizes)]
+    return config.with_values(**result)
 
 
 def _at(index: int) -> str:
@@ -193,7 +193,7 @@ def _layer(name: str, *parts: Linear, **more: Any) -> Layer:
 
 
 def _mixer(config: Config, index: int, kind: str) -> list[Layer]:
-    """A block's attention, or what stands for it."""
+    """A block's attention, or its replacement."""
     if why := _LEFT_OUT.get(kind):
         return [Layer(kind, (), left_out=why)]
     beside = (
@@ -219,7 +219,7 @@ def _attention(config: Config, at: str, kind: str, index: int) -> list[Layer]:
         "attention_bias", "qkv_bias", "use_qkv_bias", "add_qkv_bias", "use_bias", default=begins(_QKV_BIAS)
     )
     out_bias = config.flag("attention_out_bias", default=bias and not begins(_NO_OUT_BIAS))
-    # A gate of what attention gives is the second half of q (Qwen), or has a matrix of its own (Step).
+    # A gate for attention's output is the second half of q (Qwen), or has a separate matrix (Step).
     doubled = 1 + config.flag("attn_output_gate", default=config.get("linear_num_value_heads") is not None)
     q = Linear(f"{at}.q_proj", heads * size * doubled, hidden, bias, "columns", heads)
     k = Linear(f"{at}.k_proj", pairs * size, hidden, bias, "columns", pairs, shared=True)
@@ -232,14 +232,16 @@ def _attention(config: Config, at: str, kind: str, index: int) -> list[Layer]:
         "num_hidden_layers"
     ) - shared:
         parts = [q]
-    found = [_layer("qkv" if len(parts) > 1 else "q", *parts, is_one=config.family in _ONE_QKV)]
+    results = [_layer("qkv" if len(parts) > 1 else "q", *parts, is_one=config.family in _ONE_QKV)]
     if config.flag("use_head_wise_attn_gate") or (gating := config.get("gating")) in (True, "per-head"):
-        found.append(_layer("attention_gate", Linear(f"{at}.g_proj", heads, hidden, False, "columns", heads)))
+        results.append(
+            _layer("attention_gate", Linear(f"{at}.g_proj", heads, hidden, False, "columns", heads))
+        )
     elif gating:
-        found.append(
+        results.append(
             _layer("attention_gate", Linear(f"{at}.g_proj", heads * size, hidden, False, "columns", heads))
         )
-    return [*found, _layer("o", o)]
+    return [*results, _layer("o", o)]
 
 
 def _latent_attention(config: Config, at: str, index: int) -> list[Layer]:
@@ -253,23 +255,23 @@ def _latent_attention(config: Config, at: str, index: int) -> list[Layer]:
     columns = heads * (nope + rope)
     if not (rank := config.count("q_lora_rank")):
         q = Linear(f"{at}.q_proj", columns, hidden, False, "columns", heads)
-        found = [_layer("q", q), _layer("kv_a", kv_a)]
+        results = [_layer("q", q), _layer("kv_a", kv_a)]
     else:
         q_a = Linear(f"{at}.q_a_proj", rank, hidden, bias)
         q_b = Linear(f"{at}.q_b_proj", columns, rank, False, "columns", heads)
-        found = [_layer("q_kv_a", q_a, kv_a), _layer("q_b", q_b)]
+        results = [_layer("q_kv_a", q_a, kv_a), _layer("q_b", q_b)]
     kv_b = Linear(f"{at}.kv_b_proj", heads * (nope + value), latent, False, "columns", heads)
     o = Linear(f"{at}.o_proj", hidden, heads * value, bias, "depth", heads)
-    found += [_layer("kv_b", kv_b, only_prefill=True), _layer("o", o)]
+    results += [_layer("kv_b", kv_b, only_prefill=True), _layer("o", o)]
     indexer = config.each("indexer_types")
     if rank and (indexes := config.count("index_n_heads")) and (indexer[index : index + 1] != ["shared"]):
         size, inner = config.number("index_head_dim"), f"{at}.indexer"
-        found += [
+        results += [
             _layer("index_q", Linear(f"{inner}.wq_b", indexes * size, rank)),
             _layer("index_k", Linear(f"{inner}.wk", size, hidden)),
             _layer("index_weights", Linear(f"{inner}.weights_proj", indexes, hidden)),
         ]
-    return found
+    return results
 
 
 def _factored_attention(config: Config, at: str) -> list[Layer]:
@@ -313,13 +315,13 @@ def _linear_attention(config: Config, at: str) -> list[Layer]:
         heads = kda.number("num_heads" if isinstance(own, dict) else "linear_num_heads")
         size = kda.number("head_dim" if isinstance(own, dict) else "linear_head_dim")
         width = heads * size
-        found = [_layer(f"linear_{name}", columns(f"{name}_proj", width, heads)) for name in "qkv"]
+        results = [_layer(f"linear_{name}", columns(f"{name}_proj", width, heads)) for name in "qkv"]
         for name in "fg":
-            found.append(_layer(f"linear_{name}_a", Linear(f"{at}.{name}_a_proj", size, hidden)))
+            results.append(_layer(f"linear_{name}_a", Linear(f"{at}.{name}_a_proj", size, hidden)))
             up = Linear(f"{at}.{name}_b_proj", width, size, False, "columns", heads)
-            found.append(_layer(f"linear_{name}_b", up))
+            results.append(_layer(f"linear_{name}_b", up))
         o = Linear(f"{at}.o_proj", hidden, width, False, "depth", heads)
-        return [*found, _layer("linear_beta", columns("b_proj", heads, heads)), _layer("linear_o", o)]
+        return [*results, _layer("linear_beta", columns("b_proj", heads, heads)), _layer("linear_o", o)]
     if "minimax" in config.family:  # lightning attention: q, k and v are one matrix
         heads = config.number("num_attention_heads")
         width = heads * config.number("head_dim", default=max(1, hidden // heads))
@@ -329,11 +331,11 @@ def _linear_attention(config: Config, at: str) -> list[Layer]:
             _layer("output_gate", columns("output_gate", width, heads)),
             _layer("linear_o", o),
         ]
-    return [Layer("linear_attention", (), left_out="no field says which linear attention it is")]
+    return [Layer("linear_attention", (), left_out="no field defines its linear attention")]
 
 
 def _feed_forward(config: Config, index: int, kind: str) -> list[Layer]:
-    """A block's dense layer, or its experts with what they share."""
+    """A block's dense layer, or its experts and their shared layers."""
     at = _at(index)
     bias = config.flag("mlp_bias", "use_bias")
     wide = config.number("intermediate_size_mlp", "intermediate_size", default=0)
@@ -343,16 +345,16 @@ def _feed_forward(config: Config, index: int, kind: str) -> list[Layer]:
     is_beside = config.flag("enable_moe_block")  # Gemma 4: both
     if not is_beside and not (kind == "moe" or (kind != "mlp" and is_sparse(config, index))):
         return _mlp(config, f"{at}.mlp", wide or config.number("intermediate_size"), bias)
-    found = _mlp(config, f"{at}.mlp", wide, bias) if is_beside else []
+    result = _mlp(config, f"{at}.mlp", wide, bias) if is_beside else []
     at = f"{at}.{'block_sparse_moe' if config.family == 'mixtral' else 'mlp'}"
     # Elsewhere the router is computed in fp32.
     is_fp32 = config.get("n_routed_experts", "moe_router_activation_func", "moe_num_experts") is not None
     if not is_fp32:
         router, in_bias = ("router", True) if config.family == "gpt_oss" else ("gate", False)
         parts = Linear(f"{at}.{router}", config.number(*_EXPERTS), config.number("hidden_size"), in_bias)
-        found.append(_layer("router", parts))
+        result.append(_layer("router", parts))
     size = config.number("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
-    return found + _experts(config, f"{at}.experts", size) + _shared(config, at, size, bias)
+    return result + _experts(config, f"{at}.experts", size) + _shared(config, at, size, bias)
 
 
 def is_sparse(config: Config, index: int) -> bool:
@@ -400,27 +402,27 @@ def _mlp(config: Config, at: str, width: int, bias: bool = False) -> list[Layer]
 def _experts(config: Config, at: str, size: int) -> list[Layer]:
     each, experts = config.number(*_EACH), config.number(*_EXPERTS)
     common: dict[str, Any] = {"experts": experts, "each": each, "transposed": config.family in _TRANSPOSED}
-    # Latent experts work in fewer features, which a dense layer before and one behind them project to.
+    # Latent experts work with fewer features; a dense layer before and one after them convert.
     hidden = config.number("hidden_size")
     inner = config.number("moe_latent_size", default=hidden)
-    found: list[Layer] = []
+    layers: list[Layer] = []
     if inner != hidden:
-        found.append(_layer("latent_down", Linear(f"{at}.fc1_latent_proj", inner, hidden)))
-        found.append(_layer("latent_up", Linear(f"{at}.fc2_latent_proj", hidden, inner)))
+        layers.append(_layer("latent_down", Linear(f"{at}.fc1_latent_proj", inner, hidden)))
+        layers.append(_layer("latent_up", Linear(f"{at}.fc2_latent_proj", hidden, inner)))
     gate, up = (Linear(f"{at}.{part}_proj", size, inner, False, "columns", size) for part in ("gate", "up"))
     down = Linear(f"{at}.down_proj", inner, size, False, "depth", size)
-    # A gate that is clamped, or is no silu, is none of the kernels'.
+    # Kernels have neither clamped gates nor gates other than silu.
     is_clamped = config.family == "gpt_oss" or config.get("swiglu_limit", "swiglu_limits")
     silu = (config.get("hidden_act", "hidden_activation") or "silu") in _GATED and not is_clamped
     if _gates(config):
         first = _layer("experts_gate_up", gate, up, is_one=True, gate="swiglu" * silu, **common)
     else:
         first = _layer("experts_up", up, is_one=True, **common)
-    return [*found, first, _layer("experts_down", down, **common)]
+    return [*layers, first, _layer("experts_down", down, **common)]
 
 
 def _shared(config: Config, at: str, size: int, bias: bool) -> list[Layer]:
-    """What every row computes beside its experts."""
+    """The layers that every row passes besides its experts."""
     width = config.count(
         "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "share_expert_dim",
         "shared_intermediate_size",

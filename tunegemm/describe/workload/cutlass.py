@@ -13,7 +13,7 @@ from tunegemm.describe.workload.formats import Entries, Format, aligned, check_a
 from tunegemm.errors import ProblemError
 from tunegemm.untrusted import decoded, line, number, shown, whole
 
-#: The scalars of an entry that names none.
+#: The default scalars of an entry.
 _SCALARS = (("alpha", 1.0), ("beta", 0.0))
 
 
@@ -31,7 +31,7 @@ def _problems(entry: Any) -> list[Problem]:
     ]:
         raise ProblemError(f"{', '.join(missing)} missing")
     if entry.get("operation", "gemm") != "gemm":
-        raise ProblemError(f"operation {shown(entry['operation'])} has no kernels; gemm has")
+        raise ProblemError(f"operation {shown(entry['operation'])} has no kernels; use gemm")
     m, n, k = (whole(entry[name], name, 1) for name in "mnk")
     batch = whole(entry.get("batch_count", 1), "batch_count", 1)
     layout = line(entry["layout"], "layout", 64).lower()
@@ -44,12 +44,12 @@ def _problems(entry: Any) -> list[Problem]:
     if not isinstance(is_fast, bool):
         raise ProblemError(f"use_fast_acc {shown(is_fast)} is neither true nor false")
     alpha, beta = (number(entry.get(name, usual), name, -1e300, 1e300) for name, usual in _SCALARS)
-    # In CUTLASS t is row-major and n column-major, of each operand by itself.
+    # In CUTLASS t is row-major and n column-major, for each operand.
     a_major, b_major = LAYOUTS[layout[:2]]
     try:
         in_dtype = in_dtype_of(dtype_of(a), dtype_of(b))
         if sums and dtype_of(sums) != ("int32" if in_dtype == "int8" else "fp32"):
-            raise ProblemError(f"kernels keep sums of {in_dtype} products otherwise")
+            raise ProblemError(f"kernels sum {in_dtype} products in another dtype")
         problem = Problem(
             m, n, k, batch, in_dtype, dtype_of(d), a_major, b_major,
             out_major="n" if layout[2] == "t" else "m",
@@ -60,8 +60,8 @@ def _problems(entry: Any) -> list[Problem]:
         raise ProblemError(f"dtypes {a} x {b} -> {d}, accumulated in {sums or 'f32'}: {error}") from None
     if beta != 0 and (c := entry.get("dtype_c")) is not None:
         check_addend(problem, "c", dtype_of(line(c, "dtype_c", 64)))
-    given = [whole(entry.get(name, MAX_ALIGNMENT), name, 1) for name in ("alignment_a", "alignment_b")]
-    return [aligned(problem, given, problem.alignment)]
+    results = [whole(entry.get(name, MAX_ALIGNMENT), name, 1) for name in ("alignment_a", "alignment_b")]
+    return [aligned(problem, results, problem.alignment)]
 
 
 FORMAT = Format("CUTLASS's JSON list of problems", _entries, _problems)

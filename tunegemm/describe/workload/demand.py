@@ -13,7 +13,7 @@ from tunegemm.errors import ProblemError
 
 @dataclass(frozen=True)
 class Demand:
-    """A problem, and how often a program wants it solved."""
+    """A problem, and how often a program computes it."""
 
     problem: Problem
     calls: int
@@ -22,7 +22,9 @@ class Demand:
 
     def __add__(self, other: Demand) -> Demand:
         """More calls of the same problem. The time is averaged over the calls that have one."""
-        timed = [(one.calls, one.call_us) for one in (self, other) if one.call_us is not None and one.calls]
+        timed = [
+            (item.calls, item.call_us) for item in (self, other) if item.call_us is not None and item.calls
+        ]
         calls = sum(count for count, _ in timed)
         call_us = sum(count * us for count, us in timed) / calls if timed else None
         return replace(self, calls=self.calls + other.calls, call_us=call_us)
@@ -30,11 +32,11 @@ class Demand:
 
 def total(parts: Iterable[Demand]) -> list[Demand]:
     """Each problem once, in the order of first appearance."""
-    found: dict[Problem, Demand] = {}
+    result: dict[Problem, Demand] = {}
     for part in parts:
-        before = found.get(part.problem)
-        found[part.problem] = part if before is None else before + part
-    return list(found.values())
+        before = result.get(part.problem)
+        result[part.problem] = part if before is None else before + part
+    return list(result.values())
 
 
 def demands(products: Iterable[Product]) -> tuple[list[Demand], list[str]]:
@@ -42,7 +44,7 @@ def demands(products: Iterable[Product]) -> tuple[list[Demand], list[str]]:
 
     A problem is what dispatch looks up when it meets that call. Times on a CPU are ignored.
     """
-    found, refused = [], []
+    result, refused = [], []
     for product in products:
         kind = product.kind
         try:
@@ -51,8 +53,8 @@ def demands(products: Iterable[Product]) -> tuple[list[Demand], list[str]]:
             refused.append(f"{kind.op} {kind.shape}: {error}")
             continue
         call_us = product.median_us if kind.device == "cuda" else None
-        found.append(Demand(problem, product.weight, call_us))
-    return [demand for demand in total(found) if demand.calls], refused
+        result.append(Demand(problem, product.weight, call_us))
+    return [demand for demand in total(result) if demand.calls], refused
 
 
 def _problem(kind: Kind) -> Problem:
@@ -62,5 +64,5 @@ def _problem(kind: Kind) -> Problem:
         raise ProblemError("an operand has no contiguous mode, so torch copies it first")
     problem = Problem(**{name: getattr(kind, name) for name in (*FIELDS, "groups")})
     if not problem.fused.is_defined:
-        raise ProblemError(f"epilogue {kind.epilogue} is its program's own: tunegemm.tune tunes it there")
+        raise ProblemError(f"epilogue {kind.epilogue} is a function of its program: call tunegemm.tune there")
     return problem

@@ -55,7 +55,7 @@ ENGINES = {
     "vllm": Engine(True, 64, _vllm_sizes, (1024, 2048, 4096, 8192, 16384), 1024),
     # sglang/srt/server_args.py: chunked_prefill_size 8192.
     "sglang": Engine(True, 64, _sglang_sizes, (1024, 2048, 4096, 8192), 512),
-    # Layers as the model has them; rows are sequences, or their tokens, of whatever program calls it.
+    # Layers as in the model; rows are sequences or tokens of any calling program.
     "transformers": Engine(
         False, 1, lambda _: [1, 2, 4, 8, 16, 32], (512, 1024, 2048, 4096), 1024, experts=True
     ),
@@ -103,18 +103,18 @@ def shapes(
         if layer.left_out:
             refused[layer.name] = layer.left_out
             continue
-        found = arithmetic(layer.parts[0])  # of parts that are merged it is the same
-        if layer.experts and not isinstance(found, str):
-            found = _left(found, engine) or found
+        result = arithmetic(layer.parts[0])  # equal for all merged parts
+        if layer.experts and not isinstance(result, str):
+            result = _left(result, engine) or result
         for columns, depth, bias in _matrices(layer, how, ranks):
             name = f"{layer.name} {columns}x{depth}" + f" of {layer.experts}" * bool(layer.experts)
-            if isinstance(found, str):
-                refused[name] = found
+            if isinstance(result, str):
+                refused[name] = result
                 continue
-            steps = [layer.gate] if layer.experts else [found.epilogue, *["bias_n"] * bias]
+            steps = [layer.gate] if layer.experts else [result.epilogue, *["bias_n"] * bias]
             epilogue = "+".join(filter(None, steps))
             said = "+".join(filter(None, ["grouped" * bool(layer.experts), epilogue]))
-            layers[f"{name} {found.in_dtype} {said}".rstrip()] += 1
+            layers[f"{name} {result.in_dtype} {said}".rstrip()] += 1
             for m in _rows(layer, how, ranks, rows):
                 try:
                     problem = Problem(
@@ -122,8 +122,8 @@ def shapes(
                         columns,
                         depth,
                         b_major="n" if layer.transposed else "k",
-                        in_dtype=found.in_dtype,
-                        out_dtype=found.out_dtype,
+                        in_dtype=result.in_dtype,
+                        out_dtype=result.out_dtype,
                         epilogue=epilogue,
                         groups=layer.experts,
                     )
@@ -137,23 +137,23 @@ def shapes(
 
 
 def _left(arithmetic: Arithmetic, engine: str) -> str:
-    """Why the engine's own kernels compute experts; empty where tunegemm serves them."""
+    """Why the engine's own kernels compute experts; empty if tunegemm serves them."""
     if not ENGINES[engine].experts:
         return f"{engine} computes experts with its own kernels"
     return f"{engine} computes quantised experts with its own kernels" if arithmetic.epilogue else ""
 
 
-def _rows(layer: Layer, engine: Engine, ranks: int, given: Sequence[int]) -> list[int]:
+def _rows(layer: Layer, engine: Engine, ranks: int, counts: Sequence[int]) -> list[int]:
     if layer.name == "logits":
-        return [m for m in given or engine.decode(ranks) if m <= engine.sequences]
-    if given:
-        return sorted(set(given))
+        return [m for m in counts or engine.decode(ranks) if m <= engine.sequences]
+    if counts:
+        return sorted(set(counts))
     decode = () if layer.only_prefill and engine.merges else engine.decode(ranks)
     return sorted({*decode, *engine.prefill})
 
 
 def _matrices(layer: Layer, engine: Engine, ranks: int) -> list[tuple[int, int, bool]]:
-    """Columns, depth and bias of what a rank multiplies by. Raises WorkloadError."""
+    """Columns, depth and bias of a rank's matrices. Raises WorkloadError."""
     if layer.name == "logits":
         (head,) = layer.parts
         padded = -(-head.columns // engine.vocabulary) * engine.vocabulary
@@ -184,17 +184,17 @@ def _kind(problem: Problem, bias: bool) -> Kind:
 def _arithmetic(model: Model, plain: str) -> Callable[[Linear], Arithmetic | str]:
     """How each linear layer is computed, or why it has no kernels: by the model's quantisation.
 
-    Logits and what gates experts stay as they are, as engines leave them.
+    Logits and the gates of experts keep their dtype, as in engines.
     """
     usual, config = Arithmetic(plain, plain, ""), model.quantization
     if not config:
         return lambda _: usual
-    if config.get("quant_method") == "mxfp4":  # which is of experts alone
+    if config.get("quant_method") == "mxfp4":  # which quantises experts only
         why = "quantised with mxfp4, which has no kernels"
         return lambda linear: why if ".experts." in linear.path else usual
     names = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
     lists = (config.get(name) for name in names)
-    patterns = [one for each in lists for one in _texts(each)]
+    patterns = [text for each in lists for text in _texts(each)]
     groups = _groups(config, plain)
 
     def of(linear: Linear) -> Arithmetic | str:
@@ -207,7 +207,7 @@ def _arithmetic(model: Model, plain: str) -> Callable[[Linear], Arithmetic | str
 
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern names a module or one that it is in; ``Linear`` is each, ``re:`` begins a regex."""
+    """Whether a pattern names a module or its parent; ``Linear`` is all, ``re:`` begins a regex."""
     for pattern in patterns:
         if pattern == "Linear":
             return True
@@ -224,7 +224,7 @@ def _matches(path: str, patterns: Sequence[str]) -> bool:
 
 
 def _texts(value: Any) -> list[str]:
-    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
 def _groups(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Arithmetic | str]]:
@@ -260,7 +260,7 @@ def _modelopt(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Ar
 
     each = config.get("quantized_layers")  # of MIXED_PRECISION
     if isinstance(each, dict):
-        named = {name: one.get("quant_algo") for name, one in each.items() if isinstance(one, dict)}
+        named = {name: item.get("quant_algo") for name, item in each.items() if isinstance(item, dict)}
         return [([name], how(algorithm)) for name, algorithm in named.items()]
     algorithm = config.get("quant_algo")
     return [] if algorithm is None else [(["Linear"], how(algorithm))]  # None: its cache alone is quantised
@@ -269,12 +269,12 @@ def _modelopt(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Ar
 def _compressed(group: Mapping[str, Any], plain: str) -> Arithmetic | str:
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, dict) or not isinstance(inputs, dict):
-        return "only its weights are quantised, and no kernel takes such weights"
-    formats = {f"{one.get('type')} {one.get('num_bits')}" for one in (weights, inputs)}
+        return "only its weights are quantised, which kernels do not support"
+    formats = {f"{item.get('type')} {item.get('num_bits')}" for item in (weights, inputs)}
     dtype = {"float 8": "fp8_e4m3", "int 8": "int8"}.get(formats.pop())
     if dtype is None or formats:
-        return "its numbers are neither fp8 nor int8, and no other formats have kernels"
-    strategies = {str(one.get("strategy")) for one in (weights, inputs)}
+        return "its numbers are neither fp8 nor int8, the only formats with kernels"
+    strategies = {str(item.get("strategy")) for item in (weights, inputs)}
     if strategies <= {"tensor", "channel", "token"}:
         return Arithmetic(dtype, plain, "scale_tensor" if strategies == {"tensor"} else "scale_rowwise")
-    return "there are no kernels for scales of groups or blocks"
+    return "kernels do not support scales of groups or blocks"

@@ -34,19 +34,19 @@ def read(path: Path) -> tuple[list[Demand], list[str]]:
 def read_all(paths: Sequence[Path]) -> tuple[list[Demand], list[str]]:
     """`read` for several files, such as one per rank, with the calls of equal problems added up.
 
-    Raises WorkloadError if one is another kind of file, and if none has an entry that can be tuned.
+    Raises WorkloadError for a file of another kind, or if no entry can be tuned.
     """
-    found: list[Demand] = []
+    result: list[Demand] = []
     refused: list[str] = []
     for path in paths:
         of_file, lines = _read(path)
-        found += of_file
+        result += of_file
         refused += [f"{path}: {reason}" for reason in lines] if len(paths) > 1 else lines
-    if not found:
+    if not result:
         first = f", the first because: {refused[0]}" if refused else ""
         where = ", ".join(map(str, paths))
         raise WorkloadError(f"{where}: no product in it can be tuned ({len(refused)} were left out{first})")
-    return total(found), refused
+    return total(result), refused
 
 
 def _read(path: Path) -> tuple[list[Demand], list[str]]:
@@ -65,13 +65,13 @@ def _read(path: Path) -> tuple[list[Demand], list[str]]:
     if document is None:
         *names, last = ("the JSON of `tunegemm record`", *(format.name for format in FORMATS))
         first = shown(next(row.strip() for row in text.splitlines() if row.strip()))
-        known = f"known are {', '.join(names)} and {last}"
-        raise WorkloadError(f"{path}: no list of shapes, it begins with {first}; {known}")
+        known = f"supported are {', '.join(names)} and {last}"
+        raise WorkloadError(f"{path}: not a list of shapes: it begins with {first}; {known}")
     if isinstance(document, dict) and not {"architectures", "model_type", "hidden_size"}.isdisjoint(document):
         raise WorkloadError(_is_config(path))
     workload, unreadable = Workload.from_document(document, str(path))
-    found, refused = demands(workload.products)
-    return found, unreadable + refused
+    result, refused = demands(workload.products)
+    return result, unreadable + refused
 
 
 def _is_config(path: Path) -> str:
@@ -82,12 +82,12 @@ def _is_config(path: Path) -> str:
 def _collect(
     understand: Callable[[Any], Iterable[Problem]], entries: Entries
 ) -> tuple[list[Demand], list[str]]:
-    """Each entry's problems, and what `understand` raises of the others."""
-    found: list[Demand] = []
+    """Each entry's problems, and the errors of `understand` for the other entries."""
+    result: list[Demand] = []
     refused = []
     for place, entry in entries:
         try:
-            found += [Demand(problem, 1) for problem in understand(entry)]
+            result += [Demand(problem, 1) for problem in understand(entry)]
         except (BadValueError, ProblemError) as error:
             refused.append(f"{place}: {error}")
-    return total(found), refused
+    return total(result), refused

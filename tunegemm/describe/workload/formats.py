@@ -55,7 +55,7 @@ def dtype_of(name: str) -> str:
 
 def check_addend(problem: Problem, name: str, dtype: str) -> None:
     """Raises ProblemError if an operand of the epilogue has another dtype than kernels add."""
-    operand = next(one for one in problem.fused.operands if one.name == name)
+    operand = next(operand for operand in problem.fused.operands if operand.name == name)
     if (wanted := operand_dtype(operand, problem.out_dtype)) != dtype:
         raise ProblemError(
             f"a {name} of {dtype} beside an output of {problem.out_dtype}: kernels add {wanted}"

@@ -36,8 +36,8 @@ class Linear:
             return self.columns, self.depth
         parts = min(ranks, self.units) if self.shared else ranks
         if self.units % parts or ranks % parts:
-            what = "features" if self.units in (self.columns, self.depth) else "heads"
-            raise WorkloadError(f"--tp {ranks}: {self.path} has {self.units} {what}; give a divisor of them")
+            unit = "features" if self.units in (self.columns, self.depth) else "heads"
+            raise WorkloadError(f"--tp {ranks}: {self.path} has {self.units} {unit}; give a divisor of them")
         if self.split == "columns":
             return self.columns // parts, self.depth
         return self.columns, self.depth // parts

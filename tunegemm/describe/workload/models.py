@@ -44,8 +44,8 @@ def read_model(name: str) -> Model:
         raise WorkloadError(f"{path}: not a model's config.json ({error})") from None
     config = _text_model(Config(document, str(path)))
     if not is_read(config):
-        given = document.get("architectures") or document.get("model_type")
-        named = given[0] if isinstance(given, list) and given else given
+        arguments = document.get("architectures") or document.get("model_type")
+        named = arguments[0] if isinstance(arguments, list) and arguments else arguments
         who = shown(named) if named else "a model without a model_type"
         raise WorkloadError(
             f"{path}: {who} is not known: its config lacks the fields of a decoder with gated "
@@ -55,11 +55,11 @@ def read_model(name: str) -> Model:
     vocabulary = config.number("vocab_size")
     # Its columns are padded before they are divided, by the engine.
     layers.append(Layer("logits", (Linear("lm_head", vocabulary, config.number("hidden_size")),)))
-    texts = (one.get(key) for one in (values, document) for key in ("dtype", "torch_dtype"))
+    texts = (item.get(key) for item in (values, document) for key in ("dtype", "torch_dtype"))
     text = next(filter(None, texts), "bf16")
     try:
         if (dtype := normalize_dtype(line(text, "dtype", 40))) not in ("bf16", "fp16", "fp32"):
-            raise BadValueError(f"dtype {text} is no model's")
+            raise BadValueError(f"dtype {text} is not a model's dtype")
         quantization = _quantization(document, values) or _beside(path)
     except (BadValueError, ProblemError) as error:
         raise WorkloadError(f"{path}: {error}") from None
@@ -67,17 +67,17 @@ def read_model(name: str) -> Model:
 
 
 def _quantization(*documents: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config says of its quantisation; compressed-tensors used to call it otherwise."""
+    """A config's entry about its quantisation; compressed-tensors used to have another name for it."""
     for document in documents:
         for name in ("quantization_config", "compression_config"):
-            if found := document.get(name):
-                if not isinstance(found, dict):
+            if result := document.get(name):
+                if not isinstance(result, dict):
                     raise BadValueError(f"{name} is not an object")
-                return found
+                return result
     return {}
 
 
-#: Files beside a config.json that say how its weights are quantised, and by what where they do not say that.
+#: Files beside a config.json that describe its quantisation, and the method if they do not name it.
 _BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
@@ -93,13 +93,13 @@ def _beside(path: Path) -> Mapping[str, Any]:
     return {}
 
 
-#: Where the config of a model that sees or hears, too, has its language model.
+#: The fields of a multimodal model's config that hold its language model.
 _NESTED = ("text_config", "language_config", "llm_config", "thinker_config")
 
 
 def _text_model(config: Config) -> Config:
-    """The config of the language model in it, with what that leaves out."""
-    inner = next((one for name in _NESTED if isinstance(one := config.get(name), dict)), None)
+    """The config of the language model in it, completed with omitted fields."""
+    inner = next((value for name in _NESTED if isinstance(value := config.get(name), dict)), None)
     if inner is None:
         return completed(config)
     return _text_model(Config(inner, config.where))
@@ -110,7 +110,7 @@ def _find(name: str) -> Path:
     if path.is_dir():
         path = path / "config.json"
     if path.exists() or name.endswith(".json"):
-        return path  # what is wrong with it reading it says
+        return path  # reading reports any fault
     cached = _cache() / f"models--{name.replace('/', '--')}"
     if not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", name, re.ASCII) or not cached.is_dir():
         raise WorkloadError(
@@ -119,10 +119,10 @@ def _find(name: str) -> Path:
         )
     head = cached / "refs" / "main"
     revisions = [read_text(head).strip()] if head.is_file() else []
-    revisions += sorted(one.name for one in (cached / "snapshots").glob("*"))
+    revisions += sorted(item.name for item in (cached / "snapshots").glob("*"))
     for revision in revisions:
-        if (found := cached / "snapshots" / revision / "config.json").is_file():
-            return found
+        if (result := cached / "snapshots" / revision / "config.json").is_file():
+            return result
     raise WorkloadError(f"{cached}: no config.json in it; download the model's config.json first")
 
 

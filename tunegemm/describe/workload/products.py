@@ -60,7 +60,7 @@ class Kind:
     """Number of groups that divide the m rows, each with its own B; 0 without groups."""
 
     def __post_init__(self) -> None:
-        # Files of before 2026-11-26 say `bias` and `activation` alone.
+        # Files from before 2026-11-26 have only `bias` and `activation`.
         if self.epilogue or self.refusal:
             return
         if self.activation != "none":
@@ -196,12 +196,12 @@ def _product(row: Any) -> Product:
 
 def merge(workloads: Sequence[Workload], program: Iterable[str] = ()) -> Workload:
     """Several processes' products as one: counts added, times averaged by the calls that were timed."""
-    found: dict[Kind, Product] = {}
+    result: dict[Kind, Product] = {}
     for workload in workloads:
         for product in workload.products:
-            found[product.kind] = _sum(found[product.kind], product) if product.kind in found else product
+            result[product.kind] = _sum(result[product.kind], product) if product.kind in result else product
     return Workload(
-        tuple(found[kind] for kind in sorted(found)),
+        tuple(result[kind] for kind in sorted(result)),
         tuple(program) or next((w.program for w in workloads), ()),
         next((w.torch for w in workloads if w.torch), ""),
         next((w.device for w in workloads if w.device), ""),
@@ -210,14 +210,14 @@ def merge(workloads: Sequence[Workload], program: Iterable[str] = ()) -> Workloa
     )
 
 
-def _sum(one: Product, other: Product) -> Product:
-    timed = one.timed + other.timed
-    total = one.timed * (one.median_us or 0.0) + other.timed * (other.median_us or 0.0)
+def _sum(product: Product, other: Product) -> Product:
+    timed = product.timed + other.timed
+    total = product.timed * (product.median_us or 0.0) + other.timed * (other.median_us or 0.0)
     return replace(
-        one,
-        calls=one.calls + other.calls,
-        replayed=one.replayed + other.replayed,
-        captured=one.captured + other.captured,
+        product,
+        calls=product.calls + other.calls,
+        replayed=product.replayed + other.replayed,
+        captured=product.captured + other.captured,
         timed=timed,
         median_us=total / timed if timed else None,
     )

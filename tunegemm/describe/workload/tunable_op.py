@@ -34,7 +34,7 @@ _TUNABLE_EXTENTS = re.compile(
     r"(?:_ld_(\d{1,19})_(\d{1,19})_(\d{1,19}))?(?:_rw_([01])_bias_(\w{1,40}))?",
     re.ASCII,
 )
-#: Names of dtypes with an underscore in them are those of fp8.
+#: Only fp8 dtypes have an underscore in their names.
 _TUNABLE_DTYPE = re.compile(r"Float8_[^_]+|[^_]+", re.ASCII)
 
 
@@ -51,7 +51,7 @@ def _entries(text: str) -> Entries | None:
 
 
 def _problems(text: str) -> list[Problem]:
-    """A GEMM's problem. Of a scaled one TunableOp does not say how its sums are kept: it may be either."""
+    """A GEMM's problem. For scaled ones TunableOp does not record the accumulation: both kinds count."""
     signature, _, rest = text.partition(",")
     operator = _TUNABLE_OPERATOR.fullmatch(signature)
     kind, names = operator.groups() if operator is not None else ("", "")
@@ -70,7 +70,7 @@ def _problems(text: str) -> list[Problem]:
         in_dtype = in_dtype_of(*(dtype_of(name) for name in dtypes[:2]))
         out_dtype = dtype_of(dtypes[2]).replace(
             "tf32", "fp32"
-        )  # of the output it says what fp32 products are
+        )  # the output's dtype shows the kind of fp32 products
         steps = ["scale_rowwise" if row_wise == "1" else "scale_tensor"]
         steps += ["bias_n"] * (bias not in (None, "None"))
     else:

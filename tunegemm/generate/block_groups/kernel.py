@@ -152,7 +152,7 @@ class Consumer(BlockConsumer):
                         self.add(sums, parts[0], ring, state.stage, atom, origin, 0, last)
                     state = ring.advance(state)
             else:
-                state = self.sum_in_turns(sums, parts, fragments, ring, state, k_tiles, origin)
+                state = self.sum_alternately(sums, parts, fragments, ring, state, k_tiles, origin)
             turn = self.epilogue.store(sums, place, bias, turn)
             unit = walk.next(unit, 1)
 

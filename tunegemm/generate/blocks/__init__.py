@@ -40,15 +40,18 @@ _SCALE_MASK = 3
 
 def config_of(parameters: Mapping[str, Any], *, out_dtype: str = "bf16") -> BlockConfig:
     """The config of a kernel. parameters: its `form`, few or many, `stream_k`, and the fields without a
-    default.
+    default, `turns` among them if it is not 1. Raises ValueError for an odd number of stages and two turns.
     """
     given = dict(parameters)
     few = given.pop("form") == "few"
     given["tile_scheduler"] = "stream_k" if given.pop("stream_k") else "static"
-    return BlockConfig(
+    config = BlockConfig(
         schedule="cooperative", tile_k=BLOCK, in_dtype="fp8_e4m3", out_dtype=out_dtype, a_major="k",
         b_major="k", out_major="m" if few else "n", accumulation="two_level", **given,
     )  # fmt: skip
+    if config.stages % config.turns:
+        raise ValueError(f"{config.label}: two turns need an even number of stages")
+    return config
 
 
 def tiles_of(config: BlockConfig, rows: int, n: int) -> int:

@@ -23,6 +23,24 @@ class BlockConfig(KernelConfig):
 
     parts: int = 2
     """Blocks whose sums a warpgroup has at a time: of two it adds one up while it multiplies the other."""
+    turns: int = 1
+    """1, or 2: two warpgroups take the blocks of k of the same rows in turn, as a warpgroup waits for most
+    of the time that a block takes it. The number of stages is even then.
+    """
+    ordered: bool = False
+    """Whether the warpgroups of a tile begin to multiply one after the other, so that each adds up its sums
+    while the tensor cores have another's.
+    """
+
+    @property
+    def tile_warpgroups(self) -> int:
+        """Warpgroups that share a tile's rows."""
+        return super().consumers
+
+    @property
+    def consumers(self) -> int:
+        """All consumer warpgroups."""
+        return self.tile_warpgroups * self.turns
 
     @property
     def few(self) -> bool:
@@ -69,6 +87,8 @@ class BlockConfig(KernelConfig):
     @property
     def registers(self) -> tuple[int, int]:
         """As there, but that 192 sums need the larger budget."""
+        if self.consumers == 4:  # 24 + 4 x 112 <= 5 x 96, the allocation of 640 threads
+            return 24, 112
         return (24, 240) if self.consumers < 3 and self.sum_registers >= 192 else super().registers
 
     @property
@@ -82,24 +102,37 @@ class BlockConfig(KernelConfig):
         return self.stages * self.stage_scales * 4
 
     @property
+    def turn_elements(self) -> int:
+        """Sums that the second turn leaves to the first, behind the scales."""
+        return (self.turns - 1) * self.tile_m * self.tile_n
+
+    @property
     def epilogue_buffers(self) -> int:
-        """As there, beside the scales."""
+        """As there, beside the scales and sums."""
         left = SMEM_LIMIT - SMEM_ALIGNMENT - self.stages * self.stage_bytes - self.scale_bytes
-        return min(4, max(1, left // (self.consumers * self.subtile_bytes)))
+        left -= 4 * self.turn_elements
+        return min(4, max(1, left // (self.tile_warpgroups * self.subtile_bytes)))
+
+    @property
+    def epilogue_bytes(self) -> int:
+        """Staging buffers of the first turn's warpgroups."""
+        return self.tile_warpgroups * self.epilogue_buffers * self.subtile_bytes
 
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a block, in the order of what it counts."""
-        alignment = SMEM_ALIGNMENT
-        return alignment + self.stages * self.stage_bytes + self.epilogue_bytes + self.scale_bytes
+        ring = SMEM_ALIGNMENT + self.stages * self.stage_bytes
+        return ring + self.epilogue_bytes + self.scale_bytes + 4 * self.turn_elements
 
     @property
     def label(self) -> str:
         """``many128x160x128 s5 c2x1 e32 p2``: for how many rows, tile, stages, cluster, epilogue columns,
-        blocks at a time, ``g`` where clusters of a GPC take neighbouring tiles, ``sk`` of stream-K.
+        blocks at a time, ``t2`` of two turns, ``o`` if ordered, ``g`` where clusters of a GPC take
+        neighbouring tiles, ``sk`` of stream-K.
         """
         kind = "few" if self.few else "many"
-        words = f"{' g' if self.gpc_aware else ''}{' sk' if self.streams else ''}"
+        turns = f"{f' t{self.turns}' if self.turns > 1 else ''}{' o' if self.ordered else ''}"
+        words = f"{turns}{' g' if self.gpc_aware else ''}{' sk' if self.streams else ''}"
         return (
             f"{kind}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} "
             f"c{self.cluster_m}x{self.cluster_n} e{self.epi_n} p{self.parts}{words}"

@@ -45,6 +45,11 @@ from tunegemm.generate.cute_sm90.kernel.split_k import SplitK, Workspace
 #: The ring's barriers are there for the warp that copies scales. It waits at a barrier of its own: synccheck
 #: takes waits for one barrier in two places of the code for threads that diverge.
 SCALES_BARRIER = START_BARRIER + 1
+#: Between the two turns, for each warpgroup of a tile: sums are there, and they were taken.
+THERE_BARRIER = SCALES_BARRIER + 1
+TAKEN_BARRIER = THERE_BARRIER + 3
+#: Of ordered warpgroups, which have no turns: this one may begin to multiply.
+NEXT_BARRIER = THERE_BARRIER
 #: Magnitudes of a product of scales by which a block's sum is multiplied at once.
 SMALL, LARGE = 2.0**-100, 2.0**100
 
@@ -93,10 +98,26 @@ class Ring(ring.Ring):
         found = ring.Ring(self.config, self.full, self.empty).for_consumer(lane, cta)
         return Ring(found.config, found.full, found.empty, found.signal, found.peer)
 
+    @cute.jit
+    def advance_turn(self, state):
+        """The next stage of the same turn. Their number is even, so each stage belongs to one turn: who would
+        pass one over could wait for its next round before this one is full.
+        """
+        stage, phase = state
+        stage += self.config.turns
+        if stage >= self.config.stages:
+            stage -= self.config.stages
+            phase ^= 1
+        return ring.RingState(stage, phase)
+
+    def before_turn(self, state, turn):
+        """Stages from here to the first one of a turn."""
+        return (state.stage + turn) & 1
+
 
 @dataclass(frozen=True)
 class ScaleProducer:
-    """One warp: copies the scales of each stage into shared memory."""
+    """One warp: copies the scales of each stage, or of its turn's stages, into shared memory."""
 
     config: BlockConfig
     scales: Scales
@@ -105,6 +126,7 @@ class ScaleProducer:
     """(SCALE, STAGE)"""
     ring: Ring
     lane: Int32
+    turn: Int32
 
     @cute.jit
     def run(self, schedule):
@@ -124,7 +146,11 @@ class ScaleProducer:
                 row, column = origin.column, origin.row
             own = cutlass.min(column // BLOCK + self.lane, ends.columns - 1)
             weights = scales.weights_address + Int64(own) * scales.block_stride * 4
-            for k_tile in cutlass.range(unit.k_tiles, unroll=1):
+            first, end = Int32(0), state
+            if const_expr(config.turns > 1):
+                first, end = ring.before_turn(state, self.turn), ring.skip(state, unit.k_tiles)
+                state = ring.skip(state, first)
+            for k_tile in cutlass.range(first, unit.k_tiles, config.turns, unroll=1):
                 ring.wait_empty(state)
                 target = first_target + state.stage * (config.stage_scales * 4)
                 step = Int64(block + k_tile)
@@ -141,7 +167,9 @@ class ScaleProducer:
                     source = weights + step * scales.weights_k_stride * 4
                     copy_async(target + config.rows * 4, source, size)
                 cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + state.stage)
-                state = ring.advance(state)
+                state = ring.advance_turn(state)
+            if const_expr(config.turns > 1):
+                state = end
             unit = schedule.next(unit)
 
 
@@ -162,6 +190,10 @@ class Consumer(consumer.Consumer):
     """The thread's index in the warpgroup."""
     adding: Any = None
     """The tiled MMA that adds to what another, `tiled_mma`, begins."""
+    turn: Any = None
+    """Which blocks of k are this warpgroup's."""
+    exchange: Any = None
+    """(4, CHUNK): where this thread's sums go from one turn to the other; None of one turn."""
 
     @cute.jit
     def run(self, schedule, lane, cta):
@@ -180,52 +212,119 @@ class Consumer(consumer.Consumer):
         ring = self.ring.for_consumer(lane, cta)
         phases = Int32(0)
         state = ring.consumer_start()
+        if const_expr(config.ordered):
+            if self.group == config.tile_warpgroups - 1:
+                self.let_next()
         unit = schedule.first()
+        first = unit.index
         while schedule.has(unit):
             tile = schedule.tile(unit.index)
             origin = schedule.origin(tile)
             sums.fill(0.0)
+            count, end = unit.k_tiles, state
+            if const_expr(config.turns > 1):
+                before, end = ring.before_turn(state, self.turn), ring.skip(state, unit.k_tiles)
+                state = ring.skip(state, before)
+                count = (unit.k_tiles - before + 1) // 2
             if const_expr(config.parts == 1):
-                for _ in cutlass.range(unit.k_tiles, unroll=1):
+                for _ in cutlass.range(count, unroll=1):
                     ring.wait_full(state)
                     for atom in cutlass.range_constexpr(config.atoms_per_warpgroup):
                         self.multiply(parts[0], fragments, atom, state.stage)
                         last = const_expr(atom == config.atoms_per_warpgroup - 1)
                         self.add(sums, parts[0], ring, state.stage, atom, origin, 0, last)
-                    state = ring.advance(state)
+                    state = ring.advance_turn(state)
+            elif const_expr(config.turns == 1):
+                state = self.sum_alternately(sums, parts, fragments, ring, state, count, origin)
             else:
-                state = self.sum_in_turns(sums, parts, fragments, ring, state, unit.k_tiles, origin)
+                if count > 0:  # of a single block a turn has none
+                    self.sum_alternately(sums, parts, fragments, ring, state, count, origin)
+            if const_expr(config.turns > 1):
+                state = end
+                self.meet_turns(sums, unit.index != first)
 
-            holds_sum = cutlass.Boolean(True)
-            if schedule.is_split(unit):
-                holds_sum = self.split_k.add(sums, schedule, unit)
-            if holds_sum:
-                phases = self.epilogue.store(sums, origin, phases)
+            if const_expr(config.turns == 1):
+                phases = self.store(sums, schedule, unit, origin, phases)
+            else:
+                if self.turn == 0:
+                    phases = self.store(sums, schedule, unit, origin, phases)
             unit = schedule.next(unit)
-        self.epilogue.finish(lane)
+            if const_expr(config.turns > 1):
+                if self.turn == 0 and schedule.has(unit):
+                    self.arrive(TAKEN_BARRIER)
+        if const_expr(config.turns == 1):
+            self.epilogue.finish(lane)
+        else:
+            if self.turn == 0:
+                self.epilogue.finish(lane)
 
     @cute.jit
-    def sum_in_turns(self, sums, parts, fragments, ring, state, k_tiles, origin):
+    def store(self, sums, schedule, unit, origin, phases):
+        """Add up k splits, and store where this warpgroup then has the total. Returns the next `phases`."""
+        holds_sum = cutlass.Boolean(True)
+        if schedule.is_split(unit):
+            holds_sum = self.split_k.add(sums, schedule, unit)
+        if holds_sum:
+            phases = self.epilogue.store(sums, origin, phases)
+        return phases
+
+    @cute.jit
+    def meet_turns(self, sums, again):
+        """The first turn adds the other's sums to its own. again: whether they met before."""
+        chunks = self.config.accumulator_registers // 4
+        own = cute.make_tensor(sums.iterator, cute.make_layout((4, chunks)))  # (4, CHUNK)
+        if self.turn == 0:
+            self.sync(THERE_BARRIER)
+            for chunk in cutlass.range_constexpr(chunks):
+                loaded = cute.make_rmem_tensor(4, Float32)
+                cute.autovec_copy(self.exchange[(None, chunk)], loaded)
+                for value in cutlass.range_constexpr(4):
+                    own[value, chunk] = own[value, chunk] + loaded[value]
+        else:
+            if again:
+                self.sync(TAKEN_BARRIER)
+            for chunk in cutlass.range_constexpr(chunks):
+                cute.autovec_copy(own[(None, chunk)], self.exchange[(None, chunk)])
+            self.arrive(THERE_BARRIER)
+
+    @cute.jit
+    def let_next(self):
+        """Of ordered warpgroups: the next one may begin to multiply."""
+        following = self.group + 1
+        if following == self.config.tile_warpgroups:
+            following = Int32(0)
+        cute.arch.barrier_arrive(barrier_id=NEXT_BARRIER + following, number_of_threads=2 * WARPGROUP_THREADS)
+
+    def sync(self, barrier):
+        """Wait for another warpgroup."""
+        cute.arch.barrier(barrier_id=barrier + self.group, number_of_threads=2 * WARPGROUP_THREADS)
+
+    def arrive(self, barrier):
+        """Let the other turn go on."""
+        cute.arch.barrier_arrive(barrier_id=barrier + self.group, number_of_threads=2 * WARPGROUP_THREADS)
+
+    @cute.jit
+    def sum_alternately(self, sums, parts, fragments, ring, state, k_tiles, origin):
         """The main loop where a warpgroup has one WGMMA's rows, and adds up one block while the tensor cores
         have the next. Returns where the ring then is.
         """
         ring.wait_full(state)
         self.multiply(parts[0], fragments, 0, state.stage)
         previous = state.stage
-        state = ring.advance(state)
+        state = ring.advance_turn(state)
         for _ in cutlass.range((k_tiles - 1) // 2, unroll=1):
             for turn in cutlass.range_constexpr(2):
                 ring.wait_full(state)
                 self.multiply(parts[1 - turn], fragments, 0, state.stage)
                 self.add(sums, parts[turn], ring, previous, 0, origin, 1, True)
                 previous = state.stage
-                state = ring.advance(state)
+                state = ring.advance_turn(state)
         if k_tiles % 2 == 0:
             ring.wait_full(state)
             self.multiply(parts[1], fragments, 0, state.stage)
             self.add(sums, parts[0], ring, previous, 0, origin, 1, True)
             self.add(sums, parts[1], ring, state.stage, 0, origin, 0, True)
-            state = ring.advance(state)
+            state = ring.advance_turn(state)
         else:
             self.add(sums, parts[0], ring, previous, 0, origin, 0, True)
         return state
@@ -234,12 +333,16 @@ class Consumer(consumer.Consumer):
     def multiply(self, part, fragments, atom: cutlass.Constexpr, stage):
         """Begin the WGMMAs of one block of k and one WGMMA's rows."""
         tCrA, tCrB = fragments
+        if const_expr(self.config.ordered):
+            self.sync(NEXT_BARRIER)
         warpgroup.fence()
         for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
             a = cute.append_ones(tCrA[(None, atom, block, stage)])  # (MMA, 1)
             mma = self.tiled_mma if block == 0 else self.adding
             cute.gemm(mma, part, a, tCrB[(None, None, block, stage)], part)
         warpgroup.commit_group()
+        if const_expr(self.config.ordered):
+            self.let_next()
 
     @cute.jit
     def add(
@@ -260,8 +363,8 @@ class Consumer(consumer.Consumer):
             if const_expr(last and not self.config.reads_early):
                 ring.release(stage)
         else:
-            rows, columns = self.scales_of(stage, atom, origin)
-            plain = self.are_plain(rows, columns)
+            rows, weights, columns = self.scales_of(stage, atom, origin)
+            plain = self.are_plain(rows, weights)
             warpgroup.wait_group(behind)
             if const_expr(last):
                 ring.release(stage)
@@ -315,9 +418,9 @@ class Consumer(consumer.Consumer):
 
     @cute.jit
     def scales_of(self, stage, atom: cutlass.Constexpr, origin):
-        """(along the kernel's m, along its n): the scales of this thread's values in one WGMMA.
+        """(of rows, of weights, of columns): the scales of this thread's values in one WGMMA.
 
-        Along m two rows 8 apart, or one weight's; along n each of its columns, or a weight's for each 8
+        Of two rows 8 apart; of the blocks of weights that the tile reaches into; and of these for each 8
         columns, or for all of them.
         """
         config, first = self.config, self.first_of(atom)
@@ -328,7 +431,7 @@ class Consumer(consumer.Consumer):
         values = own[row], own[row + 8]
         weights = [own[config.rows + span] for span in range(config.spans)]
         if const_expr(config.spans == 1):
-            return values, tuple(weights)
+            return values, tuple(weights), tuple(weights)
         end = BLOCK - origin.column % BLOCK  # of the first block
         found = []
         for group in cutlass.range_constexpr(groups):
@@ -336,15 +439,15 @@ class Consumer(consumer.Consumer):
                 found.append(weights[group * 8 // BLOCK])
             else:
                 found.append(weights[0] if group * 8 < end else weights[1])
-        return values, tuple(found)
+        return values, tuple(weights), tuple(found)
 
     @cute.jit
-    def are_plain(self, rows, columns):
+    def are_plain(self, rows, weights):
         """Whether each product of two scales is of a usual magnitude, for all threads of a warp."""
         plain = cutlass.Boolean(True)
         for row in cutlass.range_constexpr(len(rows)):
-            for column in cutlass.range_constexpr(len(columns)):
-                product = rows[row] * columns[column]
+            for weight in cutlass.range_constexpr(len(weights)):
+                product = rows[row] * weights[weight]
                 size = cutlass.max(product, -product)
                 plain = cutlass.and_(plain, cutlass.and_(size >= SMALL, size <= LARGE))  # NaN is not
         return cute.arch.vote_all_sync(plain)
@@ -371,11 +474,7 @@ class Consumer(consumer.Consumer):
 
 def scales_at(value, rows, columns):
     """The two scales of an accumulator."""
-    row = rows[value // 2 % 2 if len(rows) == 2 else 0]
-    if len(columns) == 1:
-        return row, columns[0]
-    across = value // 4 * 2 + value % 2 if len(rows) == 1 else value // 4
-    return row, columns[across]
+    return rows[value // 2 % 2], columns[0 if len(columns) == 1 else value // 4]
 
 
 class Gemm:
@@ -416,10 +515,10 @@ class Gemm:
         # The same atom, as wide as what is converted at a time.
         epilogue_mma = layouts.tiled_mma(1, config.converted_columns)
         # (epiM, epiN, BUFFER)
-        sD_layout = layouts.staging(mD, config.out_epi_n, config.consumers * config.epilogue_buffers)
+        sD_layout = layouts.staging(mD, config.out_epi_n, config.tile_warpgroups * config.epilogue_buffers)
         d = layouts.staged_box(cpasync.CopyBulkTensorTileS2GOp(), mD, config.out_epi_n)
         self.storage = layouts.shared_storage(cute.cosize(sA_layout), cute.cosize(sB_layout))
-        self.smem_bytes = self.storage.size_in_bytes() + config.scale_bytes
+        self.smem_bytes = self.storage.size_in_bytes() + config.scale_bytes + 4 * config.turn_elements
 
         # Tiles along the rows may overlap, so that the last ones end with them; along the columns they begin
         # where blocks of scales do.
@@ -491,6 +590,9 @@ class Gemm:
         allocator = SmemAllocator()
         storage = allocator.allocate(self.storage)
         scales_address = allocator.allocate_array(Float32, config.stages * config.stage_scales)
+        turns_address = None
+        if const_expr(config.turns > 1):
+            turns_address = allocator.allocate_array(Float32, config.turn_elements)
         ring = Ring(config, storage.full.data_ptr(), storage.empty.data_ptr())
         if thread == 0:
             ring.make_barriers()
@@ -508,6 +610,7 @@ class Gemm:
 
         load_registers, mma_registers = config.registers
         started = 32 + config.consumers * WARPGROUP_THREADS
+        copying = 32 + 32 * config.turns
         if group == 0:
             cute.arch.setmaxregister_decrease(load_registers)
             if const_expr(config.cluster_size > 1):
@@ -517,12 +620,13 @@ class Gemm:
                 if const_expr(config.cluster_size == 1):
                     cute.arch.sync_warp()
                     cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
-                    cute.arch.barrier_arrive(barrier_id=SCALES_BARRIER, number_of_threads=64)
+                    cute.arch.barrier_arrive(barrier_id=SCALES_BARRIER, number_of_threads=copying)
                 Producer(config, a, b, sA, sB, ring).run(schedule, l2_hint)
-            if warp_index == 1:
+            if warp_index >= 1 and warp_index <= config.turns:
                 if const_expr(config.cluster_size == 1):
-                    cute.arch.barrier(barrier_id=SCALES_BARRIER, number_of_threads=64)
-                ScaleProducer(config, scales, ends, sScales, ring, thread % 32).run(schedule)
+                    cute.arch.barrier(barrier_id=SCALES_BARRIER, number_of_threads=copying)
+                own = thread % 32, warp_index - 1
+                ScaleProducer(config, scales, ends, sScales, ring, *own).run(schedule)
         else:
             cute.arch.setmaxregister_increase(mma_registers)
             if const_expr(config.cluster_size > 1):
@@ -533,6 +637,10 @@ class Gemm:
             thread, group = thread - WARPGROUP_THREADS, group - 1  # of the consumers
             cta_m, cta_n, _ = cute.arch.block_idx()
             own, lane = thread % WARPGROUP_THREADS, thread % 32
+            turn, exchange = None, None
+            if const_expr(config.turns > 1):
+                turn, group = group // config.tile_warpgroups, group % config.tile_warpgroups
+                exchange = self.exchange_of(turns_address, group, own)
             fusion = Fusion.of(config, self.dtypes, d.tensor, (), own)
             epilogue = Epilogue(config, self.dtypes, d, None, mmas[2], sD, loaded, fusion, group, own)
             split_k = SplitK(config, workspace, met, (cta_m, cta_n), group, own)
@@ -549,5 +657,13 @@ class Gemm:
                 sScales,
                 own,
                 mmas[1],
+                turn,
+                exchange,
             )
             consumer.run(schedule, lane, (cta_m, cta_n))
+
+    def exchange_of(self, address, group, thread):
+        """(4, CHUNK): a thread's sums, chunks as far apart as a warpgroup's accesses are long."""
+        values = self.config.accumulator_registers
+        own = address + group * (values * WARPGROUP_THREADS) + thread * 4
+        return cute.make_tensor(own, cute.make_layout((4, values // 4), stride=(1, 4 * WARPGROUP_THREADS)))

@@ -99,12 +99,12 @@ for (const figure of all("svg[data-dots]")) {
     const places = rows.map(row => {
       const [number, ratio, us, kernel] = [...row.cells].map(cell => cell.textContent.trim());
       const x = box.left + (left + across * number) * box.width / 100, y = box.top + (base - up * ratio) * box.height / 100;
-      return {row, y, apart: Math.hypot(x - event.clientX, y - event.clientY), told: `${kernel}\n${ratio} \u00d7 torch.mm, ${us} \u00b5s, trial ${number}`};
+      return {row, y, apart: Math.hypot(x - event.clientX, y - event.clientY), tip: `${kernel}\n${ratio} \u00d7 torch.mm, ${us} \u00b5s, trial ${number}`};
     });
     const near = places.sort((a, b) => a.apart - b.apart)[0];
     leave();
     if (!near || near.apart > 14) return;
-    tip.textContent = near.told;
+    tip.textContent = near.tip;
     tip.hidden = false;
     near.row.classList.add("hot");
     tip.style.left = `${Math.min(Math.max(8, event.clientX - tip.offsetWidth / 2), innerWidth - tip.offsetWidth - 8) + scrollX}px`;

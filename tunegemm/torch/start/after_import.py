@@ -21,7 +21,7 @@ class AfterImport:
     ) -> importlib.machinery.ModuleSpec | None:
         if name != self.name or self._asked:
             return None
-        self._asked = True  # the other finders are asked now
+        self._asked = True  # now ask the other finders
         try:
             spec = importlib.util.find_spec(name)
         finally:
@@ -31,7 +31,7 @@ class AfterImport:
         loader: Any = spec.loader
         load = loader.exec_module
 
-        # A program may ask for the spec and not import it, as libraries do to see what is installed.
+        # A program may look for the spec without importing it, as libraries do to check for a package.
         def load_and_begin(module: ModuleType) -> None:
             load(module)
             sys.meta_path.remove(self)

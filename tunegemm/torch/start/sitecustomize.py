@@ -21,7 +21,7 @@ def _is_wanted() -> bool:
 
 
 def _begin() -> None:
-    if not _is_wanted():  # one of tunegemm's own commands, which has unset it
+    if not _is_wanted():  # one of tunegemm's own commands, which unset it
         return
     try:
         if folder := os.environ.get("TUNEGEMM_RECORD_PARTS"):
@@ -32,7 +32,7 @@ def _begin() -> None:
             from tunegemm.torch.enabled import serve_process
 
             serve_process()
-    except ImportError:  # an interpreter without tunegemm: the command says so when nothing came
+    except ImportError:  # an interpreter without tunegemm: the command reports missing results
         return
 
 

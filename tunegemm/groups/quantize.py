@@ -1,0 +1,177 @@
+"""Quantises activations to fp8 with a scale for each 1x128, for `scaled_mm`, in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tunegemm.dispatch import extension
+from tunegemm.dispatch.autograd import PLAIN
+from tunegemm.dispatch.extension import LaunchCache
+from tunegemm.dispatch.fx import node_of, rank
+from tunegemm.dispatch.guards import current_device, is_lazy
+from tunegemm.errors import ProblemError, TunegemmError, one_line
+from tunegemm.generate import quantize as kernels
+from tunegemm.generate.quantize import BLOCK, EPSILON, LARGEST, QuantizeConfig, Quantizer
+from tunegemm.generate.takes import NotTaken
+from tunegemm.groups.grouped import are_plain, has_gradient
+
+_FP8 = torch.float8_e4m3fn
+_GATES = (None, "swiglu")
+_DTYPES = {getattr(torch, name): dtype for name, dtype in kernels.DTYPES.items()}
+_MANTISSA = 0x7FFFFF
+
+#: Values and scales.
+Quantized = tuple[torch.Tensor, torch.Tensor]
+#: Launches at the addresses of x, values and scales.
+Launch = Callable[[int, int, int], None]
+
+
+def quantize(x: torch.Tensor, *, gate: str | None = None, power_of_two: bool = False) -> Quantized:
+    """Quantise rows to float8_e4m3fn, with a scale for each 128 neighbouring values, for `scaled_mm`.
+
+    x: (rows, k) of bf16, fp16 or fp32. gate: ``swiglu`` takes x as (rows, 2 k), a gate beside as many values,
+    and quantises ``silu(gate) * values``; silu and the product are rounded to the dtype of x, as torch and
+    the engines have it. power_of_two: round scales up to powers of two (E8M0 as fp32).
+
+    Returns values, (rows, k), and fp32 scales, (rows, k / 128) rounded up and column-major, with
+    ``values * scales`` near x. A block's scale is ``max(amax, 1e-10) * fp32(1 / 448)``, and its values are
+    ``x * (1 / scale)``, each step rounded to fp32. A NaN makes its block's scale and values NaN. An infinity
+    makes the scale infinite, other values of the block zero, and becomes NaN itself.
+
+    On Hopper one launch does it where k is a multiple of 8 and rows begin at multiples of 16 bytes. Elsewhere
+    torch's operations give the same bits. There is no gradient. Raises ProblemError for other shapes, dtypes
+    and gates, and where x requires a gradient.
+    """
+    try:
+        rank(x)
+    except TypeError as error:
+        return node_of(error, quantize, (x,), {"gate": gate, "power_of_two": power_of_two})
+    if torch.compiler.is_compiling():
+        return torch.ops.tunegemm.quantize(x, gate, power_of_two)
+    return _quantized(x, gate, power_of_two)
+
+
+def _quantized(x: torch.Tensor, gate: str | None, power_of_two: bool) -> Quantized:
+    _check(x, gate)
+    result = _by_kernel(x, gate is not None, bool(power_of_two)) if type(x) in PLAIN else None
+    return by_torch(x, gate is not None, power_of_two) if result is None else result
+
+
+def _check(x: torch.Tensor, gate: str | None) -> None:
+    """Raises ProblemError for unsuitable input."""
+    if gate not in _GATES:
+        raise ProblemError(f"gate {gate!r:.40} is not known; use 'swiglu', or None for none")
+    if x.dtype not in _DTYPES:
+        raise ProblemError(f"x is {x.dtype}; give bfloat16, float16 or float32, such as x.bfloat16()")
+    if x.ndim != 2:
+        raise ProblemError(f"x is {tuple(x.shape)}; give rows: x.reshape(-1, x.shape[-1])")
+    if x.shape[1] == 0 or (gate is not None and x.shape[1] % 2):
+        wanted = "at least one column" if gate is None else "a gate beside as many values: an even number"
+        raise ProblemError(f"x is {tuple(x.shape)}; give rows of {wanted}")
+    if has_gradient(x):
+        raise ProblemError("x requires a gradient, and quantize has none; give x.detach(), or use no_grad()")
+
+
+def by_torch(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized:
+    """As the kernel, step by step, by torch's operations."""
+    if gated:
+        first, second = x.chunk(2, 1)
+        x = torch.nn.functional.silu(first) * second
+    k = x.shape[1]
+    blocks = -(-k // BLOCK)
+    padded = torch.nn.functional.pad(x.float(), (0, blocks * BLOCK - k)).unflatten(1, (blocks, BLOCK))
+    # Not a division by 448, for which torch multiplies on a GPU and divides on a CPU.
+    scales = padded.abs().amax(2).clamp(min=EPSILON) * (1 / LARGEST)
+    if power_of_two:
+        rounded = (scales.view(torch.int32) + _MANTISSA).bitwise_and(~_MANTISSA).view(torch.float32)
+        scales = torch.where(scales < float("inf"), rounded, scales)
+    values = (padded * scales.reciprocal().unsqueeze(2)).to(_FP8).flatten(1)[:, :k]
+    return values.contiguous(), scales.t().clone(memory_format=torch.contiguous_format).t()
+
+
+def _by_kernel(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized | None:
+    """By one launch; None if torch must do it."""
+    device = x.device
+    if (
+        device.type != extension.device_type()
+        or extension.is_off()
+        or not are_plain(x)
+        or (device.index or 0) != current_device()
+    ):
+        return None
+    key = gated, power_of_two
+    known = _launches.find(key, x)
+    if known is not None and known.launch is None:
+        return None
+    rows, k = x.shape[0], x.shape[1] // (1 + gated)
+    allocate = extension.allocation()
+    values = allocate((rows, k), (k, 1), _FP8)
+    scales = allocate((rows, -(-k // BLOCK)), (1, rows), torch.float32)
+    if known is None:
+        if not extension.may_load(device):
+            return None
+        launch, waits = _bind(x, values, scales, gated, power_of_two)
+        known = _launches.keep(key, launch, x, waits=waits)
+        if launch is None:
+            return None
+    try:
+        known.launch(x.data_ptr(), values.data_ptr(), scales.data_ptr())
+    except NotTaken:
+        return None
+    except (RuntimeError, ValueError) as error:
+        _launches.keep(key, None, x)
+        _warn(f"a kernel that quantises failed to launch on {device} ({one_line(error)})")
+        return None
+    return values, scales
+
+
+_launches = LaunchCache()
+
+
+def _bind(x: Any, values: Any, scales: Any, gated: bool, power_of_two: bool) -> tuple[Launch | None, bool]:
+    """The launch for tensors with this layout, None if torch quantises; and whether a kernel is being
+    compiled."""
+
+    if is_lazy(x) or kernels.refusal(x, gated):
+        return None, False
+    try:
+        config = QuantizeConfig(_DTYPES[x.dtype], gated)
+        kernel = extension.loaded(kernels, Quantizer.load, config, x.device)
+    except (TunegemmError, OSError, RuntimeError) as error:
+        _warn(f"kernels that quantise cannot run on {x.device}: {one_line(error)}")
+        return None, False
+    if kernel is None:
+        return None, True
+    return kernel.bound(x, values, scales, power_of_two=power_of_two), False
+
+
+def _warn(text: str) -> None:
+    extension.warn(f"{text}; torch's operations quantise")
+
+
+def _fake(x: torch.Tensor, gate: str | None, power_of_two: bool) -> Quantized:
+    _check(x, gate)
+    rows, k = x.shape[0], x.shape[1] // (1 + (gate is not None))
+    scales = x.new_empty((-(-k // BLOCK), rows), dtype=torch.float32).t()
+    return x.new_empty((rows, k), dtype=_FP8), scales
+
+
+def _above_autograd(keyset: Any, x: torch.Tensor, gate: str | None, power_of_two: bool) -> Quantized:
+    _check(x, gate)
+    with torch._C._AutoDispatchBelowAutograd():
+        below = keyset & torch._C._after_autograd_keyset
+        quantized: Quantized = torch.ops.tunegemm.quantize.default.redispatch(below, x, gate, power_of_two)
+    return quantized
+
+
+_library = torch.library.Library("tunegemm", "FRAGMENT")
+_library.define(
+    "quantize(Tensor x, str? gate, bool power_of_two) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+)
+_library.impl("quantize", _quantized, "CompositeExplicitAutograd")
+_library.impl("quantize", _above_autograd, "Autograd", with_keyset=True)
+torch.library.register_fake("tunegemm::quantize", _fake, lib=_library)
