@@ -16,16 +16,11 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
-import math
 import os
-import random
 import statistics
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -33,12 +28,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import tunegemm
-from benchmarks.command import choose_names, command, parser_of
-from benchmarks.results import Results, meta, results_path
-from tunegemm.describe.device import find_device, package_version
+from benchmarks import harness
+from benchmarks.command import choose_names, command
+from benchmarks.graphs import within
+from benchmarks.harness import Step
 from tunegemm.dispatch import api
 from tunegemm.errors import TunegemmError, TunegemmWarning
-from tunegemm.measure.statistics import aa_noise
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -54,14 +49,6 @@ METHOD = (
 )
 MODES = ("eager", "graph", "compile")
 CONTEXT = 512
-#: A sample has as many steps as fill this time, unless `--sample-ms` is given, and so have the untimed steps
-#: before it: a chip at its power cap takes some 60 ms to settle at the clocks of new work
-#: (docs/decisions/0012).
-_SAMPLE_MS = 100.0
-#: A result may be this much further from fp32 than torch's result.
-_TOLERANCE = 1.25
-
-Step = Callable[[], torch.Tensor]
 
 
 class ClientError(TunegemmError):
@@ -102,7 +89,7 @@ class Size:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if a result is further from fp32 than torch's error allows."""
-    parser = parser_of("benchmarks.clients", __doc__)
+    parser = harness.model_parser("benchmarks.clients", __doc__, rounds=11)
     parser.add_argument("--model", choices=("8B", "1B"), default="8B", help="default: %(default)s")
     parser.add_argument("--layers", type=int, help="decoder layers (default: 2 of the 32 of 8B, all of 1B)")
     parser.add_argument(
@@ -111,12 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sequences", type=int, default=1, help="prompts of a training step")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: all of %(default)s")
     parser.add_argument("--modes", default=",".join(MODES), help="default: all of %(default)s")
-    parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds")
-    parser.add_argument("--sample-ms", type=float, default=_SAMPLE_MS, help="default: %(default)s")
-    parser.add_argument(
-        "--within", type=float, default=math.inf, metavar="SECONDS", help="begin no workload later"
-    )
-    parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu, which is not timed")
+    parser.add_argument("--sample-ms", type=float, default=harness.SAMPLE_MS, help="default: %(default)s")
     options = parser.parse_args(arguments)
     choose_names(options, workloads=tuple(WORKLOADS), modes=MODES)
     return run(options)
@@ -124,30 +106,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Checks and times the requested workloads and modes; prints and writes a row for each."""
-    place = torch.device(options.device)
+    name = "clients_training.json" if options.workloads == ["train"] else "clients.json"
+    place, results = harness.opened(options, name, METHOD.format(f"{options.sample_ms:g}"), "transformers")
     size = Size.of(options.model, options.layers, options.sequences)
-    results = None
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-        device = find_device(options.device)
-        facts = meta(device, METHOD.format(f"{options.sample_ms:g}"))
-        facts["packages"] |= {"transformers": package_version("transformers")}
-        name = "clients_training.json" if options.workloads == ["train"] else "clients.json"
-        results = Results(results_path(options.out, device, name), facts)
     model = build(size, place)
     # The same weights under tuned layers, so that nothing is switched on and off between steps.
-    tuned = _twin(model)
+    tuned, wrong = harness.twin(model), 0
     print(f"{tunegemm.patch(tuned)} linear layers patched", flush=True)
-    wrong, begun = 0, time.monotonic()
-    for name in options.workloads:
-        if time.monotonic() - begun > options.within:
-            print(f"{name}: no time is left")
-            continue
+    for name in within(options.within, options.workloads):
         rows = measure(name, {"torch": model, "tunegemm": tuned}, size, place, options)
-        if results is not None:
-            results.put(*rows)
-        wrong += sum(not row["right"] for row in rows)
-        print(*map(_brief, rows), sep="\n", flush=True)
+        wrong += harness.put(results, rows, _brief)
     if results is not None:
         print(f"written: {results.path}")
     return 1 if wrong else 0
@@ -173,11 +141,6 @@ def build(size: Size, place: torch.device) -> LlamaForCausalLM:
     torch.manual_seed(0)
     with place:
         return LlamaForCausalLM(config).to(torch.bfloat16).eval()
-
-
-def _twin(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """A copy with the same weights."""
-    return copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
 
 
 def prefill(model: LlamaForCausalLM, size: Size, place: torch.device) -> Step:
@@ -318,21 +281,20 @@ def measure(
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", TunegemmWarning)
                 step = prepare(mode, make, model, size, place)
-                got = step().float()
+                got = step()
             said = (str(warning.message) for warning in caught if warning.category is TunegemmWarning)
             left |= {message for message in said if "to torch" in message}
-            errors[mode, library] = ((got - expected).norm() / expected.norm()).item()
+            errors[mode, library] = harness.error_of(got, expected)
             steps[mode, library] = step
             del got
-            if place.type == "cuda" and not isinstance(step, _Replay):
+            if place.type == "cuda" and not isinstance(step, harness.Replay):
                 peaks[mode, library] = peak_mib(step, model)
         served[mode] = len({problem for problem, _ in api.dispatcher.planner.tuned()})
     for message in sorted(left):
         print(f"  {workload}: {message}")
-    samples = interleave(steps, rounds, options.sample_ms) if place.type == "cuda" else {}
+    samples = harness.interleave(steps, rounds, options.sample_ms) if place.type == "cuda" else {}
     rows = []
     for mode in modes:
-        bound = max(_TOLERANCE * errors[mode, "torch"], 1e-6)
         row: dict[str, Any] = {"workload": workload, "mode": mode, "model": options.model}
         row |= {"layers": size.layers, "dtype": "bf16"}
         if workload == "train":
@@ -340,18 +302,17 @@ def measure(
             row |= {"tokens": size.sequences * size.prompt}
         row |= {"tuned": True} if os.environ.get("TUNEGEMM_DB") else {}
         row["served"] = served[mode]
-        row |= {f"{library}_error": errors[mode, library] for library in models}
-        row["right"] = all(errors[mode, library] <= bound for library in models)
+        row |= harness.quality(errors[mode, "torch"], errors[mode, "tunegemm"])
         if samples:
-            row |= _times(samples, mode)
-            row |= {"rounds": rounds, "left_to_torch": len(left), "sample_ms": options.sample_ms}
+            torchs, ours = samples[mode, "torch"], samples[mode, "tunegemm"]
+            times = harness.compared(torchs, samples[mode, harness.AGAIN], ours)
+            row |= {"torch_us": round(1e3 * times.pop("torch_ms"), 1)} | times
+            row |= {"tunegemm_us": round(statistics.median(ours), 1)}
+            row |= {"left_to_torch": len(left), "sample_ms": options.sample_ms}
         row |= {f"{library}_peak_mib": round(peak, 1) for (of, library), peak in peaks.items() if of == mode}
         rows.append(row)
     steps.clear()
-    torch.compiler.reset()
-    gc.collect()
-    if place.type == "cuda":
-        torch.cuda.empty_cache()
+    harness.clear(place)
     return rows
 
 
@@ -375,125 +336,21 @@ def prepare(
     if mode == "graph" and place.type != "cuda":
         raise ClientError(f"--modes graph needs a GPU; use eager,compile with --device {place}")
     if mode == "compile":
-        model = Compiled(model, torch.compile(model, dynamic=False))
+        model = harness.Compiled(model, torch.compile(model, dynamic=False))
     step = make(model, size, place)
     if mode == "graph":
-        return captured(step)
+        return harness.captured(step)
     for _ in range(3):
         step()
     return step
 
 
-def captured(step: Step) -> _Replay:
-    """A step in a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # workspaces and autotuning, outside the capture
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
-
-    return _Replay(graph, result, step)
-
-
-@dataclass
-class _Replay:
-    """A captured step. The graph reads the step's data, such as its tokens, at their original addresses."""
-
-    graph: Any
-    result: torch.Tensor
-    step: Step
-
-    def __call__(self) -> torch.Tensor:
-        self.graph.replay()
-        return self.result
-
-
-class Compiled:
-    """A compiled model whose parts have the same names as those of the original model."""
-
-    def __init__(self, model: Any, compiled: Callable[..., Any]) -> None:
-        self._model, self._compiled = model, compiled
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._compiled(*arguments, **keywords)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
-#: Name of torch's second timing in a round, for the noise.
-AGAIN = "again"
-
-
-def interleave(
-    steps: Mapping[tuple[str, str], Step], rounds: int, sample_ms: float = _SAMPLE_MS
-) -> dict[tuple[str, str], list[float]]:
-    """Microseconds per step of each variant, a sample a round."""
-    timed = dict(steps) | {
-        (mode, AGAIN): step for (mode, library), step in steps.items() if library == "torch"
-    }
-    calls = {key: max(1, math.ceil(sample_ms * 1e3 / _time_us(step, 1))) for key, step in timed.items()}
-    samples: dict[tuple[str, str], list[float]] = {key: [] for key in timed}
-    generator = random.Random(0)
-    with undisturbed():
-        for _ in range(rounds):
-            for key in generator.sample(list(timed), len(timed)):
-                for _ in range(calls[key]):
-                    timed[key]()
-                samples[key].append(_time_us(timed[key], calls[key]))
-    return samples
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Keeps this thread on one core, and stops garbage collection."""
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(cores)})
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        os.sched_setaffinity(0, cores)
-
-
-def _time_us(step: Step, calls: int) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / calls * 1e6
-
-
-def _times(samples: Mapping[tuple[str, str], Sequence[float]], mode: str) -> dict[str, Any]:
-    torchs = samples[mode, "torch"]
-    times: dict[str, Any] = {
-        "torch_us": round(statistics.median(torchs), 1),
-        "noise": round(aa_noise(samples[mode, AGAIN], torchs), 5),
-    }
-    ours = samples[mode, "tunegemm"]
-    ratio = statistics.median(t / o for t, o in zip(torchs, ours, strict=True))
-    return times | {"tunegemm_us": round(statistics.median(ours), 1), "ratio": round(ratio, 4)}
-
-
 def _brief(row: Mapping[str, Any]) -> str:
     tokens = f" of {row['tokens']} tokens" if "tokens" in row else ""
-    words = [f"{row['workload']} {row['mode']}{tokens}:"]
-    if "torch_us" in row:
-        words.append(f"torch {row['torch_us'] / 1e3:.3f} ms")
-        words.append(f"tunegemm {row['tunegemm_us'] / 1e3:.3f} ms, {row['ratio']:.3f} x torch")
-        words.append(f"(noise {100 * row['noise']:.1f} %)")
+    more = []
     if "torch_peak_mib" in row:
-        words.append(f"peak {row['torch_peak_mib']:.0f}, {row['tunegemm_peak_mib']:.0f} MiB")
-    words.append(f"error {row['torch_error']:.2e}")
-    words.append(f"tunegemm {row['tunegemm_error']:.2e}{'' if row['right'] else ' WRONG'}")
-    return " ".join(words)
+        more.append(f"peak {row['torch_peak_mib']:.0f}, {row['tunegemm_peak_mib']:.0f} MiB")
+    return harness.line(f"{row['workload']} {row['mode']}{tokens}", row, *more)
 
 
 if __name__ == "__main__":

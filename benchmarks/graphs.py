@@ -104,6 +104,6 @@ def within(seconds: float, cases: Sequence[_T]) -> Iterator[_T]:
     begun = time.monotonic()
     for number, case in enumerate(cases):
         if seconds and time.monotonic() - begun > seconds:
-            print(f"stopped after {seconds} s: {number} of {len(cases)}", flush=True)
+            print(f"no time is left after {seconds:g} s: {number} of {len(cases)} are done", flush=True)
             return
         yield case

@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import itertools
-import math
 import statistics
 import sys
 import time
@@ -36,13 +34,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import tunegemm
-from benchmarks.clients import AGAIN, CONTEXT, Compiled, Step, captured, interleave, undisturbed
-from benchmarks.command import choose_names, command, parser_of
-from benchmarks.results import Results, meta, results_path
-from tunegemm.describe.device import find_device
+from benchmarks import harness
+from benchmarks.clients import CONTEXT
+from benchmarks.command import choose_names, command
+from benchmarks.graphs import within
+from benchmarks.harness import Step
 from tunegemm.errors import BadValueError, one_line
 from tunegemm.layers.backend import tunegemm as backend
-from tunegemm.measure.statistics import aa_noise
 
 METHOD = (
     "wall time of two layers with the device idle before and after, as many steps a sample as take a row's "
@@ -52,11 +50,11 @@ METHOD = (
     "for; errors are relative to the same layers in fp32"
 )
 MODES = ("backend", "graph", "inductor")
+#: Further libraries that rows have ratios to, if they were timed.
+OTHERS = ("merged", "inductor")
 LAYERS = 2
 #: For mode backend, where the host's time matters: how many times as many rounds, and how much shorter.
 _HOSTS_ROUNDS, _HOSTS_SHARE = 3, 1 / 3
-#: A result may be this much further from fp32 than torch's result.
-_TOLERANCE = 1.25
 
 
 @dataclass(frozen=True)
@@ -246,7 +244,7 @@ def _copied(block: Any) -> Any:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if a result is further from fp32 than torch's error allows."""
-    parser = parser_of("benchmarks.layers", __doc__)
+    parser = harness.model_parser("benchmarks.layers", __doc__, rounds=9)
     parser.add_argument("--models", default=",".join(SIZES), help="default: all of %(default)s")
     parser.add_argument(
         "--rows", default=",".join(ROWS), help="tokens of a prompt, or dN: default %(default)s"
@@ -255,13 +253,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--with-inductor", type=int, default=0, metavar="N", help="Inductor, too, for up to N rows"
     )
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds")
-    parser.add_argument("--sample-ms", type=float, default=100.0, help="default: %(default)s")
-    parser.add_argument(
-        "--within", type=float, default=math.inf, metavar="SECONDS", help="begin no row later"
-    )
+    parser.add_argument("--sample-ms", type=float, default=harness.SAMPLE_MS, help="default: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="layers of a few thousand weights")
-    parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu, which is not timed")
     options = parser.parse_args(arguments)
     choose_names(options, models=tuple(SIZES), rows=ROWS, modes=MODES)
     if options.device == "cpu" and options.modes != ["backend"]:
@@ -271,23 +264,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """A row for each model, number of rows and mode; prints and writes them."""
-    place = torch.device(options.device)
-    results = None
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-        device = find_device(options.device)
-        facts = meta(device, METHOD)
-        results = Results(results_path(options.out, device, "layers.json"), facts)
+    place, results = harness.opened(options, "layers.json", METHOD)
     torch._dynamo.config.recompile_limit = 64  # of `_gate`
     phases = [
         [mode for mode in options.modes if mode != "inductor"],
         [m for m in options.modes if m == "inductor"],
     ]
-    wrong, begun = 0, time.monotonic()
-    for modes, rows, model in itertools.product(filter(None, phases), options.rows, options.models):
-        if time.monotonic() - begun > options.within:
-            print(f"{model} {rows} {','.join(modes)}: no time is left")
-            continue
+    wrong = 0
+    cases = [*itertools.product(filter(None, phases), options.rows, options.models)]
+    for modes, rows, model in within(options.within, cases):
         size = SIZES[model]
         if options.tiny:
             size = Size(64, 96 if size.intermediate else 0, 4, 2, 16, size.activation)
@@ -296,12 +281,8 @@ def run(options: argparse.Namespace) -> int:
         except RuntimeError as error:  # such as missing memory: other rows may need less
             print(f"{model} {rows} {','.join(modes)}: {one_line(error)}", flush=True)
             result, wrong = [], wrong + 1
-        _clear(place)
-        if results is not None and result:
-            results.put(*result)
-        wrong += sum(not row["right"] for row in result)
-        for row in result:
-            print(_brief(row), flush=True)
+        harness.clear(place)
+        wrong += harness.put(results, result, _brief)
     return 1 if wrong else 0
 
 
@@ -330,20 +311,16 @@ def measure(
     results = []
     for mode in modes:
         steps = _steps(mode, model, x, options.with_inductor)
-        errors = {
-            library: ((step().float() - expected).norm() / expected.norm()).item()
-            for (_, library), step in steps.items()
-        }
-        error, bound = errors["tunegemm"], max(_TOLERANCE * errors["torch"], 1e-6)
+        errors = {library: harness.error_of(step(), expected) for (_, library), step in steps.items()}
         row: dict[str, Any] = {"model": name, "rows": rows, "mode": mode, "layers": LAYERS, "dtype": "bf16"}
         row["sample_ms"] = options.sample_ms
-        row |= {"torch_error": errors["torch"], "tunegemm_error": error, "right": error <= bound}
+        row |= harness.quality(errors["torch"], errors["tunegemm"])
         if place.type == "cuda":
             rounds, sample_ms = options.rounds, options.sample_ms
             if mode == "backend":
                 rounds, sample_ms = _HOSTS_ROUNDS * rounds, _HOSTS_SHARE * sample_ms
                 row["host_us"], row["torch_host_us"] = host_us(steps[mode, "tunegemm"], steps[mode, "torch"])
-            row |= times(interleave(steps, rounds, sample_ms), mode)
+            row |= times(harness.interleave(steps, rounds, sample_ms), mode)
         results.append(row)
     return results
 
@@ -357,20 +334,22 @@ def _steps(
         sides["torch"] = _step(x, torch.compile(model, dynamic=False))
         sides["torch"]()
         torch.compiler.reset()
-        sides["tunegemm"] = _enabled(_step(x, Compiled(model, torch.compile(model, dynamic=False))))
+        sides["tunegemm"] = _enabled(_step(x, harness.Compiled(model, torch.compile(model, dynamic=False))))
     else:
         sides["torch"] = _step(x, model)
         if all(isinstance(block, Block) for block in model):
             sides["merged"] = _step(x, merged(model, compiles=x.is_cuda))
-        sides["tunegemm"] = _step(x, Compiled(model, torch.compile(model, backend=backend, dynamic=False)))
+        sides["tunegemm"] = _step(
+            x, harness.Compiled(model, torch.compile(model, backend=backend, dynamic=False))
+        )
         if x.numel() // x.shape[-1] <= with_inductor:
-            sides["inductor"] = _step(x, Compiled(model, torch.compile(model, dynamic=False)))
+            sides["inductor"] = _step(x, harness.Compiled(model, torch.compile(model, dynamic=False)))
     if mode == "backend" or not x.is_cuda:
         for step in sides.values():
             for _ in range(3):
                 step()
         return {(mode, library): step for library, step in sides.items()}
-    return {(mode, library): captured(step) for library, step in sides.items()}
+    return {(mode, library): harness.captured(step) for library, step in sides.items()}
 
 
 def _enabled(step: Step) -> Step:
@@ -384,7 +363,7 @@ def _enabled(step: Step) -> Step:
 def host_us(*kinds: Step, steps: int = 5, rounds: int = 25) -> list[float]:
     """The host's time for a step of each kind: of a few that the device's queue has room for."""
     results: list[list[float]] = [[] for _ in kinds]
-    with undisturbed():
+    with harness.undisturbed():
         for _ in range(rounds):
             for step, times_of in zip(kinds, results, strict=True):
                 torch.cuda.synchronize()
@@ -394,14 +373,6 @@ def host_us(*kinds: Step, steps: int = 5, rounds: int = 25) -> list[float]:
                 times_of.append((time.perf_counter() - begin) / steps * 1e6)
     torch.cuda.synchronize()
     return [round(statistics.median(each), 1) for each in results]
-
-
-def _clear(place: torch.device) -> None:
-    """Frees the memory of a finished or failed row."""
-    torch.compiler.reset()
-    if place.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def _step(x: torch.Tensor, model: Any) -> Step:
@@ -414,34 +385,16 @@ def _step(x: torch.Tensor, model: Any) -> Step:
 
 def times(samples: dict[tuple[str, str], list[float]], mode: str) -> dict[str, Any]:
     """Times from samples in us, by mode and library, one per round."""
-    torchs, ours = samples[mode, "torch"], samples[mode, "tunegemm"]
-
-    def ratio(others: Sequence[float]) -> float:
-        return round(statistics.median(other / our for other, our in zip(others, ours, strict=True)), 4)
-
-    others = {name: samples[mode, name] for name in ("merged", "inductor") if (mode, name) in samples}
-    return {
-        "torch_ms": round(statistics.median(torchs) / 1e3, 4),
-        "ratio": ratio(torchs),
-        **{f"ratio_to_{name}": ratio(other) for name, other in others.items()},
-        "noise": round(aa_noise(samples[mode, AGAIN], torchs), 5),
-        "rounds": len(torchs),
-    }
+    others = {name: samples[mode, name] for name in OTHERS if (mode, name) in samples}
+    of = (samples[mode, name] for name in ("torch", harness.AGAIN, "tunegemm"))
+    return harness.compared(*of, **others)
 
 
 def _brief(row: dict[str, Any]) -> str:
-    words = [f"{row['model']} {row['rows']} {row['mode']}:"]
-    if "torch_ms" in row:
-        words.append(
-            f"torch {row['torch_ms']:.3f} ms, {row['ratio']:.3f} x torch (noise {100 * row['noise']:.1f} %),"
-        )
-        for other in ("merged", "inductor"):
-            if f"ratio_to_{other}" in row:
-                words.append(f"{row[f'ratio_to_{other}']:.3f} x {other},")
-        if "host_us" in row:
-            words.append(f"host {row['host_us']:.0f} us, torch {row['torch_host_us']:.0f},")
-    words.append(f"error {row['torch_error']:.2e}, tunegemm {row['tunegemm_error']:.2e}")
-    return " ".join([*words, *([] if row["right"] else ["WRONG"])])
+    more = [f"{row[f'ratio_to_{other}']:.3f} x {other}" for other in OTHERS if f"ratio_to_{other}" in row]
+    if "host_us" in row:
+        more.append(f"host {row['host_us']:.0f} us, torch {row['torch_host_us']:.0f}")
+    return harness.line(f"{row['model']} {row['rows']} {row['mode']}", row, *more)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import gc
-import math
-import statistics
+import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,13 +26,13 @@ from typing import Any
 import torch
 
 import tunegemm
-from benchmarks.clients import AGAIN, Size, Step, build, interleave
-from benchmarks.command import choose_names, command, parser_of
-from benchmarks.results import Results, meta, results_path
-from tunegemm.describe.device import find_device, package_version
+from benchmarks import harness
+from benchmarks.clients import Size, build
+from benchmarks.command import choose_names, command
+from benchmarks.graphs import within
+from benchmarks.harness import Step
 from tunegemm.errors import BadValueError, one_line
 from tunegemm.layers.backend import tunegemm as backend
-from tunegemm.measure.statistics import aa_noise
 
 METHOD = (
     "wall time of a call with the device idle before and after, as many calls a sample as take 100 ms, after "
@@ -44,8 +42,6 @@ METHOD = (
     "once, after that of another compiled function"
 )
 PROMPT, NEW_TOKENS = 128, 32
-#: A result may be this much further from fp32 than torch's result.
-_TOLERANCE = 1.25
 
 
 def forward(tokens: int, model: Any, size: Size, place: torch.device) -> Step:
@@ -84,18 +80,13 @@ WORKLOADS: Mapping[str, tuple[Callable[..., Step], int]] = {
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if a result is further from fp32 than torch's error allows."""
-    parser = parser_of("benchmarks.llama", __doc__)
+    parser = harness.model_parser("benchmarks.llama", __doc__, rounds=7)
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: all of %(default)s")
     parser.add_argument("--layers", type=int, default=8, help="default: %(default)s")
     parser.add_argument(
         "--first-calls", default="8,32", metavar="LAYERS", help="time those, too (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds")
-    parser.add_argument(
-        "--within", type=float, default=math.inf, metavar="SECONDS", help="begin no workload later"
-    )
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand weights")
-    parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu, which is not timed")
     options = parser.parse_args(arguments)
     choose_names(options, workloads=tuple(WORKLOADS))
     numbers = options.first_calls.split(",") if options.first_calls else []
@@ -107,43 +98,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """A row for each workload and mode, then for each first call; prints and writes them."""
-    place, begun, wrong = torch.device(options.device), time.monotonic(), 0
-    results = None
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-        device = find_device(options.device)
-        facts = meta(device, METHOD)
-        facts["packages"] |= {"transformers": package_version("transformers")}
-        results = Results(results_path(options.out, device, "llama.json"), facts)
+    begun, wrong = time.monotonic(), 0
+    place, results = harness.opened(options, "llama.json", METHOD, "transformers")
     size = Size.of("tiny" if options.tiny else "8B", options.layers)
     size = dataclasses.replace(size, vocabulary=512 if options.tiny else 32000)
     model = build(size, place)
-    models = {"torch": model, "patch": _twin(model), "backend": _twin(model)}
+    models = {"torch": model, "patch": harness.twin(model), "backend": harness.twin(model)}
     tunegemm.patch(models["patch"], fuse=True)
     models["backend"].compile(backend=backend)  # as by its name, without an installed package
-    for name in options.workloads:
-        if time.monotonic() - begun > options.within:
-            print(f"{name}: no time is left")
-            continue
-        rows = measure(name, models, size, place, options)
-        wrong += sum(not row["right"] for row in rows)
-        _put(results, rows)
+    for name in within(options.within, options.workloads):
+        wrong += harness.put(results, measure(name, models, size, place, options), _brief)
     models.clear()
     del model
-    _clear(place)
-    for layers in options.first_calls:
-        for workload in ("forward-256", "generate-1"):
-            for mode in ("backend", "inductor"):
-                words = f"first {workload} of {layers} layers by {mode}"
-                if time.monotonic() - begun > options.within:
-                    print(f"{words}: no time is left")
-                    continue
-                try:
-                    row = first_call(workload, mode, dataclasses.replace(size, layers=layers), place)
-                    _put(results, [row])
-                except RuntimeError as error:  # such as missing memory: others may need less
-                    print(f"{words}: {one_line(error)}", flush=True)
-                _clear(place)
+    harness.clear(place)
+    calls = [*itertools.product(options.first_calls, ("forward-256", "generate-1"), ("backend", "inductor"))]
+    left = max(1e-9, options.within - (time.monotonic() - begun))
+    for layers, workload, mode in within(left, calls):
+        try:
+            row = first_call(workload, mode, dataclasses.replace(size, layers=layers), place)
+            harness.put(results, [row], _brief)
+        except RuntimeError as error:  # such as missing memory: others may need less
+            print(f"first {workload} of {layers} layers by {mode}: {one_line(error)}", flush=True)
+        harness.clear(place)
     return 1 if wrong else 0
 
 
@@ -154,35 +130,24 @@ def measure(
     make, number = WORKLOADS[name]
     steps = {(name, mode): make(number, model, size, place) for mode, model in models.items()}
     got = {mode: [step() for _ in range(3)][-1].clone() for (_, mode), step in steps.items()}
-    quality: dict[str, dict[str, Any]] = {}
+    quality_of: dict[str, dict[str, Any]] = {}
     if make is forward:
         reference = make(number, copy.deepcopy(models["torch"]).float(), size, place)()
-        errors = {
-            mode: ((each.float() - reference).norm() / reference.norm()).item() for mode, each in got.items()
-        }
-        bound = max(_TOLERANCE * errors["torch"], 1e-6)
-        for mode, error in errors.items():
-            quality[mode] = {"torch_error": errors["torch"], "tunegemm_error": error, "right": error <= bound}
+        errors = {mode: harness.error_of(each, reference) for mode, each in got.items()}
+        quality_of = {mode: harness.quality(errors["torch"], error) for mode, error in errors.items()}
     else:
         for mode, tokens in got.items():  # near ties end otherwise in bf16, and so does all behind them
             equal = round((tokens == got["torch"]).float().mean().item(), 4)
-            quality[mode] = {"equal_tokens": equal, "right": tokens.shape == got["torch"].shape}
+            quality_of[mode] = {"equal_tokens": equal, "right": tokens.shape == got["torch"].shape}
     got.clear()
     _collect(place)
-    samples = interleave(steps, options.rounds) if place.type == "cuda" else {}
+    samples = harness.interleave(steps, options.rounds) if place.type == "cuda" else {}
     rows = []
     for mode in [mode for mode in models if mode != "torch"]:
         row: dict[str, Any] = {"workload": name, "mode": mode, "layers": size.layers, "dtype": "bf16"}
         if samples:
-            torchs, ours = samples[name, "torch"], samples[name, mode]
-            ratio = statistics.median(other / our for other, our in zip(torchs, ours, strict=True))
-            row |= {
-                "torch_ms": round(statistics.median(torchs) / 1e3, 4),
-                "ratio": round(ratio, 4),
-                "noise": round(aa_noise(samples[name, AGAIN], torchs), 5),
-                "rounds": len(torchs),
-            }
-        rows.append(row | quality[mode])
+            row |= harness.compared(samples[name, "torch"], samples[name, harness.AGAIN], samples[name, mode])
+        rows.append(row | quality_of[mode])
     return rows
 
 
@@ -226,44 +191,18 @@ def _prompts(count: int, tokens: int, size: Size, place: torch.device) -> torch.
     return torch.randint(size.vocabulary, (count, tokens), generator=generator).to(place)
 
 
-def _twin(model: Any) -> Any:
-    """A copy with the same weights."""
-    return copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
-
-
 def _collect(place: torch.device) -> None:
     if place.type == "cuda":
         torch.cuda.synchronize()
 
 
-def _clear(place: torch.device) -> None:
-    """Frees the memory and the code of a finished model."""
-    torch.compiler.reset()
-    gc.collect()
-    if place.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _put(results: Results | None, rows: Sequence[dict[str, Any]]) -> None:
-    if results is not None:
-        results.put(*rows)
-    for row in rows:
-        print(_brief(row), flush=True)
-
-
 def _brief(row: Mapping[str, Any]) -> str:
-    words = [f"{row['workload']} of {row['layers']} layers, {row['mode']}:"]
+    more = []
     if "graphs" in row:
-        words.append(f"{row['graphs']} graphs, {row['seconds']} s, then {row['second_call_seconds']} s")
-    if "torch_ms" in row:
-        words.append(
-            f"torch {row['torch_ms']:.3f} ms, {row['ratio']:.3f} x torch (noise {100 * row['noise']:.1f} %)"
-        )
+        more.append(f"{row['graphs']} graphs, {row['seconds']} s, then {row['second_call_seconds']} s")
     if "equal_tokens" in row:
-        words.append(f"{100 * row['equal_tokens']:.0f} % of the tokens are torch's")
-    if "torch_error" in row:
-        words.append(f"error {row['torch_error']:.2e}, tunegemm {row['tunegemm_error']:.2e}")
-    return " ".join([*words, *([] if row.get("right", True) else ["WRONG"])])
+        more.append(f"{100 * row['equal_tokens']:.0f} % of the tokens are torch's")
+    return harness.line(f"{row['workload']} of {row['layers']} layers, {row['mode']}", row, *more)
 
 
 if __name__ == "__main__":

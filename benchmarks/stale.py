@@ -27,7 +27,7 @@ _TUNED = (
 )  # fmt: skip
 _GROUPS = ("tunegemm/generate/grouped", "tunegemm/generate/along_k", "tunegemm/generate/routing",
            "tunegemm/choose", "tunegemm/dispatch", "db/grouped.toml")  # fmt: skip
-_GRAPHS = "benchmarks/graphs.py"
+_GRAPHS, _HARNESS = "benchmarks/graphs.py", "benchmarks/harness.py"
 _SEARCHED = ("tunegemm/search", "tunegemm/model")
 _FITTED = ("tunegemm/model", "fit/trees.py")
 
@@ -36,11 +36,12 @@ _FOLDERS = ("benchmarks.", "fit.")
 #: The files and folders that each benchmark measures, besides its own file; `SERVED` for the others.
 MEASURED: dict[str, tuple[str, ...]] = {
     "blocks": (*SERVED, "tunegemm/groups/block_groups.py", "db/block_groups.toml", _GRAPHS),
-    "campaign": _TUNED, "choices": _KERNELS, "database": ("tunegemm/store",),
+    "campaign": _TUNED, "choices": _KERNELS, "clients": (*SERVED, _HARNESS), "database": ("tunegemm/store",),
     "dtypes": _TUNED,
     "expert_layers": (*_GROUPS, _GRAPHS), "experts": (*_GROUPS, _GRAPHS), "fixed_tiles": _KERNELS,
     "joined": (*SERVED, _GRAPHS), "kind_choices": _KERNELS,
-    "kinds": _FITTED, "order": _FITTED, "peers": _TUNED, "search": _SEARCHED,
+    "kinds": _FITTED, "layers": (*SERVED, _HARNESS), "llama": (*SERVED, _HARNESS), "order": _FITTED,
+    "peers": _TUNED, "search": _SEARCHED,
     "selector": _FITTED, "sweep": _TUNED, "tuning_many": _TUNED, "tuning_time": _TUNED,
 }  # fmt: skip
 

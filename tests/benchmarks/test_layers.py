@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import clients, layers
+from benchmarks import harness, layers
 
 CPU = ("--device", "cpu", "--tiny", "--modes", "backend")
 
@@ -25,7 +25,7 @@ def test_every_kind_of_model_gives_torchs_results(capsys: pytest.CaptureFixture[
 
 
 def test_a_rows_ratios_are_to_torch_and_to_merged_weights() -> None:
-    names = ("torch", clients.AGAIN, "merged", "tunegemm")
+    names = ("torch", harness.AGAIN, "merged", "tunegemm")
     samples = {("graph", name): [us] * 3 for name, us in zip(names, (2400, 2400, 2200, 2000), strict=True)}
     expected = {"torch_ms": 2.4, "ratio": 1.2, "ratio_to_merged": 1.1, "noise": 0.0, "rounds": 3}
     assert layers.times(samples, "graph") == expected

@@ -566,7 +566,7 @@ def one_order(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Gr
 def test_one_order_of_sums_at_any_number_of_rows(
     one_order: list[GroupedChoice], loops: Loops, monkeypatch: pytest.MonkeyPatch, gate: str
 ) -> None:
-    monkeypatch.setattr(grouped, "gpu_of", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(grouped.extension, "gpu_of", lambda device: "NVIDIA H100 80GB HBM3")
     loops.quiet = True
     weights = torch.zeros(2, 128, 3136, dtype=BF16)
     usual = []

@@ -16,7 +16,7 @@ from tests.support.forks import Forks
 from tests.support.fusing import close
 from tests.support.gates import Kernels
 from tests.support.layers import MLP, Layer, given, made
-from tunegemm.layers import inductor
+from tunegemm.layers.graph_pass import Fusion
 
 pytestmark = pytest.mark.usefixtures("planner")
 
@@ -56,7 +56,7 @@ def test_a_pass_of_the_program_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(config, "pre_grad_custom_pass", seen.append)
     with torch.no_grad(), tunegemm.enable():
-        assert isinstance(config.pre_grad_custom_pass, inductor.Fusion)
+        assert isinstance(config.pre_grad_custom_pass, Fusion)
         assert config.pre_grad_custom_pass.uuid() is None, "of the program's pass no cache may speak"
         with torch._functorch.config.patch(enable_autograd_cache=False):
             torch.compile(made(MLP()), dynamic=False)(given())
@@ -64,7 +64,7 @@ def test_a_pass_of_the_program_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_caches_go_by_changes_with_records_and_with_enable() -> None:
-    fusion = inductor.Fusion(None)
+    fusion = Fusion(None)
     off = fusion.uuid()
     with tunegemm.enable():
         on = fusion.uuid()

@@ -9,6 +9,7 @@ the
   background;
 - `policy`, `is_off`, `device_type` and `may_load` tell whether a kernel may serve now;
 - `operators` are those of ATen that `tunegemm.enable` takes over for it;
+- `define` makes an operator of our own, for graphs;
 - `warn` and `missed` report calls that fall back to torch; `recorded` and `serves_by` look up records.
 
 Products of two matrices are calls of `api.dispatcher`: `product`, `fused`, `below_autograd`, `compiled`, and
@@ -42,14 +43,35 @@ from tunegemm.store import packs
 from tunegemm.store.record import Record
 
 __all__ = [
-    "Known", "LaunchCache", "allocation", "compiled", "device_of", "device_type", "fingerprint", "forget",
-    "gpu_of", "is_off", "loaded", "may_load", "missed", "observer", "operators", "policy", "recorded",
-    "serves_by", "warn",
+    "Known", "LaunchCache", "allocation", "compiled", "define", "device_of", "device_type", "fingerprint",
+    "forget", "gpu_of", "is_off", "library", "loaded", "may_load", "missed", "observer", "operators",
+    "policy", "recorded", "serves_by", "warn",
 ]  # fmt: skip
 
 #: Replacements of ATen's operators, beyond those of two matrices, that `tunegemm.enable` installs: functions
 #: of torch's kernel, by the operator's name. Rooms add theirs when they are imported.
 operators: dict[str, Callable[[Any], Callable[..., Any]]] = {}
+
+#: Holds the operators `tunegemm::NAME`.
+library = torch.library.Library("tunegemm", "DEF")
+
+
+def define(
+    schema: str,
+    compute: Callable[..., Any],
+    fake: Callable[..., Any],
+    tags: tuple[torch.Tag, ...] = (),
+) -> None:
+    """Define an operator `tunegemm::NAME` by its schema, ``NAME(Tensor a, ...) -> Tensor``.
+
+    Graphs of torch.compile and torch.export hold such operators and do not look inside. compute: computes it
+    below autograd. fake: returns the result for tensors without memory.
+    """
+    name = schema.partition("(")[0]
+    library.define(schema, tags=tags)
+    library.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tunegemm::{name}", fake, lib=library)
+
 
 #: Layouts of operands that one key keeps.
 _MOST_ALIKE = 4

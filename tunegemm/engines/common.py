@@ -39,13 +39,6 @@ _Asked: TypeAlias = tuple[Form, tuple[torch.Tensor, ...]]
 #: The engines' own functions, by the names under which graphs call them.
 own: dict[str, Callable[..., torch.Tensor]] = {}
 
-_library = torch.library.Library("tunegemm", "FRAGMENT")
-_library.define("engine_linear(Tensor x, Tensor weight, Tensor? bias, str name) -> Tensor")
-_library.define(
-    "engine_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, "
-    "ScalarType out_dtype, str name) -> Tensor"
-)
-
 
 def _linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, name: str, site: str = ""
@@ -118,19 +111,16 @@ def _remember(site: str, a: torch.Tensor, asked: Sequence[_Asked]) -> None:
     _torchs.keep((site, a.size(0)), None)
 
 
-_library.impl("engine_linear", _linear, "CompositeExplicitAutograd")
-_library.impl("engine_scaled_mm", _scaled_mm, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "tunegemm::engine_linear",
+extension.define(
+    "engine_linear(Tensor x, Tensor weight, Tensor? bias, str name) -> Tensor",
+    _linear,
     lambda x, weight, bias, name: x.new_empty((*x.shape[:-1], weight.shape[0])),
-    lib=_library,
 )
-torch.library.register_fake(
-    "tunegemm::engine_scaled_mm",
-    lambda a, b, scale_a, scale_b, bias, out_dtype, name: a.new_empty(
-        (a.shape[0], b.shape[1]), dtype=out_dtype
-    ),
-    lib=_library,
+extension.define(
+    "engine_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, "
+    "ScalarType out_dtype, str name) -> Tensor",
+    _scaled_mm,
+    lambda a, b, _, __, bias, dtype, name: a.new_empty((a.shape[0], b.shape[1]), dtype=dtype),
 )
 
 
@@ -161,15 +151,9 @@ def scaled_form(
 
 def lower() -> None:
     """Make Inductor's code call the operators' functions. Call this before code is generated or loaded."""
-    scaled, linear = torch.ops.tunegemm.engine_scaled_mm.default, torch.ops.tunegemm.engine_linear.default
-    lower_to_function(
-        scaled, _scaled_mm, "tunegemm_engine_scaled_mm",
-        lambda a, b, *others: [a.get_size()[0], b.get_size()[1]],
-    )  # fmt: skip
-    lower_to_function(
-        linear, _linear, "tunegemm_engine_linear",
-        lambda x, weight, *others: [*x.get_size()[:-1], weight.get_size()[0]],
-    )  # fmt: skip
+    operators = torch.ops.tunegemm
+    lower_to_function(operators.engine_scaled_mm.default, _scaled_mm, "tunegemm_engine_scaled_mm")
+    lower_to_function(operators.engine_linear.default, _linear, "tunegemm_engine_linear")
 
 
 def is_served_kind(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -56,9 +56,6 @@ met: dict[torch.Size, None] = {}
 #: The end of a single group, by device and number of rows.
 _ends: dict[tuple[torch.device, int], torch.Tensor] = {}
 
-_library = torch.library.Library("tunegemm", "FRAGMENT")
-_library.define("engine_gated(Tensor x, Tensor weight) -> Tensor")
-
 
 def _gated(x: torch.Tensor, weight: torch.Tensor, site: str = "") -> torch.Tensor:
     """Compute ``silu(gate) * up`` from the halves of ``x @ weight.T``.
@@ -111,11 +108,10 @@ def _gate_of(both: torch.Tensor) -> torch.Tensor:
     return result
 
 
-_library.impl("engine_gated", _gated, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "tunegemm::engine_gated",
+extension.define(
+    "engine_gated(Tensor x, Tensor weight) -> Tensor",
+    _gated,
     lambda x, weight: x.new_empty((x.shape[0], weight.shape[0] // 2)),
-    lib=_library,
 )
 
 
@@ -130,10 +126,7 @@ def said() -> str:
 
 def lower() -> None:
     """See `engines.common.lower`."""
-    lower_to_function(
-        torch.ops.tunegemm.engine_gated.default, _gated, "tunegemm_engine_gated",
-        lambda x, weight: [x.get_size()[0], weight.get_size()[0] // 2],
-    )  # fmt: skip
+    lower_to_function(torch.ops.tunegemm.engine_gated.default, _gated, "tunegemm_engine_gated")
 
 
 def ranges(columns: int, k: int) -> list[tuple[int, int]]:

@@ -12,9 +12,17 @@ from typing import Any, Generic, Self, TypeVar
 
 from tunegemm.compile import cute_object
 from tunegemm.describe.device import Device
+from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.launching import AddressLaunch
+from tunegemm.generate.launching import (
+    AddressLaunch,
+    AddressLauncher,
+    Launcher,
+    operand_reader,
+    words_reader,
+)
 from tunegemm.generate.takes import UNIT_BYTES, not_aligned
+from tunegemm.generate.tiles import persistent_grid
 from tunegemm.generate.workspace import Workspace
 
 SHARED_LIBRARY = b"\3\0"
@@ -119,6 +127,21 @@ def load_launch(
 
     make.keep = functools.partial(kept.setdefault, _key(artifact), function)  # type: ignore[attr-defined]
     return make
+
+
+def vector_launcher(
+    problem: Problem, candidate: Candidate, device: Device, artifact: Path, workspace: Workspace | None
+) -> Launcher:
+    """A launcher of a kernel that reads A and B by vectors of `vector_bytes`."""
+    extents = (problem.m, problem.n, problem.k, problem.batch)
+    order: tuple[int, ...] = ()
+    if "raster_order" in candidate.params:
+        order = int(candidate["raster_order"] == "along_m"), int(candidate["swizzle_size"])
+    schedule = (*order, persistent_grid(problem, candidate, device), int(candidate["split_k"]))
+    units = int(candidate["vector_bytes"]), DTYPE_BYTES[problem.out_dtype]
+    make = load_launch(artifact, candidate, device, workspace, extents, schedule, unit_bytes=units)
+    words = words_reader(problem) if problem.fused.words else None
+    return AddressLauncher(operand_reader(problem, *units), make, words)
 
 
 def forget() -> None:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar
 
+from tunegemm.compile import cute_object
 from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device, package_version
 from tunegemm.describe.problem import Problem, swapped_dtype
@@ -154,17 +155,21 @@ class Kernels:
     The latter are for Hopper, and a table in db lists those that ship.
     """
 
-    name: str
     folder: Path
     """The folder of the `kernel_sources`."""
     compile: Callable[[Key, Path], Resources]
     """Compiles the kernel of a key into an object file. Raises whatever the compiler raises."""
-    toolchain: Callable[[], Mapping[str, str | int]]
-    """Returns the compiler versions and settings that an object depends on."""
-    packages: Sequence[Package]
+    name: str = ""
+    """By default the folder's name."""
+    toolchain: Callable[[], Mapping[str, str | int]] = cute_object.toolchain
+    """Returns the compiler versions and settings that an object depends on: by default those of CuTe."""
+    packages: Sequence[Package] = (CUTE_DSL, TVM_FFI)
     """Packages that loading and launching an object needs."""
     compiler_packages: Sequence[Package] = ()
     """Packages that only compiling needs."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.folder.name)
 
     @property
     def sources(self) -> tuple[Path, ...]:
@@ -224,6 +229,7 @@ class TileGenerator(Kernels):
     compiled: ClassVar[Literal[True]] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.grouped:
             usual = (rows_together,) if self.fuses else (rows_together, epilogue)
             object.__setattr__(self, "rules", (*usual, *self.rules))

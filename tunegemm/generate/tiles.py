@@ -11,7 +11,7 @@ from typing import Any
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem, default_out_dtype, swapped_dtype
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.feasibility import rule
+from tunegemm.generate.feasibility import exceeded_smem, rule
 from tunegemm.generate.workspace import Workspace
 
 _SWAP_MAX_M = 128
@@ -159,6 +159,27 @@ def split_work(problem: Problem, candidate: Candidate, device: Device) -> str | 
     tiles = tile_count(problem, candidate)
     if tiles * splits > _MAX_WORK_PER_SM * device.sm_count:
         return f"split_k {splits} x {tiles} tiles > {_MAX_WORK_PER_SM} x {device.sm_count} multiprocessors"
+    return None
+
+
+def exceeded_by_two(
+    problem: Problem, candidate: Candidate, device: Device, config: Any, other_registers: int
+) -> str | None:
+    """Why `ctas` cannot be ``two_per_sm``: a multiprocessor does not hold two blocks, or has no work for
+    them. None if it can, or is not.
+
+    other_registers: those of a thread beside its accumulators.
+    """
+    if candidate.params.get("ctas") != "two_per_sm":
+        return None
+    work = tile_count(problem, candidate) * int(candidate.params.get("split_k", 1))
+    if work <= device.sm_count:
+        return f"{work} work units <= {device.sm_count} multiprocessors: one block each does the same"
+    limits, registers = device.architecture, config.accumulator_registers + other_registers
+    if (reason := exceeded_smem(config.smem_bytes, limits, blocks=2)) is not None:
+        return reason
+    if 2 * config.threads * registers > limits.registers_per_sm:
+        return f"2 x {config.threads} threads x {registers} registers > {limits.registers_per_sm}"
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import math
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ from tunegemm.generate.launching import (
     tma_reader,
 )
 from tunegemm.generate.takes import UNIT_BYTES, not_aligned
-from tunegemm.generate.tiles import seen_by_kernel
+from tunegemm.generate.tiles import persistent_grid, seen_by_kernel
 from tunegemm.generate.workspace import Workspace
 
 #: (address, extents, strides) of a tensor map. Extents and strides are in elements, outermost first; the last
@@ -132,23 +133,22 @@ def load_launcher(
     candidate: Candidate,
     device: Device,
     artifact: Path,
-    ctas: int,
-    scalars: Mapping[str, int],
     workspace: Workspace | None,
     *,
+    ctas: int | None = None,
     views: Views | None = None,
     read: Reader | None = None,
     unit_bytes: tuple[int, int] = (UNIT_BYTES, UNIT_BYTES),
 ) -> Launcher:
-    """A launcher of an object, for a grid of `ctas` blocks.
+    """A launcher of an object, for a grid of `ctas` blocks, by default the persistent one.
 
-    scalars: the kernel's arguments by name, except those of the operands and the workspace's ``partials`` and
-    ``counters``. views: returns the operands' arguments, by default tensor maps. read: returns the operands'
+    views: returns the operands' arguments, by default tensor maps. read: returns the operands'
     places, by default such as TMA takes. unit_bytes: the alignment of A and B, and of D.
     """
     from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
 
     index, seen = device.index, seen_by_kernel(problem, candidate)
+    scalars, blocks = scalars_of(seen, candidate), ctas or persistent_grid(problem, candidate, device)
     kernel, swap = load(artifact, index), bool(candidate.params.get("swap_ab", False))
     views, (in_mask, out_mask) = views or matrix_views, (unit - 1 for unit in unit_bytes)
 
@@ -172,13 +172,25 @@ def load_launcher(
                     raise not_aligned(a=a, b=b, out=d)
                 ensure_context(index)  # tensor maps need a context
                 found = kept.keep(key, arguments(*key))
-            kernel.launch(ctas, stream, found)
+            kernel.launch(blocks, stream, found)
             del memory  # the launch is queued
 
         return launch
 
     make.keep = never_unloaded  # type: ignore[attr-defined]
     return AddressLauncher(read or tma_reader(problem), make)
+
+
+def scalars_of(seen: Problem, candidate: Candidate) -> dict[str, int]:
+    """The numbers that kernels take, by argument name, for the product that a kernel sees."""
+    split_k = int(candidate.params.get("split_k", 1))
+    along_m, swizzle = int(candidate["raster_order"] == "along_m"), int(candidate["swizzle_size"])
+    return {
+        "m": seen.m, "n": seen.n, "k": seen.k, "batch": seen.batch, "split_k": split_k,
+        "tiles_m": -(-seen.m // candidate["tile_m"]), "tiles_n": -(-seen.n // candidate["tile_n"]),
+        "k_tiles": math.ceil(math.ceil(seen.k / candidate["tile_k"]) / split_k),
+        "along_m": along_m, "raster_along_m": along_m, "swizzle": swizzle, "swizzle_size": swizzle,
+    }  # fmt: skip
 
 
 def matrix_views(seen: Problem, a: int, b: int, d: int, *strides: int) -> dict[str, int | View]:

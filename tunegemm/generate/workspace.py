@@ -93,6 +93,12 @@ class Workspace:
         return memory.data_ptr(), counters, memory
 
 
+@functools.cache
+def tile_counter(index: int) -> Workspace:
+    """The memory of a launch's counter of tiles that were drawn, on the device with an index."""
+    return Workspace(0, 4, index)
+
+
 def exceeded_workspace(workspace: Workspace | None) -> str | None:
     """Why a candidate cannot have its workspace; None if it can."""
     if workspace is None or workspace.num_bytes <= MAX_WORKSPACE_BYTES:

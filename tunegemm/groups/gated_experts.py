@@ -258,13 +258,6 @@ def _traced(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) 
     return result
 
 
-_library = torch.library.Library("tunegemm", "FRAGMENT")
-_library.define(
-    "gated_grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias, str gate, bool interleaved) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
-)
-
-
 def _compute(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor:
     arguments = a, b, offs, bias, gate, interleaved
     result = None if deterministic() else grouped.groups.below_autograd(*arguments)
@@ -275,11 +268,11 @@ def _compute(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool)
     return result
 
 
-_library.impl("gated_grouped_mm", _compute, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "tunegemm::gated_grouped_mm",
+extension.define(
+    "gated_grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias, str gate, bool interleaved) -> Tensor",
+    _compute,
     lambda a, b, offs, bias, gate, interleaved: a.new_empty((a.shape[0], b.shape[2] // 2)),
-    lib=_library,
+    grouped.TAGS,
 )
 
 

@@ -8,14 +8,13 @@ Torch computes products for which no kernel is known to be faster.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from tunegemm.choose.policies import read_check_groups
-from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import PLAIN
@@ -249,16 +248,15 @@ class Groups:
             choice: GroupedChoice | AlongKChoice | None
             if b.ndim == 2:
                 extents = offs.shape[0], a.shape[0], b.shape[1], b.shape[0]
-                choice = choose_along_k(*extents, gpu=gpu_of(a.device))
+                choice = choose_along_k(*extents, gpu=extension.gpu_of(a.device))
             else:
                 extents = b.shape[0], b.shape[2], b.shape[1], a.shape[0]
                 dtype, major = _DTYPES[a.dtype], "k" if b.stride(1) == 1 else "n"
                 record = _record(*extents, a.device, dtype=dtype, gate=gate, b_major=major)
                 ordered = extension.policy().is_batch_invariant
                 if record is None or (ordered and is_torch(record.candidate)):
-                    choice = choose(
-                        *extents, gpu=gpu_of(a.device), dtype=dtype, gate=gate, major=major, ordered=ordered
-                    )
+                    gpu = extension.gpu_of(a.device)
+                    choice = choose(*extents, gpu=gpu, dtype=dtype, gate=gate, major=major, ordered=ordered)
                 else:
                     choice = _choice_of(record)
             if choice is None:
@@ -274,11 +272,9 @@ class Groups:
         return kernel, kernel is None
 
     def _load_compiled(self, choice: GroupedChoice | AlongKChoice, index: int) -> Kernel | None:
-        whole = find_device(f"cuda:{index}")
-        device = extension.policy().device(whole)
-        if (reason := kernels.FAMILY.cannot_launch(device)) is not None:
-            raise ArtifactError(reason)
-        is_whole = device.sm_count == whole.sm_count  # the kernel for few rows fills the GPU
+        place = torch.device("cuda", index)
+        device = extension.device_of(place)
+        is_whole = device.sm_count == device.fingerprint.sm_count  # the kernel for few rows fills the GPU
         if isinstance(choice, GroupedChoice) and choice.is_few and is_whole:
             return routing.few(choice.config, index)
         words: dict[str, Any] = {"blocks": device.sm_count, "swizzle_size": choice.swizzle_size}
@@ -287,11 +283,9 @@ class Groups:
             words["l2_hint"] = choice.l2_hint
         else:
             maker = along_k
-        artifact = extension.compiled(maker.FAMILY.name, maker.kernel_key(choice.config))
-        if artifact is None:
+        kernel = extension.loaded(maker, maker.Kernel.load, choice.config, place)
+        if kernel is None:
             return None
-        with torch.cuda.device(index):
-            kernel = maker.Kernel.load(choice.config, artifact.path)
         of = partial(kernel.of, **words)
 
         def of_there(*operands: Any, **words: Any) -> Launch:
@@ -307,12 +301,6 @@ class Groups:
             return launch_there
 
         return of_there
-
-
-@cache
-def gpu_of(device: torch.device) -> str:
-    """The name of a GPU; empty for other devices."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def are_plain(*operands: torch.Tensor | None) -> bool:
@@ -518,12 +506,6 @@ def _traced(
     return result
 
 
-_library = torch.library.Library("tunegemm", "FRAGMENT")
-_tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-_library.define("grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None) -> Tensor", tags=_tags)
-_library.define("grouped_along_k(Tensor a, Tensor b, Tensor offs) -> Tensor", tags=_tags)
-
-
 def _compute(a: Any, b: Any, offs: Any, bias: Any = None) -> torch.Tensor:
     result = None if deterministic() else groups.below_autograd(a, b, offs, bias)
     return by_torch(a, b, offs=offs, bias=bias) if result is None else result
@@ -547,9 +529,13 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return of_a, of_b, None, None
 
 
-for _name in ("grouped_mm", "grouped_along_k"):
-    _library.impl(_name, _compute, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        f"tunegemm::{_name}", lambda a, b, offs, bias=None: torch._grouped_mm(a, b, offs=offs), lib=_library
+#: Of operators of groups: Inductor keeps the strides of their operands.
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+for _schema in (
+    "grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None) -> Tensor",
+    "grouped_along_k(Tensor a, Tensor b, Tensor offs) -> Tensor",
+):
+    extension.define(
+        _schema, _compute, lambda a, b, offs, bias=None: torch._grouped_mm(a, b, offs=offs), TAGS
     )
-torch.library.register_autograd("tunegemm::grouped_mm", _backward, setup_context=_keep, lib=_library)
+torch.library.register_autograd("tunegemm::grouped_mm", _backward, setup_context=_keep, lib=extension.library)

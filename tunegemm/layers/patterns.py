@@ -174,11 +174,8 @@ def product(node: Node) -> Match | None:
     operands = product_of(node)
     if operands is None or any(each is None or each.ndim < 2 for each in map(value, operands[:2])):
         return None
-    is_grouped = len(operands) == 3
-    return Match(
-        "product", (node,), operands[:2], sites.grouped if is_grouped else sites.product, (),
-        ends=operands[2:],
-    )  # fmt: skip
+    call: Callable[..., Any] = sites.grouped if len(operands) == 3 else sites.product
+    return Match("product", (node,), operands[:2], lambda facts: call, (), ends=operands[2:])
 
 
 #: In the order in which they are looked for.

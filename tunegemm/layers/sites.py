@@ -107,21 +107,17 @@ class Linear(Site):
             self.by_torch = functional.linear  # type: ignore[assignment,method-assign]
 
     def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, Keep]:
-        weight, *tensors = operands
-        if self._has_residual and not tensors[-1].is_contiguous():
+        if self._has_residual and not operands[-1].is_contiguous():
             return None, None, Keep.NOT
-        rows, right = x.view(-1, x.shape[-1]), weight.t()
-        seen = tuple(each if each.ndim == 1 else each.view(-1, each.shape[-1]) for each in tensors)
-        result = api.dispatcher.fused(self._form, rows, right, seen)
+        result = self._by_dispatcher(x, *operands)
+        rows, right, seen = _as_matrices(x, *operands)
         recent = api.dispatcher.known(self._form, rows, right, *seen)
-        shape = (*x.shape[:-1], weight.shape[0])
         way: Way | None = None
         if result is not None:
-            result = result.view(shape)
             plan = recent.plan if recent is not None else None
             if plan is None or plan.launch_at is None or plan.reduces:
                 return self._by_dispatcher, result, Keep.LONG
-            way = _launched(plan, tuple(shape), tuple(result.stride()), self._has_residual)
+            way = _launched(plan, tuple(result.shape), tuple(result.stride()), self._has_residual)
             if self._has_residual and len(rows) <= _LIBRARY_ROWS and _is_library(plan):
                 way = partial(_captured, way)
         return way, result, Keep.NOT if recent is None else Keep.LONG
@@ -130,8 +126,7 @@ class Linear(Site):
         """For kernels that are not launched by addresses alone."""
         if not x.is_contiguous() or (self._has_residual and not tensors[-1].is_contiguous()):
             return None
-        seen = tuple(each if each.ndim == 1 else each.view(-1, each.shape[-1]) for each in tensors)
-        result = api.dispatcher.fused(self._form, x.view(-1, x.shape[-1]), weight.t(), seen)
+        result = api.dispatcher.fused(self._form, *_as_matrices(x, weight, *tensors))
         return None if result is None else result.view(*x.shape[:-1], weight.shape[0])
 
     def by_torch(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
@@ -141,6 +136,14 @@ class Linear(Site):
         if self._activate is not None:
             result = self._activate(result)
         return tensors[-1] + result if self._has_residual else result
+
+
+def _as_matrices(
+    x: torch.Tensor, weight: torch.Tensor, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The operands of a linear layer as the dispatcher takes them: rows, the weight turned, and the rest."""
+    seen = tuple(each if each.ndim == 1 else each.view(-1, each.shape[-1]) for each in tensors)
+    return x.view(-1, x.shape[-1]), weight.t(), seen
 
 
 def _launched(plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], has_residual: bool) -> Way:
@@ -242,22 +245,14 @@ class Several(Joint):
         return tuple([site(x, *each) for site, *each in zip(self._linears, *arguments, strict=True)])
 
 
-def product(facts: tuple[Any, ...]) -> Callable[..., torch.Tensor]:
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """A product of two matrices, or of batches of them."""
-    return _product
-
-
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     result = None if dispatch_modes() else api.dispatcher.below_autograd(a, b)
     return torch.matmul(a, b) if result is None else result
 
 
-def grouped(facts: tuple[Any, ...]) -> Callable[..., torch.Tensor]:
+def grouped(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """A product of rows in groups."""
-    return _grouped
-
-
-def _grouped(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return grouped_mm(a, b, offs=ends)
 
 

@@ -19,7 +19,7 @@ import torch
 from tunegemm.dispatch import api
 from tunegemm.dispatch.forms import MATMUL, form_of
 
-_NAME = "tunegemm_product"
+_PLAIN = form_of(MATMUL, "")
 #: What the sites begin with whose number of rows may change.
 _ANY_ROWS = "any rows; "
 
@@ -39,124 +39,88 @@ def site_of(operands: Sequence[torch.Tensor], *form: object) -> str:
     return _ANY_ROWS * is_symbolic + "; ".join((*places, *map(str, form)))
 
 
-class _Inductor:
-    """The parts of Inductor that `lower` extends, imported late because the import takes seconds."""
-
-    def __init__(self) -> None:
-        self.select, self.ir, self.lowering, virtualized = (
-            importlib.import_module(f"torch._inductor.{name}")
-            for name in ("select_algorithm", "ir", "lowering", "virtualized")
-        )
-        self.graphs = virtualized.V
-
-    def knows(self, name: str) -> bool:
-        return hasattr(self.select.extern_kernels, name)
-
-    def as_traced(self, node: Any, traced: Any) -> Any:
-        """An operand in memory, with the strides that it had when it was traced."""
-        realized = self.ir.ExternKernel.realize_input(node)
-        return self.ir.ExternKernel.require_exact_strides(realized, traced.meta["val"].stride())
-
-    def result(self, choice: Any, nodes: Sequence[Any], size: Sequence[Any], **words: Any) -> Any:
-        """The node of a call that writes a dense result."""
-        dtype = self.graphs.graph.current_node.meta["val"].dtype
-        layout = self.ir.FixedLayout(nodes[0].get_device(), dtype, size)
-        result = choice.bind(nodes, layout, **words).output_node()
-        return result[0] if isinstance(result, tuple) else result
-
-    def register(self, operator: Any, call: Callable[..., Any]) -> None:
-        """Make Inductor lower an operator by calling a function."""
-        by_operator = self.lowering.fallback_handler(operator, add_to_fallback_set=False)
-
-        def lowered(*arguments: Any, **keywords: Any) -> Any:
-            # C++ calls no Python functions, but operators.
-            return (by_operator if self.graphs.graph.cpp_wrapper else call)(*arguments, **keywords)
-
-        self.lowering.register_lowering(operator, type_promotion_kind=None)(lowered)
-        self.lowering.add_needs_realized_inputs(operator)  # as for aten.mm
-
-
 def lower() -> None:
     """Teach Inductor `tunegemm::mm`, `bmm` and `fused`, once. It imports Inductor, so only processes that
     compile call it."""
-    with suppress(ImportError, AttributeError):
-        inductor = _Inductor()
-        if not inductor.knows(_NAME):
-            _lower(inductor)
+    operators = torch.ops.tunegemm
+    for operator in (operators.mm.default, operators.bmm.default):
+        lower_to_function(operator, _product, "tunegemm_product", writes=True)
+    lower_to_function(operators.fused.default, _fused, "tunegemm_product_and_more", writes=True)
 
 
-def _lower(inductor: _Inductor) -> None:
-    # Inductor keeps code with these names and arguments on disk: see `ops.CALLS`.
-    # vLLM keeps code by its records only, and code from before `any_rows` does not mention rows.
-    def product(
-        a: torch.Tensor, b: torch.Tensor, *, site: str, any_rows: bool = False, out: torch.Tensor
-    ) -> torch.Tensor:
-        return api.dispatcher.compiled((site, a.size(0)) if any_rows else site, plain, a, b, (), (), out)
-
-    def fused_product(
-        a: torch.Tensor, b: torch.Tensor, *operands: torch.Tensor, site: str, any_rows: bool = False,
-        numbers: Sequence[float], epilogue: str, out_dtype: torch.dtype | None, accumulation: str,
-        out: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        form, place = form_of(MATMUL, epilogue, out_dtype, accumulation), (site, a.size(0))
-        return api.dispatcher.compiled(place if any_rows else site, form, a, b, operands, numbers, out)
-
-    plain = form_of(MATMUL, "")
-    choice = inductor.select.ExternKernelChoice(product, name=_NAME)
-    fused_choice = inductor.select.ExternKernelChoice(fused_product, name=f"{_NAME}_and_more")
-
-    def called(
-        choice: Any, operands: Sequence[Any], traced: Sequence[Any], columns: Any, **words: Any
-    ) -> Any:
-        nodes = [inductor.as_traced(node, source) for node, source in zip(operands, traced, strict=True)]
-        site = site_of([argument.meta["val"] for argument in traced], *words.values())
-        any_rows, size = site.startswith(_ANY_ROWS), [*nodes[0].get_size()[:-1], columns]
-        return inductor.result(choice, nodes, size, site=site, any_rows=any_rows, **words)
-
-    def plainly(a: Any, b: Any, *, records: str = "") -> Any:
-        return called(choice, (a, b), inductor.graphs.graph.current_node.args, b.get_size()[-1])
-
-    def fused(
-        a: Any, b: Any, operands: Sequence[Any], numbers: Sequence[float], *asked: Any, records: str = ""
-    ) -> Any:
-        left, right, others, *_ = inductor.graphs.graph.current_node.args
-        form = form_of(MATMUL, *asked)
-        columns = b.get_size()[-1] // (2 if form.epilogue.gated else 1)
-        return called(
-            fused_choice, (a, b, *operands), (left, right, *others), columns, numbers=list(numbers),
-            epilogue=form.text, out_dtype=form.out_dtype, accumulation=form.accumulation,
-        )  # fmt: skip
-
-    inductor.register(torch.ops.tunegemm.fused.default, fused)
-    for operator in (torch.ops.tunegemm.mm.default, torch.ops.tunegemm.bmm.default):
-        inductor.register(operator, plainly)
+# Inductor keeps code with these names and arguments on disk: see `ops.CALLS`.
+# vLLM keeps code by its records only, and code from before `any_rows` does not mention rows.
+def _product(
+    a: torch.Tensor, b: torch.Tensor, *, site: str, any_rows: bool = False, out: torch.Tensor
+) -> torch.Tensor:
+    place = (site, a.size(0)) if any_rows else site
+    return api.dispatcher.compiled(place, _PLAIN, a, b, (), (), out)
 
 
-def lower_to_function(operator: Any, function: Callable[..., torch.Tensor], name: str, size: Any) -> None:
+def _fused(
+    a: torch.Tensor, b: torch.Tensor, *operands: torch.Tensor, site: str, any_rows: bool = False,
+    numbers: Sequence[float], epilogue: str, out_dtype: torch.dtype | None = None,
+    accumulation: str = "fast", out: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    form, place = form_of(MATMUL, epilogue, out_dtype, accumulation), (site, a.size(0))
+    return api.dispatcher.compiled(place if any_rows else site, form, a, b, operands, numbers, out)
+
+
+#: What Inductor makes of each function: one for all operators that it computes, by its name.
+_choices: dict[str, Any] = {}
+_lowered: set[Any] = set()
+
+
+def lower_to_function(
+    operator: Any, function: Callable[..., torch.Tensor], name: str, *, writes: bool = False
+) -> None:
     """Teach Inductor, once, to call a function in place of an operator: the way through torch's dispatcher
     and back costs the host some 6 us.
 
-    name: the function's name in Inductor's code. The function gets the operator's arguments and ``site=``,
-    made by `site_of`. size: returns the result's size from Inductor's nodes for the tensors among the
-    arguments, which are dense and come first.
+    name: the function's name in Inductor's code. The function gets the operator's tensors, then its other
+    arguments by name, and ``site=``, made by `site_of`. It returns a dense result; writes: it gets this as
+    ``out=``, and ``any_rows=``, whether the site leaves the number of rows open.
     """
     with suppress(ImportError, AttributeError):
-        inductor = _Inductor()
-        if inductor.knows(name):
+        # Imported late because the import takes seconds.
+        select, ir, lowering, virtualized = (
+            importlib.import_module(f"torch._inductor.{each}")
+            for each in ("select_algorithm", "ir", "lowering", "virtualized")
+        )
+        if operator in _lowered:
             return
-        parameters = [argument.name for argument in operator._schema.arguments]
-        choice = inductor.select.ExternKernelChoice(function, name=name, has_out_variant=False)
+        if (choice := _choices.get(name)) is None:
+            choice = select.ExternKernelChoice(function, name=name, has_out_variant=writes)
+            _choices[name] = choice
+        parameters = operator._schema.arguments
+        graphs, by_operator = virtualized.V, lowering.fallback_handler(operator, add_to_fallback_set=False)
 
-        def call(*arguments: Any) -> Any:
-            nodes, values, others = [], [], {}
-            traced = inductor.graphs.graph.current_node.args
-            for key, argument, source in zip(parameters, arguments, traced, strict=True):
-                if isinstance(argument, inductor.ir.TensorBox):
-                    nodes.append(inductor.as_traced(argument, source))
-                    values.append(source.meta["val"])
-                else:
-                    others[key] = argument
-            others["site"] = site_of(values, name, *others.values())
-            return inductor.result(choice, nodes, size(*nodes), **others)
+        def lowered(*arguments: Any, **keywords: Any) -> Any:
+            if graphs.graph.cpp_wrapper:  # C++ calls no Python functions, but operators
+                return by_operator(*arguments, **keywords)
+            nodes, values, words = [], [], {}
+            node = graphs.graph.current_node
+            for parameter, argument, source in zip(parameters, arguments, node.args, strict=False):
+                is_list = isinstance(parameter.type, torch.ListType) and "Tensor" in str(parameter.type)
+                if not (is_list or isinstance(argument, ir.TensorBox)):
+                    words[parameter.name] = argument
+                    continue
+                given, sources = (argument, source) if is_list else ([argument], [source])
+                for each, traced in zip(given, sources, strict=True):
+                    value = traced.meta["val"]
+                    # In memory, with the strides that it had when it was traced.
+                    realized = ir.ExternKernel.realize_input(each)
+                    nodes.append(ir.ExternKernel.require_exact_strides(realized, value.stride()))
+                    values.append(value)
+            words["site"] = site = site_of(values, name, *words.values())
+            if writes:
+                words["any_rows"] = site.startswith(_ANY_ROWS)
+            result = node.meta["val"]
+            size = ir.convert_shape_to_inductor(result.shape)
+            layout = ir.FixedLayout(nodes[0].get_device(), result.dtype, size)
+            found = choice.bind(nodes, layout, **words).output_node()
+            return found[0] if isinstance(found, tuple) else found
 
-        inductor.register(operator, call)
+        lowering.register_lowering(operator, type_promotion_kind=None)(lowered)
+        lowering.add_needs_realized_inputs(operator)  # as for aten.mm
+        _lowered.add(operator)

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tunegemm.dispatch import api
 from tunegemm.dispatch.autograd import DTYPES, PLAIN, gradients, is_simple
+from tunegemm.dispatch.extension import define, library
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, MATMUL, Form, form_of
 from tunegemm.dispatch.unfused import unfused
 
@@ -35,9 +36,6 @@ CALLS = "calls-3"
 
 Operands: TypeAlias = Sequence[torch.Tensor]
 Numbers: TypeAlias = Sequence[float]
-
-_library = torch.library.Library("tunegemm", "DEF")
-
 
 # A compiler that calls us fixes strides late (`lowering`). A tag would fix them earlier and copy operands
 # that are not computed yet: the norm of a model was written again for each product that reads it.
@@ -71,14 +69,11 @@ def _define_matmul_out() -> None:
         elif not out.is_inference():  # inference tensors count no versions
             torch.autograd.graph.increment_version(out)
 
-    _library.define("matmul_out(Tensor a, Tensor b, Tensor(a!) out) -> ()", tags=_TAGS)
-    _library.impl("matmul_out", write, "CompositeExplicitAutograd")
-    torch.library.register_fake("tunegemm::matmul_out", lambda a, b, out: None, lib=_library)
+    schema = "matmul_out(Tensor a, Tensor b, Tensor(a!) out) -> ()"
+    define(schema, write, lambda a, b, out: None, _TAGS)
 
 
 def _define_product(name: str) -> None:
-    _library.define(f"{name}(Tensor a, Tensor b, *, str records='') -> Tensor", tags=_TAGS)
-    operator = getattr(torch.ops.tunegemm, name).default
     rank = 2 if name == "mm" else 3
     plain, aten = form_of(MATMUL, ""), getattr(torch.ops.aten, name)
 
@@ -107,10 +102,6 @@ def _define_product(name: str) -> None:
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             return gradients(operator, grad, ctx.saved_tensors, ctx.needs_input_grad)
 
-    def below_autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keyset & torch._C._after_autograd_keyset, a, b, records=CALLS)
-
     def autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor, *, records: str = "") -> torch.Tensor:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return torch.matmul(a, b)  # an autograd.Function cannot be applied inside a transform's kernel
@@ -122,7 +113,8 @@ def _define_product(name: str) -> None:
             return Differentiable.apply(a, b)
         if type(a) in PLAIN and type(b) in PLAIN and not torch._C._len_torch_dispatch_stack():
             return compute(a, b)  # no mode below is active; saves the way through torch's dispatcher
-        return below_autograd(keyset, a, b)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keyset & torch._C._after_autograd_keyset, a, b, records=CALLS)
 
     def vmap(
         info: Any, in_dims: Any, a: torch.Tensor, b: torch.Tensor, *, records: str = ""
@@ -130,20 +122,13 @@ def _define_product(name: str) -> None:
         a, b = (x if dim is None else x.movedim(dim, 0) for x, dim in zip((a, b), in_dims, strict=True))
         return torch.matmul(a, b), 0
 
-    _library.impl(name, compute, "CompositeExplicitAutograd")
-    _library.impl(name, autograd, "Autograd", with_keyset=True)
-    torch.library.register_fake(f"tunegemm::{name}", fake, lib=_library)
-    torch.library.register_vmap(f"tunegemm::{name}", vmap, lib=_library)
+    define(f"{name}(Tensor a, Tensor b, *, str records='') -> Tensor", compute, fake, _TAGS)
+    operator = getattr(torch.ops.tunegemm, name).default
+    library.impl(name, autograd, "Autograd", with_keyset=True)
+    torch.library.register_vmap(f"tunegemm::{name}", vmap, lib=library)
 
 
 def _define_fused() -> None:
-    _library.define(
-        "fused(Tensor a, Tensor b, Tensor[] operands, float[] numbers, str epilogue, "
-        "ScalarType? out_dtype=None, str accumulation='fast', *, str records='') -> Tensor",
-        tags=_TAGS,
-    )
-    operator = torch.ops.tunegemm.fused.default
-
     # `form`: the epilogue, then the output's dtype and accumulation if given.
     def compute(
         a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Numbers, *form: Any, records: str = ""
@@ -185,10 +170,14 @@ def _define_fused() -> None:
 
         return torch.vmap(unbatched, tuple(in_dims[:3]))(a, b, list(operands)), 0
 
-    _library.impl("fused", compute, "CompositeExplicitAutograd")
-    _library.impl("fused", autograd, "Autograd", with_keyset=True)
-    torch.library.register_fake("tunegemm::fused", fake, lib=_library)
-    torch.library.register_vmap("tunegemm::fused", vmap, lib=_library)
+    schema = (
+        "fused(Tensor a, Tensor b, Tensor[] operands, float[] numbers, str epilogue, "
+        "ScalarType? out_dtype=None, str accumulation='fast', *, str records='') -> Tensor"
+    )
+    define(schema, compute, fake, _TAGS)
+    operator = torch.ops.tunegemm.fused.default
+    library.impl("fused", autograd, "Autograd", with_keyset=True)
+    torch.library.register_vmap("tunegemm::fused", vmap, lib=library)
 
 
 def is_served(form: Form, a: torch.Tensor, b: torch.Tensor, is_trained: bool = False) -> bool:
@@ -276,7 +265,7 @@ def traced_matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = N
     return torch.ops.tunegemm.mm(a.flatten(0, -2), b, records=records()).unflatten(0, a.shape[:-1])
 
 
-def traced_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def traced_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`tunegemm.linear` while a graph is traced."""
     if weight.ndim != 2 or not _is_servable(x, weight):
         return torch.nn.functional.linear(x, weight, bias)

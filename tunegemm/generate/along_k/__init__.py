@@ -6,14 +6,13 @@ No search includes it; db/grouped.toml lists what it serves (`tunegemm.model.gro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tunegemm.compile.cute_object import compiler, toolchain
+from tunegemm.compile.cute_object import compiler
 from tunegemm.generate.cute_launch import LoadedKernel
 from tunegemm.generate.cute_sm90.config import KernelConfig
-from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Kernels
+from tunegemm.generate.generator import Kernels
 from tunegemm.generate.takes import (
     MOST,
     UNIT_BYTES,
@@ -23,7 +22,7 @@ from tunegemm.generate.takes import (
     not_aligned,
     wrong_extents,
 )
-from tunegemm.generate.workspace import Workspace
+from tunegemm.generate.workspace import tile_counter
 
 
 def config_from(parameters: Mapping[str, Any]) -> KernelConfig:
@@ -35,19 +34,10 @@ def config_from(parameters: Mapping[str, Any]) -> KernelConfig:
 
 
 FAMILY = Kernels(
-    name="along_k",
     folder=Path(__file__).parent,
     compile=compiler(KernelConfig, "tunegemm.generate.along_k.kernel", 2),
-    toolchain=toolchain,
-    packages=(CUTE_DSL, TVM_FFI),
 )
 kernel_key = FAMILY.key_of
-
-
-@cache
-def _counter(index: int) -> Workspace:
-    """The memory of a launch's counter of tiles that were drawn."""
-    return Workspace(0, 4, index)
 
 
 class AlongK(LoadedKernel[KernelConfig]):
@@ -85,7 +75,7 @@ class AlongK(LoadedKernel[KernelConfig]):
             if (first_a | first_b | first) & (UNIT_BYTES - 1) or ends & 3:
                 raise not_aligned(a=first_a, b=first_b, out=first, offsets=ends)
             stream = current_stream(index)
-            _, counter, memory = _counter(index).take(stream)
+            _, counter, memory = tile_counter(index).take(stream)
             function(first_a, first_b, first, *numbers, ends, counter, stream)
             del memory  # the launch is queued
 

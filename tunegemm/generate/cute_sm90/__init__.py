@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunegemm.compile.cute_object import compiler, toolchain
+from tunegemm.compile.cute_object import compiler
 from tunegemm.describe.clusters import places_of, usual_neighbours
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
@@ -15,7 +15,7 @@ from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate.cute_launch import load_launch
 from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.cute_sm90.rules import RULES, config_of, resident_clusters
-from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, TileGenerator
+from tunegemm.generate.generator import TileGenerator
 from tunegemm.generate.launching import (
     AddressLauncher,
     Launcher,
@@ -190,7 +190,6 @@ def launcher(
 
 
 FAMILY = TileGenerator(
-    name="cute_sm90",
     parameters={
         "compile": (
             "schedule", "tile_scheduler", "tile_m", "tile_n", "tile_k", "stages", "cluster_m", "cluster_n",
@@ -212,6 +211,4 @@ FAMILY = TileGenerator(
     compile=compiler(KernelConfig, "tunegemm.generate.cute_sm90.kernel.gemm", 8, addresses=3),
     workspace=workspace,
     launcher=launcher,
-    toolchain=toolchain,
-    packages=(CUTE_DSL, TVM_FFI),
 )  # fmt: skip

@@ -6,30 +6,20 @@ db/grouped.toml says what it serves. No search includes it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tunegemm.compile.cute_object import compiler, toolchain
+from tunegemm.compile.cute_object import compiler
 from tunegemm.generate.drawn.config import DrawnConfig
-from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Kernels
+from tunegemm.generate.generator import Kernels
 from tunegemm.generate.grouped import GroupedKernel
-from tunegemm.generate.workspace import Workspace
+from tunegemm.generate.workspace import tile_counter
 
 FAMILY = Kernels(
-    name="drawn",
     folder=Path(__file__).parent,
     compile=compiler(DrawnConfig, "tunegemm.generate.drawn.kernel", 3, addresses=4, words=0),
-    toolchain=toolchain,
-    packages=(CUTE_DSL, TVM_FFI),
 )
 kernel_key = FAMILY.key_of
-
-
-@cache
-def _counter(index: int) -> Workspace:
-    """The memory of a launch's counter of tiles that were drawn."""
-    return Workspace(0, 4, index)
 
 
 class DrawnKernel(GroupedKernel):
@@ -37,7 +27,7 @@ class DrawnKernel(GroupedKernel):
 
     def of(self, a: Any, *operands: Any, **words: Any) -> Callable[..., None]:
         """As `GroupedKernel.of`."""
-        counter, function = _counter(a.device.index), self.function
+        counter, function = tile_counter(a.device.index), self.function
 
         def draw(*given: Any) -> None:
             stream = given[-1]

@@ -13,7 +13,7 @@ from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Key, TileGenerato
 from tunegemm.generate.gluon_wgmma.config import WARPGROUP_WARPS, KernelConfig
 from tunegemm.generate.gluon_wgmma.rules import RULES, config_of
 from tunegemm.generate.launching import Launcher
-from tunegemm.generate.tiles import ordered_bf16_sum, persistent_grid, seen_by_kernel, tile_count
+from tunegemm.generate.tiles import ordered_bf16_sum, persistent_grid, tile_count
 from tunegemm.generate.workspace import Workspace
 
 
@@ -28,17 +28,8 @@ def launcher(
 ) -> Launcher:
     from tunegemm.generate.triton_launch import load_launcher
 
-    seen = seen_by_kernel(problem, candidate)
-    scalars = {
-        "k_tiles": -(-seen.k // candidate["tile_k"]),
-        "tiles_m": -(-seen.m // candidate["tile_m"]),
-        "tiles_n": -(-seen.n // candidate["tile_n"]),
-        "batch": seen.batch,
-        "raster_along_m": int(candidate["raster_order"] == "along_m"),
-        "swizzle_size": int(candidate["swizzle_size"]),
-    }
     ctas = grid(problem, candidate, device)
-    return load_launcher(problem, candidate, device, artifact, ctas, scalars, workspace)
+    return load_launcher(problem, candidate, device, artifact, workspace, ctas=ctas)
 
 
 def compile_kernel(key: Key, out: Path) -> Resources:
@@ -84,7 +75,6 @@ def _tensor_map(dtype: str, rows: int, columns: int, contiguous: bool) -> str:
 
 
 FAMILY = TileGenerator(
-    name="gluon_wgmma",
     parameters={
         "compile": (
             "schedule", "tile_m", "tile_n", "tile_k", "stages", "warps", "instr_n", "lhs_in_registers",

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunegemm.compile.cute_object import compiler, toolchain
+from tunegemm.compile.cute_object import compiler
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cute_launch import LoadedKernel
-from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, TileGenerator
+from tunegemm.generate.generator import TileGenerator
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.grouped.operands import objection, output_objection
 from tunegemm.generate.grouped.rules import RULES, config_from, config_of
@@ -140,7 +140,6 @@ def launch_arguments(candidate: Candidate) -> tuple[int, int]:
 
 
 FAMILY = TileGenerator(
-    name="grouped",
     parameters={
         "compile": ("schedule", "tile_m", "tile_n", "tile_k", "stages", "epi_n", "narrow", "cluster_m"),
         "launch": ("swizzle_size", "l2_hint"),
@@ -155,7 +154,5 @@ FAMILY = TileGenerator(
     tma=True,
     compile=compiler(GroupedConfig, "tunegemm.generate.grouped.kernel.gemm", 3, addresses=3, words=0),
     launcher=launcher,
-    toolchain=toolchain,
-    packages=(CUTE_DSL, TVM_FFI),
 )
 kernel_key = FAMILY.key_of

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tunegemm.compile.cute_object import compiler, toolchain
+from tunegemm.compile.cute_object import compiler
 from tunegemm.describe.device import Device
 from tunegemm.generate.cute_launch import LoadedKernel
 from tunegemm.generate.cute_sm90 import Order
 from tunegemm.generate.cute_sm90.config import KernelConfig
-from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Kernels, Key
+from tunegemm.generate.generator import Kernels, Key
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.grouped.rules import config_from
 from tunegemm.generate.takes import MOST, MOST_STRIDE_BYTES, UNIT_BYTES, NotTaken, not_aligned
@@ -35,11 +35,8 @@ _COMPILERS = {
     for form, config in FORMS.items()
 }
 FAMILY = Kernels(
-    name="joined",
     folder=Path(__file__).parent,
     compile=lambda key, out: _COMPILERS[str(key["form"])](key, out),
-    toolchain=toolchain,
-    packages=(CUTE_DSL, TVM_FFI),
 )
 
 

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tunegemm.compile.cute_object import compiler, toolchain
-from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Kernels
+from tunegemm.compile.cute_object import compiler
+from tunegemm.generate.generator import Kernels
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.generate.parted.config import PartedConfig
 
 FAMILY = Kernels(
-    name="parted",
     folder=Path(__file__).parent,
     compile=compiler(PartedConfig, "tunegemm.generate.parted.kernel", 3, addresses=3, words=0),
-    toolchain=toolchain,
-    packages=(CUTE_DSL, TVM_FFI),
 )
 kernel_key = FAMILY.key_of
 

@@ -101,7 +101,6 @@ def _compile(key: Key, out: Path) -> Resources:
 
 
 FAMILY = Kernels(
-    name="routing",
     folder=Path(__file__).parent,
     compile=_compile,
     toolchain=toolchain,

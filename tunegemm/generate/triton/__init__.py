@@ -5,7 +5,6 @@ It serves operands of any alignment. On GPUs with TMA the family `triton_tma` lo
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from tunegemm.generate.feasibility import register_budget
 from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Key, TileGenerator
 from tunegemm.generate.launching import Launcher, Places, operand_reader
 from tunegemm.generate.takes import NotTaken
-from tunegemm.generate.tiles import persistent_grid, split_workspace
+from tunegemm.generate.tiles import split_workspace
 from tunegemm.generate.triton.config import KernelConfig
 from tunegemm.generate.triton.rules import MAX_LEADING, RULES, config_of, multiplies_asynchronously
 from tunegemm.generate.workspace import Workspace
@@ -37,17 +36,6 @@ def launcher(
 ) -> Launcher:
     from tunegemm.generate.triton_launch import load_launcher
 
-    split_k = int(candidate["split_k"])
-    scalars = {
-        "m": problem.m,
-        "n": problem.n,
-        "k": problem.k,
-        "batch": problem.batch,
-        "k_tiles": math.ceil(math.ceil(problem.k / candidate["tile_k"]) / split_k),
-        "along_m": int(candidate["raster_order"] == "along_m"),
-        "swizzle": int(candidate["swizzle_size"]),
-        "split_k": split_k,
-    }
     units = int(candidate["vector_bytes"]), int(candidate["store_bytes"])
     read = operand_reader(problem, *units)
 
@@ -57,11 +45,8 @@ def launcher(
             raise NotTaken(f"leading dimension {longest} > {MAX_LEADING}: offsets in a tile have 32 bits")
         return places
 
-    ctas = persistent_grid(problem, candidate, device)
-    return load_launcher(
-        problem, candidate, device, artifact, ctas, scalars, workspace,
-        views=operands, read=read_near, unit_bytes=units,
-    )  # fmt: skip
+    given = problem, candidate, device, artifact, workspace
+    return load_launcher(*given, views=operands, read=read_near, unit_bytes=units)
 
 
 def operands(seen: Problem, a: int, b: int, d: int, *strides: int) -> dict[str, int]:
@@ -109,7 +94,6 @@ def compile_kernel(key: Key, out: Path) -> Resources:
 
 
 FAMILY = TileGenerator(
-    name="triton",
     parameters={
         "compile": ("tile_m", "tile_n", "tile_k", "stages", "warps", "vector_bytes", "store_bytes"),
         "launch": ("raster_order", "swizzle_size", "ctas", "split_k"),

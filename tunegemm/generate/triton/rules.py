@@ -8,7 +8,7 @@ from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.feasibility import exceeded_smem, no_power_of_two, register_budget, ring_depth, rule
 from tunegemm.generate.generator import config_maker
-from tunegemm.generate.tiles import split_work, tile_count
+from tunegemm.generate.tiles import exceeded_by_two, split_work
 from tunegemm.generate.triton.config import EPI_COLUMNS, LEAST_COPY_BYTES, WARPGROUP_ROWS, KernelConfig
 
 #: Registers of a thread beside its accumulators.
@@ -193,18 +193,7 @@ def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str
 )  # fmt: skip
 def two_blocks(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Two persistent blocks share a multiprocessor only when its registers and shared memory hold both."""
-    if candidate.params.get("ctas") != "two_per_sm":
-        return None
-    work = tile_count(problem, candidate) * int(candidate.params.get("split_k", 1))
-    if work <= device.sm_count:
-        return f"{work} work units <= {device.sm_count} multiprocessors: one block each does the same"
-    config, limits = config_of(problem, candidate), device.architecture
-    if (reason := exceeded_smem(config.smem_bytes, limits, blocks=2)) is not None:
-        return reason
-    registers = config.accumulator_registers + _OTHER_REGISTERS
-    if 2 * config.threads * registers > limits.registers_per_sm:
-        return f"2 x {config.threads} threads x {registers} registers > {limits.registers_per_sm}"
-    return None
+    return exceeded_by_two(problem, candidate, device, config_of(problem, candidate), _OTHER_REGISTERS)
 
 
 #: Cheapest first.

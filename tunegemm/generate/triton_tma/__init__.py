@@ -5,7 +5,6 @@ On Hopper, where they were measured, they multiply with WGMMA; on Blackwell with
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate.feasibility import register_budget
 from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Key, TileGenerator
 from tunegemm.generate.launching import Launcher
-from tunegemm.generate.tiles import ordered_bf16_sum, persistent_grid, seen_by_kernel, split_workspace
+from tunegemm.generate.tiles import ordered_bf16_sum, split_workspace
 from tunegemm.generate.triton_tma.config import KernelConfig
 from tunegemm.generate.triton_tma.rules import RULES, config_of
 from tunegemm.generate.workspace import Workspace
@@ -29,19 +28,7 @@ def launcher(
 ) -> Launcher:
     from tunegemm.generate.triton_launch import load_launcher
 
-    seen = seen_by_kernel(problem, candidate)
-    split_k = int(candidate["split_k"])
-    scalars = {
-        "m": seen.m,
-        "n": seen.n,
-        "batch": seen.batch,
-        "k_tiles": math.ceil(math.ceil(seen.k / candidate["tile_k"]) / split_k),
-        "along_m": int(candidate["raster_order"] == "along_m"),
-        "swizzle": int(candidate["swizzle_size"]),
-        "split_k": split_k,
-    }
-    ctas = persistent_grid(problem, candidate, device)
-    return load_launcher(problem, candidate, device, artifact, ctas, scalars, workspace)
+    return load_launcher(problem, candidate, device, artifact, workspace)
 
 
 def compile_kernel(key: Key, out: Path) -> Resources:
@@ -89,7 +76,6 @@ def _descriptor(dtype: str, rows: int, columns: int, contiguous: bool) -> str:
 
 
 FAMILY = TileGenerator(
-    name="triton_tma",
     parameters={
         "compile": ("schedule", "tile_m", "tile_n", "tile_k", "stages", "warps", "epi_n", "swap_ab"),
         "launch": ("raster_order", "swizzle_size", "ctas", "split_k"),

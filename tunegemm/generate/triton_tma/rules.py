@@ -14,7 +14,7 @@ from tunegemm.generate.feasibility import (
     tma_alignment,
 )
 from tunegemm.generate.generator import config_maker
-from tunegemm.generate.tiles import split_work, swapped_rows, tile_count
+from tunegemm.generate.tiles import exceeded_by_two, split_work, swapped_rows
 from tunegemm.generate.triton_tma.config import KernelConfig
 
 #: Registers of a thread beside its accumulators: 27 to 62 in compiled kernels (Triton 3.6 and 3.7), split-K's
@@ -118,18 +118,7 @@ def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str
 )  # fmt: skip
 def two_blocks(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """Two blocks share a multiprocessor only when its registers and shared memory hold both."""
-    if candidate.params.get("ctas") != "two_per_sm":
-        return None
-    work = tile_count(problem, candidate) * int(candidate.params.get("split_k", 1))
-    if work <= device.sm_count:
-        return f"{work} work units <= {device.sm_count} multiprocessors: one block each does the same"
-    config, limits = config_of(problem, candidate), device.architecture
-    if (reason := exceeded_smem(config.smem_bytes, limits, blocks=2)) is not None:
-        return reason
-    registers = config.accumulator_registers + _OTHER_REGISTERS
-    if 2 * config.threads * registers > limits.registers_per_sm:
-        return f"2 x {config.threads} threads x {registers} registers > {limits.registers_per_sm}"
-    return None
+    return exceeded_by_two(problem, candidate, device, config_of(problem, candidate), _OTHER_REGISTERS)
 
 
 #: Cheapest first.

@@ -8,43 +8,11 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+
+from after_import import AfterImport  # type: ignore[import-not-found]  # of this folder
 
 _HERE = Path(__file__).resolve().parent
-
-
-class _AfterTorch:
-    """Finds torch as Python would, and begins when its import is done."""
-
-    def __init__(self) -> None:
-        self._asked = False
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch" or self._asked:
-            return None
-        self._asked = True  # now ask the other finders
-        try:
-            spec = importlib.util.find_spec("torch")
-        finally:
-            self._asked = False
-        if spec is None or spec.loader is None:
-            return spec
-        loader: Any = spec.loader
-        load = loader.exec_module
-
-        # A program may look for the spec without importing it, as libraries do to check for a package.
-        def load_and_begin(module: ModuleType) -> None:
-            load(module)
-            sys.meta_path.remove(self)
-            _begin()
-
-        loader.exec_module = load_and_begin
-        return spec
 
 
 def _is_wanted() -> bool:
@@ -77,5 +45,5 @@ def _run_the_one_behind() -> None:
 
 
 if _is_wanted():
-    sys.meta_path.insert(0, _AfterTorch())
+    sys.meta_path.insert(0, AfterImport("torch", _begin))
 _run_the_one_behind()
