@@ -50,7 +50,7 @@ _NOT_HERE = {
 #: On a GPU it measures for half an hour; elsewhere it prints what ships.
 _LONG_ON_A_GPU = "tunegemm tune --from llama.json "
 #: For every tuning: all trials would compile hundreds of kernels, in five minutes, and show no more of the
-#: commands. A notebook runs one tuning to its end. A second worker would import the compiler again, for as
+#: commands. A second worker would import the compiler again, for as
 #: much of the processor's time as it saves.
 _FEW_TRIALS = " --workers 1 --trials 1"
 #: Of a tuning beside one that differs in its shapes alone: a family whose kernels compile in a second.
