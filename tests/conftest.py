@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import subprocess
@@ -105,6 +106,22 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory, shared_folder: Path) -> 
             del os.environ[name]
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _read_recordings_once() -> Iterator[None]:
+    """Each process keeps the shipped recordings that it reads: one takes up to half a second."""
+    from tunegemm.measure import replay
+
+    shipped, read = ROOT / "db" / "sweeps", replay.read_sweep
+    keep = functools.lru_cache(maxsize=8)(read)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            replay,
+            "read_sweep",
+            lambda path, *of: (keep if path.is_relative_to(shipped) else read)(path, *of),
+        )
+        yield
 
 
 @pytest.fixture(scope="module")
