@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from tests.support.kernels import Kernels
     from tests.support.postgres import Cluster
     from tunegemm.compile.pool import CompilePool
+    from tunegemm.describe.problem import Problem
+    from tunegemm.measure.replay import Sweep
 
 
 ROOT = Path(tunegemm.__file__).parent.parent
@@ -113,14 +115,14 @@ def _read_recordings_once() -> Iterator[None]:
     """Each process keeps the shipped recordings that it reads: one takes up to half a second."""
     from tunegemm.measure import replay
 
-    shipped, read = ROOT / "db" / "sweeps", replay.read_sweep
+    read = replay.read_sweep
     keep = functools.lru_cache(maxsize=8)(read)
+
+    def read_once(path: Path, problem: Problem) -> Sweep:
+        return (keep if path.is_relative_to(ROOT / "db" / "sweeps") else read)(path, problem)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            replay,
-            "read_sweep",
-            lambda path, *of: (keep if path.is_relative_to(shipped) else read)(path, *of),
-        )
+        patch.setattr(replay, "read_sweep", read_once)
         yield
 
 

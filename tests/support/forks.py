@@ -43,7 +43,8 @@ for number, place in enumerate(request["streams"]):
 own = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
 sys.path[:] = ["", *own, *(place for place in sys.path[1:] if place not in (*inherited, *own))]
 code = request["code"]
-for name in ("gc", "importlib", "json", "os", "inherited", "line", "request", "child", "stream", "number", "place", "own"):
+for name in ("gc", "importlib", "json", "os", "inherited", "line", "request", "child", "stream",
+             "number", "place", "own"):
     globals().pop(name, None)
 exec(code)
 """
