@@ -20,7 +20,15 @@ from tunegemm.search import Portfolio, Search
 from tunegemm.search.delegate import Kernels, value_lists
 from tunegemm.search.efforts import EFFORTS, Effort
 from tunegemm.search.samplers import sampler_of
-from tunegemm.search.study import ProblemStudy, StudySpace, Told, finished_trials, importances, of_family
+from tunegemm.search.study import (
+    FEWEST_TRIALS,
+    ProblemStudy,
+    StudySpace,
+    Told,
+    finished_trials,
+    importances,
+    of_family,
+)
 
 LAUNCHES = {"raster_order": ("along_m", "along_n"), "swizzle_size": (1, 2, 4, 8)}
 TILES = {"tile_m": (64, 128, 192, 256), "tile_n": tuple(range(32, 257, 32)), "stages": (2, 3, 4, 5, 6)}
@@ -257,11 +265,10 @@ def test_importances_find_what_was_made_to_matter() -> None:
     assert set(shares) == set(TILES), "launches never varied, so they cannot matter"
 
 
-def test_importances_of_few_trials_tell_nothing() -> None:
-    study = study_of_landscape()
-    for candidate in study.ask(10):
-        study.tell(candidate, 1.0)
-    assert importances(study.study) == {}
+def test_importances_of_fewer_trials_than_they_need_tell_nothing() -> None:
+    trials = finished_trials((c, c["tile_m"] + c["stages"]) for c in kernels("cute_sm90"))
+    assert importances(trials[: FEWEST_TRIALS - 1]) == {}
+    assert list(importances(trials[:FEWEST_TRIALS])) == ["cute_sm90"]
 
 
 @pytest.mark.parametrize(
