@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -119,6 +120,30 @@ def test_other_samplers_of_optunas_find_it_too(name: str) -> None:
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         study = run(study_of_landscape(trials=150, sampler=quiet(name)))
     assert study.best_value == pytest.approx(BEST, abs=0.05)
+
+
+class Watched(optuna.samplers.RandomSampler):
+    """Keeps the study that it suggests for."""
+
+    def sample_independent(self, study: optuna.Study, *given: Any) -> Any:
+        self.study = study
+        return super().sample_independent(study, *given)
+
+
+def test_a_sampler_learns_the_value_of_each_candidate_once_at_its_own_point() -> None:
+    """Though it suggested another point in its place, infeasible or tried before."""
+    sampler, lists = Watched(seed=0), TILES | LAUNCHES
+    study = run(study_of_landscape(trials=60, sampler=sampler))
+    learned: list[tuple[dict[str, Any], float | None]] = []
+    for trial in sampler.study.get_trials(states=[TrialState.COMPLETE]):
+        point = {name: lists[name][at] if isinstance(at, int) else at for name, at in trial.params.items()}
+        if smem_bytes(point) <= SMEM:
+            learned.append((point, trial.value))
+    tried = [trial.params for trial in of_family(study, "cute_sm90").trials]
+    assert len(tried) == 60
+    expected = [({name: point[name] for name in learned[0][0]}, landscape(point)) for point in tried]
+    counts = Counter(map(str, learned))
+    assert {counts[str(one)] for one in expected} == {1}
 
 
 def test_all_that_was_tried_is_a_trial_with_what_is_known_of_it() -> None:
