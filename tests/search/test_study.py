@@ -146,6 +146,19 @@ def test_a_sampler_learns_the_value_of_each_candidate_once_at_its_own_point() ->
     assert {counts[str(one)] for one in expected} == {1}
 
 
+def test_a_sampler_is_asked_for_no_more_than_the_library_leaves() -> None:
+    asked = study_of_landscape(sampler=quiet("random")).ask(len(LIBRARY) + 1)
+    assert asked[:-1] == LIBRARY and asked[-1].family == "cute_sm90"
+
+
+def test_a_result_that_the_study_did_not_ask_for_is_a_trial() -> None:
+    study, (first, second, *_) = study_of_landscape(), kernels("cute_sm90")
+    study.tell(first, 1.1, Told(1.1, 9.0, "screen"))
+    study.tell(second, None, Told(None, failure="compile: no such tile"))
+    found = [(trial.state, trial.value) for trial in study.study.trials]
+    assert found == [(TrialState.COMPLETE, 1.1), (TrialState.FAIL, None)]
+
+
 def test_all_that_was_tried_is_a_trial_with_what_is_known_of_it() -> None:
     study = run(study_of_landscape(("cute_sm90", "triton_tma")), broken=(64,))
     assert {trial.params["family"] for trial in study.trials} == {"cute_sm90", "triton_tma", "cublaslt"}
