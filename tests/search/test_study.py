@@ -323,6 +323,8 @@ def test_importances_of_fewer_trials_than_they_need_tell_nothing() -> None:
         ("optuna.samplers:GridSampler", "create it in Python: tunegemm.tune"),
         ("optuna.samplers:BaseSampler", "cannot be created"),
         ("optuna.samplers:", "package.module:Class"),
+        (":RandomSampler", "package.module:Class"),
+        ("optuna.samplers:Random Sampler", "package.module:Class"),
         ("", "package.module:Class"),
         (7, "an instance of Optuna's"),
         (optuna.samplers.TPESampler, "an instance of Optuna's"),
