@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import subprocess
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from tests.support.kernels import Kernels
     from tests.support.postgres import Cluster
     from tunegemm.compile.pool import CompilePool
+    from tunegemm.describe.problem import Problem
+    from tunegemm.measure.replay import Sweep
 
 
 ROOT = Path(tunegemm.__file__).parent.parent
@@ -105,6 +108,22 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory, shared_folder: Path) -> 
             del os.environ[name]
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _read_recordings_once() -> Iterator[None]:
+    """Each process keeps the shipped recordings that it reads: one takes up to half a second."""
+    from tunegemm.measure import replay
+
+    read = replay.read_sweep
+    keep = functools.lru_cache(maxsize=8)(read)
+
+    def read_once(path: Path, problem: Problem) -> Sweep:
+        return (keep if path.is_relative_to(ROOT / "db" / "sweeps") else read)(path, problem)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "read_sweep", read_once)
+        yield
 
 
 @pytest.fixture(scope="module")

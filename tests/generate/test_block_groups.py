@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tunegemm.errors import BadValueError
 from tunegemm.generate import block_groups
 from tunegemm.generate.block_groups import BlockGroupKernel, refusal
 from tunegemm.generate.block_groups.config import BlockGroupConfig
 from tunegemm.generate.cute_sm90.config import SMEM_LIMIT
 from tunegemm.generate.takes import NotTaken
-from tunegemm.model.block_groups import choose, listed
+from tunegemm.model.block_groups import listed
 
 FP8, F32, BF16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
 CONFIGS = listed()
@@ -29,21 +28,6 @@ def test_it_compiles_without_warnings(config: BlockGroupConfig, tmp_path: Path) 
     report = block_groups.FAMILY.compile(block_groups.kernel_key(config), tmp_path / "kernel.o")
     assert report.spill_bytes == 0 and report.warnings == ()
     assert config.smem_bytes <= report.smem_bytes <= SMEM_LIMIT
-
-
-def test_mean_rows_choose_the_kernel() -> None:
-    assert len(set(CONFIGS)) == len(CONFIGS)
-    assert choose(1, 256) == CONFIGS[0] and choose(1 << 20, 8) == CONFIGS[-1]
-    widths = [choose(rows * 16, 16).tile_n for rows in (1, 8, 32, 96, 512)]
-    assert widths == sorted(widths) and widths[-1] == 128
-    assert choose(48 * 7, 7) != choose(48 * 7 + 1, 7)
-
-
-def test_a_damaged_table_says_what_to_do(tmp_path: Path) -> None:
-    path = tmp_path / "block_groups.toml"
-    path.write_text("parameters = []\nkernels = { a = { values = [], rows_per_group = 5 } }\n")
-    with pytest.raises(BadValueError, match="install the package anew"):
-        listed(path)
 
 
 def operands(**changes: Any) -> list[Any]:

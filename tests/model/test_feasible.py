@@ -259,3 +259,10 @@ def test_lists_as_long_as_a_byte_has_values_are_kept(tmp_path: Path, count: int,
     found = possible_kernels(family, space, PROBLEM, device, tmp_path)
     assert found and len(list(tmp_path.glob("*.npy"))) == files
     assert possible_kernels(family, space, PROBLEM, device, tmp_path) == found
+
+
+def test_kernels_of_groups_are_others_whatever_their_number() -> None:
+    plain, two, seven = (
+        feasible.kernel_facts(Problem.parse("512x768x1024", groups=count)) for count in (0, 2, 7)
+    )
+    assert plain != two == seven

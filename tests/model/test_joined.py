@@ -63,3 +63,8 @@ def test_a_damaged_table_is_one_line(tmp_path: Path) -> None:
     )
     with pytest.raises(BadValueError, match="reinstall the package"):
         listed(path)
+
+
+def test_kernels_beside_the_wide_ones_serve_up_to_512_rows() -> None:
+    beside = [each for gate in ("", "swiglu") for each in candidates(gate=gate) if each.wider is not None]
+    assert beside and all(each.serves(512) and not each.serves(513) for each in beside)

@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,15 @@ from tunegemm.search import Portfolio, Search
 from tunegemm.search.delegate import Kernels, value_lists
 from tunegemm.search.efforts import EFFORTS, Effort
 from tunegemm.search.samplers import sampler_of
-from tunegemm.search.study import ProblemStudy, StudySpace, Told, finished_trials, importances, of_family
+from tunegemm.search.study import (
+    FEWEST_TRIALS,
+    ProblemStudy,
+    StudySpace,
+    Told,
+    finished_trials,
+    importances,
+    of_family,
+)
 
 LAUNCHES = {"raster_order": ("along_m", "along_n"), "swizzle_size": (1, 2, 4, 8)}
 TILES = {"tile_m": (64, 128, 192, 256), "tile_n": tuple(range(32, 257, 32)), "stages": (2, 3, 4, 5, 6)}
@@ -111,6 +120,46 @@ def test_other_samplers_of_optunas_find_it_too(name: str) -> None:
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         study = run(study_of_landscape(trials=150, sampler=quiet(name)))
     assert study.best_value == pytest.approx(BEST, abs=0.05)
+
+
+class Watched(optuna.samplers.RandomSampler):
+    """Keeps the study that it suggests for."""
+
+    def sample_independent(self, study: optuna.Study, *given: Any) -> Any:
+        self.study = study
+        return super().sample_independent(study, *given)
+
+
+def test_a_sampler_learns_the_value_of_each_candidate_once_at_its_own_point() -> None:
+    """Though it suggested another point in its place, infeasible or tried before."""
+    sampler, lists = Watched(seed=0), TILES | LAUNCHES
+    study = run(study_of_landscape(trials=60, sampler=sampler))
+    learned: list[tuple[dict[str, Any], float | None]] = []
+    for trial in sampler.study.get_trials(states=[TrialState.COMPLETE]):
+        point = {name: lists[name][at] if isinstance(at, int) else at for name, at in trial.params.items()}
+        if smem_bytes(point) <= SMEM:
+            learned.append((point, trial.value))
+    tried = [trial.params for trial in of_family(study, "cute_sm90").trials]
+    assert len(tried) == 60
+    expected = [({name: point[name] for name in learned[0][0]}, landscape(point)) for point in tried]
+    counts = Counter(map(str, learned))
+    assert {counts[str(one)] for one in expected} == {1}
+
+
+def test_a_sampler_is_asked_for_no_more_than_the_library_leaves() -> None:
+    """It waits for a value at the point that it suggested, and at the candidate's own if that is another."""
+    sampler = Watched(seed=0)
+    asked = study_of_landscape(sampler=sampler).ask(len(LIBRARY) + 1)
+    assert asked[:-1] == LIBRARY and asked[-1].family == "cute_sm90"
+    assert len(sampler.study.get_trials(states=[TrialState.RUNNING])) in (1, 2)
+
+
+def test_a_result_that_the_study_did_not_ask_for_is_a_trial() -> None:
+    study, (first, second, *_) = study_of_landscape(), kernels("cute_sm90")
+    study.tell(first, 1.1, Told(1.1, 9.0, "screen"))
+    study.tell(second, None, Told(None, failure="compile: no such tile"))
+    found = [(trial.state, trial.value) for trial in study.study.trials]
+    assert found == [(TrialState.COMPLETE, 1.1), (TrialState.FAIL, None)]
 
 
 def test_all_that_was_tried_is_a_trial_with_what_is_known_of_it() -> None:
@@ -257,11 +306,10 @@ def test_importances_find_what_was_made_to_matter() -> None:
     assert set(shares) == set(TILES), "launches never varied, so they cannot matter"
 
 
-def test_importances_of_few_trials_tell_nothing() -> None:
-    study = study_of_landscape()
-    for candidate in study.ask(10):
-        study.tell(candidate, 1.0)
-    assert importances(study.study) == {}
+def test_importances_of_fewer_trials_than_they_need_tell_nothing() -> None:
+    trials = finished_trials((c, c["tile_m"] + c["stages"]) for c in kernels("cute_sm90"))
+    assert importances(trials[: FEWEST_TRIALS - 1]) == {}
+    assert list(importances(trials[:FEWEST_TRIALS])) == ["cute_sm90"]
 
 
 @pytest.mark.parametrize(
@@ -275,6 +323,8 @@ def test_importances_of_few_trials_tell_nothing() -> None:
         ("optuna.samplers:GridSampler", "create it in Python: tunegemm.tune"),
         ("optuna.samplers:BaseSampler", "cannot be created"),
         ("optuna.samplers:", "package.module:Class"),
+        (":RandomSampler", "package.module:Class"),
+        ("optuna.samplers:Random Sampler", "package.module:Class"),
         ("", "package.module:Class"),
         (7, "an instance of Optuna's"),
         (optuna.samplers.TPESampler, "an instance of Optuna's"),

@@ -17,9 +17,10 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 _SERVER = """
-import gc, json, os, sys
+import gc, importlib, json, os, sys
 gc.disable()  # it would search what is imported for garbage, for a fifth of the time that takes
-import torch
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 gc.freeze()
 gc.enable()
 inherited = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
@@ -42,7 +43,8 @@ for number, place in enumerate(request["streams"]):
 own = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
 sys.path[:] = ["", *own, *(place for place in sys.path[1:] if place not in (*inherited, *own))]
 code = request["code"]
-for name in ("gc", "json", "os", "inherited", "line", "request", "child", "stream", "number", "place", "own"):
+for name in ("gc", "importlib", "json", "os", "inherited", "line", "request", "child", "stream",
+             "number", "place", "own"):
     globals().pop(name, None)
 exec(code)
 """
@@ -51,7 +53,9 @@ exec(code)
 class Forks:
     """Runs programs, one after the other. What is forked from is started by the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
+        """modules: those imported already, beside torch."""
+        self._modules = ("torch", *modules)
         self._server: subprocess.Popen[str] | None = None
 
     def run(self, code: str, *, env: Mapping[str, str], cwd: Path | None = None) -> CompletedProcess[str]:
@@ -76,8 +80,9 @@ class Forks:
     def _ask(self, request: str) -> int:
         if self._server is None:
             pipe = subprocess.PIPE
+            command = [sys.executable, "-c", _SERVER, *self._modules]
             self._server = subprocess.Popen(
-                [sys.executable, "-c", _SERVER], text=True, stdin=pipe, stdout=pipe, start_new_session=True
+                command, text=True, stdin=pipe, stdout=pipe, start_new_session=True
             )
         assert self._server.stdin is not None and self._server.stdout is not None
         try:

@@ -101,9 +101,7 @@ class Listed:
 
     def serves(self, rows: int) -> bool:
         """Whether the kernel is for so many rows."""
-        if rows > _MOST_BY_MEMORY and self.wider is not None:
-            return rows <= _MOST_BY_WIDER
-        return self.first_row <= rows <= self.last_row
+        return self.first_row <= rows <= (self.last_row if self.wider is None else _MOST_BY_WIDER)
 
     def takes(self, bias: bool) -> bool:
         """Whether the kernel takes products with biases, or without if `bias` is false."""

@@ -272,7 +272,7 @@ class GeneratorTests(FamilyTests):
             for candidates, alive in ((table, rows), (launched, np.arange(len(launched))[::7])):
                 for rule in family.rules:
                     firsts, group = candidates.groups(rule, alive)
-                    said = [rule(problem, candidates.candidate(int(row)), h200) is None for row in firsts]
+                    said = [rule(problem, one, h200) is None for one in candidates.candidates(firsts)]
                     for place in draw.sample(range(len(alive)), min(len(alive), 60)):
                         other = candidates.candidate(int(alive[place]))
                         first = candidates.candidate(int(firsts[group[place]]))

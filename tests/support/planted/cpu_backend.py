@@ -48,8 +48,6 @@ class PlantedFamily:
                 raise RuntimeError("too many resources requested for launch")
             if what == "type-error":
                 raise TypeError("a bug in a launcher")
-            if what == "abort":
-                os.abort()
             if what == "illegal-address":
                 ctypes.string_at(0)
             if what == "hang" or (what == "hang-in-rounds" and len(seen) > 5):
