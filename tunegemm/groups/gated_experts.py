@@ -327,8 +327,8 @@ def _check(
         _check_blocks(x, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
     elif FP8 in (gate_up.dtype, down.dtype):
         raise ProblemError(
-            f"gate_up is {gate_up.dtype}, down {down.dtype}; give the scales of their blocks as gate_up_scale "
-            "and down_scale"
+            f"gate_up is {gate_up.dtype}, down {down.dtype}; give the scales of their blocks as "
+            "gate_up_scale and down_scale"
         )
     elif x.dtype is not gate_up.dtype or down.dtype is not gate_up.dtype:
         raise ProblemError(
