@@ -46,6 +46,13 @@ def test_two_turns_need_an_even_number_of_stages() -> None:
     assert (config.consumers, config.tile_warpgroups, config.threads) == (2, 1, 384)
     with pytest.raises(ValueError, match="even number of stages"):
         blocks.config_of(parameters | {"stages": 11})
+    for changes, says in (
+        ({"stages": 2}, "as many stages"),
+        ({"ordered": True}, "barriers of ordered"),
+        ({"tile_m": 192, "stages": 4}, "no register budgets for 6"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            blocks.config_of(parameters | changes)
     assert all(each.stages % each.turns == 0 and not (each.ordered and each.turns > 1) for each in CONFIGS)
 
 

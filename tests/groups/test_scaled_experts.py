@@ -115,6 +115,8 @@ def test_compiled_code_gives_the_same() -> None:
         ({"down": torch.zeros(EXPERTS, HIDDEN, INNER)}, "down is torch.float32; block scales"),
         ({"x": torch.zeros(9, HIDDEN, dtype=torch.int8)}, "x is torch.int8; give bfloat16"),
         ({"x": torch.zeros(9, HIDDEN, requires_grad=True)}, r"no gradient; detach\(\)"),
+        ({"down_scale": 1.0}, r"down_scale is 1.0; give \(5, 3, 2\) torch.float32"),
+        ({"gate_up_scale": None, "down_scale": None}, "give the scales of their blocks as gate_up_scale"),
         ({"gate_up_bias": torch.zeros(EXPERTS, 2 * INNER)}, "no bias"),
     ],
 )

@@ -143,6 +143,13 @@ def test_block_scales_are_applied_on_a_cpu_to_ragged_blocks_and_groups() -> None
     )
 
 
+def test_autocast_leaves_the_fp32_product_of_block_scales() -> None:
+    words = of_blocks()
+    with torch.autocast("cpu", dtype=BF16):
+        result = tunegemm.scaled_grouped_mm(**words)
+    assert torch.equal(result, tunegemm.scaled_grouped_mm(**words))
+
+
 def test_block_scales_are_traced_in_one_graph() -> None:
     words = of_blocks()
     compiled = torch.compile(

@@ -49,6 +49,13 @@ def test_a_cpu_sums_in_fp32(shape: tuple[int, int, int], out_dtype: torch.dtype)
     torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_autocast_leaves_the_fp32_product() -> None:
+    given = operands(5, 200, 400)
+    with torch.autocast("cpu", dtype=BF16):
+        result = tunegemm.scaled_mm(*given, out_dtype=F32)
+    assert torch.equal(result, tunegemm.scaled_mm(*given, out_dtype=F32))
+
+
 A, B, SCALE_A, SCALE_B = operands(5, 300, 400)
 
 

@@ -166,7 +166,9 @@ def emulated(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Ten
     for group, end in enumerate(offs.clamp(0, rows).tolist()):  # as kernels do
         if start < end:
             across = scale_b[group].repeat_interleave(BLOCK, 0)[:k].repeat_interleave(BLOCK, 1)[:, :n]
-            result[start:end] = (left[start:end] @ (b[group].float() * across)).to(result.dtype)
+            with torch._C._DisableAutocast():  # else the product would be one of 16-bit operands
+                product = left[start:end] @ (b[group].float() * across)
+            result[start:end] = product.to(result.dtype)
         start = end
     return result
 

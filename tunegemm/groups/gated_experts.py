@@ -318,6 +318,11 @@ def _check(
         raise ProblemError(f"gate_up {tuple(gate_up.shape)} has no experts; give at least one")
     if gate_up_scale is not None or down_scale is not None:
         _check_blocks(x, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
+    elif FP8 in (gate_up.dtype, down.dtype):
+        raise ProblemError(
+            f"gate_up is {gate_up.dtype}, down {down.dtype}; give the scales of their blocks as "
+            "gate_up_scale and down_scale"
+        )
     elif x.dtype is not gate_up.dtype or down.dtype is not gate_up.dtype:
         raise ProblemError(
             f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; give all the same dtype"
@@ -343,8 +348,11 @@ def _check_blocks(
         shape = (weight.shape[0], *(-(-each // BLOCK) for each in weight.shape[1:]))
         if weight.dtype is not FP8:
             raise ProblemError(f"{name} is {weight.dtype}; block scales are of {FP8} weights")
-        if scale is None or scale.dtype != torch.float32 or tuple(scale.shape) != shape:
-            wrong = "missing" if scale is None else f"{tuple(scale.shape)} {scale.dtype}"
+        is_tensor = isinstance(scale, torch.Tensor)
+        if not is_tensor or scale.dtype != torch.float32 or tuple(scale.shape) != shape:
+            wrong = "missing" if scale is None else f"{scale!r:.40}"
+            if is_tensor:
+                wrong = f"{tuple(scale.shape)} {scale.dtype}"
             raise ProblemError(f"{name}_scale is {wrong}; give {shape} torch.float32")
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ProblemError(f"x is {x.dtype}; give bfloat16, float16 or float32, such as x.bfloat16()")

@@ -134,7 +134,8 @@ def emulated(
     (_, k), n = a.shape, b.shape[1]
     left = a.float() * scale_a.repeat_interleave(BLOCK, 1)[:, :k]
     across = scale_b.repeat_interleave(BLOCK, 0)[:k].repeat_interleave(BLOCK, 1)[:, :n]
-    result = left @ (b.float() * across)
+    with torch._C._DisableAutocast():  # else the product would be one of 16-bit operands
+        result = left @ (b.float() * across)
     if bias is not None:
         result = result + bias.float()
     return result.to(a.dtype if out_dtype is None else out_dtype)

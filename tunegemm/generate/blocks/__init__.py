@@ -40,7 +40,7 @@ _SCALE_MASK = 3
 
 def config_of(parameters: Mapping[str, Any], *, out_dtype: str = "bf16") -> BlockConfig:
     """The config of a kernel. parameters: its `form`, few or many, `stream_k`, and the fields without a
-    default, `turns` among them if it is not 1. Raises ValueError for an odd number of stages and two turns.
+    default, `turns` among them if it is not 1. Raises ValueError where two turns would hang.
     """
     given = dict(parameters)
     few = given.pop("form") == "few"
@@ -51,6 +51,13 @@ def config_of(parameters: Mapping[str, Any], *, out_dtype: str = "bf16") -> Bloc
     )  # fmt: skip
     if config.stages % config.turns:
         raise ValueError(f"{config.label}: two turns need an even number of stages")
+    if config.turns > 1 and config.stages // config.turns < config.parts:
+        raise ValueError(f"{config.label}: each turn needs as many stages as it has blocks at a time")
+    if config.turns > 1 and config.ordered:
+        raise ValueError(f"{config.label}: two turns use the barriers of ordered warpgroups")
+    producer, consumer = config.registers
+    if producer + config.consumers * consumer > config.launch_registers * (config.consumers + 1):
+        raise ValueError(f"{config.label}: no register budgets for {config.consumers} consumer warpgroups")
     return config
 
 
