@@ -415,7 +415,7 @@ def measure_groups(
     us = {name: statistics.median(times) for name, times in samples.items()}
     own, (across, along) = us["tunegemm"], scales.shape[1:]
     moved = used / len(divisions) * (n * k + 4 * across * along) + rows * (k + 2 * n + 4 * along)
-    of_peers = [us[name] for name in peers if name in us]
+    of_peers = [us[name] for name in peers if name in us and errors[name] < _ERROR]
     row = _named_group(case) | {
         "block": [BLOCK, BLOCK], "with_quantising": False,
         "ratio_to_deepgemm": round(min(of_peers) / own, 4) if of_peers else None,

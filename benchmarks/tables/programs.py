@@ -291,11 +291,14 @@ def dtypes(data: Data) -> list[str]:
 
 
 def _by_rows(data: Data, sides: dict[str, str]) -> list[str]:
-    """The geometric mean of all layers' ratios to each side, and the least, for each number of rows."""
+    """The geometric mean of all layers' ratios to each side, and the least, for each number of rows. Rows of
+    earlier kernels name their commit.
+    """
     lines = []
     for count in sorted({row["m"] for row in data["rows"]}):
         rows = [row for row in data["rows"] if row["m"] == count]
-        line = [f"{count:,}", str(len(rows))]
+        commits = sorted({row["kernels"] for row in rows if "kernels" in row})
+        line = [" ".join([f"{count:,}", *(f"({commit})" for commit in commits)]), str(len(rows))]
         for side in sides:
             ratios = [row[f"ratio_to_{side}"] for row in rows if row.get(f"ratio_to_{side}")]
             line.append(f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})" if ratios else "refuses")

@@ -320,7 +320,7 @@ def test_operands_of_another_problem_are_refused(device: Device, store: Artifact
         ((a[:2], b, out), r"a is \(2, 104, 328\)"),
         ((a[0], b, out), r"a is \(104, 328\)"),
         ((a, b.half(), out), "b is .* torch.float16"),
-        ((a, b.contiguous(), out), "b of strides .* contiguous along k"),
+        ((a, b.contiguous(), out), "b has strides .* contiguous along k"),
         ((a, b, out.cpu()), "out is .* on cpu"),
         ((a, b, out[:1].expand_as(out)), "overlaps itself"),
     ):

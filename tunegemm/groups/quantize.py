@@ -11,7 +11,7 @@ from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.fx import node_of, rank
-from tunegemm.dispatch.guards import current_device, is_lazy
+from tunegemm.dispatch.guards import capturing, current_device, is_lazy
 from tunegemm.errors import ProblemError, TunegemmError, one_line
 from tunegemm.generate import quantize as kernels
 from tunegemm.generate.quantize import BLOCK, EPSILON, LARGEST, QuantizeConfig, Quantizer
@@ -122,6 +122,8 @@ def _by_kernel(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized | 
     except NotTaken:
         return None
     except (RuntimeError, ValueError) as error:
+        if capturing(device):
+            raise
         _launches.keep(key, None, x)
         _warn(f"a kernel that quantises failed to launch on {device} ({one_line(error)})")
         return None
