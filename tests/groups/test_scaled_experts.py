@@ -123,3 +123,20 @@ def test_compiled_code_gives_the_same() -> None:
 def test_operands_that_are_no_layer_are_named(changed: dict[str, Any], named: str) -> None:
     with pytest.raises(ProblemError, match=named):
         tunegemm.experts(**(layer() | changed))
+
+
+SLOPE = torch.ones((), requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("activation", "named"),
+    [
+        (lambda both: None, "activation returned None; return"),
+        (lambda both: both, r"activation returned \(18, 288\) torch.bfloat16; return \(18, 144\)"),
+        (lambda both: both[:, :INNER].double(), "torch.float64"),
+        (lambda both: both[:, :INNER] * SLOPE, "no gradient"),
+    ],
+)
+def test_an_activation_that_gives_no_rows_is_named(activation: Any, named: str) -> None:
+    with pytest.raises(ProblemError, match=named):
+        tunegemm.experts(**layer(), activation=activation)

@@ -173,14 +173,9 @@ def emulated(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Ten
     return result
 
 
-_library = torch.library.Library("tunegemm", "FRAGMENT")
-_library.define(
+extension.define(
     "scaled_grouped_blocks(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
-)
-_library.impl("scaled_grouped_blocks", _compute, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "tunegemm::scaled_grouped_blocks",
+    _compute,
     lambda a, b, scale_a, scale_b, offs: a.new_empty((a.shape[0], b.shape[2]), dtype=torch.bfloat16),
-    lib=_library,
+    (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )

@@ -59,7 +59,8 @@ def experts(
     number of experts; they name experts of other processes and add nothing here. gate_up_scale, down_scale:
     of float8_e4m3fn weights the fp32 scales of their 128x128 blocks, (experts, 2 inner / 128, hidden / 128)
     and (experts, hidden / 128, inner / 128), each rounded up. Then `quantize` quantises the rows of both
-    products, there is no bias, and the sums of each product are rounded to bf16.
+    products, there is no bias, and the sums of each product are rounded to bf16. Kernels read such weights
+    with a contiguous last dimension.
 
     Supports gradients, except with such scales. Nothing waits for the device, so a CUDA graph stays valid
     for other choices of the router. Raises ProblemError, which names them, if shapes or dtypes do not fit; on
@@ -208,7 +209,10 @@ def _by_blocks(
     else:
         gate = _SILUS[interleaved] if activation == "silu" else activation
         inner = around.gate(both, gate) if around is not None and isinstance(gate, Gate) else None
-        values, scales = quantize(_gate(both, activation, interleaved) if inner is None else inner)
+        if inner is None:
+            inner = _gate(both, activation, interleaved)
+            _check_inner(inner, both)
+        values, scales = quantize(inner)
     return scaled_grouped_mm(values, down.mT, scales, down_scale.mT, ends, None)
 
 
@@ -359,6 +363,20 @@ def _check_blocks(
     if grouped.has_gradient(x, gate_up, down, gate_up_scale, down_scale):
         raise ProblemError(
             "experts with block scales have no gradient; detach() the operands, or use no_grad()"
+        )
+
+
+def _check_inner(inner: Any, both: torch.Tensor) -> None:
+    """Check what `activation` made of the first product. Raises ProblemError."""
+    shape = (both.shape[0], both.shape[1] // 2)
+    if (
+        getattr(inner, "dtype", None) not in (torch.bfloat16, torch.float16, torch.float32)
+        or tuple(inner.shape) != shape
+        or grouped.has_gradient(inner)
+    ):
+        shown = f"{tuple(inner.shape)} {inner.dtype}" if isinstance(inner, torch.Tensor) else repr(inner)
+        raise ProblemError(
+            f"activation returned {shown:.60}; return {shape} of bfloat16, float16 or float32, no gradient"
         )
 
 

@@ -169,11 +169,10 @@ def _above_autograd(keyset: Any, x: torch.Tensor, gate: str | None, power_of_two
     return quantized
 
 
-_library = torch.library.Library("tunegemm", "FRAGMENT")
-_library.define(
+extension.define(
     "quantize(Tensor x, str? gate, bool power_of_two) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+    _quantized,
+    _fake,
+    (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
-_library.impl("quantize", _quantized, "CompositeExplicitAutograd")
-_library.impl("quantize", _above_autograd, "Autograd", with_keyset=True)
-torch.library.register_fake("tunegemm::quantize", _fake, lib=_library)
+extension.library.impl("quantize", _above_autograd, "Autograd", with_keyset=True)

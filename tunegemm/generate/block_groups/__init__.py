@@ -9,20 +9,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tunegemm.compile.cute_object import compiler, toolchain
+from tunegemm.compile.cute_object import compiler
 from tunegemm.generate.block_groups.config import BlockGroupConfig
 from tunegemm.generate.blocks.config import BLOCK
 from tunegemm.generate.cute_launch import LoadedKernel
-from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Kernels
+from tunegemm.generate.generator import Kernels
 from tunegemm.generate.grouped.operands import output_objection
 from tunegemm.generate.takes import UNIT_BYTES, NotTaken, Place, first_objection, not_aligned, wrong_extents
 
 FAMILY = Kernels(
-    name="block_groups",
     folder=Path(__file__).parent,
     compile=compiler(BlockGroupConfig, "tunegemm.generate.block_groups.kernel", 3, addresses=3, words=7),
-    toolchain=toolchain,
-    packages=(CUTE_DSL, TVM_FFI),
 )
 kernel_key = FAMILY.key_of
 _SWIZZLE = 8

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tunegemm.compile.cute_object import compiler, toolchain
+from tunegemm.compile.cute_object import compiler
 from tunegemm.describe.device import Device
 from tunegemm.generate.blocks.config import BLOCK, BlockConfig
 from tunegemm.generate.cute_launch import LoadedKernel
 from tunegemm.generate.cute_sm90 import Order
-from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Kernels
+from tunegemm.generate.generator import Kernels
 from tunegemm.generate.takes import NotTaken, Place, first_objection, not_aligned, wrong_extents
 from tunegemm.generate.tiles import stream_clusters, stream_tiles
 from tunegemm.generate.workspace import Workspace
@@ -24,11 +24,8 @@ from tunegemm.generate.workspace import Workspace
 __all__ = ["BLOCK", "FAMILY", "BlockKernel", "config_of", "kernel_key", "refusal", "tiles_of"]
 
 FAMILY = Kernels(
-    name="blocks",
     folder=Path(__file__).parent,
     compile=compiler(BlockConfig, "tunegemm.generate.blocks.kernel", 8, addresses=3, words=6),
-    toolchain=toolchain,
-    packages=(CUTE_DSL, TVM_FFI),
 )
 kernel_key = FAMILY.key_of
 OUT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

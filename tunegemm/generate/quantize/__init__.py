@@ -9,20 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tunegemm.compile.cute_object import compiler, toolchain
+from tunegemm.compile.cute_object import compiler
 from tunegemm.generate.cute_launch import LoadedKernel
-from tunegemm.generate.generator import CUTE_DSL, TVM_FFI, Kernels
+from tunegemm.generate.generator import Kernels
 from tunegemm.generate.quantize.config import BLOCK, EPSILON, LARGEST, VECTOR, QuantizeConfig
 from tunegemm.generate.takes import UNIT_BYTES, NotTaken, not_aligned, wrong_extents
 
 __all__ = ["BLOCK", "CONFIGS", "EPSILON", "FAMILY", "LARGEST", "QuantizeConfig", "Quantizer", "kernel_key"]
 
 FAMILY = Kernels(
-    name="quantize",
     folder=Path(__file__).parent,
     compile=compiler(QuantizeConfig, "tunegemm.generate.quantize.kernel", 0, addresses=0, words=0),
-    toolchain=toolchain,
-    packages=(CUTE_DSL, TVM_FFI),
 )
 kernel_key = FAMILY.key_of
 #: The input's dtypes, by torch's names.
