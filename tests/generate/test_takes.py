@@ -23,7 +23,7 @@ BF16 = torch.bfloat16
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """What the driver was given."""
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
-    monkeypatch.setattr("tunegemm.generate.along_k._counter", lambda index: Counter())
+    monkeypatch.setattr("tunegemm.generate.along_k.tile_counter", lambda index: Counter())
     return []
 
 
