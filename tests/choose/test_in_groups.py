@@ -102,4 +102,4 @@ def test_one_order_of_sums_is_said_of_groups_too() -> None:
     torchs = Snapshot([replace(row(many, TORCH_MM, 1.0), confirmed=True)])
     assert select(torchs, many, H200).outcome == "hit"
     found = select(torchs, many, H200, policy=policy)
-    assert found.outcome == "predicted" and "its record is torch's product" in found.why
+    assert found.outcome == "predicted" and "its record names torch's own kernel" in found.why

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import tunegemm
+from tunegemm.dispatch import extension
 from tunegemm.errors import ProblemError
+from tunegemm.groups import quantize
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 NAN, INF = float("nan"), float("inf")
@@ -125,3 +127,34 @@ def test_what_is_not_quantised_is_refused_in_one_line(x: Any, words: Any, says: 
 def test_what_is_no_tensor_is_named() -> None:
     with pytest.raises((TypeError, ProblemError)):
         tunegemm.quantize([1.0, 2.0])  # type: ignore[arg-type]
+
+
+def test_a_failed_launch_is_torchs_but_in_a_capture_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph may not keep another way than the one that its program measured."""
+
+    class Failing:
+        def bound(self, *tensors: torch.Tensor, power_of_two: bool) -> Any:
+            return self.launch
+
+        def launch(self, *addresses: int) -> None:
+            raise RuntimeError("CUDA error: 700")
+
+    x = torch.randn(3, 256).bfloat16()
+    wanted = tunegemm.quantize(x)
+    monkeypatch.setattr(extension, "device_type", lambda: "cpu")
+    monkeypatch.setattr(extension, "loaded", lambda *_: Failing())
+    monkeypatch.setattr(
+        extension, "allocation", lambda: lambda *layout: torch.empty_strided(*layout[:2], dtype=layout[2])
+    )
+    tunegemm.refresh()
+    try:
+        with monkeypatch.context() as during:
+            during.setattr(quantize, "capturing", lambda _: True)
+            with pytest.raises(RuntimeError, match="700"):
+                tunegemm.quantize(x)
+        with pytest.warns(tunegemm.TunegemmWarning, match=r"failed to launch.*700.*operations quantise"):
+            result = tunegemm.quantize(x)
+        assert torch.equal(result[0].float(), wanted[0].float()) and torch.equal(result[1], wanted[1])
+    finally:
+        monkeypatch.undo()
+        tunegemm.refresh()

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import tunegemm
+from tunegemm.dispatch import extension
 from tunegemm.dispatch.library import block_scales
 from tunegemm.errors import ProblemError
+from tunegemm.torch import blocks as own
 
 FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 
@@ -94,3 +96,33 @@ def test_operators_say_which_scales_are_of_blocks() -> None:
     assert block_scales("_scaled_mm", [*plain[:4], torch.rand(300)]) is None  # a bias
     for place, other in ((3, [5]), (6, [4]), (4, [1]), (2, [SCALE_A, SCALE_A])):
         assert block_scales("_scaled_mm_v2", [*v2[:place], other, *v2[place + 1 :]]) is None
+
+
+def test_a_failed_launch_is_torchs_but_in_a_capture_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def bound(self, *tensors: torch.Tensor, **words: Any) -> Any:
+            return self.launch
+
+        def launch(self, *addresses: int) -> None:
+            raise RuntimeError("CUDA error: 700")
+
+    given = operands(3, 136, 256)
+    expected = tunegemm.scaled_mm(*given, out_dtype=torch.bfloat16)
+    monkeypatch.setattr(extension, "device_type", lambda: "cpu")
+    monkeypatch.setattr(extension, "gpu_of", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(extension, "device_of", lambda _: None)
+    monkeypatch.setattr(extension, "loaded", lambda *_: Failing())
+    monkeypatch.setattr(
+        extension, "allocation", lambda: lambda *layout: torch.empty_strided(*layout[:2], dtype=layout[2])
+    )
+    tunegemm.refresh()
+    try:
+        with monkeypatch.context() as during:
+            during.setattr(own, "capturing", lambda _: True)
+            with pytest.raises(RuntimeError, match="700"):
+                tunegemm.scaled_mm(*given, out_dtype=torch.bfloat16)
+        with pytest.warns(tunegemm.TunegemmWarning, match=r"failed to launch.*700.*torch computes"):
+            assert torch.equal(tunegemm.scaled_mm(*given, out_dtype=torch.bfloat16), expected)
+    finally:
+        monkeypatch.undo()
+        tunegemm.refresh()

@@ -154,7 +154,7 @@ def _in_groups(snapshot: Snapshot, problem: Problem, device: Device, near: bool,
         why_not = (
             snapshot.why_not(problem, device.fingerprint)
             if record is None
-            else "its record is torch's product"
+            else "its record names torch's own kernel"
         )
         if not device.architecture.wgmma:
             return Selection("miss", (), f"{why_not}; kernels for groups need Hopper")

@@ -176,7 +176,7 @@ def wait_until_idle(
 ) -> bool:
     """Returns when no process ran a kernel on the GPU for some seconds; False if NVML cannot tell.
 
-    busy_percent: by default NVML's, of the device. sleep: what waits between looks; tests count the waits.
+    busy_percent: by default NVML's, of the device. sleep: waits between looks; tests count its calls.
     """
     look = busy_percent or TelemetryReader(device.index).busy_percent
     quiet = 0

@@ -48,7 +48,7 @@ def user_location() -> Path:
 
 
 def _in_working_directory() -> Path | None:
-    """The database in the working directory, whoever owns it; None if there is none."""
+    """The database in the working directory, or None. Another user may own it."""
     try:
         here = Path.cwd() / _FILE_NAME
         return here if here.is_file() else None

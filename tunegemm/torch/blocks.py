@@ -13,7 +13,7 @@ import torch
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.extension import LaunchCache
-from tunegemm.dispatch.guards import current_device
+from tunegemm.dispatch.guards import capturing, current_device
 from tunegemm.dispatch.library import block_scales, takes_fp8
 from tunegemm.errors import ProblemError, TunegemmError, one_line
 from tunegemm.generate import blocks
@@ -193,6 +193,8 @@ def product(
     except NotTaken:
         return None
     except (RuntimeError, ValueError) as error:
+        if capturing(device):
+            raise
         _launches.keep(key, None, *tensors)
         _warn(f"a kernel of block-scaled products failed to launch on {device} ({one_line(error)})")
         return None
