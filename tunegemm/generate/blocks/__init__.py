@@ -58,6 +58,10 @@ def config_of(parameters: Mapping[str, Any], *, out_dtype: str = "bf16") -> Bloc
     return config
 
 
+#: The largest row stride of A's scales: kernels have the distance in bytes within a tile as an int32.
+MOST_APART = 1 << 20
+
+
 def tiles_of(config: BlockConfig, rows: int, n: int) -> int:
     """Tiles of a product, counted in clusters."""
     across, along = (rows, n) if config.few else (n, rows)
@@ -184,4 +188,6 @@ def refusal(a: Any, weight: Any, scale_a: Any, scale_b: Any, out: Any) -> str:
             return f"{name} is {tuple(scale.shape)} {scale.dtype}, not {(lines, blocks)} torch.float32"
         if scale.device != a.device:
             return f"{name} is on {scale.device}, not on {a.device}"
+    if rows > 1 and (apart := scale_a.stride(0)) > MOST_APART:
+        return f"rows of scale_a are {apart} elements apart, more than {MOST_APART}"
     return ""

@@ -97,6 +97,11 @@ class BlockConfig(KernelConfig):
         return self.rows + 4
 
     @property
+    def scale_warps(self) -> int:
+        """Warps that copy the scales of one stage, up to 64 rows each; with turns each stage has one warp."""
+        return 1 if self.turns > 1 else min(3, -(-self.rows // 64))
+
+    @property
     def scale_bytes(self) -> int:
         """Scales of all stages, behind the staging buffers."""
         return self.stages * self.stage_scales * 4

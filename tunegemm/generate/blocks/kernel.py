@@ -90,7 +90,7 @@ class Ring(ring.Ring):
         config = self.config
         releases = config.tile_warpgroups * ring.WARPS * (config.cluster_m + config.cluster_n - 1)
         for stage in cutlass.range_constexpr(config.stages):
-            cute.arch.mbarrier_init(self.full + stage, 1 + 32)
+            cute.arch.mbarrier_init(self.full + stage, 1 + 32 * config.scale_warps)
             cute.arch.mbarrier_init(self.empty + stage, releases)
 
     @cute.jit
@@ -117,7 +117,11 @@ class Ring(ring.Ring):
 
 @dataclass(frozen=True)
 class ScaleProducer:
-    """One warp: copies the scales of each stage, or of its turn's stages, into shared memory."""
+    """One of the warps that copy the scales of each stage, or of its turn's stages, into shared memory.
+
+    The consumers' warpgroups take as long as this warp does where it has much to compute for each block of k,
+    so it keeps what a tile's blocks have in common.
+    """
 
     config: BlockConfig
     scales: Scales
@@ -127,12 +131,19 @@ class ScaleProducer:
     ring: Ring
     lane: Int32
     turn: Int32
+    part: Int32
+    """Which of the warps with the same stages this is: each copies as many rows."""
 
     @cute.jit
     def run(self, schedule):
         """Work unit after work unit, as the producer of tiles."""
         config, ring, scales, ends = self.config, self.ring, self.scales, self.ends
-        first_target = self.sScales.iterator.toint() + self.lane * 4
+        rows = RowScales(config, self.part, self.lane, scales.row_stride)
+        first_target = self.sScales.iterator.toint() + rows.first * 4
+        weight_target = self.sScales.iterator.toint() + (config.rows + self.lane) * 4
+        offsets = rows.offsets()
+        row_step = config.turns * scales.rows_k_stride * 4
+        weight_step = config.turns * scales.weights_k_stride * 4
         state = ring.producer_start()
         unit = schedule.first()
         while schedule.has(unit):
@@ -144,33 +155,73 @@ class ScaleProducer:
             row, column = origin.row, origin.column
             if const_expr(config.few):
                 row, column = origin.column, origin.row
-            own = cutlass.min(column // BLOCK + self.lane, ends.columns - 1)
-            weights = scales.weights_address + Int64(own) * scales.block_stride * 4
             first, end = Int32(0), state
             if const_expr(config.turns > 1):
                 first, end = ring.before_turn(state, self.turn), ring.skip(state, unit.k_tiles)
                 state = ring.skip(state, first)
+            # Behind the last row that one's: nothing of it is stored.
+            rows.set(offsets, ends.rows - 1 - row)
+            begin = Int64(block + first)
+            source = Int64(row) * scales.row_stride + begin * scales.rows_k_stride
+            source = scales.rows_address + source * 4
+            own = cutlass.min(column // BLOCK + self.lane, ends.columns - 1)
+            weight = Int64(own) * scales.block_stride + begin * scales.weights_k_stride
+            weight = scales.weights_address + weight * 4
             for k_tile in cutlass.range(first, unit.k_tiles, config.turns, unroll=1):
                 ring.wait_empty(state)
-                target = first_target + state.stage * (config.stage_scales * 4)
-                step = Int64(block + k_tile)
                 # Behind the last block zeros, as TMA brings.
-                size = Int32(4) if step < ends.k else Int32(0)
-                rows = scales.rows_address + step * scales.rows_k_stride * 4
-                # No unrolling: the warp has few registers.
-                for count in cutlass.range(-(-config.rows // 32), unroll=1):
-                    if count * 32 + self.lane < config.rows:
-                        # Behind the last row that one's: nothing of it is stored.
-                        last = cutlass.min(row + count * 32 + self.lane, ends.rows - 1)
-                        copy_async(target + count * 128, rows + Int64(last) * scales.row_stride * 4, size)
-                if self.lane < config.spans:
-                    source = weights + step * scales.weights_k_stride * 4
-                    copy_async(target + config.rows * 4, source, size)
+                size = Int32(4) if block + k_tile < ends.k else Int32(0)
+                place = state.stage * (config.stage_scales * 4)
+                rows.copy(first_target + place, source, offsets, size)
+                if self.part == 0 and self.lane < config.spans:
+                    copy_async(weight_target + place, weight, size)
                 cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + state.stage)
+                source += row_step
+                weight += weight_step
                 state = ring.advance_turn(state)
             if const_expr(config.turns > 1):
                 state = end
             unit = schedule.next(unit)
+
+
+@dataclass(frozen=True)
+class RowScales:
+    """Where one lane finds the row scales that it copies: 32 rows apart, from `first` on."""
+
+    config: BlockConfig
+    part: Int32
+    lane: Int32
+    row_stride: Int64
+
+    @property
+    def chunks(self):
+        """How many rows each lane copies at most."""
+        return -(-self.config.rows // (32 * self.config.scale_warps))
+
+    @property
+    def first(self):
+        """The lane's first row in the tile."""
+        return self.part * (32 * self.chunks) + self.lane
+
+    def offsets(self):
+        """Registers for the bytes from the tile's first row to each of the lane's."""
+        return cute.make_rmem_tensor(self.chunks, Int32)
+
+    @cute.jit
+    def set(self, offsets, last):
+        """last: the last row that has a scale, counted from the tile's first."""
+        stride = Int32(self.row_stride) * 4
+        for chunk in cutlass.range_constexpr(self.chunks):
+            offsets[chunk] = cutlass.min(self.first + 32 * chunk, last) * stride
+
+    @cute.jit
+    def copy(self, target, source, offsets, size):
+        """Copy the scales of one block of k, of which the first row's lies at `source`."""
+        for chunk in cutlass.range_constexpr(self.chunks):
+            if const_expr(self.config.rows % (32 * self.chunks * self.config.scale_warps) == 0):
+                copy_async(target + 128 * chunk, source + Int64(offsets[chunk]), size)
+            elif self.first + 32 * chunk < self.config.rows:
+                copy_async(target + 128 * chunk, source + Int64(offsets[chunk]), size)
 
 
 def copy_async(target, source, size):
@@ -610,7 +661,7 @@ class Gemm:
 
         load_registers, mma_registers = config.registers
         started = 32 + config.consumers * WARPGROUP_THREADS
-        copying = 32 + 32 * config.turns
+        copying = 32 + 32 * config.scale_warps * config.turns
         if group == 0:
             cute.arch.setmaxregister_decrease(load_registers)
             if const_expr(config.cluster_size > 1):
@@ -622,10 +673,13 @@ class Gemm:
                     cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
                     cute.arch.barrier_arrive(barrier_id=SCALES_BARRIER, number_of_threads=copying)
                 Producer(config, a, b, sA, sB, ring).run(schedule, l2_hint)
-            if warp_index >= 1 and warp_index <= config.turns:
+            if warp_index >= 1 and warp_index <= config.scale_warps * config.turns:
                 if const_expr(config.cluster_size == 1):
                     cute.arch.barrier(barrier_id=SCALES_BARRIER, number_of_threads=copying)
-                own = thread % 32, warp_index - 1
+                turn, part = warp_index - 1, Int32(0)
+                if const_expr(config.turns == 1):
+                    turn, part = Int32(0), warp_index - 1
+                own = thread % 32, turn, part
                 ScaleProducer(config, scales, ends, sScales, ring, *own).run(schedule)
         else:
             cute.arch.setmaxregister_increase(mma_registers)
