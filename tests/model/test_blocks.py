@@ -94,9 +94,7 @@ def test_estimates_are_of_the_size_of_measured_times() -> None:
 
 
 def test_one_more_row_is_estimated_to_cost_little() -> None:
-    """By the estimate that chooses. One cliff is known: 128 tiles of 64x128 fill one wave for 256 rows, and
-    one row more takes wider tiles, 25 us for 18.
-    """
+    """By the estimate that chooses."""
     by_name = {each.name: each for each in candidates()}
     cliffs = set()
     for n, k in ((7168, 2048), (4096, 7168), (24576, 1536)):
@@ -108,7 +106,7 @@ def test_one_more_row_is_estimated_to_cost_little() -> None:
             if before and now >= 1.35 * before:
                 cliffs.add((rows, n, k))
             before = now
-    assert cliffs == {(257, 4096, 7168)}
+    assert not cliffs
 
 
 def test_a_damaged_table_says_what_to_do(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ A product of two scales may leave the range of fp32 where neither scaled sum doe
 multiplies twice (`Consumer.promote`).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -477,19 +478,20 @@ class Consumer(consumer.Consumer):
         config, first = self.config, self.first_of(atom)
         address = self.sScales.iterator + stage * config.stage_scales
         own = cute.make_tensor(address, cute.make_layout(config.stage_scales))
-        groups = config.tile_n // 8
         row = first_row_of(first, self.thread)
         values = own[row], own[row + 8]
         weights = [own[config.rows + span] for span in range(config.spans)]
         if const_expr(config.spans == 1):
             return values, tuple(weights), tuple(weights)
+        if const_expr(config.columns % BLOCK == 0):
+            found = [weights[group * 8 // BLOCK] for group in range(config.tile_n // 8)]
+            return values, tuple(weights), tuple(found)
         end = BLOCK - origin.column % BLOCK  # of the first block
-        found = []
-        for group in cutlass.range_constexpr(groups):
-            if const_expr(config.columns % BLOCK == 0):
-                found.append(weights[group * 8 // BLOCK])
-            else:
-                found.append(weights[0] if group * 8 < end else weights[1])
+        # A tile begins at a multiple of `unit`, so columns of a unit share a scale, and its products with rows'.
+        unit, found = math.gcd(config.columns, BLOCK), []
+        for column in cutlass.range_constexpr(0, config.columns, unit):
+            scale = weights[0] if column < end else weights[1]
+            found += [scale] * (unit // 8)
         return values, tuple(weights), tuple(found)
 
     @cute.jit
