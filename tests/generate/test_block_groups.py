@@ -69,6 +69,10 @@ def test_a_launch_says_where_scales_lie(monkeypatch: pytest.MonkeyPatch) -> None
         ({"offsets": torch.zeros(3, dtype=torch.int64)}, "offsets is"),
         ({"out": torch.empty(10, 264, dtype=BF16)}, "out is"),
         ({"out": torch.empty(9, 264, dtype=F32)}, "out is"),
+        (
+            {"scale_a": torch.empty(9 * 2**20, dtype=F32).as_strided((9, 4), (2**20 + 1, 1))},
+            "rows of scale_a",
+        ),
     ],
 )
 def test_what_no_kernel_takes_is_refused(changes: dict[str, Any], said: str) -> None:

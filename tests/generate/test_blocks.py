@@ -131,6 +131,10 @@ def test_a_launch_refuses_addresses_and_outputs_of_other_kernels(seen: Seen, h20
     assert len(seen) == 1
 
 
+#: Allocated, but never touched.
+F32_FAR = torch.empty(5 * 2**20, dtype=F32)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -150,6 +154,8 @@ def test_a_launch_refuses_addresses_and_outputs_of_other_kernels(seen: Seen, h20
         ({"scale_a": SCALE_A.double()}, "scale_a is (5, 4) torch.float64"),
         ({"scale_b": SCALE_B.t()}, "scale_b is (4, 2)"),
         ({"scale_b": SCALE_B.to("meta")}, "scale_b is on meta"),
+        ({"scale_a": F32_FAR.as_strided((5, 4), (2**20, 1))}, ""),
+        ({"scale_a": F32_FAR.as_strided((5, 4), (2**20 + 1, 1))}, "rows of scale_a are 1048577 elements"),
     ],
 )  # fmt: skip
 def test_what_no_kernel_takes_is_refused(changes: dict[str, Any], reason: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from tunegemm.compile.cute_object import compiler
 from tunegemm.generate.block_groups.config import BlockGroupConfig
+from tunegemm.generate.blocks import too_far_apart
 from tunegemm.generate.blocks.config import BLOCK
 from tunegemm.generate.cute_launch import LoadedKernel
 from tunegemm.generate.generator import Kernels
@@ -97,4 +98,4 @@ def refusal(a: Any, weights: Any, scale_a: Any, scale_b: Any, offsets: Any, out:
             return f"{name} is {tuple(scale.shape)} {scale.dtype}, not {shape} torch.float32"
         if scale.device != a.device:
             return f"{name} is on {scale.device}, not on {a.device}"
-    return output_objection(out, a, n, "bf16")
+    return too_far_apart(scale_a) or output_objection(out, a, n, "bf16")

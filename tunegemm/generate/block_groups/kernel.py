@@ -18,7 +18,7 @@ from cutlass.utils import SmemAllocator
 
 from tunegemm.generate.block_groups.config import BlockGroupConfig
 from tunegemm.generate.blocks.config import BLOCK
-from tunegemm.generate.blocks.kernel import SCALES_BARRIER, Ring, copy_async
+from tunegemm.generate.blocks.kernel import SCALES_BARRIER, Ring, RowScales, copy_async
 from tunegemm.generate.blocks.kernel import Consumer as BlockConsumer
 from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
 from tunegemm.generate.cute_sm90.kernel.layouts import START_BARRIER, Layouts
@@ -78,7 +78,7 @@ class ScaledLayouts(Layouts):
 
 @dataclass(frozen=True)
 class ScaleProducer:
-    """One warp: copies the scales of each stage into shared memory."""
+    """One of the warps that copy the scales of each stage into shared memory."""
 
     config: BlockGroupConfig
     scaling: Scaling
@@ -86,33 +86,37 @@ class ScaleProducer:
     """(SCALE, STAGE)"""
     ring: Ring
     lane: Int32
+    part: Int32
+    """Which of these warps this is: each copies as many rows."""
 
     @cute.jit
     def run(self, walk, k_tiles):
         """Tile after tile, as the producer of tiles."""
         config, ring, scales = self.config, self.ring, self.scaling.scales
-        first_target, size = self.sScales.iterator.toint() + self.lane * 4, Int32(4)
+        rows = RowScales(config, self.part, self.lane, scales.row_stride)
+        first_target = self.sScales.iterator.toint() + rows.first * 4
+        weight_target = self.sScales.iterator.toint() + (config.rows + self.lane) * 4
+        offsets = rows.offsets()
+        row_step, weight_step = scales.rows_k_stride * 4, scales.weights_k_stride * 4
         state = ring.producer_start()
         unit = walk.first()
         while walk.has(unit):
             place = walk.place(unit)
+            # Behind the group's last row that one's: nothing of it is stored.
+            rows.set(offsets, place.rows - 1)
+            source = scales.rows_address + Int64(place.row) * scales.row_stride * 4
             own = cutlass.min(place.column // BLOCK + self.lane, self.scaling.columns - 1)
-            weights = Int64(place.group) * scales.group_stride + Int64(own) * scales.block_stride
-            weights = scales.weights_address + weights * 4
-            for k_tile in cutlass.range(k_tiles, unroll=1):
+            weight = Int64(place.group) * scales.group_stride + Int64(own) * scales.block_stride
+            weight = scales.weights_address + weight * 4
+            for _ in cutlass.range(k_tiles, unroll=1):
                 ring.wait_empty(state)
-                target = first_target + state.stage * (config.stage_scales * 4)
-                rows = scales.rows_address + Int64(k_tile) * scales.rows_k_stride * 4
-                # No unrolling: the warp has few registers.
-                for count in cutlass.range(-(-config.rows // 32), unroll=1):
-                    if count * 32 + self.lane < config.rows:
-                        # Behind the group's last row that one's: nothing of it is stored.
-                        row = place.row + cutlass.min(count * 32 + self.lane, place.rows - 1)
-                        copy_async(target + count * 128, rows + Int64(row) * scales.row_stride * 4, size)
-                if self.lane < config.spans:
-                    source = weights + Int64(k_tile) * scales.weights_k_stride * 4
-                    copy_async(target + config.rows * 4, source, size)
+                behind = state.stage * (config.stage_scales * 4)
+                rows.copy(first_target + behind, source, offsets, Int32(4))
+                if self.part == 0 and self.lane < config.spans:
+                    copy_async(weight_target + behind, weight, Int32(4))
                 cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + state.stage)
+                source += row_step
+                weight += weight_step
                 state = ring.advance(state)
             unit = walk.next(unit, 1)
 
@@ -212,17 +216,18 @@ class Gemm(GroupedGemm):
         )
 
         load_registers, mma_registers = config.registers
-        started = 32 + config.consumers * WARPGROUP_THREADS
+        started, copying = 32 + config.consumers * WARPGROUP_THREADS, 32 + 32 * config.scale_warps
         if group == 0:
             cute.arch.setmaxregister_decrease(load_registers)
             if warp_index == 0:
                 cute.arch.sync_warp()
                 cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
-                cute.arch.barrier_arrive(barrier_id=SCALES_BARRIER, number_of_threads=64)
+                cute.arch.barrier_arrive(barrier_id=SCALES_BARRIER, number_of_threads=copying)
                 Producer(config, weights, rows, sA, (sB,), ring, Int32(0)).run(walk, k_tiles, scaling.l2_hint)
-            if warp_index == 1:
-                cute.arch.barrier(barrier_id=SCALES_BARRIER, number_of_threads=64)
-                ScaleProducer(config, scaling, sScales, ring, thread % 32).run(walk, k_tiles)
+            if warp_index >= 1 and warp_index <= config.scale_warps:
+                cute.arch.barrier(barrier_id=SCALES_BARRIER, number_of_threads=copying)
+                own = thread % 32, warp_index - 1
+                ScaleProducer(config, scaling, sScales, ring, *own).run(walk, k_tiles)
         else:
             cute.arch.setmaxregister_increase(mma_registers)
             cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)

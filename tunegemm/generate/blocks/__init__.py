@@ -162,6 +162,14 @@ class BlockKernel(LoadedKernel[BlockConfig]):
         return ""
 
 
+def too_far_apart(scale_a: Any) -> str:
+    """Why kernels do not take A's scales with this layout; empty if they do."""
+    apart = scale_a.stride(0)
+    if scale_a.shape[0] > 1 and apart > MOST_APART:
+        return f"rows of scale_a are {apart} elements apart, more than {MOST_APART}"
+    return ""
+
+
 def refusal(a: Any, weight: Any, scale_a: Any, scale_b: Any, out: Any) -> str:
     """Why no kernel here takes these tensors, in one line; empty where one does. They are as in
     `BlockKernel.bound`.
@@ -188,6 +196,4 @@ def refusal(a: Any, weight: Any, scale_a: Any, scale_b: Any, out: Any) -> str:
             return f"{name} is {tuple(scale.shape)} {scale.dtype}, not {(lines, blocks)} torch.float32"
         if scale.device != a.device:
             return f"{name} is on {scale.device}, not on {a.device}"
-    if rows > 1 and (apart := scale_a.stride(0)) > MOST_APART:
-        return f"rows of scale_a are {apart} elements apart, more than {MOST_APART}"
-    return ""
+    return too_far_apart(scale_a)

@@ -487,7 +487,7 @@ class Consumer(consumer.Consumer):
             found = [weights[group * 8 // BLOCK] for group in range(config.tile_n // 8)]
             return values, tuple(weights), tuple(found)
         end = BLOCK - origin.column % BLOCK  # of the first block
-        # A tile begins at a multiple of `unit`, so columns of a unit share a scale, and its products with rows'.
+        # Tiles begin at multiples of `unit`: its columns share a scale, and the products with rows' scales.
         unit, found = math.gcd(config.columns, BLOCK), []
         for column in cutlass.range_constexpr(0, config.columns, unit):
             scale = weights[0] if column < end else weights[1]
