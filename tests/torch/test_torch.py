@@ -344,6 +344,27 @@ def test_compiled_code_of_every_rank_and_out(kernel):
     assert torch.equal(out, product)
     assert len(kernel.calls) == 4
 
+    into = torch.compile(lambda a, out: tunegemm.matmul(a, b, out=out), backend="aot_eager", fullgraph=True)
+    assert into(a.requires_grad_(), out.clone()).requires_grad and len(kernel.calls) == 4
+
+
+def test_a_fused_operator_has_torchs_derivatives(kernel):
+    a, b = operands()
+    bias = torch.ones(48, dtype=BF16)
+
+    def multiply(a, bias):
+        return torch.ops.tunegemm.fused(a, b, [bias], [], "bias_n+gelu")
+
+    with torch.autograd.forward_ad.dual_level():
+        duals = (torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)) for x in (a, bias))
+        tangent = torch.autograd.forward_ad.unpack_dual(multiply(*duals)).tangent
+    expected = torch.func.jvp(
+        lambda a, bias: torch.nn.functional.gelu(a @ b + bias),
+        (a, bias),
+        tuple(map(torch.ones_like, (a, bias))),
+    )[1]
+    torch.testing.assert_close(tangent, expected)
+
 
 def test_one_graph_serves_every_size(kernel):
     b = operands()[1]

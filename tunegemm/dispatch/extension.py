@@ -26,15 +26,25 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
 
 from tunegemm.choose.policies import Policy
 from tunegemm.compile.artifacts import Artifact, Key
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api
+from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.background import BackgroundCompiler, make_pool
 from tunegemm.dispatch.forms import Form
-from tunegemm.dispatch.guards import capturing, check_of, is_lazy
+from tunegemm.dispatch.guards import (
+    capturing,
+    check_of,
+    dispatch_modes,
+    grad_enabled,
+    is_lazy,
+    is_transformed,
+)
 from tunegemm.dispatch.planning import LOOK_SECONDS, MAX_PLANS
 from tunegemm.dispatch.states import own
 from tunegemm.errors import ArtifactError
@@ -45,7 +55,7 @@ from tunegemm.store.record import Record
 __all__ = [
     "Known", "LaunchCache", "allocation", "compiled", "define", "device_of", "device_type", "fingerprint",
     "forget", "gpu_of", "is_off", "library", "loaded", "may_load", "missed", "observer", "operators",
-    "policy", "recorded", "serves_by", "warn",
+    "policy", "recorded", "serves_by", "undifferentiable", "warn", "without_derivative",
 ]  # fmt: skip
 
 #: Replacements of ATen's operators, beyond those of two matrices, that `tunegemm.enable` installs: functions
@@ -61,16 +71,57 @@ def define(
     compute: Callable[..., Any],
     fake: Callable[..., Any],
     tags: tuple[torch.Tag, ...] = (),
+    autograd: Callable[..., Any] | None = None,
 ) -> None:
     """Define an operator `tunegemm::NAME` by its schema, ``NAME(Tensor a, ...) -> Tensor``.
 
     Graphs of torch.compile and torch.export hold such operators and do not look inside. compute: computes it
-    below autograd. fake: returns the result for tensors without memory.
+    below autograd. fake: returns the result for tensors without memory. autograd: computes it from the
+    dispatch keys and the arguments, with derivatives; if None, the operator has none.
     """
     name = schema.partition("(")[0]
     library.define(schema, tags=tags)
     library.impl(name, compute, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tunegemm::{name}", fake, lib=library)
+    if autograd is None:
+        autograd = partial(without_derivative, getattr(torch.ops.tunegemm, name).default, compute)
+    library.impl(name, autograd, "Autograd", with_keyset=True)
+
+
+def without_derivative(
+    operator: Any, compute: Callable[..., Any], keyset: Any, *arguments: Any, **keywords: Any
+) -> Any:
+    """Compute an operator of `define` below autograd; compute: as given there.
+
+    As for operators of torch without derivatives, a tangent of an operand raises NotImplementedError, and so
+    does the backward pass of the result if an operand requires a gradient.
+    """
+    operands = [each for each in arguments if isinstance(each, torch.Tensor)]
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in operands
+    ):
+        raise NotImplementedError(
+            f"Trying to use forward AD with {operator.name()} that does not support it because it has not "
+            "been implemented yet."
+        )
+    with torch._C._AutoDispatchBelowAutograd():
+        if dispatch_modes() or is_transformed() or any(type(each) not in PLAIN for each in operands):
+            below = keyset & torch._C._after_autograd_keyset
+            result = operator.redispatch(below, *arguments, **keywords)
+        else:  # saves the way through torch's dispatcher
+            result = compute(*arguments, **keywords)
+    return undifferentiable(operator.name(), result, *operands)
+
+
+def undifferentiable(name: str, result: Any, *operands: torch.Tensor) -> Any:
+    """The result, tensors that `name` computed without autograd; if an operand requires a gradient, their
+    backward pass raises RuntimeError, as torch's operators without derivatives do.
+    """
+    if grad_enabled() and any(each.requires_grad for each in operands):
+        message, number = f"derivative for {name} is not implemented", 1 + len(operands)
+        fail = torch._C._functions.DelayedError(message, number)
+        result = tree_map_only(torch.Tensor, lambda each: fail(each, *operands)[0], result)
+    return result
 
 
 #: Layouts of operands that one key keeps.

@@ -19,7 +19,7 @@ from tunegemm.generate.block_groups import BlockGroupKernel
 from tunegemm.generate.blocks import BLOCK
 from tunegemm.generate.takes import NotTaken
 from tunegemm.groups import grouped
-from tunegemm.groups.grouped import are_plain, check_ends, has_values
+from tunegemm.groups.grouped import are_plain, check_ends, has_gradient, has_values
 from tunegemm.model.block_groups import choose, listed
 
 _FP8 = torch.float8_e4m3fn
@@ -42,7 +42,8 @@ def scaled_grouped_mm(
     """`tunegemm.scaled_grouped_mm` for scales of blocks. Raises ProblemError for operands that do not fit."""
     check(a, b, scale_a, scale_b, offs)
     assert offs is not None
-    if torch.compiler.is_compiling() or a.is_meta or not are_plain(a, b, scale_a, scale_b, offs):
+    tensors = a, b, scale_a, scale_b, offs
+    if torch.compiler.is_compiling() or a.is_meta or not are_plain(*tensors) or has_gradient(a, b):
         result: torch.Tensor = torch.ops.tunegemm.scaled_grouped_blocks(a, b, scale_a, scale_b, offs)
     else:
         result = _compute(a, b, scale_a, scale_b, offs)

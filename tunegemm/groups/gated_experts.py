@@ -11,7 +11,7 @@ from tunegemm.describe.epilogue import GATE_OF, GATED
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import ACTIVATIONS, Activation
 from tunegemm.dispatch.fx import node_of, rank
-from tunegemm.dispatch.guards import deterministic
+from tunegemm.dispatch.guards import deterministic, is_transformed
 from tunegemm.errors import ProblemError
 from tunegemm.generate.blocks import BLOCK
 from tunegemm.generate.routing import MOST_CHOICES
@@ -287,9 +287,7 @@ def _inverse(order: torch.Tensor, plain: bool) -> torch.Tensor:
 
 def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, plain: bool) -> torch.Tensor:
     """Weight rows in the experts' order and add them up for each token, in fp32."""
-    if torch.compiler.is_compiling() or (
-        torch.is_grad_enabled() and (result.requires_grad or weights.requires_grad)
-    ):
+    if torch.compiler.is_compiling() or is_transformed() or grouped.has_gradient(result, weights):
         # The gradient of `index_copy` is a lookup; the gradient of a lookup would have to add rows up.
         of_tokens = torch.empty_like(result).index_copy(0, order, result).view(*weights.shape, -1)
         return (of_tokens * weights.unsqueeze(-1)).sum(dim=1)

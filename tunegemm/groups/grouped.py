@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -29,6 +29,7 @@ from tunegemm.dispatch.guards import (
     functorch_level,
     grad_enabled,
     is_lazy,
+    is_transformed,
     tracing,
 )
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmError, one_line
@@ -511,31 +512,47 @@ def _compute(a: Any, b: Any, offs: Any, bias: Any = None) -> torch.Tensor:
     return by_torch(a, b, offs=offs, bias=bias) if result is None else result
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[:3])
+class _Differentiable(torch.autograd.Function):
+    """The operator `tunegemm::grouped_mm` with the gradients of a and b."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Any, b: Any, offs: Any, bias: Any) -> torch.Tensor:
+        ctx.save_for_backward(a, b, offs)
+        with torch._C._AutoDispatchBelowAutograd():
+            result: torch.Tensor = torch.ops.tunegemm.grouped_mm(a, b, offs, bias)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Compute the gradients, which are grouped products too: b's is along k."""
+        a, b, offs = ctx.saved_tensors
+        if 0 in grad.stride():  # such as a sum's gradient: torch's product rejects its strides
+            grad = grad.contiguous()
+        of_a = torch.ops.tunegemm.grouped_mm(grad, b.mT, offs) if ctx.needs_input_grad[0] else None
+        of_b = None
+        if ctx.needs_input_grad[1]:
+            # It has the weight's layout, k contiguous. Torch's operator can differentiate the gradient again.
+            along = torch._grouped_mm if grad_enabled() else torch.ops.tunegemm.grouped_along_k
+            of_b = along(grad.t(), a, offs).mT
+        return of_a, of_b, None, None
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Compute the gradients, which are grouped products too: b's is along k."""
-    a, b, offs = ctx.saved_tensors
-    if 0 in grad.stride():  # such as a sum's gradient: torch's product rejects its strides
-        grad = grad.contiguous()
-    of_a = torch.ops.tunegemm.grouped_mm(grad, b.mT, offs) if ctx.needs_input_grad[0] else None
-    of_b = None
-    if ctx.needs_input_grad[1]:
-        # It has the weight's layout, k contiguous. Torch's operator can differentiate the gradient again.
-        along = torch._grouped_mm if grad_enabled() else torch.ops.tunegemm.grouped_along_k
-        of_b = along(grad.t(), a, offs).mT
-    return of_a, of_b, None, None
+def _above_autograd(keyset: Any, a: Any, b: Any, offs: Any, bias: Any = None) -> torch.Tensor:
+    if is_transformed():
+        return by_torch(a, b, offs=offs, bias=bias)
+    if has_gradient(a, b):
+        result: torch.Tensor = _Differentiable.apply(a, b, offs, bias)
+        return result
+    operator = torch.ops.tunegemm.grouped_mm.default
+    return cast(torch.Tensor, extension.without_derivative(operator, _compute, keyset, a, b, offs, bias))
 
 
 #: Of operators of groups: Inductor keeps the strides of their operands.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-for _schema in (
-    "grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None) -> Tensor",
-    "grouped_along_k(Tensor a, Tensor b, Tensor offs) -> Tensor",
+for _schema, _autograd in (
+    ("grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None) -> Tensor", _above_autograd),
+    ("grouped_along_k(Tensor a, Tensor b, Tensor offs) -> Tensor", None),
 ):
     extension.define(
-        _schema, _compute, lambda a, b, offs, bias=None: torch._grouped_mm(a, b, offs=offs), TAGS
+        _schema, _compute, lambda a, b, offs, bias=None: torch._grouped_mm(a, b, offs=offs), TAGS, _autograd
     )
-torch.library.register_autograd("tunegemm::grouped_mm", _backward, setup_context=_keep, lib=extension.library)

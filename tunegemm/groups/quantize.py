@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -11,7 +11,7 @@ from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.fx import node_of, rank
-from tunegemm.dispatch.guards import capturing, current_device, is_lazy
+from tunegemm.dispatch.guards import capturing, current_device, is_lazy, is_transformed
 from tunegemm.errors import ProblemError, TunegemmError, one_line
 from tunegemm.generate import quantize as kernels
 from tunegemm.generate.quantize import BLOCK, EPSILON, LARGEST, QuantizeConfig, Quantizer
@@ -49,7 +49,7 @@ def quantize(x: torch.Tensor, *, gate: str | None = None, power_of_two: bool = F
         rank(x)
     except TypeError as error:
         return node_of(error, quantize, (x,), {"gate": gate, "power_of_two": power_of_two})
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_transformed():
         return torch.ops.tunegemm.quantize(x, gate, power_of_two)
     return _quantized(x, gate, power_of_two)
 
@@ -163,10 +163,16 @@ def _fake(x: torch.Tensor, gate: str | None, power_of_two: bool) -> Quantized:
 
 def _above_autograd(keyset: Any, x: torch.Tensor, gate: str | None, power_of_two: bool) -> Quantized:
     _check(x, gate)
-    with torch._C._AutoDispatchBelowAutograd():
-        below = keyset & torch._C._after_autograd_keyset
-        quantized: Quantized = torch.ops.tunegemm.quantize.default.redispatch(below, x, gate, power_of_two)
-    return quantized
+    operator = torch.ops.tunegemm.quantize.default
+    return cast(Quantized, extension.without_derivative(operator, _quantized, keyset, x, gate, power_of_two))
+
+
+def _vmap(
+    info: Any, in_dims: Any, x: torch.Tensor, gate: str | None, power_of_two: bool
+) -> tuple[Quantized, tuple[int, int]]:
+    x = x.movedim(in_dims[0], 0)
+    values, scales = torch.ops.tunegemm.quantize(x.flatten(0, 1), gate, power_of_two)
+    return (values.unflatten(0, x.shape[:2]), scales.unflatten(0, x.shape[:2])), (0, 0)
 
 
 extension.define(
@@ -174,5 +180,6 @@ extension.define(
     _quantized,
     _fake,
     (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+    _above_autograd,
 )
-extension.library.impl("quantize", _above_autograd, "Autograd", with_keyset=True)
+torch.library.register_vmap("tunegemm::quantize", _vmap, lib=extension.library)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tunegemm.dispatch import extension
 from tunegemm.dispatch.fx import node_of
 from tunegemm.dispatch.guards import deterministic
 from tunegemm.errors import ProblemError
@@ -60,7 +61,8 @@ def scaled_grouped_mm(
     if not torch.compiler.is_compiling() and grouped.are_plain(a, b, scale_a, scale_b, offs):
         served = below_autograd(a, b, scale_a, scale_b, **words)
         if served is not None:
-            return served
+            product: torch.Tensor = extension.undifferentiable("tunegemm.scaled_grouped_mm", served, a, b)
+            return product
         # torch's kernel ignores the stride of offs
         words["offs"] = None if offs is None else offs.contiguous()
     return torch._scaled_grouped_mm(a, b, scale_a, scale_b, **words)

@@ -117,7 +117,8 @@ def scaled_mm(
         if a.dtype == b.dtype == _FP8 and are_of_blocks(*arguments):
             result = product(*arguments, out_dtype) if bias is None else None
             if result is not None:
-                return result
+                served: torch.Tensor = extension.undifferentiable("tunegemm.scaled_mm", result, a, b)
+                return served
             if a.device.type == "cpu" or not torch_takes(*arguments):
                 return emulated(*arguments, bias, out_dtype)
     return torch._scaled_mm(

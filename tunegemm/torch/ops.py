@@ -25,6 +25,7 @@ from tunegemm.dispatch import api
 from tunegemm.dispatch.autograd import DTYPES, PLAIN, gradients, is_simple
 from tunegemm.dispatch.extension import define, library
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, MATMUL, Form, form_of
+from tunegemm.dispatch.guards import is_transformed
 from tunegemm.dispatch.unfused import unfused
 
 #: Products on other devices stay torch's operators in a graph, where its compiler may fuse them.
@@ -103,7 +104,7 @@ def _define_product(name: str) -> None:
             return gradients(operator, grad, ctx.saved_tensors, ctx.needs_input_grad)
 
     def autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor, *, records: str = "") -> torch.Tensor:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if is_transformed():
             return torch.matmul(a, b)  # an autograd.Function cannot be applied inside a transform's kernel
         is_trained = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
         if torch._C._len_torch_dispatch_stack() and not is_served(plain, a, b, is_trained):
@@ -122,9 +123,8 @@ def _define_product(name: str) -> None:
         a, b = (x if dim is None else x.movedim(dim, 0) for x, dim in zip((a, b), in_dims, strict=True))
         return torch.matmul(a, b), 0
 
-    define(f"{name}(Tensor a, Tensor b, *, str records='') -> Tensor", compute, fake, _TAGS)
+    define(f"{name}(Tensor a, Tensor b, *, str records='') -> Tensor", compute, fake, _TAGS, autograd)
     operator = getattr(torch.ops.tunegemm, name).default
-    library.impl(name, autograd, "Autograd", with_keyset=True)
     torch.library.register_vmap(f"tunegemm::{name}", vmap, lib=library)
 
 
@@ -151,7 +151,7 @@ def _define_fused() -> None:
         records: str = "",
     ) -> torch.Tensor:  # fmt: skip
         asked = form_of(MATMUL, *form)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if is_transformed():
             return unfused(asked, a, b, operands, numbers)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (a, b, *operands)):
             return unfused(asked, a, b, operands, numbers, multiply=traced_matmul)
@@ -174,9 +174,8 @@ def _define_fused() -> None:
         "fused(Tensor a, Tensor b, Tensor[] operands, float[] numbers, str epilogue, "
         "ScalarType? out_dtype=None, str accumulation='fast', *, str records='') -> Tensor"
     )
-    define(schema, compute, fake, _TAGS)
+    define(schema, compute, fake, _TAGS, autograd)
     operator = torch.ops.tunegemm.fused.default
-    library.impl("fused", autograd, "Autograd", with_keyset=True)
     torch.library.register_vmap("tunegemm::fused", vmap, lib=library)
 
 
@@ -254,7 +253,8 @@ def traced_matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = N
     if not (_is_servable(a, b) and is_simple(a, b)):
         return torch.matmul(a, b) if out is None else torch.matmul(a, b, out=out)
     if out is not None:
-        if out.dtype != a.dtype or out.shape != (*a.shape[:-1], b.shape[-1]):
+        is_trained = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+        if is_trained or out.dtype != a.dtype or out.shape != (*a.shape[:-1], b.shape[-1]):
             return torch.matmul(a, b, out=out)
         torch.ops.tunegemm.matmul_out(a, b, out)
         return out
