@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tunegemm
+from tests.support.serving import with_other_device_current
 from tunegemm.dispatch import extension
 from tunegemm.errors import ProblemError
 from tunegemm.groups import quantize
@@ -127,6 +128,28 @@ def test_what_is_not_quantised_is_refused_in_one_line(x: Any, words: Any, says: 
 def test_what_is_no_tensor_is_named() -> None:
     with pytest.raises((TypeError, ProblemError)):
         tunegemm.quantize([1.0, 2.0])  # type: ignore[arg-type]
+
+
+def test_another_device_than_the_current_one_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, launched = with_other_device_current(monkeypatch, quantize), []
+
+    class Kernel:
+        def bound(self, *tensors: torch.Tensor, power_of_two: bool) -> Any:
+            return lambda *addresses: launched.append((current[-1], addresses[0]))
+
+    x = torch.randn(3, 256).bfloat16()
+    monkeypatch.setattr(extension, "device_type", lambda: "cpu")
+    monkeypatch.setattr(extension, "loaded", lambda *_: Kernel())
+    monkeypatch.setattr(
+        extension, "allocation", lambda: lambda *layout: torch.empty_strided(*layout[:2], dtype=layout[2])
+    )
+    tunegemm.refresh()
+    try:
+        tunegemm.quantize(x)
+        assert launched == [(0, x.data_ptr())] and current == [1]
+    finally:
+        monkeypatch.undo()
+        tunegemm.refresh()
 
 
 def test_a_failed_launch_is_torchs_but_in_a_capture_raises(monkeypatch: pytest.MonkeyPatch) -> None:

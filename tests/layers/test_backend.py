@@ -7,6 +7,7 @@ import importlib.metadata
 import logging
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tunegemm
 from tests.support.fusing import close
 from tests.support.gates import Kernels
-from tests.support.layers import MLP, Layer, Own, given, made
+from tests.support.layers import MLP, WIDTH, Layer, Own, given, made
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.planning import Planner
 from tunegemm.layers import backend, joint, sites
@@ -329,17 +330,39 @@ def test_a_policy_and_a_refresh_decide_anew(planner: Planner, kernels: Kernels) 
         resume()
 
 
-def test_a_launch_that_fails_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bind(*_: Any) -> joint.Launch:
+def test_a_launch_that_fails_is_torchs_but_in_a_capture_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph may not keep another way than the one that its program measured."""
+
+    def launch(*_: int) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(joint, "load", lambda *_: bind)
+    monkeypatch.setattr(joint, "load", lambda *_: lambda *_: launch)
     model, x = made(MLP()), given()
     run = compiled(model)
     with torch.no_grad():
+        with monkeypatch.context() as during:
+            during.setattr(joint, "capturing", lambda _: True)
+            with pytest.raises(RuntimeError, match="planted"):
+                run(x)
+        assert not joint.failed
         with pytest.warns(tunegemm.TunegemmWarning, match="planted"):
             same(model, run, x)
         same(model, run, x)
+
+
+def test_the_launch_of_a_linear_layer_fails_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*_: int) -> None:
+        raise RuntimeError("planted")
+
+    x, weight = given(), torch.empty(WIDTH, WIDTH, dtype=torch.bfloat16)
+    plan: Any = SimpleNamespace(
+        launch_at=launch, words=None, output=(x.shape, x.stride(), x.dtype), guarded=False, device=x.device
+    )
+    way = sites._launched(plan, tuple(x.shape), x.stride(), has_residual=False)
+    assert way(x, weight) is None
+    monkeypatch.setattr(sites, "capturing", lambda _: True)
+    with pytest.raises(RuntimeError, match="planted"):
+        way(x, weight)
 
 
 def test_shapes_that_never_come_back_are_forgotten(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:

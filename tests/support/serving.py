@@ -8,7 +8,10 @@ from __future__ import annotations
 import ctypes
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -57,6 +60,21 @@ def forbid_torch(monkeypatch: pytest.MonkeyPatch) -> None:
             pytest.fail("fell back to torch")
 
     monkeypatch.setattr(dispatcher, "by_torch", refuse)
+
+
+def with_other_device_current(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[int]:
+    """Device 1 is current, as the module sees it. Returns a list that ends with the current device."""
+    current = [1]
+
+    @contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        current.append(chosen.index or 0)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(module, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    return current
 
 
 class Kernel:

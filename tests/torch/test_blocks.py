@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tunegemm
+from tests.support.serving import with_other_device_current
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.library import block_scales
 from tunegemm.errors import ProblemError
@@ -123,6 +124,22 @@ def test_a_failed_launch_is_torchs_but_in_a_capture_raises(monkeypatch: pytest.M
                 tunegemm.scaled_mm(*given, out_dtype=torch.bfloat16)
         with pytest.warns(tunegemm.TunegemmWarning, match=r"failed to launch.*700.*torch computes"):
             assert torch.equal(tunegemm.scaled_mm(*given, out_dtype=torch.bfloat16), expected)
+    finally:
+        monkeypatch.undo()
+        tunegemm.refresh()
+
+
+def test_another_device_than_the_current_one_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, devices = with_other_device_current(monkeypatch, own), []
+    monkeypatch.setattr(extension, "device_type", lambda: "cpu")
+    monkeypatch.setattr(own, "_bind", lambda *_: (lambda *addresses: devices.append(current[-1]), False))
+    monkeypatch.setattr(
+        extension, "allocation", lambda: lambda *layout: torch.empty_strided(*layout[:2], dtype=layout[2])
+    )
+    tunegemm.refresh()
+    try:
+        tunegemm.scaled_mm(*operands(3, 136, 256), out_dtype=torch.bfloat16)
+        assert devices == [0] and current == [1]
     finally:
         monkeypatch.undo()
         tunegemm.refresh()

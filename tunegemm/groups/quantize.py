@@ -95,13 +95,11 @@ def by_torch(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized:
 def _by_kernel(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized | None:
     """By one launch; None if torch must do it."""
     device = x.device
-    if (
-        device.type != extension.device_type()
-        or extension.is_off()
-        or not are_plain(x)
-        or (device.index or 0) != current_device()
-    ):
+    if device.type != extension.device_type() or extension.is_off() or not are_plain(x):
         return None
+    if (device.index or 0) != current_device():
+        with torch.cuda.device(device):
+            return _by_kernel(x, gated, power_of_two)
     key = gated, power_of_two
     known = _launches.find(key, x)
     if known is not None and known.launch is None:

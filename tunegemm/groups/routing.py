@@ -164,7 +164,7 @@ class Routing:
             launch(*tensors)
         except NotTaken:
             return False
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             if capturing(tensors[0].device):
                 raise
             _warn(error)

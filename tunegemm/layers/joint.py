@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tunegemm.dispatch import extension
-from tunegemm.dispatch.guards import current_device
+from tunegemm.dispatch.guards import capturing, current_device
 from tunegemm.errors import TunegemmError, one_line
 from tunegemm.generate import joined
 from tunegemm.generate.joined import JoinedKernel
@@ -115,6 +115,8 @@ def _way(bind: Bind, x: torch.Tensor, parts: Parts, columns: Sequence[int]) -> C
         except NotTaken:
             return None
         except (RuntimeError, ValueError) as error:
+            if capturing(device):
+                raise
             failed.add(device)
             _warn(f"a kernel of several weights failed to launch on {device} ({one_line(error)})")
             extension.forget()

@@ -166,6 +166,8 @@ def _launched(plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], has_
         try:
             launch(a, b, result.data_ptr(), *words)
         except (RuntimeError, ValueError):  # the dispatcher reports it at the next decision
+            if capturing(x.device):
+                raise
             extension.forget()
             return None
         return result

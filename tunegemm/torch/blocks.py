@@ -169,9 +169,11 @@ def product(
         or extension.policy().is_batch_invariant
         or not are_plain(a, b, scale_a, scale_b, out)
         or has_gradient(scale_a, scale_b)
-        or (device.index or 0) != current_device()
     ):
         return None
+    if (device.index or 0) != current_device():
+        with torch.cuda.device(device):
+            return product(a, b, scale_a, scale_b, out_dtype, out)
     along = blocks_of(a.shape[1])
     if scale_b.shape[0] != along:
         scale_b = scale_b[:along]
