@@ -346,6 +346,9 @@ def by(strategy: str, kind: str = "float", bits: int = 8) -> dict[str, Any]:
         (compressed(by("tensor"), by("tensor")), "fp8_e4m3 scale_tensor"),
         (compressed(by("channel", "int"), by("token", "int")), "int8 scale_rowwise"),
         ({"quant_method": "mxfp4"}, "bf16"),
+        ({"quant_method": "FBGEMM_FP8"}, "fp8_e4m3 scale_rowwise"),
+        ({"quant_method": "modelopt", "quant_algo": "fp8"}, "fp8_e4m3 scale_tensor"),
+        ({"quant_method": "fp8", "ignored_layers": "self_attn"}, "bf16"),
     ],
 )  # fmt: skip
 def test_quantised_layers_are_scaled(tmp_path: Path, config: dict[str, Any], expected: str) -> None:
@@ -358,6 +361,7 @@ def test_quantised_layers_are_scaled(tmp_path: Path, config: dict[str, Any], exp
     [
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "no block scales in engines"),
         ({"quant_method": "awq"}, "quantised with 'awq'"),
+        ({"load_in_8bit": True}, "quantised with an unnamed method"),
         (compressed(by("channel", "int", 4), None), "only its weights are quantised"),
         (compressed(by("block"), by("group")), "of groups or blocks"),
         (compressed(by("tensor"), by("tensor", "int")), "neither fp8 nor int8"),
@@ -381,6 +385,7 @@ MODELOPT = {"producer": {"name": "modelopt"}, "quant_algo": "FP8", "exclude_modu
     [
         ("config.json", {"compression_config": compressed(by("channel"), by("token"))}, "scale_rowwise"),
         ("config.json", {"quantization_config": MODELOPT}, "scale_tensor"),
+        ("config.json", {"quantization": {"group_size": 64, "bits": 4}}, "an unnamed method"),
         ("config.json", {"quantization_config": {"quant_method": "modelopt", **MODELOPT}}, "scale_tensor"),
         ("hf_quant_config.json", {"quantization": MODELOPT}, "scale_tensor"),
         ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "ModelOpt's 'NVFP4'"),
@@ -410,6 +415,13 @@ def test_quantisation_that_stands_elsewhere(
     assert any(expected in one for one in said) and "gate_up 28672x4096 bf16" not in found, said
     if "exclude_modules" in str(document):
         assert "o 4096x4096 bf16" in found
+
+
+@pytest.mark.parametrize("text", ['{"quantization": {"quant_al', "[]", ""])
+def test_a_damaged_file_beside_the_config_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "hf_quant_config.json").write_text(text)
+    with pytest.raises(WorkloadError, match=r"hf_quant_config\.json: .*; download it again"):
+        shapes_of(tmp_path)
 
 
 def test_modules_that_are_not_quantised(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def _arithmetic(model: Model, plain: str) -> Callable[[Linear], Arithmetic | str
     usual, config = Arithmetic(plain, plain, ""), model.quantization
     if not config:
         return lambda _: usual
-    if config.get("quant_method") == "mxfp4":  # which quantises experts only
+    if _method(config) == "mxfp4":  # which quantises experts only
         why = "quantised with mxfp4, which has no kernels"
         return lambda linear: why if ".experts." in linear.path else usual
     names = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
@@ -223,13 +223,20 @@ def _matches(path: str, patterns: Sequence[str]) -> bool:
     return False
 
 
+def _method(config: Mapping[str, Any]) -> Any:
+    """Engines compare names of methods without case."""
+    method = config.get("quant_method")
+    return method.lower() if isinstance(method, str) else method
+
+
 def _texts(value: Any) -> list[str]:
+    value = [value] if isinstance(value, str) else value
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
 def _groups(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Arithmetic | str]]:
     """How the modules of each group are computed: patterns, and their arithmetic or why it has no kernels."""
-    method, everything = config.get("quant_method"), ["Linear"]
+    method, everything = _method(config), ["Linear"]
     if method == "modelopt" or (method is None and "quant_algo" in config):
         return _modelopt(config, plain)
     if method == "fbgemm_fp8":
@@ -245,7 +252,8 @@ def _groups(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Arit
             for group in groups.values()
             if isinstance(group, dict)
         ]
-    return [(everything, f"quantised with {shown(method)}, which has no kernels")]
+    named = "an unnamed method" if method is None else shown(method)
+    return [(everything, f"quantised with {named}, which has no kernels")]
 
 
 #: Algorithms of NVIDIA's ModelOpt by the scales of their products.
@@ -254,8 +262,8 @@ _MODELOPT = {"FP8": "scale_tensor", "FP8_PER_CHANNEL_PER_TOKEN": "scale_rowwise"
 
 def _modelopt(config: Mapping[str, Any], plain: str) -> list[tuple[list[str], Arithmetic | str]]:
     def how(algorithm: Any) -> Arithmetic | str:
-        if isinstance(algorithm, str) and algorithm in _MODELOPT:
-            return Arithmetic("fp8_e4m3", plain, _MODELOPT[algorithm])
+        if isinstance(algorithm, str) and algorithm.upper() in _MODELOPT:
+            return Arithmetic("fp8_e4m3", plain, _MODELOPT[algorithm.upper()])
         return f"quantised with ModelOpt's {shown(algorithm)}, which has no kernels"
 
     each = config.get("quantized_layers")  # of MIXED_PRECISION

@@ -67,9 +67,9 @@ def read_model(name: str) -> Model:
 
 
 def _quantization(*documents: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config's entry about its quantisation; compressed-tensors used to have another name for it."""
+    """A config's entry about its quantisation; compressed-tensors and MLX have other names for it."""
     for document in documents:
-        for name in ("quantization_config", "compression_config"):
+        for name in ("quantization_config", "compression_config", "quantization"):
             if result := document.get(name):
                 if not isinstance(result, dict):
                     raise BadValueError(f"{name} is not an object")
@@ -85,10 +85,13 @@ def _beside(path: Path) -> Mapping[str, Any]:
     """The quantisation of a model whose config.json does not mention it, as engines find it."""
     for name, method in _BESIDE.items():
         if (other := path.with_name(name)).is_file():
-            document = decoded(read_text(other, WorkloadError))
-            inner = document.get("quantization", document) if isinstance(document, dict) else None
-            if not isinstance(inner, dict):
-                raise BadValueError(f"{name} is not an object")
+            try:
+                document = decoded(read_text(other, WorkloadError))
+                inner = document.get("quantization", document) if isinstance(document, dict) else None
+                if not isinstance(inner, dict):
+                    raise BadValueError("not an object")
+            except BadValueError as error:
+                raise WorkloadError(f"{other}: {error}; download it again, as config.json") from None
             return {"quant_method": method, **inner}
     return {}
 
