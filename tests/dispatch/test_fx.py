@@ -49,3 +49,16 @@ def test_a_module_with_patched_layers_is_traced():
     traced = torch.fx.symbolic_trace(model)
     x = operands()[0]
     assert torch.equal(traced(x), model(x)) and len(traced.state_dict()) == 2
+    # Tools that rewrite graphs, such as FX quantisation, look for the module, as of torch's own layer.
+    assert [(node.op, node.target) for node in traced.graph.nodes][1] == ("call_module", "0")
+
+    model[0].register_forward_hook(lambda layer, given, result: result * 2)
+    assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x)), "a hook runs once"
+
+    class Inside(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return False
+
+    model[0]._forward_hooks.clear()
+    graph = Inside().trace(model)
+    assert tunegemm.linear in {node.target for node in graph.nodes}

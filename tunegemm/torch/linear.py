@@ -43,7 +43,22 @@ def eagerly(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
             return functions.product(LINEAR, input, weight)
         return api.dispatcher.fused(functions.WITH_BIAS, input, weight, (bias,))
     except TypeError as error:
-        return node_of(error, functions.linear, (input, weight, bias))
+        node = _module_node(layer, input)
+        return node_of(error, functions.linear, (input, weight, bias)) if node is None else node
+
+
+def _module_node(layer: torch.nn.Linear, input: Any) -> Any:
+    """The call of the module as a node of torch.fx, if its tracer does not look into linear layers; or None.
+
+    Tools that rewrite graphs, such as FX quantisation, look for modules.
+    """
+    tracer = getattr(input, "tracer", None)
+    if not isinstance(tracer, torch.fx.Tracer) or layer._forward_pre_hooks or layer._forward_hooks:
+        return None  # hooks were traced already, and the node would run them again
+    path = tracer.path_of_module(layer)
+    if not tracer.is_leaf_module(torch.nn.Linear(1, 1, device="meta"), path):
+        return None
+    return tracer.create_proxy("call_module", path, (input,), {})
 
 
 class _Standing(type):
