@@ -148,6 +148,7 @@ def test_a_time_is_told_by_its_own_option() -> None:
         (("--devices", "9" * 5000), "not GPU numbers; give all"),
         (("--device", "cuda:" + "9" * 5000), "use cuda:N with a number"),
         (("--ray", "h:" + "9" * 5000), "not HOST:PORT"),
+        (("--ray", ":6379"), "Ray address ':6379': not HOST:PORT"),
         (("--devices", ""), "--devices '': not GPU numbers; give all, or numbers such as 0,1"),
         (("--devices", "0,1", "--ray"), "--devices and --ray: give one of them"),
         (("--device", "cuda:0", "--devices", "all"), "--device and --devices: give one of them"),

@@ -22,6 +22,7 @@ CALLS = {
     "gated_linear": lambda a, b: tunegemm.gated_linear(a, b.t()),
     "addmm": lambda a, b: tunegemm.addmm(torch.ones(48, dtype=BF16), a, b),
     "addmm of a traced C": lambda a, b: tunegemm.addmm(a[:, :48], torch.ones(32, 64, dtype=BF16), b, beta=2),
+    "mm, out": lambda a, b: tunegemm.mm(a, b, out=torch.empty(32, 48, dtype=BF16)),
     "bmm": lambda a, b: tunegemm.bmm(a[None], b[None]),
     "baddbmm": lambda a, b: tunegemm.baddbmm(torch.ones(1, 32, 48, dtype=BF16), a[None], b[None], beta=2),
     "scaled_mm": lambda a, b: tunegemm.scaled_mm(a.to(FP8), b.to(FP8), ONE, ONE, out_dtype=BF16),

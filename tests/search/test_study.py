@@ -335,6 +335,13 @@ def test_what_is_no_sampler_is_refused(name: Any, says: str) -> None:
         sampler_of(name, seed=0)
 
 
+def test_a_sampler_names_the_package_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "cmaes" else object())
+    with pytest.raises(SpaceError, match=r"sampler cmaes needs cmaes: pip install 'tunegemm\[samplers\]'"):
+        sampler_of("cmaes", seed=0)
+    assert isinstance(sampler_of("gp", seed=0), optuna.samplers.GPSampler)
+
+
 def test_a_quick_search_loads_no_torch() -> None:
     """What it hands over to needs torch, which takes two seconds."""
     code = (
