@@ -358,7 +358,7 @@ def test_the_launch_of_a_linear_layer_fails_in_the_same_way(monkeypatch: pytest.
     plan: Any = SimpleNamespace(
         launch_at=launch, words=None, output=(x.shape, x.stride(), x.dtype), guarded=False, device=x.device
     )
-    way = sites._launched(plan, tuple(x.shape), x.stride(), has_residual=False)
+    way = sites.launched(plan, tuple(x.shape), x.stride(), has_residual=False)
     assert way(x, weight) is None
     monkeypatch.setattr(sites, "capturing", lambda _: True)
     with pytest.raises(RuntimeError, match="planted"):

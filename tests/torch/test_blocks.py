@@ -131,8 +131,15 @@ def test_a_failed_launch_is_torchs_but_in_a_capture_raises(monkeypatch: pytest.M
 
 def test_another_device_than_the_current_one_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
     current, devices = with_other_device_current(monkeypatch, own), []
+
+    class Kernel:
+        def bound(self, *tensors: torch.Tensor, **words: Any) -> Any:
+            return lambda *addresses: devices.append(current[-1])
+
     monkeypatch.setattr(extension, "device_type", lambda: "cpu")
-    monkeypatch.setattr(own, "_bind", lambda *_: (lambda *addresses: devices.append(current[-1]), False))
+    monkeypatch.setattr(extension, "gpu_of", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(extension, "device_of", lambda _: None)
+    monkeypatch.setattr(extension, "loaded", lambda *_: Kernel())
     monkeypatch.setattr(
         extension, "allocation", lambda: lambda *layout: torch.empty_strided(*layout[:2], dtype=layout[2])
     )

@@ -117,7 +117,7 @@ class Linear(Site):
             plan = recent.plan if recent is not None else None
             if plan is None or plan.launch_at is None or plan.reduces:
                 return self._by_dispatcher, result, Keep.LONG
-            way = _launched(plan, tuple(result.shape), tuple(result.stride()), self._has_residual)
+            way = launched(plan, tuple(result.shape), tuple(result.stride()), self._has_residual)
             if self._has_residual and len(rows) <= _LIBRARY_ROWS and _is_library(plan):
                 way = partial(_captured, way)
         return way, result, Keep.NOT if recent is None else Keep.LONG
@@ -146,7 +146,7 @@ def _as_matrices(
     return x.view(-1, x.shape[-1]), weight.t(), seen
 
 
-def _launched(plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], has_residual: bool) -> Way:
+def launched(plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], has_residual: bool) -> Way:
     """A launch of a plan: a check of addresses, an output, a call."""
     launch, words_of, dtype = plan.launch_at, plan.words, plan.output[2]
     assert launch is not None
