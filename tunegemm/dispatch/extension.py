@@ -105,7 +105,8 @@ def without_derivative(
             "been implemented yet."
         )
     with torch._C._AutoDispatchBelowAutograd():
-        if dispatch_modes() or is_transformed() or any(type(each) not in PLAIN for each in operands):
+        redispatched = any(type(each) not in PLAIN or each.is_meta for each in operands)
+        if redispatched or dispatch_modes() or is_transformed():
             below = keyset & torch._C._after_autograd_keyset
             result = operator.redispatch(below, *arguments, **keywords)
         else:  # saves the way through torch's dispatcher
