@@ -181,6 +181,7 @@ def test_ray_without_an_address_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "--ray without an address or RAY_ADDRESS: no CUDA device here" in line
 
 
+@pytest.mark.slow
 def test_a_service_at_rays_address_that_says_nothing() -> None:
     """Ray would wait for ever. In a process of its own, which ends although that goes on."""
     program = (

@@ -85,7 +85,7 @@ def test_products_under_autocast_have_its_dtype(known, kernel, name, dtype):
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.bfloat16, torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)],
+    [torch.bfloat16, *(pytest.param(each, marks=pytest.mark.slow) for each in DTYPES[1:])],
     ids=str,
 )
 @pytest.mark.parametrize("name", BUILT_ON)
