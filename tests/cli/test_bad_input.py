@@ -31,6 +31,7 @@ def refused(*arguments: str | Path, run: Callable[..., CompletedProcess[str]] = 
     return line
 
 
+@pytest.mark.slow
 def test_in_a_process(tmp_path: Path) -> None:
     """As the program's own: its exit code, and nothing of an interpreter that ends beside its line."""
     assert "device 'cuda:77': " in refused("tune", *SHAPE, "--device", "cuda:77", run=process)

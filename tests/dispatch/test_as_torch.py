@@ -69,7 +69,9 @@ def known() -> dict[str, list[Any]]:
     return operators((*TAKEN, *BUILT_ON))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [DTYPES[0], pytest.param(DTYPES[1], marks=pytest.mark.slow), DTYPES[2]], ids=str
+)
 @pytest.mark.parametrize("name", TAKEN)
 def test_products_mean_what_torchs_mean(known, kernel, name, dtype):
     for op in known[name]:
