@@ -182,14 +182,10 @@ def forks() -> Iterator[Forks]:
 
 
 #: Whose blocks `make test` runs, too.
-_QUICKSTART = ROOT / "docs" / "quickstart.md"
 
 
-@pytest.mark.parametrize(
-    "document",
-    [pytest.param(path, marks=[] if path == _QUICKSTART else [pytest.mark.slow]) for path in DOCUMENTS],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 def test_python_blocks_run(document: Path, installed: dict[str, str], forks: Forks, tmp_path: Path) -> None:
     import torch
 

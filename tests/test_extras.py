@@ -147,6 +147,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--version"], ["run", "--", "true"], ["doctor"]])
 def test_commands_of_a_host_that_serves_need_no_extra(run: Run, words: list[str]) -> None:
     done = run(COMMAND.format(words=words))

@@ -37,6 +37,7 @@ def test_behind_it(): pass
 """
 
 
+@pytest.mark.slow
 def test_the_tests_of_a_gpu_can_be_collected(forks: Forks) -> None:
     """Where there is none, a run of all tests leaves them out: here they are imported and parametrized."""
     folder = Path(__file__).parent / "gpu"
@@ -78,6 +79,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
+@pytest.mark.slow
 def test_names_survive_the_limit_of_time(run, tmp_path: Path) -> None:
     part = run()
     file = part["not_run"][0].partition("::")[0]
@@ -90,6 +92,7 @@ def test_names_survive_the_limit_of_time(run, tmp_path: Path) -> None:
         assert name in text
 
 
+@pytest.mark.slow
 def test_processes_are_counted_together(run) -> None:
     part = run("-n", "2", "-k", "not hangs")
     assert (part["passed"], part["failed"], part["skipped"], part["not_run"]) == (3, 2, 1, [])

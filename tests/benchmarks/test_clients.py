@@ -36,6 +36,7 @@ def test_every_workload_gives_torchs_results(capsys: pytest.CaptureFixture[str])
     assert [line.split(" of ")[0] for line in told] == [f"{name} eager" for name in clients.WORKLOADS]
 
 
+@pytest.mark.slow
 def test_a_training_step_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*CPU, "--modes", "eager", "--workloads", "train", "--layers", "1", "--sequences", "2"]
     assert clients.main(words) == 0

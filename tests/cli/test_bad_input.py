@@ -31,6 +31,7 @@ def refused(*arguments: str | Path, run: Callable[..., CompletedProcess[str]] = 
     return line
 
 
+@pytest.mark.slow
 def test_in_a_process(tmp_path: Path) -> None:
     """As the program's own: its exit code, and nothing of an interpreter that ends beside its line."""
     assert "device 'cuda:77': " in refused("tune", *SHAPE, "--device", "cuda:77", run=process)
@@ -182,6 +183,7 @@ def test_ray_without_an_address_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "--ray without an address or RAY_ADDRESS: no CUDA device here" in line
 
 
+@pytest.mark.slow
 def test_a_service_at_rays_address_that_says_nothing() -> None:
     """Ray would wait for ever. In a process of its own, which ends although that goes on."""
     program = (

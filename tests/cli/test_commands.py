@@ -121,6 +121,7 @@ class TestTune:
         assert tuned == [forward, *forward.backward()], run.stderr
         assert [problem.layout for problem in tuned] == ["tn", "tt", "nt"]
 
+    @pytest.mark.slow
     def test_interrupt(self) -> None:
         """Ctrl-C ends it within seconds, with the command that goes on and exit code 130."""
         command = [

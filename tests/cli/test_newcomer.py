@@ -46,6 +46,7 @@ def test_a_shell_asks_a_process() -> None:
     assert process(env=environment(**asked)).stdout.split() == ["unload"]
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_quietly() -> None:
     command = subprocess.Popen(
         [*TUNEGEMM, "leaderboard", "--format", "csv"],

@@ -212,6 +212,7 @@ def test_prose_ends_between_words_and_a_command_stays_whole(
     assert capsys.readouterr().out == f"Go on with:\n  {command}\n"
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_no_blanks_at_the_ends_of_lines() -> None:
     said = process("leaderboard", "--limit", "5").stdout + here("doctor").stdout
     assert said and not [line for line in said.splitlines() if line != line.rstrip()]

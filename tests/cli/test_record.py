@@ -69,6 +69,7 @@ def test_a_script_and_its_costliest_products_and_what_is_known_of_them(tmp_path:
     assert lines[-1] == "  tunegemm tune --from shapes.json --budget 10m"
 
 
+@pytest.mark.slow
 def test_its_exit_code_and_what_came_before_an_exception_and_what_has_no_kernel(tmp_path: Path) -> None:
     """And a program of products that no kernel is called for is not told to tune them."""
     more = "for _ in range(3):\n    torch.mm(a, b).addmm_(a, b)\nraise SystemExit(7)"

@@ -67,6 +67,7 @@ def test_the_dsl_looks_up_no_source_lines_while_it_compiles(said: list[str]) -> 
     assert said[1:] == ["False", "True"]
 
 
+@pytest.mark.slow
 def test_a_worker_does_not_ask_the_driver_what_gpu_there_is(tmp_path: Path) -> None:
     """It sees none: on a host that has one, asking took each of 16 workers a minute."""
     code = f"""

@@ -69,7 +69,9 @@ def known() -> dict[str, list[Any]]:
     return operators((*TAKEN, *BUILT_ON))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [DTYPES[0], pytest.param(DTYPES[1], marks=pytest.mark.slow), DTYPES[2]], ids=str
+)
 @pytest.mark.parametrize("name", TAKEN)
 def test_products_mean_what_torchs_mean(known, kernel, name, dtype):
     for op in known[name]:
@@ -85,7 +87,7 @@ def test_products_under_autocast_have_its_dtype(known, kernel, name, dtype):
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.bfloat16, torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)],
+    [torch.bfloat16, *(pytest.param(each, marks=pytest.mark.slow) for each in DTYPES[1:])],
     ids=str,
 )
 @pytest.mark.parametrize("name", BUILT_ON)

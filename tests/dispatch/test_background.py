@@ -372,6 +372,7 @@ def test_a_kernel_that_does_not_compile_is_said_once_and_is_torchs(serving, kern
     assert not kernel.calls
 
 
+@pytest.mark.slow
 def test_of_predicted_kernels_the_best_that_compiles_serves(
     serving, device, kernel, pools, monkeypatch
 ) -> None:
@@ -405,6 +406,7 @@ def test_a_policy_that_torch_cannot_keep_is_said_not_to_hold_meanwhile(serving, 
     until(lambda: is_served(dispatcher, kernel))
 
 
+@pytest.mark.slow
 def test_two_kinds_of_gpus_in_one_process(serving, device, kernel, key, pools) -> None:
     """One kernel serves both Hopper GPUs; the third has no record of its own."""
     kinds = {f"cpu:{i}": find_device(f"model:{name}") for i, name in enumerate(("h200", "h100-nvl"))}

@@ -60,6 +60,7 @@ TURNS = next(config for config in CONFIGS if config.turns > 1 and not config.few
 ORDERED = next(config for config in CONFIGS if config.ordered and not config.few)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [FEW, MANY, TURNS, ORDERED], ids=lambda config: config.label)
 def test_it_compiles_without_warnings(config: BlockConfig, tmp_path: Path) -> None:
     """Warning C7511: ptxas serialises WGMMAs."""

@@ -22,6 +22,7 @@ def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
     assert [QuantizeConfig.from_mapping(key) for key in keys] == list(CONFIGS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.label)
 def test_it_compiles_without_spills(config: QuantizeConfig, tmp_path: Path) -> None:
     if (missing := quantize.FAMILY.unavailable()) is not None:

@@ -342,6 +342,7 @@ def model(family: str) -> Any:
     return made.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "GptOss"])
 def test_models_of_transformers_are_as_their_own_ways(family: str) -> None:
     made = model(family)

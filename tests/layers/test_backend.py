@@ -170,7 +170,13 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+#: One of each kind of change: of calls, of weights, of layout and of dtype. Slow tests make all of them.
+QUICK = ("a hook", "an adapter", "tied", "misaligned", "another layer", "fp16")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHANGES]
+)
 def test_what_is_changed_is_seen(name: str) -> None:
     """But for hooks that come later: torch.compile does not look at them again, whatever the backend."""
     model, x = made(Layer()), given()

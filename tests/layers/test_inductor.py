@@ -78,6 +78,7 @@ def test_caches_may_pickle_it() -> None:
         assert pickle.loads(pickle.dumps(found)).uuid() == found.uuid()
 
 
+@pytest.mark.slow
 def test_inductor_is_not_imported_for_it(forks: Forks) -> None:
     program = (
         "import sys, torch, tunegemm\n"

@@ -128,6 +128,7 @@ def test_gradients_pass() -> None:
     torch.testing.assert_close(ours, torchs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sliding_window", [pytest.param(None, marks=pytest.mark.slow), 16])
 def test_a_model_of_transformers(seen: list[bool], sliding_window: int | None) -> None:
     """Its mask has parts for packed sequences; its eager code passes none where it is causal."""

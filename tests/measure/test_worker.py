@@ -215,6 +215,7 @@ def test_a_gpu_that_lowers_its_clocks_is_timed_in_steady_state() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_cap_that_was_other_works_is_forgotten() -> None:
     backend = "tests.support.planted.cpu_backend:RecoveringBackend"
     with MeasureWorker(find_device("model:h200"), timeout_s=1.5, backend=backend) as recovering:
@@ -223,6 +224,7 @@ def test_a_cap_that_was_other_works_is_forgotten() -> None:
     assert outcome.telemetry["throttle_reasons_before"] == []
 
 
+@pytest.mark.slow
 def test_a_pause_does_not_hide_a_cap() -> None:
     """Full clocks are held for a while after one: what the problem's last race ended at counts."""
     backend = "tests.support.planted.cpu_backend:RestedBackend"

@@ -6,6 +6,8 @@ import random
 from dataclasses import astuple
 from typing import Any
 
+import pytest
+
 from tests.support.pinned import FOLDER, assert_pinned
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
@@ -125,5 +127,6 @@ def values() -> dict[str, Any]:
     return terms() | orders() | listed()
 
 
+@pytest.mark.slow
 def test_it_says_what_it_said() -> None:
     assert_pinned("tests.model.test_values", values())

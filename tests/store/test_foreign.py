@@ -174,6 +174,7 @@ def test_a_bad_row_is_named_and_the_others_land(
     assert "\x1b" not in report[1] and "\u202e" not in report[1]
 
 
+@pytest.mark.slow
 def test_of_720_rows_one_is_left_out_and_the_next_file_is_read(
     rows: list[dict[str, Any]], into: Path, tmp_path: Path
 ) -> None:
@@ -363,6 +364,7 @@ class TestOut:
         done = process("db", "export", "--db", source, "--out", "/dev/stdout")
         assert json.loads(done.stdout)["format"] == "tunegemm-database/1"
 
+    @pytest.mark.slow
     def test_a_shells_redirection_is_appended_to(self, source: Path, tmp_path: Path) -> None:
         file = tmp_path / "log"
         file.write_text("before\n")
@@ -373,6 +375,7 @@ class TestOut:
         text = file.read_text()
         assert text.startswith("before\n{") and text.endswith("\n]}\n")
 
+    @pytest.mark.slow
     def test_process_substitution(self, source: Path, tmp_path: Path) -> None:
         command = f"{sys.executable} -m tunegemm db export --db {source} --out >(cat > {tmp_path}/got); wait"
         done = subprocess.run(
@@ -391,6 +394,7 @@ class TestOut:
         run("db", "export", "--db", source, "--out", out)
         assert stat.S_IMODE(out.stat().st_mode) == 0o600 and out.stat().st_size > 1000
 
+    @pytest.mark.slow
     def test_utf8_whatever_the_locale(self, source: Path, tmp_path: Path) -> None:
         with sqlite3.connect(source) as connection:
             connection.execute("UPDATE candidates SET label = 'größer'")
@@ -470,6 +474,7 @@ class TestPlaces:
             done = process("db", "import", "/dev/stdin", "--db", into, stdin=stream)
         assert "4 rows added" in done.stdout, done.stderr
 
+    @pytest.mark.slow
     def test_a_deleted_working_directory(self, source: Path, tmp_path: Path) -> None:
         gone = tmp_path / "gone"
         command = (

@@ -76,6 +76,7 @@ def test_a_program_and_its_children_are_enabled(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 
 
+@pytest.mark.slow
 def test_its_exit_code_is_the_programs(tmp_path: Path) -> None:
     process("run", "--", sys.executable, "-c", "raise SystemExit(7)", cwd=tmp_path, code=7)
     run = here("run", "--", "no-such-program", cwd=tmp_path, code=2)
@@ -83,6 +84,7 @@ def test_its_exit_code_is_the_programs(tmp_path: Path) -> None:
     assert "or --env alone" in here("run", code=2).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "printed"), [("1", "served"), ("0", "torch's")])
 def test_the_variables_do_the_same(tmp_path: Path, value: str, printed: str) -> None:
     """Those that `run --env` prints, as a container has them; each process says what it served itself."""

@@ -27,6 +27,7 @@ def kernels(tmp_path: Path) -> Kernels:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "problem",
     [

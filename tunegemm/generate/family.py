@@ -22,28 +22,28 @@ class Family(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name, an identifier: that of its entry point."""
+        """The name of the family and of its entry point, an identifier."""
 
     @property
     def parameters(self) -> Mapping[str, tuple[str, ...]]:
-        """Names of the parameters, per table ``compile`` and ``launch`` of the search space."""
+        """The names of the parameters in the tables ``compile`` and ``launch`` of the search space."""
 
     @property
     def space_file(self) -> Path:
-        """The TOML file of its search space."""
+        """The TOML file of the search space."""
 
     @property
     def tma(self) -> bool:
-        """Whether kernels read and write through TMA, which wants 16-byte addresses and strides."""
+        """Whether kernels read and write through TMA, which needs 16-byte addresses and strides."""
 
     @property
     def edges_inside(self) -> bool:
-        """Whether tiles at the edge begin inside, so that none hangs over it where a tile fits at all."""
+        """Whether tiles at an edge are moved inside, so that none crosses the edge if a whole tile fits."""
 
     def unavailable(self, *, launching: bool = False) -> str | None:
-        """None when the family's packages are installed; else one line that names the missing one.
+        """One line that names a missing package; None if all of the family's packages are installed.
 
-        launching: ask only for what loads and launches a compiled object, as on a host that compiles nothing.
+        launching: check only what loads and launches a compiled object, for a host that compiles nothing.
         """
 
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
@@ -53,12 +53,12 @@ class Family(Protocol):
         """A short name for tables, such as ``pp128x192x64 s4 c2x1``."""
 
     def reduction_class(self, problem: Problem, candidate: Candidate) -> str:
-        """A word for the order in which a kernel adds up an element, whatever m is: kernels of the same one,
-        of any family, give the same bits (docs/decisions/0018). Empty where it is not known, or depends on m.
+        """A word for the order in which the kernel adds up an element, for any m. Kernels of any family
+        that share the word give the same bits (docs/decisions/0018). Empty if it is unknown or depends on m.
         """
 
     def workspace(self, problem: Problem, candidate: Candidate, device: Device) -> Workspace | None:
-        """The device memory that a launch needs beside its operands, not allocated yet; None for none."""
+        """The device memory, not yet allocated, that a launch needs beside its operands; None for none."""
 
     def load(
         self,
@@ -70,10 +70,10 @@ class Family(Protocol):
     ) -> Launcher:
         """A prepared launcher for operands of exactly this problem's extents and majors.
 
-        artifact: the object file of a generator's kernel. workspace: what `workspace` gave, for a caller that
-        lends memory; else the launcher has its own.
+        artifact: the object file of a generator's kernel. workspace: the result of `workspace`, for a caller
+        that lends memory; by default the launcher has its own.
 
-        Raises TunegemmError subclasses, ValueError or RuntimeError when the candidate cannot run here.
+        Raises a TunegemmError, ValueError or RuntimeError if the candidate cannot run here.
         """
 
 
@@ -82,27 +82,27 @@ class Generator(Family, Protocol):
 
     @property
     def compiled(self) -> Literal[True]:
-        """What tells it from a library."""
+        """Distinguishes it from a library."""
 
     @property
     def sources(self) -> tuple[Path, ...]:
-        """The Python files that end up in kernels: a change of their code makes records stale."""
+        """The Python files that kernels are compiled from; a change of their code makes records stale."""
 
     @property
     def unlisted(self) -> Mapping[str, tuple[Value, ...]]:
-        """Words that its space does not list, and 0 where it is a value: what `expected` allows, too."""
+        """Words, and 0, that `families.expected` allows although the space does not list them."""
 
     @property
     def rules(self) -> Sequence[Rule]:
-        """What `check` applies to a candidate, cheapest first."""
+        """The rules that `check` applies to a candidate, cheapest first."""
 
     def kernel_key(
         self, problem: Problem, candidate: Candidate, device: Device
     ) -> Mapping[str, str | int | bool]:
-        """Everything the compiled object depends on: never m, n, k. Hashed by the artifact store."""
+        """Everything that the compiled object depends on, never m, n or k. The artifact store hashes it."""
 
     def smem_bytes(self, problem: Problem, candidate: Candidate) -> int:
-        """Shared memory of one block, computed."""
+        """The shared memory of one block, computed without compiling."""
 
     def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
         """Compile the kernel of a `kernel_key` into the object file `out`. Runs in a worker without a GPU."""
@@ -113,7 +113,7 @@ class Library(Family, Protocol):
 
     @property
     def compiled(self) -> Literal[False]:
-        """What tells it from a generator."""
+        """Distinguishes it from a generator."""
 
     def discover(self, problem: Problem, device: Device) -> list[Candidate]:
-        """What the library names for a problem; on a real device only."""
+        """The candidates that the library names for a problem; on a real device only."""

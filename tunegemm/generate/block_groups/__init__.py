@@ -73,11 +73,9 @@ class BlockGroupKernel(LoadedKernel[BlockGroupConfig]):
 
 
 def refusal(a: Any, weights: Any, scale_a: Any, scale_b: Any, offsets: Any, out: Any) -> str:
-    """Why no kernel here takes these tensors, in one line; empty where one does. They are as in
-    `BlockGroupKernel.bound`.
-    """
+    """Why no kernel here takes these tensors of `BlockGroupKernel.bound`, in one line; empty if one does."""
     if (a.ndim, weights.ndim, scale_a.ndim, scale_b.ndim, offsets.ndim) != (2, 3, 2, 3, 1):
-        return "operands of other dimensions than (rows, k), (groups, n, k), scales of both, and ends"
+        return "operands must be (rows, k), (groups, n, k), the scales of both, and the groups' ends"
     (rows, k), (groups, n, _) = a.shape, weights.shape
     if n % 8:
         return f"n {n} is not a multiple of 8"

@@ -39,12 +39,12 @@ def config_of(parameters: Mapping[str, Any], *, out_dtype: str = "bf16") -> Bloc
     """The config of a kernel. parameters: its `form`, few or many, `stream_k`, and the fields without a
     default, `turns` among them if it is not 1. Raises ValueError where two turns would hang.
     """
-    given = dict(parameters)
-    few = given.pop("form") == "few"
-    given["tile_scheduler"] = "stream_k" if given.pop("stream_k") else "static"
+    fields = dict(parameters)
+    few = fields.pop("form") == "few"
+    fields["tile_scheduler"] = "stream_k" if fields.pop("stream_k") else "static"
     config = BlockConfig(
         schedule="cooperative", tile_k=BLOCK, in_dtype="fp8_e4m3", out_dtype=out_dtype, a_major="k",
-        b_major="k", out_major="m" if few else "n", accumulation="two_level", **given,
+        b_major="k", out_major="m" if few else "n", accumulation="two_level", **fields,
     )  # fmt: skip
     if config.stages % config.turns:
         raise ValueError(f"{config.label}: two turns need an even number of stages")
@@ -171,9 +171,7 @@ def too_far_apart(scale_a: Any) -> str:
 
 
 def refusal(a: Any, weight: Any, scale_a: Any, scale_b: Any, out: Any) -> str:
-    """Why no kernel here takes these tensors, in one line; empty where one does. They are as in
-    `BlockKernel.bound`.
-    """
+    """Why no kernel here takes these tensors of `BlockKernel.bound`, in one line; empty if one does."""
     if any(each.ndim != 2 for each in (a, weight, scale_a, scale_b, out)):
         return "an operand that is not a matrix"
     (rows, k), n = a.shape, weight.shape[0]

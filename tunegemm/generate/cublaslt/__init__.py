@@ -1,7 +1,7 @@
-"""Kernel family `cublaslt`: torch.mm, and the algorithms of cuBLASLt, timed like any candidate.
+"""Kernel family `cublaslt`: torch.mm and the algorithms of cuBLASLt, timed like any other candidate.
 
-Nothing is compiled: torch brings the library, and ctypes calls its algorithms one by one. Only the library
-knows which algorithms exist for a problem on a GPU: `FAMILY.discover`.
+Nothing is compiled: ctypes calls single algorithms of the library that torch has loaded. Only the library
+knows which algorithms exist for a problem on a GPU, so `FAMILY.discover` asks it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tunegemm.resources import data_path
 if TYPE_CHECKING:
     from tunegemm.generate.launching import Launcher
 
-#: What names one algorithm of cuBLASLt.
+#: The parameters that together name one algorithm of cuBLASLt.
 ALGORITHM_PARAMETERS = (
     "algo_id", "tile", "stages", "inner_shape", "cluster_shape", "custom_option",
     "split_k", "reduction_scheme", "cta_swizzling", "workspace_bytes",
 )  # fmt: skip
 
-#: The epilogue that cublasLtMatmul has, as its C.
+#: The only epilogue of cublasLtMatmul: it adds a matrix C.
 RESIDUAL = "residual"
 
 #: The baseline of every interleave, as a candidate.
@@ -40,7 +40,7 @@ def is_torch(candidate: Candidate) -> bool:
 
 
 def splits_k(candidate: Candidate) -> bool:
-    """Whether it is a library algorithm that splits k and adds up the parts."""
+    """Whether the candidate is an algorithm of the library that splits k and adds up the parts."""
     if candidate.params.get("algorithm") != "cublaslt":
         return False
     scheme = candidate.params.get("reduction_scheme", "NONE")
@@ -48,8 +48,10 @@ def splits_k(candidate: Candidate) -> bool:
 
 
 def reduces_in_16_bits(problem: Problem, candidate: Candidate) -> bool:
-    """Whether it adds up in 16 bits: in the output's own dtype, or in place in the output (cublasLt.h,
-    cublasLtReductionScheme_t: only COMPUTE_TYPE keeps the intermediate sums in fp32)."""
+    """Whether the candidate adds up k splits in 16 bits: in the output's dtype, or in the output itself.
+
+    Only COMPUTE_TYPE keeps intermediate sums in fp32 (cublasLt.h, cublasLtReductionScheme_t).
+    """
     scheme = candidate.params.get("reduction_scheme", "NONE")
     return (
         splits_k(candidate)
@@ -60,7 +62,7 @@ def reduces_in_16_bits(problem: Problem, candidate: Candidate) -> bool:
 
 @rule("algorithm")
 def named_algorithm(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """`heuristic` in the space file stands for many algorithms and is not itself an algorithm."""
+    """`heuristic` in the space file stands for many algorithms; it is not an algorithm itself."""
     if (name := candidate.params.get("algorithm")) != "cublaslt":
         return f"algorithm {name!r} is not a single kernel; the library names its own on the GPU"
     return None
@@ -68,7 +70,7 @@ def named_algorithm(problem: Problem, candidate: Candidate, device: Device) -> s
 
 @rule(*ALGORITHM_PARAMETERS)
 def complete_name(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """All attributes together name an algorithm of the library."""
+    """Only all attributes together name an algorithm of the library."""
     missing = [name for name in ALGORITHM_PARAMETERS if name not in candidate.params]
     if missing:
         return f"parameter {missing[0]!r} of the algorithm is missing"
@@ -81,8 +83,8 @@ def complete_name(problem: Problem, candidate: Candidate, device: Device) -> str
 
 @rule("in_dtype", "out_dtype")
 def library_dtypes(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """cuBLASLt, table of supported types for cublasLtMatmul: 16-bit inputs give their own dtype or fp32.
-    Products of other inputs go through torch only."""
+    """cublasLtMatmul turns 16-bit inputs into their own dtype or fp32 (cuBLASLt, table of supported types).
+    Only torch.mm computes products of other inputs."""
     if DTYPE_BYTES[problem.in_dtype] != 2:
         return f"single algorithms are for bf16 and fp16 operands, not for {problem.in_dtype}"
     if problem.out_dtype not in (problem.in_dtype, "fp32"):
@@ -92,13 +94,13 @@ def library_dtypes(problem: Problem, candidate: Candidate, device: Device) -> st
 
 @rule("epilogue", "batch", "alignment")
 def library_epilogue(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """The algorithms compute plain products, and products plus a matrix: cublasLtMatmul reads its C from
-    another place than it writes D. Torch itself composes other epilogues from its operations."""
+    """The algorithms compute plain products and products plus a matrix, because cublasLtMatmul can read C and
+    write D at different addresses. Torch composes other epilogues from its own operations."""
     if problem.epilogue in ("", RESIDUAL):
         if problem.epilogue and (problem.batch > 1 or problem.alignment != MAX_ALIGNMENT):
-            return f"a residual is added to products without a batch, whose lines are whole {MAX_ALIGNMENT} B"
+            return f"a residual needs a product without a batch, and lines of whole {MAX_ALIGNMENT} B"
         return None
-    return f"algorithms are for products that are plain or have a residual, not with {problem.epilogue}"
+    return f"algorithms add nothing or a residual to a product; they have no {problem.epilogue}"
 
 
 @rule(
@@ -106,9 +108,9 @@ def library_epilogue(problem: Problem, candidate: Candidate, device: Device) -> 
     "epilogue",
 )  # fmt: skip
 def library_alignment(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Operands are packed and batch entries keep the alignment that the heuristic was promised: 16 B."""
+    """Operands are packed, and each batch entry has the alignment that the heuristic assumes: 16 B."""
     if problem.alignment != problem.packed_alignment:
-        return f"alignment {problem.alignment} B, where packed operands have {problem.packed_alignment} B"
+        return f"alignment {problem.alignment} B, but packed operands have {problem.packed_alignment} B"
     in_bytes, out_bytes = DTYPE_BYTES[problem.in_dtype], DTYPE_BYTES[problem.out_dtype]
     for operand, num_bytes in (
         ("A", problem.m * problem.k * in_bytes),
@@ -120,14 +122,14 @@ def library_alignment(problem: Problem, candidate: Candidate, device: Device) ->
     return None
 
 
-#: What the library's algorithms keep to; torch's own product has no rules.
+#: The rules of the library's algorithms; torch.mm has none.
 RULES = (
     rows_together, named_algorithm, complete_name, library_dtypes, library_epilogue, library_alignment
 )  # fmt: skip
 
 
 class CublasLt:
-    """The vendor's library. See `tunegemm.generate.family.Library`."""
+    """The vendor's library; `tunegemm.generate.family.Library` documents the members."""
 
     name = "cublaslt"
     parameters: Mapping[str, tuple[str, ...]] = {
@@ -143,13 +145,13 @@ class CublasLt:
         return data_path("search_spaces", "cublaslt.toml")
 
     def unavailable(self, *, launching: bool = False) -> str | None:
-        """None if torch has loaded cuBLASLt. Otherwise torch.mm is the family's only candidate."""
+        """Why torch.mm is the family's only candidate; None if torch has loaded cuBLASLt."""
         from tunegemm.generate.cublaslt import binding
 
         return binding.missing()
 
     def check(self, problem: Problem, candidate: Candidate, device: Device) -> Verdict:
-        """Whether the library has such a kernel. Only `load` shows whether it takes one problem."""
+        """Whether the library may have such a kernel. Only `load` shows whether it takes the problem."""
         if is_torch(candidate):
             return FEASIBLE
         if reason := exceeded_workspace(self.workspace(problem, candidate, device)):
@@ -157,13 +159,13 @@ class CublasLt:
         return apply_rules(RULES, problem, candidate, device)
 
     def discover(self, problem: Problem, device: Device) -> list[Candidate]:
-        """torch.mm and the algorithms that the library names for the problem; on a real device only.
+        """torch.mm and, on a real device, the algorithms that the library names for the problem.
 
-        The space file gives the numbers asked for and the workspaces allowed.
+        The space file says how many algorithms to request, and the workspaces that they may use.
         """
-        found = [TORCH_MM]
+        candidates = [TORCH_MM]
         space = SearchSpace.load(self.space_file, parameters=self.parameters)
-        # Whether the library can be asked at all does not depend on the algorithm.
+        # The rules that the probe passes do not depend on the algorithm.
         probe = Candidate.make(self.name, {"algorithm": "cublaslt"} | dict.fromkeys(ALGORITHM_PARAMETERS, 0))
         wanted = device.is_real and "heuristic" in space.compile_values["algorithm"]
         if wanted and self.unavailable() is None and self.check(problem, probe, device):
@@ -171,15 +173,15 @@ class CublasLt:
 
             limits = itertools.product(space.launch_values["workspace_mib"], space.launch_values["requested"])
             for mib, requested in limits:
-                found += library.algorithms(problem, device.index, int(requested), int(mib) << 20)
+                candidates += library.algorithms(problem, device.index, int(requested), int(mib) << 20)
             if not device.architecture.wgmma and not problem.epilogue:
-                # What the heuristic leaves out was never timed there. On a Hopper it is right often enough.
+                # On Hopper the heuristic is right often enough; elsewhere what it leaves out is untimed.
                 mib = max(int(value) for value in space.launch_values["workspace_mib"])
-                found += library.one_of_each_id(problem, device.index, mib << 20)
-        return list(dict.fromkeys(found))
+                candidates += library.one_of_each_id(problem, device.index, mib << 20)
+        return list(dict.fromkeys(candidates))
 
     def reduction_class(self, problem: Problem, candidate: Candidate) -> str:
-        """Unknown: the algorithm that torch.mm launches depends on m."""
+        """Empty: the algorithm that torch.mm launches depends on m."""
         return ""
 
     def label(self, candidate: Candidate) -> str:
@@ -191,7 +193,7 @@ class CublasLt:
         return library.label(candidate)
 
     def workspace(self, problem: Problem, candidate: Candidate, device: Device) -> Workspace | None:
-        """The workspace that the algorithm was chosen with; torch.mm uses torch's own."""
+        """The workspace that the library chose the algorithm for; torch.mm uses torch's workspace."""
         num_bytes = int(candidate.params.get("workspace_bytes", 0))
         return Workspace(num_bytes, 0, device.index) if num_bytes else None
 

@@ -1,6 +1,6 @@
 """Declares the functions of the cuBLASLt that torch has loaded, for calls through ctypes.
 
-Loads nothing more, and uses torch's handle. Bindings of another package, such as nvmath-python's, take 0.3 s
+It loads nothing else and uses torch's handle. Another package's bindings, such as nvmath-python's, take 0.3 s
 to import.
 """
 
@@ -26,7 +26,7 @@ MAX_WORKSPACE_BYTES, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
 NOT_SUPPORTED = 15
 _MOST_IDS = 512
 
-#: Attributes of an algorithm: their names in candidates, the library's numbers, their types.
+#: The attributes of an algorithm: the name in candidates, the library's number, the type.
 ATTRIBUTES: dict[str, tuple[int, Any]] = {
     "algo_id": (0, c_int32),
     "tile": (1, c_uint32),
@@ -39,7 +39,7 @@ ATTRIBUTES: dict[str, tuple[int, Any]] = {
     "cluster_shape": (8, c_uint16),
 }
 
-#: Those of which an algorithm says which numbers it has: the library's numbers of its lists.
+#: The attributes whose possible numbers an algorithm lists, with the library's numbers for the lists.
 LISTED = {"tile": 6, "stages": 13}
 
 Algorithm = c_uint64 * 8
@@ -85,12 +85,12 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 @cache
 def library() -> Any:
-    """The library that torch has loaded, its functions declared; None where there is none.
+    """The library that torch has loaded, with its functions declared; None if torch has loaded none.
 
-    `Matmul` has no declared arguments: each is given as a `from_param` of its type, which is the fastest call
-    that ctypes has, 0.6 us instead of 1.1 us (CPython 3.11 on a CPU host, 2026-11-23).
+    `Matmul` has no declared arguments. Callers pass each one as a `from_param` of its type, the fastest call
+    that ctypes has: 0.6 us instead of 1.1 us (CPython 3.11 on a CPU host, 2026-11-23).
     """
-    import torch  # noqa: F401  # brings it
+    import torch  # noqa: F401  # loads the library
 
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
@@ -109,9 +109,9 @@ def library() -> Any:
 
 
 def missing() -> str | None:
-    """Why the library's algorithms cannot be launched; None where they can.
+    """Why the library's algorithms cannot be launched; None if they can.
 
-    A torch for CPUs lacks nothing: it has no GPU to launch them on.
+    Also None for torch without CUDA, which has no GPU to launch them on.
     """
     import torch
 
@@ -124,7 +124,7 @@ def missing() -> str | None:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Calls ``cublasLt`` + name. Raises LibraryError with the name of the status."""
+    """Calls ``cublasLt`` + name. Raises LibraryError, which names the status, if the call fails."""
     if (loaded := library()) is None:
         raise LibraryError(missing() or "a torch for CPUs has no cuBLASLt; install one for CUDA")
     if status := getattr(loaded, f"cublasLt{name}")(*arguments):
@@ -138,21 +138,21 @@ def status_name(status: int) -> str:
 
 @cache
 def handle(device_index: int) -> c_void_p:
-    """torch's handle of the first thread that asked. A cublasHandle_t is a cublasLtHandle_t, too.
+    """torch's handle for the first thread that calls this. A cublasHandle_t is also a cublasLtHandle_t.
 
-    One serves all threads: no product here changes what it holds, streams and workspaces are given to each
-    launch, and torch destroys handles at the exit of the process only. One of our own would have to be made
-    in a context that may not be there yet, and takes its time and memory from a process's first product.
+    All threads share the handle: no product here changes its state, each launch passes its own stream and
+    workspace, and torch destroys handles only when the process exits. Our own handle would need a context,
+    which may not exist yet, and would add its time and memory to a process's first product.
     """
     import torch
 
     with torch.cuda.device(device_index):
-        ensure_context(device_index)  # torch would warn of a thread without one
+        ensure_context(device_index)  # torch warns if a thread has no context
         return c_void_p(torch.cuda.current_blas_handle())
 
 
 class Plan:
-    """Descriptors of one product over operands with given strides. They live as long as the plan."""
+    """The descriptors of one product for operands with certain strides. They live as long as the plan."""
 
     def __init__(self, problem: Problem, strides: Strides) -> None:
         self._made: list[tuple[Any, c_void_p]] = []
@@ -167,7 +167,7 @@ class Plan:
         self._added = {product.out.leading: self.out}
 
     def added(self, leading: int) -> c_void_p:
-        """The descriptor of a matrix that is added, like D but for its leading dimension."""
+        """The descriptor of an added matrix: D's, with another leading dimension."""
         if (layout := self._added.get(leading)) is None:
             matrix = replace(self._of_out, leading=leading)
             layout = self._added[leading] = self._layout(self._problem, matrix, self._problem.out_dtype)
@@ -197,7 +197,7 @@ class Plan:
 
 
 def heuristic(device_index: int, plan: Plan, requested: int, workspace_bytes: int) -> list[HeuristicResult]:
-    """What the library would choose for a plan, best guess first; empty where it has no algorithm.
+    """The library's choices for a plan, its best guess first; empty if it has no algorithm.
 
     Raises LibraryError.
     """
@@ -224,30 +224,30 @@ def heuristic(device_index: int, plan: Plan, requested: int, workspace_bytes: in
 
 
 def types_of(problem: Problem) -> tuple[int, ...]:
-    """What names the types of a product: of computing and scaling, and of A, B, C and D."""
+    """The library's numbers for the types of a product: compute, scale, A, B, C and D."""
     in_type, out_type = TYPES[problem.in_dtype], TYPES[problem.out_dtype]
     return COMPUTE_32F, R_32F, in_type, in_type, out_type, out_type
 
 
 def algorithm_ids(device_index: int, problem: Problem) -> list[int]:
     """The numbers of the algorithms that the library has for a product's types. Raises LibraryError."""
-    found, count = (c_int * _MOST_IDS)(), c_int()
-    call("MatmulAlgoGetIds", handle(device_index), *types_of(problem), _MOST_IDS, byref(found), byref(count))
-    return sorted(found[: count.value])
+    ids, count = (c_int * _MOST_IDS)(), c_int()
+    call("MatmulAlgoGetIds", handle(device_index), *types_of(problem), _MOST_IDS, byref(ids), byref(count))
+    return sorted(ids[: count.value])
 
 
 def listed(algorithm: Any, name: str) -> list[int]:
-    """The numbers that an attribute of an algorithm may have; where it lists none 0, which leaves it open."""
+    """The possible numbers of an algorithm's attribute; [0], which leaves it open, if it lists none."""
     size, what = c_size_t(), LISTED[name]
     call("MatmulAlgoCapGetAttribute", byref(algorithm), what, None, 0, byref(size))
-    found = (c_uint32 * (size.value // ctypes.sizeof(c_uint32)))()
-    if num_bytes := ctypes.sizeof(found):
-        call("MatmulAlgoCapGetAttribute", byref(algorithm), what, byref(found), num_bytes, byref(size))
-    return list(found) or [0]
+    numbers = (c_uint32 * (size.value // ctypes.sizeof(c_uint32)))()
+    if num_bytes := ctypes.sizeof(numbers):
+        call("MatmulAlgoCapGetAttribute", byref(algorithm), what, byref(numbers), num_bytes, byref(size))
+    return list(numbers) or [0]
 
 
 def read(algorithm: Any, name: str) -> int:
-    """The number that an attribute of an algorithm has. Raises LibraryError."""
+    """The number of an algorithm's attribute. Raises LibraryError."""
     attribute, c_type = ATTRIBUTES[name]
     value, written = c_type(), c_size_t()
     call(
@@ -258,15 +258,15 @@ def read(algorithm: Any, name: str) -> int:
 
 
 def write(algorithm: Any, name: str, number: int) -> None:
-    """Gives an attribute of an algorithm a number. Raises what `number_as` raises, and LibraryError."""
+    """Sets an algorithm's attribute to a number. Raises LibraryError, and ValueError like `number_as`."""
     _set("MatmulAlgoConfig", byref(algorithm), ATTRIBUTES[name][0], number_as(name, number))
 
 
 def number_as(name: str, number: int) -> Any:
-    """A number in the type of an attribute. ValueError for one that the type does not hold."""
+    """A number in the type of an attribute. Raises ValueError if the type cannot hold it."""
     value = ATTRIBUTES[name][1](number)
     if value.value != number:
-        raise ValueError(f"{name}={number} does not fit into {ctypes.sizeof(value)} B; tune again")
+        raise ValueError(f"{name}={number} does not fit in {ctypes.sizeof(value)} B; tune again")
     return value
 
 

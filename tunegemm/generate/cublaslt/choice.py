@@ -1,6 +1,6 @@
-"""Which tiles cuBLASLt's heuristic chooses for a product, asked as torch asks it.
+"""Asks cuBLASLt's heuristic, as torch does, which tiles it chooses for a product.
 
-Of 582 products of an H200 it names the kernel that torch.mm launches each time
+For each of 582 products on an H200 it named the kernel that torch.mm launched
 (benchmarks/results/h200/choices.json.xz).
 """
 
@@ -14,7 +14,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import binding, names
 from tunegemm.generate.cublaslt.operands import packed_strides
 
-#: What torch gives the library on Hopper.
+#: The workspace that torch allows the library on Hopper.
 _WORKSPACE_BYTES = 32 << 20
 
 
@@ -23,7 +23,7 @@ class LibraryChoice:
     """How the library cuts a product into tiles."""
 
     tile_m: int
-    """Rows of D, here and below as torch has it."""
+    """Rows of D; rows and columns here and below are those of torch's row-major D."""
     tile_n: int
     cluster_m: int
     cluster_n: int
@@ -31,31 +31,31 @@ class LibraryChoice:
 
 
 def parse_label(label: str) -> LibraryChoice | None:
-    """The choice that a label names, such as ``cublaslt a66 t64x8 s64xAUTO c4x1x1 splitk2 compute_type``."""
+    """Read a choice from a label such as ``cublaslt a66 t64x8 s64xAUTO c4x1x1 splitk2 compute_type``."""
     tile = re.search(r" t(\d+)x(\d+)\b", label)
     cluster = re.search(r" c(\d+)x(\d+)x1\b", label)
     split = re.search(r" splitk(\d+)\b", label)
     if tile is None or cluster is None:
         return None
-    # The library's product is D^T: its rows are columns of ours.
+    # The library computes D^T: its rows are our columns.
     return LibraryChoice(
         int(tile[2]), int(tile[1]), int(cluster[2]), int(cluster[1]), int(split[1]) if split else 1
     )
 
 
 def first_choice(problem: Problem, device_index: int) -> LibraryChoice | None:
-    """What the library chooses for packed operands; None where it cannot be asked or names no tile."""
+    """The library's choice for packed operands; None if it cannot be asked or names no tile."""
     import torch
 
     if not {problem.in_dtype, problem.out_dtype} <= binding.TYPES.keys() or not torch.cuda.is_initialized():
         return None
     try:
         plan = binding.Plan(problem, packed_strides(problem))
-        found = binding.heuristic(device_index, plan, 1, _WORKSPACE_BYTES)
-        if not found:
+        results = binding.heuristic(device_index, plan, 1, _WORKSPACE_BYTES)
+        if not results:
             return None
         tile, cluster, split_k = (
-            binding.read(found[0].algorithm, name) for name in ("tile", "cluster_shape", "split_k")
+            binding.read(results[0].algorithm, name) for name in ("tile", "cluster_shape", "split_k")
         )
     except RuntimeError:
         return None
@@ -66,7 +66,8 @@ def first_choice(problem: Problem, device_index: int) -> LibraryChoice | None:
 
 
 def as_torch_chooses(problem: Problem, device_index: int) -> Candidate | None:
-    """The algorithm itself, also of a product with a residual; None where it cannot be asked."""
+    """The algorithm that the library chooses, for plain products and those with a residual; None if it cannot
+    be asked."""
     import torch
 
     from tunegemm.generate.cublaslt import library

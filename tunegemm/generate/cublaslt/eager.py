@@ -1,4 +1,4 @@
-"""What a torch user would write for a product, with its epilogue: the baseline of every interleave."""
+"""Products and epilogues as a torch user would write them: the baseline of every interleave."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tunegemm.generate.cublaslt.products import (
 )
 from tunegemm.generate.launching import Launcher
 
-#: (value so far, operands by name, where to put the result or None).
+#: Computes one step from the value so far and the operands by name. Writes the output, if it is not None.
 Step = Callable[[Any, dict[str, Any], Any], Any]
 
 _FP8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 def torch_mm(problem: Problem) -> Launcher:
-    """One call, or with an epilogue eager torch, kernel by kernel, the last one into the given output; of
-    rows in groups a `GroupedProduct`.
+    """The launcher of one call of torch. An epilogue is eager torch, one kernel after another, and the last
+    kernel writes the output. For rows in groups the launcher is a `GroupedProduct`.
     """
     if problem.groups:
         return GroupedProduct(problem)
@@ -44,16 +44,18 @@ def torch_mm(problem: Problem) -> Launcher:
     return with_tf32(launch) if problem.in_dtype == "tf32" else launch
 
 
-#: By this name a tensor of groups' ends may hold, among its attributes, how many rows each has.
+#: The attribute of a tensor of groups' ends that may hold the number of rows of each group.
 SIZES = "sizes"
 
 
 class GroupedProduct:
-    """torch's product of rows in groups, of (a, b, out, ends of groups, scales), which takes no output: what
-    it made last is `result`, so that timing it has no copy. A gate follows as two kernels, as in a model.
+    """torch's product of rows in groups, called with (a, b, out, ends of groups, scales).
 
-    For fp16 torch waits until the host knows how many rows each group has. Here it knows (`SIZES`), so that
-    what is timed is less than what a call takes.
+    torch's function takes no output, so `result` holds the latest one, and timing includes no copy. A gate
+    adds two kernels, as in a model.
+
+    For fp16, torch waits until the host knows how many rows each group has. Here the host may know already
+    (`SIZES`), so timing shows less than a call takes.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -87,9 +89,9 @@ class GroupedProduct:
 def composed(problem: Problem) -> Callable[..., Any]:
     """A function of (a, b, operands ..., out=None) that returns D, without its amax.
 
-    alpha, C and a column bias go into ``torch.addmm`` (`baddbmm` with a batch) where dtypes allow, scales of
-    fp8 operands into ``torch._scaled_mm``; all else follows, as scales do ``torch._int_mm``. Of a user's
-    function every operation is a kernel of its own.
+    If dtypes allow, ``torch.addmm`` (`baddbmm` with a batch) applies alpha, C and a column bias, and
+    ``torch._scaled_mm`` the scales of fp8 operands. All other steps follow the product, also the scales of
+    ``torch._int_mm``. Each operation of a user's function is a kernel of its own.
     """
     import torch
 
@@ -119,7 +121,7 @@ def _into(out: Any, value: Any) -> Any:
 
 
 def _product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """The library's call, and the steps that it takes."""
+    """The call that multiplies, and the steps that it includes."""
     import torch
 
     if problem.in_dtype.startswith("fp8"):
@@ -155,14 +157,14 @@ def _product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any], tu
 
 
 def _working_dtype(problem: Problem) -> Any:
-    """The output's, or bf16 for an fp8 output, which torch converts to but does not compute in."""
+    """The output's dtype, or bf16 for an fp8 output: torch converts to fp8, but does not compute in it."""
     import torch
 
     return {"fp16": torch.float16, "fp32": torch.float32}.get(problem.out_dtype, torch.bfloat16)
 
 
 def _fp8_product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """``torch._scaled_mm`` with the scales, where it takes them: those of rows and columns for bf16 only."""
+    """``torch._scaled_mm``, with the scales if it takes them: those of rows and columns only for bf16."""
     import torch
 
     own = _working_dtype(problem)
@@ -175,7 +177,7 @@ def _fp8_product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any]
             if first == "scale_rowwise":
                 scale_a, scale_b = scale_a[:, None], scale_b[None, :]
             fast = problem.accumulation == "fast"
-            if first == "scale_rowwise" and out is not None and out.dtype != own:  # bf16 is all it writes
+            if first == "scale_rowwise" and out is not None and out.dtype != own:  # it writes bf16 only
                 return out.copy_(torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=own, use_fast_accum=fast))
             dtype = own if out is None else out.dtype
             return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast, out=out)
@@ -192,18 +194,18 @@ def _fp8_product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any]
 
 
 def step_of(name: str, dtype: Any) -> Step:
-    """One step but amax as torch's own operation; dtype: what products are computed in."""
+    """A step, except amax, as an operation of torch. dtype: that of the product."""
     import torch
 
     def column(vector: Any) -> Any:
         return vector[:, None]
 
     def scale(x: Any, factor: Any, out: Any) -> Any:
-        # An fp32 factor makes the product fp32; what follows wants the output's dtype.
+        # An fp32 factor makes the result fp32, but the next steps need the output's dtype.
         return (x * factor).to(dtype) if out is None else torch.mul(x, factor, out=out)
 
     def add_weighted(x: Any, given: dict[str, Any], out: Any) -> Any:
-        if given["beta"] == 0:  # C is not read then, as by torch.addmm: it may hold NaN
+        if given["beta"] == 0:  # like torch.addmm, does not read C, which may hold NaN
             return _into(out, x)
         return torch.add(x, given["c"], alpha=given["beta"], out=out)
 
@@ -227,12 +229,12 @@ def step_of(name: str, dtype: Any) -> Step:
 
 
 def _activate(name: str, x: Any, out: Any) -> Any:
-    """An activation as torch's own operation."""
+    """An activation as an operation of torch."""
     import torch
 
     operation, words = getattr(torch.ops.aten, name.removesuffix("_tanh")), {}
     if name.startswith("gelu"):
         words["approximate"] = "tanh" if name == "gelu_tanh" else "none"
         if out is not None and not out.is_contiguous():
-            return out.copy_(operation(x, **words))  # gelu.out writes no transposed output (torch 2.13, CPU)
+            return out.copy_(operation(x, **words))  # gelu.out needs a contiguous output (torch 2.13, CPU)
     return operation(x, **words) if out is None else operation.out(x, **words, out=out)

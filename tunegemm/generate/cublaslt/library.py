@@ -1,7 +1,8 @@
-"""cuBLASLt's algorithms: which ones it names for a problem, and one of them as a launcher.
+"""Lists the algorithms that cuBLASLt names for a problem, and makes a launcher of one.
 
-An algorithm is kept by the names of its attributes, never as the library's 64-byte blob: names survive
-an update of the library, or are refused by it in words; a blob silently means something else.
+A candidate stores the names of an algorithm's attributes, never the library's 64-byte structure. After an
+update the library still understands the names, or refuses them with an error; the bytes of a structure might
+silently mean something else.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tunegemm.generate.workspace import Workspace
 if TYPE_CHECKING:
     import torch
 
-#: Attributes of an algorithm beside its number.
+#: The attributes of an algorithm, other than its id.
 COMPILE_ATTRIBUTES = ("tile", "stages", "inner_shape", "cluster_shape", "custom_option")
 LAUNCH_ATTRIBUTES = ("split_k", "reduction_scheme", "cta_swizzling")
 
@@ -40,9 +41,9 @@ _ALPHA, _NOT_ADDED, _ADDED = c_float(1), c_float(0), c_float(1)
 
 
 def algorithms(problem: Problem, device_index: int, requested: int, workspace_bytes: int) -> list[Candidate]:
-    """What the heuristic names for packed operands, best guess first, at most `requested` distinct ones.
+    """Up to `requested` distinct algorithms that the heuristic names for packed operands, best guess first.
 
-    Empty when the library has no algorithm for the problem. Raises RuntimeError when it fails.
+    Empty if the library has no algorithm for the problem. Raises RuntimeError if the library fails.
     """
     plan = Plan(problem, packed_strides(problem))
     results = binding.heuristic(device_index, plan, requested, workspace_bytes)
@@ -51,17 +52,17 @@ def algorithms(problem: Problem, device_index: int, requested: int, workspace_by
 
 
 def one_of_each_id(problem: Problem, device_index: int, workspace_bytes: int) -> list[Candidate]:
-    """Of each algorithm id that the library accepts for packed operands one candidate: its tile and stages
-    that leave the least of the last wave empty. Empty where the library lists no ids.
+    """One candidate for each algorithm id that the library accepts for packed operands, with the tile and
+    stages that leave the least of the last wave empty. Empty if the library lists no ids.
     """
     plan = Plan(problem, packed_strides(problem))
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     numbers: list[int] = []
     with suppress(LibraryError):
         numbers = binding.algorithm_ids(device_index, problem)
     for number in numbers:
         best: tuple[float, Candidate] | None = None
-        with suppress(LibraryError):  # of some ids it has no product of these types on this GPU
+        with suppress(LibraryError):  # some ids have no product of these types on this GPU
             algorithm = _initial(device_index, problem, number)
             lists = [binding.listed(algorithm, name) for name in binding.LISTED]
             for tile, stages in itertools.product(*lists):
@@ -73,12 +74,13 @@ def one_of_each_id(problem: Problem, device_index: int, workspace_bytes: int) ->
                     if result.workspace_bytes <= workspace_bytes and (best is None or empty < best[0]):
                         best = empty, candidate_of(algorithm, int(result.workspace_bytes))
         if best is not None:
-            found.append(best[1])
-    return [candidate for candidate in found if _is_whole(device_index, problem, plan, candidate)]
+            candidates.append(best[1])
+    return [candidate for candidate in candidates if _is_whole(device_index, problem, plan, candidate)]
 
 
 def _is_whole(device_index: int, problem: Problem, plan: Plan, candidate: Candidate) -> bool:
-    """Whether the names bring the algorithm back: asked for none without workspace, it names some with."""
+    """Whether the library accepts the algorithm rebuilt from its names. It need not: its heuristic names some
+    algorithms that need workspace although none is allowed."""
     try:
         _checked(device_index, problem, plan, candidate)
     except (ValueError, LibraryError):
@@ -89,9 +91,9 @@ def _is_whole(device_index: int, problem: Problem, plan: Plan, candidate: Candid
 def launcher(
     problem: Problem, candidate: Candidate, device_index: int, workspace: Workspace | None
 ) -> Launcher:
-    """A launcher of one named algorithm. Descriptors are made once per set of strides.
+    """A launcher of one algorithm. It makes descriptors once for each set of strides.
 
-    Raises ValueError, which names the candidate, where this version of the library refuses it.
+    Raises ValueError, which names the candidate, if this version of the library refuses it.
     """
     pointer, first_is_b = c_void_p.from_param, problem.out_major == "n"
 
@@ -106,14 +108,14 @@ def launcher(
         from torch._C import _cuda_getCurrentRawStream as current_stream
 
         matmul = binding.library().cublasLtMatmul
-        # What does not change is converted once. `byref` keeps what it points to.
+        # Constant arguments are converted once. `byref` keeps its object alive.
         description, of_first, of_second, _, of_out = (pointer(one.value) for one in plan.descriptors)
         alpha, chosen = byref(_ALPHA), byref(algorithm)
         beta = byref(_ADDED if problem.epilogue else _NOT_ADDED)
         room = c_size_t.from_param(int(candidate["workspace_bytes"]))
 
         def launch(a: int, b: int, out: int, added: int = 0, leading: int = 0, *rest: int) -> None:
-            """added, leading: the address of a residual, and elements from one of its lines to the next."""
+            """added: the address of a residual. leading: elements from one of its lines to the next."""
             if (a | b | out | added) & (MAX_ALIGNMENT - 1):
                 raise not_aligned(a=a, b=b, out=out, residual=added)
             stream = current_stream(device_index)
@@ -123,13 +125,13 @@ def launcher(
             c, of_c = to, of_out
             if added:
                 c, of_c = pointer(added), pointer(plan.added(leading).value)
-            given = (
+            arguments = (
                 handle, description, alpha, pointer(first), of_first, pointer(second), of_second,
                 beta, c, of_c, to, of_out, chosen, pointer(address), room, pointer(stream),
             )  # fmt: skip
-            status = matmul(*given)
+            status = matmul(*arguments)
             if status and ensure_context(device_index):
-                status = matmul(*given)
+                status = matmul(*arguments)
             del memory  # the launch is queued
             if status:
                 raise RuntimeError(f"{label(candidate)}: {binding.status_name(status)}")
@@ -146,12 +148,12 @@ def launcher(
         return *addresses, a.stride(), b.stride(), out.stride()
 
     make.keep = never_unloaded  # type: ignore[attr-defined]
-    make(*packed_strides(problem))  # a refusal is to be heard now
+    make(*packed_strides(problem))  # raises now, not at the first launch
     return AddressLauncher(read, make, words_reader(problem) if problem.epilogue else None)
 
 
 def label(candidate: Candidate) -> str:
-    """Short name, such as ``cublaslt a66 t128x256 s64xAUTO c2x1x1 splitk2``."""
+    """A short name, such as ``cublaslt a66 t128x256 s64xAUTO c2x1x1 splitk2``."""
     p = candidate.params
     parts = ["cublaslt", f"a{p['algo_id']}", f"t{p['tile']}"]
     parts += [f"s{p['stages']}"] if p["stages"] != "UNDEFINED" else []
@@ -164,7 +166,7 @@ def label(candidate: Candidate) -> str:
 
 
 def candidate_of(algorithm: Any, workspace_bytes: int) -> Candidate:
-    """The names of an algorithm. A number that is newer than our names stays one."""
+    """The candidate that names an algorithm. An attribute without a name here keeps its number."""
 
     def named(attributes: tuple[str, ...]) -> dict[str, Value]:
         return {name: name_of(name, binding.read(algorithm, name)) for name in attributes}
@@ -178,26 +180,26 @@ def candidate_of(algorithm: Any, workspace_bytes: int) -> Candidate:
 
 
 def configure(algorithm: Any, candidate: Candidate) -> None:
-    """Gives an algorithm the attributes that a candidate names.
+    """Sets the attributes of an algorithm to those that a candidate names.
 
-    Raises ValueError for a name that is not known, LibraryError for one that the library refuses.
+    Raises ValueError for an unknown name, LibraryError for a value that the library refuses.
     """
     for name in (*COMPILE_ATTRIBUTES, *LAUNCH_ATTRIBUTES):
         binding.write(algorithm, name, number_of(name, candidate[name]))
 
 
 def _checked(device_index: int, problem: Problem, plan: Plan, candidate: Candidate) -> Any:
-    """The library's structure rebuilt from the names, and checked by the library for this plan."""
+    """The library's structure, rebuilt from the names and checked by the library for the plan."""
     algorithm = _initial(device_index, problem, number_of("algo_id", candidate["algo_id"]))
     configure(algorithm, candidate)
     needed = int(_check(device_index, plan, algorithm).workspace_bytes)
     if needed > (stored := int(candidate["workspace_bytes"])):
-        raise ValueError(f"{label(candidate)} needs {needed} B of workspace here, stored were {stored} B")
+        raise ValueError(f"{label(candidate)} needs {needed} B of workspace here, its record has {stored} B")
     return algorithm
 
 
 def _initial(device_index: int, problem: Problem, algo_id: int) -> Any:
-    """The library's structure of an algorithm id. Raises LibraryError, and what `number_as` raises."""
+    """The library's structure for an algorithm id. Raises LibraryError, and ValueError like `number_as`."""
     algorithm = binding.Algorithm()
     binding.call(
         "MatmulAlgoInit", binding.handle(device_index), *binding.types_of(problem),
@@ -207,7 +209,7 @@ def _initial(device_index: int, problem: Problem, algo_id: int) -> Any:
 
 
 def _check(device_index: int, plan: Plan, algorithm: Any) -> binding.HeuristicResult:
-    """What the library says of an algorithm for a plan. Raises LibraryError where it refuses it."""
+    """The library's check of an algorithm for a plan. Raises LibraryError if the library refuses it."""
     result = binding.HeuristicResult()
     handle = binding.handle(device_index)
     binding.call("MatmulAlgoCheck", handle, *plan.descriptors, byref(algorithm), byref(result))

@@ -1,6 +1,6 @@
-"""What cublasLt.h calls the tiles, stages and shapes of its algorithms: names.txt, by their numbers.
+"""Translates between numbers and the names that cublasLt.h gives tiles, stages and shapes (names.txt).
 
-A test compares them with those of nvmath-python, which are made of the header.
+A test compares the names with those of nvmath-python, which are generated from the header.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from tunegemm.describe.space import Value
 
 @cache
 def tables() -> dict[str, dict[int, str]]:
-    """Names by number, of each attribute that has names. Those of names.txt count from 0; - has none."""
-    found: dict[str, dict[int, str]] = {}
+    """The name of each number, for each attribute with names. names.txt counts from 0; - means no name."""
+    names: dict[str, dict[int, str]] = {}
     for word in Path(__file__).with_name("names.txt").read_text(encoding="utf-8").split():
         if word.endswith(":"):
-            table, number = found.setdefault(word[:-1], {}), 0
+            table, number = names.setdefault(word[:-1], {}), 0
             continue
         if word != "-":
             table[number] = word
         number += 1
-    return found
+    return names
 
 
 @cache
@@ -31,12 +31,12 @@ def _numbers(attribute: str) -> dict[str, int]:
 
 
 def name_of(attribute: str, number: int) -> Value:
-    """The name of an attribute's value; the number itself where there is none, as of a newer library."""
+    """The name of an attribute's value; the number itself if it has no name, as in a newer library."""
     return tables().get(attribute, {}).get(number, number)
 
 
 def number_of(attribute: str, value: Value) -> int:
-    """The number of an attribute's value. ValueError for a name that is not known."""
+    """The number of an attribute's value. Raises ValueError for an unknown name."""
     if not isinstance(value, str):
         return int(value)
     if attribute not in tables() or value not in _numbers(attribute):
@@ -47,6 +47,6 @@ def number_of(attribute: str, value: Value) -> int:
 
 
 def extents(attribute: str, number: int) -> tuple[int, int] | None:
-    """Rows and columns that a tile or a cluster has of the library's D; None where the name has none."""
+    """A tile's or cluster's rows and columns of the library's D; None if the name has no extents."""
     rows, *others = tables()[attribute].get(number, "").split("x")
     return (int(rows), int(others[0])) if others else None

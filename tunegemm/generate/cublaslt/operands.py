@@ -1,4 +1,4 @@
-"""How row-major torch operands look to a library that knows column-major matrices only."""
+"""Describes row-major torch operands to a library that knows only column-major matrices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from tunegemm.describe.problem import Problem
 
-#: Element strides of a, b and out, as torch gives them.
+#: The strides of a, b and out in elements, as in torch.
 Strides = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
@@ -16,7 +16,7 @@ class Matrix:
     """A column-major matrix as cublasLtMatrixLayoutCreate takes it."""
 
     operand: Literal["a", "b", "out"]
-    """The torch operand whose memory it is."""
+    """The torch operand in whose memory the matrix lies."""
     rows: int
     """Extent of the contiguous mode."""
     columns: int
@@ -25,12 +25,12 @@ class Matrix:
     batch_stride: int
     """Elements from one batch entry to the next; 0 without a batch."""
     transpose: bool = False
-    """Whether the product takes it transposed."""
+    """Whether the product reads the matrix transposed."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """``out = op(first) @ op(second)`` per batch entry, all three column-major."""
+    """``out = op(first) @ op(second)`` for each batch entry; all three are column-major."""
 
     first: Matrix
     second: Matrix
@@ -38,7 +38,7 @@ class Product:
 
 
 def packed_strides(problem: Problem) -> Strides:
-    """Strides of operands without gaps: two each, three each where the problem has a batch."""
+    """The strides of operands without gaps: two each, or three if the problem has a batch."""
 
     def packed(rows: int, columns: int, row_major: bool) -> tuple[int, ...]:
         inner = (columns, 1) if row_major else (1, rows)
@@ -54,7 +54,7 @@ def packed_strides(problem: Problem) -> Strides:
 def column_major(problem: Problem, strides: Strides) -> Product:
     """The product of a problem over operands with these strides.
 
-    A row-major `out` is the column-major matrix `out^T`, and `out^T = b^T @ a^T`: then b comes first.
+    A row-major `out` is the column-major matrix `out^T = b^T @ a^T`, so b comes first.
     """
     a = _memory("a", problem.m, problem.k, problem.a_major == "k", strides[0])
     b = _memory("b", problem.k, problem.n, problem.b_major == "n", strides[1])
@@ -73,6 +73,6 @@ def _memory(
 ) -> Matrix:
     contiguous, other = (columns, rows) if row_major else (rows, columns)
     leading = strides[-2] if row_major else strides[-1]
-    if other == 1:  # torch may report any stride here; the library wants at least the rows
+    if other == 1:  # torch may report any stride here; the library needs at least the rows
         leading = contiguous
     return Matrix(operand, contiguous, other, leading, strides[0] if len(strides) == 3 else 0)

@@ -1,4 +1,4 @@
-"""torch's own products as launchers, of every dtype."""
+"""Launchers of torch's products, for every dtype."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from tunegemm.generate.launching import Launcher
 if TYPE_CHECKING:
     import torch
 
-#: Extents that torch's 8-bit products take: multiples of these; and `_int_mm` more rows than 16.
+#: torch's 8-bit products need extents that are multiples of these, and `_int_mm` at least this many rows.
 _FP8_UNIT = 16
 _INT8_UNIT = 8
 INT8_LEAST_ROWS = 17
 
 
 def plain_product(problem: Problem) -> Launcher:
-    """The call that a torch user would write for a problem without an epilogue, into a given output.
+    """The call that a torch user would write, with an output, for a problem without an epilogue.
 
-    16-bit operands: ``torch.mm(a, b, out=out)``. fp32 out: its `out_dtype` overload (torch >= 2.8,
-    CUDA only), which lets cuBLAS write its accumulators. The other 16-bit dtype: torch has no single
-    call, so a product and a conversion. tf32: the same with tf32 allowed.
+    For 16-bit operands it is ``torch.mm(a, b, out=out)``. For an fp32 output it is the `out_dtype` overload
+    (torch >= 2.8, CUDA only), with which cuBLAS writes its accumulators. For the other 16-bit dtype torch has
+    no single call, so a conversion follows the product. tf32 is the same with tf32 allowed.
 
-    fp8: ``torch._scaled_mm`` with scales of 1; int8: ``torch._int_mm``; on padded copies where they refuse
-    the extents. What cuBLAS does not multiply, two e5m2 operands or any that are not k-major, is converted to
-    the output's dtype first.
+    fp8 uses ``torch._scaled_mm`` with scales of 1, and int8 ``torch._int_mm``; if they refuse the extents,
+    they get padded copies. cuBLAS cannot multiply two e5m2 operands, nor fp8 operands that are not k-major:
+    these are converted to the output's dtype first.
     """
     if problem.in_dtype == "tf32":
         return with_tf32(_plain(problem))
@@ -62,7 +62,7 @@ def _plain(problem: Problem) -> Launcher:
 
 
 def with_tf32(launch: Callable[..., None]) -> Launcher:
-    """A launcher whose fp32 products torch may compute in tf32, whatever the program allows."""
+    """A launcher whose fp32 products torch may compute in tf32, even if the program does not allow it."""
 
     def allowed(*operands: Any) -> None:
         with computing_fp32_in("tf32"):
@@ -72,12 +72,12 @@ def with_tf32(launch: Callable[..., None]) -> Launcher:
 
 
 def library_multiplies_fp8(problem: Problem) -> bool:
-    """Whether cuBLAS has a product of the problem's fp8 types and majors."""
+    """Whether cuBLAS multiplies the problem's fp8 types and majors."""
     return problem.in_dtype != "fp8_e5m2" and (problem.a_major, problem.b_major) == ("k", "k")
 
 
 def fp8_product(problem: Problem) -> Launcher:
-    """The product of fp8 operands, not scaled."""
+    """The product of fp8 operands, without scales."""
     import torch
 
     ones: dict[torch.device, torch.Tensor] = {}
@@ -90,7 +90,7 @@ def fp8_product(problem: Problem) -> Launcher:
         torch._scaled_mm(a, b, one, one, out_dtype=out.dtype, use_fast_accum=fast, out=out)
 
     def upcast(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        wide = out.dtype if out.dtype.itemsize > 1 else torch.bfloat16  # both hold every fp8 number
+        wide = out.dtype if out.dtype.itemsize > 1 else torch.bfloat16  # either holds every fp8 number
         out.copy_(torch.mm(a.to(wide), b.to(wide)))
 
     library = library_multiplies_fp8(problem)
@@ -104,7 +104,7 @@ def _int_mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _each_entry(problem: Problem, launch: Launcher) -> Launcher:
-    """Launches a product that torch has without a batch only, entry by entry."""
+    """Launches each batch entry on its own, because torch has this product without a batch only."""
     if problem.batch == 1:
         return launch
 
@@ -116,7 +116,7 @@ def _each_entry(problem: Problem, launch: Launcher) -> Launcher:
 
 
 def fits_library(problem: Problem, unit: int = _FP8_UNIT) -> bool:
-    """Whether torch's 8-bit products take the operands and the output as they lie."""
+    """Whether torch's 8-bit products take the operands and the output without copies."""
     return (
         _padded_extents(problem, unit) == (problem.m, problem.n, problem.k)
         and problem.out_major == "n"
@@ -133,7 +133,7 @@ def _padded_extents(problem: Problem, unit: int) -> tuple[int, int, int]:
 
 
 def _padded(problem: Problem, unit: int, launch: Callable[..., None]) -> Launcher:
-    """Launches on copies with zeros around them, where torch refuses the extents or the output's major."""
+    """Launches on copies padded with zeros, if torch refuses the extents or the output's major."""
     if fits_library(problem, unit):
         return launch
     m, n, k = _padded_extents(problem, unit)

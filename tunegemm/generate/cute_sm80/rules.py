@@ -19,27 +19,27 @@ from tunegemm.generate.feasibility import (
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.tiles import split_work
 
-#: Registers a thread needs beside accumulators and two steps of fragments: addresses of copies and of
+#: Registers that a thread needs beside accumulators and two steps of fragments: addresses of copies and of
 #: ldmatrix, extents, the ring's state. With 47 left nothing spilled, with 16 left most kernels did (ptxas for
-#: sm_90a, nvidia-cutlass-dsl 4.8.1; tests/generate/test_cute_sm80.py). Where lines are shifted, the words on
-#: their way come on top: 56 were enough, but not for warps whose share of a tile is not a power of 2, which
-#: spilled at 95, and 64x96x64 in two warps at 103 (184 B on sm_120).
+#: sm_90a, nvidia-cutlass-dsl 4.8.1; tests/generate/test_cute_sm80.py). Shifted lines also need registers for
+#: words in flight: 56 in all were enough, except for warps whose share of a tile is not a power of 2, which
+#: spilled with 95, and for 64x96x64 in two warps, which spilled with 103 (184 B on sm_120).
 _OVERHEAD_REGISTERS = 46
-#: More of them for warps whose share of a tile is not a power of 2: 88 accumulators and 2 x 52 fragments use
-#: 250, 96 and 2 x 56 spill 48 to 172 B in blocks of one, two and four warps (the same compilers).
+#: More for warps whose share of a tile is not a power of 2: 88 accumulators and 2 x 52 fragments use 250
+#: registers; 96 and 2 x 56 spill 48 to 172 B in blocks of one, two and four warps (the same compilers).
 _UNEVEN_REGISTERS = 12
 _SHIFT_REGISTERS = 10
 _UNEVEN_SHIFT_REGISTERS = 58
-#: And where shifted lines lie along m or n: a thread then has several pieces of a line. With 7 left nt of
-#: 128x256x32 spills 24 B, with 3 nn of 64x192x64.
+#: More if shifted lines lie along m or n, as a thread then has several pieces of a line: 128x256x32 in nt
+#: spills 24 B with 7 left, and 64x192x64 in nn with 3 left.
 _CROSSED_SHIFT_REGISTERS = 12
-#: And where sums are half of a thread's registers, but for a short tile_k: 128x128x64 of 2 x 2 warps spills
+#: More if sums take half of a thread's registers, unless tile_k is short: 128x128x64 in 2 x 2 warps spills
 #: 116 B on sm_90.
 _FULL_SHIFT_REGISTERS = 30
 _FULL_ACCUMULATORS = 128
 _SHORT_TILE_K = 32
-#: Longest k that fp16 accumulators add up within the tolerance of a right fp16 result, 9.8e-4: rounding sums
-#: every 16 elements gives 8.4e-4 at 512, 1.2e-3 at 1024, 2.3e-3 at 4096 (uniform operands, on a CPU).
+#: The longest k for which fp16 accumulators stay within the tolerance of an fp16 result, 9.8e-4. Rounding
+#: sums every 16 elements gives 8.4e-4 at 512, 1.2e-3 at 1024, 2.3e-3 at 4096 (uniform operands, CPU).
 _HALF_MAX_K = 512
 
 
@@ -56,7 +56,7 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 @rule("tile_m", "tile_n", "tile_k", "warps_m", "warps_n", "atoms_n")
 def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A tile is whole permuted MMA tiles, and two steps of k: one is loaded while one is multiplied."""
+    """A tile has whole permuted MMA tiles and at least two steps of k: one loads while one multiplies."""
     config = config_of(problem, candidate)
     for name, tile, unit, least in (
         ("tile_m", config.tile_m, MMA_M * config.warps_m, 0),
@@ -78,7 +78,7 @@ def accumulation(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 @rule("acc_dtype", "out_dtype", "k", runs=True)
 def accumulation_error(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """fp16 accumulators run and lose bits at every step: a long k makes the result wrong."""
+    """fp16 accumulators lose bits at every step, so a long k makes the result wrong."""
     if candidate["acc_dtype"] != "fp16":
         return None
     if problem.out_dtype != "fp16":
@@ -93,7 +93,7 @@ def accumulation_error(problem: Problem, candidate: Candidate, device: Device) -
     "a_major", "b_major",
 )  # fmt: skip
 def copies(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Every warp copies whole lines of its own, all lanes busy: see `config.Copy`."""
+    """Every warp copies whole lines of its own with all of its lanes; see `config.Copy`."""
     config = config_of(problem, candidate)
     for operand in ("a", "b"):
         if (objection := config.copy(operand).objection(config.smem_swizzle)) is not None:
@@ -103,8 +103,8 @@ def copies(problem: Problem, candidate: Candidate, device: Device) -> str | None
 
 @rule("smem_swizzle", "tile_m", "tile_n", "tile_k", "a_major", "b_major", runs=True)
 def bank_conflicts(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """The 8 rows that ldmatrix reads at a time are in 8 groups of banks if the swizzle has all bits of a
-    chunk's index, in fewer with less."""
+    """The 8 rows that ldmatrix reads at a time lie in 8 groups of banks only if the swizzle has all bits of a
+    chunk's index."""
     config = config_of(problem, candidate)
     widest = min(config.copy(operand).swizzle_bits for operand in ("a", "b"))
     if config.smem_swizzle < widest:
@@ -114,9 +114,9 @@ def bank_conflicts(problem: Problem, candidate: Candidate, device: Device) -> st
 
 @rule("atoms_n", "tile_n", "warps_n", runs=True)
 def whole_ldmatrix(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """ldmatrix.x4 brings two atoms of B where a warp has them side by side, and .x2 half as much."""
+    """ldmatrix.x4 loads two atoms of B that a warp has side by side; .x2 loads only one."""
     if candidate["atoms_n"] == 1 and candidate["tile_n"] % (2 * MMA_N * candidate["warps_n"]) == 0:
-        return "atoms_n 1 loads one atom of B at a time, where a warp's columns are pairs of them"
+        return "atoms_n 1 loads one atom of B at a time, but a warp's columns are pairs of atoms"
     return None
 
 
@@ -158,7 +158,7 @@ def registers(problem: Problem, candidate: Candidate, device: Device) -> str | N
     "a_major", "b_major", "out_major", "device",
 )  # fmt: skip
 def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """The ring, or the staged output in its place, must fit a block, and all blocks a multiprocessor."""
+    """The ring, or the staged output in its place, must fit one block, and all blocks a multiprocessor."""
     config = config_of(problem, candidate)
     return exceeded_smem(config.smem_bytes, device.architecture, config.ctas_per_sm)
 

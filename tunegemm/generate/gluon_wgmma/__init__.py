@@ -18,7 +18,7 @@ from tunegemm.generate.workspace import Workspace
 
 
 def grid(problem: Problem, candidate: Candidate, device: Device) -> int:
-    """The grid, in blocks: one per tile, or for persistent kernels as many as the `ctas` rule says."""
+    """The number of blocks: one per tile, or `persistent_grid` for persistent kernels."""
     persistent = config_of(problem, candidate).specialized
     return persistent_grid(problem, candidate, device) if persistent else tile_count(problem, candidate)
 

@@ -1,8 +1,9 @@
 """The rules of Gluon kernels: one function per physical cause (see `tunegemm.generate.feasibility`).
 
-The tests of the tutorial's `find_configs` are here `accumulators` (registers of one thread), that and
-`wgmma_operands` (registers of all blocks of a multiprocessor) and `shared_memory`. Where it assumes 16
-registers and 1 KiB beside the tiles, these are exact; `instruction_width` is its taste for wide instructions.
+`accumulators` and `wgmma_operands` replace the tutorial's `find_configs` checks of registers, for one thread
+and for all blocks of a multiprocessor, and `shared_memory` its check of shared memory. The tutorial assumes
+16 registers and 1 KiB beside the tiles; these rules are exact. `instruction_width` prefers wide
+instructions, as the tutorial does.
 """
 
 from __future__ import annotations
@@ -31,28 +32,28 @@ config_of = config_maker(KernelConfig)
 
 @rule("tile_m", "tile_n", "tile_k")
 def tile_shape(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Gluon's tensors are powers of two; WGMMA takes 64 x 8 x 16, and a TMA box 256 of each mode."""
+    """Gluon's tensors are powers of two. WGMMA takes at least 64 x 8 x 16, a TMA box at most 256 per mode."""
     least = {"tile_m": MMA_ATOM_M, "tile_n": 8, "tile_k": 16}
     return next(filter(None, (no_power_of_two(candidate, *each, 256) for each in least.items())), None)
 
 
 @rule("tile_n", "swap_ab", "in_dtype", "a_major", "b_major")
 def narrow_lines(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Lines of 16 bytes have no smem swizzle; WGMMA reads outside a permuted view of such a tile.
+    """Lines of 16 bytes have no smem swizzle, and WGMMA reads outside a permuted view of such a tile.
 
-    Seen as an illegal memory access with a B of contiguous n and tile_n 8 (H200, Triton 3.6, 2026-11-21).
+    With tile_n 8 and a B whose n is contiguous, access was illegal (H200, Triton 3.6, 2026-11-21).
     """
     config = config_of(problem, candidate)
     line_bytes = config.tile_n * DTYPE_BYTES[config.in_dtype]
     if config.b_major == "n" and line_bytes < 32:
-        return f"tile_n {config.tile_n} makes lines of {line_bytes} B < 32 B of a B whose n is contiguous"
+        return f"tile_n {config.tile_n} makes lines of {line_bytes} B < 32 B for a B whose n is contiguous"
     return None
 
 
 @rule("schedule", "warps", "tile_m", "tile_n")
 def warpgroups(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A WGMMA is issued by four warps. Pingpong is two such groups, cooperative gives each 64 rows or more;
-    elsewhere up to four share a tile, first its rows, then its columns.
+    """Four warps issue a WGMMA together. Pingpong has two such groups, and cooperative gives each at least 64
+    rows. In other schedules up to four groups share a tile: first its rows, then its columns.
     """
     schedule, warps, tile_m = candidate["schedule"], candidate["warps"], candidate["tile_m"]
     if warps not in (4, 8, 16) or (warps == 16 and schedule in ("cooperative", "pingpong")):
@@ -71,15 +72,15 @@ def warpgroups(problem: Problem, candidate: Candidate, device: Device) -> str | 
 
 @rule("instr_n")
 def instruction(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """One WGMMA has a multiple of 8 columns, up to 256, of which Gluon's tiles are whole powers of two."""
+    """One WGMMA has up to 256 columns in steps of 8; Gluon's tiles need a power of two."""
     return no_power_of_two(candidate, "instr_n", 8, 256)
 
 
 @rule("schedule", "warps", "tile_m", "tile_n", "instr_n", runs=True)
 def instruction_width(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """The two widest instructions of a tile, as in the tutorial: others read A again and again.
+    """Only the two widest instructions of a tile are useful, as in the tutorial: narrower ones reread A.
 
-    256 stands for all of a narrower tile's columns; other values from there on would repeat it.
+    256 stands for all columns of a narrower tile; other values of at least its columns would repeat it.
     """
     config = config_of(problem, candidate)
     columns = config.tile_n // config.warps_per_tile[1]
@@ -108,7 +109,7 @@ def wgmma_operands(problem: Problem, candidate: Candidate, device: Device) -> st
 
 @rule("schedule", "stages")
 def ring(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """How many buffers a schedule has: one that is loaded and multiplied in turn, two, or a ring."""
+    """A schedule has one buffer, which is loaded and multiplied in turn, or two, or a ring."""
     stages, schedule = candidate["stages"], candidate["schedule"]
     if schedule not in SCHEDULES:
         return f"schedule {schedule!r} is not one of {', '.join(SCHEDULES)}"
@@ -120,7 +121,7 @@ def ring(problem: Problem, candidate: Candidate, device: Device) -> str | None:
 
 @rule("schedule", "warps", "tile_m", "tile_n", "tile_k", "lhs_in_registers", "occupancy")
 def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Accumulators, A's registers and bookkeeping must fit a multiplying thread's, or ptxas spills."""
+    """Accumulators, registers of A and bookkeeping must fit a multiplying thread, or ptxas spills."""
     config = config_of(problem, candidate)
     need = config.accumulator_registers + config.lhs_registers + _OVERHEAD_REGISTERS
     if need > config.mma_registers:
@@ -137,7 +138,7 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
     "device",
 )  # fmt: skip
 def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Ring, staging buffers and barriers must fit one block, and all blocks a multiprocessor."""
+    """Ring, staging buffers and barriers must fit one block, and all blocks one multiprocessor."""
     config = config_of(problem, candidate)
     return exceeded_smem(config.smem_bytes, device.architecture, config.occupancy)
 
@@ -147,9 +148,9 @@ def shared_memory(problem: Problem, candidate: Candidate, device: Device) -> str
     "tile_k", "tile_m", "tile_n", "warps", runs=True,
 )  # fmt: skip
 def resident_blocks(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Nothing keeps a second block away where it fits: occupancy 1 is for kernels of which only one does.
+    """Occupancy 1 is only for kernels of which one block fits: if two fit, nothing keeps the second away.
 
-    A persistent kernel is launched with as many blocks as it says.
+    A persistent kernel chooses its number of blocks, so the rule does not apply to it.
     """
     config = config_of(problem, candidate)
     if config.specialized or config.occupancy != 1:
@@ -163,7 +164,7 @@ def resident_blocks(problem: Problem, candidate: Candidate, device: Device) -> s
 
 @rule("schedule", "ctas", runs=True)
 def grid_choice(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Only persistent kernels choose their grid; the others have a block for each tile."""
+    """Only persistent kernels choose their grid; others have one block per tile."""
     if candidate.params.get("ctas") == "balanced" and not config_of(problem, candidate).specialized:
         return f"ctas balanced: {candidate['schedule']} has one block per tile of {candidate['tile_m']} rows"
     return None

@@ -1,4 +1,4 @@
-"""What kernels of groups of rows take, for those who choose one and for every launch."""
+"""Checks the operands of kernels for groups of rows, both when a kernel is chosen and at every launch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def objection(
     a: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None,
     scales: torch.Tensor | None, *, dtype: str, gated: bool, n_major: bool, few: bool = False,
 ) -> str:  # fmt: skip
-    """Why no kernel takes these operands, their addresses aside; empty if one does.
+    """Why no kernel takes these operands of `GroupedKernel.launch`, apart from addresses; empty if one does.
 
-    They are those of `GroupedKernel.launch`. dtype: of a and the weights, as configs have it. few: whether
-    they are for the kernel of few rows, which takes any number of columns, but only whole units of k.
+    dtype: that of a and the weights, as in configs. few: whether the operands are for the kernel for few
+    rows, which takes any number of columns, but only whole units of k.
     """
     if (a.ndim, weights.ndim, offsets.ndim) != (2, 3, 1):
         return f"a has {a.ndim} dimensions, weights {weights.ndim}, offsets {offsets.ndim}, not 2, 3 and 1"
@@ -47,9 +47,9 @@ def objection(
 
 
 def output_objection(out: torch.Tensor, a: torch.Tensor, n: int, dtype: str, *, packed: bool = False) -> str:
-    """The same of the output, of so many columns. packed: whether its rows have no gaps.
+    """Why no kernel writes this output of n columns; empty if one does. packed: whether rows have no gaps.
 
-    It may end where the last group does, before a's rows: a kernel writes rows of groups alone.
+    The output may end with the last group, before a's last row, because kernels write only rows of groups.
     """
     if out.ndim != 2 or out.shape[0] > a.shape[0]:
         return f"out is {tuple(out.shape)} for {a.shape[0]} rows"

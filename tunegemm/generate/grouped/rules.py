@@ -59,7 +59,7 @@ def config_of(problem: Problem, candidate: Candidate) -> GroupedConfig:
 def rows_in_groups(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """The kernel takes the ends of groups as an operand, and stores rows of D without TMA."""
     if not problem.groups:
-        return f"{candidate.family} is for rows in groups (--groups), of which this product has none"
+        return f"{candidate.family} is for rows in groups (--groups); this product has none"
     return None
 
 

@@ -153,11 +153,11 @@ def refusal(
         return f"{len(weights)} weights; a gate has 2, other products have 1 to {MOST_WEIGHTS}"
     if biases and len(biases) != len(weights):
         return f"{len(biases)} biases for {len(weights)} weights"
-    given = [a, *weights, out, *(bias for bias in biases if bias is not None)]
-    if str(a.dtype) not in ("torch.bfloat16", "torch.float16") or {each.dtype for each in given} != {a.dtype}:
-        return f"dtypes {', '.join(str(each.dtype) for each in given)}: not all bf16, or all fp16"
-    if len({each.device for each in given}) > 1:
-        return f"operands on {', '.join(sorted({str(each.device) for each in given}))}"
+    tensors = [a, *weights, out, *(bias for bias in biases if bias is not None)]
+    if str(a.dtype) not in ("torch.bfloat16", "torch.float16") or {x.dtype for x in tensors} != {a.dtype}:
+        return f"dtypes {', '.join(str(each.dtype) for each in tensors)}: not all bf16, or all fp16"
+    if len({each.device for each in tensors}) > 1:
+        return f"operands on {', '.join(sorted({str(each.device) for each in tensors}))}"
     if any(each.ndim != 2 for each in (a, *weights, out)):
         return "an operand that is not a matrix"
     rows, k = a.shape

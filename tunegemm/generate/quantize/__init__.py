@@ -58,7 +58,7 @@ class Quantizer(LoadedKernel[QuantizeConfig]):
 
 
 def refusal(x: Any, gated: bool) -> str:
-    """Why no kernel quantises a tensor, in one line; empty where one does."""
+    """Why no kernel quantises a tensor, in one line; empty if one does."""
     dtype = str(x.dtype).removeprefix("torch.")
     if x.ndim != 2 or dtype not in DTYPES:
         return f"x has {x.ndim} dimensions of {dtype}, not 2 of {', '.join(DTYPES)}"

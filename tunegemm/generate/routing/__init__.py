@@ -13,17 +13,17 @@ from tunegemm.compile.triton_object import build, toolchain
 from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Kernels, Key
 from tunegemm.generate.takes import MOST, UNIT_BYTES, NotTaken, not_aligned
 
-#: What kernels do, and which of them serve, and ship: those that a GPU has shown right.
+#: The names of the kernels, and of those that serve and ship because a GPU has shown that they are right.
 ALL = ("route", "tally", "spread", "combine", "gate", "few")
 SERVED: tuple[str, ...] = ALL
-#: Choices of a block of `route`, by how many there are at most: it compares each with all.
+#: The choices that a block of `route` handles, by the most choices in all: it compares each with all.
 ROUTE_ROWS = {512: 1, 8192: 8}
 MOST_CHOICES = max(ROUTE_ROWS)
-#: The same of `tally` and `spread`, which take more; their bins, and how many choices they take.
+#: The choices of a block of `tally` and `spread`, their bins, and the most choices that they take.
 SPREAD_ROWS, BINS, MOST_SPREAD = 256, 512, 1 << 16
-#: Columns of a block of `combine`, and of `gate`; experts of one of `route`'s.
+#: The columns of a block of `combine` and of `gate`, and the experts of a block of `route`.
 COLUMNS, GATE_COLUMNS, EXPERTS = 512, 1024, 32
-#: Columns of a block of `few`, how much of k it loads at a time, and numbers of groups.
+#: The columns of a block of `few`, the elements of k that it loads at a time, and the most groups.
 FEW_LINES, FEW_LENGTH, FEW_GROUPS = 2, 1024, 256
 _POINTERS = {
     "route": {"index": "i32", "x": "i64", "place": "i32", "ends": "i32", "rows": "i64"},
@@ -51,26 +51,26 @@ _ALIGNED = {
 
 
 def kernels() -> dict[str, Key]:
-    """The keys of all kernels, served or not, by name; a name's first word is in `SERVED`."""
-    found = [kernel_key("route", own_rows=rows) for rows in ROUTE_ROWS.values()]
-    found += [kernel_key("tally"), kernel_key("spread")]
+    """The keys of all kernels, served or not, by name, whose first word is in `ALL`."""
+    keys = [kernel_key("route", own_rows=rows) for rows in ROUTE_ROWS.values()]
+    keys += [kernel_key("tally"), kernel_key("spread")]
     for dtype in ("bf16", "fp16"):
-        found += [kernel_key("combine", dtype=dtype, weights=weights) for weights in (dtype, "fp32")]
-        found += [kernel_key("gate", dtype=dtype, alternate=alternate) for alternate in (False, True)]
+        keys += [kernel_key("combine", dtype=dtype, weights=weights) for weights in (dtype, "fp32")]
+        keys += [kernel_key("gate", dtype=dtype, alternate=alternate) for alternate in (False, True)]
     for dtype, gated in (("bf16", False), ("bf16", True), ("fp16", False)):
-        found.append(kernel_key("few", dtype=dtype, gated=gated))
+        keys.append(kernel_key("few", dtype=dtype, gated=gated))
     common = kernel_key("")
     return {
         " ".join(str(value) for name, value in key.items() if name not in common or name == "kernel"): key
-        for key in found
+        for key in keys
     }
 
 
 def kernel_key(kernel: str, **choices: str | int | bool) -> Key:
     """Everything that an object depends on.
 
-    kernel: `route` takes `own_rows`; `combine` a `dtype` and that of `weights`; `gate` a `dtype` and
-    `alternate`; `few` a `dtype` and `gated`.
+    kernel: its name. choices: `own_rows` for `route`; `dtype` and that of `weights` for `combine`;
+    `dtype` and `alternate` for `gate`; `dtype` and `gated` for `few`.
     """
     return FAMILY.key({"kernel": kernel, **choices})
 
@@ -126,7 +126,7 @@ def load(artifact: Path, index: int) -> Callable[..., Callable[..., None]]:
     pointers = [argument.name for argument in kernel.header.arguments if argument.type == "pointer"]
     is_wide = [name in _ALIGNED[kernel.header.entry] for name in pointers]
 
-    # Of all grids and numbers: addresses that never come back fill it once, not for each of them.
+    # Shared by all grids and numbers, so that addresses that never repeat fill only one cache.
     kept = triton_launch.Kept()
 
     def bind(ctas: int, **numbers: int) -> Callable[..., None]:
@@ -161,7 +161,7 @@ def load(artifact: Path, index: int) -> Callable[..., Callable[..., None]]:
 def route_numbers(
     *, step: int, tokens: int, chosen: int, count: int, units: int, x_units: int, own_rows: int
 ) -> tuple[int, dict[str, int]]:
-    """Blocks and numbers of a launch of `route`, as its kernel has them."""
+    """The number of blocks of a launch of `route`, and its kernel's arguments by name."""
     total = tokens * chosen
     numbers = {
         "step": step, "total": total, "chosen": chosen, "count": count, "units": units, "x_units": x_units,
@@ -172,7 +172,7 @@ def route_numbers(
 def spread_numbers(
     *, step: int, tokens: int, chosen: int, count: int, units: int, x_units: int
 ) -> tuple[int, dict[str, int]]:
-    """The same of `spread`; `tally`'s blocks are as many, its numbers some of them."""
+    """Blocks and arguments of `spread`. `tally` has as many blocks, and some of the arguments."""
     return math.ceil(tokens * chosen / SPREAD_ROWS), route_numbers(
         step=step, tokens=tokens, chosen=chosen, count=count, units=units, x_units=x_units, own_rows=1
     )[1]
@@ -181,7 +181,7 @@ def spread_numbers(
 def combine_numbers(
     *, step: int, tokens: int, chosen: int, count: int, units: int, weights_stride: int
 ) -> tuple[int, dict[str, int]]:
-    """The same of `combine`."""
+    """Blocks and arguments of `combine`."""
     blocks = math.ceil(units * 8 / COLUMNS)
     numbers = {
         "step": step, "count": count, "chosen": chosen, "units": units, "blocks": blocks,
@@ -193,7 +193,7 @@ def combine_numbers(
 def gate_numbers(
     *, rows: int, units: int, slope: float, limit: float, offset: float
 ) -> tuple[int, dict[str, int]]:
-    """The same of `gate`."""
+    """Blocks and arguments of `gate`."""
     blocks = math.ceil(units * 8 / GATE_COLUMNS)
     bits = {"slope": slope, "limit": limit, "offset": offset}
     words = {name: struct.unpack("i", struct.pack("f", value))[0] for name, value in bits.items()}
@@ -204,8 +204,9 @@ def few_numbers(
     *, rows: int, count: int, n: int, units: int, strides: tuple[int, int, int], bias_stride: int | None,
     gated: bool, interleaved: bool,
 ) -> tuple[int, dict[str, int]]:  # fmt: skip
-    """The same of `few`. n: columns of the result. strides: of rows, groups and lines. bias_stride: None for
-    no bias."""
+    """Blocks and arguments of `few`. n: columns of the result. strides: of rows, groups and lines.
+    bias_stride: None for no bias.
+    """
     numbers = {
         "total": rows, "count": count, "n": n, "units": units, "row_units": strides[0],
         "group_units": strides[1], "line_units": strides[2], "has_bias": int(bias_stride is not None),

@@ -33,7 +33,7 @@ config_of = config_maker(KernelConfig)
 
 @rule("in_dtype", "device")
 def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """cp.async and mma.sync.m16n8k16 exist from compute capability 8.0 on, conversions of fp8 from 8.9."""
+    """cp.async and mma.sync.m16n8k16 exist from compute capability 8.0 on, fp8 conversions from 8.9 on."""
     least = (8, 9) if problem.in_dtype.startswith("fp8") else (8, 0)
     if device.architecture.capability < least:
         return f"{device.architecture.compile_target} is older than sm_{least[0]}{least[1]}"
@@ -42,7 +42,7 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 @rule("in_dtype", "out_dtype")
 def operands(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Elements are those that mma.sync multiplies, or that become fp16 exactly; results of 2 or 4 bytes."""
+    """mma.sync multiplies the operands, or they convert exactly to fp16; results take 2 or 4 bytes."""
     if DTYPE_BYTES[problem.in_dtype] > 2:
         return f"skinny has kernels for operands of 1 or 2 bytes, not for {problem.in_dtype}"
     if DTYPE_BYTES[problem.out_dtype] < 2:
@@ -52,15 +52,15 @@ def operands(problem: Problem, candidate: Candidate, device: Device) -> str | No
 
 @rule("a_major", "b_major")
 def majors(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Vectors are along k, which both operands of mma.sync want to be contiguous."""
+    """Vectors lie along k, which mma.sync needs to be contiguous in both operands."""
     if (problem.a_major, problem.b_major) != ("k", "k"):
-        return f"layout {problem.layout}: skinny reads lines along k, as of layout tn (vectors of 16 B)"
+        return f"layout {problem.layout}: skinny reads lines along k, as in layout tn (vectors of 16 B)"
     return None
 
 
 @rule("vector_bytes", "k", "in_dtype")
 def whole_vectors(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A vector is read or left out: where k ends within one, what lies behind would be multiplied, too."""
+    """A vector is read whole or not at all: if k ended within one, the elements behind k would count too."""
     in_bytes = DTYPE_BYTES[problem.in_dtype]
     if problem.k * in_bytes % candidate["vector_bytes"]:
         return f"k={problem.k} of {in_bytes} B ends within a vector of {candidate['vector_bytes']} B"
@@ -69,7 +69,7 @@ def whole_vectors(problem: Problem, candidate: Candidate, device: Device) -> str
 
 @rule("tile_m", "tile_n", "tile_k", "warps_n", "warps_k", "vector_bytes", "in_dtype")
 def mma_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Every warp has whole instructions along n, and a step of k is whole chunks for every warp."""
+    """Each warp has whole instructions along n and, in each step of k, whole chunks."""
     return config_of(problem, candidate).objection
 
 
@@ -120,10 +120,10 @@ def bytes_in_flight(problem: Problem, candidate: Candidate, device: Device) -> s
 
 @rule("tile_m", "m", runs=True)
 def rows_of_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A tile of more rows than there are multiplies for nobody; with many rows B is read many times."""
+    """A tile with more rows than m wastes work, and with many rows of tiles B is read many times."""
     tile_m = candidate["tile_m"]
     if tile_m - MMA_M >= problem.m:
-        return f"tile_m {tile_m} for m={problem.m}, of which {tile_m - MMA_M} rows do"
+        return f"tile_m {tile_m} for m={problem.m}, for which {tile_m - MMA_M} rows are enough"
     if problem.m > _MAX_M:
         return f"m={problem.m} > {_MAX_M}: each tile of {tile_m} rows reads all of B"
     return None
@@ -131,7 +131,7 @@ def rows_of_tile(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 @rule("m", "n", "out_dtype", "out_major", "epilogue")
 def epilogue_lines(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """C and residuals are taken as all families take them (`words_reader`): lines of whole 16 bytes."""
+    """C and residuals need lines of whole 16 bytes, as in all families (`words_reader`)."""
     matrices = [operand.name for operand in problem.fused.operands if operand.kind == "matrix"]
     line = problem.out_n if problem.out_major == "n" else problem.m
     line_bytes = line * DTYPE_BYTES[problem.out_dtype]

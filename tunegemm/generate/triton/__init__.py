@@ -26,7 +26,7 @@ from tunegemm.generate.workspace import Workspace
 if TYPE_CHECKING:
     import torch
 
-#: Triton's names of element types.
+#: Triton's names for element types.
 _TYPES = {"tf32": "fp32", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5", "int8": "i8", "int32": "i32"}
 _STRIDES = ("lda", "ldb", "ldd", "a_step", "b_step", "d_step")
 
@@ -45,12 +45,13 @@ def launcher(
             raise NotTaken(f"leading dimension {longest} > {MAX_LEADING}: offsets in a tile have 32 bits")
         return places
 
-    given = problem, candidate, device, artifact, workspace
-    return load_launcher(*given, views=operands, read=read_near, unit_bytes=units)
+    return load_launcher(
+        problem, candidate, device, artifact, workspace, views=operands, read=read_near, unit_bytes=units
+    )
 
 
 def operands(seen: Problem, a: int, b: int, d: int, *strides: int) -> dict[str, int]:
-    """The kernel's arguments of its operands, by name."""
+    """The arguments that describe the kernel's operands, by name."""
     return {"a": a, "b": b, "d": d} | dict(zip(_STRIDES, strides, strict=True))
 
 

@@ -11,30 +11,30 @@ from tunegemm.generate.generator import config_maker
 from tunegemm.generate.tiles import exceeded_by_two, split_work
 from tunegemm.generate.triton.config import EPI_COLUMNS, LEAST_COPY_BYTES, WARPGROUP_ROWS, KernelConfig
 
-#: Registers of a thread beside its accumulators.
+#: Registers that a thread needs beside its accumulators.
 _OTHER_REGISTERS = 94
-#: Of an element that passes registers: itself, its address and its place. 32 of them beside 32 accumulators
-#: do not spill on sm_80, 40 beside 32 and 48 beside 4 do.
+#: Registers for an element that passes through them: its value, its address and its place. On sm_80, 32
+#: elements beside 32 accumulators do not spill; 40 beside 32 and 48 beside 4 do.
 _REGISTERS_OF_ELEMENT = 4
-#: Of a copy where mma.sync multiplies: with 128 accumulators kernels of 6 and 8 copies a thread do not spill
-#: on sm_80, 256x64x32 in 4 warps, which has 10, spills 72 to 140 B, and 128x256x64 in 8, which has 12, 120 B
-#: (Triton 3.7.1). Where wgmma or tcgen05.mma does, no fragments are in registers: 128 and 12 need 242 on
-#: sm_90, 128 and 24 spill 16 B (3.6.0). Not so of fp8 by tcgen05.mma: 256x128x128 in 8 warps, 128 and 12,
-#: spills 72 B on sm_100 (3.6.0).
+#: Registers for each copy of a thread. With mma.sync and 128 accumulators on sm_80, kernels with 6 and 8
+#: copies do not spill; 256x64x32 in 4 warps has 10 and spills 72 to 140 B, and 128x256x64 in 8 warps has 12
+#: and spills 120 B (Triton 3.7.1). wgmma and tcgen05.mma keep no fragments in registers: 128 accumulators and
+#: 12 copies need 242 registers on sm_90, and 128 and 24 spill 16 B (3.6.0). fp8 with tcgen05.mma is an
+#: exception: 256x128x128 in 8 warps, 128 and 12, spills 72 B on sm_100 (3.6.0).
 _REGISTERS_OF_COPY, _REGISTERS_OF_COPY_ALONE = 4, 2
-#: 256x32x64 in 4 warps has 18, and spills 24 B on sm_86. Without fragments 64 accumulators and 32 copies need
-#: 221 to 227 on sm_90, 64 and 48 spill 568 B (3.6.0).
+#: The most copies of a thread: 256x32x64 in 4 warps has 18 and spills 24 B on sm_86. Without fragments, 64
+#: accumulators and 32 copies need 221 to 227 registers on sm_90, and 64 and 48 spill 568 B (3.6.0).
 _MOST_COPIES, _MOST_COPIES_ALONE = 16, 32
-#: Of them with more than three stages: 128x128x64 in 8 warps has 32, and spills 472 B in five stages, none in
-#: three (sm_90, 3.6.0).
+#: The most copies with more than three stages: 128x128x64 in 8 warps has 32 and spills 472 B with five,
+#: nothing with three (sm_90, 3.6.0).
 _MOST_COPIES_DEEP = 16
-#: Accumulators beside which a warp of 32 rows stores D by vectors of 8 bytes at least: by 2 bytes 256x128x64
-#: in 8 warps spills 640 B and 128x128x64 in 4 1048 B, by 4 256x128x32 spills 16 B (sm_90, 3.6.0). Of 16 rows
-#: by 2 bytes 128x256x64 needs 252.
+#: With more accumulators than this, a warp of 32 rows must store vectors of at least 8 bytes. Stores of 2 B
+#: spill 640 B for 256x128x64 in 8 warps and 1048 B for 128x128x64 in 4; stores of 4 bytes spill 16 B for
+#: 256x128x32 (sm_90, 3.6.0). With 16 rows and stores of 2 bytes, 128x256x64 needs 252 registers.
 _MOST_WITH_NARROW_STORES, _NARROW_STORE_BYTES = 64, 8
-#: ptxas of CUDA 13.1 spills 40 B of 128x128x32 in 4 warps for sm_120, where that of 12.8 does not for sm_86.
+#: ptxas of CUDA 13.1 spills 40 B for 128x128x32 in 4 warps on sm_120; that of 12.8 spills nothing for sm_86.
 _REGISTERS_OF_SM120 = 8
-#: Elements from a line to the next: 256 lines of a tile then are within 31 bits of each other.
+#: The most elements from a line to the next, so that offsets within 256 lines of a tile fit in 31 bits.
 MAX_LEADING = 2**22
 #: Bytes of barriers in Blackwell's shared memory beside the ring.
 _BARRIER_BYTES = 1024
@@ -43,8 +43,8 @@ config_of = config_maker(KernelConfig)
 
 
 def multiplies_asynchronously(config: KernelConfig, architecture: Architecture) -> bool:
-    """Whether Triton multiplies by wgmma or tcgen05.mma, and keeps a slot of the ring for what is under way:
-    as many buffers as stages, where with mma.sync it has one less (Triton 3.6, 3.7).
+    """Whether Triton multiplies with wgmma or tcgen05.mma. It then keeps a slot of the ring for the product
+    in progress, so it has as many buffers as stages; with mma.sync it has one fewer (Triton 3.6, 3.7).
     """
     has = architecture.wgmma or (architecture.tcgen05 and config.in_dtype != "int8")
     return has and config.tile_m >= WARPGROUP_ROWS and config.warps >= 4
@@ -52,7 +52,7 @@ def multiplies_asynchronously(config: KernelConfig, architecture: Architecture) 
 
 @rule("in_dtype", "device")
 def tensor_cores(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """mma.sync has fp8 operands from compute capability 8.9 on (PTX ISA)."""
+    """mma.sync takes fp8 operands from compute capability 8.9 on (PTX ISA)."""
     if problem.in_dtype.startswith("fp8") and not device.architecture.fp8:
         return f"{device.architecture.compile_target} has no {problem.in_dtype}; it is there from sm_89 on"
     return None
@@ -60,7 +60,7 @@ def tensor_cores(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 @rule("in_dtype", "out_dtype", "accumulation")
 def operands(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Triton's dot takes operands of one type, sums them in fp32 or int32, and here stores 2 or 4 bytes."""
+    """Triton's dot takes operands of one type and sums in fp32 or int32; the kernel stores 2 or 4 bytes."""
     if problem.in_dtype.count("_") > 1:
         return f"A and B are of one type in Triton's dot, not {problem.in_dtype}"
     if DTYPE_BYTES[problem.out_dtype] < 2:
@@ -72,7 +72,7 @@ def operands(problem: Problem, candidate: Candidate, device: Device) -> str | No
 
 @rule("in_dtype", "a_major", "b_major")
 def majors(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """ldmatrix transposes elements of 16 bits only (PTX ISA): others are read along k."""
+    """ldmatrix transposes only 16-bit elements (PTX ISA), so other operands must be contiguous along k."""
     if DTYPE_BYTES[problem.in_dtype] != 2 and (problem.a_major, problem.b_major) != ("k", "k"):
         return f"layout {problem.layout} of {problem.in_dtype}: lines along k are wanted, as of layout tn"
     return None
@@ -85,8 +85,8 @@ def _reach(num_bytes: int, most: int) -> int:
 
 @rule("vector_bytes", "m", "n", "k", "in_dtype", "a_major", "b_major", "alignment")
 def whole_vectors(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """A mask has one bit for a vector, and an access faults where its address is no multiple of it; narrower
-    ones than lines allow copy the same bytes with more instructions."""
+    """A mask has one bit for each vector, and an access faults unless its address is a multiple of the
+    vector's size. Vectors narrower than the lines allow copy the same bytes with more instructions."""
     in_bytes = DTYPE_BYTES[problem.in_dtype]
     lines = [
         {"m": problem.m, "n": problem.n, "k": problem.k}[one] for one in (problem.a_major, problem.b_major)
@@ -99,7 +99,7 @@ def whole_vectors(problem: Problem, candidate: Candidate, device: Device) -> str
 
 @rule("store_bytes", "m", "n", "out_dtype", "out_major")
 def whole_stores(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """As of operands: D's lines are whole vectors of the widest size that divides them."""
+    """D's lines consist of whole vectors, of the widest size that divides them, like the operands' lines."""
     line = problem.n if problem.out_major == "n" else problem.m
     widest = _reach(line * DTYPE_BYTES[problem.out_dtype], MAX_ALIGNMENT)
     if candidate["store_bytes"] != widest:
@@ -109,22 +109,22 @@ def whole_stores(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 @rule("m", "n", "k")
 def near_lines(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Offsets within a tile are numbers of 32 bits."""
+    """Offsets within a tile are 32-bit numbers."""
     longest = max(problem.m, problem.n, problem.k)
     return f"lines of {longest} elements > {MAX_LEADING}" if longest > MAX_LEADING else None
 
 
 @rule("tile_m", "tile_n", "tile_k", "in_dtype")
 def block_shape(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Triton's blocks are powers of two, and whole instructions: m16n8, and 32 bytes along k."""
+    """Triton's blocks are powers of two and hold whole instructions: m16n8, and 32 bytes along k."""
     least = {"tile_m": 16, "tile_n": 16, "tile_k": 32 // DTYPE_BYTES[problem.in_dtype]}
     return next(filter(None, (no_power_of_two(candidate, *each) for each in least.items())), None)
 
 
 @rule("warps", "tile_m", "tile_n")
 def warps(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Triton has powers of two of them, and each wants a part of the tile of its own. Warpgroups that share
-    64 rows hold other columns than the epilogue stores together: all would move through shared memory."""
+    """Triton needs a power of two of warps, and each needs its own part of the tile. Warpgroups that share 64
+    rows do not hold the columns that the epilogue stores together, so all would go through shared memory."""
     if (reason := no_power_of_two(candidate, "warps", 1, 16)) is not None:
         return reason
     tile_m, tile_n, count = (candidate[name] for name in ("tile_m", "tile_n", "warps"))
@@ -137,8 +137,8 @@ def warps(problem: Problem, candidate: Candidate, device: Device) -> str | None:
 
 @rule("tile_m", "tile_n", "tile_k", "stages", "warps", "vector_bytes", "store_bytes", "in_dtype", "device")
 def registers(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Accumulators, fragments and addresses must fit a thread's registers, or ptxas spills; and what passes
-    registers on its way to shared memory, too."""
+    """Accumulators, fragments and addresses must fit a thread's registers, or ptxas spills. So must elements
+    that pass through registers on their way to shared memory."""
     config, limits = config_of(problem, candidate), device.architecture
     need, words = config.accumulator_registers + _OTHER_REGISTERS, f"+ {_OTHER_REGISTERS}"
     if not config.copies:
@@ -172,7 +172,7 @@ def registers(problem: Problem, candidate: Candidate, device: Device) -> str | N
 
 @rule("stages", "vector_bytes", runs=True)
 def copied_ahead(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """cp.async has 4 bytes at least: of narrower vectors nothing is copied ahead, whatever the stages."""
+    """cp.async copies at least 4 bytes, so narrower vectors are never copied ahead, whatever the stages."""
     if candidate["vector_bytes"] < LEAST_COPY_BYTES and candidate["stages"] > 2:
         return f"stages {candidate['stages']} of vectors of {candidate['vector_bytes']} B do what 2 do"
     return None

@@ -17,12 +17,12 @@ from tunegemm.generate.generator import config_maker
 from tunegemm.generate.tiles import exceeded_by_two, split_work, swapped_rows
 from tunegemm.generate.triton_tma.config import KernelConfig
 
-#: Registers of a thread beside its accumulators: 27 to 62 in compiled kernels (Triton 3.6 and 3.7), split-K's
-#: reduction included.
+#: Registers that a thread needs beside its accumulators: compiled kernels have 27 to 62, including split-K's
+#: reduction (Triton 3.6 and 3.7).
 _OTHER_REGISTERS = 64
 
 
-#: Bytes of barriers in Blackwell's shared memory beside those of the ring.
+#: Bytes of additional barriers in Blackwell's shared memory.
 _BARRIER_BYTES = 1024
 
 config_of = config_maker(KernelConfig)
@@ -30,10 +30,10 @@ config_of = config_maker(KernelConfig)
 
 @rule("device")
 def architecture(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """The Tensor Memory Accelerator is there in compute capability 9.0, and from 10.0 on (PTX ISA).
+    """The Tensor Memory Accelerator exists in compute capability 9.0, and from 10.0 on (PTX ISA).
 
-    For 12.0 and 12.1 the ptxas of Triton 3.6 keeps 8 bytes of stack in local memory, whatever the tile; that
-    of 3.7 keeps none (24 kernels each, 2026-11-28).
+    For 12.0 and 12.1, Triton 3.6's ptxas keeps 8 bytes of stack in local memory for every tile; 3.7's keeps
+    none (24 kernels each, 2026-11-28).
     """
     if not device.architecture.tma:
         return f"{device.architecture.compile_target} has no TMA; triton has kernels without it"
@@ -43,21 +43,21 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 
 def _has_old_triton() -> bool:
-    """Whether the compiler that is installed, if one is, is older than 3.7."""
+    """Whether an installed Triton is older than 3.7."""
     version = package_version("triton")
     return version != "" and tuple(map(int, version.split(".")[:2])) < (3, 7)
 
 
 @rule("tile_m", "tile_n", "tile_k")
 def block_shape(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Triton's blocks are powers of two. WGMMA takes 64 rows at least; Triton has it from 16 columns on."""
+    """Triton's blocks are powers of two. WGMMA takes at least 64 rows; Triton uses it from 16 columns on."""
     least = {"tile_m": 64, "tile_n": 16, "tile_k": 16}
     return next(filter(None, (no_power_of_two(candidate, *each) for each in least.items())), None)
 
 
 @rule("warps")
 def warps(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """WGMMA is issued by groups of four warps, and Triton has powers of two of them."""
+    """Groups of four warps issue WGMMA, and Triton needs a power of two of warps."""
     return no_power_of_two(candidate, "warps", 4)
 
 
@@ -65,8 +65,8 @@ def warps(problem: Problem, candidate: Candidate, device: Device) -> str | None:
 def epilogue_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """The tile is halved down to subtiles of epi_n columns; under 32 that would only double the barriers.
 
-    Where warpgroups share the same 64 rows, halving moves columns through shared memory: through the ring,
-    which is idle then, unless the next tile's loads run already.
+    If warpgroups share the same 64 rows, halving moves columns through shared memory. It uses the ring, which
+    is idle then, unless the next tile's loads already run.
     """
     tile_n, epi_n = candidate["tile_n"], candidate["epi_n"]
     if epi_n & (epi_n - 1) or not min(32, tile_n) <= epi_n <= tile_n:
@@ -89,9 +89,9 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 @rule("schedule", "split_k", "tile_m", "tile_n", "tile_k", "stages", "warps", "epi_n", "in_dtype")
 def reduction(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Only the `pipelined` kernel has a reduction of split-K; a subtile of its sums passes through the ring.
+    """Only the `pipelined` kernel has a reduction for split-K; a subtile of its sums must fit the ring.
 
-    With a branch in its loop over tiles a kernel is not flattened (Triton 3.6, 3.7).
+    Triton does not flatten a loop over tiles that contains a branch (Triton 3.6, 3.7).
     """
     config = config_of(problem, candidate)
     if config.schedule == "pipelined":
