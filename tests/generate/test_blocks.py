@@ -76,7 +76,7 @@ class Seen(list[Any]):
 
     def __call__(self, *given: Any) -> None:
         pytest.importorskip("cutlass")
-        from tunegemm.generate.blocks.kernel import Scales
+        from tunegemm.generate.blocks.kernel_scales import Scales
         from tunegemm.generate.cute_sm90.kernel.gemm import Arguments
 
         count = len(Arguments._fields)

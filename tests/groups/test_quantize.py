@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import tunegemm
-from tests.support.serving import with_other_device_current
-from tunegemm.dispatch import extension
+from tests.support.serving import Bound, fails, serving_by, with_other_device_current
 from tunegemm.errors import ProblemError
 from tunegemm.groups import quantize
 
@@ -132,52 +131,22 @@ def test_what_is_no_tensor_is_named() -> None:
 
 def test_another_device_than_the_current_one_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
     current, launched = with_other_device_current(monkeypatch, quantize), []
-
-    class Kernel:
-        def bound(self, *tensors: torch.Tensor, power_of_two: bool) -> Any:
-            return lambda *addresses: launched.append((current[-1], addresses[0]))
-
+    kernel = Bound(lambda *addresses: launched.append((current[-1], addresses[0])))
     x = torch.randn(3, 256).bfloat16()
-    monkeypatch.setattr(extension, "device_type", lambda: "cpu")
-    monkeypatch.setattr(extension, "loaded", lambda *_: Kernel())
-    monkeypatch.setattr(
-        extension, "allocation", lambda: lambda *layout: torch.empty_strided(*layout[:2], dtype=layout[2])
-    )
-    tunegemm.refresh()
-    try:
+    with serving_by(monkeypatch, kernel):
         tunegemm.quantize(x)
-        assert launched == [(0, x.data_ptr())] and current == [1]
-    finally:
-        monkeypatch.undo()
-        tunegemm.refresh()
+    assert launched == [(0, x.data_ptr())] and current == [1]
 
 
 def test_a_failed_launch_is_torchs_but_in_a_capture_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph may not keep another way than the one that its program measured."""
-
-    class Failing:
-        def bound(self, *tensors: torch.Tensor, power_of_two: bool) -> Any:
-            return self.launch
-
-        def launch(self, *addresses: int) -> None:
-            raise RuntimeError("CUDA error: 700")
-
     x = torch.randn(3, 256).bfloat16()
     wanted = tunegemm.quantize(x)
-    monkeypatch.setattr(extension, "device_type", lambda: "cpu")
-    monkeypatch.setattr(extension, "loaded", lambda *_: Failing())
-    monkeypatch.setattr(
-        extension, "allocation", lambda: lambda *layout: torch.empty_strided(*layout[:2], dtype=layout[2])
-    )
-    tunegemm.refresh()
-    try:
+    with serving_by(monkeypatch, Bound(fails)):
         with monkeypatch.context() as during:
             during.setattr(quantize, "capturing", lambda _: True)
             with pytest.raises(RuntimeError, match="700"):
                 tunegemm.quantize(x)
         with pytest.warns(tunegemm.TunegemmWarning, match=r"failed to launch.*700.*operations quantise"):
             result = tunegemm.quantize(x)
-        assert torch.equal(result[0].float(), wanted[0].float()) and torch.equal(result[1], wanted[1])
-    finally:
-        monkeypatch.undo()
-        tunegemm.refresh()
+    assert torch.equal(result[0].float(), wanted[0].float()) and torch.equal(result[1], wanted[1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
@@ -16,10 +16,11 @@ from types import ModuleType
 import pytest
 import torch
 
+import tunegemm
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.dispatch import api, dispatcher
+from tunegemm.dispatch import api, dispatcher, extension
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, Form
 from tunegemm.generate.families import kernel_source_hash
@@ -75,6 +76,41 @@ def with_other_device_current(monkeypatch: pytest.MonkeyPatch, module: ModuleTyp
     monkeypatch.setattr(module, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", device)
     return current
+
+
+class Bound:
+    """A kernel of fp8 with block scales whose launches call a function of the operands' addresses."""
+
+    def __init__(self, launch: Callable[..., object]) -> None:
+        self._launch = launch
+
+    def bound(self, *tensors: torch.Tensor, **words: object) -> Callable[..., object]:
+        return self._launch
+
+
+def fails(*addresses: int) -> None:
+    """A launch that fails."""
+    raise RuntimeError("CUDA error: 700")
+
+
+@contextmanager
+def serving_by(monkeypatch: pytest.MonkeyPatch, kernel: object) -> Iterator[None]:
+    """CPUs are served as an H200 is, and its kernel is this one."""
+    planted = {
+        "device_type": lambda: "cpu",
+        "gpu_of": lambda _: "NVIDIA H200",
+        "device_of": lambda _: None,
+        "loaded": lambda *_: kernel,
+        "allocation": lambda: lambda *layout: torch.empty_strided(*layout[:2], dtype=layout[2]),
+    }
+    try:
+        with monkeypatch.context() as during:
+            for name, value in planted.items():
+                during.setattr(extension, name, value)
+            tunegemm.refresh()
+            yield
+    finally:
+        tunegemm.refresh()
 
 
 class Kernel:

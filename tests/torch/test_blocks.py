@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import tunegemm
-from tests.support.serving import with_other_device_current
-from tunegemm.dispatch import extension
+from tests.support.serving import Bound, fails, serving_by, with_other_device_current
 from tunegemm.dispatch.library import block_scales
 from tunegemm.errors import ProblemError
 from tunegemm.torch import blocks as own
@@ -100,53 +99,19 @@ def test_operators_say_which_scales_are_of_blocks() -> None:
 
 
 def test_a_failed_launch_is_torchs_but_in_a_capture_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Failing:
-        def bound(self, *tensors: torch.Tensor, **words: Any) -> Any:
-            return self.launch
-
-        def launch(self, *addresses: int) -> None:
-            raise RuntimeError("CUDA error: 700")
-
     given = operands(3, 136, 256)
     expected = tunegemm.scaled_mm(*given, out_dtype=torch.bfloat16)
-    monkeypatch.setattr(extension, "device_type", lambda: "cpu")
-    monkeypatch.setattr(extension, "gpu_of", lambda _: "NVIDIA H200")
-    monkeypatch.setattr(extension, "device_of", lambda _: None)
-    monkeypatch.setattr(extension, "loaded", lambda *_: Failing())
-    monkeypatch.setattr(
-        extension, "allocation", lambda: lambda *layout: torch.empty_strided(*layout[:2], dtype=layout[2])
-    )
-    tunegemm.refresh()
-    try:
+    with serving_by(monkeypatch, Bound(fails)):
         with monkeypatch.context() as during:
             during.setattr(own, "capturing", lambda _: True)
             with pytest.raises(RuntimeError, match="700"):
                 tunegemm.scaled_mm(*given, out_dtype=torch.bfloat16)
         with pytest.warns(tunegemm.TunegemmWarning, match=r"failed to launch.*700.*torch computes"):
             assert torch.equal(tunegemm.scaled_mm(*given, out_dtype=torch.bfloat16), expected)
-    finally:
-        monkeypatch.undo()
-        tunegemm.refresh()
 
 
 def test_another_device_than_the_current_one_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
     current, devices = with_other_device_current(monkeypatch, own), []
-
-    class Kernel:
-        def bound(self, *tensors: torch.Tensor, **words: Any) -> Any:
-            return lambda *addresses: devices.append(current[-1])
-
-    monkeypatch.setattr(extension, "device_type", lambda: "cpu")
-    monkeypatch.setattr(extension, "gpu_of", lambda _: "NVIDIA H200")
-    monkeypatch.setattr(extension, "device_of", lambda _: None)
-    monkeypatch.setattr(extension, "loaded", lambda *_: Kernel())
-    monkeypatch.setattr(
-        extension, "allocation", lambda: lambda *layout: torch.empty_strided(*layout[:2], dtype=layout[2])
-    )
-    tunegemm.refresh()
-    try:
+    with serving_by(monkeypatch, Bound(lambda *addresses: devices.append(current[-1]))):
         tunegemm.scaled_mm(*operands(3, 136, 256), out_dtype=torch.bfloat16)
-        assert devices == [0] and current == [1]
-    finally:
-        monkeypatch.undo()
-        tunegemm.refresh()
+    assert devices == [0] and current == [1]

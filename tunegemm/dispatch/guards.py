@@ -91,7 +91,7 @@ def is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def only_checks_operators() -> bool:
-    """Whether the only active dispatch mode is torch's check that custom operators return no operand.
+    """Whether the only active dispatch mode is the one by which torch checks that operators alias no input.
 
     Compiled code first runs under it (torch 2.11 to 2.13; `check_custom_op_aliasing` of functorch's
     configuration). It does not concern our calls: compiled code calls us by a function, not an operator.

@@ -3,8 +3,8 @@ promotion.
 
 D[r, n] = sum over blocks b of sa[r, b] * sb[g, n / 128, b] * (A[r, b] B[g, n, b]^T) for each row r of group g
 
-As in `grouped` the weights' N is WGMMA's m. A second warp of the producer's warpgroup walks the same tiles
-and copies the scales of each block of k into the ring. Groups may begin at any row.
+As in `grouped` the weights' N is WGMMA's m. Other warps of the producer's warpgroup walk the same tiles and
+copy the scales of each block of k into the ring. Groups may begin at any row.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from cutlass.utils import SmemAllocator
 
 from tunegemm.generate.block_groups.config import BlockGroupConfig
 from tunegemm.generate.blocks.config import BLOCK
-from tunegemm.generate.blocks.kernel import SCALES_BARRIER, Ring, RowScales, copy_async
 from tunegemm.generate.blocks.kernel import Consumer as BlockConsumer
+from tunegemm.generate.blocks.kernel_scales import SCALES_BARRIER, Ring, RowScales, copy_async
 from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
 from tunegemm.generate.cute_sm90.kernel.layouts import START_BARRIER, Layouts
 from tunegemm.generate.cute_sm90.kernel.schedule import Origin
@@ -191,7 +191,7 @@ class Gemm(GroupedGemm):
         k_tiles: Int32,
         scaling: Scaling,
     ):
-        """As `grouped`'s, without clusters; the second warp copies scales."""
+        """As `grouped`'s, without clusters; other warps of the first warpgroup copy scales."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
