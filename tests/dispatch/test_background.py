@@ -448,7 +448,7 @@ def test_code_that_was_compiled_meanwhile_takes_the_kernel(
         until(is_ours)
 
 
-#: Asks for three kernels, and ends while the first is compiled.
+#: Asks for two kernels, and ends while the first is compiled.
 _LEAVES = """
 import time
 import psutil, torch
@@ -472,17 +472,29 @@ print(dispatcher.planner.compiler.waiting, worker.pid, time.monotonic(), flush=T
 """
 
 
+#: The same program without a request. torch alone has taken 0.6 s to leave, and 2.3 s on slow, busy cores.
+_LEAVES_IDLE = _LEAVES.partition("dispatcher =")[0] + "print(time.monotonic(), flush=True)\n"
+
+
+def _leaving_s(program: str) -> tuple[float, list[str]]:
+    """How long a program takes to end from the time that it prints last; and what it printed before that."""
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    ended = time.monotonic()
+    assert done.returncode == 0, done.stderr
+    *printed, leaving = done.stdout.split()
+    return ended - float(leaving), printed
+
+
 @pytest.mark.slow
 def test_a_process_ends_while_kernels_wait(host: Path) -> None:
-    """The quickest of three ends counts: on a busy host one end has taken 3 s, of 1 s when it is idle."""
-    command, took = [sys.executable, "-W", "error", "-c", _LEAVES], [math.inf]
-    while min(took) >= 2 and len(took) <= 3:
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
-        ended = time.monotonic()
-        assert done.returncode == 0, done.stderr
-        waiting, worker, leaving = done.stdout.split()
-        took.append(ended - float(leaving))
+    """Kernels that wait add less than a second to its end. The quickest of up to three ends counts."""
+    waited, idle = [math.inf], [math.inf]
+    while min(waited) >= min(idle) + 1 and len(waited) <= 3:
+        seconds, (waiting, worker) = _leaving_s(_LEAVES)
+        waited.append(seconds)
         assert waiting == "2"
         until(lambda worker=int(worker): not psutil.pid_exists(worker), seconds=2)
         assert not ArtifactStore().names()
-    assert min(took) < 2, took
+        idle.append(_leaving_s(_LEAVES_IDLE)[0])
+    assert min(waited) < min(idle) + 1, (waited, idle)
