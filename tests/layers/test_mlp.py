@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import warnings
 from collections.abc import Callable
@@ -99,6 +100,94 @@ def test_classes_of_transformers_are_recognised() -> None:
     for cls in (LlamaMLP, GemmaMLP, Qwen2MLP):
         assert mlp.places_of(cls) == ("down_proj", "act_fn", "gate_proj", "up_proj")
     assert mlp.places_of(Phi3MLP) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [
+        ("silu", "silu"), ("swish", "silu"), ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"),
+        ("relu", "relu"),
+        ("gelu_python", ""), ("gelu_python_tanh", ""), ("gelu_new", ""), ("quick_gelu", ""), ("gelu_10", ""),
+    ],
+)  # fmt: skip
+def test_activations_of_transformers(kernels: Kernels, name: str, activation: str) -> None:
+    """Those that are torch's function; steps of Python round differently, and stay the model's."""
+    from transformers.activations import ACT2FN
+
+    plain, model, x = made(MLP(ACT2FN[name])), fused(made(MLP(ACT2FN[name]))), given()
+    assert mlp.activation_of(ACT2FN[name]) == activation
+    with torch.no_grad():
+        close(model(x), plain(x))
+    assert len(kernels.gates) == bool(activation)
+
+
+def test_a_model_of_transformers_is_fused(kernels: Kernels) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    make = functools.partial(LlamaMLP, LlamaConfig(hidden_size=64, intermediate_size=96))
+    with torch.no_grad():
+        close(fused(made(make()))(given()), made(make())(given()))
+    assert len(kernels.gates) == 1
+
+
+class Silu(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x)
+
+
+class Doubled(Silu):
+    """Its call is more than its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().__call__(x)
+
+
+class Clipped(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x).clamp(max=1)
+
+
+class ByAttribute(nn.Module):
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(x)
+
+
+@pytest.mark.parametrize(
+    ("act", "is_known"),
+    [
+        (Silu(), True), (Doubled(), False), (Clipped(), False), (ByAttribute(F.gelu), True),
+        (ByAttribute(functools.partial(F.gelu, approximate="tanh")), True), (ByAttribute(nn.SiLU()), False),
+        (ByAttribute(functools.partial(F.silu, inplace=True)), False), (ByAttribute(torch.tanh), False),
+    ],
+)  # fmt: skip
+def test_activations_that_call_torchs_function(kernels: Kernels, act: nn.Module, is_known: bool) -> None:
+    plain, model, x = made(MLP(act)), fused(made(MLP(copy.deepcopy(act)))), given()
+    with torch.no_grad():
+        close(model(x), plain(x))
+    assert len(kernels.gates) == is_known
+
+
+def test_an_activation_that_is_changed_later_is_seen(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    act = ByAttribute(F.gelu)
+    model, x = fused(made(MLP(act))), given()
+    with torch.no_grad():
+        model(x)
+        act.act = torch.tanh
+        close(model(x), made(MLP(nn.Tanh()))(x))
+        act.act = F.gelu
+        monkeypatch.setattr(ByAttribute, "forward", lambda self, x: x)
+        close(model(x), made(MLP(nn.Identity()))(x))
+    assert len(kernels.gates) == 1
 
 
 def _replaced(model: Any) -> None:

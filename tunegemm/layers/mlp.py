@@ -1,7 +1,7 @@
 """Computes the gate of an MLP by one kernel in an eager model.
 
 It changes only modules whose class's forward, by its source, is exactly `self.down(self.act(self.gate(x)) *
-self.up(x))`, and whose children are plain linear layers without biases and an activation module of torch's.
+self.up(x))`, and whose children are plain linear layers without biases and an activation of torch's.
 Such a module gets its own `forward`. Its class, parameters and children stay the same. If a call meets
 anything else (hooks, another child, gradients, autocast, modes), the class's forward runs.
 """
@@ -12,12 +12,13 @@ import ast
 import inspect
 import re
 import textwrap
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.modules import module as torch_module
 
 from tunegemm.dispatch import guards
@@ -26,6 +27,8 @@ from tunegemm.layers import sites
 from tunegemm.torch.linear import TunedLinear
 
 _is_compiling = torch.compiler.is_compiling
+_FUNCTIONS = {"silu": functional.silu, "gelu": functional.gelu, "relu": functional.relu}
+_TANH = {"approximate": "tanh"}
 
 
 class Places(NamedTuple):
@@ -45,6 +48,19 @@ def places_of(cls: type) -> Places | None:
 
 @cache
 def _places_in(forward: FunctionType) -> Places | None:
+    match _return_of(forward):
+        case (own, x, result):
+            own, x = re.escape(own), re.escape(x)
+            gate, up = rf"{own}\.(?P<act>\w+)\({own}\.(?P<gate>\w+)\({x}\)\)", rf"{own}\.(?P<up>\w+)\({x}\)"
+            for product in (rf"{gate} \* {up}", rf"{up} \* {gate}"):
+                match = re.fullmatch(rf"{own}\.(?P<down>\w+)\({product}\)", ast.unparse(result))
+                if match is not None:
+                    return Places(**match.groupdict())
+    return None
+
+
+def _return_of(forward: FunctionType) -> tuple[str, str, ast.expr] | None:
+    """The names of a method's two arguments and what it returns, if it does nothing else; else None."""
     if forward.__closure__ or hasattr(forward, "__wrapped__"):
         return None
     try:
@@ -54,25 +70,24 @@ def _places_in(forward: FunctionType) -> Places | None:
     function = tree.body[0] if len(tree.body) == 1 else None
     if not isinstance(function, ast.FunctionDef) or function.decorator_list or not _is_of(tree, forward):
         return None
-    arguments = function.args
+    arguments, result = function.args, _result_of(function.body)
     names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
-    if len(names) != 2 or arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults:
-        return None
-    result, (own, x) = _result_of(function.body), map(re.escape, names)
-    gate, up = rf"{own}\.(?P<act>\w+)\({own}\.(?P<gate>\w+)\({x}\)\)", rf"{own}\.(?P<up>\w+)\({x}\)"
-    for product in (rf"{gate} \* {up}", rf"{up} \* {gate}"):
-        match = re.fullmatch(rf"{own}\.(?P<down>\w+)\({product}\)", ast.unparse(result) if result else "")
-        if match is not None:
-            return Places(**match.groupdict())
-    return None
+    others = arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults
+    return None if result is None or len(names) != 2 or others else (names[0], names[1], result)
 
 
 def _is_of(tree: ast.Module, forward: FunctionType) -> bool:
     """Whether a function was compiled from a source: files may change while a program runs."""
-    code = compile(tree, "", "exec", dont_inherit=True)
-    made = next((each for each in code.co_consts if inspect.iscode(each)), None)
     own = forward.__code__
-    return made is not None and (made.co_code, made.co_names) == (own.co_code, own.co_names)
+    # Python calls a function of a module by other code where the module's name is one that was imported.
+    modules = [name for name in own.co_names if inspect.ismodule(forward.__globals__.get(name))]
+    imports = ast.parse("\n".join(f"import {name}" for name in modules)).body
+    for body in (tree.body, [*imports, *tree.body]):
+        code = compile(ast.Module(body, []), "", "exec", dont_inherit=True)
+        made = next((each for each in code.co_consts if inspect.iscode(each)), None)
+        if made is not None and (made.co_code, made.co_names) == (own.co_code, own.co_names):
+            return True
+    return False
 
 
 def _result_of(body: list[ast.stmt]) -> ast.expr | None:
@@ -88,12 +103,48 @@ def _result_of(body: list[ast.stmt]) -> ast.expr | None:
 
 
 def activation_of(module: Any) -> str:
-    """The name of an activation module of torch's; empty for any other module."""
-    if type(module) is nn.SiLU:
+    """The name of the activation that a module's forward computes, by its class; empty for any other module.
+
+    The class is torch's, or its forward, by its source, only calls torch's function or an attribute that is
+    this function: transformers has such classes.
+    """
+    cls = type(module)
+    if cls is nn.SiLU:
         return "" if module.inplace else "silu"
-    if type(module) is nn.GELU:
+    if cls is nn.GELU:
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate, "")
-    return "relu" if type(module) is nn.ReLU and not module.inplace else ""
+    if cls is nn.ReLU:
+        return "" if module.inplace else "relu"
+    forward = vars(cls).get("forward")
+    if not isinstance(forward, FunctionType) or cls.__call__ is not nn.Module.__call__:
+        return ""
+    called = _called_by(forward)
+    return _name_of(vars(module).get(called) if isinstance(called, str) else called)
+
+
+@cache
+def _called_by(forward: FunctionType) -> Any:
+    """The function that a forward only passes its input to: the name of the module's attribute, or itself.
+
+    None for any other forward."""
+    match _return_of(forward):
+        case (own, x, ast.Call(func=function, args=[ast.Name(id=argument)], keywords=[])) if argument == x:
+            first, *names = ast.unparse(function).split(".")
+            if first == own:
+                return names[0] if len(names) == 1 else None
+            place = forward.__globals__.get(first)
+            for name in names:
+                place = getattr(place, name, None)
+            return place if callable(place) else None
+    return None
+
+
+def _name_of(function: Any) -> str:
+    """The name of an activation function of torch's; empty for any other object."""
+    if isinstance(function, partial):
+        is_tanh = (function.func, function.args, function.keywords) == (functional.gelu, (), _TANH)
+        return "gelu_tanh" if is_tanh else ""
+    return next((name for name, own in _FUNCTIONS.items() if function is own), "")
 
 
 def recognised(module: nn.Module) -> Places | None:
