@@ -56,6 +56,19 @@ def test_a_layer_is_served(kernels: Kernels, mode: Any) -> None:
         assert len(kernels.gates) == len(kernels.several) == 4
 
 
+@pytest.mark.parametrize("name", ["tunegemm", backend.tunegemm])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_patched_model_is_fused_as_well(kernels: Kernels, name: Any, fuse: bool) -> None:
+    plain, model, x = made(Layer()), made(Layer()), given()
+    tunegemm.patch(model, fuse=fuse)
+    run = torch.compile(model, backend=name)
+    with torch.no_grad():
+        same(plain, run, x)
+        assert len(kernels.gates) == len(kernels.several) == 1
+        same(plain, torch.compile(model, backend="eager"), x)  # another backend gets the layers' operators
+        assert len(kernels.gates) == len(kernels.several) == 1
+
+
 def test_layers_of_one_kind_decide_together(monkeypatch: pytest.MonkeyPatch) -> None:
     decided: list[str] = []
     for kind in (sites.Linear, sites.Joint):

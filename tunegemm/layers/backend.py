@@ -30,6 +30,9 @@ def tunegemm(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Call
     return graph.forward
 
 
+tunegemm.fuses_layers = True  # type: ignore[attr-defined] # for layers that `patch` installed
+
+
 def prepare(graph: torch.fx.GraphModule) -> Counter[str]:
     """Put tunegemm's calls into a graph. Returns how often each pattern matched."""
     if deterministic() or functorch_level() is not None or _is_transformed(graph):

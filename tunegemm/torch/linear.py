@@ -19,6 +19,24 @@ _is_compiling = torch.compiler.is_compiling
 _torchs: Any = F.linear
 
 
+def _is_fused_later() -> bool:
+    """Whether Dynamo traces for a backend that fuses layers: it looks for torch's operations."""
+    dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
+    try:
+        backend = dynamo.InstructionTranslator.current_tx().output.compiler_fn  # type: ignore[union-attr]
+    except AttributeError:  # torch.export traces without Dynamo
+        return False
+    while (
+        inner := getattr(backend, "_torchdynamo_orig_backend", getattr(backend, "compiler_fn", None))
+    ) is not None:
+        backend = inner
+    return getattr(backend, "fuses_layers", False) is True
+
+
+# For Dynamo a constant at trace time, as in `ops.records`; it traces anew for another backend.
+_is_fused_later._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def eagerly(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
     """The forward of a `TunedLinear` outside a graph.
 
@@ -90,7 +108,8 @@ class TunedLinear(torch.nn.Linear, metaclass=_Standing):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if _is_compiling():
-            return functions.linear(input, self.weight, self.bias)
+            linear = _torchs if _is_fused_later() else functions.linear
+            return linear(input, self.weight, self.bias)
         return eagerly(self, input)
 
 
