@@ -27,7 +27,7 @@ from tunegemm.layers import sites
 from tunegemm.torch.linear import TunedLinear
 
 _is_compiling = torch.compiler.is_compiling
-_FUNCTIONS = {"silu": functional.silu, "gelu": functional.gelu, "relu": functional.relu}
+_FUNCTIONS = (("silu", functional.silu), ("gelu", functional.gelu), ("relu", functional.relu))
 _TANH = {"approximate": "tanh"}
 
 
@@ -115,36 +115,34 @@ def activation_of(module: Any) -> str:
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate, "")
     if cls is nn.ReLU:
         return "" if module.inplace else "relu"
-    forward = vars(cls).get("forward")
-    if not isinstance(forward, FunctionType) or cls.__call__ is not nn.Module.__call__:
-        return ""
-    called = _called_by(forward)
-    return _name_of(vars(module).get(called) if isinstance(called, str) else called)
+    name, attribute = _called_by(vars(cls).get("forward"), cls.__call__)
+    return _name_of(vars(module).get(attribute)) if attribute else name
 
 
 @cache
-def _called_by(forward: FunctionType) -> Any:
-    """The function that a forward only passes its input to: the name of the module's attribute, or itself.
-
-    None for any other forward."""
+def _called_by(forward: Any, call: Any) -> tuple[str, str]:
+    """The activation to which a forward only passes its input: its name, or the module's attribute that is
+    the function. Both are empty for any other forward, and for a class with a `__call__` of its own."""
+    if not isinstance(forward, FunctionType) or call is not nn.Module.__call__:
+        return "", ""
     match _return_of(forward):
         case (own, x, ast.Call(func=function, args=[ast.Name(id=argument)], keywords=[])) if argument == x:
             first, *names = ast.unparse(function).split(".")
             if first == own:
-                return names[0] if len(names) == 1 else None
+                return "", names[0] if len(names) == 1 else ""
             place = forward.__globals__.get(first)
             for name in names:
                 place = getattr(place, name, None)
-            return place if callable(place) else None
-    return None
+            return _name_of(place), ""
+    return "", ""
 
 
 def _name_of(function: Any) -> str:
     """The name of an activation function of torch's; empty for any other object."""
     if isinstance(function, partial):
-        is_tanh = (function.func, function.args, function.keywords) == (functional.gelu, (), _TANH)
+        is_tanh = function.func is functional.gelu and not function.args and function.keywords == _TANH
         return "gelu_tanh" if is_tanh else ""
-    return next((name for name, own in _FUNCTIONS.items() if function is own), "")
+    return next((name for name, own in _FUNCTIONS if function is own), "")
 
 
 def recognised(module: nn.Module) -> Places | None:
