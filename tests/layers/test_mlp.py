@@ -55,6 +55,23 @@ class Swapped(MLP):
         return self.down_proj(self.up_proj(x) * self.act_fn(self.gate_proj(x)))
 
 
+class ByFunction(MLP):
+    """As Llama's own code is written."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ByAnother(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(torch.tanh(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ByChildOfChild(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn.forward(self.gate_proj(x)) * self.up_proj(x))
+
+
 class Twice(MLP):
     """One layer is gate and up."""
 
@@ -67,7 +84,7 @@ def fused(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("make", [MLP, Swapped])
+@pytest.mark.parametrize("make", [MLP, Swapped, ByFunction])
 def test_the_gate_is_one_kernel(kernels: Kernels, make: type[MLP]) -> None:
     model, x = fused(made(make())), given()
     with torch.no_grad():
@@ -75,7 +92,7 @@ def test_the_gate_is_one_kernel(kernels: Kernels, make: type[MLP]) -> None:
     assert len(kernels.gates) == 1 and type(model) is make
 
 
-@pytest.mark.parametrize("make", [Other, Branches, Inherits, Decorated])
+@pytest.mark.parametrize("make", [Other, Branches, Inherits, Decorated, ByAnother, ByChildOfChild])
 def test_another_forward_is_not_recognised(make: type[MLP]) -> None:
     model, x = made(make()), given()
     with torch.no_grad():
@@ -98,7 +115,7 @@ def test_classes_of_transformers_are_recognised() -> None:
     from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
     for cls in (LlamaMLP, GemmaMLP, Qwen2MLP):
-        assert mlp.places_of(cls) == ("down_proj", "act_fn", "gate_proj", "up_proj")
+        assert mlp.places_of(cls) == ("down_proj", "act_fn", "gate_proj", "up_proj", "")
     assert mlp.places_of(Phi3MLP) is None
 
 

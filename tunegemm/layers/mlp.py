@@ -1,8 +1,8 @@
 """Computes the gate of an MLP by one kernel in an eager model.
 
 It changes only modules whose class's forward, by its source, is exactly `self.down(self.act(self.gate(x)) *
-self.up(x))`, and whose children are plain linear layers without biases and an activation of torch's.
-Such a module gets its own `forward`. Its class, parameters and children stay the same. If a call meets
+self.up(x))`, or calls torch's activation in place of `self.act`, and whose children are plain linear layers
+without biases and an activation of torch's. Such a module gets its own `forward`. Its class, parameters and children stay the same. If a call meets
 anything else (hooks, another child, gradients, autocast, modes), the class's forward runs.
 """
 
@@ -36,8 +36,15 @@ class Places(NamedTuple):
 
     down: str
     act: str
+    """Empty if the forward calls torch's function."""
     gate: str
     up: str
+    function: str = ""
+    """The activation that torch's function computes."""
+
+    def activation(self, module: nn.Module) -> str:
+        """The name of the MLP's activation; empty if it is not known."""
+        return activation_of(module._modules.get(self.act)) if self.act else self.function
 
 
 def places_of(cls: type) -> Places | None:
@@ -48,15 +55,27 @@ def places_of(cls: type) -> Places | None:
 
 @cache
 def _places_in(forward: FunctionType) -> Places | None:
-    match _return_of(forward):
-        case (own, x, result):
-            own, x = re.escape(own), re.escape(x)
-            gate, up = rf"{own}\.(?P<act>\w+)\({own}\.(?P<gate>\w+)\({x}\)\)", rf"{own}\.(?P<up>\w+)\({x}\)"
-            for product in (rf"{gate} \* {up}", rf"{up} \* {gate}"):
-                match = re.fullmatch(rf"{own}\.(?P<down>\w+)\({product}\)", ast.unparse(result))
-                if match is not None:
-                    return Places(**match.groupdict())
+    if (parts := _return_of(forward)) is None:
+        return None
+    own, x = map(re.escape, parts[:2])
+    gate = rf"(?:{own}\.(?P<act>\w+)|(?P<function>[\w.]+))\({own}\.(?P<gate>\w+)\({x}\)\)"
+    up = rf"{own}\.(?P<up>\w+)\({x}\)"
+    for product in (rf"{gate} \* {up}", rf"{up} \* {gate}"):
+        match = re.fullmatch(rf"{own}\.(?P<down>\w+)\({product}\)", ast.unparse(parts[2]))
+        if match is not None:
+            names = match.groupdict(default="")
+            names["function"] = _name_of(_global(forward, names["function"]))
+            return Places(**names) if names["act"] or names["function"] else None
     return None
+
+
+def _global(forward: FunctionType, path: str) -> Any:
+    """The object that a function finds under a global's dotted name; None if there is none."""
+    first, *names = path.split(".")
+    place = forward.__globals__.get(first)
+    for name in names:
+        place = getattr(place, name, None)
+    return place
 
 
 def _return_of(forward: FunctionType) -> tuple[str, str, ast.expr] | None:
@@ -127,13 +146,10 @@ def _called_by(forward: Any, call: Any) -> tuple[str, str]:
         return "", ""
     match _return_of(forward):
         case (own, x, ast.Call(func=function, args=[ast.Name(id=argument)], keywords=[])) if argument == x:
-            first, *names = ast.unparse(function).split(".")
-            if first == own:
-                return "", names[0] if len(names) == 1 else ""
-            place = forward.__globals__.get(first)
-            for name in names:
-                place = getattr(place, name, None)
-            return _name_of(place), ""
+            path = ast.unparse(function)
+            if (match := re.fullmatch(rf"{re.escape(own)}\.(\w+)", path)) is not None:
+                return "", match[1]
+            return _name_of(_global(forward, path)), ""
     return "", ""
 
 
@@ -154,7 +170,7 @@ def recognised(module: nn.Module) -> Places | None:
     layers = [children.get(name) for name in (places.gate, places.up, places.down)]
     if any(type(layer) not in (nn.Linear, TunedLinear) for layer in layers):
         return None
-    return places if activation_of(children.get(places.act)) else None
+    return places if places.activation(module) else None
 
 
 class Forward:
@@ -175,10 +191,12 @@ class Forward:
         """The gate by a kernel; None where the class's forward is to compute it."""
         children, places = self._module._modules, self._places
         gate, act, up = children.get(places.gate), children.get(places.act), children.get(places.up)
-        if not (type(gate) is type(up) is TunedLinear and _is_bare(gate) and _is_bare(act) and _is_bare(up)):
+        if not (type(gate) is type(up) is TunedLinear and _is_bare(gate) and _is_bare(up)):
+            return None
+        if places.act and not _is_bare(act):
             return None
         first, second = (layer._parameters.get("weight") for layer in (gate, up))
-        activation = activation_of(act)
+        activation = places.activation(self._module)
         if (
             not activation
             or type(x) not in PLAIN

@@ -64,7 +64,7 @@ def lines_of(model: torch.nn.Module) -> Iterator[Line]:
             places = mlp.places_of(type(module))
             assert places is not None
             layer = module._modules[places.gate]
-            activation = mlp.activation_of(module._modules[places.act])
+            activation = places.activation(module)
             rows = (
                 _rows_of_gate(activation, layer.weight) if isinstance(layer, torch.nn.Linear) else "no kernel"
             )
