@@ -2,8 +2,9 @@
 
 It changes only modules whose class's forward, by its source, is exactly `self.down(self.act(self.gate(x)) *
 self.up(x))`, or calls torch's activation in place of `self.act`, and whose children are plain linear layers
-without biases and an activation of torch's. Such a module gets its own `forward`. Its class, parameters and children stay the same. If a call meets
-anything else (hooks, another child, gradients, autocast, modes), the class's forward runs.
+without biases and an activation of torch's. Such a module gets its own `forward`. Its class, parameters and
+children stay the same. If a call meets anything else (hooks, another child, gradients, autocast, modes), the
+class's forward runs.
 """
 
 from __future__ import annotations
