@@ -34,6 +34,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 
+if not cuda_device_count():
+    # Inductor compiles C++ here, what is between our products: in this process, as others would import torch
+    # first, and without vectors, for which it would compile programs that try the processor.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Without a GPU its tests are left out, unless they are named: reading them takes longer than many rooms.
@@ -50,9 +56,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Processes take what is left from the end of each other's lists: short tests are to be there.
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if "engines" not in config.option.markexpr:
-        chosen = [item for item in items if not item.get_closest_marker("engines")]
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = chosen
+        left_out = {item for item in items if item.get_closest_marker("engines")}
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not cuda_device_count():
         for item in gpu_items:
