@@ -37,11 +37,12 @@ BOUNDS = {torch.float32: 5e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 def operators(names: tuple[str, ...]) -> dict[str, list[Any]]:
     """PyTorch's `OpInfo`s of these names, but for one that is there for its size. Takes seconds to import."""
+    from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.opinfo import core
 
     # It looks for a unittest, of which there is none, by reading the sources of all callers.
-    core.extract_test_fn = lambda: None
+    common_utils.extract_test_fn = core.extract_test_fn = lambda: None
     found: dict[str, list[Any]] = {name: [] for name in names}
     for op in op_db:
         if op.name in found and op.variant_test_name != "triton_optimized":
