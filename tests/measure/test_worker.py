@@ -281,7 +281,7 @@ def test_a_device_that_cannot_be_used_is_one_error() -> None:
     with pytest.raises(DeviceError, match=r"model:h200.*cuda:N"):
         MeasureWorker(device)
     with (
-        MeasureWorker(device, backend="tests.support.planted.cpu_backend:BrokenBackend") as worker,
+        MeasureWorker(device, backend="tests.support.planted.broken_backend:BrokenBackend") as worker,
         pytest.raises(MeasureError, match="model:h200: no CUDA-capable device"),
     ):
         [*worker.measure(PROBLEM, [planted("good")], QUICK)]

@@ -199,8 +199,3 @@ class RestedBackend(RecoveringBackend):
     """A GPU that meets its power cap in each of two races, and has full clocks when they begin."""
 
     throttled_reads = (2, 4, 5)  # after the first race; when the second one settled, and after it
-
-
-class BrokenBackend(CpuBackend):
-    def open(self, *, warm_up_s: float = 0.0) -> None:
-        raise RuntimeError("no CUDA-capable device is detected")
